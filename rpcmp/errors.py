@@ -46,9 +46,9 @@ from typing import Any, ClassVar
 class RpcmpError(Exception):
     """Base of all errors of this package.
 
-    `exit_code` is what the command line ends with; `fields` are the constructor's arguments and
-    travel with the error to other processes. `stage` is the label of the worker that it is of, or
-    "driver"; empty where that is unknown.
+    `exit_code` is the exit code of the command line. `fields` are the constructor's arguments,
+    which are sent with the error to other processes. `stage` is the label of the worker that
+    raised it, or "driver"; empty if unknown.
     """
 
     exit_code: ClassVar[int] = 1
@@ -66,15 +66,15 @@ class ConfigError(RpcmpError):
 
 
 class KeyConfigError(ConfigError):
-    """A config has a key that there is not, or a value that it cannot have."""
+    """A config has an unknown key, or a key has a value that it cannot have."""
 
 
 class AddressInUseError(ConfigError):
-    """A stage server cannot listen where it was told to."""
+    """A stage server cannot listen on its address."""
 
 
 class CheckpointConflictError(ConfigError):
-    """A run's checkpoints would be mixed with those of another one."""
+    """A run's checkpoints would be mixed with another run's."""
 
 
 class FactoryError(ConfigError):
@@ -108,7 +108,7 @@ class BusyError(UnavailableError):
 
 
 class DrainingError(UnavailableError):
-    """A stage server was told to stop; the job ended after its current step."""
+    """A stage server is stopping; the job ended after its current step."""
 
 
 class RelayError(UnavailableError):
@@ -124,7 +124,7 @@ class JobError(RpcmpError):
 
 
 class WorkerDiedError(JobError):
-    """A worker or driver process ended when nobody had asked it to."""
+    """A worker or driver process ended unexpectedly."""
 
 
 class MismatchError(JobError):
@@ -275,26 +275,26 @@ class InterruptedJobError(RpcmpError):
 
 
 def exit_code(error: RpcmpError) -> int:
-    """The process exit code that belongs to `error`."""
+    """Return the process exit code for `error`."""
     if isinstance(error, InterruptedJobError):
         return 128 + error.signum
     return error.exit_code
 
 
 UNREAD = 500
-"""Characters that are shown of an error that is none."""
+"""Characters that are shown of an error that cannot be parsed."""
 
 
 def to_wire(error: RpcmpError) -> str:
-    """`error` as JSON, to be read by `from_wire` in another process."""
+    """Return `error` as JSON, to be read by `from_wire` in another process."""
     return json.dumps({"type": type(error).__name__, "fields": error.fields})
 
 
 def from_wire(text: str) -> RpcmpError:
-    """The error that `to_wire` wrote.
+    """Return the error that `to_wire` wrote.
 
-    An unknown type (a newer peer), and what is no error at all (a broken one), becomes a JobError
-    that shows the text, so nothing is lost.
+    An unknown type (from a newer peer) or a text that cannot be parsed (from a broken one) becomes
+    a JobError that shows the text, so nothing is lost.
     """
     try:
         data = json.loads(text)
@@ -322,7 +322,7 @@ def one_line(error: BaseException) -> str:
 
 
 def with_notes(error: BaseException) -> str:
-    """The message, and a line for each note that was added to it."""
+    """Return the message, and a line for each note that was added to it."""
     return "\n".join([str(error), *getattr(error, "__notes__", [])])
 
 

@@ -19,7 +19,7 @@ import hypothesis
 import psutil
 import pytest
 
-from rpcmp.job import server_pool, status
+from rpcmp.job import server_pool
 from rpcmp.process.fork_client import Forks
 from tests.support import pool, processes
 from tests.support.needs import needs, needs_root
@@ -130,8 +130,7 @@ def _shared() -> Iterator[None]:
         forks = processes.FORKS
         borrow = borrowing(lambda: forks.line(DRIVE))
         patch.setattr(Forks, "__init__", borrow)
-        for module in (server_pool, status):
-            patch.setattr(module, "LocalServers", pool.PooledServers)
+        patch.setattr(server_pool, "LocalServers", pool.PooledServers)
         yield
     pool.POOL.close()
     forks.close()

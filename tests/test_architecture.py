@@ -191,7 +191,7 @@ def test_the_reference_shares_nothing_with_what_it_is_compared_to() -> None:
     needed = {
         other
         for module in modules()
-        if module.startswith("rpcmp.tools.verify.reference.")
+        if module.startswith("rpcmp.tools.verify.reference_")
         for other in needs(module)
     }
     assert "rpcmp.pipelining.layers" in needed
@@ -202,10 +202,10 @@ def test_the_reference_shares_nothing_with_what_it_is_compared_to() -> None:
 def test_supervisors_and_the_command_line_do_not_import_torch() -> None:
     code = """
 import importlib, sys
-import rpcmp.cli, rpcmp.config.schema, rpcmp.job.drive, rpcmp.job.generation, rpcmp.job.status
+import rpcmp.cli, rpcmp.config.schema, rpcmp.job.training_run, rpcmp.job.server_calls
 import rpcmp.observability.observers, rpcmp.observability.tensorboard, rpcmp.observability.observers
 import rpcmp.observability.dashboard.html, rpcmp.observability.dashboard.page_server
-import rpcmp.server.serve, rpcmp.server.server, rpcmp.server.probe
+import rpcmp.server.lifecycle, rpcmp.server.stage_server, rpcmp.server.probe
 for command in rpcmp.cli.COMMANDS:
     importlib.import_module(f"rpcmp.cli.{command}")
 print([name for name in ("torch", "numpy") if name in sys.modules])

@@ -146,14 +146,14 @@ RUN_BY = {
         "rpcmp bench config.toml",
         "rpcmp bench config.toml --peers torch-best --json",
     ],
-    "unit/tools/bench/test_comparison.py::test_several_cases_are_a_table_each": [
+    "unit/tools/bench/test_comparison.py::test_several_cases_give_a_table_each": [
         "rpcmp bench overhead transformer activations",
     ],
 }
 """Other commands: the test that runs each, with files and addresses of its own."""
 
 CHECKED_BY = {
-    "unit/net/test_revocation.py::test_a_crl_that_appears_is_taken_up_and_one_that_goes_stays": [
+    "unit/net/test_revocation.py::test_a_new_crl_is_loaded_and_a_removed_one_stays_in_force": [
         "scp certs/stage1/* host-b:stage1/",
         "scp certs/ca.crl host-b:stage1/",
     ],

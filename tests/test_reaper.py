@@ -23,7 +23,7 @@ with reaping(sys.argv[1]):
 """
 
 
-def test_what_killed_tests_have_started_is_killed_as_well() -> None:
+def test_children_of_killed_tests_are_killed() -> None:
     token = uuid.uuid4().hex
     with subprocess.Popen(
         [sys.executable, "-c", RUNS_TESTS, token],

@@ -12,29 +12,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from rpcmp.checkpoint import safetensors_layout
+from rpcmp.checkpoint import safetensors_header
 from rpcmp.checkpoint.files import check, write_durably
-from rpcmp.checkpoint.folder import MANIFEST, FoundCheckpoint, look, step_of
+from rpcmp.checkpoint.folder import MANIFEST, FoundCheckpoint, look, newest_in, step_of
 from rpcmp.checkpoint.manifest import Manifest, StageFile
-from rpcmp.checkpoint.runs import newest_in
-from rpcmp.checkpoint.safetensors_layout import TensorRange
+from rpcmp.checkpoint.safetensors_header import Header, TensorRange
 from rpcmp.errors import CheckpointError, ConfigError
 
 MODEL = "model."
-"""What the names of the model's tensors begin with in a stage's file."""
+"""Prefix of the model's tensors in a stage's file."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export` wrote.
+    """The result of `export`.
 
     Attributes:
-        step: of the checkpoint.
+        step: the checkpoint's.
         num_tensors: parameters and buffers.
-        num_elements: numbers in them.
+        num_elements: of all tensors together.
         size: bytes of the file.
-        manifest: of the checkpoint.
-        skipped: what is wrong with newer checkpoints.
+        manifest: the checkpoint's.
+        skipped: problems of newer checkpoints, a line each.
     """
 
     step: int
@@ -59,15 +58,16 @@ def export(source: Path, target: Path, best: bool = False, tied_once: bool = Fal
     """Write the model of a checkpoint to `target`, all or nothing.
 
     Args:
-        source: a checkpoint folder, or that of one run in it; of the run that wrote last the newest
-            checkpoint is taken that is whole and whose files are all here; or one step folder.
+        source: a checkpoint folder, a run's folder in it, or one step folder. The newest checkpoint
+            of the run that wrote last is taken, if it is whole and all of its files are here;
+            otherwise the one before it.
         target: the safetensors file to write.
-        best: take the one that is marked as the best, and no other where that is not whole.
-        tied_once: write what is tied under its first name alone, and note the others as
-            `safetensors.torch.save_model` does; else it is there under each name.
+        best: take the checkpoint that is marked as the best; if it is damaged, take no other.
+        tied_once: write tied parameters under their first name alone, with the other names in the
+            metadata as `safetensors.torch.save_model` does; else under each name.
 
     Raises:
-        CheckpointError: there is no such checkpoint; says what is wrong with those that there are.
+        CheckpointError: there is no such checkpoint; names the problem of each that was found.
         ConfigError: `target` cannot be written.
     """
     _require_place(target)
@@ -81,7 +81,7 @@ def export(source: Path, target: Path, best: bool = False, tied_once: bool = Fal
 
 
 def verify(step_folder: Path, manifest: Manifest) -> list[str]:
-    """What is wrong with the files of a checkpoint, a line each; reads all of them.
+    """Return the problems of a checkpoint's files, a line each; reads all of them.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -103,7 +103,7 @@ def _verify(path: Path, stage: StageFile) -> str:
 
 
 def _require_place(target: Path) -> None:
-    """Fail before all is read and hashed, not after."""
+    """Fail before the files are read and hashed, not after."""
     if not target.parent.is_dir():
         raise ConfigError(f"cannot write {target}: there is no folder {target.parent}")
     if target.is_dir():
@@ -113,7 +113,7 @@ def _require_place(target: Path) -> None:
 
 
 def _candidates(source: Path) -> list[FoundCheckpoint]:
-    """The checkpoints to try, in this order."""
+    """Return the checkpoints to try, in order."""
     if not source.is_dir():
         raise CheckpointError(f"there is no folder {source}")
     # A copy of a step folder may have any name.
@@ -129,11 +129,6 @@ def _candidates(source: Path) -> list[FoundCheckpoint]:
 
 
 def _best(source: Path) -> list[FoundCheckpoint]:
-    """The best checkpoint.
-
-    Raises:
-        CheckpointError: none is marked so, or one that may be it is damaged.
-    """
     for found in _candidates(source):
         if found.manifest is None:
             raise CheckpointError(f"{found.problem}; it may have been the best: remove it")
@@ -165,12 +160,10 @@ def _export(
             metadata |= tied
         else:
             sources |= {name: sources[first] for name, first in tied.items()}
-        ordered = safetensors_layout.aligned(
+        ordered = safetensors_header.aligned(
             {name: source.tensor for name, source in sources.items()}
         )
-        chunks = _chunks(
-            safetensors_layout.header(ordered, metadata), [sources[name] for name in ordered]
-        )
+        chunks = _chunks(Header(ordered).encode(metadata), [sources[name] for name in ordered])
         try:
             written = write_durably(target, chunks, mode=0o666)  # its user named it
         except OSError as error:
@@ -186,7 +179,7 @@ def _export(
 
 
 def _tied_to(manifest: Manifest, sources: Mapping[str, _Source]) -> dict[str, str]:
-    """For each name of the model that is another's as well, that one; as the config had them."""
+    """Return the first name of each tied parameter, by its other names in the config."""
     tied = manifest.config.get("tied")
     groups = tied if isinstance(tied, list) else []
     found: dict[str, str] = {}
@@ -197,13 +190,13 @@ def _tied_to(manifest: Manifest, sources: Mapping[str, _Source]) -> dict[str, st
 
 
 def _tensors(path: Path, stage: str, stack: contextlib.ExitStack) -> Iterator[tuple[str, _Source]]:
-    """The model's tensors in a stage's file, which stays open as long as `stack`.
+    """Yield the model's tensors in a stage's file, which stays open as long as `stack`.
 
-    An open file can be read to its end even where the run that goes on removes the checkpoint.
+    An open file can be read to its end even if a run that goes on removes the checkpoint.
     """
     try:
         file = stack.enter_context(path.open("rb"))
-        tensors = safetensors_layout.read(file, path)
+        tensors = safetensors_header.read(file, path)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     for name, tensor in tensors.items():
@@ -214,4 +207,4 @@ def _tensors(path: Path, stage: str, stack: contextlib.ExitStack) -> Iterator[tu
 def _chunks(header: bytes, sources: list[_Source]) -> Iterator[bytes]:
     yield header
     for source in sources:
-        yield from safetensors_layout.blocks(source.file, source.tensor, source.path)
+        yield from safetensors_header.blocks(source.file, source.tensor, source.path)

@@ -1,7 +1,11 @@
-"""Writing files that a crash cannot leave half done, and checking them when they are read.
+"""Files that a crash cannot leave half written, in folders that no link leads out of.
 
-A file appears under its name only when all of its bytes are on the disk, and the return of
-`write_durably` means that it stays there when the power fails. Files may be larger than memory.
+A file appears under its name only when all of its bytes are on the disk. When `write_durably`
+returns, the file survives a power failure. Files may be larger than memory.
+
+A path in a message is taken apart as text, and then walked from the folder on, one descriptor after
+the other, so links are not followed, even if they are made meanwhile. `openat2` would do so in one
+call, but not on every kernel, and the walk is of two or three steps.
 """
 
 from __future__ import annotations
@@ -19,17 +23,15 @@ import stat
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from io import FileIO
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Literal
 
-from rpcmp.checkpoint.paths import FOLDER, Inside, make_folder
-from rpcmp.errors import ConfigError
+from rpcmp.errors import CheckpointError, ConfigError
 
-Where = Path | Inside
-"""A file that this user names, or one that a message does."""
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 PRIVATE = 0o600
-"""Mode of files that are their owner's alone."""
+"""Mode of files that only their owner may read."""
 
 BLOCK = 1 << 22
 """Bytes that are read or written at a time."""
@@ -38,23 +40,128 @@ PART = 1 << 20
 """Bytes of a part that travels in one message."""
 
 ALIGNMENT = 4096
-"""What offsets and lengths must be multiples of to pass the page cache by."""
+"""Offsets and lengths of writes that bypass the page cache are multiples of this."""
+
+
+@dataclass(frozen=True)
+class Inside:
+    """A file or folder beneath `root`; it need not exist.
+
+    Attributes:
+        root: the folder, chosen by its owner; links on the way to it are followed.
+        parts: plain names, from `root` on.
+        path: the same place as messages name it.
+    """
+
+    root: Path
+    parts: tuple[str, ...]
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def real(self) -> Path:
+        """The path, if no link has been put on the way meanwhile."""
+        return self.root.joinpath(*self.parts)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def __truediv__(self, name: str) -> Inside:
+        require_plain(name)
+        return Inside(self.root, (*self.parts, name), self.path / name)
+
+    def at(self, path: str) -> Inside:
+        """Return the place in this folder that a message names.
+
+        Raises:
+            CheckpointError: `path` is outside of this folder.
+        """
+        try:
+            steps = PurePath(path).relative_to(self.path).parts
+        except ValueError:
+            steps = ()
+        if not steps:
+            raise CheckpointError(f"{path!r} is not in the folder of the job's checkpoints")
+        found = self
+        for step in steps:
+            found = found / step
+        return found
+
+    @contextlib.contextmanager
+    def folder(self, make: bool = False) -> Iterator[int]:
+        """Open its parent folder; raises OSError if a part of the way is a link.
+
+        Args:
+            make: create the missing folders on the way.
+        """
+        fd = os.open(self.root, FOLDER)
+        try:
+            for name in self.parts[:-1]:
+                if make and make_folder(name, fd):
+                    os.fsync(fd)
+                above, fd = fd, os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=fd)
+                os.close(above)
+            yield fd
+        finally:
+            os.close(fd)
+
+
+def beneath(root: Path, folder: str) -> Inside:
+    """Return the place of a job's folder, which is `root` or beneath it; follows links.
+
+    Args:
+        root: resolved.
+        folder: absolute.
+
+    Raises:
+        CheckpointError: it is outside of `root`.
+    """
+    try:
+        path = Path(folder)
+        parts = path.resolve().relative_to(root).parts
+    except (OSError, ValueError, RuntimeError) as error:  # a zero byte; links in a circle
+        raise CheckpointError(f"{folder!r} is neither {root} nor beneath it") from error
+    if not path.is_absolute():
+        raise CheckpointError(f"{folder!r} is not absolute")
+    return Inside(root, parts, path)
+
+
+def require_plain(name: str) -> None:
+    """Raise CheckpointError unless `name` is the name of a file in a folder."""
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise CheckpointError(f"{name!r} cannot be the name of a file")
+
+
+def make_folder(name: str | Path, above: int | None = None) -> bool:
+    """Make a folder that only its owner may enter; returns whether it was missing.
+
+    Args:
+        above: descriptor of its parent folder.
+    """
+    try:
+        os.mkdir(name, 0o700, dir_fd=above)
+    except FileExistsError:
+        return False
+    return True
+
+
+Where = Path | Inside
+"""A file that this user names, or one that a message names."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What `write_durably` wrote: the hash and the bytes of the file."""
+    """Hash and size in bytes of a file that was written."""
 
     sha256: str
     size: int
 
 
 def require_place(folder: Where) -> None:
-    """Check that checkpoints can be written to a folder, which is made where it is missing.
-
-    Raises:
-        ConfigError: they cannot.
-    """
+    """Raise ConfigError unless checkpoints can be written to a folder; makes it if missing."""
     probe = folder / f".rpcmp-{secrets.token_hex(8)}"
     try:
         write_durably(probe, [bytes(ALIGNMENT)])
@@ -70,15 +177,13 @@ def require_place(folder: Where) -> None:
 def write_durably(
     where: Where, chunks: Iterable[bytes | memoryview], mode: int = PRIVATE
 ) -> Written:
-    """Write `chunks` to a file, all or nothing; makes the folders that it lies in.
+    """Write `chunks` to a file, all or nothing; makes its missing parent folders.
 
-    A file that was there stays as it was until the new one is complete.
+    A file of that name is replaced when the new one is complete. If writing fails with an OSError,
+    no temporary file is left.
 
     Args:
-        mode: of the file, less what the umask takes away.
-
-    Raises:
-        OSError: it cannot be written; no temporary file is left.
+        mode: the file's, before the umask.
     """
     return _durably(where, lambda fd: _write(fd, chunks), mode)
 
@@ -86,15 +191,12 @@ def write_durably(
 def copy_durably(where: Where, memory: int, length: int) -> Written:
     """Write the first bytes of a memfd as `write_durably` does.
 
-    Past the page cache, where the file system can: a checkpoint is not read again soon, and to copy
-    it there takes as long as to hash it, from a stage that computes on the same cores.
+    Bypasses the page cache if the file system allows it: a checkpoint is not read again soon, and
+    copying it to the cache takes as long as hashing it, on cores on which a stage computes.
 
     Args:
-        memory: its descriptor. It is read and not mapped, as who shares it could cut it off.
+        memory: descriptor. It is read and not mapped, as a process that shares it could cut it off.
         length: bytes.
-
-    Raises:
-        OSError: it cannot be written, or there are fewer bytes; no temporary file is left.
     """
     return _durably(where, lambda fd: _copy(fd, memory, length), PRIVATE)
 
@@ -123,13 +225,10 @@ def _durably(where: Where, write: Callable[[int], Written], mode: int) -> Writte
 
 @contextlib.contextmanager
 def folder_of(where: Where, make: bool = False) -> Iterator[int]:
-    """Open the folder that a file or folder lies in.
+    """Open the parent folder of a file or folder.
 
     Args:
-        make: the folder and those above it, where they are missing.
-
-    Raises:
-        OSError: it cannot be opened, or made.
+        make: create it and those above it if they are missing.
     """
     if make:
         _make_folders(where.parent if isinstance(where, Path) else where.root)
@@ -145,11 +244,7 @@ def folder_of(where: Where, make: bool = False) -> Iterator[int]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable: those that are new, and that others are gone.
-
-    Raises:
-        OSError: the disk fails.
-    """
+    """Make the names in `folder` durable: new files, renames and removals."""
     fd = os.open(folder, FOLDER)
     try:
         sync(fd)
@@ -158,7 +253,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync(folder: int) -> None:
-    """As `sync_folder`, of an open folder."""
+    """As `sync_folder`, for an open folder."""
     try:
         os.fsync(folder)
     except OSError as error:
@@ -167,33 +262,25 @@ def sync(folder: int) -> None:
 
 
 def sha256_of(where: Where) -> str:
-    """The hash of a file's content.
-
-    Raises:
-        OSError: it cannot be read.
-    """
     with _opened(where) as file:
         return _hash(file)
 
 
 async def parts(where: Where) -> AsyncIterator[bytes]:
-    """A file's content, in parts that a message can carry; read on another thread.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Yield a file's content in parts that a message can carry; reads on another thread."""
     content = _parts(where)
     while part := await asyncio.to_thread(next, content, b""):
         yield part
 
 
 def check(where: Where, sha256: str, size: int) -> Literal["ok", "missing", "damaged"]:
-    """Whether the file at a place is the one that was written.
+    """Compare a file with the hash and size that it was written with.
 
-    The size is compared first, so a file that was cut off is found without reading it.
+    The size is compared first, so a file that was cut off is found without reading it. A file that
+    the disk cannot read counts as damaged.
 
     Raises:
-        OSError: it is there and cannot be opened. One that the disk cannot read is damaged.
+        OSError: the file exists but cannot be opened.
     """
     try:
         with _opened(where) as file:
@@ -209,7 +296,7 @@ def check(where: Where, sha256: str, size: int) -> Literal["ok", "missing", "dam
 
 @contextlib.contextmanager
 def _opened(where: Where) -> Iterator[FileIO]:
-    """A file, to be read; where a message names it no link, and nothing that a reader waits at."""
+    """Open a regular file for reading, without waiting; for an Inside, not through a link."""
     with folder_of(where) as folder:
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
         if isinstance(where, Inside):
@@ -255,7 +342,7 @@ def _copy(fd: int, memory: int, length: int) -> Written:
 
 
 def _set_direct(fd: int, direct: bool) -> None:
-    """Write without the page cache, where that can be done, or with it."""
+    """Bypass the page cache if `direct` and the file system can, or use it."""
     flag = getattr(os, "O_DIRECT", 0)
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:

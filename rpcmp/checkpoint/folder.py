@@ -1,9 +1,15 @@
-"""The folder of one run's checkpoints: which there are, and which may go.
+"""The folders of runs and their checkpoints: find them, mark them complete, remove them.
 
-    step-00000120/manifest.json       on the driver's host, written last
-    step-00000120/<stage>.safetensors on the stage's host
+    <dir>/20261122-101500-3f9a2c/step-00000120/...   each run has a folder, named after its start
+    <dir>/step-00000120/...                          or `dir` is the folder of one run
+          step-00000120/manifest.json                on the driver's host, written last
+          step-00000120/<stage>.safetensors          on the stage's host
 
-A step folder without a manifest is no checkpoint: its stages are still writing, or never finished.
+A step folder without a manifest is not a checkpoint: its stages are still writing, or never
+finished. Runs do not write into or prune each other's folders. The manifest notes whether a config
+with a [checkpoint] asked for the checkpoint, be it on schedule or because of a signal, or whether
+the run made it because it had to give up: only the former makes the next run ask whether to resume,
+and only the latter is ever removed by another run.
 """
 
 from __future__ import annotations
@@ -11,14 +17,15 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
-from rpcmp.checkpoint.files import Where, folder_of, sync, write_durably
+from rpcmp.checkpoint.files import FOLDER, Where, folder_of, sync, write_durably
 from rpcmp.checkpoint.manifest import Manifest, dumps, loads
-from rpcmp.checkpoint.paths import FOLDER
 from rpcmp.config.bounded_file import MIB, read_bytes
-from rpcmp.errors import CheckpointError
+from rpcmp.errors import CheckpointConflictError, CheckpointError
 
 MANIFEST = "manifest.json"
 
@@ -26,14 +33,14 @@ MAX_MANIFEST = 16 * MIB
 """Bytes of a manifest: 200,000 layers."""
 
 RUN_NAME = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{6}")
-"""What the folder of a run is called in one of several; see rpcmp.checkpoint.runs."""
+"""Names of the folders of runs; see `new_name`."""
 
 _NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
 
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A step folder with a manifest: what it says, or what is wrong with it."""
+    """A step folder with a manifest, or with a problem that keeps it from being read."""
 
     path: Path
     manifest: Manifest | None
@@ -47,15 +54,10 @@ class CheckpointFolder:
         self.path = path
 
     def path_of(self, step: int) -> Path:
-        """The folder of the checkpoint after `step` steps."""
         return self.path / name_of(step)
 
     def commit(self, manifest: Manifest) -> None:
-        """Make a checkpoint of the stages' files: from now on, it exists.
-
-        Raises:
-            CheckpointError: the manifest cannot be written.
-        """
+        """Write the manifest, which makes a checkpoint of the stages' files."""
         path = self.path_of(manifest.step) / MANIFEST
         try:
             write_durably(path, [dumps(manifest).encode()])
@@ -63,36 +65,21 @@ class CheckpointFolder:
             raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
 
     def found(self) -> list[FoundCheckpoint]:
-        """All checkpoints, damaged ones too, that of the highest step first.
-
-        Raises:
-            CheckpointError: the folder cannot be read.
-        """
+        """Return all checkpoints, damaged ones too, the highest step first."""
         return [found for path in self._step_folders() if (found := look(path))]
 
     def valid(self) -> list[Manifest]:
-        """The manifests that are whole, that of the highest step first. Files are not checked.
-
-        Raises:
-            CheckpointError: the folder cannot be read.
-        """
+        """Return the undamaged manifests, the highest step first; does not check files."""
         return [found.manifest for found in self.found() if found.manifest]
 
     def best(self) -> Manifest | None:
-        """The best checkpoint: the newest that is marked so; None: none is.
-
-        Raises:
-            CheckpointError: the folder cannot be read.
-        """
+        """Return the newest checkpoint that is marked as the best, if any."""
         return next((manifest for manifest in self.valid() if manifest.best is not None), None)
 
     def surplus(self, keep: int) -> list[Path]:
-        """Step folders that are not needed besides the newest `keep` valid ones and the best.
+        """Return the step folders besides the newest `keep` valid ones and the best.
 
-        The newest valid one always stays, and what is newer: its stages may be writing it.
-
-        Raises:
-            CheckpointError: the folder cannot be read.
+        Folders newer than the newest valid one stay, too: their stages may be writing them.
         """
         valid = self.valid()
         if not valid:
@@ -103,7 +90,7 @@ class CheckpointFolder:
         return [path for path in older if _step(path) not in kept]
 
     def _step_folders(self) -> list[Path]:
-        """Step folders, with or without a manifest, that of the highest step first."""
+        """Return step folders, with or without a manifest, the highest step first."""
         try:
             paths = [path for path in self.path.iterdir() if step_of(path) is not None]
             return sorted((path for path in paths if path.is_dir()), key=_step, reverse=True)
@@ -114,10 +101,7 @@ class CheckpointFolder:
 
 
 def look(step_folder: Path) -> FoundCheckpoint | None:
-    """The checkpoint in a step folder; None where it has no manifest, so that there is none.
-
-    The folder may have any name, as a copy has.
-    """
+    """Return the checkpoint in a step folder of any name; None if it has no manifest."""
     path = step_folder / MANIFEST
     try:
         manifest = loads(read_bytes(path, MAX_MANIFEST), path)
@@ -135,12 +119,11 @@ def look(step_folder: Path) -> FoundCheckpoint | None:
 
 
 def name_of(step: int) -> str:
-    """The name of the folder of the checkpoint after `step` steps."""
     return f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int | None:
-    """The step that a folder is named after; None for other names."""
+    """Return the step that a folder is named after; None for other names."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
@@ -150,7 +133,7 @@ def _step(path: Path) -> int:
 
 
 def remove(folder: Where) -> None:
-    """Remove a step folder, or that of a run with all its step folders.
+    """Remove a step folder, or a run's folder with all its step folders.
 
     Raises:
         CheckpointError: it is neither, or cannot be removed.
@@ -172,12 +155,9 @@ def remove(folder: Where) -> None:
 
 
 def _remove_step(step_folder: Where) -> None:
-    """Remove a step folder, or what is left of it; subfolders are not ours and an error.
+    """Remove a step folder, or its remains. Subfolders are an error: rpcmp makes none.
 
     The manifest goes first, durably: a checkpoint that was half removed does not exist.
-
-    Raises:
-        CheckpointError: it is no step folder, or cannot be removed.
     """
     if _NAME.fullmatch(step_folder.name) is None:
         raise CheckpointError(f"{step_folder} is no step folder")
@@ -202,3 +182,120 @@ def _empty(name: str, above: int) -> None:
                 os.unlink(file, dir_fd=folder)
     finally:
         os.close(folder)
+
+
+@dataclass(frozen=True)
+class RunCheckpoints:
+    """The checkpoints of one run.
+
+    Attributes:
+        name: its folder's; empty if the folder that was searched is the run's own.
+        folder: the run's.
+        found: at least one, damaged ones too, the highest step first.
+    """
+
+    name: str
+    folder: CheckpointFolder
+    found: list[FoundCheckpoint]
+
+    @property
+    def newest(self) -> Manifest | None:
+        """The undamaged checkpoint of the highest step; None if all are damaged."""
+        return next((found.manifest for found in self.found if found.manifest), None)
+
+    @property
+    def last_step(self) -> int:
+        """The highest undamaged step; 0 if all are damaged."""
+        return self.newest.step if self.newest else 0
+
+    @property
+    def to_remove(self) -> list[Path]:
+        """The folders to remove so that nothing is left of the run."""
+        return [self.folder.path] if self.name else [found.path for found in self.found]
+
+    @property
+    def was_asked_for(self) -> bool:
+        """Whether the run's config asked for any of its undamaged checkpoints."""
+        return any(found.manifest.is_asked_for for found in self.found if found.manifest)
+
+    @property
+    def written(self) -> datetime:
+        """Time of the newest, by its manifest or its folder; the earliest date if unknown."""
+        try:
+            if self.newest is None:
+                return datetime.fromtimestamp(self.found[0].path.stat().st_mtime, UTC)
+            written = datetime.fromisoformat(self.newest.written)
+        except (OSError, ValueError):
+            return datetime.min.replace(tzinfo=UTC)
+        return written if written.tzinfo else written.replace(tzinfo=UTC)
+
+    def is_before(self, since: datetime) -> bool:
+        """Whether the run has written nothing since then, in whole seconds."""
+        return self.written < since.replace(microsecond=0)
+
+    def __str__(self) -> str:
+        if self.newest is None:
+            return f"{self.folder.path} ({self.found[0].problem})"
+        return f"{self.folder.path} (step {self.newest.step}, written {self.newest.written})"
+
+
+def new_name(run: str) -> str:
+    """Return the name of the folder of a run that starts now.
+
+    Args:
+        run: unique for each, hexadecimal.
+    """
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{run[:6]}"
+
+
+def runs_in(folder: Path) -> list[RunCheckpoints]:
+    """Return the runs that have checkpoints in a folder, the one that wrote last first."""
+    try:
+        names = [path.name for path in folder.iterdir() if RUN_NAME.fullmatch(path.name)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder}: {error.strerror}") from error
+    every = [("", CheckpointFolder(folder))]
+    every += [(name, CheckpointFolder(folder / name)) for name in sorted(names, reverse=True)]
+    looked = [RunCheckpoints(name, one, one.found()) for name, one in every]
+    return sorted((run for run in looked if run.found), key=lambda run: run.written, reverse=True)
+
+
+def whole_runs(folder: Path, job: str) -> list[RunCheckpoints]:
+    """Return a job's runs with an undamaged checkpoint, the one that wrote last first."""
+    return [run for run in runs_in(folder) if run.newest and run.newest.job == job]
+
+
+def newest_in(folder: Path, job: str = "") -> RunCheckpoints | None:
+    """Return the run that wrote last, preferring the job's; None if there is no run.
+
+    A damaged run may be any job's, so it is not passed over.
+    """
+    found = runs_in(folder)
+    ours = [run for run in found if run.newest is None or run.newest.job == job]
+    return next(iter(ours or found), None)
+
+
+def require_none_asked_for(folder: Path) -> None:
+    """Raise CheckpointConflictError if a folder has checkpoints that a config asked for.
+
+    A new run beside them is seldom meant, so it needs --fresh.
+    """
+    for run in runs_in(folder):
+        if run.was_asked_for and run.newest is not None:
+            raise CheckpointConflictError(
+                f"{folder} holds checkpoints of another run: job {run.newest.job!r}, step "
+                f"{run.newest.step}, written {run.newest.written}; go on with --resume, or begin "
+                "anew beside them with --fresh"
+            )
+
+
+def left_behind(folder: Path, job: str, asks: bool) -> list[RunCheckpoints]:
+    """Return a job's runs with checkpoints that no config asked for, the newest first.
+
+    Args:
+        asks: whether the job's config asks for checkpoints; if not, the folder has no others,
+            whatever a manifest of rpcmp 0.1 says.
+    """
+    return [run for run in whole_runs(folder, job) if not (asks and run.was_asked_for)]

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what makes the files of its stages one checkpoint.
+"""The manifest, which makes one checkpoint of the files of its stages.
 
-It is written last, so where it is, everything that it lists was written. It holds a hash of itself
-besides those of the files: whatever a disk or a copy did to a checkpoint is seen before it is used.
+It is written last, so if it exists, everything that it lists was written. It holds a hash of itself
+besides the files' hashes: damage by a disk or a copy is detected before a checkpoint is used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Ordinal = Annotated[int, Field(ge=1)]
 
 
 class Cursor(Strict):
-    """Where in the data the job was: `batch` mini-batches of epoch `epoch` are done."""
+    """Position in the data: `batch` mini-batches of epoch `epoch` are done."""
 
     epoch: Ordinal
     batch: Count
@@ -60,7 +60,7 @@ class StageFile(Strict):
 
 
 class BestMark(Strict):
-    """What makes a checkpoint the best of its run, up to its step: a metric, and its value."""
+    """Marks the best checkpoint of a run up to its step, by the value of a metric."""
 
     metric: str
     value: float
@@ -70,20 +70,20 @@ class Manifest(Strict):
     """A whole checkpoint.
 
     Attributes:
-        format: of the manifest and of all that it lists.
+        format: the manifest's and the files'.
         job: the job's name.
-        run: of which run it is; a run keeps its name when it is resumed.
+        run: the run's name, which it keeps when it is resumed.
         step: optimizer steps done.
         generation: counts the starts of the run's processes, from 1.
-        cursor: where in the data.
+        cursor: position in the data.
         driver: the driver's own state.
         best: marks the best checkpoint up to this step; the newest that is marked is the best.
         is_asked_for: whether the config asked for it; else the run made it because it had to end.
-        rng: how random numbers are drawn, for no generator has a state: the run's seed, and which
-            version of the rules of rpcmp.pipelining.layers.
-        versions: of rpcmp, torch and Python.
+        rng: the run's seed and the version of the rules by which random numbers are derived (see
+            rpcmp.pipelining.layers); no generator has a state.
+        versions: rpcmp's, torch's and Python's.
         config: the job's, see rpcmp.config.redaction.
-        written: when.
+        written: time, in ISO format.
         stages: in the order of the pipeline.
     """
 
@@ -104,12 +104,10 @@ class Manifest(Strict):
 
     @property
     def layers(self) -> list[str]:
-        """All layers of the model, in the order of the stages."""
         return [layer for stage in self.stages for layer in stage.layers]
 
     @property
     def files(self) -> list[str]:
-        """Names of the stages' files, in the order of the stages."""
         return [stage.file for stage in self.stages]
 
     @model_validator(mode="after")
@@ -121,17 +119,17 @@ class Manifest(Strict):
 
 
 def dumps(manifest: Manifest) -> str:
-    """`manifest` as JSON for people to read, with a hash of itself."""
+    """Return `manifest` as indented JSON, with a hash of itself."""
     data = manifest.model_dump()
     return json.dumps({**data, "sha256": _digest(data)}, indent=2) + "\n"
 
 
 def loads(text: str | bytes, source: str | Path) -> Manifest:
-    """The manifest that `dumps` wrote.
+    """Return the manifest that `dumps` wrote.
 
     Args:
         text: the file's content.
-        source: its place, for messages.
+        source: its name in messages.
 
     Raises:
         CheckpointError: it is damaged or of another format.
@@ -151,11 +149,7 @@ def loads(text: str | bytes, source: str | Path) -> Manifest:
 
 
 def check_model(manifest: Manifest, layers: Sequence[str]) -> None:
-    """Fail when a checkpoint is not of the model with these layers, in this order.
-
-    Raises:
-        CheckpointError: it is not; says where they differ.
-    """
+    """Raise CheckpointError unless a checkpoint has these layers, in this order."""
     theirs = manifest.layers
     common = set(theirs) & set(layers)
     differences = [
@@ -194,13 +188,13 @@ def _explain(details: ErrorDetails) -> str:
 
 
 def _digest(data: dict[str, Any]) -> str:
-    """SHA-256 of canonical JSON: sorted keys, no spaces, ASCII."""
+    """Return the SHA-256 of canonical JSON: sorted keys, no spaces, ASCII."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _named(what: str, layers: Sequence[str]) -> list[str]:
-    """A part of a message that names the first few of `layers`, if there are any."""
+    """Return the part of a message that names the first few of `layers`, if there are any."""
     names = ", ".join(map(repr, layers[:NAMED]))
     more = f" and {len(layers) - NAMED} more" if len(layers) > NAMED else ""
     return [f"{what} {names}{more}"] if layers else []

@@ -1,16 +1,11 @@
-"""Named tensors into shared memory, as the bytes of a safetensors file.
+"""Write named tensors into shared memory, as the bytes of a safetensors file.
 
 The library's own `save` builds these bytes in three copies. Here the header is made once and the
 tensors are copied straight to their places, since a training step waits for it.
-
-Format: https://huggingface.co/docs/safetensors: the header's length, 8 bytes little-endian; the
-header, JSON, padded with spaces; the tensors, without holes. Ordered by size of their elements, all
-are aligned.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
@@ -20,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rpcmp.checkpoint.safetensors_header import Header, TensorSpec, aligned
 from rpcmp.checkpoint.slots import Slots, Snapshot
 
 DTYPES = {
@@ -48,16 +44,12 @@ Shapes = tuple[tuple[str, torch.dtype, torch.Size], ...]
 
 
 class SnapshotWriter:
-    """Writes snapshots of one stage into its slots.
-
-    Args:
-        slots: where to.
-    """
+    """Writes snapshots of one stage into its slots."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
-        self._layout = _Layout((), 0)
-        self._mapped: dict[int, _Mapped] = {}
+        self._layout: _Layout | None = None
+        self._mapped: dict[int, _MappedSlot] = {}
 
     def write(
         self, slot: int, step: int, tensors: Mapping[str, Tensor], about: str, pin: bool
@@ -66,95 +58,87 @@ class SnapshotWriter:
 
         Args:
             slot: from `Slots.begin`.
-            step: the optimizer step after which the stage is like this.
-            tensors: of any device, layout strided.
+            step: the optimizer step after which the stage has this state.
+            tensors: on any device, of layout strided.
             about: the file's metadata under "rpcmp".
-            pin: see Slots.
+            pin: keep it until it is saved; see Slots.
 
         Raises:
             TypeError: a dtype that the format does not have.
             OSError: there is no memory left.
         """
-        ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-        shapes = tuple((name, tensor.dtype, tensor.shape) for name, tensor in ordered)
-        metadata = json.dumps({"rpcmp": about})
-        if shapes != self._layout.shapes or not self._layout.fits(metadata):
-            self._layout = _Layout(shapes, len(metadata))
-        memory = self._map(slot)
-        memory.bytes[: self._layout.start] = self._layout.head(metadata)
+        shapes = tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+        metadata = {"rpcmp": about}
+        layout = self._layout
+        if layout is None or layout.shapes != shapes:
+            layout = _Layout(shapes)
+        header = layout.header.encode(metadata, layout.start, _ROOM)
+        if len(header) > layout.start:  # new, or the metadata has outgrown its room
+            layout = _Layout(shapes, len(header))
+        self._layout = layout
+        memory = self._map(slot, layout)
+        memory.bytes[: layout.start] = header
         with torch.no_grad():
-            for place, (_, tensor) in zip(memory.places, ordered, strict=True):
-                place.copy_(tensor)
-        return self._slots.commit(slot, step, self._layout.length, pin)
+            for name, place in memory.tensors.items():
+                place.copy_(tensors[name])
+        return self._slots.commit(slot, step, layout.length, pin)
 
-    def _map(self, slot: int) -> _Mapped:
-        found = self._mapped.get(slot)
-        if found is None or found.layout is not self._layout:
+    def _map(self, slot: int, layout: _Layout) -> _MappedSlot:
+        mapped = self._mapped.get(slot)
+        if mapped is None or mapped.layout is not layout:
             self._mapped.pop(slot, None)
-            os.ftruncate(self._slots.fd(slot), self._layout.length)
-            memory = mmap.mmap(self._slots.fd(slot), self._layout.length)
-            found = _Mapped(self._layout, memory, self._layout.places(memory))
-            self._mapped[slot] = found
-        return found
+            os.ftruncate(self._slots.fd(slot), layout.length)
+            memory = mmap.mmap(self._slots.fd(slot), layout.length)
+            mapped = self._mapped[slot] = _MappedSlot(layout, memory, layout.tensors_in(memory))
+        return mapped
 
 
-class _Mapped(NamedTuple):
+class _MappedSlot(NamedTuple):
     """A slot in this process's memory, and the tensors in it."""
 
     layout: _Layout
     bytes: mmap.mmap
-    places: list[Tensor]
+    tensors: dict[str, Tensor]
 
 
 class _Layout:
-    """Where in a file each tensor lies.
+    """The place of each tensor in a slot.
 
     Args:
-        shapes: name, dtype and shape of each, in the order of the file.
-        room: bytes of metadata to make room for.
+        shapes: name, dtype and shape of each tensor.
+        start: bytes that the header takes.
     """
 
-    def __init__(self, shapes: Shapes, room: int) -> None:
+    def __init__(self, shapes: Shapes, start: int = 0) -> None:
         self.shapes = shapes
-        self._entries: list[tuple[int, int]] = []
-        index = {}
-        end = 0
-        for name, dtype, shape in shapes:
-            begin, end = end, end + math.prod(shape) * dtype.itemsize
-            self._entries.append((begin, end))
-            index[name] = {
-                "dtype": _dtype(name, dtype),
-                "shape": list(shape),
-                "data_offsets": [begin, end],
+        self.start = start
+        self._dtypes = {name: dtype for name, dtype, _ in shapes}
+        self._specs = aligned(
+            {
+                name: TensorSpec(
+                    _dtype(name, dtype), tuple(shape), math.prod(shape) * dtype.itemsize
+                )
+                for name, dtype, shape in shapes
             }
-        self._index = json.dumps(index)[1:]
-        self.start = -(-(self._head_length(room)) // _ROOM) * _ROOM
-        self.length = self.start + end
+        )
+        self.header = Header(self._specs)
 
-    def fits(self, metadata: str) -> bool:
-        """Whether there is room for this metadata."""
-        return self._head_length(len(metadata)) <= self.start
+    @property
+    def length(self) -> int:
+        return self.start + self.header.data_size
 
-    def head(self, metadata: str) -> bytes:
-        """The header with its length; json.dumps writes ASCII only."""
-        comma = ", " if self.shapes else ""
-        header = f'{{"__metadata__": {metadata}{comma}{self._index}'.encode()
-        length = self.start - 8
-        return length.to_bytes(8, "little") + header.ljust(length)
-
-    def places(self, memory: mmap.mmap) -> list[Tensor]:
-        """The tensors that lie in a slot's memory."""
-        return [
-            torch.frombuffer(
-                memory, dtype=dtype, count=math.prod(shape), offset=self.start + begin
-            ).reshape(shape)
-            if end > begin
-            else torch.empty(shape, dtype=dtype)
-            for (_, dtype, shape), (begin, end) in zip(self.shapes, self._entries, strict=True)
-        ]
-
-    def _head_length(self, metadata: int) -> int:
-        return 8 + len('{"__metadata__": , ') + metadata + len(self._index)
+    def tensors_in(self, memory: mmap.mmap) -> dict[str, Tensor]:
+        """Return the tensors that lie in a slot's memory, in the order of their bytes."""
+        return {
+            name: torch.frombuffer(
+                memory, dtype=self._dtypes[name], count=spec.num_elements, offset=self.start + begin
+            ).reshape(spec.shape)
+            if spec.size
+            else torch.empty(spec.shape, dtype=self._dtypes[name])
+            for (name, spec), (begin, _) in zip(
+                self._specs.items(), self.header.offsets, strict=True
+            )
+        }
 
 
 def require_storable(name: str, tensor: Tensor) -> None:

@@ -1,17 +1,17 @@
 """Shared memory for a stage's snapshots: owned by its supervisor, written by its workers.
 
-    index   one page: for each slot its step, its length, whether it is whole, whether it is kept
+    index   one page: for each slot its step, its length, whether it is complete and pinned
     slots   memfds; each holds one snapshot as the bytes of a safetensors file, or nothing
 
-A worker that dies leaves all that it has written: its successor inherits the same descriptors and
-maps them. memfds count as the processes' memory, need no room in /dev/shm and no name.
+Snapshots outlive a worker that dies: its successor inherits the same descriptors and maps them.
+memfds count as the processes' memory, need no room in /dev/shm and no name.
 
-**How many are needed.** A stage that has done step M knows that all others have done M - 1 at
-least; and each has a neighbour hold its M - 1 before it writes its own M, or is a replica whose
-twin has done M - 1, since they sum the gradients of M together. So when a stage writes M + 1,
-everybody has M, and M - 1 can be had even if one host is gone: while one slot is written the
-newest two stay whole. Two more are there for snapshots that are being saved to a slow disk
-meanwhile. An unused slot costs nothing.
+**How many are needed.** A stage that has done step M knows that all others have done at least
+M - 1. Each stage waits until a neighbour holds its M - 1 before it writes its own M, unless it is a
+replica: then its twin has done M - 1, since they sum the gradients of M together. So when a stage
+writes M + 1, every stage has M, and M - 1 is available even if one host is lost: while one slot is
+written, the newest two stay complete. Two more slots are for snapshots that are being saved to a
+slow disk meanwhile. An unused slot costs nothing.
 
 Nothing here imports torch.
 """
@@ -38,19 +38,19 @@ _SPACING = 32
 
 
 def memory_name(number: int) -> str:
-    """What /proc calls the index, 0, and the slots, from 1 on."""
+    """Return the name that /proc shows for the index, number 0, and the slots, from 1 on."""
     return f"rpcmp-snapshot-{number}"
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a slot holds.
+    """The content of a slot.
 
     Attributes:
         slot: its index.
-        step: the optimizer step after which the stage was like this.
+        step: the optimizer step after which it was taken.
         length: bytes.
-        is_pinned: whether it has to stay until it is saved to a disk.
+        is_pinned: whether it must stay until it is saved to a disk.
     """
 
     slot: int
@@ -63,7 +63,7 @@ class Slots:
     """A stage's snapshots in memory, as supervisor and worker both see them.
 
     Args:
-        fds: of the index and of the slots; owned from now on.
+        fds: descriptors of the index and of the slots; `close` closes them.
     """
 
     def __init__(self, fds: Sequence[int]) -> None:
@@ -72,7 +72,6 @@ class Slots:
 
     @classmethod
     def create(cls) -> Slots:
-        """Empty slots."""
         index = descriptors.memory(memory_name(0), mmap.PAGESIZE)
         return cls([index, *(os.memfd_create(memory_name(1 + n)) for n in range(NUM_SLOTS))])
 
@@ -80,15 +79,14 @@ class Slots:
         return len(self.fds) - 1
 
     def fd(self, slot: int) -> int:
-        """The memory of a slot."""
         return self.fds[1 + slot]
 
     def path(self, slot: int) -> str:
-        """A file name under which this process can open a slot."""
+        """Return a file name under which this process can open a slot."""
         return f"/proc/self/fd/{self.fd(slot)}"
 
     def all(self) -> list[Snapshot]:
-        """The snapshots that are whole, oldest first."""
+        """Return the complete snapshots, oldest first."""
         found = []
         for slot in range(len(self)):
             step, length, is_whole, is_pinned = _RECORD.unpack_from(self._index, slot * _SPACING)
@@ -97,11 +95,10 @@ class Slots:
         return sorted(found, key=lambda snapshot: snapshot.step)
 
     def get(self, step: int) -> Snapshot | None:
-        """The snapshot of a step."""
         return next((found for found in self.all() if found.step == step), None)
 
     def begin(self) -> int | None:
-        """A slot to write to, whose snapshot is gone from now on; None while all are needed."""
+        """Return a slot to write to and drop its snapshot; None while all are needed."""
         snapshots = self.all()
         used = {snapshot.slot for snapshot in snapshots}
         loose = snapshots[: max(0, len(snapshots) - RETAINED)]
@@ -113,10 +110,9 @@ class Slots:
         return slot
 
     def commit(self, slot: int, step: int, length: int, pin: bool = False) -> Snapshot:
-        """Note that a slot holds a whole snapshot.
+        """Record that a slot holds a complete snapshot.
 
-        A snapshot that the slots had of the same step or of a later one is of a time that was
-        undone, and goes.
+        Snapshots of the same or a later step belong to steps that were undone, and are dropped.
         """
         for other in self.all():
             if other.step >= step:
@@ -125,37 +121,36 @@ class Slots:
         return Snapshot(slot, step, length, pin)
 
     def pin(self, slot: int) -> None:
-        """Keep a slot from being overwritten; for who writes them."""
+        """Keep a slot from being overwritten."""
         self._index[slot * _SPACING + _PINNED] = 1
 
     def unpin(self, snapshot: Snapshot) -> None:
-        """Let a snapshot be overwritten again, if its slot still holds it."""
+        """Allow a snapshot to be overwritten again, if its slot still holds it."""
         if self.holds(snapshot):
             self._index[snapshot.slot * _SPACING + _PINNED] = 0
 
     def holds(self, snapshot: Snapshot) -> bool:
-        """Whether a snapshot is still what it was, pinned or not."""
+        """Return whether a snapshot has not been overwritten or dropped."""
         found = self.get(snapshot.step)
         return found is not None and found.slot == snapshot.slot
 
     def drop(self) -> None:
-        """Drop all; who still reads one finds that it does not hold any more."""
+        """Drop all; a process that is reading one can check with `holds`."""
         self.truncate_after(-1)
 
     def truncate_after(self, step: int) -> None:
-        """Drop the snapshots of later steps, which are to be done again."""
+        """Drop the snapshots of later steps, which will be repeated."""
         for snapshot in self.all():
             if snapshot.step > step:
                 self._record(snapshot.slot, 0, 0)
 
     def clear(self) -> None:
-        """Drop all, and give their memory back."""
+        """Drop all and free their memory."""
         for slot in range(len(self)):
             self._record(slot, 0, 0)
             os.ftruncate(self.fd(slot), 0)
 
     def close(self) -> None:
-        """Close all descriptors."""
         self._index.close()
         for fd in self.fds:
             os.close(fd)

@@ -1,20 +1,18 @@
-"""A stage's training state as named tensors and a line of JSON, and back.
+"""Convert a stage's training state to named tensors and a line of JSON, and back.
 
     model.<name>                     parameters and buffers, by their names in the unsplit model
-    optimizer.<parameter>.<key>      what the optimizer keeps of a parameter
-    aside.<key>                      what it keeps beside the parameters
+    optimizer.<parameter>.<key>      the optimizer's state for a parameter
+    aside.<key>                      its state besides the parameters'
     metadata "rpcmp"                 step, stage, options and scheduler, now and as they were
-                                     built, what is no tensor, and how tensors lie in memory
+                                     built, values that are not tensors, and memory layouts
 
-Names are those of layers, so a stage with other cuts finds what it needs in the files of several.
-No random state: every random number is drawn from the seed and what it is for
+Names start with the layer's, so a stage with other cuts finds its tensors in several files. There
+is no random state: every random number is derived from the seed and its use
 (`rpcmp.pipelining.layers`).
 
-What a file of named tensors does not say: which of them are one tensor, and how each lies.
-
 A matrix that was made column by column multiplies with other bits than its row-major copy, and an
-optimizer that keeps one tensor under two keys updates both at once. So the names of equal tensors
-and the order of dimensions in memory are stored beside the tensors.
+optimizer that keeps one tensor under two keys updates both at once. So the names of identical
+tensors and the order of dimensions in memory are stored beside the tensors.
 """
 
 from __future__ import annotations
@@ -33,9 +31,9 @@ from rpcmp.rpc.tensors import decode_tree, encode_tree
 
 
 def described(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return each distinct tensor under its first name, and what `Restored` needs besides, as JSON.
+    """Return each distinct tensor under its first name, and the JSON that `Restored` needs.
 
-    Two tensors are one if they have the same memory, shape, strides and dtype. Views that overlap
+    Tensors are identical if they have the same memory, shape, strides and dtype. Views that overlap
     otherwise become independent.
     """
     distinct: dict[str, Tensor] = {}
@@ -55,11 +53,11 @@ def described(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[st
 
 
 class Restored(Mapping[str, Tensor]):
-    """The tensors that `described` was given, out of contiguous ones by their first names.
+    """The tensors that `described` was given, rebuilt from contiguous ones.
 
     Args:
-        tensors: by name.
-        about: what `described` returned besides.
+        tensors: by first name.
+        about: the JSON from `described`.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
@@ -83,7 +81,7 @@ class Restored(Mapping[str, Tensor]):
 
 
 def _place(tensor: Tensor) -> Any:
-    """What two tensors have in common that are one; None for such as have no memory to share."""
+    """Return a key that identical tensors share; None for tensors without memory to share."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return None
     place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -91,8 +89,10 @@ def _place(tensor: Tensor) -> Any:
 
 
 def _order(tensor: Tensor) -> list[int] | None:
-    """The dimensions by how they lie in memory, outermost first; None: as a contiguous tensor's,
-    or with holes or overlaps, which are not kept."""
+    """Return the dimensions in memory order, outermost first.
+
+    None for contiguous tensors, and for those with holes or overlaps, which are not kept.
+    """
     if tensor.layout is not torch.strided or tensor.is_contiguous():
         return None
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
@@ -108,18 +108,18 @@ def _laid_out(tensor: Tensor, order: list[int] | None) -> Tensor:
 
 @dataclass(frozen=True)
 class StageState:
-    """What a stage is right after an optimizer step.
+    """The state of a stage right after an optimizer step.
 
     Attributes:
-        step: how many it has done.
+        step: optimizer steps done.
         stage: its name.
         model: parameters and buffers, by name.
-        state: of the optimizer, by parameter.
+        state: the optimizer's, by parameter.
         groups: the optimizer's options; None without an optimizer.
         scheduler: its state; None without one.
-        built: "groups" and "scheduler" as the config had them built, and "asked", what it said;
-            None without an optimizer.
-        aside: what the optimizer keeps beside its parameters; see worker.optimizerstate.
+        built: "groups" and "scheduler" as they were built from the config, and "asked", the
+            config's own values; None without an optimizer.
+        aside: the optimizer's state besides its parameters'; see worker.optimizer_state.
     """
 
     step: int
@@ -133,10 +133,10 @@ class StageState:
 
 
 def pack(state: StageState) -> tuple[dict[str, Tensor], str]:
-    """The tensors by name, and the metadata.
+    """Return the tensors by name, and the metadata.
 
     Raises:
-        TypeError: the optimizer or the scheduler keeps something that is no tensor and not plain.
+        TypeError: the optimizer or the scheduler keeps a value that is neither a tensor nor plain.
     """
     kept: dict[str, Tensor] = {}
     about = {
@@ -159,13 +159,13 @@ def pack(state: StageState) -> tuple[dict[str, Tensor], str]:
 def unpack(
     paths: Sequence[str], stage: str, model: Collection[str], trained: Collection[str]
 ) -> StageState:
-    """A stage's state from files, of which each may hold a part, and more than is needed.
+    """Return a stage's state from files that each hold a part, and may hold more.
 
     Args:
-        paths: of safetensors files.
-        stage: whose state it will be.
+        paths: safetensors files.
+        stage: name of the stage that the state is for.
         model: names of its parameters and buffers.
-        trained: those that its optimizer has.
+        trained: names of the parameters of its optimizer.
 
     Raises:
         CheckpointError: something is missing, or the parts do not agree.
@@ -204,7 +204,7 @@ def _read(path: str, model: set[str], trained: set[str]) -> StageState:
 def decoded(
     text: str, tensors: Mapping[str, Tensor], model: Collection[str], trained: Collection[str]
 ) -> StageState:
-    """What `pack` was given: of it what these parameters, buffers and trained ones need.
+    """Return the state that `pack` was given, for these parameters and buffers only.
 
     Args:
         text: the metadata.
@@ -231,7 +231,7 @@ def decoded(
 
 
 def _require_agreement(parts: Sequence[StageState], stage: str, trained: Collection[str]) -> None:
-    """One optimizer has one set of options: what it takes over must not differ."""
+    """Check that parts fit one optimizer, which has one set of options."""
     for part in parts:
         names = (part.aside or {}).get("names")
         if names is not None and set(names) != set(trained):
@@ -252,7 +252,7 @@ def _require_agreement(parts: Sequence[StageState], stage: str, trained: Collect
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two trees are equal, and their tensors."""
+    """Return whether two trees and their tensors are equal."""
     mine: dict[str, Tensor] = {}
     theirs: dict[str, Tensor] = {}
     if encode_tree(one, mine) != encode_tree(other, theirs):
@@ -261,7 +261,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 class _Tensors(Mapping[str, Tensor]):
-    """The tensors of an open file, each a copy: the file may be memory that changes."""
+    """The tensors of an open file, each copied: the file may be memory that changes."""
 
     def __init__(self, file: Any) -> None:
         self._file = file

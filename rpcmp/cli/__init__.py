@@ -21,8 +21,7 @@ import rpcmp
 from rpcmp.cli.terminal import echo, forgive
 from rpcmp.errors import RpcmpError, StageError, exit_code, with_notes
 from rpcmp.process.logging.display import Display
-from rpcmp.process.logging.printable import visible
-from rpcmp.process.logging.records import Line, as_json, entry_of
+from rpcmp.process.logging.records import Line, as_json, entry_of, visible
 
 COMMANDS = (
     "bench",
@@ -45,13 +44,12 @@ COMMANDS = (
 )
 """Each is a function in a module of its name."""
 
-
 RUNS = (["drive"], ["serve"], ["verify"], ["tune"], ["bench"])
-"""Commands that do more than to show something: what they show may be lost."""
+"""Commands that do more than print something: they go on if their output is lost."""
 
 
 class Commands(click.Group):
-    """Imports a command when it is asked for: what runs every few seconds has to be quick."""
+    """Imports a command when it is used: probes that run every few seconds have to be quick."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """See click.Group."""
@@ -85,7 +83,7 @@ def main() -> None:
 
 def _run() -> int:
     if "_RPCMP_COMPLETE" in os.environ:
-        importlib.import_module("rpcmp.cli.completion")  # how our shells are spoken to
+        importlib.import_module("rpcmp.cli.completion")  # registers our shells
     began = datetime.now(UTC)
     is_lost = forgive(is_a_run=sys.argv[1:2] in RUNS)
     display = Display()
@@ -109,27 +107,27 @@ def _run() -> int:
 
 
 def _show(error: RpcmpError, display: Display, began: datetime) -> None:
-    """Say why the command failed, and what helps: the last of what it logs."""
+    """Print why the command failed and what helps, as the last lines of its log."""
     text = f"rpcmp: {with_notes(error)}"
     if isinstance(error, StageError) and error.traceback:
         text = f"{error.traceback.rstrip()}\n{text}"
     if not display.json:
-        # Much of it may be another's: only we say what to paste into a shell, as a line begins.
+        # Much of it may be untrusted: only our own line "try:" is to be pasted into a shell.
         text = re.sub(r"^(?=try:)", "  ", visible(text), flags=re.MULTILINE)
-    _say(Line("ERROR", "rpcmp", text), display)
-    with contextlib.suppress(OSError):  # what helps depends on files; the error itself is said
+    _print(Line("ERROR", "rpcmp", text), display)
+    with contextlib.suppress(OSError):  # the hint depends on files; the error is printed
         if command := _remedy(error, began):
-            _say(Line("INFO", "rpcmp", f"try: {command}"), display)
+            _print(Line("INFO", "rpcmp", f"try: {command}"), display)
 
 
-def _say(line: Line, display: Display) -> None:
+def _print(line: Line, display: Display) -> None:
     stage, generation, _ = display.place()
     said = as_json(entry_of(line, stage, generation)) if display.json else line.text
     echo(said, err=True)
 
 
 def _remedy(error: RpcmpError, began: datetime) -> str:
-    """The command that helps next; empty where none does."""
+    """Return the command that helps next; empty if none does."""
     from rpcmp.cli.hints import failed, remedy
 
     name, *arguments = sys.argv[1:]

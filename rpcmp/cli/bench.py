@@ -1,4 +1,4 @@
-"""`rpcmp bench`: ours beside the peers."""
+"""`rpcmp bench`: step time in comparison with other implementations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rpcmp.cli.terminal import echo
 if TYPE_CHECKING:
     from rpcmp.tools.bench.benchmark import BenchmarkResult
     from rpcmp.tools.bench.cases import Case
-    from rpcmp.tools.bench.contestant import Contestant
+    from rpcmp.tools.bench.comparison import Contestant
 
 WIDTH = 140
 """Characters that a row of the table may take."""
@@ -27,16 +27,22 @@ WIDTH = 140
     "names", metavar="CASE...", nargs=-1, required=True, shell_complete=completion.cases
 )
 @click.option("--stages", type=click.IntRange(min=1), help="Number of stages.")
-@click.option("--microbatches", type=click.IntRange(min=1), help="Micro-batches a step.")
-@click.option("--pairs", type=click.IntRange(min=1), default=9, show_default=True, help="Rounds.")
+@click.option("--microbatches", type=click.IntRange(min=1), help="Micro-batches per step.")
+@click.option(
+    "--pairs",
+    type=click.IntRange(min=1),
+    default=9,
+    show_default=True,
+    help="Rounds, in each of which every contestant is measured once.",
+)
 @click.option(
     "--steps",
     type=click.IntRange(min=1),
     show_default="as many as take 2 s, at least 5",
-    help="Steps a round.",
+    help="Steps per round.",
 )
 @budget_option
-@click.option("--peers", metavar="NAME,...", help="Compare with these only.")
+@click.option("--peers", metavar="NAME,...", help="Compare with these peers only.")
 @click.option(
     "--set",
     "overrides",
@@ -45,7 +51,7 @@ WIDTH = 140
     shell_complete=completion.keys,
     help="Override a key of the case's job, such as schedule=1f1b. Repeatable.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a case.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per case.")
 def bench(
     names: tuple[str, ...],
     stages: int | None,
@@ -57,22 +63,21 @@ def bench(
     overrides: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Compare a step of CASE with that of its peers.
+    """Compare the step time of CASE with peers.
 
     CASE is sleep, overhead, transformer, activations, or your own config.toml. Trains the same job
-    with rpcmp, with torch.distributed.pipelining and in one process, each in turn, and says how
-    long a step takes, how the times compare, and how short a step could be at best. Nine pairs are
-    the fewest whose 95 % interval leaves out the extremes, five the fewest that tell anything. Each
-    CASE has a budget of its own, which includes the start; within it there are as many pairs as
-    fit, at least one. A Ctrl-C shows what there is so far. All contestants stay in memory; keep the
-    machine quiet.
+    with rpcmp, with torch.distributed.pipelining and in one process, in turns, and prints how long
+    a step takes, how the times compare, and how short a step could be at best. Nine pairs are the
+    fewest whose 95 % interval leaves out the extremes, five the fewest with any significance. Each
+    CASE has its own budget, which includes the start, and gets as many pairs as fit, at least one.
+    A Ctrl-C shows the results so far. All contestants stay in memory; keep the machine quiet.
 
     \b
     Example:
       rpcmp bench sleep --stages 8 --microbatches 16 --json
     """
     from rpcmp.cli.console import Console
-    from rpcmp.tools.bench import benchmark, cases, report
+    from rpcmp.tools.bench import benchmark, cases
 
     chosen = None if peers is None else [name.strip() for name in peers.split(",") if name.strip()]
     loaded = [cases.load(name, stages, microbatches, overrides) for name in names]
@@ -83,12 +88,12 @@ def bench(
         if result is None:
             echo(f"{case.name}: stopped before anything was measured", err=True)
         elif as_json:
-            echo(json.dumps(report.as_json(result)))
+            echo(json.dumps(benchmark.as_json(result)))
         else:
             # Never narrower than the table: a terminal wraps lines more legibly than rich cells.
             console.width = max(console.width, WIDTH)
-            console.print(report.table(result))
-            for line in report.lines(result):
+            console.print(benchmark.table(result))
+            for line in benchmark.lines(result):
                 echo(line)
         if code:
             raise click.exceptions.Exit(code)
@@ -97,10 +102,10 @@ def bench(
 async def _measure(
     case: Case, contestants: Sequence[Contestant], pairs: int, steps: int | None, budget: float
 ) -> tuple[BenchmarkResult | None, int]:
-    """What was found, if anything, and the exit code."""
-    from rpcmp.cli.measuring import measuring
+    """Return the result, if there is one, and the exit code."""
+    from rpcmp.cli.progress_bar import measuring
     from rpcmp.tools.bench.benchmark import benchmark
-    from rpcmp.tools.bench.contestant import StoppedError, TimeLimits
+    from rpcmp.tools.bench.comparison import StoppedError, TimeLimits
     from rpcmp.tools.bench.statistics import fill_then_no_bubble
 
     with measuring(case.name) as now:

@@ -33,13 +33,18 @@ def certs() -> None:
 
 @certs.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--host", "hosts", multiple=True, help="Host of the next stage, from stage 0 on.")
+@click.option(
+    "--host",
+    "hosts",
+    multiple=True,
+    help="Host of the next stage, starting with stage 0. Repeatable.",
+)
 @click.option(
     "--permit",
     "permitted",
     metavar="NAME",
     multiple=True,
-    help="Domain, host, address or network that the authority may certify besides. Repeatable.",
+    help="Another domain, host, address or network that the authority may certify. Repeatable.",
 )
 @click.option("--days", type=click.IntRange(min=1), default=DAYS, show_default=True)
 @click.option(
@@ -54,9 +59,9 @@ def init(
 ) -> None:
     """Make a certificate authority in DIR, and with it certificates for the driver and the hosts.
 
-    Copy each host its own folder, such as DIR/stage1, and nothing else: whoever has DIR/ca.key can
-    be any host of the job. The authority is good for the domains and private networks of the hosts
-    only, so that a browser may trust it.
+    Copy its own folder to each host, such as DIR/stage1, and nothing else: the holder of DIR/ca.key
+    can impersonate any host of the job. The authority certifies only the domains and private
+    networks of the hosts, so that a browser may trust it.
 
     \b
     Examples:
@@ -78,9 +83,11 @@ def init(
 
 @certs.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--name", help='Of the folder in DIR; "stage1" is for stage 1.')
+@click.option("--name", help='Name of the folder in DIR; "stage1" is for stage 1.')
 @click.option("--host", "hosts", multiple=True, help="Name or IP address of its host. Repeatable.")
-@click.option("--stage", type=click.IntRange(min=0), help="Which stage, where the name says none.")
+@click.option(
+    "--stage", type=click.IntRange(min=0), help="Index of the stage, if --name does not tell."
+)
 @click.option("--spare", is_flag=True, help="For a server that may take any stage.")
 @click.option("--driver", is_flag=True, help="For `rpcmp drive`.")
 @click.option("--days", type=click.IntRange(min=1), default=DAYS, show_default=True)
@@ -95,9 +102,9 @@ def issue(
 ) -> None:
     """Issue a certificate for one host, or renew it.
 
-    Copy the folder that it makes to the host, and give it to `rpcmp serve` or `rpcmp drive` as
-    --certs. What runs takes up renewed files by itself. A host that the authority may not certify
-    so far widens the authority; the other hosts then need its new ca.crt.
+    Copy the new folder to the host, and pass it to `rpcmp serve` or `rpcmp drive` as --certs.
+    Running processes load renewed files by themselves. A host that the authority may not certify
+    yet extends the authority; the other hosts then need its new ca.crt.
 
     \b
     Examples:
@@ -138,11 +145,11 @@ def issue(
 @click.argument("names", metavar="[NAME]...", nargs=-1)
 @click.option("--days", type=click.IntRange(min=1), default=DAYS, show_default=True)
 def renew(folder: Path, names: tuple[str, ...], days: int) -> None:
-    """Issue what is in DIR anew: for the same roles and hosts, with fresh keys.
+    """Renew the certificates in DIR, for the same roles and hosts, with fresh keys.
 
     By default all certificates in DIR that are not revoked. The authority itself is renewed when
-    less than half of its life is left. Copy the folders to their hosts; what runs takes them up by
-    itself.
+    less than half of its lifetime is left. Copy the folders to their hosts; running processes load
+    them by themselves.
 
     \b
     Examples:
@@ -176,8 +183,8 @@ def renew(folder: Path, names: tuple[str, ...], days: int) -> None:
 def revoke(folder: Path, name: str) -> None:
     """Revoke all certificates that were issued under NAME, such as stage1 or driver.
 
-    Copy DIR/ca.crl to every host, into the folder of its --certs. What runs takes it up by itself:
-    it refuses the certificates from then on, and ends the connections of their holders. NAME can
+    Copy DIR/ca.crl to every host, into the folder of its --certs. Running processes load it by
+    themselves: they refuse the certificates, and close the connections of their holders. NAME can
     be issued again.
 
     \b
@@ -202,7 +209,7 @@ def revoke(folder: Path, name: str) -> None:
 @certs.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
 def show(folder: Path) -> None:
-    """Show what the certificate in DIR is good for, and what its authority may certify.
+    """Show the role and validity of the certificate in DIR, and what its authority may certify.
 
     \b
     Example:

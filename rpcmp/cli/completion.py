@@ -1,8 +1,6 @@
-"""`rpcmp completion`: what a shell needs to complete command lines of rpcmp.
+"""`rpcmp completion`: shell completion of commands, options, configs, their keys, and names.
 
-What a shell may put in the place of a word that is begun: configs, their keys, names.
-
-Run at each press of the tab key, so nothing here needs torch or gRPC.
+It runs at each press of the tab key, so nothing here imports torch or gRPC.
 """
 
 from __future__ import annotations
@@ -11,8 +9,7 @@ import os
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import click
 from click.shell_completion import (
@@ -27,18 +24,19 @@ from click.shell_completion import (
 from rpcmp.cli.terminal import echo
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
     from pydantic.fields import FieldInfo
+
+    from rpcmp.config.keys import Level
 
 
 Items = list["CompletionItem[str]"]
 
 
 def configs(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    """TOML files, and folders with some; where there are none, whatever files there are."""
-    begun = Path(incomplete)
+    """Complete TOML files, and folders with such; any files if there are none."""
+    partial = Path(incomplete)
     is_whole = incomplete.endswith("/") or not incomplete
-    folder, name = (begun, "") if is_whole else (begun.parent, begun.name)
+    folder, name = (partial, "") if is_whole else (partial.parent, partial.name)
     prefix = incomplete[: len(incomplete) - len(name)]
     files = [path.name for path in folder.glob("*.toml")]
     folders = {f"{path.parent.name}/" for path in folder.glob("*/*.toml")}
@@ -50,33 +48,32 @@ def configs(ctx: click.Context, param: click.Parameter, incomplete: str) -> Item
 
 
 def keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    """Keys of a config, down to its values where these are few: "data.batch_size="."""
+    """Complete keys of a config, such as "data.batch_size=", and values of which there are few."""
+    from rpcmp.config.keys import Level
     from rpcmp.config.schema import Config
 
     key, separator, _ = incomplete.partition("=")
-    *parents, _ = key.split(".")
-    found: Any = Config
+    *parents, last = key.split(".")
+    level = Level(Config)
     given = _given()
     for part in parents:
-        found = _within(found, part)
+        level = level.below(part)
         given = _part(given, part)
     prefix = "".join(f"{part}." for part in parents)
-    if separator:
-        items = _values(_field(found, key.rpartition(".")[2]), key)
-    else:
-        items = [*_names(found, given, prefix)]
+    field = level.fields.get(last)
+    items = _values(field, key) if separator else [*_names(level, given, prefix)]
     return [item for item in items if item.value.startswith(incomplete)]
 
 
 def examples(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    """What a new job may begin as."""
+    """Complete names of examples."""
     from rpcmp.tools.new.create import examples as names
 
     return [CompletionItem(name) for name in names() if name.startswith(incomplete)]
 
 
 def cases(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    """What `rpcmp bench` has cases for, and configs."""
+    """Complete names of benchmark cases, and configs."""
     from rpcmp.tools.bench.cases import frozen
 
     names = [CompletionItem(name) for name in frozen() if name.startswith(incomplete)]
@@ -85,9 +82,9 @@ def cases(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
 
 
 def _given() -> Any:
-    """What the config on the command line says; nothing where it cannot be read.
+    """Return the config on the command line, parsed; empty if it cannot be read.
 
-    By the words themselves: click does not parse a line that ends with an option without a value.
+    It is searched in the words: click does not parse a line that ends with an option without value.
     """
     words = split_arg_string(os.environ.get("COMP_WORDS", ""))
     config = next((word for word in words if word.endswith(".toml")), None)
@@ -103,49 +100,13 @@ def _part(given: Any, part: str) -> Any:
     return given.get(part, {}) if isinstance(given, dict) else {}
 
 
-def _is_section(model: Any) -> TypeGuard[type[BaseModel]]:
-    """Whether it has keys that are known; what is below a table has none."""
-    return isinstance(model, type) and hasattr(model, "model_fields")
-
-
-def _field(model: Any, name: str) -> FieldInfo | None:
-    return model.model_fields.get(name) if _is_section(model) else None
-
-
-def _within(model: Any, part: str) -> Any:
-    """What is below a key: a section's model, a list of one, or a type of which nothing is known.
-
-    An element of a list is what the list is of.
-    """
-    if get_origin(model) is list and part.isdecimal():
-        return _section(model)
-    field = _field(model, part)
-    if field is None:
-        return None
-    is_list = any(get_origin(kind) is list for kind in _kinds(field.annotation))
-    section = _section(field.annotation)
-    return list[section] if is_list and section else section  # type: ignore[valid-type]
-
-
-def _section(annotation: Any) -> type[BaseModel] | None:
-    from rpcmp.config.loader import section_of
-
-    return section_of(annotation)
-
-
-def _kinds(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union; or the one type."""
-    parts = get_args(annotation)
-    return parts if NoneType in parts else (annotation, *parts)
-
-
-def _names(model: Any, given: Any, prefix: str) -> Iterator[CompletionItem[str]]:
-    """What may follow `prefix`: keys of the model, or what the file has there."""
-    if get_origin(model) is list:
+def _names(level: Level, given: Any, prefix: str) -> Iterator[CompletionItem[str]]:
+    """Complete `prefix` with keys of the section, or with those that the file has there."""
+    if level.container is list:
         number = len(given) if isinstance(given, list) else 1
         yield from (CompletionItem(f"{prefix}{index}.") for index in range(max(1, number)))
-    elif _is_section(model):
-        for name, field in model.model_fields.items():
+    elif level.fields:
+        for name, field in level.fields.items():
             yield from _ends(name, field, prefix)
     elif isinstance(given, dict):
         for name, value in given.items():
@@ -154,22 +115,23 @@ def _names(model: Any, given: Any, prefix: str) -> Iterator[CompletionItem[str]]
 
 
 def _ends(name: str, field: FieldInfo, prefix: str) -> Iterator[CompletionItem[str]]:
-    """A key that has a value, or others below it; a factory has both forms."""
+    """Complete a key that takes a value, or keys below it; a factory takes both."""
+    from rpcmp.config.keys import level_of
     from rpcmp.config.types import Factory
 
-    section = _section(field.annotation)
-    is_table = get_origin(field.annotation) is dict or "dict" in str(field.annotation)
-    help_text = field.description
-    if section is None or issubclass(section, Factory):
-        yield CompletionItem(f"{prefix}{name}=", help=help_text)
-    if section is not None or is_table:
-        yield CompletionItem(f"{prefix}{name}.", help=help_text)
+    level = level_of(field)
+    if level.section is None or issubclass(level.section, Factory):
+        yield CompletionItem(f"{prefix}{name}=", help=field.description)
+    if level.section is not None or level.container is dict:
+        yield CompletionItem(f"{prefix}{name}.", help=field.description)
 
 
 def _values(field: FieldInfo | None, key: str) -> Items:
-    kinds = _kinds(field.annotation) if field is not None else ()
-    values = ["true", "false"] if bool in kinds else []
-    for kind in kinds:
+    from rpcmp.config.keys import kinds
+
+    alternatives = () if field is None else kinds(field.annotation)
+    values = ["true", "false"] if bool in alternatives else []
+    for kind in alternatives:
         if get_origin(kind) is Literal:
             values += [str(value) for value in get_args(kind)]
     return [CompletionItem(f"{key}={value}") for value in values]
@@ -181,9 +143,9 @@ SHELLS = ("bash", "zsh", "fish")
 @click.command()
 @click.argument("shell", type=click.Choice(SHELLS))
 def completion(shell: str) -> None:
-    """Print what SHELL needs to complete command lines.
+    """Print the completion script of SHELL.
 
-    Commands, options, configs and their keys, names of examples and of cases.
+    It completes commands, options, configs and their keys, names of examples and of cases.
 
     \b
     Examples:
@@ -200,9 +162,9 @@ def completion(shell: str) -> None:
 
 @add_completion_class
 class Bash(BashComplete):
-    """Bash takes "key=value" for three words, and puts a space behind all that is complete.
+    """Bash splits "key=value" into three words, and appends a space to every completion.
 
-    What it is given it inserts as it is: a file's name could be a command.
+    It inserts completions unquoted, so they are quoted here: a file name could be a command.
     """
 
     source_template = BashComplete.source_template.replace(
@@ -212,21 +174,21 @@ class Bash(BashComplete):
     )
 
     def get_completion_args(self) -> tuple[list[str], str]:
-        """The words before, and the one that is begun; see click."""
-        before, begun = super().get_completion_args()
-        *words, self._begun = _joined([*before, begun])
-        return words, self._begun
+        """Return the complete words and the incomplete one; see click."""
+        before, incomplete = super().get_completion_args()
+        *words, self._incomplete = _joined([*before, incomplete])
+        return words, self._incomplete
 
     def format_completion(self, item: CompletionItem[str]) -> str:
-        """Only what comes after the last "=" of what is begun; see click."""
-        known, separator, _ = self._begun.rpartition("=")
+        """Return only what comes after the last "=" of the incomplete word; see click."""
+        known, separator, _ = self._incomplete.rpartition("=")
         value = item.value.removeprefix(known + separator)
         return f"{item.type},{value}"
 
 
 @add_completion_class
 class Zsh(ZshComplete):
-    """Zsh puts a space behind all that is complete, too."""
+    """Zsh appends a space to every completion, too."""
 
     source_template = (
         ZshComplete.source_template.replace(
@@ -244,7 +206,7 @@ class Zsh(ZshComplete):
 
 
 def _joined(words: Sequence[str]) -> list[str]:
-    """Words with what stands around a "=" put together again."""
+    """Join the words around each "=" again."""
     joined: list[str] = []
     for word in words:
         if word == "=" and joined:

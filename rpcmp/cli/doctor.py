@@ -1,11 +1,13 @@
-"""`rpcmp doctor`: what would go wrong in a run, before it begins."""
+"""`rpcmp doctor`: find what would go wrong in a run, before it starts."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,25 +15,30 @@ from rpcmp.cli.options import addresses_of, config_argument, connect_option
 from rpcmp.cli.terminal import echo
 from rpcmp.config import loader
 
+if TYPE_CHECKING:
+    from rpcmp.tools.doctor.diagnosis import Finding
+
+WIDTH = 250
+"""Characters of a line when the output is not a terminal."""
+
 
 @click.command()
 @config_argument
 @connect_option
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(config: Path, overrides: tuple[str, ...], connect: str | None, as_json: bool) -> None:
-    """Look at everything that a run of CONFIG needs.
+    """Check everything that a run of CONFIG needs.
 
-    At each stage's host: reachable, certificate, clock, versions, the model's code, device,
-    checkpoint folder, listening sockets. Of each link that the model uses: latency, bandwidth.
-    Exits 1 where something has to be mended, and 75 where servers are only away or busy.
+    At each stage's host: whether it is reachable, certificate, clock, versions, the model's code,
+    device, checkpoint folder, listening sockets. For each link that the model uses: latency and
+    bandwidth. Exits 1 if something has to be fixed, and 75 if servers are only away or busy.
 
     \b
     Example:
       rpcmp doctor config.toml --connect host-a,host-b --certs certs/driver
     """
-    from rpcmp.cli.findingtable import finding_table
     from rpcmp.tools.doctor.checkup import check_up
-    from rpcmp.tools.doctor.findings import exit_code
+    from rpcmp.tools.doctor.diagnosis import exit_code
 
     job = loader.load_config(config, overrides)
     findings = asyncio.run(check_up(job, addresses_of(connect, job)))
@@ -39,6 +46,30 @@ def doctor(config: Path, overrides: tuple[str, ...], connect: str | None, as_jso
     if as_json:
         echo(json.dumps({"findings": [asdict(one) for one in findings], "exit_code": code}))
     else:
-        finding_table(findings)
+        _print(findings)
     if code:
         raise click.exceptions.Exit(code)
+
+
+def _print(findings: Sequence[Finding]) -> None:
+    """Print a row per finding, and how many are not as they should be."""
+    from rpcmp.cli.console import Console, table
+    from rpcmp.tools.doctor.diagnosis import Status
+
+    styles = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILED: "bold red"}
+    console = Console()
+    is_terminal = console.is_terminal
+    if not is_terminal:  # one line per row, for grep
+        console = Console(width=WIDTH)
+    before, rows = "", []
+    for finding in findings:
+        where = "" if finding.where == before and is_terminal else finding.where
+        status = (str(finding.status), styles[finding.status])
+        rows.append((where, finding.check, status, finding.text))
+        before = finding.where
+    console.print(table(("where", "check", "", "found"), rows))
+    failed, warned = (
+        sum(finding.status is status for finding in findings)
+        for status in (Status.FAILED, Status.WARNING)
+    )
+    console.print(f"{failed} failed, {warned} warnings, {len(findings)} checks")

@@ -14,17 +14,17 @@ from rpcmp.cli.terminal import echo
 @click.command()
 @click.argument("address")
 @certs_options
-@click.option("--wait/--no-wait", default=True, help="Return when the server has ended.")
+@click.option("--wait/--no-wait", default=True, help="Return once the server has exited.")
 def drain(address: str, certs: Path | None, insecure: bool, wait: bool) -> None:
     """Stop a stage server once its job's running step is saved.
 
-    It takes no new job from now on. A job that runs goes on when the server, or a spare, is there.
+    It accepts no new job. A running job continues once the server, or a spare, is there again.
 
     \b
     Example:
       rpcmp drain 127.0.0.1:50051
     """
-    from rpcmp.job.status import drain as run
+    from rpcmp.job.server_calls import drain as run
     from rpcmp.net.security import Security
 
     job = asyncio.run(run(address, wait, Security(certs, insecure)))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,14 +15,12 @@ from rpcmp.cli.options import (
     log_options,
     metrics_option,
     require_writable,
+    ui_option,
 )
-from rpcmp.cli.terminal import echo
-from rpcmp.cli.ui import page_of, ui_option
 from rpcmp.config import loader
 from rpcmp.process.logging.display import Display
 
 if TYPE_CHECKING:
-    from rpcmp.config.schema import Config
     from rpcmp.job.restore_planner import Start
     from rpcmp.observability.observers import Observer
 
@@ -32,7 +28,11 @@ if TYPE_CHECKING:
 @click.command()
 @config_argument
 @connect_option
-@click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps, instead of epochs.")
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    help="Train for this many optimizer steps, instead of epochs.",
+)
 @click.option(
     "--trace",
     metavar="FILE",
@@ -41,9 +41,13 @@ if TYPE_CHECKING:
 )
 @ui_option
 @metrics_option
-@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint, if there is one.")
-@click.option("--fresh", is_flag=True, help="Begin anew beside the checkpoints of other runs.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line on standard output.")
+@click.option(
+    "--resume", is_flag=True, help="Continue from the newest checkpoint, if there is one."
+)
+@click.option("--fresh", is_flag=True, help="Start a new run beside the checkpoints of other runs.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object per line on standard output."
+)
 @click.option("-v", "--verbose", is_flag=True, help="Show every step.")
 @click.option("-q", "--quiet", is_flag=True, help="Show only the summary.")
 @log_options
@@ -64,23 +68,30 @@ def drive(
 ) -> None:
     """Train the model that CONFIG describes.
 
-    Without addresses in CONFIG and without --connect, the stage servers run on this machine as
-    long as the job does. The first Ctrl-C finishes the running step, the second ends at once.
+    Without addresses in CONFIG and without --connect, stage servers run on this machine as long as
+    the job does. The first Ctrl-C stops after the running step, the second stops at once.
 
     \b
     Example:
       rpcmp drive config.toml --steps 100 --set data.batch_size=64
     """
-    from rpcmp.cli.observing import observers, path_of, saying_where, seconds_between_timelines
+    from rpcmp.cli.observing import (
+        metrics_of,
+        observers,
+        page_of,
+        path_of,
+        reporting_folder,
+        seconds_between_timelines,
+    )
     from rpcmp.cli.output import logged, printer
-    from rpcmp.job.drive import drive as run
+    from rpcmp.job.training_run import drive as run
     from rpcmp.observability.events import LogEvent
     from rpcmp.observability.observers import aside, watching
     from rpcmp.observability.run_folder.writer import TRACE
     from rpcmp.process.descriptors import raise_limit
 
     if resume and fresh:
-        raise click.UsageError("--resume goes on with a run, --fresh begins one: give one of them")
+        raise click.UsageError("--resume continues a run, --fresh starts one: give one of them")
     start: Start = "resume" if resume else "fresh" if fresh else "either"
     if steps is not None:
         overrides = (*overrides, f"steps={steps}")
@@ -89,40 +100,22 @@ def drive(
     job = loader.load_config(config, overrides)
     servers = addresses_of(connect, job)
     raise_limit()
-    found: list[Observer] = []
+    watchers: list[Observer] = []
     with (
         printer(as_json, verbose, quiet) as show,
-        metrics_of(job, metrics, found),
+        metrics_of(job, metrics, watchers),
         aside(logged(show, display)) as shown,
-        page_of(job, ui, found, shown),
-        watching(found := [*found, *observers(job)], shown) as told,
-        saying_where(found, told) as report,
+        page_of(job, ui, watchers, shown),
+        watching(watchers := [*watchers, *observers(job)], shown) as notify,
+        reporting_folder(watchers, notify) as report,
         display.reporting(lambda entry: report(LogEvent.from_entry(entry))),
     ):
-        folder = path_of(found)
+        folder = path_of(watchers)
         training = run(
             *(job, report, servers),
             trace=trace,
             start=start,
-            timeline=seconds_between_timelines(found),
+            timeline=seconds_between_timelines(watchers),
             last_steps=None if folder is None else folder / TRACE,
         )
         asyncio.run(training)
-
-
-@contextlib.contextmanager
-def metrics_of(job: Config, address: str | None, observers: list[Observer]) -> Iterator[None]:
-    """Serve the run's figures at `address`, if anywhere, and have them among the observers."""
-    if address is None:
-        yield
-        return
-    from rpcmp.net.security import Security
-    from rpcmp.observability.prometheus.endpoint import serving
-    from rpcmp.observability.prometheus.run_metrics import RunMetrics
-
-    found = RunMetrics()
-    security = Security(job.certs_folder, job.security.insecure)
-    with serving(found.store, address, security) as url:
-        echo(f"metrics at {url}", err=True)
-        observers.append(found)
-        yield

@@ -1,4 +1,4 @@
-"""`rpcmp export`: a checkpoint's model as one file."""
+"""`rpcmp export`: write a checkpoint's model to one file."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from rpcmp.cli.terminal import echo
 @click.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--best", is_flag=True, help="Take the best checkpoint, by `checkpoint.best`.")
+@click.option("--best", is_flag=True, help="Export the best checkpoint, by `checkpoint.best`.")
 @click.option(
     "--tied-once",
     is_flag=True,
-    help="Write what is `tied` once, for safetensors.torch.load_model; else under each name.",
+    help="Write `tied` parameters once, for safetensors.torch.load_model, and not under each name.",
 )
 def export(folder: Path, file: Path, best: bool, tied_once: bool) -> None:
     """Write a checkpoint's model to one FILE that plain torch loads.
 
-    DIR is a checkpoint folder, of which the newest whole checkpoint is taken, or one step folder in
-    it. The files of stages that ran on other hosts must have been copied there. Everything is
-    checked before it is used.
+    DIR is a checkpoint folder, whose newest complete checkpoint is exported, or one step folder in
+    it. Files of stages that ran on other hosts must have been copied there. Everything is checked
+    before it is used.
 
     \b
     Example:

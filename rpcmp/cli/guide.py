@@ -24,6 +24,9 @@ FOLDER = Path(__file__).parents[1] / "guide"
 WIDTH = 100
 """Columns of a rendered page at most: longer lines are hard to read."""
 
+SUGGESTED = 3
+"""Topics at most that an error suggests."""
+
 _HEADING = re.compile(r"#+ (.*)")
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 _TABLE = re.compile(r"^\|.*\n\|[ :|-]+\n(?:\|.*\n?)+", re.MULTILINE)
@@ -130,16 +133,28 @@ def guide(topic: str | None, word: str | None) -> None:
 
 
 def _page(topic: str, every: dict[str, Page]) -> Page:
+    if topic in every:
+        return every[topic]
+    raise ConfigError(
+        f"the guide has no topic {topic!r}{_instead(topic, every)} (`rpcmp guide` lists the "
+        "topics, `rpcmp guide --search WORD` looks in all of them)"
+    )
+
+
+def _instead(topic: str, every: dict[str, Page]) -> str:
+    """Return the end of an error that suggests a topic: by its name, or by its headings."""
     from rpcmp.config.suggestion import did_you_mean, nearest
 
-    page = every.get(topic)
-    if page is None:
-        near = did_you_mean(nearest(topic, every))
-        raise ConfigError(
-            f"the guide has no topic {topic!r}{near} (`rpcmp guide` lists the topics, "
-            "`rpcmp guide --search WORD` looks in all of them)"
-        )
-    return page
+    if near := nearest(topic, every, cutoff=0.7):
+        return did_you_mean(near)
+    about = [page.topic for page in every.values() if topic.lower() in _headings(page).lower()]
+    if about:
+        return f"; see {' or '.join(map(repr, about[:SUGGESTED]))}"
+    return did_you_mean(nearest(topic, every))
+
+
+def _headings(page: Page) -> str:
+    return "\n".join([page.summary, *(match.heading for match in search("#", page.text()))])
 
 
 def _show_topics(every: list[Page]) -> None:

@@ -1,4 +1,4 @@
-"""`rpcmp health`: whether one stage server is well, for orchestrators."""
+"""`rpcmp health`: probe one stage server, for orchestrators."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rpcmp.cli.terminal import echo
 from rpcmp.config import addresses
 
 NOT_SERVING = 1
-"""Exit code for a server that answers, and drains."""
+"""Exit code for a server that is draining."""
 
 
 @click.command()
@@ -22,7 +22,7 @@ NOT_SERVING = 1
     "--server-name",
     metavar="HOST",
     envvar="RPCMP_SERVER_NAME",
-    help="Whom the server's certificate has to be for, where ADDRESS is not what it is called.",
+    help="The name that the server's certificate must contain, if it is not the host of ADDRESS.",
 )
 @click.option(
     "--timeout",
@@ -36,11 +36,11 @@ NOT_SERVING = 1
 def health(
     address: str, certs: Path | None, insecure: bool, server_name: str | None, seconds: float
 ) -> None:
-    """Ask a stage server whether it serves, for probes.
+    """Check whether a stage server is serving, for probes.
 
-    By the standard gRPC health service. Exits 0 if it is SERVING, 1 if it drains, 75 if it does not
-    answer, and 2 if it is not who it should be. ADDRESS is HOST:PORT, or one of both; without it
-    127.0.0.1:50051. A stage's own certificate does, and a driver's.
+    Uses the standard gRPC health service. Exits 0 if the server is SERVING, 1 if it is draining, 75
+    if it does not answer, and 2 if its certificate is not the expected one. ADDRESS is HOST:PORT,
+    or one of both; the default is 127.0.0.1:50051. --certs may be a stage's own or a driver's.
 
     \b
     Examples:

@@ -1,19 +1,18 @@
-"""Which command helps next when one has failed: decided here alone, from the error and the command.
+"""Hints: the command that helps next after a command has failed.
 
-    a host is not there, or not as it should be    rpcmp doctor CONFIG
-    it works for somebody else                     rpcmp status CONFIG
+    a host is missing, or not as it should be      rpcmp doctor CONFIG
+    a server works for another job                 rpcmp status CONFIG
     the run had to end, and left a checkpoint      the same command with --resume
     a key or a value is wrong                      rpcmp guide configuration, all keys
 
-Pure. Every class of errors has its own line in DECISIONS, "there is none" among them.
+`failed` collects what is known about the command, from its own words and its job's folder; `remedy`
+decides, and is pure. DECISIONS has an entry for every class of errors.
 
-What is known of a command that has failed, read from its own words and its job's folder.
-
-A command line to be shown: texts that were given in confidence are left to a shell variable.
+Confidential values are replaced by a shell variable:
 
     --set data.kwargs.token=SECRET    becomes    --set data.kwargs.token="${TOKEN:?fill it in}"
 
-Pasted, it fails with "fill it in" until the variable has been exported: it never runs without.
+Pasted, it fails with "fill it in" until the variable is set.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ if TYPE_CHECKING:
 SET = "--set"
 
 _SECRET = re.compile(r"token(\.|$)|secret|passw|credential|api_?key|private_?key", re.IGNORECASE)
-"""What keys are called whose values are not shown wherever they stand."""
+"""Names of keys whose values are never shown."""
 
 
 def shown(words: Sequence[str]) -> str:
-    """Join `words` to a line for a shell, without the confidential values of its --set."""
+    """Join `words` to a line for a shell, without confidential values of --set."""
     line: list[str] = []
     before = ""
     for word in words:
@@ -64,11 +63,9 @@ def shown(words: Sequence[str]) -> str:
 
 
 def is_confidential(key: str, value: str) -> bool:
-    """Whether a manifest would have the hash of a text in `value`, or its key is called so.
+    """Return whether manifests hash a text in `value`, or a key of it names a secret.
 
-    Args:
-        key: dotted, such as "optimizer.kwargs.lr".
-        value: TOML, or else a text.
+    `key` is dotted, such as "optimizer.kwargs.lr"; `value` is TOML, or else plain text.
     """
     if _SECRET.search(key):
         return True
@@ -85,36 +82,32 @@ def _names_a_secret(value: object) -> bool:
 
 
 def _left_out(key: str) -> str:
-    """`key` and its value, which is a variable named after the last of the key that is a name."""
+    """Return `key`, with a variable named after its last part for the value."""
     names = re.findall(r"[A-Za-z_][A-Za-z0-9_]*", key)
     variable = names[-1].upper() if names else "VALUE"
     return f'{shlex.quote(f"{key}=")}"${{{variable}:?fill it in}}"'
 
 
 Words = list[str] | None
-"""A command, or that there is none that helps."""
+"""A command; None if none helps."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """The command that has failed, and what is known of its job.
+    """A command that has failed, and what is known about its job.
 
     Attributes:
-        name: such as "drive".
-        arguments: what was typed behind the name.
-        config: its config, as it was typed; empty: it takes none.
-        options: those of its options that say which job, and where: --connect, --set, --certs.
-        certs: the folder of its certificate; empty: it has none.
-        listen: where one asks who listens where it was to listen; empty: nowhere.
-        server_name: whom the certificate of that server is for; empty: the host of `listen`.
-        insecure: whether it was to do without certificates.
-        is_there: whether there is such a file.
-        is_loaded: whether it is a config.
-        has_checkpoint: whether there is one that the run which failed could go on from.
-        max_grad_norm: of the config; None: it has none.
-        learning_rate: what `optimizer.kwargs.lr` says for all stages; None: it is not there, or
-            some have another.
-        others: what commands there are.
+        arguments: as typed after the name.
+        config: its config, as typed; empty if it takes none.
+        options: the options that choose the job and its servers: --connect, --set, --certs.
+        certs: the folder of its certificate; empty if there is none.
+        listen: the address that it tried to listen on, for `rpcmp health`; empty if there is none.
+        server_name: a name in the certificate of that server; empty for the host of `listen`.
+        is_there: whether the config file exists.
+        is_loaded: whether the config is valid.
+        has_checkpoint: whether the failed run has one to continue from.
+        learning_rate: `optimizer.kwargs.lr` of the config, if it holds for all stages.
+        others: the names of all commands.
     """
 
     name: str
@@ -133,38 +126,41 @@ class Command:
     others: Sequence[str] = ()
 
 
-def remedy(error: RpcmpError, command: Command) -> str | None:
-    """The command line that helps next, to be pasted into a shell; None: none does.
+Decision = Callable[[Command], Words]
 
-    See rpcmp.cli.hints for what it does not repeat.
-    """
+
+def remedy(error: RpcmpError, command: Command) -> str | None:
+    """Return the command line that helps next, to be pasted into a shell; None if none does."""
     decide = next(DECISIONS[kind] for kind in type(error).__mro__ if kind in DECISIONS)
     words = decide(command)
     return None if words is None else shown(words)
 
 
-def _about_the_job(name: str, command: Command) -> Words:
-    """A command that takes the same config, unless that is the one that has failed."""
-    if not command.is_there or command.name == name or name not in command.others:
-        return None
-    if not command.config:
-        return None
-    return ["rpcmp", name, command.config, *command.options]
+def _job_command(name: str) -> Decision:
+    """Suggest a command with the same config, unless it is the one that has failed."""
+
+    def decide(command: Command) -> Words:
+        if not command.is_there or command.name == name or name not in command.others:
+            return None
+        return ["rpcmp", name, command.config, *command.options] if command.config else None
+
+    return decide
 
 
-def _doctor(command: Command) -> Words:
-    return _about_the_job("doctor", command)
+def _first(*decisions: Decision) -> Decision:
+    """Suggest what the first decision with a result suggests."""
+
+    def decide(command: Command) -> Words:
+        results = (decision(command) for decision in decisions)
+        return next((words for words in results if words is not None), None)
+
+    return decide
 
 
-def _status(command: Command) -> Words:
-    return _about_the_job("status", command)
-
-
-def _explain(command: Command) -> Words:
-    """What the config means; or how the command is used, where it is not about a config."""
+def _keys_if_invalid(command: Command) -> Words:
     if command.config and command.is_there and not command.is_loaded:
         return _keys(command)
-    return _about_the_job("explain", command) or _usage(command)
+    return None
 
 
 def _keys(command: Command) -> Words:
@@ -175,15 +171,19 @@ def _usage(command: Command) -> Words:
     return ["rpcmp", command.name, "--help"]
 
 
+def _help_of(name: str) -> Decision:
+    return lambda command: ["rpcmp", name, "--help"]
+
+
 def _resume(command: Command) -> Words:
-    """The same command, from the newest checkpoint on."""
+    """Suggest the same command, from the newest checkpoint on."""
     if command.name != "drive" or not command.has_checkpoint:
         return None
     return _again(command)
 
 
-def _go_on(command: Command) -> Words:
-    """The same command, with what an earlier run has written."""
+def _continue(command: Command) -> Words:
+    """Suggest the same command, with the checkpoints of an earlier run."""
     return _resume(replace(command, has_checkpoint=True))
 
 
@@ -191,24 +191,12 @@ def _again(command: Command, *more: str) -> Words:
     words = ["rpcmp", command.name, *command.arguments]
     if command.has_checkpoint and "--resume" not in words:
         words = [*(word for word in words if word != "--fresh"), "--resume"]
-    # A bare --connect would take what follows for its addresses.
+    # `more` is not inserted: a bare --connect would take what follows for its addresses.
     return [*words, *more]
 
 
-def _resume_or_look(command: Command) -> Words:
-    return _resume(command) or _doctor(command)
-
-
-def _resume_or_wait(command: Command) -> Words:
-    return _resume(command) or _status(command)
-
-
-def _resume_or_explain(command: Command) -> Words:
-    return _resume(command) or _explain(command)
-
-
-def _tame(command: Command) -> Words:
-    """Smaller steps: clipped gradients first, then a lower learning rate, or more clipping."""
+def _smaller_steps(command: Command) -> Words:
+    """Suggest clipped gradients first, then a lower learning rate, or more clipping."""
     if command.name != "drive":
         return None
     if command.max_grad_norm is None:
@@ -218,12 +206,12 @@ def _tame(command: Command) -> Words:
     return _again(command, "--set", f"optimizer.kwargs.lr={command.learning_rate / 10:g}")
 
 
-def _other_range(command: Command) -> Words:
+def _bfloat16(command: Command) -> Words:
     return _again(command, "--set", "autocast=bfloat16") if command.name == "drive" else None
 
 
-def _afresh(command: Command) -> Words:
-    """Leave the checkpoints alone, and begin beside them."""
+def _fresh(command: Command) -> Words:
+    """Suggest to leave the checkpoints alone, and start beside them."""
     if command.name != "drive" or not command.is_loaded:
         return _usage(command)
     words = [word for word in command.arguments if word not in ("--resume", "--fresh")]
@@ -231,16 +219,10 @@ def _afresh(command: Command) -> Words:
 
 
 def _certificate(command: Command) -> Words:
-    if command.certs:
-        return ["rpcmp", "certs", "show", command.certs]
-    return _doctor(command) or ["rpcmp", "certs", "--help"]
+    return ["rpcmp", "certs", "show", command.certs] if command.certs else None
 
 
-def _servers(command: Command) -> Words:
-    return _doctor(command) or ["rpcmp", "serve", "--help"]
-
-
-def _who_listens(command: Command) -> Words:
+def _health_of_listener(command: Command) -> Words:
     if not command.listen:
         return _usage(command)
     words = ["rpcmp", "health", command.listen]
@@ -249,39 +231,40 @@ def _who_listens(command: Command) -> Words:
     return [*words, "--insecure"] if command.insecure else words
 
 
-def _verify(command: Command) -> Words:
-    return _about_the_job("verify", command) or _doctor(command)
+_doctor, _status, _verify = map(_job_command, ("doctor", "status", "verify"))
+_explain = _first(_keys_if_invalid, _job_command("explain"), _usage)
+_servers = _first(_doctor, _help_of("serve"))
 
 
-DECISIONS: dict[type[RpcmpError], Callable[[Command], Words]] = {
+DECISIONS: dict[type[RpcmpError], Decision] = {
     errors.RpcmpError: _doctor,
     errors.ConfigError: _explain,
     errors.KeyConfigError: _keys,
-    errors.AddressInUseError: _who_listens,
-    errors.CheckpointConflictError: _go_on,
+    errors.AddressInUseError: _health_of_listener,
+    errors.CheckpointConflictError: _continue,
     errors.FactoryError: _doctor,
     errors.VersionError: _doctor,
-    errors.CheckpointError: _afresh,
-    errors.SecurityError: _certificate,
+    errors.CheckpointError: _fresh,
+    errors.SecurityError: _first(_certificate, _doctor, _help_of("certs")),
     errors.UnavailableError: _servers,
     errors.UnreachableError: _servers,
     errors.BusyError: _status,
-    errors.DrainingError: _resume_or_wait,
+    errors.DrainingError: _first(_resume, _status),
     errors.RelayError: _doctor,
-    errors.RecoveryTimeoutError: _resume_or_look,
-    errors.JobError: _resume_or_look,
-    errors.StageError: _resume_or_explain,
-    errors.StageConfigError: _resume_or_explain,
-    errors.WorkerDiedError: _resume_or_look,
-    errors.WorkerHungError: _resume_or_look,
-    errors.SavingError: _resume_or_look,
-    errors.NonFiniteLossError: _tame,
-    errors.LossScaleError: _other_range,
-    errors.MismatchError: _verify,
+    errors.RecoveryTimeoutError: _first(_resume, _doctor),
+    errors.JobError: _first(_resume, _doctor),
+    errors.StageError: _first(_resume, _explain),
+    errors.StageConfigError: _first(_resume, _explain),
+    errors.WorkerDiedError: _first(_resume, _doctor),
+    errors.WorkerHungError: _first(_resume, _doctor),
+    errors.SavingError: _first(_resume, _doctor),
+    errors.NonFiniteLossError: _smaller_steps,
+    errors.LossScaleError: _bfloat16,
+    errors.MismatchError: _first(_verify, _doctor),
     errors.UnsupportedJobError: _usage,
     errors.InterruptedJobError: _resume,
 }
-"""What helps after an error of each class; one that is added has to be decided about as well."""
+"""What to suggest after an error of each class; a new class needs an entry too."""
 
 
 def failed(
@@ -291,15 +274,7 @@ def failed(
     others: Sequence[str],
     began: datetime,
 ) -> Command:
-    """The command that `arguments` follow.
-
-    Args:
-        command: as click has it.
-        name: what it is called.
-        arguments: as they were typed.
-        others: all commands that there are.
-        began: when it did.
-    """
+    """Collect what is known about a command that has failed; `began` is when it started."""
     with command.make_context(name, list(arguments), resilient_parsing=True) as ctx:
         params = ctx.params
     config = params.get("config")
@@ -316,7 +291,7 @@ def failed(
         tuple(arguments),
         config="" if config is None else str(config),
         options=_options(params),
-        is_there=config is None or os.path.exists(config),  # Path's raises where it may not look
+        is_there=config is None or os.path.exists(config),  # Path.exists raises PermissionError
         others=others,
         **(_listens(params) if name == "serve" else {}),
         **known,
@@ -324,7 +299,7 @@ def failed(
 
 
 def _options(params: dict[str, Any]) -> list[str]:
-    """Those that other commands with a config take as well; a bare --connect is the last."""
+    """Return the options that other commands with a config take too, a bare --connect last."""
     words = []
     for override in params.get("overrides") or ():
         words += ["--set", override]
@@ -338,8 +313,6 @@ def _options(params: dict[str, Any]) -> list[str]:
 
 
 def _loaded(config: Path, params: dict[str, Any]) -> Config | None:
-    from rpcmp.config import loader
-
     certs = params.get("certs")
     more = [f"security.certs={json.dumps(str(certs.absolute()))}"] if certs else []
     try:
@@ -358,9 +331,11 @@ def _known(job: Config, certs: Path | None) -> dict[str, Any]:
 
 
 def _has_checkpoint(job: Config, since: datetime | None) -> bool:
-    """Whether there is one to go on from that was written since then: an older one is not of the
-    run that has failed, and what --resume would go on from is another."""
-    from rpcmp.checkpoint.runs import newest_in
+    """Return whether there is a checkpoint to resume from that was written after `since`.
+
+    An older one belongs to another run than the one that has failed.
+    """
+    from rpcmp.checkpoint.folder import newest_in
 
     try:
         run = newest_in(job.checkpoint_folder, job.name)
@@ -370,9 +345,9 @@ def _has_checkpoint(job: Config, since: datetime | None) -> bool:
 
 
 def _learning_rate(job: Config) -> float | None:
-    """What `optimizer.kwargs.lr` says for all stages; None: that key is not there, or not theirs.
+    """Return `optimizer.kwargs.lr` if it is set and holds for all stages.
 
-    Of an optimizer that is left out nothing can be set but the whole of it.
+    If the config has no optimizer, a single key of it cannot be overridden.
     """
     from rpcmp.config.types import Factory
 
@@ -386,15 +361,14 @@ def _learning_rate(job: Config) -> float | None:
 
 
 def _listens(params: dict[str, Any]) -> dict[str, Any]:
-    """Where a server was to listen, and how to ask who does; nothing where there is no such port,
-    which is what failed."""
+    """Return the address that `serve` tried to bind and the options to probe it; {} if invalid."""
     from rpcmp.config import addresses
 
     with contextlib.suppress(ConfigError):
         stage, replica = params.get("stage") or 0, params["replica"]
-        given = params.get("listen") or addresses.with_port(addresses.HERE, stage, replica)
-        host, port = addresses.parse(given)
-        if port:  # any other is free
+        listen = params.get("listen") or addresses.with_port(addresses.HERE, stage, replica)
+        host, port = addresses.parse(listen)
+        if port:  # port 0 picks a free one
             host = _here(host)
             return {
                 "listen": addresses.joined(host, port),
@@ -405,7 +379,7 @@ def _listens(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _here(host: str) -> str:
-    """Where this machine is asked that listens at `host`: "every address" is not one."""
+    """Return a host to connect to; for an address that means "all interfaces", loopback."""
     with contextlib.suppress(ValueError):
         address = ipaddress.ip_address(host)
         if address.is_unspecified:
@@ -414,7 +388,7 @@ def _here(host: str) -> str:
 
 
 def _server_name(host: str, certs: Path | None) -> str:
-    """A name of the certificate; empty where `host` is one, or there is no certificate to read."""
+    """Return a name of the certificate; empty if `host` is one, or there is no certificate."""
     from rpcmp.net.certificates import Certificate
 
     if certs is None:

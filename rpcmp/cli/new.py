@@ -1,4 +1,4 @@
-"""`rpcmp new`: the files of a new job."""
+"""`rpcmp new`: write the files of a new job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rpcmp.cli.terminal import echo
     "--like",
     metavar="EXAMPLE",
     shell_complete=completion.examples,
-    help="Begin as one of the examples, such as resnet50.",
+    help="Start from one of the examples, such as resnet50.",
 )
 def new(name: str, like: str | None) -> None:
     """Write NAME.py, a model, and NAME.toml, its config, ready to run.

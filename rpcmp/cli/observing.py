@@ -1,4 +1,8 @@
-"""Who looks at a run of `rpcmp drive`, by its config."""
+"""The observers of a run of `rpcmp drive`: run folder, TensorBoard, loggers, page and metrics.
+
+Commands other than `drive` do not import this module: it needs pydantic and the observers'
+libraries.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +11,28 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from rpcmp.cli.options import ANY_PORT
 from rpcmp.cli.output import plain, with_log
+from rpcmp.cli.terminal import echo
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
-from rpcmp.observability.events import Event, KeptEvent
+from rpcmp.observability.events import Event, KeptEvent, UiEvent
 from rpcmp.observability.observers import Observer, Report, loggers
 from rpcmp.observability.run_folder.writer import BEGINNINGS, RunFolder
 from rpcmp.observability.tensorboard import TensorBoard
 
 SHOWN_SECONDS = 2.0
-"""Between two timelines that somebody looks at."""
+"""Between two timelines of a run that is watched live."""
 
 KEPT_SECONDS = 10.0
-"""Between two that are kept for later."""
+"""Between two timelines that are only kept in the run folder."""
 
 
 def observers(config: Config) -> list[Observer]:
-    """Those of `[log]`: all that can be known to fail fails here, before anything starts.
+    """Create the observers of `[log]`; what can fail fails here, before the run starts.
 
     Raises:
-        ConfigError: a folder cannot be written, or a logger cannot be had.
+        ConfigError: a folder cannot be written, or a logger cannot be created.
     """
     found: list[Observer] = []
     try:
@@ -43,39 +49,39 @@ def observers(config: Config) -> list[Observer]:
 
 
 @contextlib.contextmanager
-def saying_where(found: Sequence[Observer], report: Report) -> Iterator[Report]:
-    """Report the event `kept` at the end of a run that has begun: where its folder is."""
-    begun, last = False, 0
+def reporting_folder(found: Sequence[Observer], report: Report) -> Iterator[Report]:
+    """Report the event `kept`, with the run folder, at the end of a run that has started."""
+    has_started, last = False, 0
 
-    def noting(event: Event) -> None:
-        nonlocal begun, last
-        begun |= isinstance(event, BEGINNINGS)
+    def report_event(event: Event) -> None:
+        nonlocal has_started, last
+        has_started |= isinstance(event, BEGINNINGS)
         last = last if event.generation is None else event.generation
         report(event)
 
     try:
-        yield noting
+        yield report_event
     finally:
         path = path_of(found)
-        if begun and path is not None:
+        if has_started and path is not None:
             report(KeptEvent(path=str(path)).stamped(time.time(), last))
 
 
 def seconds_between_timelines(found: Sequence[Observer]) -> float:
-    """How often a step is looked at; 0: nobody does. A folder alone keeps few of them."""
+    """Return the interval of timelines; 0 for none. A run folder alone keeps few of them."""
     if not found:
         return 0.0
     return KEPT_SECONDS if all(isinstance(each, RunFolder) for each in found) else SHOWN_SECONDS
 
 
 def path_of(found: Sequence[Observer]) -> Path | None:
-    """The run's folder, where there is one."""
+    """Return the run folder's path, if there is one."""
     paths = (observer.path for observer in found if isinstance(observer, RunFolder))
     return next(paths, None)
 
 
 def run_folder(config: Config) -> RunFolder:
-    """The run's own folder. Where nobody has asked for one, it is no reason not to train.
+    """Create the run folder. If the config does not name one, a failure does not end the run.
 
     Raises:
         ConfigError: the config's folder cannot be written.
@@ -91,3 +97,47 @@ def run_folder(config: Config) -> RunFolder:
                 'folder, or log.folder = "" for none'
             ) from error
     return folder
+
+
+@contextlib.contextmanager
+def page_of(job: Config, ui: str | None, observers: list[Observer], show: Report) -> Iterator[None]:
+    """Serve the run's page, if `ui` is given: show its address, and add it to the observers.
+
+    Raises:
+        ConfigError: it cannot be served there.
+    """
+    if ui is None:
+        yield
+        return
+    # Only runs with a page need its libraries.
+    from rpcmp.observability.dashboard.app import Endpoint
+    from rpcmp.observability.dashboard.page_server import LivePage
+
+    place = Endpoint.open(None if ui == ANY_PORT else ui, job.certs_folder)
+    page = LivePage(place)
+    observers.append(page)
+    # Not to observers: the address may contain a token.
+    show(UiEvent(url=place.url).stamped(time.time(), 1))
+    try:
+        yield
+    finally:
+        page.close()
+
+
+@contextlib.contextmanager
+def metrics_of(job: Config, address: str | None, observers: list[Observer]) -> Iterator[None]:
+    """Serve the run's metrics at `address`, if it is given, and add them to the observers."""
+    if address is None:
+        yield
+        return
+    # Only runs with metrics need their libraries.
+    from rpcmp.net.security import Security
+    from rpcmp.observability.prometheus.endpoint import serving
+    from rpcmp.observability.prometheus.run_metrics import RunMetrics
+
+    metrics = RunMetrics()
+    security = Security(job.certs_folder, job.security.insecure)
+    with serving(metrics.store, address, security) as url:
+        echo(f"metrics at {url}", err=True)
+        observers.append(metrics)
+        yield

@@ -1,4 +1,4 @@
-"""What several commands have in common: the config, overrides, and where the servers are."""
+"""Options that several commands share: the config, overrides, servers, certificates, the log."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEFAULT_PORTS = "default"
 
 
 def config_argument(command: Command) -> Command:
-    """The config file, `--set`, `--certs` and `--insecure`, which are overrides as well."""
+    """Add CONFIG, `--set`, `--certs` and `--insecure`; the last two become overrides too."""
 
     @functools.wraps(command)
     def with_security(
@@ -59,46 +59,46 @@ def _config_options(command: Command) -> Command:
 
 
 def connect_option(command: Command) -> Command:
-    """`--connect`, with or without addresses."""
+    """Add `--connect`, with or without addresses."""
     return click.option(
         "--connect",
         metavar="[HOST[:PORT],...]",
         is_flag=False,
         flag_value=DEFAULT_PORTS,
-        help="Use running stage servers, one address for each stage, or for each replica of it; "
-        "bare: localhost's default ports.",
+        help="Use running stage servers: one address per stage, or per replica of each stage. "
+        "Without addresses: localhost's default ports.",
     )(command)
 
 
 def certs_options(command: Command) -> Command:
-    """`--certs` and `--insecure`."""
+    """Add `--certs` and `--insecure`."""
     command = click.option(
         "--insecure",
         is_flag=True,
-        help="Talk to other machines without certificates: only where nobody else is on the "
-        "network.",
+        help="Talk to other machines without certificates: only for a network that no one else "
+        "uses.",
     )(command)
     return click.option(
         "--certs",
         metavar="DIR",
         envvar="RPCMP_CERTS",
         type=click.Path(path_type=Path, file_okay=False, exists=True),
-        help="Folder with ca.crt, tls.crt and tls.key; see `rpcmp certs`.",
+        help="A folder with ca.crt, tls.crt and tls.key; see `rpcmp certs`.",
     )(command)
 
 
 def metrics_option(command: Command) -> Command:
-    """`--metrics`."""
+    """Add `--metrics`."""
     return click.option(
         "--metrics",
         metavar="HOST:PORT",
-        help="Serve figures there, as OpenMetrics for Prometheus; port 0 takes a free one. "
-        "Elsewhere than on loopback by TLS, with --certs; with --insecure open to all.",
+        help="Serve metrics at this address, as OpenMetrics for Prometheus; port 0 picks a free "
+        "one. Other than on loopback by TLS, with --certs; with --insecure open to all.",
     )(command)
 
 
 def addresses_of(connect: str | None, config: Config) -> list[str] | None:
-    """The servers to use: `--connect`'s, or None for the config's or own ones."""
+    """Return the addresses of `--connect`; None for the config's, or for servers of our own."""
     if connect is None:
         return None
     if connect == DEFAULT_PORTS:
@@ -108,7 +108,8 @@ def addresses_of(connect: str | None, config: Config) -> list[str] | None:
         ]
     parts = [part.strip() for part in connect.split(",") if part.strip()]
     places = [(worker.stage_index, worker.replica) for worker in config.workers]
-    places += [(index, 0) for index in range(len(places), len(parts))]  # too many, said elsewhere
+    # Too many addresses are reported elsewhere.
+    places += [(index, 0) for index in range(len(places), len(parts))]
     given = [addresses.with_port(part, *place) for part, place in zip(parts, places, strict=False)]
     if not given:
         raise ConfigError("--connect: no address given; leave it bare for the default ports")
@@ -116,11 +117,11 @@ def addresses_of(connect: str | None, config: Config) -> list[str] | None:
 
 
 def log_options(command: Command) -> Command:
-    """`--log-json` and `--log-level`: how this process's log looks; the command gets it."""
+    """Add `--log-json` and `--log-level`; the command gets the `Display` that they set."""
 
     @functools.wraps(command)
     def with_log(*args: Any, log_json: bool, log_level: str, **kwargs: Any) -> Any:
-        display = click.get_current_context().obj or Display()  # that of `main`
+        display = click.get_current_context().obj or Display()  # obj: see `rpcmp.cli.main`
         display.set(log_json, log_level)
         return command(*args, display=display, **kwargs)
 
@@ -129,15 +130,15 @@ def log_options(command: Command) -> Command:
         type=click.Choice(LEVELS),
         default="info",
         show_default=True,
-        help="The least that the log shows. What is printed counts as info.",
+        help="The lowest level that the log shows. Prints count as info.",
     )(with_log)
     return click.option(  # type: ignore[return-value]
-        "--log-json", is_flag=True, help="A log of one JSON object a line, on standard error."
+        "--log-json", is_flag=True, help="Log one JSON object per line, on standard error."
     )(logged)
 
 
 def require_writable(path: Path) -> None:
-    """Fail before the work whose result is to go there; leaves no file behind.
+    """Check that a result can be written, before the work for it starts; leaves no file behind.
 
     Raises:
         ConfigError: `path` cannot be written.
@@ -151,11 +152,37 @@ def require_writable(path: Path) -> None:
         path.unlink()
 
 
+ANY_PORT = ""
+"""What a bare `--ui` stands for: the default port, or any other that is free."""
+
+
+def ui_option(command: Command) -> Command:
+    """Add `--ui`, with or without an address."""
+    return click.option(
+        "--ui",
+        metavar="[[HOST:]PORT]",
+        is_flag=False,
+        flag_value=ANY_PORT,
+        callback=_checked_ui,
+        help="Serve a live page of the run and print its address; to other machines only with "
+        "--certs.",
+    )(command)
+
+
+def _checked_ui(ctx: click.Context, parameter: click.Parameter, ui: str | None) -> str | None:
+    """Check the address at once: a bare `--ui` before CONFIG would take that for its address."""
+    if ui:
+        from rpcmp.observability.dashboard.app import parse  # needs more libraries than options do
+
+        parse(ui)
+    return ui
+
+
 budget_option = click.option(
     "--budget",
     metavar="SECONDS",
     type=click.FloatRange(min=0, min_open=True),
     default=60.0,
     show_default=True,
-    help="How long it may take, the start included.",
+    help="How long it may take, including the start.",
 )

@@ -30,8 +30,7 @@ from rpcmp.observability.events.wording import (
 )
 from rpcmp.observability.observers import Report
 from rpcmp.process.logging.display import Display, RecordSource
-from rpcmp.process.logging.printable import visible
-from rpcmp.process.logging.records import as_text
+from rpcmp.process.logging.records import as_text, visible
 
 PLAIN_SECONDS = 2.0
 """Seconds between the lines of steps without a terminal."""

@@ -1,8 +1,9 @@
-"""`rpcmp report`: what became of a run, or of several beside each other."""
+"""`rpcmp report`: the outcome of a run, or of several side by side."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -10,8 +11,14 @@ from rpcmp.cli.options import require_writable
 from rpcmp.cli.terminal import echo
 from rpcmp.errors import ConfigError
 
+if TYPE_CHECKING:
+    from rpcmp.observability.run_folder.figures import Comparison
+
 REPORT = "report.html"
 COMPARISON = "comparison.html"
+
+WIDTH = 10_000
+"""More characters than a row has: a terminal wraps lines more legibly than rich folds cells."""
 
 
 @click.command()
@@ -27,14 +34,14 @@ COMPARISON = "comparison.html"
     "--output",
     metavar="FILE",
     type=click.Path(path_type=Path, dir_okay=False),
-    help=f"Where to write it. [default: {REPORT} in DIR, {COMPARISON} in the first of several]",
+    help=f"The file to write. [default: {REPORT} in DIR, {COMPARISON} in the first of several]",
 )
-@click.option("--text", is_flag=True, help="Print tables instead.")
+@click.option("--text", is_flag=True, help="Print tables instead of writing a file.")
 def report(folders: tuple[Path, ...], output: Path | None, text: bool) -> None:
-    """Make one HTML file of the run in DIR, or of several to compare.
+    """Write an HTML report of the run in DIR, or compare several.
 
-    Prints its path. DIR is the folder that a run of `rpcmp drive` has kept in `log.folder`, also of
-    one that still goes on or was killed. The file needs nothing beside it and no network.
+    Prints its path. DIR is the folder that a run of `rpcmp drive` has kept in `log.folder`; the run
+    may still go on, or have been killed. The file needs no other files and no network.
 
     \b
     Example:
@@ -47,19 +54,35 @@ def report(folders: tuple[Path, ...], output: Path | None, text: bool) -> None:
         raise click.UsageError("--text prints to the terminal; give it or --output, not both")
     runs = [read(folder) for folder in folders]
     if text:
-        from rpcmp.cli.runtable import run_tables
         from rpcmp.observability.run_folder.figures import compare
 
-        run_tables(compare(runs))
+        _print(compare(runs))
         return
     from rpcmp.observability.dashboard.html import html
 
     path = output or folders[0] / (REPORT if len(runs) == 1 else COMPARISON)
     require_writable(path)
     try:
-        if output is None:  # a run folder may be somebody else's: never write through a link in it
+        if output is None:  # never write through a link in a run folder of another user
             path.unlink(missing_ok=True)
         path.write_text(html(runs), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     echo(path)
+
+
+def _print(comparison: Comparison) -> None:
+    """Print how the runs went; for several also which settings and losses differ."""
+    from rpcmp.cli.console import Console, table
+    from rpcmp.observability.run_folder.figures import tables
+
+    for part in tables(comparison):
+        if not part.rows:
+            echo(f"{part.title}: none\n")
+            continue
+        heads = (part.title, *comparison.names)
+        rows = [(name, *values) for name, values in part.rows]
+        Console(width=WIDTH, soft_wrap=True).print(table(heads, rows, pad_edge=False))
+        echo()
+    if len(comparison.names) > 1:
+        echo(comparison.verdict)

@@ -1,4 +1,4 @@
-"""`rpcmp serve`: a stage server."""
+"""`rpcmp serve`: run a stage server."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from rpcmp.process.logging.records import pass_on
 
 if TYPE_CHECKING:
     from rpcmp.net.security import Security
-    from rpcmp.process.confinement import Reach
-    from rpcmp.server.server import StageServer
+    from rpcmp.process.sandbox.confinement import Reach
+    from rpcmp.server.stage_server import StageServer
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 def _modules(
     ctx: click.Context, option: click.Parameter, given: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Check that each is the dotted name of a module."""
+    """Check that each value is the dotted name of a module."""
     for name in given:
         if not all(step.isidentifier() for step in name.split(".")):
             raise click.BadParameter(
@@ -45,20 +45,22 @@ def _modules(
 
 @click.command()
 @click.option("--stage", type=click.IntRange(min=0), help="Index of the stage.")
-@click.option("--spare", is_flag=True, help="Take the stage of whichever server is lost.")
-@click.option("--replica", type=click.IntRange(min=0), default=0, help="Which copy of the stage.")
+@click.option("--spare", is_flag=True, help="Take over the stage of a server that is lost.")
+@click.option(
+    "--replica", type=click.IntRange(min=0), default=0, help="Index of the stage's replica."
+)
 @click.option(
     "--listen",
     metavar="HOST:PORT",
-    help="Where to listen; port 0 takes a free one. [default: 127.0.0.1, with --certs 0.0.0.0, and "
+    help="Where to listen; port 0 picks a free one. [default: 127.0.0.1, with --certs 0.0.0.0, and "
     f"port {addresses.FIRST_PORT} + stage + {addresses.PORTS_A_REPLICA} x replica]",
 )
 @certs_options
 @click.option(
     "--no-code",
     is_flag=True,
-    help="Refuse jobs that bring Python files along, and let jobs use nothing but models, losses "
-    "and optimizers of torch.nn and torch.optim, and what is in rpcmp.metrics and rpcmp.examples.",
+    help="Refuse jobs that bring Python files, and let jobs use only models, losses and optimizers "
+    "of torch.nn and torch.optim, and of rpcmp.metrics and rpcmp.examples.",
 )
 @click.option(
     "--allow",
@@ -66,7 +68,7 @@ def _modules(
     metavar="MODULE",
     multiple=True,
     callback=_modules,
-    help="As --no-code, and let jobs use functions and classes that are defined in this module or "
+    help="Like --no-code, but let jobs also use functions and classes defined in this module or "
     "below it. Repeatable.",
 )
 @click.option(
@@ -75,7 +77,7 @@ def _modules(
     type=click.Path(file_okay=False, path_type=Path),
     default="checkpoints",
     show_default=True,
-    help="Let jobs have their checkpoints in this folder, or in folders below it, alone.",
+    help="Let jobs keep checkpoints only in this folder or below it.",
 )
 @click.option(
     "--confine/--no-confine",
@@ -88,7 +90,7 @@ def _modules(
     metavar="DIR",
     multiple=True,
     type=click.Path(path_type=Path, exists=True, resolve_path=True),
-    help="Let a job's code read what is in DIR, where it is confined. Repeatable.",
+    help="Let a confined job's code read DIR. Repeatable.",
 )
 @metrics_option
 @log_options
@@ -111,10 +113,10 @@ def serve(
     forks: int | None,
     display: Display,
 ) -> None:
-    """Serve one stage of a model to one job after the other.
+    """Serve one stage of a model to one job after another.
 
-    SIGTERM lets the running job finish its step and save, and then ends the server; the job waits
-    for it to come back, or for a spare.
+    On SIGTERM the running job finishes its step and saves, then the server exits. The job waits for
+    the server to come back, or for a spare.
 
     \b
     Examples:
@@ -144,20 +146,20 @@ def serve(
         echo(f"{who} is SERVING on {addresses.joined(host, bound)}")
 
     async def run() -> int:
-        # Of headers that make no sense gRPC's core would print a line each.
+        # gRPC's core would print a line for each invalid header.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         # Imported late: `rpcmp --help` needs no gRPC.
         from rpcmp.process.descriptors import raise_limit
         from rpcmp.process.fork_client import WORKERS, Forks
-        from rpcmp.server.serve import serve as run_server
-        from rpcmp.server.server import StageServer
+        from rpcmp.server.lifecycle import serve as run_server
+        from rpcmp.server.stage_server import StageServer
 
         raise_limit()
         line = None if forks is None else socket.socket(fileno=forks)
-        # What a job starts for itself on one machine may do there what the job's author may.
+        # A server that the job itself has started here need not be confined: its author started it.
         is_confining = parent is None if confine is None else confine
         reach = reach_of(certs, data) if is_confining else None
-        # A driver that has started us tells of what workers say by itself.
+        # A driver that has started us prints the workers' lines itself.
         show = pass_on if parent is None else lambda entry: None
         server = StageServer(
             stage,
@@ -171,7 +173,7 @@ def serve(
             reach,
             parent or 0,
         )
-        display.place = lambda: server.place
+        display.place = lambda: server.log_source
         with served(server, metrics, security):
             return await run_server(server, host, port, announce)
 
@@ -179,20 +181,20 @@ def serve(
 
 
 def reach_of(certs: Path | None, data: Sequence[Path]) -> Reach:
-    """What workers may open; warns where the kernel lets them open more."""
-    from rpcmp.process import confinement
+    """Return what workers may open; warn if the kernel cannot keep them from opening more."""
+    from rpcmp.process.sandbox import confinement
 
-    if lacks := confinement.lacks():
+    if lacks := confinement.missing_protection():
         log.warning(
             "this kernel does not confine a job's code wholly (%s): it can %s",
-            *(confinement.told(), lacks),
+            *(confinement.kernel_support(), lacks),
         )
     return confinement.Reach(readable=tuple(map(str, data)), hidden=confinement.hidden_by(certs))
 
 
 @contextlib.contextmanager
 def served(server: StageServer, metrics: str | None, security: Security) -> Iterator[None]:
-    """Serve the server's figures at `metrics`, if anywhere; before it is announced itself."""
+    """Serve the server's metrics at `metrics`, if it is given, before the server is announced."""
     if metrics is None:
         yield
         return

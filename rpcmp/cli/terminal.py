@@ -1,7 +1,7 @@
-"""Lines on a terminal. `echo` here and `Console` in rpcmp.cli.console are the only ways to it.
+"""Output on a terminal. Only `echo` here and `Console` in rpcmp.cli.console print.
 
-What is shown is not what is done: a run goes on when its output is on a disk that is full, when
-nobody reads the pipe any more, and when the terminal is gone.
+A run does not depend on its output: it goes on if the output's disk is full, if its pipe has been
+closed, and if the terminal is gone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 import click
 
-from rpcmp.process.logging.printable import visible
+from rpcmp.process.logging.records import visible
 
 log = logging.getLogger(__name__)
 
@@ -26,22 +26,22 @@ def echo(text: object = "", err: bool = False, nl: bool = True) -> None:
     """Print `text`, made visible first; see click.echo.
 
     Args:
-        text: an object is printed as its text.
-        err: to standard error.
-        nl: add a new line.
+        text: any object.
+        err: whether to print to standard error.
+        nl: whether to add a new line.
     """
     click.echo(visible(str(text)), err=err, nl=nl)
 
 
 class Forgiving(io.FileIO):
-    """A descriptor of which nobody hears that it cannot be written; what was to be, is lost.
+    """A file that ignores failed writes: what cannot be written is lost.
 
     Args:
         fd: of the file; it stays open.
-        tell: told of the first failure.
+        tell: called with the first failure.
 
     Attributes:
-        failure: the first; None: all has been written.
+        failure: the first, if any.
     """
 
     def __init__(self, fd: int, tell: Callable[[OSError], None]) -> None:
@@ -50,9 +50,9 @@ class Forgiving(io.FileIO):
         self.failure: OSError | None = None
 
     def write(self, data: Any, /) -> int:
-        """See io.RawIOBase: how much was written or lost, which may be less than all."""
+        """Return how many bytes were written or lost, which may be less than all."""
         try:
-            while (written := super().write(data)) is None:  # somebody made it non-blocking
+            while (written := super().write(data)) is None:  # it was made non-blocking
                 select.select([], [self], [])
         except OSError as error:
             if self.failure is None:
@@ -63,13 +63,13 @@ class Forgiving(io.FileIO):
 
 
 def forgive(is_a_run: bool) -> Callable[[], bool]:
-    """Have standard output and standard error never fail from now on.
+    """Replace standard output and standard error by streams that never fail.
 
     Args:
-        is_a_run: whether what is shown tells of what is done, and is not itself what is wanted.
+        is_a_run: whether the output only reports on what is done, and is not itself the result.
 
     Returns:
-        tells whether something was lost that was wanted.
+        A function that returns whether part of the result was lost.
     """
 
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -77,7 +77,7 @@ def forgive(is_a_run: bool) -> Callable[[], bool]:
     os.close(fd)
 
     def tell(error: OSError) -> None:
-        if is_a_run or error.errno != errno.EPIPE:  # whoever has closed it has had enough
+        if is_a_run or error.errno != errno.EPIPE:  # EPIPE: the reader has closed it on purpose
             goes_on = "; what is done goes on" if is_a_run else ""
             text = "standard output cannot be written, and what would stand there is lost: %s%s"
             log.warning(text, error.strerror, goes_on)
@@ -96,7 +96,7 @@ def forgive(is_a_run: bool) -> Callable[[], bool]:
 
 
 def _forgiving(stream: TextIO, tell: Callable[[OSError], None]) -> tuple[TextIO, Forgiving | None]:
-    """The same stream, forgiving; None: it has been closed, or is no file."""
+    """Return a forgiving stream and its file; the stream itself and None if it is not a file."""
     try:
         raw = Forgiving(stream.fileno(), tell)
     except (AttributeError, OSError, ValueError):

@@ -1,11 +1,13 @@
-"""`rpcmp trace`: where the time of a run went."""
+"""`rpcmp trace`: how a run spent its time."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
     from rpcmp.observability.trace.analysis import Bottleneck, Shares
     from rpcmp.observability.trace.spans import Window
 
+WIDTH = 140
+"""Characters that a row may take."""
+
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
@@ -24,7 +29,7 @@ if TYPE_CHECKING:
     "--png",
     metavar="OUT",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Draw the pipeline diagram; of the last two complete steps without --steps.",
+    help="Draw the pipeline diagram of --steps, by default of the last two complete steps.",
 )
 @click.option(
     "--steps",
@@ -32,14 +37,14 @@ if TYPE_CHECKING:
     help="Look at steps A to B, both included; either may be left out. [default: all but the "
     "first]",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def trace(file: Path, png: Path | None, steps: str | None, as_json: bool) -> None:
-    """Show where the time of the run that wrote FILE went.
+    """Show how the run that wrote FILE spent its time.
 
     FILE is what `rpcmp drive --trace FILE` wrote; Perfetto (https://ui.perfetto.dev) shows it too.
-    Of each stage's time: what it computed, and why it idled. A bubble is time in which nothing
-    could be done at the stage, network time is waiting for what was on its way, overhead is all
-    that passes before the stage begins what it could.
+    Lists for each stage what it computed, and why it idled. A bubble is time in which the stage had
+    nothing to do. Network is time in which it waited for data in transit. Overhead is the rest:
+    time before the stage started what it could do.
 
     \b
     Example:
@@ -52,16 +57,22 @@ def trace(file: Path, png: Path | None, steps: str | None, as_json: bool) -> Non
     if png is not None:
         plot.require_matplotlib()
         require_writable(png)
-    found = chrome.read(file, first, last)
-    seen = spans.choose_window(found, first, last)
-    shares = measure(found, seen)
-    _show(seen, shares, bottleneck(found, seen, shares), as_json)
+    recorded = chrome.read(file, first, last)
+    chosen = spans.choose_window(recorded, first, last)
+    shares = measure(recorded, chosen)
+    worst = bottleneck(recorded, chosen, shares)
+    if as_json:
+        echo(json.dumps(_object(chosen, shares, worst)))
+    else:
+        echo(f"{chosen}, {chosen.step_s * 1e3:,.1f} ms each")
+        _print(shares)
+        echo(worst)
     if png is not None:
-        plot.write_png(found, seen if steps else spans.last_complete(found), png)
+        plot.write_png(recorded, chosen if steps else spans.last_complete(recorded), png)
 
 
 def _parse(steps: str | None) -> tuple[int | None, int | None]:
-    """First and last step of "A:B", "A:", ":B" or "A"."""
+    """Return the first and last step of "A:B", "A:", ":B" or "A"."""
     if steps is None:
         return None, None
     if not re.fullmatch(r"\d+|\d+:\d*|:\d+", steps):
@@ -74,15 +85,35 @@ def _parse(steps: str | None) -> tuple[int | None, int | None]:
     return int(first) if first else None, int(last) if last else None
 
 
-def _show(
-    window: Window, shares: tuple[Shares, ...], bottleneck: Bottleneck, as_json: bool
-) -> None:
-    # Imported late: `rpcmp --help` needs no rich.
-    from rpcmp.cli.sharetable import share_object, share_table
+def _object(window: Window, shares: Sequence[Shares], bottleneck: Bottleneck) -> dict[str, Any]:
+    """The table and the bottleneck for programs; shares are between 0 and 1."""
+    stages = [
+        {
+            "stage": stage.stage,
+            "host": stage.host,
+            **{kind.name.lower(): share for kind, share in stage.busy.items()},
+            **{loss.value: share for loss, share in stage.lost.items()},
+        }
+        for stage in shares
+    ]
+    return {
+        "steps": [window.steps[0], window.steps[-1]],
+        "step_s": window.step_s,
+        "stages": stages,
+        "bottleneck": asdict(bottleneck),
+    }
 
-    if as_json:
-        echo(json.dumps(share_object(window, shares, bottleneck)))
-        return
-    echo(f"{window}, {window.step_s * 1e3:,.1f} ms each")
-    share_table(shares)
-    echo(bottleneck)
+
+def _print(shares: Sequence[Shares]) -> None:
+    """Print a row per stage, in per cent of its time."""
+    from rpcmp.cli.console import print_wide, table
+    from rpcmp.observability.trace.critical_path import Loss
+    from rpcmp.observability.trace.spans import Kind
+
+    kinds = {kind: f"{kind} %" for kind in Kind} | {Kind.OPTIMIZER: "optimizer %"}
+    heads = (*kinds.values(), *(f"{loss} %" for loss in Loss))
+    rows = []
+    for stage in shares:
+        values = (*(stage.busy[kind] for kind in kinds), *(stage.lost[loss] for loss in Loss))
+        rows.append((stage.stage, stage.host, *(f"{100 * value:.1f}" for value in values)))
+    print_wide(table(("stage", "host", *heads), rows, right=heads), WIDTH)

@@ -1,4 +1,4 @@
-"""`rpcmp tune`: the fastest number of micro-batches, schedule and what goes with them."""
+"""`rpcmp tune`: find the fastest number of micro-batches, schedule and in-flight limit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rpcmp.errors import ConfigError
 if TYPE_CHECKING:
     from rpcmp.config.schema import Config
     from rpcmp.tools.tune.grid import Grid
-    from rpcmp.tools.tune.measuring import Tuned
+    from rpcmp.tools.tune.setting_times import Tuned
 
 WIDTH = 160
 """Characters that a row of the table may take."""
@@ -39,14 +39,14 @@ STARTING = "starting (usually 5 to 10 s)"
 @click.option(
     "--microbatches",
     metavar="N,...",
-    help="Numbers of micro-batches. [default: powers of two, of two samples each at least]",
+    help="Numbers of micro-batches. [default: powers of two, with at least two samples each]",
 )
 @click.option("--schedules", metavar="NAME,...", help="[default: 1f1b,zero-bubble]")
 @click.option(
     "--max-in-flight",
     metavar="N,...",
-    help='Numbers, and "default" for the schedule\'s own. [default: that, and for zero-bubble '
-    "twice the stages too, times the micro-batches of a message]",
+    help='Numbers, and "default" for the schedule\'s own. [default: "default", and for zero-bubble '
+    "also twice the stages, times the micro-batches per message]",
 )
 @click.option("--microbatches-per-message", metavar="N,...", help="Numbers. [default: CONFIG's]")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
@@ -54,7 +54,7 @@ STARTING = "starting (usually 5 to 10 s)"
     "--steps",
     type=click.IntRange(min=1),
     show_default="5, or as many as the budget allows",
-    help="Steps a round.",
+    help="Steps per round.",
 )
 @budget_option
 @click.option(
@@ -63,7 +63,7 @@ STARTING = "starting (usually 5 to 10 s)"
     type=click.Path(path_type=Path, dir_okay=False),
     help="Draw the curve: step time over micro-batches, with quartiles.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def tune(
     config: Path,
     overrides: tuple[str, ...],
@@ -80,15 +80,15 @@ def tune(
 ) -> None:
     """Find the setting under which CONFIG trains fastest.
 
-    Measures every combination and CONFIG's own in interleaved rounds on one group of workers, drops
-    in each round those that cannot win, and then measures the best one against CONFIG's own again.
-    The budget includes the start; if it is spent early, settings are left unmeasured. A Ctrl-C
-    shows what there is so far. Five rounds are the fewest that can tell two settings apart; keep
-    the machine quiet. "busiest stage" is how long that one computes in a step,
-    which is what a step would take without any bubble.
+    Measures every combination and CONFIG's own setting in interleaved rounds on one group of
+    workers, drops in each round those that cannot win, and then measures the best one against
+    CONFIG's own again. The budget includes the start; if it is too small, settings are left
+    unmeasured. A Ctrl-C shows the results so far. Five rounds are the fewest that can tell two
+    settings apart; keep the machine quiet. "busiest stage" is how long that stage computes in a
+    step, which is what a step would take without any bubble.
 
-    Only the number of micro-batches changes the bits of a run: batch normalization's statistics,
-    which are a micro-batch's, and what dropout draws.
+    Only the number of micro-batches changes the bits of a run: batch normalization computes its
+    statistics per micro-batch, and dropout draws per micro-batch.
 
     \b
     Example:
@@ -117,7 +117,7 @@ def tune(
         raise click.exceptions.Exit(code)
     _show(tuned, as_json)
     if png is not None:
-        from rpcmp.tools.tune.report import write_png
+        from rpcmp.tools.tune.sweep_report import write_png
 
         write_png(tuned, png)
     if code:
@@ -132,10 +132,10 @@ async def _tune(
     steps: int | None,
     budget: float,
 ) -> tuple[Tuned | None, int]:
-    """What was found, if anything, and the exit code."""
-    from rpcmp.cli.measuring import measuring
-    from rpcmp.tools.bench.contestant import StoppedError, TimeLimits
-    from rpcmp.tools.tune.measuring import GroupRunner
+    """Return the result, if there is one, and the exit code."""
+    from rpcmp.cli.progress_bar import measuring
+    from rpcmp.tools.bench.comparison import StoppedError, TimeLimits
+    from rpcmp.tools.tune.setting_times import GroupRunner
     from rpcmp.tools.tune.sweep import tune as run
 
     runner, tuned = GroupRunner(config, swept.settings, connect), None
@@ -155,19 +155,19 @@ async def _tune(
 
 def _show(tuned: Tuned, as_json: bool) -> None:
     from rpcmp.cli.console import Console
-    from rpcmp.tools.tune import report
+    from rpcmp.tools.tune import sweep_report
 
     if as_json:
-        echo(json.dumps(report.as_json(tuned)))
+        echo(json.dumps(sweep_report.as_json(tuned)))
         return
     # Never narrower than the table: a terminal wraps lines more legibly than rich does cells.
-    Console(width=max(Console().width, WIDTH)).print(report.table(tuned))
-    for line in report.lines(tuned):
+    Console(width=max(Console().width, WIDTH)).print(sweep_report.table(tuned))
+    for line in sweep_report.lines(tuned):
         echo(line)
 
 
 def _values(option: str, text: str | None) -> list[str] | None:
-    """The parts of "a,b"; None where the option was not given."""
+    """Split "a,b"; None if the option was not given."""
     if text is None:
         return None
     values = [part.strip() for part in text.split(",") if part.strip()]
@@ -191,5 +191,5 @@ def _limits(text: str | None) -> list[int | None] | None:
 
 def _number(option: str, value: str) -> int:
     if not value.isdecimal() or int(value) < 1:
-        raise ConfigError(f"{option}: {value!r} is no positive whole number")
+        raise ConfigError(f"{option}: {value!r} is not a positive whole number")
     return int(value)

@@ -1,4 +1,4 @@
-"""`rpcmp verify`: the proof that a pipelined run gives the bits of one process."""
+"""`rpcmp verify`: check that a pipelined run gives the bits of one process."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def verify(config: Path, overrides: tuple[str, ...], connect: str | None, steps:
     """Train CONFIG on stages and in one process, and compare bits.
 
     Compares each step's loss and every final parameter and buffer. Exits 1 and names the first
-    difference where there is one.
+    difference, if there is one.
 
     \b
     Example:
       rpcmp verify config.toml --steps 5
     """
-    from rpcmp.tools.verify.compare import verify as run
+    from rpcmp.tools.verify.verification import verify as run
 
     job = loader.load_config(config, (*overrides, f"steps={steps}"))
     result = run(job, addresses_of(connect, job))

@@ -14,11 +14,7 @@ LAST_PORT = 65535
 
 
 def default_port(stage_index: int, replica: int = 0) -> int:
-    """The port that a stage's server listens on unless told otherwise.
-
-    Raises:
-        ConfigError: there are not so many.
-    """
+    """Return the port that a stage's server listens on by default."""
     port = FIRST_PORT + stage_index + PORTS_A_REPLICA * replica
     if port > LAST_PORT:
         raise ConfigError(
@@ -28,13 +24,13 @@ def default_port(stage_index: int, replica: int = 0) -> int:
 
 
 def with_port(address: str, stage_index: int, replica: int = 0) -> str:
-    """An address with the default port of a stage's replica where it has none."""
+    """Return `address`, with the default port of a stage's replica if it has no port."""
     is_bare = ":" not in address or address.endswith("]")
     return f"{address}:{default_port(stage_index, replica)}" if is_bare else address
 
 
 def completed(address: str) -> str:
-    """An address of which only the host or the port may be given, or nothing at all."""
+    """Return HOST:PORT for an address in which the host, the port or both may be missing."""
     if not address.strip(":"):
         return f"{HERE}:{FIRST_PORT}"
     if address.removeprefix(":").isdecimal():
@@ -43,11 +39,7 @@ def completed(address: str) -> str:
 
 
 def parse(address: str) -> tuple[str, int]:
-    """Host and port of "HOST:PORT" or "[IPV6]:PORT".
-
-    Raises:
-        ConfigError: it is no such thing.
-    """
+    """Return host and port of "HOST:PORT" or "[IPV6]:PORT"; raises ConfigError for others."""
     host, separator, port = address.rpartition(":")
     odd = any(character.isspace() for character in host)
     if not separator or not host or odd or not port.isdecimal() or int(port) > LAST_PORT:
@@ -56,18 +48,18 @@ def parse(address: str) -> tuple[str, int]:
 
 
 def joined(host: str, port: int) -> str:
-    """The other way round."""
+    """Return "HOST:PORT" or "[IPV6]:PORT"; the inverse of `parse`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_own_name(host_header: str, host: str) -> bool:
     """Return whether a request on loopback names this server, as browsers' requests have to.
 
-    Any page could else have its own name point here, and would be of the same origin.
+    Otherwise a page whose own name resolves to loopback would have the same origin (DNS rebinding).
 
     Args:
-        host_header: the request's. Its port says nothing: a forwarded one is another.
-        host: what the server was told to listen on.
+        host_header: the request's. Its port is ignored, since a forwarded one differs.
+        host: the host that the server listens on.
     """
     try:
         name = urlsplit(f"//{host_header}").hostname

@@ -1,4 +1,4 @@
-"""Files that anybody may have written, read without taking more memory than is meant for them."""
+"""Read files of unknown origin without waiting and without exceeding a limit of memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ MIB = 2**20
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; a pipe, on which opening would wait, or a device is none.
-
-    Raises:
-        OSError: it cannot be opened.
-        ValueError: it is no regular file.
-    """
+    """Open a regular file for reading; raises ValueError for pipes and devices, without waiting."""
     file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 - the caller closes it
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
@@ -29,15 +24,11 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """The content of a regular file.
-
-    Args:
-        path: the file.
-        limit: bytes that it may have.
+    """Return the content of a regular file of at most `limit` bytes.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is longer, or no regular file.
+        ValueError: it is longer, or not a regular file.
     """
     with open_regular(path) as file:
         data = file.read(limit + 1)

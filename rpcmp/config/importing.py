@@ -1,12 +1,11 @@
-"""Resolving "module:callable" names from a config.
+"""Resolve "module:callable" names from a config, under an allow list if there is one.
 
-What a config may name on a host that was started with `--allow` or `--no-code`.
-
-Under an allow list, a name leads through modules that the list has, and to a function or a class
-that is defined in one of them: not to what such a module merely imports. `__module__` says where
-something is defined; only code of an allowed module could make its own say something else, and that
-code is trusted. A decorated function is where `functools.wraps` says. Anything without a
-trustworthy `__module__` is refused: instances, `functools.partial`, functions written in C.
+A host that was started with `--allow` or `--no-code` has an allow list. Under it, a name leads
+through modules of the list to a function or class that is defined in one of them, and not to
+objects that such a module merely imports. `__module__` names the defining module; only code of an
+allowed module could forge its own, and that code is trusted. A decorated function belongs to the
+module that `functools.wraps` copies. Objects without a trustworthy `__module__` are refused:
+instances, `functools.partial`, functions written in C.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ BUILT_IN = {
     "rpcmp.examples.two_towers": _MODELS | {"Module"},
     "rpcmp.examples.unet": _MODELS | {"Module"},
 }
-"""What every allow list has, by module: names, and kinds of what is defined there. Nothing in it
+"""The part of every allow list, by module: names, and base classes of allowed classes. None of it
 opens a file that its arguments name, or runs a program; `rpcmp.examples.llama` may do both."""
 
 
@@ -50,21 +49,21 @@ class AllowList:
     """The callables that jobs may use: those of BUILT_IN and of some modules.
 
     Args:
-        prefixes: the modules; what lies below them is allowed as well.
+        prefixes: the modules; their submodules are allowed as well.
     """
 
     def __init__(self, prefixes: Sequence[str]) -> None:
         self._prefixes = tuple(prefixes)
 
     def has_module(self, module: object) -> bool:
-        """Whether a name may lead through the module of this name."""
+        """Return whether a name may lead through this module."""
         return self._is_below(module) or module in BUILT_IN
 
     def find(self, module: str, attribute: str) -> Callable[..., Any]:
-        """Return what "module:attribute" names; imports nothing that is not allowed.
+        """Return the object "module:attribute"; imports only allowed modules.
 
         Raises:
-            FactoryError: it is not allowed; says why.
+            FactoryError: it is not allowed, with the reason.
             Exception: a module does not import, or has no such attribute.
         """
         for step in (*module.split("."), *attribute.split(".")):
@@ -88,7 +87,7 @@ class AllowList:
         return any(f"{module}.".startswith(f"{prefix}.") for prefix in self._prefixes)
 
     def _imported(self, module: str) -> ModuleType:
-        """Import a module step by step: none of its parents may be another module's second name."""
+        """Import a module step by step; refuse parents that are aliases of other modules."""
         parts = module.split(".")
         names = [".".join(parts[: count + 1]) for count in range(len(parts))]
         for name in filter(self._is_below, names):
@@ -98,7 +97,7 @@ class AllowList:
         return importlib.import_module(module)
 
     def _step(self, owner: object, name: str) -> object:
-        """An attribute of an allowed module or class, which has to be allowed itself."""
+        """Return an attribute of an allowed module or class; it must be allowed itself."""
         if isinstance(owner, ModuleType):
             found = defined = getattr(owner, name)  # the module may import it only now
             if isinstance(found, ModuleType) and self._is_below(found.__name__):
@@ -127,7 +126,7 @@ class AllowList:
 
 
 def _built_in(module: str, attribute: str) -> Callable[..., Any]:
-    """What a module of BUILT_IN has under a name, if it is of the kinds that are listed."""
+    """Return an attribute of a module of BUILT_IN, if it is listed there."""
     found: Any = getattr(importlib.import_module(module), attribute, None)
     if not attribute.startswith("_") and _is_built_in(module, attribute, found):
         built_in: Callable[..., Any] = found
@@ -154,25 +153,25 @@ def _is_built_in(module: str, name: str, found: object) -> bool:
 
 
 _lists: list[AllowList] = []
-"""The allow list; empty where there is none, and anything may be named."""
+"""The allow list; empty if there is none and every name is allowed."""
 
 
 def limit(prefixes: Sequence[str] | None) -> None:
-    """Resolve only what an allow list has; see `rpcmp.config.importing`.
+    """Set the allow list of this process.
 
     Args:
-        prefixes: modules that the list has besides what every list has; None: there is no list.
+        prefixes: modules that are allowed besides BUILT_IN; None: there is no list.
     """
     _lists[:] = [] if prefixes is None else [AllowList(prefixes)]
 
 
 def allowed_among(modules: Iterable[str]) -> list[str]:
-    """The modules among these that a job's callables may come from."""
+    """Return the modules among these that a job's callables may come from."""
     return [module for module in modules if all(allowed.has_module(module) for allowed in _lists)]
 
 
 def resolve(name: str, what: str) -> Callable[..., Any]:
-    """The object named "module:callable".
+    """Return the object named "module:callable".
 
     Args:
         name: module path and dotted attribute, such as "torch.optim:AdamW".
@@ -202,12 +201,12 @@ def resolve(name: str, what: str) -> Callable[..., Any]:
 
 
 def accepting(factory: Factory, what: str, num_args: int = 0) -> Callable[..., Any]:
-    """The factory's callable, once its signature has the config's keyword arguments.
+    """Return the factory's callable, after checking that it takes the keyword arguments.
 
     Args:
         factory: the config's.
         what: the config key, for the error message.
-        num_args: how many arguments it gets by position.
+        num_args: number of positional arguments of the call.
 
     Raises:
         FactoryError: it does not import, or takes no such keyword argument.
@@ -224,7 +223,7 @@ def accepting(factory: Factory, what: str, num_args: int = 0) -> Callable[..., A
 
 
 def _keywords(target: Callable[..., Any], num_args: int) -> list[str] | None:
-    """Names of the arguments behind the first `num_args`; None if it may take any.
+    """Return the names of the arguments after the first `num_args`; None if it takes any.
 
     A decorator may take more than the function that it wraps, so its own signature counts.
     """
@@ -240,7 +239,7 @@ def _keywords(target: Callable[..., Any], num_args: int) -> list[str] | None:
 
 
 def create(factory: Factory, what: str, *args: Any) -> Any:
-    """What the factory's callable returns for `args` and the config's keyword arguments.
+    """Call the factory's callable with `args` and the config's keyword arguments.
 
     Raises:
         FactoryError: it does not import, takes no such argument, or raised.
@@ -257,7 +256,7 @@ def create(factory: Factory, what: str, *args: Any) -> Any:
 
 
 def function(factory: Factory, what: str) -> Callable[..., Any]:
-    """A function of tensors, such as a loss or a metric.
+    """Return a function of tensors, such as a loss or a metric.
 
     A class (torch.nn:CrossEntropyLoss) is built with the keyword arguments and its instance called;
     a function gets the keyword arguments in every call.
@@ -270,7 +269,7 @@ def function(factory: Factory, what: str) -> Callable[..., Any]:
 
 
 def explain_error(error: BaseException) -> str:
-    """The error in one line, then the part of its traceback that lies in the user's code."""
+    """Return the error in one line, then the part of its traceback in the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     user = [frame for frame in frames if "importlib" not in frame.filename][1:]
     lines = "".join(traceback.format_list(user)).rstrip()

@@ -1,4 +1,4 @@
-"""Reading a config from a TOML file: overrides from the command line, and errors that help.
+"""Read a config from a TOML file, with overrides from the command line and helpful errors.
 
 Every problem is reported at once, each with its place and, for an unknown key, the nearest valid
 name: "data.batchsize: unknown key; did you mean 'batch_size'?".
@@ -8,33 +8,34 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rpcmp.config.bounded_file import MIB, read_bytes
+from rpcmp.config.keys import Level
 from rpcmp.config.schema import Config
 from rpcmp.config.suggestion import nearest
 from rpcmp.errors import ConfigError, KeyConfigError
 
 MAX_CONFIG = 16 * MIB
-"""Bytes of a config."""
+"""The most bytes of a config."""
 
 ALIKE = 0.6
-"""How alike two keys have to be for one to be taken for a misspelt other; see nearest."""
+"""Required similarity of a misspelt key and its suggestion; see `nearest`."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The config in the TOML file at `path`.
+    """Load the config in the TOML file at `path`.
 
     Args:
-        path: the file; its folder is where the user's Python files are looked for, and its stem
-            the job's name unless the file gives one.
+        path: the file. The user's Python files are looked for in its folder, and its stem is the
+            job's name unless the file gives one.
         overrides: "key=value" with dotted keys and TOML values, such as "data.batch_size=64"; a
-            value that is no TOML is taken as a string.
+            value that is not TOML is taken as a string.
 
     Raises:
         ConfigError: the file cannot be read or is not a valid config.
@@ -53,10 +54,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_config(data: dict[str, Any], source: str = "the config") -> Config:
-    """The config made of plain data, such as parsed TOML.
+    """Return the config made from plain data, such as parsed TOML.
 
     Raises:
-        KeyConfigError: all that is wrong with it, a line each.
+        KeyConfigError: every problem of the data, a line each.
     """
     try:
         config = Config.model_validate(data)
@@ -68,11 +69,7 @@ def parse_config(data: dict[str, Any], source: str = "the config") -> Config:
 
 
 def apply(data: dict[str, Any], override: str) -> None:
-    """Set a key of parsed TOML to what "key=value" says; see `load`.
-
-    Raises:
-        ConfigError: it is not of that form, or leads nowhere.
-    """
+    """Set a key of parsed TOML by an override "key=value"; see `load_config`."""
     key, separator, text = override.partition("=")
     *parents, last = key.strip().split(".")
     if not separator or not last:
@@ -89,7 +86,7 @@ def apply(data: dict[str, Any], override: str) -> None:
 
 
 def value(text: str) -> Any:
-    """Return `text` as a TOML value where it is one, else as a string."""
+    """Return `text` as a TOML value if it is one, else as a string."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -134,7 +131,7 @@ def _form(key: str) -> str:
 
 
 def _nearest(key: str, place: Sequence[int | str]) -> str:
-    """The valid name that `key` was meant to be: in its own section or, else, in another."""
+    """Return a hint at the valid name of `key`, in its own section or else in another."""
     valid = list(_keys(place))
     if near := nearest(key, valid, ALIKE):
         return f"did you mean {near!r}?"
@@ -144,18 +141,9 @@ def _nearest(key: str, place: Sequence[int | str]) -> str:
     return f"valid keys: {', '.join(valid)}"
 
 
-def _keys(place: Sequence[int | str]) -> Iterator[str]:
-    """The valid keys of the section at `place`."""
-    model: type[BaseModel] | None = Config
+def _keys(place: Sequence[int | str]) -> Iterable[str]:
+    """Return the valid keys of the section at `place`."""
+    level = Level(Config)
     for part in place:
-        if model and part in model.model_fields:
-            model = section_of(model.model_fields[str(part)].annotation)
-    if model:
-        yield from model.model_fields
-
-
-def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The config section inside `annotation`, such as StageConfig in list[StageConfig]."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for arg in get_args(annotation) if (found := section_of(arg))), None)
+        level = level.below(str(part))
+    return level.fields

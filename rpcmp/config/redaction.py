@@ -1,9 +1,8 @@
-"""What a manifest tells of a config: not what was given to the user's own code in confidence.
+"""Hide secrets of a config that is stored, and flatten its tables.
 
-A hash still tells whether a text has changed. It hides a token, which nobody can guess; a password
-that is in somebody's list of passwords it does not.
-
-Nested tables, such as a config, as one flat table.
+Texts among the arguments of the user's code are replaced by hashes, which still show whether a text
+has changed. A hash hides a token, which cannot be guessed, but not a password that is on a list of
+common ones.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ _HASHED = re.compile(rf"sha256:[0-9a-f]{{{DIGITS}}}")
 
 
 def redacted(config: Any, is_given: bool = False) -> Any:
-    """A config in which every text among arguments is replaced by its hash; twice is as once.
+    """Return a config with the hash of every text among arguments in its place; idempotent.
 
     Args:
         config: the config, or a part of one.
-        is_given: whether that is among arguments: `kwargs`, and those of a stage's `optimizer` or
-            `scheduler`.
+        is_given: whether this part is among the arguments of a callable: `kwargs`, or the arguments
+            in a stage's `optimizer` or `scheduler`.
     """
     if isinstance(config, dict):
         return {
@@ -44,7 +43,7 @@ def _holds_arguments(key: str, item: Any) -> bool:
 
 
 def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested tables and lists of tables, by dotted key; other lists are leaves."""
+    """Yield the leaves of nested tables by dotted key; lists without tables are leaves."""
     if isinstance(values, list) and any(isinstance(item, dict) for item in values):
         values = dict(enumerate(values))
     if not isinstance(values, dict):

@@ -1,19 +1,18 @@
-"""The table of all config keys, as Markdown: generated from the models, so it cannot go stale.
+"""Print the table of all config keys, generated from the models, as Markdown.
 
-python -m rpcmp.config.reference        prints it; it stands in rpcmp/guide/configuration.md
+Run it with `python -m rpcmp.config.reference`. A test compares the table with the documentation.
 """
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from rpcmp.config.loader import section_of
+from rpcmp.config.keys import kinds, level_of
 from rpcmp.config.schema import Config
 from rpcmp.config.types import Factory, OptimizerFactory
 
@@ -28,9 +27,10 @@ def table() -> str:
 def _rows(model: type[BaseModel], prefix: str) -> Iterator[str]:
     sections = []
     for name, field in model.model_fields.items():
-        section = section_of(field.annotation)
+        level = level_of(field)
+        section = level.section
         if section is not None and not issubclass(section, Factory):
-            many = "[]" if get_origin(field.annotation) is list else ""
+            many = "[]" if level.container is list else ""
             sections.append((section, f"{prefix}{name}{many}.", field))
             continue
         cells = (f"`{prefix}{name}`", _type(field.annotation), _default(field), field.description)
@@ -48,20 +48,20 @@ def _text(field: FieldInfo) -> str:
 
 
 def _type(annotation: Any) -> str:
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    return " or ".join(map(_kind, kinds(annotation)))
+
+
+def _kind(kind: Any) -> str:
+    origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:
         return " or ".join(f'`"{value}"`' for value in arguments)
-    if origin in (Union, types.UnionType):
-        return " or ".join(_type(kind) for kind in arguments if kind is not types.NoneType)
     if origin is list:
         return f"list of {_type(arguments[0])}"
     if origin is dict:
-        return "table of factory" if section_of(arguments[1]) is Factory else "table"
-    if origin is not None:  # Annotated, such as config.Arguments
-        return _type(arguments[0])
-    if isinstance(annotation, type) and issubclass(annotation, Factory):
+        return "table of factory" if kinds(arguments[1]) == (Factory,) else "table"
+    if issubclass(kind, Factory):
         return "factory"
-    return {str: "string", int: "integer", float: "number", bool: "boolean"}[annotation]
+    return {str: "string", int: "integer", float: "number", bool: "boolean"}[kind]
 
 
 def _default(field: FieldInfo) -> str:

@@ -2,13 +2,8 @@
 
 Unknown keys are refused, so that a typo cannot silently fall back to a default. Nothing here
 imports torch: supervisors and the command line read configs in milliseconds. Whatever the config
-names as "module:callable" is imported later, where it is needed (`rpcmp.config.importing`).
-
-What of a job may change between two steps while its processes go on.
-
-How a mini-batch is cut, and in which order its micro-batches are worked on. Models, stages and
-workers stay as they are, so that `rpcmp tune` compares settings on the same processes, step by step
-in turn. Pure: no torch.
+names as "module:callable" is imported later, by the process that needs it
+(`rpcmp.config.importing`).
 """
 
 from __future__ import annotations
@@ -20,17 +15,15 @@ from typing import Literal, Self
 from pydantic import Field, PrivateAttr, model_validator
 
 from rpcmp.config import validation
-from rpcmp.config.sections import (
+from rpcmp.config.run_sections import (
     CheckpointConfig,
-    DataConfig,
     EarlyStoppingConfig,
     LogConfig,
     LossScalingConfig,
-    ModelConfig,
     RecoveryConfig,
     SecurityConfig,
-    StageConfig,
 )
+from rpcmp.config.sections import DataConfig, ModelConfig, StageConfig
 from rpcmp.config.topology import Graph, Member, ReplicaAssignment, build_graph, chain_graph
 from rpcmp.config.types import (
     NAME,
@@ -148,11 +141,11 @@ class Config(Strict):
 
     @property
     def folder(self) -> Path:
-        """Where the config lies; the user's Python files are looked for here."""
+        """The folder of the config, in which the user's Python files are looked for."""
         return self._folder
 
     def with_folder(self, folder: Path) -> Self:
-        """A copy of this config that lies in `folder`, and with it the file of `init`."""
+        """Return a copy whose relative paths, such as `init`, start at `folder`."""
         folder = folder.resolve()
         init = None if self.init is None else str(folder / self.init)
         copy = self.model_copy(update={"init": init})
@@ -160,14 +153,7 @@ class Config(Strict):
         return copy
 
     def require_data(self, use: str) -> DataConfig:
-        """The `[data]` section.
-
-        Args:
-            use: what needs it, such as "training".
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Return the `[data]` section, or raise ConfigError with the `use` that needs it."""
         if self.data is None:
             raise ConfigError(
                 f"the config has no [data] section, which {use} needs: give it `train`"
@@ -176,7 +162,7 @@ class Config(Strict):
 
     @property
     def num_full_microbatches(self) -> int:
-        """Micro-batches of a step; there is none without a sample."""
+        """Micro-batches of a step whose mini-batch is full; each has a sample at least."""
         most, section = self.num_microbatches, self.data
         if section is None:
             return most
@@ -184,7 +170,6 @@ class Config(Strict):
 
     @property
     def num_stages(self) -> int:
-        """How many stages the job has."""
         if self.model is None or self.stages:
             return len(self.stages)
         balance = self.model.balance
@@ -193,22 +178,18 @@ class Config(Strict):
 
     @property
     def is_balanced_by_measurement(self) -> bool:
-        """Whether the balance is "auto": known only when the hosts have been asked."""
+        """Whether the balance is "auto", known only after the hosts have been measured."""
         return self.model is not None and self.model.balance == "auto"
 
     def with_balance(self, balance: list[int]) -> Self:
-        """A copy of this config with these layers a stage.
-
-        Raises:
-            ConfigError: the model is no list of layers.
-        """
+        """Return a copy with these numbers of layers per stage; needs a [model]."""
         if self.model is None:
             raise ConfigError("only a job with [model] has a balance")
         model = self.model.model_copy(update={"balance": balance})
         return self.model_copy(update={"model": model})
 
     def with_shares(self, shares: Mapping[int, list[int]]) -> Self:
-        """A copy of this config with these `shares`, by the stage's index."""
+        """Return a copy with these `shares`, by the stage's index."""
         stages = [
             stage.model_copy(update={"shares": shares[index]}) if index in shares else stage
             for index, stage in enumerate(self.stages)
@@ -232,22 +213,21 @@ class Config(Strict):
 
     @property
     def is_replicated(self) -> bool:
-        """Whether any stage has more than one replica."""
         return any(stage.num_replicas > 1 for stage in self.stages)
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether workers have to put their gradients together before a step."""
+        """Whether workers have to sum gradients with each other before a step."""
         return self.is_replicated or bool(self.tied)
 
     @property
     def tied_to(self) -> dict[str, str]:
-        """For each parameter that is tied to another one the name of that, which is the first."""
+        """The first name of each tied parameter, by its other names."""
         return {name: first for first, *others in self.tied for name in others}
 
     @property
     def shares(self) -> dict[str, list[int]]:
-        """How the replicas of each stage that has several share its micro-batches, by its name."""
+        """The shares of the replicas, by the name of each stage that has several."""
         pairs = zip(self.stage_names, self.stages, strict=False)
         return {
             name: stage.shares or [1] * stage.num_replicas
@@ -257,23 +237,23 @@ class Config(Strict):
 
     @property
     def warnings(self) -> list[str]:
-        """What is allowed and hardly meant."""
+        """Settings that are allowed but probably not meant."""
         return validation.warnings(self)
 
     @property
     def addresses(self) -> list[str]:
-        """The stage servers' addresses, by worker; empty when they are to be started here."""
+        """The stage servers' addresses, by worker; empty if they are to be started here."""
         return [address for stage in self.stages for address in stage.addresses]
 
     @property
     def modules(self) -> set[str]:
         """The modules of all callables that the job names."""
-        given = [self.loss, self.optimizer, self.scheduler, self.report, *self.metrics.values()]
+        factories = [self.loss, self.optimizer, self.scheduler, self.report, *self.metrics.values()]
         for index in range(self.num_stages):
-            given += [self.optimizer_of(index), self.scheduler_of(index)]
+            factories += [self.optimizer_of(index), self.scheduler_of(index)]
         if self.data is not None:
-            given += [self.data.train, self.data.test, self.data.sampler, self.data.collate]
-        names = [factory.callable for factory in given if factory is not None]
+            factories += [self.data.train, self.data.test, self.data.sampler, self.data.collate]
+        names = [factory.callable for factory in factories if factory is not None]
         names += [stage.module for stage in self.stages if stage.module is not None]
         if self.model is not None:
             names.append(self.model.layers)
@@ -281,71 +261,71 @@ class Config(Strict):
 
     @property
     def takes_snapshots(self) -> bool:
-        """Whether stages keep in memory what they were after their last steps."""
+        """Whether stages keep snapshots of their last steps in memory."""
         return self.recovery.enabled or self.checkpoint is not None
 
     @property
     def snapshot_every_steps(self) -> int:
-        """Steps between snapshots; 0: only those that go to a disk."""
+        """Steps between snapshots; 0: only those that are saved to a disk are taken."""
         return max(1, self.recovery.mirror_every_steps) if self.recovery.enabled else 0
 
     @property
     def evaluate_every_epochs(self) -> int:
-        """Epochs between evaluations; 0: none follows an epoch but the last."""
+        """Epochs between evaluations; 0: only the last epoch is followed by one."""
         if self.evaluate_every is not None:
             return self.evaluate_every
         return 0 if self.evaluate_every_steps is not None else 1
 
     @property
     def watched(self) -> dict[str, str]:
-        """The metrics by which something is decided, by the keys that name them."""
-        found = {}
+        """The metrics that decide something, by the config keys that name them."""
+        metrics = {}
         if self.early_stopping is not None:
-            found["early_stopping.metric"] = self.early_stopping.metric
+            metrics["early_stopping.metric"] = self.early_stopping.metric
         if self.checkpoint is not None and self.checkpoint.best is not None:
-            found["checkpoint.best"] = self.checkpoint.best
-        return found
+            metrics["checkpoint.best"] = self.checkpoint.best
+        return metrics
 
     @property
     def checkpoint_folder(self) -> Path:
-        """Where checkpoints lie; without a section for them, those of a run that had to end."""
-        given = self.checkpoint.dir if self.checkpoint is not None else f"rpcmp-{self.name}"
-        return (self.folder / given).absolute()
+        """Folder of the checkpoints; without [checkpoint], of a run that had to give up."""
+        folder = self.checkpoint.dir if self.checkpoint is not None else f"rpcmp-{self.name}"
+        return (self.folder / folder).absolute()
 
     @property
     def log_folder(self) -> Path | None:
-        """Where each run keeps a folder of its own; None: nowhere."""
+        """Folder in which each run keeps one of its own; None: runs keep none."""
         return (self.folder / self.log.folder).absolute() if self.log.folder else None
 
     @property
     def tensorboard_folder(self) -> Path | None:
-        """Where each run keeps a folder for TensorBoard; None: nowhere."""
-        given = self.log.tensorboard
-        return None if given is None else (self.folder / given).absolute()
+        """Folder in which each run keeps one for TensorBoard; None: runs keep none."""
+        folder = self.log.tensorboard
+        return None if folder is None else (self.folder / folder).absolute()
 
     @property
     def data_paths(self) -> list[str]:
-        """What the job's code reads besides its own files: `data.paths`, and the file of `init`."""
-        given = [] if self.data is None else self.data.paths
-        paths = [str((self.folder / Path(path).expanduser()).absolute()) for path in given]
+        """Paths that the job's code reads besides its own files: `data.paths` and `init`."""
+        own = [] if self.data is None else self.data.paths
+        paths = [str((self.folder / Path(path).expanduser()).absolute()) for path in own]
         return paths + ([] if self.init is None else [str((self.folder / self.init).absolute())])
 
     @property
     def certs_folder(self) -> Path | None:
-        """Where the driver's certificate lies; None: it has none."""
+        """Folder of the driver's certificate, if it has one."""
         certs = self.security.certs
         return None if certs is None else (self.folder / certs).absolute()
 
     def without_recovery(self) -> Self:
-        """A copy of this config that keeps nothing, to be measured."""
+        """Return a copy that keeps no snapshots and no checkpoints, for measurements."""
         recovery = self.recovery.model_copy(update={"enabled": False})
         return self.model_copy(update={"recovery": recovery, "checkpoint": None})
 
     def without_evaluation(self) -> Self:
-        """A copy of this config that trains and does nothing else with what it has trained."""
+        """Return a copy that trains but neither evaluates, reports nor saves."""
         data = self.data and self.data.model_copy(update={"test": None})
-        gone = dict.fromkeys(("report", "evaluate_every_steps", "early_stopping", "checkpoint"))
-        return self.model_copy(update={**gone, "metrics": {}, "data": data})
+        unset = dict.fromkeys(("report", "evaluate_every_steps", "early_stopping", "checkpoint"))
+        return self.model_copy(update={**unset, "metrics": {}, "data": data})
 
     def steps_scheduler(self, interval: Literal["epoch", "step"]) -> bool:
         """Whether any stage has a scheduler that steps after each `interval`."""
@@ -353,19 +333,20 @@ class Config(Strict):
 
     @property
     def holds_steps(self) -> bool:
-        """Whether the driver looks at all stages before they step: at the gradients or the loss.
+        """Whether the driver needs the gradients or the loss of all stages before they step.
 
-        Of the schedulers that step with the optimizer, only torch's own are known not to do so.
+        Schedulers that step with the optimizer may look at the loss, too; only torch's own are
+        known not to.
         """
         may_watch = self.steps_scheduler("step") and any(map(_may_watch, self._schedulers))
         return self.max_grad_norm is not None or self.loss_scaling is not None or may_watch
 
     def stage(self, index: int) -> StageConfig:
-        """The settings of one stage; defaults where the config has no table for it."""
+        """Return the section of one stage; defaults if the config has none."""
         return self.stages[index] if self.stages else StageConfig()
 
     def prefix_of(self, layer: str) -> str:
-        """What a layer's parameters begin with in the unsplit model; with its dot."""
+        """Return the prefix of a layer's parameters in the unsplit model, with its dot."""
         if self.model is None:
             prefix = self.stage(self.stage_names.index(layer)).prefix
             if prefix is not None:
@@ -374,25 +355,24 @@ class Config(Strict):
 
     @property
     def names_parameters(self) -> bool:
-        """Whether it says anything by names of the unsplit model's parameters."""
+        """Whether the config names parameters of the unsplit model."""
         groups = any(self.optimizer_of(index).groups for index in range(self.num_stages))
         return bool(self.tied) or groups or any(s.prefix is not None for s in self.stages)
 
     def autocast_of(self, index: int) -> Autocast | None:
-        """What a stage computes in under `torch.autocast`: its own choice, or else the job's."""
+        """Return the dtype of a stage's `torch.autocast`: its own choice, or else the job's."""
         own = self.stage(index).autocast or self.autocast
         return None if own == "float32" else own
 
     def turns_of(self, stage_name: str) -> ReplicaAssignment:
-        """Which replica of a stage computes which bundle of micro-batches."""
         return self.stage(self.stage_names.index(stage_name)).turns
 
     def optimizer_of(self, index: int) -> OptimizerFactory:
-        """The optimizer of one stage: its own, or the job's with the stage's arguments."""
+        """Return a stage's optimizer: its own, or the job's with the stage's arguments."""
         return self.optimizer.adapted(self.stage(index).optimizer).with_tied(self.tied)
 
     def scheduler_of(self, index: int) -> Factory | None:
-        """The scheduler of one stage: its own, or the job's with the stage's arguments, if any."""
+        """Return a stage's scheduler: its own, or the job's with the stage's arguments."""
         own = self.stage(index).scheduler
         if self.scheduler is None:
             return own if isinstance(own, Factory) else None
@@ -400,26 +380,25 @@ class Config(Strict):
 
     @property
     def has_schedulers(self) -> bool:
-        """Whether any stage has one."""
         return bool(self._schedulers)
 
     @property
     def _schedulers(self) -> list[Factory]:
-        found = map(self.scheduler_of, range(self.num_stages))
-        return [scheduler for scheduler in found if scheduler is not None]
+        schedulers = map(self.scheduler_of, range(self.num_stages))
+        return [scheduler for scheduler in schedulers if scheduler is not None]
 
     def without_schedulers(self) -> Self:
-        """A copy of this config whose learning rates stay as they are."""
+        """Return a copy whose learning rates stay as they are."""
         stages = [stage.model_copy(update={"scheduler": {}}) for stage in self.stages]
         return self.model_copy(update={"scheduler": None, "stages": stages})
 
     def without_mixed_precision(self) -> Self:
-        """A copy of this config without autocast and loss scaling."""
+        """Return a copy without autocast and loss scaling."""
         stages = [stage.model_copy(update={"autocast": None}) for stage in self.stages]
         return self.model_copy(update={"autocast": None, "loss_scaling": None, "stages": stages})
 
     def graph(self) -> Graph:
-        """Which stage reads what.
+        """Return which stage reads what.
 
         Raises:
             ConfigError: the inputs do not form a graph with one sink.
@@ -440,13 +419,17 @@ class Config(Strict):
 
 
 def _may_watch(scheduler: Factory) -> bool:
-    """Whether it may look at the loss: of torch's own only one does."""
+    """Whether a scheduler may look at the loss; of torch's own only one does."""
     name = scheduler.callable
     return not name.startswith("torch.optim") or name.endswith("ReduceLROnPlateau")
 
 
 class ScheduleOptions(Strict):
-    """One choice of them; the keys are those of the config."""
+    """The keys of a config that may change between two steps while its processes go on.
+
+    They cut a mini-batch and order the work on its micro-batches. Models, stages and workers stay
+    as they are, so that `rpcmp tune` compares options on the same processes, step by step in turn.
+    """
 
     num_microbatches: Positive
     schedule: Schedule
@@ -455,11 +438,11 @@ class ScheduleOptions(Strict):
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """The config's own."""
+        """Return the options of `config`."""
         return cls(**{key: getattr(config, key) for key in cls.model_fields})
 
     def on(self, config: Config) -> Config:
-        """`config` with this setting."""
+        """Return `config` with these options."""
         return config.model_copy(update=self.model_dump())
 
     @property

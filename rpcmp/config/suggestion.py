@@ -1,4 +1,4 @@
-"""What somebody may have meant who has misspelt a name."""
+"""Suggest names for misspelt ones."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 NAMED = 5
-"""Of the names that there are, how many an error lists."""
+"""The most existing names that an error lists."""
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """The name in `known` that is most like `name`; None where none is.
+    """Return the name in `known` that is most similar to `name`, if any is.
 
     Args:
-        cutoff: how alike they have to be, from 0 to 1; see `difflib.get_close_matches`.
+        cutoff: required similarity, from 0 to 1; see `difflib.get_close_matches`.
     """
     return next(iter(get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
 def did_you_mean(name: str | None) -> str:
-    """The end of an error that suggests `name`; empty for None."""
+    """Return the end of an error that suggests `name`; empty for None."""
     return "" if name is None else f"; did you mean {name!r}?"
 
 
 def what_there_is(name: str, known: Iterable[str]) -> str:
-    """The end of an error about a name that there is none of: what may be meant, what there is."""
+    """Return the end of an error about an unknown name: a suggestion and existing names."""
     every = list(known)
     if not every:
         return ""

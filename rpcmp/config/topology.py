@@ -1,4 +1,6 @@
-"""Which stage reads what: a directed acyclic graph of stages.
+"""The topology of a job: the graph of its stages, its workers, and what each replica computes.
+
+The stages form a directed acyclic graph.
 
         input ──> image ──────┐
           │                   v
@@ -7,17 +9,15 @@
 
 Stages name what they read: another stage ("image"), a part of its output ("image.features"), the
 batch's inputs ("input", "input.profile") or targets ("target"). The graph has one sink, the stage
-that nobody reads; the driver asks it for the loss. Pure: no torch, no processes.
+that no other stage reads; it computes the loss. Pure: no torch, no processes.
 
-Who takes part in an RPC group: every replica of every stage, and then the driver.
+The members of an RPC group are every replica of every stage, and the driver. Ranks follow the
+config: the replicas of its stages, in order, then the driver.
 
-Ranks follow the config: its stages in order, of each its replicas in order, then the driver.
-
-Which replica of a stage computes which bundle of micro-batches: by a fixed rule.
-
-With equal shares in turn, 0 1 2 0 1 2; with shares [2, 1] as evenly mixed as can be, 0 1 0 0 1 0.
-The rule knows only the config, so a run that is replayed, resumed or done again in one process has
-every micro-batch where it was, and with it every sum of gradients. Pure.
+A fixed rule assigns bundles of micro-batches to the replicas of a stage: with equal shares in turn,
+0 1 2 0 1 2; with shares [2, 1] mixed as evenly as possible, 0 1 0 0 1 0. The rule depends only on
+the config, so a run that is replayed, resumed or repeated in one process has every micro-batch at
+the same replica, and with it every sum of gradients.
 
 The mixing is the smooth weighted round-robin of nginx (ngx_http_upstream_round_robin.c): each
 turn every replica gains its share, and the richest one pays the sum of all shares.
@@ -35,7 +35,7 @@ from rpcmp.config.suggestion import did_you_mean, nearest
 from rpcmp.errors import ConfigError
 
 SOURCES = ("input", "target")
-"""What the driver serves; not allowed as names of stages."""
+"""The parts of a batch, which the driver serves; not allowed as names of stages."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,12 @@ class Reference:
 
     @classmethod
     def parse(cls, text: str) -> Reference:
-        """The reference written as "producer" or "producer.key.key"."""
+        """Return the reference written as "producer" or "producer.key.key"."""
         producer, *path = text.split(".")
         return cls(producer, tuple(path))
 
     @property
     def from_batch(self) -> bool:
-        """Whether the driver serves it, rather than a stage."""
         return self.producer in SOURCES
 
     def __str__(self) -> str:
@@ -62,7 +61,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Port:
-    """One edge as its producer sees it: who reads, as which input, and which part."""
+    """One edge as its producer sees it: the reader, the number of its input, and the part."""
 
     reader: str
     input_index: int
@@ -74,14 +73,14 @@ class Graph:
     """Stages in an order in which every stage comes after all that it reads.
 
     Attributes:
-        inputs: for each stage, in topological order, what it reads.
+        inputs: the references of each stage, in topological order.
     """
 
     inputs: Mapping[str, tuple[Reference, ...]]
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """Names, in topological order; where that leaves a choice, in the config's order."""
+        """Names, in topological order; ties are broken by the config's order."""
         return tuple(self.inputs)
 
     @property
@@ -90,7 +89,7 @@ class Graph:
         return self.stages[-1]
 
     def ports(self, stage: str) -> tuple[Port, ...]:
-        """Who reads `stage`, in the order in which the stages run."""
+        """Return the edges from `stage`, in the order in which their readers run."""
         return tuple(
             Port(reader, index, reference.path)
             for reader, references in self.inputs.items()
@@ -99,37 +98,36 @@ class Graph:
         )
 
     def parts(self, stage: str) -> tuple[Reference, ...]:
-        """What `stage` reads of the batch, each part once; the sink needs the targets."""
+        """Return the parts of the batch that `stage` reads, each once; the sink needs targets."""
         read = [reference for reference in self.inputs[stage] if reference.from_batch]
         needed = [*read, Reference(SOURCES[1])] if stage == self.sink else read
         return tuple(dict.fromkeys(needed))
 
     def depth(self, stage: str, count: Callable[[str], int] = lambda stage: 1) -> int:
-        """Stages on the longest way from `stage` to the sink, both included.
+        """Return the length of the longest way from `stage` to the sink, both included.
 
         Args:
-            stage: where the way begins.
-            count: as how many a stage counts.
+            count: weight of a stage; 1 by default.
         """
         readers = {port.reader for port in self.ports(stage)}
         return count(stage) + max((self.depth(reader, count) for reader in readers), default=0)
 
 
 def chain_graph(names: Sequence[str]) -> Graph:
-    """The graph of stages that each read the one before."""
+    """Return the graph of stages that each read the one before."""
     sources = ["input", *names[:-1]]
     return Graph({name: (Reference(source),) for name, source in zip(names, sources, strict=True)})
 
 
 def build_graph(inputs: Mapping[str, Sequence[str]]) -> Graph:
-    """The graph of named stages.
+    """Return the graph of named stages.
 
     Args:
         inputs: for each stage, in the config's order, the references that it reads.
 
     Raises:
         ConfigError: a reference to nothing, a cycle, a stage that reads nothing, or more than one
-            stage that nobody reads.
+            stage that no other stage reads.
     """
     parsed = {name: tuple(map(Reference.parse, references)) for name, references in inputs.items()}
     for name, references in parsed.items():
@@ -157,7 +155,7 @@ def _check_references(name: str, references: Sequence[Reference], stages: list[s
 
 
 def _topological(inputs: Mapping[str, Sequence[Reference]]) -> list[str]:
-    """Kahn's algorithm, always taking the first stage that can go: keeps the config's order."""
+    """Kahn's algorithm; always takes the first stage that is ready, in the config's order."""
     order: list[str] = []
     waiting = list(inputs)
     while waiting:
@@ -172,7 +170,7 @@ def _topological(inputs: Mapping[str, Sequence[Reference]]) -> list[str]:
 
 
 def _cycle(inputs: Mapping[str, Sequence[Reference]], waiting: Sequence[str]) -> list[str]:
-    """One cycle among `waiting`, which all depend on one; follow any unmet input until a repeat."""
+    """Return a cycle among `waiting`, which all depend on one: follow unmet inputs to a repeat."""
     path = [waiting[0]]
     while True:
         producer = next(ref.producer for ref in inputs[path[-1]] if ref.producer in waiting)
@@ -191,9 +189,9 @@ class Member:
 
     Attributes:
         stage: the stage's name.
-        stage_index: its place in the config.
-        replica: which of its replicas, from 0.
-        num_replicas: how many it has.
+        stage_index: its index in the config.
+        replica: index of the replica.
+        num_replicas: replicas of the stage.
     """
 
     stage: str
@@ -203,35 +201,33 @@ class Member:
 
     @property
     def name(self) -> str:
-        """Its name in the group."""
         return member_name(self.stage, self.replica)
 
     @property
     def label(self) -> str:
-        """Its name wherever people read it: a stage's only replica goes by the stage's name."""
+        """Its name for people: a stage's only replica has the stage's name."""
         return self.stage if self.num_replicas == 1 else self.name
 
 
 def member_name(stage_name: str, replica: int = 0) -> str:
-    """A worker's name in the group."""
     return f"{stage_name}:{replica}"
 
 
 def member_names(workers: Iterable[Member]) -> list[str]:
-    """All names, by rank."""
+    """Return the names of all members of the group, by rank."""
     return [*(worker.name for worker in workers), DRIVER]
 
 
 def num_bundles(num_microbatches: int, per_message: int) -> int:
-    """Bundles of a mini-batch, if at most `per_message` micro-batches share a message."""
+    """Return the bundles of a mini-batch of at most `per_message` micro-batches per message."""
     return -(-num_microbatches // per_message)
 
 
 class ReplicaAssignment:
-    """The turns of the replicas of one stage.
+    """Assigns bundles to the replicas of one stage.
 
     Args:
-        shares: how many of `sum(shares)` consecutive bundles each replica takes; one a replica.
+        shares: for each replica, its number of any `sum(shares)` consecutive bundles.
     """
 
     def __init__(self, shares: Sequence[int]) -> None:
@@ -241,11 +237,11 @@ class ReplicaAssignment:
         self._numbers: dict[tuple[int, int], list[int]] = {}
 
     def owner(self, bundle: int) -> int:
-        """The replica that computes a bundle, by its number in the round."""
+        """Return the replica that computes the bundle of this number in the round."""
         return self._cycle[bundle % len(self._cycle)]
 
     def numbers(self, replica: int, num_bundles: int) -> list[int]:
-        """The bundles of a round that a replica computes, in order; none where others suffice."""
+        """Return the bundles of a round that a replica computes, in order; there may be none."""
         found = self._numbers.get((replica, num_bundles))
         if found is None:  # it is asked for every bundle, and a job has few numbers of bundles
             found = [bundle for bundle in range(num_bundles) if self.owner(bundle) == replica]
@@ -253,7 +249,7 @@ class ReplicaAssignment:
         return found
 
     def most(self, num_bundles: int) -> int:
-        """The most bundles of a round that any replica computes."""
+        """Return the most bundles of a round that any replica computes."""
         return max(len(self.numbers(r, num_bundles)) for r in range(self.num_replicas))
 
     @cached_property
@@ -275,18 +271,18 @@ class ReplicaShare(NamedTuple):
     replica: int
 
     def numbers(self, num_bundles: int) -> list[int]:
-        """The bundles that it computes of a round of so many, in order."""
+        """Return the bundles that the replica computes in a round, in order."""
         return self.turns.numbers(self.replica, num_bundles)
 
 
 def shares_by_speed(seconds: Sequence[float], num_bundles: int) -> list[int]:
-    """The shares with which replicas of unequal speed end a round soonest.
+    """Return the shares with which replicas of unequal speed finish a round soonest.
 
-    One bundle after the other goes to whoever would end it first; of equals, to the first.
+    Each bundle goes to the replica that would finish it first; on a tie, to the first of these.
 
     Args:
-        seconds: that each replica takes for a bundle.
-        num_bundles: of a round.
+        seconds: per bundle, for each replica.
+        num_bundles: per round.
     """
     shares = [0] * len(seconds)
     for _ in range(max(num_bundles, len(seconds))):

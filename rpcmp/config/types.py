@@ -1,8 +1,6 @@
-"""The kinds of values that sections of a configuration are made of.
+"""The types of values in a configuration: factories, parameter groups, sizes of memory.
 
-Strict, so that neither a wrong type nor an unknown key is taken for something else in silence.
-
-Sizes of memory as people write them: "8 GiB".
+They are strict, so that a wrong type or an unknown key is an error.
 """
 
 from __future__ import annotations
@@ -35,11 +33,7 @@ UNITS = {
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "8 GiB" or "1.5 GB".
-
-    Raises:
-        ConfigError: it is no number and unit, or less than one byte.
-    """
+    """Return the bytes of "8 GiB" or "1.5 GB"; raises ConfigError for other texts."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", text)
     size = int(float(match[1]) * UNITS.get(match[2], 0)) if match else 0
     if size < 1:
@@ -48,7 +42,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size: int) -> str:
-    """`size` bytes with a binary unit that leaves few digits, "1.5 GiB"."""
+    """Return `size` in bytes with a binary unit that leaves few digits, "1.5 GiB"."""
     unit = next((unit for unit in ("TiB", "GiB", "MiB", "KiB") if abs(size) >= UNITS[unit]), "B")
     return f"{size / UNITS[unit]:,.1f} {unit}" if unit != "B" else f"{size} B"
 
@@ -61,7 +55,7 @@ def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_tuples(value: Any) -> Any:
-    """Tuples as lists: `betas=(0.9, 0.99)` is usual in code, and JSON has no other form for it."""
+    """Return tuples as lists: `betas=(0.9, 0.99)` is usual in code, and JSON has only lists."""
     if isinstance(value, dict):
         return {key: _without_tuples(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
@@ -70,7 +64,7 @@ def _without_tuples(value: Any) -> Any:
 
 
 Arguments = Annotated[dict[str, Any], AfterValidator(_plain)]
-"""Keyword arguments: plain values only, since they travel to other hosts as JSON."""
+"""Keyword arguments: plain values only, since they are sent to other hosts as JSON."""
 
 NAME = r"^[A-Za-z0-9_-]+$"
 
@@ -92,14 +86,14 @@ class Factory(Strict):
     kwargs: Arguments = Field(default_factory=dict, description="its keyword arguments")
 
     def adapted(self, own: Self | dict[str, Any]) -> Self:
-        """What a stage gets in the place of the job's factory, this one; see Own."""
+        """Return a stage's factory: `own`, or this one, the job's, with its arguments; see Own."""
         if isinstance(own, Factory):
             return own
         return self.model_copy(update={"kwargs": {**self.kwargs, **own}})
 
 
 class ParameterGroup(BaseModel):
-    """Parameters that have options of their own: whatever else is given beside `match`."""
+    """Parameters with options of their own, which are all keys besides `match`."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, ser_json_inf_nan="constants")
 
@@ -110,7 +104,6 @@ class ParameterGroup(BaseModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The optimizer's options that hold for them."""
         return dict(self.__pydantic_extra__ or {})
 
     @model_validator(mode="before")
@@ -138,13 +131,13 @@ class OptimizerFactory(Factory):
     _tied: list[list[str]] = PrivateAttr(default_factory=list)
 
     def with_tied(self, tied: list[list[str]]) -> Self:
-        """A copy that knows the parameters with several names; `tied` is the config's."""
+        """Return a copy that knows the config's tied parameters, which have several names."""
         copy = self.model_copy()
         copy._tied = tied
         return copy
 
     def names_of(self, parameter: str) -> list[str]:
-        """All names of a parameter in the unsplit model; its groups may match any of them."""
+        """Return all names of a parameter in the unsplit model; groups may match any of them."""
         return next((names for names in self._tied if parameter in names), [parameter])
 
 
@@ -160,7 +153,7 @@ OptimizerOrName = Annotated[OptimizerFactory, BeforeValidator(_expand)]
 
 
 def _own(value: Any) -> Any:
-    """A stage's table: a factory of its own, or arguments of the job's, but not both."""
+    """Check a stage's table: a factory of its own, or arguments for the job's, but not both."""
     value = _expand(value)
     if isinstance(value, dict) and "callable" in value:
         mixed = ", ".join(f"`{key}`" for key in value if key not in OptimizerFactory.model_fields)
@@ -193,8 +186,8 @@ Own = Annotated[
     Discriminator(_kind),
     BeforeValidator(_own),
 ]
-"""What one stage has instead of the job's: a factory, or arguments for the job's own. Tags in
-brackets are no keys: errors leave them out."""
+"""A stage's own factory, or arguments that override those of the job's. Tags in brackets are not
+keys, so errors leave them out."""
 
 OwnOptimizer = Annotated[
     Annotated[OptimizerFactory, Tag("<factory>")] | Annotated[Arguments, Tag("<arguments>")],
@@ -209,7 +202,7 @@ Schedule = Literal["gpipe", "1f1b", "zero-bubble"]
 """The names of rpcmp.pipelining.schedule's policies."""
 
 Autocast = Literal["bfloat16", "float16"]
-"""What `torch.autocast` computes in, where it does not have to be float32."""
+"""The dtypes that `torch.autocast` may compute in."""
 
 Balance = Annotated[
     Annotated[list[Positive], Tag("<list>")] | Annotated[Literal["auto"], Tag("<auto>")],

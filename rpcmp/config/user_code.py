@@ -1,7 +1,4 @@
-"""Which code a module name stands for on this host, and what else a job has brought in here.
-
-Which Python files belong to the code in a folder.
-"""
+"""Identify the user's code on this host: its Python files, their hashes, versions of packages."""
 
 from __future__ import annotations
 
@@ -17,11 +14,7 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 
 
 def python_files(folder: Path) -> Iterator[Path]:
-    """Modules and packages: *.py, and folders with an __init__.py; nothing hidden.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """Yield the files of modules and packages in a folder, except hidden ones."""
     for path in sorted(folder.iterdir()):
         if path.name.startswith("."):
             continue
@@ -32,17 +25,17 @@ def python_files(folder: Path) -> Iterator[Path]:
 
 
 COMPARED_BY_VERSION = ("torch",)
-"""Packages whose files need not be read: a release of theirs is always the same."""
+"""Packages whose files need not be read, since their releases do not differ."""
 
 _RELEASES = {*COMPARED_BY_VERSION, *sys.stdlib_module_names}
-"""Packages of which a host's release is compared when it is asked to take part in a job."""
+"""Packages whose versions are compared when a host joins a job."""
 
 
 def sha256_of(module: str) -> str:
-    """The hash of all Python files of a top-level module or package; without those in archives.
+    """Return the hash of all Python files of a top-level module or package, except in archives.
 
-    Of a package all, since what a job names imports from the rest of it: the files that a job
-    would send along, where it does.
+    All files of a package count, since the modules that a job names import from the rest of it.
+    They are the files that a job would send to a stage server.
 
     Raises:
         OSError: a file cannot be read.
@@ -62,11 +55,11 @@ def sha256_of(module: str) -> str:
 
 
 def of_job(named: Iterable[str]) -> dict[str, str]:
-    """What this process computes with, by what it is: "the code of 'my_model'" and its hash.
+    """Return the code that this process uses, such as "the code of 'my_model'" and its hash.
 
-    That is all of the modules that the job names, and the user's other ones that these have
-    imported by now: those that lie in the same folders. Of installed packages among them, or that
-    either of them uses, it is the release: their files differ where they were built otherwise.
+    These are the modules that the job names and the user's other modules in the same folders that
+    have been imported by now. Installed packages among them, or used by them, are identified by
+    their version: their files differ between builds.
 
     Args:
         named: modules, which can be imported here.
@@ -96,12 +89,12 @@ def of_job(named: Iterable[str]) -> dict[str, str]:
 
 
 def _tops(modules: Iterable[str]) -> set[str]:
-    """The packages that these are in, but for those of which a host's release is known anyway."""
+    """Return the top-level packages, except those whose versions are compared anyway."""
     return {_top(name) for name in modules} - _RELEASES
 
 
 def _release(package: str) -> str | None:
-    """Its version without how it was built, "0.20.1" of "0.20.1+cpu"; None: it does not say."""
+    """Return a version without its build, "0.20.1" for "0.20.1+cpu"; None if unknown."""
     version = getattr(sys.modules.get(package), "__version__", None)
     with contextlib.suppress(metadata.PackageNotFoundError):
         version = version or metadata.version(package)
@@ -113,7 +106,7 @@ def _top(module: str) -> str:
 
 
 def _folders(spec: ModuleSpec | None) -> set[Path]:
-    """Where a top-level module of Python files was found."""
+    """Return the folders in which a top-level Python module was found."""
     if spec is None:
         return set()
     places = list(spec.submodule_search_locations or ())
@@ -123,20 +116,20 @@ def _folders(spec: ModuleSpec | None) -> set[Path]:
 
 
 def _is_package(places: set[Path]) -> bool:
-    """Whether a module that was found in these folders was installed."""
+    """Return whether a module that was found in these folders was installed."""
     return any(map(_is_shared, places))
 
 
 def _is_shared(folder: Path) -> bool:
-    """Whether what lies beside a module there has nothing to do with it."""
+    """Return whether a folder holds unrelated packages, as site-packages does."""
     is_known = folder.name in ("site-packages", "dist-packages")
     return is_known or any(folder.glob("*.dist-info"))
 
 
 def _used_by(packages: set[str]) -> set[str]:
-    """The packages whose modules, functions and classes the modules of `packages` have names for.
+    """Return the packages whose modules, functions and classes the modules of `packages` use.
 
-    What these packages themselves need is not looked for: their versions stand for it.
+    Their own dependencies are left out: their versions stand for these.
     """
     modules = [module for name, module in list(sys.modules.items()) if _top(name) in packages]
     values = [

@@ -1,6 +1,6 @@
-"""What the keys of a configuration have to do with each other, beyond each section's own rules.
+"""Check the keys of a configuration against each other, beyond each section's own rules.
 
-Whatever contradicts itself is refused before anything starts, with the keys that do.
+Contradictions are refused before anything starts, in errors that name the keys.
 """
 
 from __future__ import annotations
@@ -23,17 +23,13 @@ RESERVED_METRICS = {"event", "step", "epoch", "time", "generation", "loss"}
 
 
 def check(config: Config) -> None:
-    """Check all of them.
-
-    Raises:
-        ValueError: which keys do not go together; pydantic makes it an error of the config's.
-    """
+    """Raise ValueError, which pydantic makes an error of the config, if keys contradict."""
     for rule in RULES:
         rule(config)
 
 
 def warnings(config: Config) -> list[str]:
-    """What is allowed and hardly meant: replicas that compute nothing of any step."""
+    """Return warnings about replicas that compute nothing of any step."""
     stages = zip(config.stage_names, config.stages, strict=False)
     found = ((name, stage.shares, _idle(config, name)) for name, stage in stages)
     return [
@@ -49,14 +45,13 @@ def _num_bundles(config: Config) -> int:
 
 
 def _idle(config: Config, stage: str) -> list[int]:
-    """The replicas of a stage whose turn never comes; see rpcmp.config.topology."""
+    """Return the replicas of a stage that get no bundle; see rpcmp.config.topology."""
     turns = config.turns_of(stage)
     count = _num_bundles(config)
     return [r for r in range(turns.num_replicas) if not turns.numbers(r, count)]
 
 
 def _step(config: Config) -> str:
-    """What a step has, in words."""
     count = config.num_full_microbatches
     microbatches = f"{count} micro-batch{'es' if count > 1 else ''}"
     if config.microbatches_per_message == 1:

@@ -1,4 +1,4 @@
-"""Mini-batches: which samples, in which order, loaded where, and how their slices come to stages.
+"""Mini-batches: the order of samples, loading, and the slices that stages get.
 
-Start at `batches.py`. May import what is below: process, pipelining, config.
+Start at `batches.py`. May import the packages below: rpc, process, pipelining, config.
 """

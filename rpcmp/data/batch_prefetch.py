@@ -1,7 +1,7 @@
-"""What a stage reads of the batch, fetched from the driver a few micro-batches at a time.
+"""Slices of the batch for a stage, fetched from the driver a few micro-batches at a time.
 
-One question for every micro-batch would double the messages of a stage that reads the batch. Not
-all at once either: a stage must not hold more of a mini-batch because that has more micro-batches.
+A request per micro-batch would double the messages of a stage that reads the batch. A request for
+all of them would make a stage hold more memory the more micro-batches a mini-batch has.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.futures import Future
 
 from rpcmp.config.topology import DRIVER, ReplicaShare
 from rpcmp.data.batch_server import BatchServer
-from rpcmp.rpc.messages import Bundle, StageOutputs, microbatches_of
+from rpcmp.rpc.messages import Bundle, StageOutputs
 from rpcmp.rpc.transport import NOBODY, Raised, Transport, attempt, outcome, when_all
 
 GROUP = 8
-"""Micro-batches that are fetched together."""
+"""Micro-batches per request."""
 
 
 class _Key(NamedTuple):
@@ -31,11 +31,11 @@ class _Key(NamedTuple):
 
 
 class Slices:
-    """The slices that were asked for and not taken yet. Thread-safe.
+    """Slices that were requested and not taken yet. Thread-safe.
 
     Args:
-        own: the bundles that this worker computes; it fetches nothing for others.
-        peers: the other members of the group; the driver is one.
+        own: the bundles that this worker computes, and for which alone it fetches.
+        peers: the other members of the group, including the driver.
     """
 
     def __init__(self, own: ReplicaShare, peers: Transport) -> None:
@@ -47,16 +47,16 @@ class Slices:
         self._left: dict[_Key, int] = {}
 
     def get(self, bundle: Bundle, kind: str, path: tuple[str, ...], reader: int) -> Future[Any]:
-        """Outputs, one for each micro-batch of a bundle, or a Raised; to be asked for once.
+        """Return StageOutputs per micro-batch of a bundle, or a Raised; called once per bundle.
 
         Args:
-            bundle: which micro-batches.
-            kind, path: what of them; see `BatchServer.slices`.
-            reader: which input of the stage it is for. Each gets tensors of its own, so that a
-                layer that works in place changes no other input.
+            kind, path: see `BatchServer.slices`.
+            reader: index of the stage's input. Each input gets its own tensors, so that a layer
+                that works in place changes no other input.
         """
-        own = microbatches_of(bundle, self._own.numbers(bundle.num_bundles))
-        places = [own.index(work.microbatch) for work in bundle.works]
+        header = bundle.round
+        own = header.indices_in(self._own.numbers(header.num_bundles))
+        places = [own.index(index) for index in header.indices_in([bundle.number])]
         with self._lock:
             groups = [self._group(bundle, own, at, kind, path, reader) for at in places]
         answer: Future[Any] = Future()
@@ -78,12 +78,12 @@ class Slices:
         path: tuple[str, ...],
         reader: int,
     ) -> Future[Any]:
-        """The slices of the group that has the micro-batch `own[at]`."""
-        key = _Key(bundle.round, kind, path, reader, at // GROUP)
+        """Return the slices of the group with the micro-batch `own[at]`."""
+        key = _Key(bundle.round.number, kind, path, reader, at // GROUP)
         group = self._groups.get(key)
         if group is None:
             wanted = list(own[key.group * GROUP :][:GROUP])
-            group = self._fetch(bundle.round, kind, path, wanted)
+            group = self._fetch(bundle.round.number, kind, path, wanted)
             self._groups[key], self._left[key] = group, len(wanted)
         self._left[key] -= 1
         if not self._left[key]:
@@ -91,14 +91,15 @@ class Slices:
         return group
 
     def _fetch(self, *what: Any) -> Future[Any]:
-        """Ask the driver, on a thread of its own: outside of the micro-batch's autograd context.
+        """Request slices of the driver, on a thread outside the micro-batch's autograd context.
 
-        Inside, torch would make the driver a part of that context, with a message more to leave it.
+        Inside it, torch would make the driver a member of the context, which costs one more message
+        to clean up.
         """
         answer: Future[Any] = Future()
 
         def ask() -> None:
-            called = attempt(lambda: self._peers.call(DRIVER, BatchServer.slices, *what))
+            called = attempt(lambda: self._peers.call(DRIVER, BatchServer.slices, *what))  # [5]
             if isinstance(called, Raised):
                 answer.set_result(called)
             else:
@@ -108,7 +109,7 @@ class Slices:
         return answer
 
     def forget(self) -> None:
-        """Let go of what was asked for and will not be taken: a round was aborted."""
+        """Drop what was requested and will not be taken, since a round was aborted."""
         with self._lock:
             self._groups.clear()
             self._left.clear()

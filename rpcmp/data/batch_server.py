@@ -1,7 +1,6 @@
-"""The driver as its stages see it: the source of inputs and targets.
+"""Inputs and targets on the driver, from which the stages fetch their slices.
 
-Stages ask for their slices themselves, so a slice goes straight to the stage that needs it and to
-no other.
+A slice goes only to the stage that needs it, which asks for it.
 """
 
 from __future__ import annotations
@@ -15,40 +14,36 @@ from rpcmp.pipelining import pytree
 
 
 class BatchServer:
-    """Serves the slices of the mini-batches under way; what the driver serves to the group."""
+    """Slices of the mini-batches in progress; the RPC service of the driver."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._slices: dict[tuple[int, str, int], Any] = {}
 
     def load(self, round_number: int, inputs: list[Any], targets: list[Any] | None) -> None:
-        """Hold a round's slices, one a micro-batch, until `clear`."""
+        """Hold a round's slices, one per micro-batch, until `clear`."""
         with self._lock:
             for kind, slices in zip(SOURCES, (inputs, targets or []), strict=True):
                 for microbatch, part in enumerate(slices):
                     self._slices[round_number, kind, microbatch] = part
 
     def clear(self, round_number: int) -> None:
-        """Let go of a round's slices."""
+        """Drop a round's slices."""
         with self._lock:
             for key in [key for key in self._slices if key[0] == round_number]:
                 del self._slices[key]
 
-    # What the stages call.
+    # Called by the stages.
 
     def slices(
         self, round_number: int, kind: str, path: tuple[str, ...], microbatches: list[int]
     ) -> list[Any]:
-        """The inputs or targets of some micro-batches, or the part of them at `path`.
-
-        Raises:
-            ConfigError: there is no such part.
-        """
+        """Return the inputs or targets of some micro-batches, or the part of them at `path`."""
         with self._lock:
-            found = [self._slices.get((round_number, kind, index)) for index in microbatches]
-        if any(part is None for part in found):
+            slices = [self._slices.get((round_number, kind, index)) for index in microbatches]
+        if any(part is None for part in slices):
             raise ConfigError(f"the batch of round {round_number} has no {kind}s")
         try:
-            return [pytree.select(part, path) for part in found]
+            return [pytree.select(part, path) for part in slices]
         except LookupError as error:
             raise ConfigError(f"a stage reads {'.'.join((kind, *path))!r}: {error}") from error

@@ -1,50 +1,35 @@
 """Mini-batches: the same bits for every number of loader processes, wherever they are loaded.
 
-An epoch's order is that of torch's DistributedSampler after `set_epoch`, so a run here and one
-under DistributedDataParallel see the same mini-batches; or that of the config's own sampler, which
-draws under a seed of the epoch. Whoever loads a mini-batch first seeds its
-own process from (seed, epoch, index of the mini-batch), so random transforms do not depend on which
-process loads it nor on what was loaded before: an epoch can be taken up in its middle.
+Before a process loads a mini-batch it seeds itself from (seed, epoch, index of the mini-batch). So
+random transforms depend neither on the process nor on what it has loaded before, and an epoch can
+be resumed in its middle.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
-import itertools
-import operator
 import pickle
-from collections.abc import Callable, Iterator, Sized
-from typing import Any, NamedTuple, Protocol, SupportsIndex, cast
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    Sampler,
-    default_collate,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from rpcmp.config import importing
 from rpcmp.config.sections import DataConfig
 from rpcmp.config.types import Factory
+from rpcmp.data.sample_order import Key, SampleOrder, require_sized, sampler_of
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import layers, microbatch, pytree
-from rpcmp.process.confinement import is_confined
-
-Key = tuple[int, int, list[int]]
-"""One mini-batch: the epoch, its index there, and the indices of its samples."""
+from rpcmp.process.sandbox.confinement import is_confined
 
 
 class Loaded(NamedTuple):
     """A mini-batch that has been loaded.
 
     Attributes:
-        inputs, targets: trees of tensors whose first dimension counts the samples; no targets
-            where something is to be predicted.
+        inputs, targets: trees of tensors (samples, ...); targets are None for a prediction.
     """
 
     inputs: Any
@@ -52,11 +37,7 @@ class Loaded(NamedTuple):
 
     @property
     def num_samples(self) -> int:
-        """How many.
-
-        Raises:
-            ConfigError: inputs and targets differ in it, or are not made of tensors.
-        """
+        """Number of samples."""
         samples = microbatch.num_samples(self.inputs, "input")
         if self.targets is None:
             return samples
@@ -72,30 +53,26 @@ class Batches:
         dataset: map-style, of (input, target) pairs of tensors, or of tuples and dicts of them.
         data: batch size, shuffling, loader processes.
         seed: the config's; an epoch's order is drawn from seed + epoch.
-        training: shuffle, or sample, and drop an incomplete last mini-batch where the config says
-            so.
-
-    Raises:
-        ConfigError: there is no sampler where the config says, or none that can be used.
+        training: shuffle or sample, and drop an incomplete last mini-batch, if the config says so.
     """
 
     def __init__(self, dataset: Dataset[Any], data: DataConfig, seed: int, training: bool) -> None:
         sampler = sampler_of(dataset, data, seed) if training else None
-        self._order = SampleOrder(_sized(dataset), data, seed, training, sampler)
+        self._order = SampleOrder(require_sized(dataset), data, seed, training, sampler)
         collate = Collate(data.collate)
-        # torch's loaders hand memory over by Unix sockets, which a confined process has not.
+        # torch's loaders hand memory over by Unix sockets, which a confined process may not use.
         self._sends_bytes = data.num_workers > 0 and is_confined()
         self._empty: DataLoader[Any] = DataLoader([])  # type: ignore[arg-type]
         self._loader: DataLoader[Any] = DataLoader(
             Samples(dataset, seed),
             sampler=self._order,
-            batch_size=None,  # an item is a whole mini-batch: only so is it known which one
+            batch_size=None,  # an item is a whole mini-batch, so that its index is known
             collate_fn=functools.partial(_to_bytes, collate) if self._sends_bytes else collate,
             num_workers=data.num_workers,
             # fork() would copy the threads and sockets of torch RPC into the loader.
             multiprocessing_context="spawn" if data.num_workers else None,
             persistent_workers=data.num_workers > 0,
-            # Of its own: a loader draws from it, even where nothing uses what it draws.
+            # Its own: a loader draws from it even if nothing uses what it draws.
             generator=torch.Generator().manual_seed(layers.derive_seed(seed, "loader")),
         )
 
@@ -104,27 +81,24 @@ class Batches:
 
     @property
     def fewest(self) -> int:
-        """Samples of the smallest mini-batch, the last of an epoch."""
+        """Number of samples in the smallest mini-batch, the last of an epoch."""
         return self._order.fewest
 
     def close(self) -> None:
-        """End the loader processes; they would otherwise notice only seconds later."""
+        """Stop the loader processes, which would otherwise run on for seconds."""
         if self._loader.num_workers:
             self._loader = self._empty
             gc.collect()
 
     def first(self) -> Loaded:
-        """The first mini-batch of the first epoch."""
+        """Return the first mini-batch of the first epoch."""
         return next(self.epoch(1))
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[Loaded]:
-        """Each mini-batch of `epoch`, counted from 1.
+        """Yield the mini-batches of `epoch`, counted from 1.
 
-        Starts with the one whose index is `first`; those before are not loaded. Random transforms
-        are seeded if they draw from the default generators of torch, Python or numpy.
-
-        Raises:
-            ConfigError: the dataset's items are tuples, but no pairs.
+        Starts with the one whose index is `first`; those before it are not loaded. Random
+        transforms are seeded if they draw from the default generators of torch, Python or numpy.
         """
         self._order.begin(epoch, first)
         batches = iter(self._loader)
@@ -134,144 +108,8 @@ class Batches:
             yield _pair(pickle.loads(batch) if self._sends_bytes else batch)
 
 
-class Epochs(Protocol):
-    """The order of a dataset's samples, epoch after epoch; torch's DistributedSampler is one."""
-
-    def __len__(self) -> int:
-        """Samples of an epoch."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go on with this one, counted from 0."""
-
-    def __iter__(self) -> Iterator[int]:
-        """The indices of its samples."""
-
-
-class SampleOrder(Sampler[Key]):
-    """The mini-batches of one epoch after the other, as the indices of their samples.
-
-    Args:
-        dataset: whose length counts.
-        data, seed, training: see Batches.
-        sampler: of the samples; None: as `data.shuffle` says.
-    """
-
-    def __init__(
-        self,
-        dataset: Sized,
-        data: DataConfig,
-        seed: int,
-        training: bool,
-        sampler: Epochs | None = None,
-    ) -> None:
-        self._epoch, self._first = 1, 0
-        # Of all samples: the stages' replicas share a mini-batch, not the dataset.
-        self._sampler: Epochs = sampler or DistributedSampler(
-            cast(Dataset[Any], dataset), 1, 0, shuffle=data.shuffle and training, seed=seed
-        )
-        self._batch_size, self._drop_last = data.batch_size, data.drop_last and training
-        self._samples = BatchSampler(
-            cast(Sampler[int], self._sampler), self._batch_size, drop_last=self._drop_last
-        )
-
-    def begin(self, epoch: int, first: int = 0) -> None:
-        """Go on with the mini-batches of `epoch` from the one with index `first` on."""
-        self._epoch, self._first = epoch, first
-
-    @property
-    def fewest(self) -> int:
-        """Samples of the smallest mini-batch, the last of an epoch."""
-        left = 0 if self._drop_last else len(self._sampler) % self._batch_size
-        return left or self._batch_size
-
-    def __len__(self) -> int:
-        """Of the whole epoch."""
-        return len(self._samples)
-
-    def __iter__(self) -> Iterator[Key]:
-        self._sampler.set_epoch(self._epoch - 1)  # there they are counted from 0
-        keys = zip(itertools.repeat(self._epoch), itertools.count(), self._samples, strict=False)
-        return itertools.islice(keys, self._first, None)
-
-
-class OwnSampler:
-    """The config's own sampler of the training dataset: each epoch has its order, ever the same.
-
-    Args:
-        sampler: as torch's are: has a length, and yields indices of samples.
-        samples: how many the dataset has.
-        seed: the config's.
-
-    Raises:
-        ConfigError: it yields something else, or an epoch's order depends on those drawn before, so
-            that no run could be gone on with.
-    """
-
-    def __init__(self, sampler: Any, samples: int, seed: int) -> None:
-        self._sampler, self._num_samples, self._seed = sampler, samples, seed
-        self._epoch = 0
-        if self.indices() != self.indices():
-            raise ConfigError(
-                "data.sampler orders the same epoch differently when it is asked again: have it "
-                "draw from the default generators of torch, Python or numpy, which are seeded for "
-                "each epoch, or from an attribute `generator`"
-            )
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def set_epoch(self, epoch: int) -> None:
-        """See Epochs; a sampler that has such a method itself is told."""
-        self._epoch = epoch
-        if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.indices())
-
-    def indices(self) -> list[int]:
-        """All of an epoch's, at once: nobody else draws from the same generators meanwhile."""
-        layers.seed_all(self._seed, "sampler", self._epoch)
-        if isinstance(generator := getattr(self._sampler, "generator", None), torch.Generator):
-            generator.manual_seed(layers.derive_seed(self._seed, "sampler", self._epoch))
-        found = list(self._sampler)
-        if len(found) != len(self):
-            text = f"{len(found)} samples in epoch {self._epoch + 1}, and its length is {len(self)}"
-            raise ConfigError(f"data.sampler yields {text}")
-        return [self._checked(index) for index in found]
-
-    def _checked(self, index: Any) -> int:
-        is_one = isinstance(index, torch.Tensor) and index.dim() == 0
-        if isinstance(index, SupportsIndex) and (not isinstance(index, torch.Tensor) or is_one):
-            number = operator.index(index)
-            if 0 <= number < self._num_samples:
-                return number
-        raise ConfigError(
-            f"data.sampler yields {index!r}: it has to yield indices of samples, here from 0 to "
-            f"{self._num_samples - 1}, one by one"
-        )
-
-
-def sampler_of(dataset: Dataset[Any], data: DataConfig, seed: int) -> OwnSampler | None:
-    """The config's own sampler of the training dataset; None: it has none.
-
-    Raises:
-        ConfigError: it fails, or cannot be used.
-    """
-    if data.sampler is None:
-        return None
-    layers.seed_all(seed, "sampler")
-    sampler = importing.create(data.sampler, "data.sampler", dataset)
-    if not (hasattr(sampler, "__len__") and hasattr(sampler, "__iter__")):
-        raise ConfigError(
-            f"data.sampler = {data.sampler.callable!r} makes no sampler: it needs a length, and "
-            "yields indices of samples"
-        )
-    return OwnSampler(sampler, len(_sized(dataset)), seed)
-
-
 class Collate:
-    """How samples become a mini-batch; goes to a loader's process as what the config names.
+    """Makes a mini-batch of samples; pickled for a loader process as the config's name for it.
 
     Args:
         source: the config's own function; None: torch's.
@@ -291,15 +129,12 @@ class Collate:
 
 
 class Samples(Dataset[Any]):
-    """The samples of a whole mini-batch at once, loaded under a seed of its own.
+    """Dataset whose items are the samples of whole mini-batches, each loaded under its own seed.
 
     Args:
         dataset: see Batches.
         seed: the config's.
-        collate: how they become a mini-batch.
-
-    Attributes:
-        dataset: as given.
+        collate: makes a mini-batch of samples.
     """
 
     def __init__(
@@ -310,22 +145,18 @@ class Samples(Dataset[Any]):
         self._collate = collate
 
     def __len__(self) -> int:
-        return len(_sized(self.dataset))
+        return len(require_sized(self.dataset))
 
     def __getitem__(self, key: Key) -> Any:
         epoch, index, samples = key
         layers.seed_all(self._seed, "batch", epoch, index)
-        # torch's own loaders ask a dataset for many samples at once where it offers that.
+        # Like torch's own loaders, which load many samples at once if the dataset can.
         if load_samples := getattr(self.dataset, "__getitems__", None):
             return load_samples(samples)
         return [self.dataset[sample] for sample in samples]
 
     def load(self, key: Key) -> Loaded:
-        """A mini-batch, with the bits that Batches gives it.
-
-        Raises:
-            ConfigError: the dataset's items are tuples, but no pairs, or not made of tensors.
-        """
+        """Load a mini-batch, with the same bits as Batches."""
         loaded = _pair(self._collate(self[key]))
         if loaded.num_samples != len(key[2]):
             raise ConfigError(f"{len(key[2])} samples made a mini-batch of {loaded.num_samples}")
@@ -335,48 +166,39 @@ class Samples(Dataset[Any]):
 def load_batches(
     source: Factory, what: str, data: DataConfig, seed: int, training: bool
 ) -> Batches:
-    """The mini-batches of the dataset that `source` makes.
-
-    Raises:
-        ConfigError: it fails, is not map-style, or has too few samples for one mini-batch.
-    """
+    """Create the dataset `source`, and its mini-batches."""
     dataset = create_dataset(source, what, seed)
-    require_enough(len(_sized(dataset)), what, data, training)
+    require_enough(len(require_sized(dataset)), what, data, training)
     return Batches(dataset, data, seed, training)
 
 
 def create_dataset(source: Factory, what: str, seed: int) -> Dataset[Any]:
-    """The dataset that `source` makes.
-
-    Raises:
-        ConfigError: it fails, or is not map-style.
-    """
+    """Create the dataset `source`."""
     layers.seed_all(seed, "dataset", what)
     dataset: Dataset[Any] = importing.create(source, what)
     is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if not is_map_style or isinstance(dataset, IterableDataset):  # which has a __getitem__, too
+    if not is_map_style or isinstance(dataset, IterableDataset):  # which has a __getitem__ too
         raise ConfigError(f"{what} = {source.callable!r} is not a map-style dataset")
     return dataset
 
 
 def require_enough(samples: int, what: str, data: DataConfig, training: bool) -> None:
-    """Refuse a dataset that is too small.
-
-    Raises:
-        ConfigError: it has too few samples for one mini-batch.
-    """
+    """Fail if a dataset is too small."""
     if samples < (data.batch_size if data.drop_last and training else 1):
         raise ConfigError(f"{what}: {samples} samples make no mini-batch")
 
 
 def _to_bytes(collate: Callable[[Any], Any], samples: Any) -> bytes:
-    """A mini-batch as a pickle, which its parent reads: a process as trustworthy as this one."""
+    """Pickle a mini-batch for the parent process, which trusts this one."""
     return pickle.dumps(collate(samples))
 
 
 def _pair(batch: Any) -> Loaded:
-    """A mini-batch as the stages read it: what is no pair is its own target, as of a model that
-    learns what its input looks like, or of a loss that picks its targets from a dict."""
+    """Return inputs and targets, which are the same object unless the mini-batch is a pair.
+
+    They are the same for a model that reconstructs its input, and for a loss that picks its targets
+    from a dict.
+    """
     batch = pytree.plain(batch)  # a collate function may return any mapping
     if isinstance(batch, torch.Tensor | dict):
         return Loaded(batch, batch)
@@ -387,9 +209,3 @@ def _pair(batch: Any) -> Loaded:
             "them so"
         )
     return Loaded(batch[0], batch[1])
-
-
-def _sized(dataset: Dataset[Any]) -> Sized:
-    if not isinstance(dataset, Sized):
-        raise ConfigError("the dataset has no length")
-    return dataset

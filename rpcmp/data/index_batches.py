@@ -1,10 +1,10 @@
-"""Mini-batches as the driver sees them where the stages load the samples: indices, and no tensor.
+"""Mini-batches as indices of samples, without tensors: for a driver whose stages load the samples.
 
     draw 5, 6, 7 ──announce──> every stage that reads the batch: loads them in the background
     step 5       ──────────── "the mini-batch with number 5" ───────> takes slices of what is there
     draw 8       ──announce──> ...
 
-So many are announced ahead as loader processes can begin at once, and as many again.
+AHEAD mini-batches per loader process are announced before they are needed.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import NamedTuple
 
 import torch
 
-from rpcmp.data.batches import Key, SampleOrder
+from rpcmp.data.sample_order import Key, SampleOrder
 from rpcmp.rpc.messages import BatchIndices
 
 AHEAD = 2
-"""Mini-batches for each loader process that are loaded before they are needed."""
+"""Mini-batches per loader process that are loaded before they are needed."""
 
 
 class Announcer(NamedTuple):
-    """What all datasets of a job share.
+    """The announcements of all datasets of a job.
 
     Attributes:
-        tell: tells the stages of mini-batches that they will be asked for.
-        num_ahead: how many of them before they are needed.
-        numbers: of the mini-batches, in the order in which they are drawn.
+        tell: announces mini-batches to the stages.
+        num_ahead: how many are announced before they are needed.
+        numbers: yields the number of each mini-batch, in the order in which they are drawn.
     """
 
     tell: Callable[[Sequence[BatchIndices]], None]
@@ -38,10 +38,10 @@ class Announcer(NamedTuple):
 
 
 class SampledThere:
-    """The order of samples by the config's own sampler, which is where the samples are.
+    """The order of the config's own sampler, which runs where the samples are.
 
     Args:
-        ask: gives the indices of an epoch's samples, int64; counted from 0.
+        ask: returns the indices of an epoch's samples, int64; epochs are counted from 0.
     """
 
     def __init__(self, ask: Callable[[int], torch.Tensor]) -> None:
@@ -52,7 +52,7 @@ class SampledThere:
         return len(self._indices)
 
     def set_epoch(self, epoch: int) -> None:
-        """See rpcmp.data.batches.Epochs."""
+        """See rpcmp.data.sample_order.Epochs."""
         self._indices = self._ask(epoch).tolist()
 
     def __iter__(self) -> Iterator[int]:
@@ -60,14 +60,14 @@ class SampledThere:
 
 
 class IndexBatches:
-    """The mini-batches of one dataset, epoch after epoch, those of `rpcmp.data.batches.Batches`.
+    """The mini-batches of one dataset, equal to those of `rpcmp.data.batches.Batches`.
 
     Args:
         dataset: "train" or "test".
         order: of its samples.
-        announcer: told of each mini-batch in advance.
-        total: mini-batches that will be asked for, epoch after epoch, so that an epoch's first ones
-            are loaded while the one before ends; 0: each epoch is asked for by itself.
+        announcer: announces each mini-batch in advance.
+        total: number of mini-batches in all epochs, so that an epoch's first ones are loaded while
+            the one before ends; 0: epochs do not follow on each other.
     """
 
     def __init__(
@@ -85,21 +85,21 @@ class IndexBatches:
 
     @property
     def fewest(self) -> int:
-        """Samples of the smallest mini-batch, the last of an epoch."""
+        """Number of samples in the smallest mini-batch, the last of an epoch."""
         return self._order.fewest
 
     def close(self) -> None:
-        """There is nothing to end: the stages load."""
+        """Do nothing: the stages load."""
 
     def first(self) -> BatchIndices:
-        """The first mini-batch of the first epoch; no other is loaded for it."""
+        """Return the first mini-batch of the first epoch, and load no other."""
         self._announced.clear()
         (drawn,) = itertools.islice(self._draw(1, 0), 1)
         self._announcer.tell([drawn])
         return drawn
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[BatchIndices]:
-        """Each mini-batch of `epoch`, counted from 1, from the one whose index is `first` on."""
+        """Yield the mini-batches of `epoch`, counted from 1, from the one with index `first`."""
         if not self._announced or self._announced[0].place != (epoch, first):
             self._announced.clear()
             self._coming = self._draw(epoch, first)
@@ -108,7 +108,7 @@ class IndexBatches:
             yield self._announced.popleft()
 
     def _announce(self) -> None:
-        """The one that is needed now, and some of those after it."""
+        """Announce the mini-batch that is needed now and some after it, unless done before."""
         missing = 1 + self._announcer.num_ahead - len(self._announced)
         if drawn := list(itertools.islice(self._coming, missing)):
             self._announcer.tell(drawn)

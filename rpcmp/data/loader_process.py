@@ -1,9 +1,9 @@
-"""A process that loads samples for a stage: builds the datasets, then does what it is asked.
+"""A process that loads samples for a stage: it builds the datasets, then answers requests.
 
-worker ──which samples──> process      process ──sizes; parts of a mini-batch, or an error──> worker
+    worker ──which samples──> process ──sizes; parts of a mini-batch; an error──> worker
 
-Answers are tensors in shared memory, and a pickle of what they are part of: a batch may be made of
-the user's own named tuples, and this process is as trustworthy as the worker that has forked it.
+Answers are tensors in shared memory, and a pickle of the trees that they belong to, since a batch
+may contain the user's own named tuples. The worker trusts this process, which it has forked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from rpcmp.config.importing import explain_error
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import SOURCES, Reference
 from rpcmp.data import batches
-from rpcmp.data.batches import Collate, OwnSampler, Samples
+from rpcmp.data.batches import Collate, Samples
+from rpcmp.data.sample_order import OwnSampler, sampler_of
 from rpcmp.errors import ConfigError, RpcmpError, StageError, one_line, to_wire
 from rpcmp.pipelining import pytree
 from rpcmp.process.channel import die_with_parent
@@ -33,7 +34,7 @@ from rpcmp.rpc.tensors import Handoff
 Message = dict[str, Any]
 
 Parts = dict[Reference, Any]
-"""What a stage reads of a mini-batch: for each reference a tree of tensors."""
+"""What a stage reads of a mini-batch: a tree of tensors per reference."""
 
 
 def serve(handoff: Handoff, parent_pid: int, config: Config, stage: str) -> NoReturn:
@@ -42,8 +43,7 @@ def serve(handoff: Handoff, parent_pid: int, config: Config, stage: str) -> NoRe
     Args:
         handoff: to the worker.
         parent_pid: the worker's.
-        config: the job.
-        stage: for whom, by name.
+        stage: the stage's name.
     """
     die_with_parent(parent_pid, signal.SIGKILL)
     setproctitle("rpcmp.data.batches")
@@ -53,8 +53,9 @@ def serve(handoff: Handoff, parent_pid: int, config: Config, stage: str) -> NoRe
     while True:
         try:
             _send(handoff, answer, stage)
-            asked = handoff.receive()
-            answer = loading.order(*asked) if len(asked) == 1 else loading.load(*asked)
+            request = handoff.receive()
+            is_order = len(request) == 1
+            answer = loading.order(*request) if is_order else loading.load(*request)
         except (OSError, EOFError):
             os._exit(0)
 
@@ -64,12 +65,12 @@ def _send(handoff: Handoff, answer: Message, stage: str) -> None:
         handoff.send(answer)
     except (OSError, EOFError):
         raise
-    except Exception as error:  # tensors of a kind that cannot be handed over; nothing was sent
-        handoff.send(_failure(stage, error))
+    except Exception as error:  # a tensor cannot be handed over, and nothing was sent
+        handoff.send(_stage_error(stage, error))
 
 
 def unpacked(references: Sequence[Reference], answer: Message) -> Parts:
-    """What a process has answered that has loaded a mini-batch."""
+    """Return the parts of a mini-batch in a process's answer."""
     leaves = iter(answer["leaves"])
     trees = pickle.loads(bytes.fromhex(answer["trees"]))
     parts = pytree.map_leaves(lambda _: next(leaves), trees)
@@ -84,7 +85,7 @@ class _Loading:
         self._samples: dict[str, Samples] = {}
 
     def build(self) -> Message:
-        """How many samples each dataset has."""
+        """Build the datasets, and answer with their sizes."""
         section, sizes = self._config.require_data("loading samples at a stage"), {}
         try:
             for name, source in section.factories.items():
@@ -92,51 +93,51 @@ class _Loading:
                 self._samples[name] = Samples(dataset, self._config.seed, Collate(section.collate))
                 sizes[name] = len(self._samples[name])
         except Exception as error:
-            return _mistake(error)
+            return _config_error(error)
         return {"sizes": sizes}
 
     def order(self, epoch: int) -> Message:
-        """The order of an epoch's samples, by the config's own sampler."""
+        """Answer with the order of an epoch's samples, by the config's own sampler."""
         try:
             self._sampler.set_epoch(epoch)
             return {"indices": torch.tensor(self._sampler.indices(), dtype=torch.int64)}
         except Exception as error:
-            return _mistake(error)
+            return _config_error(error)
 
     @functools.cached_property
     def _sampler(self) -> OwnSampler:
-        """Made when it is asked for: only one process of a job is."""
+        """Created on first use, since only one process of a job draws an order."""
         section = self._config.require_data("sampling")
-        found = batches.sampler_of(self._samples["train"].dataset, section, self._config.seed)
-        if found is None:
+        sampler = sampler_of(self._samples["train"].dataset, section, self._config.seed)
+        if sampler is None:
             raise ConfigError("the job has no data.sampler")
-        return found
+        return sampler
 
     def load(self, dataset: str, epoch: int, index: int, samples: list[int]) -> Message:
-        """What the stage reads of one mini-batch."""
+        """Answer with what the stage reads of one mini-batch."""
         try:
             loaded = self._samples[dataset].load((epoch, index, samples))
             batch = dict(zip(SOURCES, loaded, strict=True))
-            parts = [_part(batch, reference) for reference in self._references]
+            parts = [_select(batch, reference) for reference in self._references]
         except RpcmpError as error:
             return {"error": to_wire(error)}
         except BaseException as error:  # also sys.exit() in the user's code
-            return _failure(self._stage, error)
+            return _stage_error(self._stage, error)
         trees = pytree.map_leaves(lambda _: None, parts)
         return {"trees": pickle.dumps(trees).hex(), "leaves": list(pytree.leaves(parts))}
 
 
-def _mistake(error: Exception) -> Message:
+def _config_error(error: Exception) -> Message:
     text = str(error) if isinstance(error, RpcmpError) else explain_error(error)
     return {"error": to_wire(ConfigError(f"on {platform.node()}: {text}"))}
 
 
-def _failure(stage: str, error: BaseException) -> Message:
+def _stage_error(stage: str, error: BaseException) -> Message:
     text = "".join(traceback.format_exception(error))
     return {"error": to_wire(StageError(stage, "data", one_line(error), text))}
 
 
-def _part(batch: dict[str, Any], reference: Reference) -> Any:
+def _select(batch: dict[str, Any], reference: Reference) -> Any:
     try:
         return pytree.select(batch[reference.producer], reference.path)
     except LookupError as error:

@@ -1,13 +1,11 @@
-"""What a stage reads of mini-batches that it loads itself.
+"""Mini-batches that a stage loads itself, and the processes that load them.
 
-driver: "you will be asked for 5, 6, 7" ──expect──> loaded in the background
-a forward needs a slice of 5             ──get────> a copy of its own, once 5 is there
+    driver announces 5, 6, 7      ──prefetch──> loaded in the background
+    a forward needs a slice of 5  ──get───────> its own copy, once 5 is there
 
-The processes in which a stage loads samples, as the worker sees them.
-
-Never in the worker: there a model draws from the same generators as a random transform. They are
-forked from it before it has threads, so nothing is imported anew, and build their datasets while
-the worker builds the stage.
+Samples are never loaded in the worker, where a model draws from the same generators as a random
+transform. The processes are forked before the worker has threads, so they import nothing anew, and
+build their datasets while the worker builds the stage.
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ from rpcmp.pipelining import microbatch
 from rpcmp.pipelining.inflight import STEPS_AHEAD
 from rpcmp.process import interpreter
 from rpcmp.rpc import transport
-from rpcmp.rpc.messages import BatchIndices, Bundle, DatasetInfo, MicrobatchMeta, StageOutputs
+from rpcmp.rpc.messages import BatchIndices, Bundle, DatasetInfo, RoundHeader, StageOutputs
 from rpcmp.rpc.tensors import Handoff
 from rpcmp.rpc.transport import NOBODY, Raised
 
 END_SECONDS = 1.0
-"""How long it may take to learn how a process ended that has hung up."""
+"""Longest wait for the exit code of a process that has closed its connection."""
 
 
 class _Loader(NamedTuple):
@@ -52,14 +50,10 @@ class _Loader(NamedTuple):
 
 
 class LoaderPool:
-    """The processes that load what one stage reads; made before this process has threads.
+    """The processes that load what one stage reads; created before this process has threads.
 
     Args:
-        config: the job.
-        stage: the name of the stage, which reads some of the batch.
-
-    Raises:
-        ConfigError: the job has no `[data]`.
+        stage: the name of a stage that reads some of the batch.
     """
 
     def __init__(self, config: Config, stage: str) -> None:
@@ -75,12 +69,7 @@ class LoaderPool:
         self._threads = ThreadPoolExecutor(len(self._all), "rpcmp-loader")
 
     def holding(self) -> DatasetInfo:
-        """What they have built; waits until they have, and is to be asked once.
-
-        Raises:
-            ConfigError: a dataset cannot be built here.
-            WorkerDiedError: one of them has ended.
-        """
+        """Wait until the datasets are built, and return their sizes; called once."""
         answers = [self._receive(loader) for loader in self._all]
         for answer in answers:
             if "error" in answer:
@@ -89,11 +78,9 @@ class LoaderPool:
 
     @property
     def pids(self) -> list[int]:
-        """Their process ids."""
         return [loader.process.pid or 0 for loader in self._all]
 
     def close(self) -> None:
-        """End them."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for loader in self._all:
             loader.handoff.close()
@@ -110,10 +97,10 @@ class LoaderPool:
         def attempt() -> torch.Tensor | RpcmpError:
             try:
                 answer = self._ask([epoch])
-                found: torch.Tensor = answer["indices"]
+                indices: torch.Tensor = answer["indices"]
             except RpcmpError as error:
                 return error
-            return found
+            return indices
 
         self._threads.submit(lambda: done(attempt()))
 
@@ -124,11 +111,11 @@ class LoaderPool:
         except RpcmpError as error:
             return error
 
-    def _ask(self, what: list[Any]) -> Any:
-        """The answer of the next process that is idle."""
+    def _ask(self, request: list[Any]) -> Any:
+        """Return the answer of the next process that is idle."""
         loader = self._idle.get()
         try:
-            loader.handoff.send(what)
+            loader.handoff.send(request)
             answer = self._receive(loader)
         except OSError:
             raise self._died(loader) from None
@@ -148,7 +135,7 @@ class LoaderPool:
         loader.process.join(END_SECONDS)
         return WorkerDiedError(
             f"a process that loads samples for stage {self._stage!r} on {platform.node()} "
-            f"(pid {loader.process.pid}) {interpreter.told(loader.process.exitcode)}"
+            f"(pid {loader.process.pid}) {interpreter.describe_exit(loader.process.exitcode)}"
         )
 
     def _fork(self, config: Config) -> _Loader:
@@ -168,11 +155,11 @@ class LoaderPool:
 
 @dataclass
 class _MiniBatch:
-    """One that is loaded, or will be.
+    """A mini-batch that is loaded, or will be.
 
     Attributes:
-        parts: what of it the stage reads, or why it could not be loaded.
-        round: the round that works on it; 0: none so far.
+        parts: what the stage reads of it, or why it could not be loaded.
+        round: the round that uses it; 0 if none does yet.
     """
 
     parts: Future[Parts | RpcmpError] = field(default_factory=Future)
@@ -180,15 +167,12 @@ class _MiniBatch:
 
 
 class StageDataLoader:
-    """The mini-batches that a stage loads, from when they are announced to when they are done.
+    """The mini-batches that a stage loads, from their announcement to the end of their round.
 
     Thread-safe.
 
-    Args:
-        loaders: which load them.
-
     Attributes:
-        holding: what they have built; set by `wait`.
+        holding: sizes of the datasets; set by `wait`.
     """
 
     def __init__(self, loaders: LoaderPool) -> None:
@@ -202,15 +186,11 @@ class StageDataLoader:
         return len(self._mini_batches)
 
     def wait(self) -> None:
-        """Return when all datasets are built.
-
-        Raises:
-            ConfigError: one cannot be built here.
-        """
+        """Return when all datasets are built."""
         self.holding = self._loaders.holding()
 
     def order(self, epoch: int) -> Future[Any]:
-        """The indices of an epoch's samples, or a Raised."""
+        """Return the indices of an epoch's samples, or a Raised."""
         answer: Future[Any] = Future()
 
         def done(found: Tensor | RpcmpError) -> None:
@@ -219,70 +199,69 @@ class StageDataLoader:
         self._loaders.order(epoch, done)
         return answer
 
-    def expect(self, drawn: Sequence[BatchIndices]) -> None:
+    def prefetch(self, drawn: Sequence[BatchIndices]) -> None:
         """Load these mini-batches, one after the other."""
         for each in drawn:
             with self._lock:
-                mini_batch = self._mini_batch(each.number)
+                mini_batch = self._mini_batch(each.batch_id)
             self._loaders.load(each, mini_batch.parts.set_result)
 
     def get(self, bundle: Bundle, reference: Reference) -> Future[Any]:
-        """Outputs, one for each micro-batch of a bundle, or a Raised; copies at every call.
+        """Return StageOutputs per micro-batch of a bundle, or a Raised; copies at every call.
 
-        The mini-batch may be announced later: messages overtake each other.
+        The mini-batch may be announced later, since messages overtake each other.
         """
-        mini_batch = self._needed(bundle)
+        mini_batch = self._needed(bundle.round)
         answer: Future[Any] = Future()
 
         def loaded(found: list[Any]) -> None:
-            answer.set_result(_slices(found[0], bundle.works, reference))
+            answer.set_result(_slices(found[0], bundle, reference))
 
         transport.when_all([(NOBODY, mini_batch.parts)], loaded)
         return answer
 
-    def skip(self, bundle: Bundle) -> None:
-        """Hear of a round whose bundles are all for other replicas."""
-        self._needed(bundle)
+    def skip(self, header: RoundHeader) -> None:
+        """Record a round whose bundles are all for other replicas."""
+        self._needed(header)
 
     def forget(self, last: int) -> None:
-        """Let go of all: the rounds up to `last` were aborted, and what comes is announced again.
+        """Drop all mini-batches after the rounds up to `last` were aborted.
 
-        Whoever asks for them even so, since the abort has overtaken the question, gets an error.
+        What is needed later is announced again. A request for an aborted round, which the abort has
+        overtaken, fails.
         """
         with self._lock:
             self._aborted_round = max(last, self._aborted_round)
             self._mini_batches.clear()
 
-    def _needed(self, bundle: Bundle) -> _MiniBatch:
+    def _needed(self, header: RoundHeader) -> _MiniBatch:
         with self._lock:
-            if bundle.round <= self._aborted_round:  # nobody would load it
+            if header.number <= self._aborted_round:  # it would never be loaded
                 aborted = _MiniBatch()
-                aborted.parts.set_result(JobError(f"step {bundle.step} was aborted"))
+                aborted.parts.set_result(JobError(f"step {header.step} was aborted"))
                 return aborted
-            mini_batch = self._mini_batch(bundle.works[0].drawn)
-            mini_batch.round = bundle.round
-            self._let_go_before(bundle.round)
+            mini_batch = self._mini_batch(header.batch_id)
+            mini_batch.round = header.number
+            self._drop_before(header.number)
         return mini_batch
 
     def _mini_batch(self, number: int) -> _MiniBatch:
         return self._mini_batches.setdefault(number, _MiniBatch())
 
-    def _let_go_before(self, current: int) -> None:
-        """No round begins before all is done that lies STEPS_AHEAD rounds before it."""
+    def _drop_before(self, current: int) -> None:
+        """Drop rounds that are over: none starts before the one STEPS_AHEAD before it is done."""
         done = range(1, current - STEPS_AHEAD + 1)
         for number in [n for n, each in self._mini_batches.items() if each.round in done]:
             del self._mini_batches[number]
 
 
-def _slices(
-    parts: Parts | RpcmpError, works: Sequence[MicrobatchMeta], reference: Reference
-) -> Any:
-    if isinstance(parts, StageError):  # which does not know the step
-        parts = StageError(**{**parts.fields, "step": works[0].step})
+def _slices(parts: Parts | RpcmpError, bundle: Bundle, reference: Reference) -> Any:
+    if isinstance(parts, StageError):  # raised in a process that does not know the step
+        parts = StageError(**{**parts.fields, "step": bundle.round.step})
     if isinstance(parts, RpcmpError):
         return Raised(to_wire(parts))
     whole = parts[reference]
     return [
-        StageOutputs(microbatch.cut(whole, work.num_microbatches, work.microbatch))
-        for work in works
+        StageOutputs(microbatch.cut(whole, bundle.round.num_microbatches, meta.number))
+        for meta in bundle.microbatches
     ]

@@ -4,10 +4,10 @@ The bond with the supervisor comes first, before anything that may take time: a 
 meanwhile must not leave a process behind.
 """
 
-from rpcmp.process.channel import begin_child
+from rpcmp.process.channel import connect_to_supervisor
 
 if __name__ == "__main__":
-    bond = begin_child()
+    bond = connect_to_supervisor()
     from rpcmp.driver.process import run
 
     run(bond)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rpcmp.config.schema import Config
-from rpcmp.data.batches import SampleOrder, load_batches, require_enough
+from rpcmp.data.batches import load_batches, require_enough
 from rpcmp.data.index_batches import AHEAD, Announcer, IndexBatches, SampledThere
+from rpcmp.data.sample_order import SampleOrder
 from rpcmp.driver.rounds import Batch
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.errors import ConfigError
@@ -68,14 +69,14 @@ class Datasets:
             ConfigError: `[data]` is missing, a dataset is too small, or hosts have different ones.
         """
         section, seed = config.require_data("training"), config.seed
-        sizes = _common_sizes(group.holdings())
+        sizes = _common_sizes(group.dataset_infos())
         num_ahead = AHEAD * section.num_loaders
-        announcer = Announcer(group.announce, num_ahead, itertools.count(1))
+        announcer = Announcer(group.prefetch, num_ahead, itertools.count(1))
         orders = {}
         for name, samples in sizes.items():
             training = name == "train"
             require_enough(samples, f"data.{name}", section, training)
-            sampler = SampledThere(group.order) if training and section.sampler else None
+            sampler = SampledThere(group.epoch_order) if training and section.sampler else None
             orders[name] = SampleOrder(range(samples), section, seed, training, sampler)
         total = total_steps(config, len(orders["train"]))
         train = IndexBatches("train", orders["train"], announcer, total)
@@ -167,5 +168,5 @@ class StepStream:
                 started = self._start_loading(number + 1)
 
     def _start_loading(self, step: int) -> float:
-        self._activity.begin("data", step)
+        self._activity.start("data", step)
         return time.perf_counter()

@@ -25,7 +25,7 @@ from rpcmp.config.schema import Config
 from rpcmp.config.types import Factory
 from rpcmp.errors import ConfigError, FactoryError, JobError
 from rpcmp.metrics import METHODS, keeps_state
-from rpcmp.pipelining import exact_sum, pytree
+from rpcmp.pipelining import microbatch, pytree
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def mean(parts: Iterable[Evaluation]) -> Evaluation:
 
     def weighted(values: Iterable[float]) -> float:
         pairs = zip(parts, values, strict=True)
-        return exact_sum.exact_sum(part.num_samples / total * value for part, value in pairs)
+        return microbatch.exact_sum(part.num_samples / total * value for part, value in pairs)
 
     names = parts[0].metrics if parts else {}
     return Evaluation(

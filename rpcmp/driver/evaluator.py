@@ -70,11 +70,11 @@ class Evaluator:
         """
         if self._test is None:
             return ""
-        self._activity.begin("evaluation", 0, 0)
+        self._activity.start("evaluation", 0, 0)
         first = self._try("first", self._test.first())
         warning = self._try_results(first)
         if self._test.fewest < first.num_samples:
-            self._activity.begin("evaluation", 0, 1)
+            self._activity.start("evaluation", 0, 1)
             self._try("last", next(self._test.epoch(1, len(self._test) - 1)))
         return warning
 
@@ -118,7 +118,7 @@ class Evaluator:
         for index, batch in enumerate(self._test.epoch(epoch)):
             if self._stop.is_set():
                 return None
-            self._activity.begin("evaluation", step, index)
+            self._activity.start("evaluation", step, index)
             parts.append(self._group.evaluate(batch, step, self._metrics))
         return self._values(parts)
 

@@ -14,7 +14,7 @@ import math
 import struct
 from dataclasses import dataclass
 
-from rpcmp.config.sections import LossScalingConfig
+from rpcmp.config.run_sections import LossScalingConfig
 from rpcmp.errors import LossScaleError
 
 LOWEST = 2.0**-16

@@ -26,9 +26,9 @@ from typing import NamedTuple
 from rpcmp.config import importing
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.data.batch_server import BatchServer
-from rpcmp.driver import calls
 from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.evaluation import Metrics
+from rpcmp.driver.operations import Operations, serve
 from rpcmp.driver.progress import TrainingProgress
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.driver.tracing import StepSampler, Tracer
@@ -43,6 +43,7 @@ from rpcmp.rpc import transport, unpickler
 from rpcmp.rpc.store import ChannelStore
 from rpcmp.rpc.tensors import save_tensors
 from rpcmp.rpc.transport import TorchRpc
+from rpcmp.worker.stage import Stage
 
 
 class Planned(NamedTuple):
@@ -117,11 +118,11 @@ class DriverProcess:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def run(self) -> None:
-        with self._activity.doing("plan"):
+        with self._activity.during("plan"):
             config = self._plan(self._expect("plan"))
-        liveness.begin(self._channel, lambda: {"tensors": transport.answered.read()})
+        liveness.start_heartbeat(self._channel, lambda: {"tensors": transport.answered.read()})
         order = self._messages.get()
-        with self._activity.doing("join"):
+        with self._activity.during("join"):
             address = transport.join(order["members"], order["rank"], self._store, self._source)
         self._channel.send({"event": "joined", "address": address})
         work = self._messages.get()
@@ -130,8 +131,9 @@ class DriverProcess:
             self._datasets = Datasets.at_stages(config, group)
         match work["op"]:
             case "serve":
-                model = calls.Calls(config, group, work["state"], work["kept"], self._metrics)
-                calls.serve(model, self._fds[0], self._activity)
+                state, kept = work["state"], work["kept"]
+                operations = Operations(config, group, state, kept, self._metrics)
+                serve(operations, self._fds[0], self._activity)
             case "train":
                 self._train(config, group, work)
             case "segments":
@@ -175,11 +177,11 @@ class DriverProcess:
                 follower.write(Path(order["last_steps"]))
         if tracer is not None:
             tracer.write(Path(order["trace"]))
-        self._activity.end()
+        self._activity.stop()
         training.saves.wait()
-        memory = group.memory()  # before anything is copied for a file
+        memory = group.everywhere(Stage.memory)  # before anything is copied for a file
         if order["save_state"]:
-            save_tensors(group.state_dict(), Path(order["save_state"]))
+            save_tensors(group.merge(Stage.state_dict), Path(order["save_state"]))
         scaler = training.progress.scaler
         self._report(
             SummaryEvent(
@@ -190,7 +192,7 @@ class DriverProcess:
                 loss_scale=None if scaler is None else scaler.scale,
                 skipped_steps=None if scaler is None else scaler.skipped,
                 parameters_sha256=group.parameters_sha256(),
-                hosts=group.hosts(),
+                hosts=group.everywhere(Stage.host),
                 memory=memory,
             )
         )
@@ -207,7 +209,7 @@ class DriverProcess:
         self._channel.send({"event": "done"})
 
     def _next_order(self) -> Message:
-        self._activity.end()
+        self._activity.stop()
         return self._messages.get()
 
     def _make_training(
@@ -245,7 +247,7 @@ class DriverProcess:
         while (message := self._channel.receive()) is not None:
             match message["op"]:
                 case "stored":
-                    self._store.heard(message)
+                    self._store.set_answer(message)
                 case "finish_step":
                     self._saves_at_end |= message["save"]
                     self._stop.set()

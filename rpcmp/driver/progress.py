@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self
 
+from rpcmp.config.run_sections import EarlyStoppingConfig, Mode, is_better
 from rpcmp.config.schema import Config
-from rpcmp.config.sections import EarlyStoppingConfig, Mode, is_better
 from rpcmp.driver.loss_scaler import ScalerState
 
 

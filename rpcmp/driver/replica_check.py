@@ -1,4 +1,7 @@
-"""That what several workers have is one: when a group begins, and when it is looked at."""
+"""Keep replicas and tied parameters identical.
+
+They are synchronized when a group forms, and compared when parameters are hashed.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ from rpcmp.worker.stage import Stage
 
 
 def require_fit(workers: WorkerRefs, config: Config) -> None:
-    """Check that replicas are the same model, and that what the config names is there.
+    """Check that replicas are the same model, and that everything the config names exists.
 
     Raises:
-        ConfigError: replicas have other code, or tensors of other names or shapes; two stages have
-            the same name of something; a tied parameter does not exist, or is not like the one that
-            it is tied to; a parameter group has a pattern that matches nothing.
+        ConfigError: replicas differ in code, or in names or shapes of tensors; two stages use the
+            same name; a tied parameter does not exist, or differs from the one that it is tied to;
+            a pattern of a parameter group matches nothing.
     """
     signatures = workers.everywhere(Stage.signature)
     hosts = {label: signature.pop(HOST) for label, signature in signatures.items()}
@@ -50,15 +53,15 @@ def require_fit(workers: WorkerRefs, config: Config) -> None:
     require_equal_kinds(config.tied, every)
 
 
-def unite(workers: WorkerRefs) -> None:
-    """Make all replicas what the first one is, and tied parameters equal, before the first step."""
+def sync_initial_state(workers: WorkerRefs) -> None:
+    """Copy replica 0 to all replicas, and tied parameters from their owners."""
     hosts = workers.everywhere(Stage.host)
     unequal = {f.stage for f, other in _pairs(workers) if hosts[f.label] != hosts[other.label]}
-    united = [
-        (worker.label, workers.on(worker, Stage.unite, worker.stage in unequal))
+    calls = [
+        (worker.label, workers.on(worker, Stage.sync_initial_state, worker.stage in unequal))
         for worker in workers
     ]
-    transport.results(united)
+    transport.results(calls)
 
 
 def require_equal(workers: WorkerRefs) -> None:
@@ -73,7 +76,6 @@ def require_equal(workers: WorkerRefs) -> None:
 
 
 def _pairs(workers: WorkerRefs) -> Iterator[tuple[Member, Member]]:
-    """Each other replica with its stage's first."""
     firsts = {worker.stage: worker for worker in workers if worker.replica == 0}
     return ((firsts[worker.stage], worker) for worker in workers if worker.replica)
 
@@ -81,7 +83,7 @@ def _pairs(workers: WorkerRefs) -> Iterator[tuple[Member, Member]]:
 def _differences(
     workers: WorkerRefs, answers: Mapping[str, dict[str, str]]
 ) -> Iterator[tuple[Member, Member, str]]:
-    """Which replicas have answered differently, and what first."""
+    """Yield pairs of replicas whose answers differ, and their first difference."""
     for first, other in _pairs(workers):
         name = _first_difference(answers[first.label], answers[other.label])
         if name is not None:

@@ -1,17 +1,18 @@
-"""The stages as the driver sees them: one call for a train step, an evaluation or a prediction.
+"""All stages as one model: one call for a train step, an evaluation or a prediction.
 
-Whatever concerns the model as a whole is here: each stage has a part of it, and an answer of all of
-them is put together as if there were one process. How micro-batches go through them is in `rounds`.
+Each stage has a part of the model, and this module joins their answers as if there were one
+process. See `rounds` for how micro-batches go through the stages.
 """
 
 from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, TypeVarTuple, overload
 
 import torch
+from torch.futures import Future
 
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER, Member
@@ -24,9 +25,8 @@ from rpcmp.driver.loss_scaler import LossScaler
 from rpcmp.driver.rounds import Batch, RoundHandle, RoundScheduler
 from rpcmp.driver.worker_refs import WorkerRefs
 from rpcmp.errors import ConfigError, JobError, RpcmpError, one_line
-from rpcmp.observability.events import Memory
 from rpcmp.observability.trace.spans import Span
-from rpcmp.pipelining import exact_sum, inflight, microbatch
+from rpcmp.pipelining import inflight, microbatch
 from rpcmp.rpc import tensors
 from rpcmp.rpc.messages import (
     AfterRound,
@@ -41,16 +41,18 @@ from rpcmp.rpc.messages import (
 from rpcmp.rpc.transport import Transport, result, results
 from rpcmp.worker.stage import Stage
 
+Arguments = TypeVarTuple("Arguments")
+Result = TypeVar("Result")
+
 
 class StageGroup:
     """All stages of a job, after every process has joined.
 
-    Train steps may overlap; everything else waits until no round is under way.
+    Train steps may overlap. Everything else waits until no round is in flight.
 
     Args:
-        config: the job.
-        source: what this process serves to the stages.
-        peers: the stages' processes.
+        source: serves mini-batches to the stages.
+        peers: the transport of the group.
     """
 
     def __init__(self, config: Config, source: BatchServer, peers: Transport) -> None:
@@ -67,7 +69,7 @@ class StageGroup:
             None if config.loss_scaling is None else LossScaler(config.loss_scaling),
         )
         self._unsummed = 0
-        self._unite()
+        self._sync_initial_state()
         self._needed: dict[str, int] = {}
         if config.data is None or config.data.min_microbatch is None:
             self._needed = self._workers.on_firsts(Stage.smallest_microbatch)
@@ -100,7 +102,7 @@ class StageGroup:
         )
 
     def warnings(self) -> list[str]:
-        """Return what the config could not know: how many micro-batches a step really has."""
+        """Return warnings if a step has fewer micro-batches than the config asks for."""
         config, section = self._config, self._config.require_data("training")
         merged = section.model_copy(update={"min_microbatch": self._rounds.smallest})
         real = config.model_copy(update={"data": merged})
@@ -115,41 +117,37 @@ class StageGroup:
         return [fewer, *real.warnings]
 
     def reschedule(self, config: Config) -> None:
-        """Go on under another setting, one that the plan foresaw; between two rounds.
-
-        Args:
-            config: the job with that setting.
-        """
+        """Switch to schedule options that the plan foresaw, between two rounds."""
         self._rounds.reschedule(config)
-        self._everywhere(Stage.reschedule, config.schedule, inflight.limits(config))
+        self.everywhere(Stage.reschedule, config.schedule, inflight.limits(config))
         self._config = config
 
     def start_step(
         self,
         batch: Batch,
         step: int,
-        end: AfterRound,
+        after: AfterRound,
         version: int = 0,
         save: bool = False,
     ) -> RoundHandle:
-        """Begin a train step; `finish_step` waits for it.
+        """Start a train step; `finish_step` waits for it.
 
-        Up to STEPS_AHEAD may be under way; every stage works on them strictly in order.
+        Up to STEPS_AHEAD may be in flight; every stage works on them strictly in order.
 
         Args:
-            batch: one that the stages load they must have heard of by `announce`.
-            step: the optimizer step that this is for, counted from 1; seeds dropout. Called again
-                for the same step, gradients add up and dropout goes on drawing.
-            end: what the stages do by themselves afterwards.
-            version: the number under which they keep what they are then; 0: they do not.
-            save: whether that goes to their disks.
+            batch: a mini-batch. If stages load it, they must have been told by `prefetch`.
+            step: the optimizer step that this is for, counted from 1; seeds dropout. In another
+                call for the same step, gradients accumulate and dropout goes on drawing.
+            after: what the stages do by themselves afterwards.
+            version: the number of the snapshot that they take then; 0: none.
+            save: whether that snapshot goes to their disks.
         """
-        started = self._rounds.train(batch, step, end, version, save)
-        self._unsummed = started.number if end is AfterRound.NOTHING else 0
+        started = self._rounds.train(batch, step, after, version, save)
+        self._unsummed = started.number if after is AfterRound.NOTHING else 0
         return started
 
     def finish_step(self, started: RoundHandle) -> Trained:
-        """Wait for a train step, the earliest under way.
+        """Wait for the earliest train step in flight.
 
         Raises:
             StageError: the user's code raised at a stage.
@@ -158,35 +156,34 @@ class StageGroup:
         try:
             trained: list[Trained] = self._rounds.finish(started)
         except JobError:
-            self._let_go_of_gradients()
+            self._clear_gradients()
             raise
         reports = {name: report for part in trained for name, report in part.reports.items()}
-        return Trained(exact_sum.exact_sum(part.loss for part in trained), reports)
+        return Trained(microbatch.exact_sum(part.loss for part in trained), reports)
 
     def forward_backward(self, batch: Batch, step: int) -> float:
         """Accumulate the gradients of a mini-batch and return its loss; see `start_step`."""
         return self.finish_step(self.start_step(batch, step, AfterRound.NOTHING)).loss
 
     def end_step(self, started: RoundHandle, loss: float) -> dict[str, StepReport]:
-        """Let all stages step that hold a step, after its `finish_step`; what they report.
+        """Step all optimizers after `finish_step` of a step that is held; return the reports.
 
         Args:
-            started: which one.
-            loss: the step's, for schedulers that watch it.
+            loss: of the step, for schedulers that watch it.
 
         Raises:
             StageError: an optimizer raised.
-            LossScaleError: the step was skipped, like so many before that the scale is of no use.
+            LossScaleError: too many steps in a row were skipped.
         """
-        step = started.works[0].step
+        step = started.header.step
         watched = loss if self._config.steps_scheduler("step") else None
         try:
-            self._sum_after(started.number)
+            self._sum_round(started.number)
             reports = self.optimizer.finish(self._config.max_grad_norm, watched)
         except Exception as error:  # no stage may be left that holds the round
             known = error if isinstance(error, RpcmpError) else _unexpected(error, step)
             cause = self._rounds.abort(known, started.number)
-            self._let_go_of_gradients()
+            self._clear_gradients()
             raise cause from error
         if self.optimizer.scaler is not None:
             self.optimizer.scaler.require_useful(step)
@@ -208,51 +205,66 @@ class StageGroup:
         self.optimizer.zero_grad()
 
     def settle(self) -> dict[str, StepReport]:
-        """Wait until all stages have done all that they were asked for; what they report.
+        """Wait until all stages are idle; return their reports of the last step.
 
         Raises:
             StageError: the last step failed in a weight gradient or an optimizer.
         """
-        found = self._everywhere(Stage.settle)
+        found = self.everywhere(Stage.settle)
         return {name: report for name, report in found.items() if report is not None}
 
-    def keep(self, version: int) -> None:
-        """Have all stages keep what they are, now that they have done all, as `version`.
+    @overload
+    def everywhere(
+        self, method: Callable[[Stage, *Arguments], Future[Result]], *args: *Arguments
+    ) -> dict[str, Result]: ...
+
+    @overload
+    def everywhere(
+        self, method: Callable[[Stage, *Arguments], Result], *args: *Arguments
+    ) -> dict[str, Result]: ...
+
+    def everywhere(
+        self, method: Callable[[Stage, *Arguments], Any], *args: *Arguments
+    ) -> dict[str, Any]:
+        """Call a method of every worker's stage, on all at once; returns the results by worker.
 
         Raises:
-            StageError: what a stage is cannot be stored.
+            RpcmpError: the first error of any of them.
         """
-        self._everywhere(Stage.keep, version)
+        return self._workers.everywhere(method, *args)
 
-    def save(self, step: int) -> None:
-        """Have all stages save what they were after `step`, the last one.
+    def merge(self, method: Callable[[Stage], Future[dict[str, Result]]]) -> dict[str, Result]:
+        """Call a method of each stage's first replica and return the union of the results.
 
-        Raises:
-            StageError: what a stage is cannot be stored.
+        For example, the parameters and buffers of the unsplit model, with tied ones once, are
+        `merge(Stage.state_dict)`.
         """
-        self._everywhere(Stage.save, step)
+        parts = self._workers.on_firsts(method).values()
+        return {name: value for part in parts for name, value in part.items()}
 
     def evaluate(self, batch: Batch, step: int, own: Metrics | None = None) -> Evaluation:
-        """Loss and means of a mini-batch; parameters and gradients stay as they are.
+        """Return the loss and metrics of a mini-batch; changes no parameters or gradients.
 
         Args:
             batch: see `start_step`.
             step: the optimizer step that this follows.
-            own: the driver's metrics, which take in every micro-batch, in order.
+            own: the driver's metrics, which are updated with every micro-batch, in order.
         """
         started = self._rounds.forward(Mode.EVALUATE, batch, step)
-        found: list[Evaluated] = self._rounds.finish(started)
+        header, found = started.header, list[Evaluated](self._rounds.finish(started))
         if own is not None and own.names:
             parts = (
-                microbatch.split(batch.targets, len(started.works))
+                microbatch.split(batch.targets, header.num_microbatches)
                 if isinstance(batch, Loaded)
                 else [answer.targets for answer in found]
             )
             for answer, part in zip(found, parts, strict=True):
                 own.update(answer.outputs, part)
         return mean(
-            Evaluation(work.num_samples, answer.loss, answer.metrics)
-            for work, answer in zip(started.works, found, strict=True)
+            Evaluation(meta.num_samples, answer.loss, answer.metrics)
+            for meta, answer in zip(
+                header.microbatches(range(header.num_microbatches)), found, strict=True
+            )
         )
 
     def predict(self, inputs: Any, step: int) -> Any:
@@ -269,14 +281,10 @@ class StageGroup:
         """
         if self._config.is_replicated:
             replica_check.require_equal(self._workers)
-        lines: dict[str, str] = self._merge(Stage.digests)
+        lines = self.merge(Stage.digests)
         tied = self._config.tied_to.items()
         tied_lines = {name: tensors.renamed_line(lines[first], name) for name, first in tied}
         return tensors.combine_digests({**lines, **tied_lines})
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of the unsplit model, on the host; tied ones once."""
-        return self._merge(Stage.state_dict)
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take over the parameters and buffers of the unsplit model; each stage gets its own.
@@ -298,16 +306,16 @@ class StageGroup:
             for w in self._workers
         ]
         results(futures)
-        self._unite()
+        self._sync_initial_state()
 
-    def holdings(self) -> dict[str, DatasetInfo]:
-        """What the stages have built to load samples from, by name; of those that do so."""
-        asked = [(each.label, self._workers.on(each, Stage.holding)) for each in self._readers]
-        pairs = zip(self._readers, results(asked), strict=True)
-        return {each.label: holding for each, holding in pairs if holding is not None}
+    def dataset_infos(self) -> dict[str, DatasetInfo]:
+        """Return the datasets that stages have built, by label of those that load samples."""
+        calls = [(each.label, self._workers.on(each, Stage.dataset_info)) for each in self._readers]
+        pairs = zip(self._readers, results(calls), strict=True)
+        return {each.label: info for each, info in pairs if info is not None}
 
-    def order(self, epoch: int) -> torch.Tensor:
-        """The indices of an epoch's samples by the config's sampler, from a stage that loads them.
+    def epoch_order(self, epoch: int) -> torch.Tensor:
+        """Return the sample indices of an epoch by the config's sampler, from a stage's loader.
 
         Args:
             epoch: counted from 0.
@@ -316,88 +324,68 @@ class StageGroup:
             ConfigError: the sampler cannot be used.
         """
         reader = self._readers[0]
-        found: torch.Tensor = result(self._workers.on(reader, Stage.order, epoch), reader.label)
+        found: torch.Tensor = result(
+            self._workers.on(reader, Stage.epoch_order, epoch), reader.label
+        )
         return found
 
-    def announce(self, drawn: Sequence[BatchIndices]) -> None:
-        """Tell these stages which mini-batches they will be asked for, so that they load them."""
+    def prefetch(self, batches: Sequence[BatchIndices]) -> None:
+        """Have the stages that read the batch load mini-batches of coming rounds."""
         for worker in self._readers:
-            self._workers.on(worker, Stage.expect, list(drawn))
+            self._workers.on(worker, Stage.prefetch, list(batches))
 
-    def hosts(self) -> dict[str, dict[str, str]]:
-        """What decides the bits of each stage's host; see rpcmp.pipelining.devices."""
-        return self._everywhere(Stage.host)
+    def request_spans(
+        self, cursors: Mapping[str, int], first_step: int, last_step: int
+    ) -> Callable[[], dict[str, tuple[int, list[Span]]]]:
+        """Request actions of some steps; return a function that waits for the answers.
 
-    def trace(self, on: bool) -> dict[str, str]:
-        """Let all stages record every action, or stop it; returns the names of their hosts."""
-        return self._everywhere(Stage.trace, on)
-
-    def take_spans(self) -> dict[str, list[Span]]:
-        """What each stage has recorded next, at most `rpcmp.worker.executor.AT_ONCE` actions."""
-        return self._everywhere(Stage.take_spans)
-
-    def follow(self) -> dict[str, str]:
-        """Let all stages keep what they did in their last steps; the names of their hosts."""
-        return self._everywhere(Stage.follow)
-
-    def ask_recent(self, step: int, count: int) -> Callable[[], dict[str, list[Span]]]:
-        """Ask what each stage did in the last `count` steps up to `step`; what is returned waits
-        for the answers."""
-        asked = [(w.label, self._workers.on(w, Stage.recent, step, count)) for w in self._workers]
-
-        def answers() -> dict[str, list[Span]]:
-            found = results(asked)
-            return {label: spans for (label, _), spans in zip(asked, found, strict=True)}
-
-        return answers
+        An answer has the worker's next cursor and SPANS_PER_ANSWER actions at most, by label.
+        """
+        calls = [
+            (
+                w.label,
+                self._workers.on(w, Stage.read_spans, cursors[w.label], first_step, last_step),
+            )
+            for w in self._workers
+        ]
+        labels = [label for label, _ in calls]
+        return lambda: dict(zip(labels, results(calls), strict=True))
 
     def clock(self, worker: Member) -> int:
-        """A worker's `time.perf_counter_ns`, now."""
+        """Return a worker's `time.perf_counter_ns`."""
         now: int = result(self._workers.on(worker, Stage.clock), worker.label)
         return now
 
-    def memory(self) -> dict[str, Memory]:
-        """Each stage's bytes: "idle", when it had been built, and "peak"."""
-        return self._everywhere(Stage.memory)
-
     def live_state(self) -> dict[str, dict[str, int]]:
         """For each stage and the driver, counts of what a step must not leave behind."""
-        return {**self._everywhere(Stage.live_state), DRIVER: self._peers.live_state()}
+        return {**self.everywhere(Stage.live_state), DRIVER: self._peers.live_state()}
 
     def close(self) -> None:
-        """Tell all workers to leave the group, and let go of what lives there."""
+        """Let all workers leave the group, and drop the references to them."""
         self._rounds.close()
-        self._everywhere(Stage.finish)
+        self.everywhere(Stage.finish)
         self.optimizer.release()
         self._workers.release()
 
-    def _let_go_of_gradients(self) -> None:
+    def _clear_gradients(self) -> None:
         with contextlib.suppress(RpcmpError):  # a worker that is gone has no gradients
             self.zero_grad()
 
-    def _unite(self) -> None:
-        """Make equal what has to be, where several workers have the same parameters."""
+    def _sync_initial_state(self) -> None:
         if self._config.sums_gradients or self._config.names_parameters:
             replica_check.require_fit(self._workers, self._config)
         if self._config.sums_gradients:
-            replica_check.unite(self._workers)
+            replica_check.sync_initial_state(self._workers)
 
     def _sum_gradients(self) -> None:
-        """Have replicas sum what has added up, where they have not done so yet."""
+        """Have workers sum the accumulated gradients, unless they have done so."""
         if self._unsummed:
-            self._sum_after(self._unsummed)
+            self._sum_round(self._unsummed)
             self._unsummed = 0
 
-    def _sum_after(self, round_number: int) -> None:
+    def _sum_round(self, round_number: int) -> None:
         if self._config.sums_gradients:
-            self._everywhere(Stage.sum, round_number)
-
-    def _merge(self, method: Callable[..., Any]) -> dict[str, Any]:
-        parts = self._workers.on_firsts(method).values()
-        return {name: value for part in parts for name, value in part.items()}
-
-    def _everywhere(self, method: Callable[..., Any], *args: Any) -> dict[str, Any]:
-        return self._workers.everywhere(method, *args)
+            self.everywhere(Stage.sum_gradients, round_number)
 
 
 def _unexpected(error: Exception, step: int) -> JobError:

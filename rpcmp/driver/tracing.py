@@ -1,19 +1,17 @@
-"""The workers of a job in the order of a trace, and what their clocks say.
+"""Spans of all workers, with the offsets of their clocks: written as a trace, or shown live.
 
-Shows what a step looks like at this moment, now and then, while the run goes on.
-
-The stages keep what they did in their last steps; now and then they are asked for it. Nobody waits
-for the answers but a thread of their own: the next step is not held up by it.
-
-Collects what all stages record, with their clocks, into one trace.
+Every worker keeps the spans of its last steps in a ring buffer. `Tracer` reads all of them, every
+STEPS_BETWEEN steps. `StepSampler` reads a few steps now and then, and waits for the answers on a
+thread of its own, so that the next step is not delayed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,23 +33,34 @@ from rpcmp.observability.trace.spans import (
     estimate,
     producers,
 )
-from rpcmp.worker.executor import AT_ONCE, STEPS_KEPT
+from rpcmp.worker.measurements import SPANS_PER_ANSWER
+from rpcmp.worker.stage import Stage
 
 PINGS = 20
-"""Questions for each stage's clock; the one with the shortest way counts."""
+"""Requests for each worker's clock, of which the one with the shortest round trip counts."""
+
+STEPS_SAMPLED = 24
+"""Steps that workers keep for a StepSampler, besides the newest."""
+
+STEPS_BETWEEN = 50
+"""Steps after which a Tracer reads the spans, so that workers need not keep those of a run."""
+
+STEPS_TRACED = 2 * STEPS_BETWEEN
+"""Steps that workers keep for a Tracer, with a reserve for those that are in flight."""
+
+MAX_LOAD = 0.01
+"""The largest share of one processor for a StepSampler, however many spans a step has."""
+
+CLOCK_SECONDS = 60.0
+"""Seconds between two estimates of the clocks, which drift by some microseconds per second."""
 
 
 class ClockSync:
-    """Asks for the clocks of all workers.
-
-    Args:
-        config: the job.
-        group: its stages.
+    """Estimates the clocks of all workers.
 
     Attributes:
         labels: of the workers, in the graph's order.
-        producers: see Trace; of a stage with replicas each may be the one that is
-            read.
+        producers: see Trace; of a stage with replicas, all that the worker may read.
     """
 
     def __init__(self, config: Config, group: StageGroup) -> None:
@@ -72,7 +81,7 @@ class ClockSync:
         }
 
     def ask(self) -> dict[str, ClockEstimate]:
-        """How far each worker's clock is from the driver's, by its label."""
+        """Return the offset of each worker's clock from the driver's, by label."""
         return {
             worker.label: estimate(self._ping(worker) for _ in range(PINGS))
             for worker in self._workers
@@ -84,21 +93,67 @@ class ClockSync:
         return Ping(sent, remote, time.perf_counter_ns())
 
 
-SHARE = 0.01
-"""The most that showing them takes of one processor, however many spans a step has."""
+class SpanReader:
+    """Reads the spans of all workers.
 
-CLOCK_SECONDS = 60.0
-"""After which the clocks are asked anew: they drift apart by some microseconds a second."""
+    Args:
+        steps: how many steps the workers keep.
+
+    Attributes:
+        hosts: names of the workers' hosts, by label.
+    """
+
+    def __init__(self, group: StageGroup, steps: int) -> None:
+        self._group = group
+        recording = group.everywhere(Stage.record_spans, steps)
+        self.hosts = {label: host for label, (host, _) in recording.items()}
+        self._start = {label: cursor for label, (_, cursor) in recording.items()}
+        self._cursors = self._start
+
+    def read_new(self) -> dict[str, list[Span]]:
+        """Return the spans since the last call, or since this reader was made; blocks."""
+        self._cursors, spans = self._read(self._request(self._cursors))
+        return spans
+
+    def request(self, first_step: int, last_step: int) -> Callable[[], dict[str, list[Span]]]:
+        """Request the spans of these steps, as far as they are kept.
+
+        Returns:
+            A function that waits for them.
+        """
+        answers = self._request(self._start, first_step, last_step)
+        return lambda: self._read(answers, first_step, last_step)[1]
+
+    def _request(
+        self, cursors: Mapping[str, int], first_step: int = 0, last_step: int = sys.maxsize
+    ) -> Callable[[], dict[str, tuple[int, list[Span]]]]:
+        return self._group.request_spans(cursors, first_step, last_step)
+
+    def _read(
+        self,
+        answers: Callable[[], dict[str, tuple[int, list[Span]]]],
+        first_step: int = 0,
+        last_step: int = sys.maxsize,
+    ) -> tuple[dict[str, int], dict[str, list[Span]]]:
+        """Wait for `answers` and request more of them until there are none."""
+        spans: defaultdict[str, list[Span]] = defaultdict(list)
+        while True:
+            newest = answers()
+            cursors = {label: cursor for label, (cursor, _) in newest.items()}
+            for label, (_, found) in newest.items():
+                spans[label] += found
+            if all(len(found) < SPANS_PER_ANSWER for _, found in newest.values()):
+                return cursors, spans
+            answers = self._request(cursors, first_step, last_step)
 
 
 class StepSampler:
-    """Follows a run from its making until `close`.
+    """Reports a step's timeline now and then, from its construction until `close`.
 
     Args:
-        config: the job.
-        group: its stages, between two steps.
-        report: told of the event `timeline`, on another thread.
-        seconds: between two steps that are shown, at least.
+        group: the stages, between two steps.
+        report: gets the event `timeline`, on another thread.
+        seconds: at least, between two steps that are reported.
     """
 
     def __init__(
@@ -108,11 +163,11 @@ class StepSampler:
         report: Callable[[Event], None],
         seconds: float,
     ) -> None:
-        self._group, self._report = group, report
+        self._report = report
         self._seconds = seconds
         self._clocks = ClockSync(config, group)
         self._estimates = self._ask_clocks()
-        self._hosts = group.follow()
+        self._spans = SpanReader(group, STEPS_SAMPLED)
         self._first: int | None = None
         self._last: int | None = None
         self._due = 0.0
@@ -120,29 +175,28 @@ class StepSampler:
         self._thread = ThreadPoolExecutor(1, "rpcmp-follower")
 
     def after_step(self, step: int) -> None:
-        """Show the step before this one, whose last spans all stages have done, where it is due."""
+        """Report the step before this one, whose last spans all stages have, if it is due."""
         self._first, self._last = self._first or step, step
         is_free = self._showing is None or self._showing.done()
         if step == self._first or not is_free or time.monotonic() < self._due:
             return
         self._due = time.monotonic() + self._seconds
-        self._showing = self._thread.submit(self._show, self._group.ask_recent(step, 3), step - 1)
+        spans = self._spans.request(step - 2, step)
+        self._showing = self._thread.submit(self._show, spans, step - 1)
 
     def close(self) -> None:
-        """Wait until what was asked for has been shown."""
         self._thread.shutdown()
 
     def write(self, path: Path) -> None:
         """Write a trace of the last steps, between two steps: whole or not at all.
 
-        Where that cannot be done a warning says so: the run has come to its end, and its results
-        matter more.
+        A failure is only a warning: the run has come to its end, and its results matter more.
         """
         if self._last is None:
             return
         new = path.with_name(f"new-{path.name}")
         try:
-            spans = self._group.ask_recent(self._last, STEPS_KEPT)()
+            spans = self._spans.request(self._last - STEPS_SAMPLED + 1, self._last)()
             self._estimates = self._ask_clocks()
             chrome.write(self._trace(spans), new)
             new.replace(path)
@@ -161,12 +215,12 @@ class StepSampler:
             if event is not None:
                 self._report(event)
         except RpcmpError:
-            pass  # of a stage that is lost, its server will tell
+            pass  # the server of a lost stage reports that
         except Exception as error:  # it would be the same every time
             self._due = float("inf")
             self._warn("no timelines from here on", error)
         spent = time.thread_time() - spent
-        self._due = max(self._due, time.monotonic() + spent / SHARE)
+        self._due = max(self._due, time.monotonic() + spent / MAX_LOAD)
 
     def _warn(self, what: str, error: Exception) -> None:
         why = error if isinstance(error, RpcmpError) else one_line(error)
@@ -176,7 +230,7 @@ class StepSampler:
         tracks = (
             Track(
                 label,
-                self._hosts[label],
+                self._spans.hosts[label],
                 tuple(spans[label]),
                 Clock(self._estimates[label].offset_ns),
             )
@@ -189,43 +243,36 @@ class StepSampler:
         return self._clocks.ask()
 
 
-STEPS_BETWEEN = 50
-"""Steps after which the spans are fetched, so that no worker piles up a run's."""
-
-
 class Tracer:
-    """Traces from its making until `write`.
+    """Traces a run from its construction until `write`.
 
     Args:
-        config: the job.
-        group: its stages, between two steps.
+        group: the stages, between two steps.
     """
 
     def __init__(self, config: Config, group: StageGroup) -> None:
-        self._group = group
         self._clocks = ClockSync(config, group)
-        self._spans: defaultdict[str, list[Span]] = defaultdict(list)
         self._before = self._clocks.ask()
-        self._hosts = group.trace(True)
+        self._reader = SpanReader(group, STEPS_TRACED)
+        self._spans: defaultdict[str, list[Span]] = defaultdict(list)
 
     def after_step(self, step: int) -> None:
-        """Fetch what has been recorded, now and then."""
+        """Read the spans, now and then."""
         if step % STEPS_BETWEEN == 0:
-            self._fetch()
+            self._read()
 
     def write(self, path: Path) -> None:
-        """Write the trace so far, and stop.
+        """Write the trace of all steps so far.
 
         Raises:
             ConfigError: the file cannot be written.
         """
-        self._group.trace(False)
-        self._fetch()
+        self._read()
         after = self._clocks.ask()
         tracks = tuple(
             Track(
                 label,
-                self._hosts[label],
+                self._reader.hosts[label],
                 tuple(self._spans[label]),
                 between(self._before[label], after[label]),
             )
@@ -233,10 +280,6 @@ class Tracer:
         )
         chrome.write(Trace(tracks, self._clocks.producers), path)
 
-    def _fetch(self) -> None:
-        while True:
-            found = self._group.take_spans()
-            for stage, spans in found.items():
-                self._spans[stage] += spans
-            if max(map(len, found.values())) < AT_ONCE:
-                return
+    def _read(self) -> None:
+        for label, spans in self._reader.read_new().items():
+            self._spans[label] += spans

@@ -40,6 +40,7 @@ from rpcmp.observability.events import (
 from rpcmp.pipelining.inflight import STEPS_AHEAD
 from rpcmp.process.activity import Activity
 from rpcmp.rpc.messages import AfterRound, StepReport
+from rpcmp.worker.stage import Stage
 
 Report = Callable[[Event], None]
 
@@ -160,7 +161,7 @@ class Training:
             # No stage has its state of before its scheduler stepped any more.
             self.progress = replace(self.progress, has_ended_epoch=True)
         self._report_progress()
-        self._group.save(step)
+        self._group.everywhere(Stage.save, step)
 
     def segment(self, steps: int) -> SegmentTotals:
         """Train the next `steps` steps, and wait until all stages have done them.
@@ -230,11 +231,11 @@ class Training:
 
     def _start(self, step: Step) -> RoundHandle:
         end = AfterRound.HOLD if self._config.holds_steps else AfterRound.STEP
-        self._activity.end()  # the next line may wait for a disk
+        self._activity.stop()  # the next line may wait for a disk
         save = self.saves.is_due(step.number)
-        self._activity.begin("step", step.number)
+        self._activity.start("step", step.number)
         version = step.number if save or self._is_kept(step.number) else 0
-        return self._group.start_step(step.batch, step.number, end, version, save)
+        return self._group.start_step(step.batch, step.number, end, version, save)  # [1]
 
     def _is_kept(self, step: int) -> bool:
         """Return whether all stages keep a snapshot of `step` in memory."""
@@ -243,7 +244,7 @@ class Training:
 
     def _finish(self, step: Step, started: RoundHandle) -> None:
         """Wait for a step, and report the step before it, whose reports arrive with this one."""
-        trained = self._group.finish_step(started)
+        trained = self._group.finish_step(started)  # [16]
         self._report_step(trained.reports)
         if self._config.holds_steps:
             reports = self._group.end_step(started, trained.loss)
@@ -312,7 +313,7 @@ class Training:
         """
         self.save()
         self._report_progress()
-        self._activity.end()
+        self._activity.stop()
         self.saves.wait()
         step = self.progress.step
         if self.saves.has_failed(step):
@@ -323,7 +324,7 @@ class Training:
     def _write_report(self) -> None:
         if self._config.report is None or self._stop.is_set():
             return
-        self._activity.begin("report", self.progress.step)
+        self._activity.start("report", self.progress.step)
         write = importing.resolve(self._config.report.callable, "report")
         kwargs = self._config.report.kwargs
         try:

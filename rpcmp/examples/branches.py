@@ -1,11 +1,11 @@
-"""Blocks of the same depth side by side, joined: each looks at the same features differently.
+"""Blocks of the same depth side by side, each with another kernel size, joined at the end.
 
     image --> Stem --+--> Block, 1 x 1 --+
                      +--> Block, 3 x 3 --+--> Join --> logits
                      +--> Block, 5 x 5 --+
 
-The stem computes once, and each block gets a copy. The blocks work at the same time. Their
-gradients come back to the stem and are summed there, in an order that is always the same.
+The stem computes its features once, and each block gets a copy. The blocks work at the same time.
+Their gradients are summed at the stem, always in the same order.
 """
 
 import torch
@@ -34,7 +34,7 @@ class Block(nn.Module):
     """From features `(N, width, 8, 8)` to `(N, width, 4, 4)`, all float32.
 
     Args:
-        kernel: height and width of what each place sees at once; odd.
+        kernel: kernel size of its convolutions; odd.
     """
 
     def __init__(self, kernel: int, width: int = 32) -> None:
@@ -53,8 +53,8 @@ class Block(nn.Module):
         )
 
     def forward(self, features: Tensor) -> Tensor:
-        found: Tensor = self.layers(features)
-        return found
+        outputs: Tensor = self.layers(features)
+        return outputs
 
 
 class Join(nn.Module):

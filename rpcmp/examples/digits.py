@@ -1,8 +1,8 @@
 """A small convolutional network that reads handwritten digits.
 
 The data are the 1,797 images that ship with scikit-learn, 8 x 8 pixels each, so nothing is
-downloaded and a run takes seconds. The model is here to be copied: a list of named layers, some
-with dropout or batch normalization, that may be cut into stages anywhere.
+downloaded and a run takes seconds. The model is a list of named layers, some with dropout or batch
+normalization, that may be cut into stages anywhere; copy it for your own.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ SPLIT_SEED = 0
 
 
 def conv_block(in_channels: int, out_channels: int) -> nn.Sequential:
-    """Images `(N, in_channels, H, W)` to feature maps `(N, out_channels, H, W)`, float32."""
+    """Return a block from images `(N, in_channels, H, W)` to `(N, out_channels, H, W)`, float32."""
     return nn.Sequential(
         nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1, bias=False),
         nn.BatchNorm2d(out_channels),
@@ -29,12 +29,12 @@ def conv_block(in_channels: int, out_channels: int) -> nn.Sequential:
 
 
 def pooled(block: nn.Sequential) -> nn.Sequential:
-    """`block`, with the height and width of its output halved."""
+    """Halve the height and width of the output of `block`."""
     return nn.Sequential(*block, nn.MaxPool2d(kernel_size=2))
 
 
 def hidden_block(in_features: int, out_features: int, dropout: float) -> nn.Sequential:
-    """Feature maps, flattened to `(N, in_features)`, to `(N, out_features)`, float32."""
+    """Return a block from feature maps of `in_features` numbers to `(N, out_features)`, float32."""
     return nn.Sequential(
         nn.Flatten(),
         nn.Linear(in_features, out_features),
@@ -44,10 +44,10 @@ def hidden_block(in_features: int, out_features: int, dropout: float) -> nn.Sequ
 
 
 def layers(width: int = 32, dropout: float = 0.3) -> list[tuple[str, Callable[[], nn.Module]]]:
-    """The model's layers in order, each a name and a factory.
+    """Return the model's layers in order, each a name and a factory.
 
-    A stage calls the factories of its own layers and no others. A layer is known by its name
-    wherever the cuts are: its initial weights and its checkpoint go by it.
+    A stage calls the factories of its own layers only. Initial weights and checkpoints go by a
+    layer's name, so they do not depend on where the model is cut.
 
     Input: images `(N, 1, 8, 8)` float32. Output: logits `(N, 10)` float32.
     """
@@ -62,7 +62,7 @@ def layers(width: int = 32, dropout: float = 0.3) -> list[tuple[str, Callable[[]
 
 
 def dataset(split: str) -> TensorDataset:
-    """The digits of one split, "train" or "test".
+    """Return the digits of one split, "train" or "test".
 
     Each item is an image `(1, 8, 8)` float32 between 0 and 1, and its class, a scalar int64.
     """
@@ -75,10 +75,9 @@ def dataset(split: str) -> TensorDataset:
 
 
 def load_digits() -> tuple[Tensor, Tensor]:
-    """All images `(1797, 1, 8, 8)` float32 between 0 and 1, and classes `(1797,)` int64.
+    """Return all images `(1797, 1, 8, 8)` float32 between 0 and 1, and classes `(1797,)` int64.
 
-    What `sklearn.datasets.load_digits` reads, from the file that it reads: to import scikit-learn
-    for it would take a second.
+    Reads the file of `sklearn.datasets.load_digits`, since importing scikit-learn takes a second.
     """
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:

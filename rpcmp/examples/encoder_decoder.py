@@ -1,10 +1,10 @@
-"""An LSTM encoder, an LSTM decoder and a classifier: which package is a passage of Python from?
+"""An LSTM encoder, an LSTM decoder and a classifier of passages of Python by their package.
 
-The passages are real: 32 words and signs each, out of Python's own standard library, which is on
-every machine that has Python, so nothing is downloaded. The encoder hands the decoder what it read
-at each place and its own last state; what the decoder makes of each place is averaged and judged.
+Each passage is 32 words and signs of Python's own standard library, which is on every machine that
+has Python, so nothing is downloaded. The encoder passes its outputs and its last state to the
+decoder, whose outputs are averaged and classified.
 
-    words --> Encoder --(read, (h, c))--> Decoder --> Classifier --> logits, one a package
+    words --> Encoder --(outputs, (h, c))--> Decoder --> Classifier --> logits, one per package
 
 A stage may return any tree of tensors, here a tuple in a tuple.
 """
@@ -21,43 +21,42 @@ from torch.utils.data import TensorDataset
 
 PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest")
 LENGTH = 32  # words and signs in a passage
-VOCABULARY = 4096  # a word is a number below it: its checksum, so that no list is needed
-PASSAGES = 1000  # at most so many of a package, evenly spread, so that none outweighs the others
-TEST_EVERY = 5  # each fifth passage is of the test split
+VOCABULARY = 4096  # words become numbers below it by their checksums, so that no list is needed
+PASSAGES = 1000  # most passages of a package, evenly spread, so that none outweighs the others
+TEST_EVERY = 5  # every fifth passage is in the test split
 
-Read = tuple[Tensor, tuple[Tensor, Tensor]]
-"""What an LSTM returns: at each place `(N, T, width)`, and its last state, two of
-`(1, N, width)`, all float32."""
+LstmOutput = tuple[Tensor, tuple[Tensor, Tensor]]
+"""Outputs `(N, T, width)` and the last state, two tensors `(1, N, width)`, all float32."""
 
 
 class Encoder(nn.Module):
-    """From words `(N, T)` int64 to what was read."""
+    """From words `(N, T)` int64 to an LSTM's output."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
         self.words = nn.Embedding(VOCABULARY, width)
         self.lstm = nn.LSTM(width, width, batch_first=True)
 
-    def forward(self, words: Tensor) -> Read:
-        read: Read = self.lstm(self.words(words))
-        return read
+    def forward(self, words: Tensor) -> LstmOutput:
+        output: LstmOutput = self.lstm(self.words(words))
+        return output
 
 
 class Decoder(nn.Module):
-    """From what was read to vectors `(N, T, width)`; goes on from the encoder's last state."""
+    """From the encoder's output to vectors `(N, T, width)`; starts in the encoder's last state."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
         self.lstm = nn.LSTM(width, width, batch_first=True)
 
-    def forward(self, read: Read) -> Tensor:
-        at_each_place, state = read
-        vectors: Tensor = self.lstm(at_each_place, state)[0]
+    def forward(self, encoded: LstmOutput) -> Tensor:
+        outputs, state = encoded
+        vectors: Tensor = self.lstm(outputs, state)[0]
         return vectors
 
 
 class Classifier(nn.Module):
-    """From vectors `(N, T, width)`, averaged over the places, to logits `(N, len(PACKAGES))`."""
+    """From vectors `(N, T, width)`, averaged over T, to logits `(N, len(PACKAGES))`."""
 
     def __init__(self, width: int = 64, dropout: float = 0.3) -> None:
         super().__init__()
@@ -69,10 +68,10 @@ class Classifier(nn.Module):
 
 
 def dataset(split: str) -> TensorDataset:
-    """The passages of one split, "train" or "test".
+    """Return the passages of one split, "train" or "test".
 
-    Each item is the words of a passage, `(LENGTH,)` int64, and which of the PACKAGES it is from, a
-    scalar int64.
+    Each item is the words of a passage, `(LENGTH,)` int64, and the index of its package in
+    PACKAGES, a scalar int64.
     """
     words, packages = passages()
     is_test = torch.arange(len(packages)) % TEST_EVERY == 0
@@ -84,11 +83,11 @@ def dataset(split: str) -> TensorDataset:
 
 @cache
 def passages() -> tuple[Tensor, Tensor]:
-    """All passages `(P, LENGTH)` and the package of each `(P,)`, int64."""
+    """Return all passages `(P, LENGTH)` and the package of each `(P,)`, int64."""
     words, packages = [], []
     for index, package in enumerate(PACKAGES):
-        found = torch.tensor(numbers(text_of(package)))
-        whole = found[: len(found) // LENGTH * LENGTH].view(-1, LENGTH)
+        stream = torch.tensor(numbers(text_of(package)))
+        whole = stream[: len(stream) // LENGTH * LENGTH].view(-1, LENGTH)
         chosen = whole[torch.linspace(0, len(whole) - 1, min(PASSAGES, len(whole))).long()]
         words.append(chosen)
         packages.append(torch.full((len(chosen),), index))
@@ -96,7 +95,7 @@ def passages() -> tuple[Tensor, Tensor]:
 
 
 def text_of(package: str) -> str:
-    """The source of a package of the standard library."""
+    """Return the source of a package of the standard library."""
     folder = Path(sysconfig.get_path("stdlib")) / package
     modules = sorted(folder.glob("*.py"))
     if not modules:
@@ -105,5 +104,5 @@ def text_of(package: str) -> str:
 
 
 def numbers(text: str) -> list[int]:
-    """Each word and each sign of the text as a number below VOCABULARY."""
+    """Turn each word and each sign of the text into a number below VOCABULARY."""
     return [zlib.crc32(word.encode()) % VOCABULARY for word in re.findall(r"\w+|[^\w\s]", text)]

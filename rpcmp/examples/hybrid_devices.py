@@ -1,8 +1,8 @@
-"""Images prepared on the CPU, and a model on the GPU, if there is one.
+"""Preprocessing of images on the CPU, and a model on the GPU if there is one.
 
-The first stage has no parameters, so it is not trained: it shifts images at random while training,
-and adds what a model does not see easily, their brightness and edges. Random numbers are drawn
-from (seed, step, micro-batch, layer), whichever device that is on. The second stage is the model.
+The first stage has no parameters, so it is not trained. It shifts images at random in training,
+subtracts their mean brightness, and adds their edges. Random numbers depend on (seed, step,
+micro-batch, layer), on every device. The second stage is the model.
 """
 
 import torch
@@ -17,7 +17,7 @@ class Preprocess(nn.Module):
     """From images `(N, 1, 8, 8)` to `(N, 3, 8, 8)`, float32: the image and its edges.
 
     Args:
-        shift: by how many pixels an image moves at most, while training.
+        shift: most pixels by which an image moves in training.
     """
 
     def __init__(self, shift: int = 1) -> None:
@@ -26,14 +26,14 @@ class Preprocess(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         if self.training and self.shift:
-            images = self.moved(images)
+            images = self.shift_randomly(images)
         centred = images - images.mean(dim=(2, 3), keepdim=True)
         across = functional.pad(centred.diff(dim=3), (0, 1))
         down = functional.pad(centred.diff(dim=2), (0, 0, 0, 1))
         return torch.cat([centred, across, down], dim=1)
 
-    def moved(self, images: Tensor) -> Tensor:
-        """Each image shifted on its own, with empty pixels where it came from."""
+    def shift_randomly(self, images: Tensor) -> Tensor:
+        """Shift each image on its own, and fill with empty pixels."""
         size = images.shape[-1]
         padded = functional.pad(images, [self.shift] * 4)
         starts = torch.randint(0, 2 * self.shift + 1, (len(images), 2)).tolist()

@@ -1,9 +1,8 @@
 """Hugging Face's Llama, cut between its decoder layers, with random weights: nothing is downloaded.
 
-The layers are those of `transformers` themselves. What a decoder layer needs besides the vectors,
-rotary embeddings and mask, is made once, by the first layer, and passed along in a dict. Layers
-are named as `LlamaForCausalLM` names them, so the file that `rpcmp export` writes is a state dict
-that it loads, and a run can start from its weights (`init`).
+The layers are those of `transformers`. The first layer computes the rotary embeddings and the mask
+once, and all layers pass them on in a dict. Layers have the names of `LlamaForCausalLM`, which can
+load the state dict that `rpcmp export` writes, and whose weights can initialize a run (`init`).
 """
 
 from collections.abc import Callable
@@ -25,18 +24,18 @@ except ImportError as error:
     ) from error
 
 State = dict[str, Tensor]
-"""What travels: "hidden" `(N, T, width)`, "cos" and "sin" `(1, T, width of a head)`, and "mask"
-`(1, 1, T, T)`, which is added to attention's scores; all float32."""
+"""What layers pass on, all float32: "hidden" `(N, T, width)`, "cos" and "sin" `(1, T, width of a
+head)`, and "mask" `(1, 1, T, T)`, which is added to attention's scores."""
 
 
 def layers(**config: Any) -> list[tuple[str, Callable[[], nn.Module]]]:
-    """The model's layers in order, each a name and a factory.
+    """Return the model's layers in order, each a name and a factory.
 
-    Input: tokens `(N, T)` int64. Output: for each place the logits of the token after it,
+    Input: tokens `(N, T)` int64. Output: logits of the token after each,
     `(N, T, vocab_size)` float32.
 
     Args:
-        config: what `LlamaConfig` takes.
+        config: arguments of `LlamaConfig`.
     """
     settings = LlamaConfig(attn_implementation="sdpa", tie_word_embeddings=False, **config)
     return [
@@ -51,11 +50,11 @@ def layers(**config: Any) -> list[tuple[str, Callable[[], nn.Module]]]:
 
 
 class Embedding(nn.Embedding):
-    """From tokens to the state that all decoder layers work on."""
+    """From tokens to the state that all decoder layers update."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.rotary = LlamaRotaryEmbedding(config)  # has no state of its own
+        self.rotary = LlamaRotaryEmbedding(config)  # has no parameters
 
     def forward(self, tokens: Tensor) -> State:  # type: ignore[override]
         hidden = super().forward(tokens)
@@ -93,17 +92,17 @@ class Norm(LlamaRMSNorm):  # type: ignore[misc]
 
 
 def decoder_layer(config: LlamaConfig, index: int) -> Callable[[], nn.Module]:
-    """The factory of one decoder layer."""
+    """Return the factory of one decoder layer."""
     return lambda: initialized(DecoderLayer(config, index), config)
 
 
 def head(config: LlamaConfig) -> nn.Linear:
-    """From vectors to logits."""
+    """Return the layer from vectors to logits."""
     return nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
 
 def initialized(module: nn.Module, config: LlamaConfig) -> nn.Module:
-    """Initialize the weights of `module` as Llama does."""
+    """Give `module` the initial weights of Llama."""
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Embedding):
             nn.init.normal_(part.weight, std=config.initializer_range)

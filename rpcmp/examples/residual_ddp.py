@@ -1,9 +1,9 @@
-"""A residual network that is not cut at all: one stage, of which several replicas share each batch.
+"""A residual network in one stage, whose replicas share each batch.
 
-This is what `DistributedDataParallel` does. Every replica holds the whole model and gets its part
-of the micro-batches; before each step their gradients are summed, so that all of them stay the
-same. Batch normalization sees one micro-batch at a time, and its running statistics are those of
-the first replica, as with DistributedDataParallel's.
+This is what `DistributedDataParallel` does. Every replica holds the whole model and computes a part
+of the micro-batches. Before each step the gradients are summed, so that all replicas stay the same.
+Batch normalization sees one micro-batch at a time, and its running statistics are those of the
+first replica, as in DistributedDataParallel.
 """
 
 from torch import Tensor, nn

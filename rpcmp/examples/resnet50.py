@@ -1,10 +1,10 @@
-"""ResNet-50, in the names of torchvision, so that its state dicts fit.
+"""ResNet-50 with the names of torchvision, so that its state dicts fit.
 
 A stem, 16 bottleneck blocks in four groups, and a classifier: a list of 22 layers that may be cut
 anywhere. The usual cut in two is after the second group, balance = [11, 11].
 
-Images of a thousand classes cannot be had without a download, so these are made up: each class has
-a pattern of its own, and each image is its class's pattern under noise as strong as the pattern.
+Real images of a thousand classes would have to be downloaded, so these are synthetic: each class
+has its own pattern, and an image is the pattern of its class plus noise of the same strength.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,15 +15,15 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 GROUPS = ((64, 3), (128, 4), (256, 6), (512, 3))
-"""Channels inside of a group's blocks, and how many blocks it has."""
+"""Channels inside the blocks of each group, and the number of blocks."""
 
-EXPANSION = 4  # channels of a block's output, by those inside
+EXPANSION = 4  # ratio of the channels of a block's output to those inside
 PATTERN = 8  # height and width of a class's pattern, before it is enlarged
 SEED = 0
 
 
 def layers(classes: int = 1000) -> list[tuple[str, Callable[[], nn.Module]]]:
-    """The model's layers in order, each a name and a factory: conv1, ..., layer1.0, ..., fc.
+    """Return the model's layers in order, each a name and a factory: conv1, ..., layer1.0, ..., fc.
 
     Input: images `(N, 3, H, W)` float32. Output: logits `(N, classes)` float32.
     """
@@ -39,7 +39,7 @@ def layers(classes: int = 1000) -> list[tuple[str, Callable[[], nn.Module]]]:
 
 
 def blocks() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
-    """The blocks of all groups: layer1.0 to layer4.2."""
+    """Yield the blocks of all groups: layer1.0 to layer4.2."""
     in_channels = 64
     for group, (width, count) in enumerate(GROUPS, start=1):
         for index in range(count):
@@ -49,14 +49,14 @@ def blocks() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
 
 
 def block(in_channels: int, width: int, stride: int) -> Callable[[], nn.Module]:
-    """The factory of one block."""
+    """Return the factory of one block."""
     return lambda: Bottleneck(in_channels, width, stride)
 
 
 class Bottleneck(nn.Module):
     """From `(N, in_channels, H, W)` to `(N, 4 * width, H / stride, W / stride)`, float32.
 
-    Narrow, look around, widen again, and add that to what came in.
+    Three convolutions, of which the first narrows and the last widens, are added to the shortcut.
     """
 
     def __init__(self, in_channels: int, width: int, stride: int = 1) -> None:
@@ -76,28 +76,28 @@ class Bottleneck(nn.Module):
             self.downsample = nn.Sequential(shortcut, nn.BatchNorm2d(out_channels))
 
     def forward(self, features: Tensor) -> Tensor:
-        found = self.relu(self.bn1(self.conv1(features)))
-        found = self.relu(self.bn2(self.conv2(found)))
-        found = self.bn3(self.conv3(found))
+        residual = self.relu(self.bn1(self.conv1(features)))
+        residual = self.relu(self.bn2(self.conv2(residual)))
+        residual = self.bn3(self.conv3(residual))
         shortcut = features if self.downsample is None else self.downsample(features)
-        joined: Tensor = self.relu(found + shortcut)
+        joined: Tensor = self.relu(residual + shortcut)
         return joined
 
 
 def convolution(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    """One with ResNet's padding and initial weights."""
-    made = nn.Conv2d(
+    """Return a convolution with ResNet's padding and initial weights."""
+    layer = nn.Conv2d(
         in_channels, out_channels, kernel, stride=stride, padding=kernel // 2, bias=False
     )
-    nn.init.kaiming_normal_(made.weight, mode="fan_out", nonlinearity="relu")
-    return made
+    nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+    return layer
 
 
 # The images.
 
 
 class Patterns(Dataset[tuple[Tensor, Tensor]]):
-    """Images that are made when they are asked for; always the same ones.
+    """Images that are computed on access, always the same ones.
 
     Each item is an image `(3, size, size)` float32 and its class, a scalar int64.
     """
@@ -121,7 +121,7 @@ class Patterns(Dataset[tuple[Tensor, Tensor]]):
 
 
 def dataset(split: str, images: int, classes: int = 1000, size: int = 128) -> Patterns:
-    """So many images of one split, "train" or "test"; no image is in both."""
+    """Return `images` images of one split, "train" or "test"; no image is in both."""
     seeds = {"train": 0, "test": 1 << 32}
     if split not in seeds:
         raise ValueError(f"no split {split!r}: choose one of {', '.join(seeds)}")

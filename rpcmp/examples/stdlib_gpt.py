@@ -1,9 +1,8 @@
 """A small GPT that learns to write Python from the source of Python's own standard library.
 
-The text is on every machine that has Python, so nothing is downloaded. The model reads it character
-by character, four spaces as one, and so needs no tokenizer. It is a list of layers in which the
-blocks, all alike, hold nearly all of the 3.2 million parameters and take nearly all of the time, so
-it divides evenly over 2 or 4 stages.
+The text is on every machine that has Python, so nothing is downloaded. A token is a character, or
+four spaces, so no tokenizer is needed. The blocks are all alike, and have nearly all of the 3.2
+million parameters and of the computing time, so the model divides evenly over 2 or 4 stages.
 """
 
 import sysconfig
@@ -16,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-CONTEXT = 64  # tokens in a window: as far as the model looks back
-INDENT = "    "  # written as one character, a tab, lest most of a window be blank
+CONTEXT = 64  # tokens in a window, which is all that the model sees
+INDENT = "    "  # one token, a tab, since most of a window would be blank otherwise
 ALPHABET = "\n\t" + "".join(map(chr, range(ord(" "), ord("~") + 1)))  # a token is an index in it
 VOCABULARY = len(ALPHABET)
 MAX_CHARACTERS = 4_000_000  # of the text
-TRAINING_SHARE = 0.9  # of the text, from its beginning; the rest is the test split
+TRAINING_SHARE = 0.9  # of the text, from its start; the rest is the test split
 PROMPT = 'def read(self, size=-1):\n    """Read at most size bytes and return them."""\n    if '
 
 
@@ -31,7 +30,7 @@ PROMPT = 'def read(self, size=-1):\n    """Read at most size bytes and return th
 def layers(
     blocks: int = 4, width: int = 256, heads: int = 4, dropout: float = 0.1
 ) -> list[tuple[str, Callable[[], nn.Module]]]:
-    """The model's layers in order, each a name and a factory: embedding, block0, ..., head.
+    """Return the model's layers in order, each a name and a factory: embedding, block0, ..., head.
 
     Input: tokens `(N, T)` int64, T at most `CONTEXT`. Output: for each place the logits of the
     token after it, `(N, T, VOCABULARY)` float32.
@@ -44,7 +43,7 @@ def layers(
 
 
 class Embedding(nn.Module):
-    """From tokens `(N, T)` int64 to vectors: what each is, plus where it is."""
+    """From tokens `(N, T)` int64 to vectors: embeddings plus positional encodings."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -59,7 +58,7 @@ class Embedding(nn.Module):
 
 
 def waves(length: int, width: int) -> Tensor:
-    """Sines and cosines over `length` places, `(length, width)` float32, from fast to slow.
+    """Return sines and cosines of `length` positions, `(length, width)` float32, fast to slow.
 
     Positions are learned, but a start from waves rather than noise makes "one place back" the same
     rotation everywhere, and attention finds it much sooner.
@@ -70,7 +69,7 @@ def waves(length: int, width: int) -> Tensor:
 
 
 class Block(nn.Module):
-    """From vectors to vectors: attention brings them together, then an MLP works on each alone."""
+    """From vectors to vectors: attention over all of them, then an MLP on each."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -94,7 +93,7 @@ class Block(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """From vectors to vectors, each mixed from those up to its own place, by several heads."""
+    """Causal self-attention with several heads, from vectors to vectors."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -117,10 +116,10 @@ class SelfAttention(nn.Module):
 
 
 def dataset(split: str, windows: int) -> TensorDataset:
-    """So many windows, evenly spread over one split of the text, "train" or "test".
+    """Return `windows` windows, evenly spread over one split of the text, "train" or "test".
 
-    Each item is the tokens of a window and, as the target, the token after each: both `(CONTEXT,)`
-    int64.
+    Each item is the tokens of a window, and as the target the token after each; both are
+    `(CONTEXT,)` int64.
     """
     tokens = library_tokens()
     boundary = int(TRAINING_SHARE * len(tokens))
@@ -135,7 +134,7 @@ def dataset(split: str, windows: int) -> TensorDataset:
 
 @cache
 def library_tokens() -> Tensor:
-    """The text `(L,)` int64: the library's public top-level modules, from A to Z."""
+    """Return the text `(L,)` int64: the library's public top-level modules, from A to Z."""
     folder = Path(sysconfig.get_path("stdlib"))
     modules = sorted(folder.glob("[a-z]*.py"))
     if not modules:
@@ -145,36 +144,39 @@ def library_tokens() -> Tensor:
 
 
 def encode(text: str) -> Tensor:
-    """Tokens `(L,)` int64. A character that has none becomes a question mark."""
+    """Return tokens `(L,)` int64; unknown characters become question marks."""
     tokens = {character: token for token, character in enumerate(ALPHABET)}
     characters = text.replace(INDENT, "\t")
     return torch.tensor([tokens.get(character, tokens["?"]) for character in characters])
 
 
 def decode(tokens: Tensor) -> str:
-    """The text of tokens `(L,)` int64."""
+    """Return the text of tokens `(L,)` int64."""
     return "".join(ALPHABET[token] for token in tokens.tolist()).replace("\t", INDENT)
 
 
-# What training is judged by, and what it is for.
+# The loss, a metric, and a sample of text.
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats, from logits `(N, T, VOCABULARY)` and tokens `(N, T)` int64."""
+    """Return the mean cross-entropy in nats.
+
+    `outputs` are logits `(N, T, VOCABULARY)` float32, `targets` tokens `(N, T)` int64.
+    """
     return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
 def entropy_ratio(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The loss as a share of the unigram entropy; takes what `loss` takes.
+    """Return the loss divided by the unigram entropy; same arguments as `loss`.
 
-    A model that knows how often each token occurs, and nothing else, is at 1.0.
+    A model that knows only how often each token occurs has 1.0.
     """
     return loss(outputs, targets) / unigram_entropy()
 
 
 @cache
 def unigram_entropy() -> float:
-    """Entropy, in nats, of how often each token occurs in the whole text."""
+    """Return the entropy in nats of single tokens in the whole text."""
     tokens = library_tokens()
     shares = tokens.bincount().double() / len(tokens)
     return float(torch.special.entr(shares).sum())
@@ -187,10 +189,10 @@ def sample(
     temperature: float = 0.7,
     seed: int = 0,
 ) -> str:
-    """The prompt, continued by `length` tokens.
+    """Continue the prompt by `length` tokens, and return both.
 
-    `predict` is the trained model: tokens `(1, CONTEXT)` int64 in, logits
-    `(1, CONTEXT, VOCABULARY)` out. It is called once a token.
+    `predict` is the trained model, from tokens `(1, CONTEXT)` int64 to logits
+    `(1, CONTEXT, VOCABULARY)`. It is called once per token.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = encode(prompt)

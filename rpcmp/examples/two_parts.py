@@ -1,8 +1,8 @@
-"""A feature extractor and a classifier: two modules, each trained by an optimizer of its own.
+"""A feature extractor and a classifier, each with its own optimizer.
 
-This is the model that many loops split by hand, `features.to("cuda:0")` and
-`classifier.to("cuda:1")`, with two optimizers that they step one after the other. Here each module
-is a stage. Neither knows where the other runs.
+Many training loops split such a model by hand, with `features.to("cuda:0")` and
+`classifier.to("cuda:1")`, and step two optimizers one after the other. Here each module is a stage,
+and neither knows where the other runs.
 """
 
 from torch import Tensor, nn

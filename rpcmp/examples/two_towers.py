@@ -1,8 +1,8 @@
-"""Handwritten digits read twice, by two encoders side by side, and judged together.
+"""Handwritten digits read by two encoders side by side, and one classifier.
 
-One tower sees the image, the other only its profile: how much ink there is in each row and column.
-A classifier joins what they found, and takes the profile itself as well. The stages form no chain
-but a graph, in which the towers work at the same time and the skip reaches the classifier directly:
+One tower reads the image, the other only its profile: the amount of ink in each row and column. The
+classifier reads the features of both, and the profile itself. So the stages form a graph in which
+the towers work at the same time, and a skip goes directly to the classifier:
 
     image ----> ImageTower ------+
                                  +--> Classifier --> logits
@@ -10,17 +10,17 @@ but a graph, in which the towers work at the same time and the skip reaches the 
              |                   |
              +-------------------+
 
-Each class is one stage. The configuration names it, sets its arguments, and says what it reads.
+Each class is one stage. The config names it, sets its arguments, and lists its inputs.
 """
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from rpcmp.examples import digits
+
 NUM_CLASSES = 10
 PROFILE_SIZE = 16  # 8 rows and 8 columns
-NUM_TRAINING_IMAGES = 1437  # 80 % of 1,797; the others are the test split
-SPLIT_SEED = 0
 
 Item = tuple[dict[str, Tensor], Tensor]
 
@@ -84,7 +84,7 @@ class Classifier(nn.Module):
 
 
 class Digits(Dataset[Item]):
-    """Images with their profiles, and what digits they show.
+    """Images with their profiles, and the digits that they show.
 
     Each item is `({"image": (1, 8, 8) float32, "profile": (16,) float32}, class, a scalar int64)`,
     with all numbers between 0 and 1.
@@ -104,23 +104,5 @@ class Digits(Dataset[Item]):
 
 
 def dataset(split: str) -> Digits:
-    """The digits that ship with scikit-learn, one split of them: "train" or "test"."""
-    images, classes = load_digits()
-    order = torch.randperm(len(classes), generator=torch.Generator().manual_seed(SPLIT_SEED))
-    chosen = {"train": order[:NUM_TRAINING_IMAGES], "test": order[NUM_TRAINING_IMAGES:]}
-    if split not in chosen:
-        raise ValueError(f"no split {split!r}: choose one of {', '.join(chosen)}")
-    return Digits(images[chosen[split]], classes[chosen[split]])
-
-
-def load_digits() -> tuple[Tensor, Tensor]:
-    """All images `(1797, 1, 8, 8)` float32 between 0 and 1, and classes `(1797,)` int64."""
-    try:
-        from sklearn import datasets
-    except ImportError as error:
-        raise ImportError(
-            "the digits come with scikit-learn: pip install 'rpcmp[examples]'"
-        ) from error
-    digits = datasets.load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16  # pixels: 0 to 16
-    return images, torch.tensor(digits.target, dtype=torch.int64)
+    """Return one split of the digits in rpcmp.examples.digits, "train" or "test"."""
+    return Digits(*digits.dataset(split).tensors)

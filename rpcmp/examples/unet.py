@@ -1,14 +1,14 @@
-"""A U-Net over four stages: it finds for each pixel of a scene the digit that it belongs to.
+"""A U-Net over four stages: it finds the digit that each pixel of a scene belongs to.
 
     image --> Down "fine" --> Down "coarse" --> Up "lift" --> Finish --> a class for each pixel
                   |                 +---- skip ----^             ^
                   +------------------ skip ----------------------+
 
-On the way down the picture gets smaller and its features more; on the way up each stage also reads
-what the stage of its size had kept. A skip goes straight from the stage that has it to the one that
-reads it, past all stages between them, which neither wait for it nor carry it.
+On the way down the image shrinks and gets more features. On the way up each stage also reads the
+features of the same size from the way down. Such a skip goes directly from the stage that computes
+it to the one that reads it. The stages between them neither wait for it nor carry it.
 
-The scenes are made of the digits that ship with scikit-learn, several on a noisy ground.
+The scenes are made of the digits that ship with scikit-learn, several on a noisy background.
 """
 
 import torch
@@ -16,18 +16,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
+from rpcmp.examples import digits
+
 DIGIT = 8  # height and width of a digit, in pixels
-GRID = 4  # a scene has GRID x GRID places, each a digit's size, of which about half are empty
-GROUND = 10  # the class of pixels without ink; the others are those of the digits, 0 to 9
+GRID = 4  # a scene has GRID x GRID places for digits, of which about half are empty
+GROUND = 10  # the class of pixels without ink; classes 0 to 9 are the digits
 NUM_CLASSES = 11
-INK = 0.25  # a pixel at least so dark belongs to its digit
+INK = 0.25  # least darkness of a pixel that belongs to a digit
 NOISE = 0.1
 NUM_TRAINING_IMAGES = 1437  # 80 % of 1,797; the others are in the test scenes
 SEED = 0
 
 
 def convolutions(in_channels: int, out_channels: int) -> nn.Sequential:
-    """Features `(N, in_channels, H, W)` to `(N, out_channels, H, W)`, by two convolutions."""
+    """Return two convolutions from `(N, in_channels, H, W)` to `(N, out_channels, H, W)`."""
     return nn.Sequential(
         nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1, bias=False),
         nn.BatchNorm2d(out_channels),
@@ -39,10 +41,9 @@ def convolutions(in_channels: int, out_channels: int) -> nn.Sequential:
 
 
 class Down(nn.Module):
-    """From `(N, in_channels, H, W)` to a dict of two, all float32.
+    """From `(N, in_channels, H, W)` to a dict of two tensors, all float32.
 
-    "skip" is what was found, `(N, out_channels, H, W)`; "down" is the same at half of the height
-    and width.
+    "skip" has the features `(N, out_channels, H, W)`, "down" the same at half the height and width.
     """
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
@@ -50,12 +51,12 @@ class Down(nn.Module):
         self.find = convolutions(in_channels, out_channels)
 
     def forward(self, features: Tensor) -> dict[str, Tensor]:
-        found = self.find(features)
-        return {"skip": found, "down": functional.max_pool2d(found, kernel_size=2)}
+        skip = self.find(features)
+        return {"skip": skip, "down": functional.max_pool2d(skip, kernel_size=2)}
 
 
 class Up(nn.Module):
-    """Back to twice the height and width, joined with what was there on the way down.
+    """Doubles height and width, and joins the features with those of the way down.
 
     From features `(N, in_channels, H, W)` and a skip `(N, skip_channels, 2H, 2W)` to
     `(N, skip_channels, 2H, 2W)`, all float32.
@@ -74,7 +75,7 @@ class Up(nn.Module):
 
 
 class Finish(nn.Module):
-    """The last way up: from features and the first skip to logits `(N, 11, 2H, 2W)`."""
+    """The last step up: from features and the first skip to logits `(N, 11, 2H, 2W)`."""
 
     def __init__(self, in_channels: int, skip_channels: int) -> None:
         super().__init__()
@@ -92,49 +93,36 @@ class Finish(nn.Module):
 
 
 def dataset(split: str, scenes: int) -> TensorDataset:
-    """So many scenes of one split, "train" or "test".
+    """Return `scenes` scenes of one split, "train" or "test".
 
-    Each item is a scene `(1, 32, 32)` float32, and the class of each of its pixels, `(32, 32)`
-    int64: its digit, or GROUND.
+    Each item is a scene `(1, 32, 32)` float32 and the class of each pixel `(32, 32)` int64: a
+    digit, or GROUND.
     """
-    images, digits = load_digits()
+    images, classes = digits.load_digits()
     parts = {"train": slice(NUM_TRAINING_IMAGES), "test": slice(NUM_TRAINING_IMAGES, None)}
     if split not in parts:
         raise ValueError(f"no split {split!r}: choose one of {', '.join(parts)}")
-    images, digits = images[parts[split]], digits[parts[split]]
+    images, classes = images[parts[split]].squeeze(1), classes[parts[split]]
     generator = torch.Generator().manual_seed(SEED)
     chosen = torch.randint(len(images), (scenes, GRID * GRID), generator=generator)
     is_there = torch.rand(scenes, GRID * GRID, 1, 1, generator=generator) < 0.5
     ink = images[chosen] * is_there  # (scenes, places, 8, 8)
-    classes = torch.where(ink >= INK, digits[chosen][:, :, None, None], GROUND)
+    labels = torch.where(ink >= INK, classes[chosen][:, :, None, None], GROUND)
     noise = NOISE * torch.randn(scenes, 1, GRID * DIGIT, GRID * DIGIT, generator=generator)
-    return TensorDataset(in_place(ink).unsqueeze(1) + noise, in_place(classes))
+    return TensorDataset(assemble(ink).unsqueeze(1) + noise, assemble(labels))
 
 
-def in_place(tiles: Tensor) -> Tensor:
-    """Scenes `(N, 32, 32)` of tiles `(N, 16, 8, 8)`, row by row."""
+def assemble(tiles: Tensor) -> Tensor:
+    """Return scenes `(N, 32, 32)` made of tiles `(N, 16, 8, 8)`, row by row."""
     rows: Tensor = tiles.unflatten(1, (GRID, GRID)).transpose(2, 3)  # (N, row, y, column, x)
     return rows.reshape(len(tiles), GRID * DIGIT, GRID * DIGIT)
 
 
-def load_digits() -> tuple[Tensor, Tensor]:
-    """All images `(1797, 8, 8)` float32 between 0 and 1, and their digits `(1797,)` int64."""
-    try:
-        from sklearn import datasets
-    except ImportError as error:
-        raise ImportError(
-            "the digits come with scikit-learn: pip install 'rpcmp[examples]'"
-        ) from error
-    digits = datasets.load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32) / 16  # pixels: 0 to 16
-    return images, torch.tensor(digits.target, dtype=torch.int64)
-
-
-# What training is judged by.
+# The metric.
 
 
 def ink_accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Share of the pixels with ink that are given the right digit.
+    """Return the share of the pixels with ink whose digit is right.
 
     The ground, most of a scene, does not count.
     """

@@ -1,5 +1,6 @@
 """A job from outside its processes: servers, generations, recovery, checkpoints, `rpcmp.launch`.
 
-Start at `drive.py` and `run.py`; `generation.py` is one group from birth to end. No torch but in
-`pipeline.py`. May import what is below: server, observability, checkpoint, net, process, config.
+Start at `recovery.py`: its loop forms one `Generation` after another, for a run that trains
+(`training_run.py`) or a pipeline that serves calls (`service.py`). Only the library imports torch:
+`pipeline.py` and `service.py`. May import driver, server, and everything below.
 """

@@ -1,10 +1,10 @@
-"""A run's checkpoints as its driver sees them: the stages write files, then it the manifest.
+"""A run's checkpoints: the stages write their files, this process writes the manifest.
 
     stages ──saved: file, hash──┐
     driver ──progress of a step─┴──> manifest, last ──> older checkpoints are removed
 
-The files of one step arrive in any order, while later steps are computed. A checkpoint that a stage
-could not write is given up with a warning; the run and the checkpoints before it are as they were.
+The files of one step arrive in any order, while later steps are computed. If a stage cannot write
+its file, the checkpoint is given up with a warning. The run and its older checkpoints go on.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from rpcmp.checkpoint.folder import CheckpointFolder, remove
+from rpcmp.checkpoint.folder import CheckpointFolder, RunCheckpoints, left_behind, remove
 from rpcmp.checkpoint.manifest import Cursor, Manifest, StageFile
-from rpcmp.checkpoint.runs import RunCheckpoints, left_behind
 from rpcmp.config.redaction import redacted
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.errors import CheckpointError, RpcmpError, SavingError
-from rpcmp.job.best import BestCheckpoint, mark_of
-from rpcmp.job.recovery import CommonSnapshot, newest_common
+from rpcmp.job.best_checkpoint import BestCheckpoint, mark_of
+from rpcmp.job.restore_point import CommonSnapshot, newest_common
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.observability.events import CheckpointEvent, Event, StepEvent, WarningEvent
 from rpcmp.process.channel import Message
 from rpcmp.server.connection import versions
 from rpcmp.v1 import control_pb2 as pb
 
-DRIVERS_OWN = {
+DRIVER_STATE = {
     "step",
     "epoch",
     "batch",
@@ -46,132 +45,133 @@ DRIVERS_OWN = {
     "evaluated_after",
     "scaler",
 }
-"""What of a progress event is the driver's state: rpcmp.driver.progress.TrainingProgress."""
+"""The keys of a progress event that are the driver's state; see TrainingProgress."""
 
 MOST_FAILED = 3
-"""Checkpoints in a row that may fail before the run does."""
+"""Checkpoints in a row that may fail before the run fails."""
 
 RNG = {"derivation": 1}
-"""No generator has a state: numbers are drawn from the seed, see `rpcmp.pipelining.layers`."""
+"""Generators have no state to save: all are seeded anew, see `rpcmp.pipelining.layers`."""
 
 
 class Checkpoints:
-    """Makes checkpoints of what the stages have written.
-
-    Args:
-        config: the job.
-        fleet: its servers.
-        report: told of each that is there ("checkpoint") or could not be made ("warning").
+    """Completes checkpoints of the files that the stages have written.
 
     Attributes:
-        layers: of each stage, once they are known.
-        generation: of the group that runs.
-        run: what the checkpoints are of; the same when it is resumed.
-        saved: the newest step that has one.
-        best: the one with the best evaluation, where the config wants it kept.
-        remove_elsewhere: removes a checkpoint from the disks of other machines.
+        layers: of each stage, after `set_assignments`.
+        generation: the number of the current group.
+        run: the id of the run in its manifests; a resumed run keeps it.
+        saved: the newest step with a checkpoint.
+        best: the checkpoint with the best evaluation, if the config keeps one.
+        remove_elsewhere: removes a checkpoint from the disks of the other machines.
     """
 
-    def __init__(self, config: Config, fleet: ServerPool, report: Callable[[Event], None]) -> None:
+    def __init__(self, config: Config, pool: ServerPool, report: Callable[[Event], None]) -> None:
         self._config = config
-        self._fleet = fleet
+        self._pool = pool
         self._report = report
-        self._folder = CheckpointFolder(config.checkpoint_folder / fleet.run_folder)
+        self._folder = CheckpointFolder(config.checkpoint_folder / pool.run_folder)
         self.best = BestCheckpoint(config, self._folder, report)
         self._parts: dict[int, dict[str, pb.Saved]] = {}
         self._progress: dict[int, Message] = {}
         self._settled = 0
-        self._software = _software()
+        self._software = versions()
         self.layers: dict[str, list[str]] = {}
         self.generation = 1
-        self.run = fleet.job_id
+        self.run = pool.job_id
         self.saved = 0
         self._saved_at = time.monotonic()
-        self._began: dict[int, float] = {}
+        self._started_at: dict[int, float] = {}
         self._is_leaving = False
         self._failed: list[str] = []
-        self.remove_elsewhere: Callable[[Path], Awaitable[None]] = _nowhere
+        self.remove_elsewhere: Callable[[Path], Awaitable[None]] = _remove_nothing
 
-    def note_assignments(self, assignments: Sequence[str]) -> None:
-        """Hear which layers each stage has."""
-        found = [json.loads(assignment)["layers"] for assignment in assignments]
+    def set_assignments(self, assignments: Sequence[str]) -> None:
+        layers = [json.loads(assignment)["layers"] for assignment in assignments]
         workers = self._config.workers
-        self.layers = {w.stage: layers for w, layers in zip(workers, found, strict=True)}
+        self.layers = {w.stage: own for w, own in zip(workers, layers, strict=True)}
 
     def forget_parts(self) -> None:
-        """What was under way is not any more: the generation has ended."""
+        """Give up incomplete checkpoints: the generation that wrote them has ended."""
         self._parts.clear()
-        self._began.clear()
+        self._started_at.clear()
 
-    async def note_progress(self, progress: Message) -> int | None:
-        """Hear what the driver was right after a step; a step whose checkpoint ends by it."""
+    async def add_progress(self, progress: Message) -> int | None:
+        """Record the driver's state after a step.
+
+        Returns:
+            The step whose checkpoint is now complete or given up, if any.
+        """
         step = progress["step"]
         if step == self._settled:
             progress = {**progress, "awaits_save": False}
         if progress["awaits_save"]:
-            self._began.setdefault(step, time.monotonic())
+            self._started_at.setdefault(step, time.monotonic())
         self._progress[step] = progress
-        # Two steps are under way at most, and a lost host takes the last snapshot along.
+        # At most two steps overlap, and the last snapshot may be lost with a host.
         window = 3 * max(1, self._config.snapshot_every_steps) + 4
         for old in [old for old in self._progress if old <= step - window]:
             if not self._progress[old]["awaits_save"]:
                 del self._progress[old]
-        return await self._end(step) or await self._mark(progress)
+        return await self._complete(step) or await self._mark_best(progress)
 
-    async def note_saved(self, stage: str, saved: pb.Saved) -> int | None:
-        """Hear what became of a stage's part; the step, if its checkpoint ends by it."""
-        self._began.setdefault(saved.step, time.monotonic())
+    async def add_part(self, stage: str, saved: pb.Saved) -> int | None:
+        """Record that a stage has written its file, or why it has not.
+
+        Returns:
+            The step whose checkpoint is now complete or given up, if any.
+        """
+        self._started_at.setdefault(saved.step, time.monotonic())
         self._parts.setdefault(saved.step, {})[stage] = saved
-        return await self._end(saved.step)
+        return await self._complete(saved.step)
 
-    def known(self) -> list[int]:
-        """The steps of which the driver knows what it was."""
+    def known_steps(self) -> list[int]:
         return list(self._progress)
 
     def progress_of(self, step: int) -> Message | None:
-        """What the driver was right after a step; None before the first."""
-        found = self._progress.get(step)
-        if found is None:
+        """Return the driver's state after a step; None before the first."""
+        progress = self._progress.get(step)
+        if progress is None:
             return None
         since = time.monotonic() - self._saved_at
-        return {**found, "is_saved": step == self.saved, "since_saved": since}
+        return {**progress, "is_saved": step == self.saved, "since_saved": since}
 
-    def reported_up_to(self, step: int) -> list[StepEvent]:
-        """Return the events of the steps up to `step`, with what the driver knew of each."""
-        known = [self._progress[each]["told"] for each in sorted(self._progress) if each <= step]
-        return [StepEvent.from_json(told, complete=True) for told in known if told is not None]
+    def step_events_up_to(self, step: int) -> list[StepEvent]:
+        """Return the events of the known steps up to `step`."""
+        events = [self._progress[each]["told"] for each in sorted(self._progress) if each <= step]
+        return [StepEvent.from_json(event, complete=True) for event in events if event is not None]
 
-    def take_over(self, manifest: Manifest) -> list[str]:
-        """Go on from a checkpoint; the keys of the config that have changed since."""
+    def resume_from(self, manifest: Manifest) -> list[str]:
+        """Go on from a checkpoint; returns the keys of the config that have changed since."""
         self.run, self.saved = manifest.run, manifest.step
         self.generation = max(self.generation, manifest.generation + 1)
-        own = {**manifest.driver, **self.best.known_to(manifest)}
-        self._progress[manifest.step] = {**own, "told": None, "awaits_save": False}
-        return differences(redacted(manifest.config), _told_of(self._config))
+        state = {**manifest.driver, **self.best.restored_from(manifest)}
+        self._progress[manifest.step] = {**state, "told": None, "awaits_save": False}
+        return differences(redacted(manifest.config), _saved_config(self._config))
 
     async def leave(self) -> None:
-        """Make a checkpoint of what the servers still hold.
+        """Write a checkpoint of the newest step that the servers still hold.
 
-        Where that cannot be done a warning says so: the run ends for a reason of its own, which is
-        what its user has to hear.
+        If that fails, there is only a warning: the error that ends the run is the one to raise.
         """
-        holdings = await self._fleet.holdings()
-        found = newest_common(self._config.workers, holdings, self.known())
-        if found is None or found.step <= self.saved:
+        holdings = await self._pool.holdings()
+        common = newest_common(self._config.workers, holdings, self.known_steps())
+        if common is None or common.step <= self.saved:
             return
         self._is_leaving = True
-        self._began[found.step] = time.monotonic()
+        self._started_at[common.step] = time.monotonic()
         firsts = [worker for worker in self._config.workers if worker.replica == 0]
-        answers = await asyncio.gather(*(self._save(worker, found) for worker in firsts))
-        for worker, saved in zip(firsts, answers, strict=True):
-            await self.note_saved(worker.stage, saved)
+        parts = await asyncio.gather(*(self._save(worker, common) for worker in firsts))
+        for worker, saved in zip(firsts, parts, strict=True):
+            await self.add_part(worker.stage, saved)
 
-    async def _end(self, step: int) -> int | None:
+    async def _complete(self, step: int) -> int | None:
+        """Write the manifest if all parts are there; returns the step if it is settled by now."""
         parts, progress = self._parts.get(step, {}), self._progress.get(step)
         if progress is None or set(parts) != set(self._config.stage_names):
             return None
         del self._parts[step]
-        began = self._began.pop(step, time.monotonic())
+        started_at = self._started_at.pop(step, time.monotonic())
         self._progress[step] = {**progress, "awaits_save": False}
         self._settled = step
         failed = {stage: part.error for stage, part in parts.items() if part.error}
@@ -190,20 +190,20 @@ class Checkpoints:
             CheckpointEvent(
                 step=step,
                 path=str(self._folder.path_of(step)),
-                seconds=self._saved_at - began,
+                seconds=self._saved_at - started_at,
                 bytes=sum(part.size for part in parts.values()),
             )
         )
-        self.best.tell(manifest)
+        self.best.report_if_best(manifest)
         return step
 
-    async def _mark(self, progress: Message) -> int | None:
-        """Mark the step's checkpoint, if it is there already and is the best; its step."""
+    async def _mark_best(self, progress: Message) -> int | None:
+        """Mark the step's checkpoint if it is complete and the best; returns the step if marked."""
         step: int = progress["step"]
         mark = mark_of(progress)
         if mark is None or step != self.saved:
             return None
-        return step if await self.best.mark(step, mark, _drivers_own(progress)) else None
+        return step if await self.best.mark(step, mark, _driver_state(progress)) else None
 
     def _manifest(self, progress: Message, parts: dict[str, pb.Saved]) -> Manifest:
         return Manifest(
@@ -212,12 +212,16 @@ class Checkpoints:
             step=progress["step"],
             generation=self.generation,
             cursor=Cursor(epoch=progress["epoch"], batch=progress["batch"]),
-            driver=_drivers_own(progress),
+            driver=_driver_state(progress),
             best=mark_of(progress),
             is_asked_for=self._config.checkpoint is not None and not self._is_leaving,
             rng={"seed": self._config.seed, **RNG},
-            versions=self._software,
-            config=_told_of(self._config),
+            versions={
+                "rpcmp": self._software.rpcmp,
+                "torch": self._software.torch,
+                "python": self._software.python,
+            },
+            config=_saved_config(self._config),
             written=datetime.now(UTC).isoformat(timespec="seconds"),
             stages=[
                 StageFile(
@@ -234,13 +238,13 @@ class Checkpoints:
         )
 
     def require_saved(self, has_ended: bool) -> None:
-        """Fail where what was trained would be lost, unless the config says that it may be.
+        """Fail if too much training would be lost, unless the config allows that.
 
         Args:
-            has_ended: this was the last one.
+            has_ended: whether the last checkpoint should be complete.
 
         Raises:
-            SavingError: too many in a row could not be written, or the last one.
+            SavingError: too many checkpoints in a row could not be written, or the last one.
         """
         section = self._config.checkpoint
         if section is None or section.on_error == "warn" or not self._failed:
@@ -254,7 +258,7 @@ class Checkpoints:
             )
 
     async def remove_surplus(self) -> None:
-        """Remove the checkpoints that are not kept any more."""
+        """Remove the oldest checkpoints, beyond those that the config keeps."""
         keep = self._config.checkpoint.keep if self._config.checkpoint is not None else 1
         try:
             for folder in await asyncio.to_thread(self._folder.surplus, keep):
@@ -264,21 +268,23 @@ class Checkpoints:
             self._report(WarningEvent(text=f"old checkpoints stay: {error}"))
 
     async def left_behind(self) -> list[RunCheckpoints]:
-        """What runs of this job have left because they had to end, the newest first."""
+        """Return the checkpoints that runs of this job left when they had to end, newest first."""
         config = self._config
-        asks = config.checkpoint is not None
-        return await asyncio.to_thread(left_behind, config.checkpoint_folder, config.name, asks)
+        is_asked_for = config.checkpoint is not None
+        folder = config.checkpoint_folder
+        return await asyncio.to_thread(left_behind, folder, config.name, is_asked_for)
 
     def is_too_old(self, run: RunCheckpoints) -> bool:
-        """Whether what a run has left is older than `recovery.keep_days`."""
+        """Return whether a run's last checkpoint is older than `recovery.keep_days`."""
         return run.is_before(datetime.now(UTC) - timedelta(days=self._config.recovery.keep_days))
 
     async def remove_left_behind(self, ended_well: bool) -> None:
-        """Remove what runs of this job have left because they had to end.
+        """Remove checkpoints that runs of this job left when they had to end.
 
         Args:
-            ended_well: this run did: remove what it has come further than, unless its own last
-                checkpoint could not be written; else only what is older than `recovery.keep_days`.
+            ended_well: this run is complete: remove those that it has come further than, unless its
+                own last checkpoint could not be written. Otherwise remove only those that are
+                older than `recovery.keep_days`.
         """
         if not self._config.takes_snapshots:
             return
@@ -296,42 +302,34 @@ class Checkpoints:
         except RpcmpError as error:
             self._report(WarningEvent(text=f"old checkpoints stay: {error}"))
 
-    async def _save(self, worker: Member, found: CommonSnapshot) -> pb.Saved:
-        """Have a worker's snapshot written by whoever holds it."""
+    async def _save(self, worker: Member, common: CommonSnapshot) -> pb.Saved:
         labels = [each.label for each in self._config.workers]
-        holder = labels.index(found.holders[worker.label])
+        holder = labels.index(common.holders[worker.label])
         request = pb.SaveRequest(
-            job_id=self._fleet.job_id,
-            stage_name=worker.stage,
-            step=found.step,
+            job_id=self._pool.job_id, stage_name=worker.stage, step=common.step
         )
-        async with self._fleet.client(self._fleet.addresses[holder]) as client:
+        async with self._pool.client(self._pool.addresses[holder]) as client:
             try:
                 return await client.save(request)
             except RpcmpError as error:
-                return pb.Saved(step=found.step, error=str(error))
+                return pb.Saved(step=common.step, error=str(error))
 
 
-def _drivers_own(progress: Message) -> Message:
-    return {key: value for key, value in progress.items() if key in DRIVERS_OWN}
+def _driver_state(progress: Message) -> Message:
+    return {key: value for key, value in progress.items() if key in DRIVER_STATE}
 
 
-def _software() -> dict[str, str]:
-    found = versions()
-    return {"rpcmp": found.rpcmp, "torch": found.torch, "python": found.python}
-
-
-async def _nowhere(folder: Path) -> None:
+async def _remove_nothing(folder: Path) -> None:
     pass
 
 
-def _told_of(config: Config) -> Any:
-    """What a manifest tells of a config; where a run is logged to is not what it computes."""
+def _saved_config(config: Config) -> Any:
+    """Return a config as a manifest has it; the destinations of the log do not affect results."""
     return redacted(config.model_dump(mode="json", exclude={"log"}))
 
 
 def differences(before: Any, now: Any, place: str = "") -> list[str]:
-    """The dotted keys in which two configs differ, such as "optimizer.kwargs.lr"."""
+    """Return the dotted keys in which two configs differ, such as "optimizer.kwargs.lr"."""
     if not isinstance(before, dict) or not isinstance(now, dict):
         return [] if before == now else [place]
     keys = [*before, *(key for key in now if key not in before)]

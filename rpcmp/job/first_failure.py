@@ -1,8 +1,8 @@
-"""The first error ends the job, wherever it comes from and whoever waits for whatever.
+"""The first failure ends a generation, wherever it happens and whatever waits at that moment.
 
-What hangs when nothing moves, though every process is alive: a lock that nobody frees, a loader
-that waits for a disk for ever. A slow step is none of that: some stage begins an action now and
-then.
+`FirstFailure` keeps it, and `Watchdog` finds the failure that raises nothing: every process is
+alive, but nothing moves, as with a lock that is never released or a loader that waits for a disk
+forever. A slow step is not a hang: some stage starts an action every now and then.
 """
 
 from __future__ import annotations
@@ -10,22 +10,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from rpcmp.errors import JobError, RpcmpError, WorkerHungError, one_line
 from rpcmp.process.activity import Doing
 from rpcmp.v1 import control_pb2 as pb
 
-if TYPE_CHECKING:
-    from rpcmp.job.worker_group import WorkerGroup
-
-
 Result = TypeVar("Result")
 
 
+@contextlib.asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """An `asyncio.TaskGroup` that raises its first error instead of a group of errors."""
+    first: Exception | None = None
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except* Exception as errors:
+        first = errors.exceptions[0]
+    if first is not None:
+        raise first
+
+
 class FirstFailure:
-    """Why a job has failed, if it has; and the tasks that may find out."""
+    """The failure of a generation, if there is one, and the tasks that may detect it."""
 
     def __init__(self) -> None:
         self._future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -33,41 +42,37 @@ class FirstFailure:
         self._ignoring = False
 
     def fail(self, error: RpcmpError) -> None:
-        """Note that the job has failed; only the first time counts."""
+        """Record a failure; only the first one counts."""
         if not self._ignoring and not self._future.done():
             self._future.set_exception(error)
-            self._future.exception()  # seen: nobody may be waiting just now
+            self._future.exception()  # mark it as retrieved: perhaps nothing waits just now
 
     def ignore(self) -> None:
-        """From now on the job is ending, and connections may well break."""
+        """Ignore failures: the generation is ending, and connections may well break."""
         self._ignoring = True
 
-    def follow(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run something beside everything else; what it raises fails the job."""
-        task = asyncio.create_task(self._follow(coroutine))
+    def supervise(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a coroutine in the background; an error that it raises is a failure."""
+        task = asyncio.create_task(self._supervise(coroutine))
         self._tasks.append(task)
         return task
 
     def when_failed(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run `function` as soon as the job has failed."""
+        """Run `function` as soon as there is a failure."""
 
         def failed(future: asyncio.Future[None]) -> None:
             if not future.cancelled():
-                self.follow(function())
+                self.supervise(function())
 
         self._future.add_done_callback(failed)
 
     async def unless_failed(self, awaitable: Awaitable[Result]) -> Result:
-        """What `awaitable` gives.
-
-        Raises:
-            RpcmpError: the job failed first; `awaitable` is cancelled.
-        """
+        """Return the result of `awaitable`."""
         task = asyncio.ensure_future(awaitable)
         try:
             futures: list[asyncio.Future[Any]] = [task, self._future]
             await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():  # what has come in the same moment is not thrown away
+            if not task.done():  # a result that came at the same moment is not lost
                 self._future.result()
             return await task
         finally:
@@ -76,21 +81,20 @@ class FirstFailure:
                 await task
 
     async def reason(self, timeout: float) -> RpcmpError | None:
-        """Why the job has failed; waits up to `timeout` seconds for somebody to know."""
+        """Return the failure; waits up to `timeout` seconds for one."""
         await asyncio.wait([self._future], timeout=timeout)
-        known = self._future.done() and not self._future.cancelled()
-        error = self._future.exception() if known else None
+        is_known = self._future.done() and not self._future.cancelled()
+        error = self._future.exception() if is_known else None
         return error if isinstance(error, RpcmpError) else None
 
     async def close(self) -> None:
-        """End all that runs beside."""
         self.ignore()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._future.cancel()
 
-    async def _follow(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    async def _supervise(self, coroutine: Coroutine[Any, Any, None]) -> None:
         try:
             await coroutine
         except RpcmpError as error:
@@ -100,79 +104,69 @@ class FirstFailure:
             raise
 
 
-async def both(first: Awaitable[Any], second: Awaitable[Any]) -> tuple[Any, Any]:
-    """Run both together; the first error cancels the other."""
-    tasks = [asyncio.ensure_future(first), asyncio.ensure_future(second)]
-    try:
-        one, two = await asyncio.gather(*tasks)
-        return one, two
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-WITH_OTHERS = ("join", "sum")
-"""Phases that end once all have come to them: in one of these, a stage may wait for who hangs."""
+COLLECTIVE_PHASES = ("join", "sum")
+"""Phases that end when all stages have reached them: a stage in one may wait for a hung stage."""
 
 
 class Watchdog:
-    """Watches the driver's progress, and asks the stages when there is none.
+    """Watches the driver's progress, and inspects the stages if there is none.
 
     Args:
-        seconds: without any progress that count as a hang; 0: nothing does.
-        stages: to be asked.
+        timeout: seconds without any progress that count as a hang; 0: none do.
+        inspect: returns what each worker does; see WorkerGroup.
     """
 
-    def __init__(self, seconds: float, stages: WorkerGroup) -> None:
-        self._seconds = seconds
-        self._stages = stages
-        self._moved = time.monotonic()
+    def __init__(
+        self, timeout: float, inspect: Callable[[], Awaitable[dict[str, pb.InspectResponse]]]
+    ) -> None:
+        self._timeout = timeout
+        self._inspect = inspect
+        self._moved_at = time.monotonic()
         self._driver: Doing | None = None
 
-    def note(self, doing: Doing) -> None:
-        """Hear what the driver process does; one that waits for us is not stuck."""
+    def update_driver(self, doing: Doing) -> None:
+        """Record what the driver process does; it is not stuck if it waits for this process."""
         if self._driver is None or self._driver[:3] != doing[:3] or not doing.phase:
-            self._moved = time.monotonic()
+            self._moved_at = time.monotonic()
         self._driver = doing
 
     async def run(self) -> None:
-        """Return never.
+        """Watch forever.
 
         Raises:
-            WorkerHungError: nothing moves any more; names what does not.
+            WorkerHungError: nothing moves any more; names the process that is stuck.
         """
         while True:
-            left = self._moved + (self._seconds or float("inf")) - time.monotonic()
+            left = self._moved_at + (self._timeout or float("inf")) - time.monotonic()
             if left > 0:
                 await asyncio.sleep(min(left, 3600.0))
                 continue
-            found = await self._stages.inspect()
-            youngest = min((answer.doing.seconds for answer in found.values()), default=0.0)
-            if youngest >= self._seconds:
-                raise _named(self._driver, found)
-            self._moved = time.monotonic() - youngest
+            workers = await self._inspect()
+            youngest = min((worker.doing.seconds for worker in workers.values()), default=0.0)
+            if youngest >= self._timeout:
+                raise _hung_process(self._driver, workers)
+            self._moved_at = time.monotonic() - youngest
 
 
-def _named(driver: Doing | None, found: dict[str, pb.InspectResponse]) -> WorkerHungError:
-    """The stage that has been in the middle of something for the longest time; else the driver.
+def _hung_process(driver: Doing | None, workers: dict[str, pb.InspectResponse]) -> WorkerHungError:
+    """Name the stage that has been in one action for the longest time, or else the driver.
 
-    One that does something of its own comes before those that may wait for it.
+    A stage in an action of its own comes before those that may wait for it.
     """
-    busy = {stage: answer for stage, answer in found.items() if answer.doing.phase}
-    stage, answer = max(
+    busy = {stage: worker for stage, worker in workers.items() if worker.doing.phase}
+    stage, worker = max(
         busy.items(),
-        key=lambda item: (item[1].doing.phase not in WITH_OTHERS, item[1].doing.seconds),
+        key=lambda item: (item[1].doing.phase not in COLLECTIVE_PHASES, item[1].doing.seconds),
         default=("driver", pb.InspectResponse(doing=driver and pb.Doing(**driver._asdict()))),
     )
-    doing = answer.doing
+    doing = worker.doing
     return WorkerHungError(
         stage,
-        answer.host,
+        worker.host,
         0,
         doing.phase,
         doing.step,
         doing.microbatch,
         doing.seconds,
-        answer.stacks,
+        worker.stacks,
     )

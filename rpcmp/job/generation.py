@@ -1,15 +1,15 @@
-"""One group from birth to end: one generation of a job.
+"""One generation of a job: a group of processes from its start to its end.
 
-    (1) the driver process plans                           driver ──planned──> session
-    (2) meanwhile every server is claimed and watched      session ──Prepare, Watch──> servers
-    (3) each worker gets its stage and joins               session ──Start, Mirror──> servers
-    (4) all have joined: connections that have to cross
-        hosts are carried from now on                      session ──Link──> servers
-    (5) the driver may train                               session ──train, serve──> driver
-    (6) the end, good or bad: all processes are gone, what the servers hold is kept
+    (1) the driver process plans                        driver ──planned──> generation
+    (2) meanwhile every server is claimed and watched   generation ──Prepare, Watch──> servers
+    (3) each worker gets its stage and joins            generation ──Start, Mirror──> servers
+    (4) once all have joined, connections that have
+        to cross hosts are relayed                      generation ──Link──> servers
+    (5) the driver may train                            generation ──train, serve──> driver
+    (6) all processes end; the servers keep the snapshots that they hold
 
-Whatever goes wrong anywhere fails `failure`, and everybody who waits for anything waits for that
-too, so the first error ends the generation.
+A failure anywhere goes to `FirstFailure`. Everything that waits also waits for a failure, so the
+first one ends the generation.
 """
 
 from __future__ import annotations
@@ -18,131 +18,120 @@ import asyncio
 import contextlib
 import platform
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.config.topology import DRIVER
-from rpcmp.errors import DrainingError, RpcmpError, WorkerDiedError, from_wire
-from rpcmp.job import code
-from rpcmp.job.first_failure import FirstFailure, Watchdog, both
-from rpcmp.job.outputs import OutputFiles
-from rpcmp.job.restore_planner import Choose, RestorePoint, afresh
+from rpcmp.errors import DrainingError, WorkerDiedError, from_wire
+from rpcmp.job.first_failure import FirstFailure, Watchdog, task_group
+from rpcmp.job.output_files import OutputFiles
+from rpcmp.job.restore_point import ChooseRestorePoint, RestorePoint, from_config
+from rpcmp.job.server_calls import shipped_code
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.job.telemetry import Vitals
-from rpcmp.job.worker_group import Identity, WorkerGroup
+from rpcmp.job.worker_group import WorkerGroup
 from rpcmp.net.relay import Relay
-from rpcmp.observability.events import Event, ProcessPlace, WarningEvent, WorkerPlace, parse
+from rpcmp.observability.events import Event, ProcessPlace, WarningEvent, parse
 from rpcmp.process import interpreter
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.liveness import HeartbeatMonitor
 from rpcmp.process.logging.records import Entry, Line, entry_of, pass_on
-from rpcmp.server.store_proxy import StoreProxy
+from rpcmp.server.rendezvous import StoreProxy
 
 LEAVE_SECONDS = 15.0
-"""How long the group may take to end by itself before it is ended."""
+"""How long the group may take to end by itself before it is killed."""
 
 LAST_WORDS_SECONDS = 1.0
-"""How long it may take to read what a driver process has said before it ended."""
+"""How long to read the messages of a driver process that has ended."""
 
 DRIVER_MESSAGES = ("planned", "joined", "progress", "segment", "done")
-"""What the driver process sends to this one besides the events of the run."""
+"""The messages of the driver process besides the events of the run."""
 
 EXPLAIN_SECONDS = 2.0
-"""A lost connection says little; how long to wait for the server to say why."""
+"""How long to wait for a server to explain a lost connection, which by itself says little."""
 
 
 class Generation:
-    """A job's group.
+    """The driver process and the workers of one generation.
 
     Args:
-        config: the job.
-        fleet: its servers, opened.
-        generation: of the group.
+        number: of the generation, counted from 1.
         load_data: whether the driver process loads the datasets of `[data]`.
-        fds: given to the driver process.
-        settings: what the job may change to on the way.
-        choose: where to begin.
-        vitals: told how its processes are.
-        log: told of each line that a worker or the driver process says.
+        settings: the schedules that the job may change to later.
+        choose: chooses the state to start from.
 
     Attributes:
-        generation: as given.
+        number: as given.
+        workers: of the group.
+        failure: why it has failed, if it has.
         draining: the name of a stage whose server is being stopped; empty: none.
-        begin: where it began.
+        restore_point: the state that it started from.
     """
 
     def __init__(
         self,
         config: Config,
-        fleet: ServerPool,
-        generation: int = 1,
+        pool: ServerPool,
+        number: int = 1,
         load_data: bool = True,
         fds: Sequence[int] = (),
         settings: Sequence[ScheduleOptions] = (),
-        choose: Choose = afresh,
+        choose: ChooseRestorePoint = from_config,
         vitals: Vitals | None = None,
         log: Callable[[Entry], None] = pass_on,
     ) -> None:
         self._config = config
-        self.generation = generation
+        self.number = number
         self._load_data = load_data
         self._fds = fds
-        self._reach = fleet.reach
-        self._outputs = OutputFiles(None)
-        self._forks = fleet.forks
-        self._dialer = fleet.dialer
-        self._identity = Identity(fleet.job_id, generation)
-        self._failure = FirstFailure()
-        refused = self._failure.fail
-        identity = (fleet.job_id, generation, DRIVER)
-        self._relay = Relay(*identity, fleet.forks, fleet.dialer, refused)
+        self._reach = pool.reach
+        self._output_files = OutputFiles(None)
+        self._forks = pool.forks
+        self._dialer = pool.dialer
+        self._job_id = pool.job_id
+        self.failure = FirstFailure()
+        self._relay = Relay(
+            *(pool.job_id, number, DRIVER), pool.forks, pool.dialer, self.failure.fail
+        )
         self._store: StoreProxy | None = None
         self._settings = settings
         self._choose = choose
         self._log = log
-        self._is_heard_out = False
+        self._has_drained_logs = False
         self._events: asyncio.Queue[Event | Message] = asyncio.Queue()
         self._vitals = vitals or Vitals()
-        self._stages = WorkerGroup(
-            config,
-            self._identity,
-            fleet.addresses,
-            fleet.run_folder,
-            fleet.dialer,
-            self._failure,
-            self._note,
-            self._vitals,
-            log,
+        self.workers = WorkerGroup(
+            config, pool, number, self.failure, self._receive_from_worker, self._vitals, log
         )
         self._driver: Child | None = None
         self._listening: asyncio.Task[None] | None = None
-        self._pulse = HeartbeatMonitor(config.recovery.heartbeat_timeout)
-        self._watchdog = Watchdog(config.recovery.watchdog, self._stages)
+        self._heartbeat = HeartbeatMonitor(config.recovery.heartbeat_timeout)
+        self._watchdog = Watchdog(config.recovery.watchdog, self.workers.inspect)
         self.draining = ""
-        self.begin = RestorePoint()
+        self.restore_point = RestorePoint()
 
     async def start(self) -> None:
-        """Bring the group to life; returns when the driver may train.
+        """Start all processes; returns when the driver may train."""
+        assignments = await self.failure.unless_failed(self._plan_and_claim())
+        self.failure.supervise(self._watchdog.run())
+        await self.failure.unless_failed(self._join(assignments))
 
-        Raises:
-            RpcmpError: why it cannot; call `close` all the same.
-        """
-        files = code.collect(self._config.folder) if self._config.ship_code else []
-        both_ready = both(self._plan(), self._stages.claim(files))
-        assignments, _ = await self._failure.unless_failed(both_ready)
-        self._failure.follow(self._watchdog.run())
-        await self._failure.unless_failed(self._join(assignments))
+    async def _plan_and_claim(self) -> list[str]:
+        code = shipped_code(self._config)
+        async with task_group() as tasks:
+            plan = tasks.create_task(self._plan())
+            tasks.create_task(self.workers.claim(code))
+        return plan.result()
 
     async def _plan(self) -> list[str]:
-        """The driver process's plan: the assignment of every stage."""
+        """Start the driver process and return its plan: the assignment of every worker."""
         environment = compute_environment(threads=1)
         driver = await Child.spawn(
-            "rpcmp.driver", environment, self._fds, self._forks, self._said, self._reach
+            "rpcmp.driver", environment, self._fds, self._forks, self._log_driver, self._reach
         )
-        self._driver, self._outputs = driver, OutputFiles(driver.scratch)
-        self._listening = self._failure.follow(self._listen(driver))
+        self._driver, self._output_files = driver, OutputFiles(driver.scratch)
+        self._listening = self.failure.supervise(self._listen(driver))
         self.send(
             {
                 "op": "plan",
@@ -153,178 +142,156 @@ class Generation:
             }
         )
         planned = await self._expect("planned")
-        self._failure.follow(self._end_driver_if_silent(driver))
+        self.failure.supervise(self._kill_driver_if_silent(driver))
         assignments: list[str] = planned["assignments"]
         return assignments
 
     @property
-    def worker_places(self) -> dict[str, WorkerPlace]:
-        """Where every worker is, by its label, once its servers are claimed."""
-        return self._stages.places
-
-    @property
     def driver_place(self) -> ProcessPlace:
-        """Where the driver process is."""
+        """The host and pid of the driver process."""
         return {"host": platform.node(), "pid": 0 if self._driver is None else self._driver.pid}
 
     def send(self, message: Message) -> None:
-        """Send a message to the driver process."""
         if self._driver is not None:
             self._driver.send(message)
 
     def train(self, order: Message) -> None:
-        """Have the driver process train; `deliver` what it writes when it has done."""
-        self.send(self._outputs.redirect(order))
+        """Let the driver process train; afterwards `deliver` the files that it writes."""
+        self.send(self._output_files.redirect(order))
 
     async def deliver(self) -> None:
-        """Put the files that the driver process has written where they go.
-
-        Raises:
-            ConfigError: one cannot be written there.
-        """
-        await asyncio.to_thread(self._outputs.deliver)
+        """Move the files that the driver process has written to their destinations."""
+        await asyncio.to_thread(self._output_files.deliver)
 
     async def next_event(self) -> Event | Message:
         """Return the next event of the run, or the next message about its course.
 
         Messages are "draining" (a server is being stopped), "saved" (one has written its part of a
         checkpoint), and the driver process's "progress", "segment" and "done".
-
-        Raises:
-            RpcmpError: the job has failed.
         """
         if not self._events.empty():  # whatever was reported before the failure comes first
             return self._events.get_nowait()
-        return await self._failure.unless_failed(self._events.get())
+        return await self.failure.unless_failed(self._events.get())
 
-    def end_on_failure(self) -> None:
-        """End the driver process as soon as the job has failed, so that nobody waits for it."""
+    def kill_driver_on_failure(self) -> None:
+        """Kill the driver process on a failure, so that its caller stops waiting."""
         if self._driver is not None:
-            self._failure.when_failed(self._driver.kill)
-
-    async def reason(self, timeout: float) -> RpcmpError | None:
-        """Why the job has failed; waits up to `timeout` seconds for somebody to know."""
-        return await self._failure.reason(timeout)
+            self.failure.when_failed(self._driver.kill)
 
     async def wait_for_end(self) -> None:
-        """Wait until the group has ended by itself."""
-        self._failure.ignore()
+        self.failure.ignore()
         if self._driver is not None:
             await self._driver.wait(LEAVE_SECONDS)
-        await self._hear_out()
-
-    async def remove(self, folder: Path) -> None:
-        """Remove a checkpoint from the disks of other machines than this one.
-
-        Raises:
-            CheckpointError: one cannot.
-        """
-        await self._stages.remove(folder)
+        await self._drain_logs()
 
     async def abandon(self) -> list[Event | Message]:
-        """End the driver process; what it had to say and nobody has heard yet.
+        """Kill the driver process and return its events that have not been read.
 
-        The servers stay claimed, so that nobody else takes them before the next generation does.
+        The servers stay claimed, so that no other job takes them before the next generation does.
         """
-        self._failure.ignore()
+        self.failure.ignore()
         if self._driver is not None:
             await self._driver.kill()
-        await self._hear_out()
+        await self._drain_logs()
         if self._listening is not None:
             await asyncio.wait([self._listening], timeout=LAST_WORDS_SECONDS)
-        unheard = []
+        unread = []
         while not self._events.empty():
-            unheard.append(self._events.get_nowait())
-        return unheard
-
-    def let_go(self) -> None:
-        """Free the servers that are being stopped: nobody asks them for anything any more."""
-        self._stages.end()
+            unread.append(self._events.get_nowait())
+        return unread
 
     async def close(self) -> None:
-        """End whatever still runs; the servers end their workers when nobody watches."""
-        self._failure.ignore()
+        """End all processes; the servers end their workers when they are no longer watched."""
+        self.failure.ignore()
         if self._driver is not None:
             await self._driver.kill()
-        await self._hear_out()
-        await self._failure.close()
+        await self._drain_logs()
+        await self.failure.close()
         await self._relay.close()
         if self._store is not None:
             await self._store.close()
-        await self._stages.close()
+        await self.workers.close()
 
     async def _join(self, assignments: list[str]) -> None:
-        self.begin = await self._choose(assignments, self._stages.holdings)
-        await self._stages.start(assignments, self.begin.restores, self.begin.step)
+        """Let all members join the group; returns when they reach each other."""
+        self.restore_point = await self._choose(assignments, self.workers.holdings)
+        await self.workers.start(assignments, self.restore_point)
         self._store = StoreProxy.at(
-            self._stages.rendezvous, self._dialer, **vars(self._identity), tell=self.send
+            self.workers.rendezvous, self._dialer, self._job_id, self.number, self.send
         )
         await self._forks.add_address(len(assignments))
-        self.send({"op": "join", **self._stages.place(rank=len(assignments))})
+        self.send({"op": "join", **self.workers.membership(rank=len(assignments))})
         joined = await self._expect("joined")
-        self._vitals.joined(joined["address"])
-        await self._stages.wait_until_running()
+        self._vitals.add_driver_address(joined["address"])
+        await self.workers.wait_until_running()
         await self._link(joined["address"])
 
-    async def _link(self, listens: str) -> None:
-        """Carry connections between members that do not reach each other by themselves."""
+    async def _link(self, driver_address: str) -> None:
         network = await self._forks.network()
-        exposed = {**self._stages.exposed, **({"driver": network.reason} if network.reason else {})}
+        exposed = {
+            **self.workers.exposed,
+            **({"driver": network.reason} if network.reason else {}),
+        }
         if exposed:
             where, why = ", ".join(exposed), "; ".join(sorted(set(exposed.values())))
             text = f"other users of their hosts can reach the processes of {where}: {why}"
             self._events.put_nowait(WarningEvent(text=text))
-        if problems := self._stages.keep_nothing:
+        if problems := self.workers.checkpoint_problems:
             text = f"a run that has to give up leaves nothing: {'; '.join(problems)}"
             self._events.put_nowait(WarningEvent(text=text))
-        away = await self._stages.link(network.name, listens)
-        await self._relay.open(listens, away)
-        for peer in away:
+        unreachable = await self.workers.link(network.name, driver_address)
+        await self._relay.open(driver_address, unreachable)
+        for peer in unreachable:
             self._relay.wait_for(peer)
 
     async def _listen(self, driver: Child) -> None:
         try:
             async for message in driver.messages():
-                await self._heard(driver, message)
+                await self._receive_from_driver(driver, message)
         except (ValueError, LookupError, TypeError) as nonsense:
-            raise driver.talks_nonsense(nonsense, "the driver process") from nonsense
+            raise driver.garbled_message_error(nonsense, "the driver process") from nonsense
         code = await driver.wait()
-        died = f"the driver process (pid {driver.pid}) {interpreter.told(code)}"
+        died = f"the driver process (pid {driver.pid}) {interpreter.describe_exit(code)}"
         error = WorkerDiedError("\n".join(filter(None, [died, driver.stacks.read()])))
         error.stage = DRIVER
-        raise await driver.was_hung() or error
+        raise await driver.hung_error() or error
 
-    async def _heard(self, driver: Child, message: Message) -> None:
-        self._pulse.beat()
+    async def _receive_from_driver(self, driver: Child, message: Message) -> None:
+        self._heartbeat.beat()
         match message["event"]:
             case "beat":
-                self._heard_beat(driver, message)
+                doing, carried = driver.activity.read(), self._relay.round_trips
+                self._watchdog.update_driver(doing)
+                self._vitals.update_driver(
+                    driver.pid, doing, message["ways"], carried, message["tensors"]
+                )
                 return
             case "store" if self._store is not None:
-                self._store.heard(message)
+                self._store.handle(message)
                 return
             case "error":
                 error = from_wire(message["error"])
                 if isinstance(error, WorkerDiedError):  # its server knows better what happened
                     await asyncio.sleep(EXPLAIN_SECONDS)
                 raise error
-            case "done":  # what breaks now is the group's orderly end
-                self._failure.ignore()
-        is_own = message["event"] in DRIVER_MESSAGES
-        event = message if is_own else parse(message)
+            case "done":  # connections that break from here on belong to an orderly end
+                self.failure.ignore()
+        event = message if message["event"] in DRIVER_MESSAGES else parse(message)
         if event is None:
             raise ValueError(f"{message['event']!r} is no event of a run")
         self._events.put_nowait(event)
 
-    def _heard_beat(self, driver: Child, beat: Message) -> None:
-        doing, carried = driver.activity.read(), self._relay.round_trips
-        self._watchdog.note(doing)
-        self._vitals.hear_driver(driver.pid, doing, beat["ways"], carried, beat["tensors"])
+    def _receive_from_worker(self, message: Message) -> None:
+        if message["event"] == "draining":
+            if self.draining:
+                return
+            self.draining = message["stage"]
+        self._events.put_nowait(message)
 
-    async def _end_driver_if_silent(self, driver: Child) -> None:
-        self._pulse.beat()
-        seconds = await self._pulse.lost()
-        raise await driver.hung(DRIVER, seconds)
+    async def _kill_driver_if_silent(self, driver: Child) -> None:
+        self._heartbeat.beat()
+        seconds = await self._heartbeat.lost()
+        raise await driver.record_hang(DRIVER, seconds)
 
     async def _expect(self, name: str) -> Message:
         while True:
@@ -334,19 +301,12 @@ class Generation:
             if self.draining:
                 raise DrainingError(f"the server of stage {self.draining!r} is being stopped")
 
-    async def _hear_out(self) -> None:
-        """Have all told that the workers have said; once, at the group's end."""
-        if not self._is_heard_out:
-            self._is_heard_out = True
-            await self._stages.hear_out()
+    async def _drain_logs(self) -> None:
+        """Log the last lines of the workers, once, when the group ends."""
+        if not self._has_drained_logs:
+            self._has_drained_logs = True
+            await self.workers.drain_logs()
 
-    def _said(self, line: Line) -> None:
-        with contextlib.suppress(OSError):  # nobody reads the output: the next event ends the run
-            self._log(entry_of(line, DRIVER, self.generation))
-
-    def _note(self, message: Message) -> None:
-        if message["event"] == "draining":
-            if self.draining:
-                return
-            self.draining = message["stage"]
-        self._events.put_nowait(message)
+    def _log_driver(self, line: Line) -> None:
+        with contextlib.suppress(OSError):  # the output is closed: the next event ends the run
+            self._log(entry_of(line, DRIVER, self.number))

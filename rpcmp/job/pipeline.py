@@ -1,9 +1,9 @@
 """The library: a pipelined model as an object of your own program.
 
 `launch` never joins RPC in the calling process. A background thread supervises a driver process,
-as `rpcmp drive` does, and every call is handed to that process, its tensors through shared memory.
-So it works in a notebook, many times over, and after faults: a group that was lost is formed again
-from what all stages still have, and the calls that it does not know of are repeated.
+as `rpcmp drive` does, and passes every call to that process, with tensors in shared memory. So it
+works in a notebook, any number of times, and after faults: a lost group is formed again from the
+snapshots that all stages still have, and the calls that it has not seen are repeated.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import concurrent.futures
 import contextlib
 import socket
 import warnings
-from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self, TypeVar, TypeVarTuple
 
 from torch import Tensor
 
 from rpcmp.config.schema import Config
 from rpcmp.driver.evaluation import Evaluation
+from rpcmp.driver.operations import Operations
 from rpcmp.errors import (
     DrainingError,
     JobError,
@@ -37,8 +37,11 @@ from rpcmp.job.service import BackgroundLoop, Call, CallHistory, Service
 from rpcmp.pipelining import parameter_names
 from rpcmp.rpc.tensors import Handoff
 
-LOST = (WorkerDiedError, WorkerHungError, UnavailableError)
-"""What another group may mend."""
+Arguments = TypeVarTuple("Arguments")
+Result = TypeVar("Result")
+
+RECOVERABLE = (WorkerDiedError, WorkerHungError, UnavailableError)
+"""Errors after which the group is formed again."""
 
 
 def launch(config: Config, connect: Sequence[str] | None = None) -> Pipeline:
@@ -48,8 +51,8 @@ def launch(config: Config, connect: Sequence[str] | None = None) -> Pipeline:
         config: from `rpcmp.load_config`, or built in code. `epochs` and `steps` are not used, nor
             is `data` except to measure layers for `balance = "auto"`: the caller brings the
             mini-batches.
-        connect: addresses of running stage servers, one for each stage, or for each replica of it;
-            None uses the config's or, where it has none, starts servers on this machine.
+        connect: addresses of running stage servers, one per stage, or per replica of it;
+            None uses the config's or, if it has none, starts servers on this machine.
 
     Raises:
         RpcmpError: why the job cannot start; nothing is left running.
@@ -60,15 +63,15 @@ def launch(config: Config, connect: Sequence[str] | None = None) -> Pipeline:
 class Pipeline:
     """A model whose stages live in other processes; made by `launch`.
 
-    Thread-safe; calls run one after the other. A lost process or host is replaced, and the call
-    takes longer; what it returns does not change. After an error in the user's model the gradients
-    are cleared and the pipeline can be used on; not so after an error in an optimizer, when some
-    stages have stepped and some have not: launch again.
+    Thread-safe; calls run one after the other. A lost process or host is replaced; the call takes
+    longer, but its result is the same. After an error in the user's model the gradients are cleared
+    and the pipeline stays usable. After an error in an optimizer some stages have stepped and some
+    have not: launch again.
 
     Raises:
-        JobError: every call, that of its optimizer too, once the pipeline is closed.
-        WorkerDiedError, UnavailableError: every such call, where a process or host is gone and
-            recovery is off or has not helped.
+        JobError: every call, also of its optimizer, once the pipeline is closed.
+        WorkerDiedError, UnavailableError: every such call, if a process or host is lost and
+            recovery is off or has failed.
 
     Attributes:
         optimizer: the optimizers of all stages as one.
@@ -94,7 +97,7 @@ class Pipeline:
         self._closed = False
 
     def train_step(self, inputs: Any, targets: Any) -> float:
-        """One optimizer step on a mini-batch; returns the mean loss.
+        """Do one optimizer step on a mini-batch; returns the mean loss.
 
         Clips gradients and steps the scheduler as the config says (`max_grad_norm`,
         `scheduler_interval = "step"`). With `loss_scaling` a step whose gradients are not all
@@ -106,15 +109,14 @@ class Pipeline:
         Raises:
             StageError: the user's code raised at a stage.
             NonFiniteLossError: the loss is NaN or infinite, without `loss_scaling`.
-            LossScaleError: with it, so many steps were skipped that no gradient will ever be
-                finite; nothing has changed since the first of them, and nothing is trained any
-                more unless `optimizer.load_state_dict` brings another scale.
+            LossScaleError: with `loss_scaling`, so many steps were skipped that no gradient will
+                ever be finite. Nothing has changed since the first of them, and nothing is trained
+                any more unless `optimizer.load_state_dict` loads another scale.
             JobError: with `loss_scaling`, after clipping and before a step; see
                 `forward_backward`.
-            ConfigError: the inputs or targets are no such trees, or have no samples.
+            ConfigError: the inputs or targets are not such trees, or have no samples.
         """
-        loss: float = self._call("train_step", inputs, targets)
-        return loss
+        return self._call(Operations.train_step, inputs, targets)
 
     def forward_backward(self, inputs: Any, targets: Any) -> float:
         """Accumulate the gradients of a mini-batch without a step; returns the mean loss.
@@ -122,15 +124,14 @@ class Pipeline:
         Takes what `train_step` takes, and raises what it raises.
 
         Raises:
-            JobError: with `loss_scaling`, after clipping and before a step: what is clipped is
-                unscaled, and more gradients would come scaled. All are cleared.
+            JobError: with `loss_scaling`, after clipping and before a step: clipped gradients are
+                unscaled, and more gradients would be scaled. All are cleared.
             LossScaleError: see `train_step`.
         """
-        loss: float = self._call("forward_backward", inputs, targets)
-        return loss
+        return self._call(Operations.forward_backward, inputs, targets)
 
     def evaluate(self, inputs: Any, targets: Any) -> Evaluation:
-        """Loss and metrics of a mini-batch, with the model in evaluation mode.
+        """Return loss and metrics of a mini-batch, with the model in evaluation mode.
 
         Args:
             inputs, targets: trees of tensors whose first dimension counts the samples.
@@ -138,12 +139,12 @@ class Pipeline:
         Raises:
             StageError: the user's code raised at a stage.
             JobError: a metric that keeps a state raised.
-            ConfigError: the inputs or targets are no such trees, or have no samples.
+            ConfigError: the inputs or targets are not such trees, or have no samples.
         """
-        return Evaluation(**self._call("evaluate", inputs, targets))
+        return Evaluation(**self._call(Operations.evaluate, inputs, targets))
 
     def predict(self, inputs: Any) -> Any:
-        """The model's outputs for `inputs`, in evaluation mode, without gradients.
+        """Return the model's outputs for `inputs`, in evaluation mode, without gradients.
 
         Args:
             inputs: a tree of tensors whose first dimension counts the samples.
@@ -154,34 +155,34 @@ class Pipeline:
 
         Raises:
             StageError: the user's code raised at a stage.
-            JobError: the outputs have something that is neither a tensor nor a plain value.
-            ConfigError: the inputs are no such tree, or have no samples.
+            JobError: the outputs contain something that is neither a tensor nor a plain value.
+            ConfigError: the inputs are not such a tree, or have no samples.
         """
-        return self._call("predict", inputs)
+        return self._call(Operations.predict, inputs)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers of the unsplit model, by name: copies, on the host.
+        """Return copies of the unsplit model's parameters and buffers, by name, on the host.
 
-        What its `load_state_dict(strict=True)` takes: what is `tied` is one tensor under each of
-        its names, as in the `state_dict` of that model. Shapes and dtypes are its own.
+        The model's `load_state_dict(strict=True)` takes them. A `tied` parameter is one tensor
+        under each of its names, as in the model's own `state_dict`; so are shapes and dtypes.
         """
-        state: dict[str, Tensor] = self._call("state_dict")
+        state = self._call(Operations.state_dict)
         return parameter_names.under_all_names(state, self._tied_to)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over the parameters and buffers of the unsplit model.
+        """Load parameters and buffers of the unsplit model.
 
         Args:
-            state: what `state_dict` returned, or the unsplit model's.
+            state: from `state_dict`, or the unsplit model's own.
 
         Raises:
             ConfigError: a name is missing or unknown, and nothing has been loaded; or a shape
                 differs, and some layers may have been.
         """
-        self._call("load_state_dict", dict(state))
+        self._call(Operations.load_state_dict, dict(state))
 
     def parameters_sha256(self) -> str:
-        """One hash of all parameters and buffers; see `rpcmp.parameters_sha256`.
+        """Return one hash of all parameters and buffers; see `rpcmp.parameters_sha256`.
 
         Returns:
             64 hexadecimal digits.
@@ -189,15 +190,14 @@ class Pipeline:
         Raises:
             MismatchError: the replicas of a stage have become different models.
         """
-        found: str = self._call("parameters_sha256")
-        return found
+        return self._call(Operations.parameters_sha256)
 
     def close(self) -> None:
         """End the job and free its servers; does nothing the second time."""
         self._closed = True
         self._handoff.close()  # the driver process sees the end of the calls, and leaves the group
         try:
-            if self._background.alive:
+            if self._background.is_alive:
                 self._background.run(self._service.end())
         finally:
             self._close_threads()
@@ -210,58 +210,50 @@ class Pipeline:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _call(self, name: str, *arguments: Any) -> Any:
+    def _call(
+        self, operation: Callable[[Operations, *Arguments], Result], *arguments: *Arguments
+    ) -> Result:
+        """Call an operation on the group, which may have to be formed again first."""
         if self._closed:
             raise JobError("the pipeline is closed; launch again")
-        # In a thread of its own, so that a KeyboardInterrupt hits the waiting, not the protocol.
+        # In a separate thread, so that a KeyboardInterrupt ends the wait, not the protocol.
+        future = self._caller.submit(self._recovering_call, operation.__name__, arguments)
         try:
-            return self._caller.submit(self._answer, name, arguments).result()
+            result: Result = future.result()
+            return result
         except concurrent.futures.CancelledError as error:
             raise JobError("the pipeline was closed meanwhile") from error
 
-    def _answer(self, name: str, arguments: tuple[Any, ...]) -> Any:
-        """What a call returns, however often the group has to be formed again for it."""
+    def _recovering_call(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        """Return a call's result, however often the group has to be formed again for it."""
         if self._broken is not None:
             raise self._broken
-        call = self._history.new(name, arguments)
+        call = self._history.new_call(name, arguments)
         try:
             if self._service.draining:
                 raise DrainingError(
                     f"the server of stage {self._service.draining!r} is being stopped"
                 )
             return self._exchange(call)
-        except LOST as error:
+        except RECOVERABLE as error:
             if not self._recovers or self._closed:
                 raise
-            self._repeat(error)
-            return self._answer_again(call)
-
-    def _answer_again(self, call: Call) -> Any:
-        """What a call returns from a group that has just been formed again."""
+            self._recover(error)
         while True:
             try:
                 return self._exchange(call)
-            except LOST as error:
-                self._repeat(error)
+            except RECOVERABLE as error:
+                self._recover(error)
 
-    def _repeat(self, error: RpcmpError) -> None:
-        """Form the next group and repeat what it does not know of.
-
-        Raises:
-            RpcmpError: that cannot be done; the pipeline cannot be used any more.
-        """
+    def _recover(self, error: RpcmpError) -> None:
+        """Form the next group and repeat the calls that it has not seen; raises if that fails."""
         while not self._closed:
             try:
                 self._form_again(error)
-            except LOST as another:
+            except RECOVERABLE as another:
                 if isinstance(another, RecoveryTimeoutError):
                     self._broken = another
                     raise
@@ -277,51 +269,47 @@ class Pipeline:
         self._handoff.close()
         ours, theirs = socket.socketpair()
         self._handoff = Handoff(ours)
-        known, is_new = self._history.known, self._history.take_is_new()
+        states, has_new_call = self._history.states, self._history.take_has_new_call()
         with theirs:
-            begin = self._background.run(self._service.recover(error, theirs, known, is_new))
-        for call in self._history.since(begin):
-            with contextlib.suppress(LossScaleError):  # the program has had it
+            start = self._background.run(self._service.recover(error, theirs, states, has_new_call))
+        for call in self._history.since(start):
+            with contextlib.suppress(LossScaleError):  # it was raised when the call was new
                 self._exchange(call)
 
     def _exchange(self, call: Call) -> Any:
-        """Have the driver process answer one call.
-
-        Raises:
-            RpcmpError: what it raised.
-        """
+        """Let the driver process answer one call; raises the error that it answers with."""
         try:
             self._handoff.send((call.version, call.name, *call.arguments))
             answer = self._handoff.receive()
         except (OSError, EOFError) as error:
             lost = WorkerDiedError("the driver process is gone; launch again")
-            raise self._better(lost) from error
+            raise self._explained(lost) from error
         if "error" in answer:
-            raised = self._better(from_wire(answer["error"]))
+            raised = self._explained(from_wire(answer["error"]))
             if "state" in answer:
-                self._history.note_done(call, answer["state"], answer["kept"])
-            elif not isinstance(raised, LOST):
-                self._history.note_failed(call)
+                self._history.record_done(call, answer["state"], answer["kept"])
+            elif not isinstance(raised, RECOVERABLE):
+                self._history.record_failed(call)
             raise raised
-        self._history.note_done(call, answer["state"], answer["kept"])
+        self._history.record_done(call, answer["state"], answer["kept"])
         return answer["result"]
 
-    def _better(self, error: RpcmpError) -> RpcmpError:
-        """A lost connection's real reason, where a supervisor knows it."""
-        if not isinstance(error, WorkerDiedError) or not self._background.alive:
+    def _explained(self, error: RpcmpError) -> RpcmpError:
+        """Return the reason of a lost connection, if a supervisor knows it."""
+        if not isinstance(error, WorkerDiedError) or not self._background.is_alive:
             return error
-        return self._background.run(self._service.reason()) or error
+        return self._background.run(self._service.failure_reason()) or error
 
     def _close_threads(self) -> None:
-        self._background.close()  # and with it a recovery that the caller may be waiting for
+        self._background.close()  # which cancels a recovery that the caller may be waiting for
         self._caller.shutdown(cancel_futures=True)
 
 
 class PipelineOptimizer:
-    """The optimizers of all stages as one: what torch.optim has, over the whole model.
+    """The optimizers of all stages as one, with the methods of `torch.optim`.
 
-    With `loss_scaling` also what `torch.amp.GradScaler` does with them: `step` and
-    `clip_grad_norm_` unscale the gradients first.
+    With `loss_scaling`, `step` and `clip_grad_norm_` unscale the gradients first, as
+    `torch.amp.GradScaler` does.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -331,35 +319,34 @@ class PipelineOptimizer:
         """Update the parameters of all stages and clear their gradients.
 
         Returns:
-            Whether they were updated: with `loss_scaling` a step is skipped, at all stages, where
-            any of them has a gradient that is not finite.
+            Whether they were updated: with `loss_scaling` a step is skipped, at all stages, if any
+            of them has a gradient that is not finite.
 
         Raises:
             StageError: an optimizer raised, or replicas could not sum their gradients.
         """
-        has_stepped: bool = self._pipeline._call("optimizer_step")
-        return has_stepped
+        return self._pipeline._call(Operations.optimizer_step)
 
     @property
     def loss_scale(self) -> float:
-        """What the next loss is multiplied by; 1.0 without `loss_scaling`."""
-        return float(self._pipeline._call("scaler_state")["scale"])
+        """The factor of the next loss; 1.0 without `loss_scaling`."""
+        return float(self._pipeline._call(Operations.scaler_state)["scale"])
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that were skipped; 0 without `loss_scaling`."""
-        return int(self._pipeline._call("scaler_state")["skipped"])
+        """How many steps were skipped; 0 without `loss_scaling`."""
+        return int(self._pipeline._call(Operations.scaler_state)["skipped"])
 
     def zero_grad(self) -> None:
         """Clear the gradients of all stages."""
-        self._pipeline._call("zero_grad")
+        self._pipeline._call(Operations.zero_grad)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scale the gradients so that their norm over all stages is at most `max_norm`.
 
         Args:
-            max_norm: the largest norm that they may have.
-            norm_type: which norm, such as 2.0, or infinity for the largest absolute value.
+            max_norm: the largest norm.
+            norm_type: such as 2.0, or infinity for the largest absolute value.
 
         Returns:
             The norm before scaling.
@@ -367,8 +354,7 @@ class PipelineOptimizer:
         Raises:
             StageError: replicas could not sum their gradients.
         """
-        norm: float = self._pipeline._call("clip_grad_norm_", max_norm, norm_type)
-        return norm
+        return self._pipeline._call(Operations.clip_grad_norm_, max_norm, norm_type)
 
     def step_scheduler(self, loss: float = 0.0) -> None:
         """Step the learning-rate schedulers; `loss` is for those that watch one.
@@ -376,29 +362,28 @@ class PipelineOptimizer:
         Raises:
             StageError: a scheduler raised.
         """
-        self._pipeline._call("step_scheduler", loss)
+        self._pipeline._call(Operations.step_scheduler, loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the optimizers and schedulers of all stages are, for `load_state_dict`.
+        """Return the state of all stages' optimizers and schedulers, for `load_state_dict`.
 
         Returns:
             "state", by the parameter's name in the unsplit model; "param_groups" and "scheduler",
             by the stage's name; "step", optimizer steps done; with `loss_scaling` "scaler".
         """
-        state: dict[str, Any] = self._pipeline._call("optimizer_state_dict")
-        return state
+        return self._pipeline._call(Operations.optimizer_state_dict)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned.
+        """Load a state that `state_dict` returned.
 
         Args:
-            state: all of it, "step" too: the number of the next step rules its dropout.
+            state: all of it, including "step", whose number seeds the next step's dropout.
 
         Raises:
-            ConfigError: it knows no stage of this name, or is another optimizer's.
+            ConfigError: it lacks a stage of this job, or belongs to another optimizer.
             StageError: a stage's optimizer or scheduler refuses it.
         """
-        self._pipeline._call("load_optimizer_state_dict", state)
+        self._pipeline._call(Operations.load_optimizer_state_dict, state)
 
 
 async def _start(
@@ -406,7 +391,9 @@ async def _start(
 ) -> Service:
     async with forks_for(config, connect) as forks:
         config, _ = await balanced(config, connect, forks)
-    for text in config.model_copy(update={"data": None}).warnings:  # the caller's may be larger
+    for text in config.model_copy(
+        update={"data": None}
+    ).warnings:  # the caller's mini-batches may be larger
         warnings.warn(text, stacklevel=2)
     service = Service(config.model_copy(update={"checkpoint": None}), connect)
     await service.start(connection)

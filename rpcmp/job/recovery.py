@@ -1,25 +1,27 @@
-"""What follows a fault: decided from the error and what has happened so far. Pure.
+"""Recovery: what follows a fault, and the loop that forms one generation after another.
 
-a worker, a host or a link is gone           ──> go on, unless it helps nothing any more
-the user's code raised                       ──> go on once: a replay tells bad luck from a bug
+a worker, a host or a link is lost           ──> recover, until it no longer helps
+the user's code raised                       ──> recover once: a replay tells bad luck from a bug
 the same place raised again after a replay   ──> fail
 the config, a version, a factory is wrong    ──> fail
 
-From where a generation goes on: decided from what the servers hold. Pure.
+    form a generation ──> workload runs ──> result
+          ↑                     │ fault
+          │             abandon the generation, decide ──> fail
+          └── pause, wait until servers are ready ──┘
 
-Every worker has its last snapshots in its own server's memory. Another replica of its stage has the
-same, or else its neighbour holds them as well. The group goes on from the newest step that every
-worker can be brought to; see `snapshot.slots` for why there is one while no more than one host is
-lost.
+`decide` is pure. A run that trains and a pipeline that serves its program's calls are two workloads
+of the same loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+import asyncio
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
-from rpcmp.config.schema import Config
-from rpcmp.config.topology import Member
+from rpcmp.config.run_sections import RecoveryConfig
 from rpcmp.errors import (
     ConfigError,
     InterruptedJobError,
@@ -34,16 +36,22 @@ from rpcmp.errors import (
     WorkerDiedError,
     WorkerHungError,
 )
+from rpcmp.job.generation import Generation
+from rpcmp.job.server_pool import ServerPool
+from rpcmp.observability.events import Event
+from rpcmp.process.channel import Message
 
 LONGEST_PAUSE = 10.0
 
-Place = tuple[object, ...]
+Location = tuple[object, ...]
 """Where the user's code raised."""
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class History:
-    """What has gone wrong since the last step that was new.
+class FaultHistory:
+    """The faults since the last new step.
 
     Attributes:
         restarts: how often the group was formed again without a new step.
@@ -51,61 +59,61 @@ class History:
     """
 
     restarts: int = 0
-    raised: frozenset[Place] = frozenset()
+    raised: frozenset[Location] = frozenset()
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do.
+    """The reaction to a fault.
 
     Attributes:
-        error: why the run ends; None: it goes on.
+        error: why the run fails; None: it recovers.
         pause: seconds to wait before that.
-        history: from now on.
+        history: the faults so far, including this one.
     """
 
     error: RpcmpError | None
     pause: float
-    history: History
+    history: FaultHistory
 
 
 def decide(
     error: RpcmpError,
-    history: History,
+    history: FaultHistory,
     max_restarts: int,
     has_begun: bool,
     has_stepped: bool = True,
 ) -> Decision:
-    """What to do after `error`.
+    """Decide what to do after a fault.
 
     Args:
-        error: what ended the generation.
-        history: so far.
+        error: the fault that ended the generation.
+        history: the faults before it.
         max_restarts: how often to try without a new step in between.
         has_begun: whether any group of this run has ever been formed.
-        has_stepped: whether it has done a step since it was started or resumed.
+        has_stepped: whether the run has done a step since it was started or resumed.
     """
     if not is_recoverable(error, has_begun, has_stepped):
         return Decision(error, 0.0, history)
-    found = place(error)
-    if found in history.raised:
+    where = location(error)
+    if where in history.raised:
         return Decision(error, 0.0, history)
     if history.restarts >= max_restarts:
-        tried = RecoveryTimeoutError(
+        exhausted = RecoveryTimeoutError(
             f"gave up after {history.restarts} restarts without a new step; the last: {error}"
         )
-        return Decision(tried, 0.0, history)
+        return Decision(exhausted, 0.0, history)
     pause = min(2.0 ** min(history.restarts - 1, 10), LONGEST_PAUSE) if history.restarts else 0.0
-    raised = history.raised if found is None else history.raised | {found}
-    return Decision(None, pause, History(history.restarts + 1, raised))
+    raised = history.raised if where is None else history.raised | {where}
+    return Decision(None, pause, FaultHistory(history.restarts + 1, raised))
 
 
 def is_recoverable(error: RpcmpError, has_begun: bool, has_stepped: bool = True) -> bool:
-    """Whether another try may go better.
+    """Return whether another try may succeed.
 
-    Before the first group was formed only what is plainly lost is tried again: a server that is
-    not there, or a model that cannot be built, is for the user to mend; and so is what their code
-    raises in the first step after the run was started or resumed.
+    Before the first group was formed, only a lost process is tried again: the user has to mend a
+    server that cannot be reached or a model that cannot be built. The same holds for what the
+    user's code raises in the first step after the run was started or resumed.
     """
     if isinstance(error, ConfigError | RecoveryTimeoutError | InterruptedJobError | SavingError):
         return False
@@ -120,8 +128,8 @@ def is_recoverable(error: RpcmpError, has_begun: bool, has_stepped: bool = True)
     return isinstance(error, JobError)
 
 
-def place(error: RpcmpError) -> Place | None:
-    """Where the user's code raised; None for faults that are not its own."""
+def location(error: RpcmpError) -> Location | None:
+    """Return where the user's code raised, or None if the fault is not in that code."""
     match error:
         case StageError():
             return ("stage", error.stage, error.phase, error.step, error.microbatch)
@@ -137,111 +145,114 @@ def place(error: RpcmpError) -> Place | None:
 
 
 @dataclass(frozen=True)
-class HeldSnapshots:
-    """The snapshots that one worker's server holds.
+class Progress:
+    """The progress of a run when a generation failed.
 
     Attributes:
-        own: the steps of its own stage.
-        mirrored: the steps of another stage, by that stage's name.
+        is_new: whether it has come further than at the fault before.
+        has_begun, has_stepped: see `decide`.
+        is_interrupted: whether a signal asks the run to stop.
     """
 
-    own: Collection[int] = ()
-    mirrored: Mapping[str, Collection[int]] = field(default_factory=dict)
+    is_new: bool
+    has_begun: bool = True
+    has_stepped: bool = True
+    is_interrupted: bool = False
 
 
-@dataclass(frozen=True)
-class CommonSnapshot:
-    """A step that every worker can go on from.
+class Workload(ABC, Generic[Result]):
+    """The work of a job's generations: to train to the end, or to serve calls."""
+
+    @abstractmethod
+    def next_generation(self) -> Generation:
+        """Return the next generation, which has not been started."""
+
+    @abstractmethod
+    async def run(self, generation: Generation) -> Result:
+        """Start a generation and let it do its work."""
+
+    @abstractmethod
+    async def settle(
+        self, error: RpcmpError, generation: Generation, unread: list[Event | Message]
+    ) -> Progress:
+        """Account for a generation that was abandoned.
+
+        Raises `error` if the run ends here without anything to give up.
+
+        Args:
+            error: the fault that ended it.
+            unread: the events that it had reported and that `run` has not read.
+        """
+
+    @abstractmethod
+    async def give_up(self, generation: Generation) -> None:
+        """Save what can be saved: there will not be another generation."""
+
+    def report_fault(self, error: RpcmpError, generation: Generation) -> None:
+        """Report a fault that the run recovers from."""
+
+    def explain(self, error: RpcmpError) -> RpcmpError:
+        """Return the error that the run fails with, with notes on the faults before it."""
+        return error
+
+
+class RecoveryLoop(Generic[Result]):
+    """Runs a workload over as many generations as it takes.
+
+    Args:
+        workload: what each generation does.
 
     Attributes:
-        step: which one.
-        holders: by worker, the one whose server has to be asked for it; itself where it is at hand.
+        generation: the newest one; None before the first.
     """
 
-    step: int
-    holders: dict[str, str]
+    def __init__(
+        self, recovery: RecoveryConfig, pool: ServerPool, workload: Workload[Result]
+    ) -> None:
+        self._recovery = recovery
+        self._pool = pool
+        self._workload = workload
+        self._history = FaultHistory()
+        self.generation: Generation | None = None
 
+    async def run(self) -> Result:
+        """Run the workload, and recover from faults until it returns."""
+        while True:
+            try:
+                return await self.attempt()
+            except RpcmpError as error:
+                await self.recover(error)
 
-def newest_common(
-    workers: Sequence[Member], holdings: Mapping[str, HeldSnapshots], known: Collection[int]
-) -> CommonSnapshot | None:
-    """The newest step of which every worker's snapshot is somewhere in memory.
+    async def attempt(self) -> Result:
+        """Run the workload in the next generation, without recovery."""
+        self.generation = self._workload.next_generation()
+        return await self._workload.run(self.generation)
 
-    Args:
-        workers: all.
-        holdings: what each one's server holds, by its label.
-        known: the steps of which the driver knows what it was itself.
-    """
-    places = {worker.label: _places(worker, workers, holdings) for worker in workers}
-    common = set(known).intersection(*places.values())
-    if not common:
-        return None
-    step = max(common)
-    return CommonSnapshot(step, {label: place[step] for label, place in places.items()})
+    async def recover(self, error: RpcmpError) -> None:
+        """End the generation that failed and return when the servers are ready for the next."""
+        if (generation := self.generation) is None:
+            raise AssertionError("only a generation can fail")
+        unread = await generation.abandon()
+        progress = await self._workload.settle(error, generation, unread)
+        if progress.is_new:
+            self._history = replace(self._history, restarts=0)
+        limit = self._recovery.max_restarts
+        decision = decide(error, self._history, limit, progress.has_begun, progress.has_stepped)
+        self._history = decision.history
+        is_final = decision.error is not None or progress.is_interrupted
+        try:
+            if is_final or not self._recovery.enabled:
+                raise self._workload.explain(decision.error or error)
+            self._workload.report_fault(error, generation)
+            generation.workers.release_draining()
+            await asyncio.sleep(decision.pause)
+            await self._pool.wait_until_ready()
+        except RpcmpError:
+            await self._workload.give_up(generation)
+            raise
+        # Only now: until here the servers stay claimed, so that no other job takes them.
+        await generation.close()
 
-
-def neighbours(
-    machines: Sequence[str], stages: Sequence[int], has_files: bool = False
-) -> list[int | None]:
-    """Which worker's server holds the snapshots of each worker as well: the next one of another
-    machine, or else the next one; None where there is only one, and where another replica of the
-    stage is enough: any, for those that are not the first; for that, one on another machine, or on
-    the only one there is.
-
-    Every server holds those of at most one other worker. On machines in turn (a, b, a, b) the next
-    one is elsewhere anyway; where neighbours share one, all are shifted by as many.
-
-    Args:
-        machines: of each worker's server.
-        stages: which stage each of them serves.
-        has_files: whether neighbours have files of what they hold: only the first replica's own
-            bits fit to a checkpoint.
-    """
-    count = len(machines)
-    if count < 2:
-        return [None] * count
-
-    def has_twin(index: int) -> bool:
-        twins = [i for i in range(count) if i != index and stages[i] == stages[index]]
-        if any(i < index for i in twins):
-            return True
-        is_alone = len(set(machines)) == 1
-        return not has_files and any(is_alone or machines[i] != machines[index] for i in twins)
-
-    def together(shift: int) -> int:
-        return sum(machines[i] == machines[(i + shift) % count] for i in range(count))
-
-    shift = min(range(1, count), key=together)
-    return [None if has_twin(i) else (i + shift) % count for i in range(count)]
-
-
-def holders(config: Config, machines: Sequence[str]) -> list[int | None]:
-    """Which worker's server holds the snapshots of each worker as well, in a job; see `neighbours`.
-
-    Args:
-        machines: of each worker's server.
-    """
-    recovery, section = config.recovery, config.checkpoint
-    if not recovery.enabled or recovery.mirror_every_steps == 0:
-        return [None] * len(machines)
-    has_files = section is not None and not section.shared
-    return neighbours(machines, [worker.stage_index for worker in config.workers], has_files)
-
-
-def _places(
-    worker: Member, workers: Sequence[Member], holdings: Mapping[str, HeldSnapshots]
-) -> dict[int, str]:
-    """Who has a worker's snapshots, by step: its own server rather than another's."""
-    others = {
-        step: name
-        for name, held in holdings.items()
-        for step in held.mirrored.get(worker.stage, ())
-        if name != worker.label
-    }
-    twins = {
-        step: other.label
-        for other in workers
-        if other.stage == worker.stage
-        for step in holdings[other.label].own
-    }
-    return others | twins | dict.fromkeys(holdings[worker.label].own, worker.label)
+    async def close(self) -> None:
+        if self.generation is not None:
+            await self.generation.close()

@@ -1,4 +1,4 @@
-"""A job that trains a few steps whenever it is told to, and blocks in between: to be measured."""
+"""A job that trains a few steps on each call and blocks in between, so that it can be measured."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rpcmp.observability.events import StepEvent
 from rpcmp.process.fork_client import Forks
 
 ENDLESS = 10**9
-"""Steps: as many as somebody asks for."""
+"""Steps of the job; the caller decides how many are done."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive steps, timed by the driver process. All times are means in seconds a step.
+    """Consecutive steps, timed by the driver process. All times are means in seconds per step.
 
     Attributes:
-        seconds: of the wall clock, until the last stage has stepped its optimizer.
-        cpu_seconds: of the driver process.
-        busy_seconds: in which each worker computes, by its label.
+        seconds: wall clock, until the last stage has stepped its optimizer.
+        cpu_seconds: CPU time of the driver process.
+        busy_seconds: the time that each worker computes, by its label.
         losses: the mini-batch's loss in each step.
     """
 
@@ -35,13 +35,10 @@ class Segment:
 
 
 class Segments:
-    """A group that is started once; the steps of all its segments follow on each other.
+    """A group that is started once and trains one segment after the other.
 
     Args:
-        config: the job; how long it says to train does not count.
-        connect: addresses of running stage servers; see ServerPool.
-        settings: what it may change to on the way, besides the config's own.
-        forks: where processes come from; see ServerPool.
+        settings: the schedules that it may change to, besides the config's own.
     """
 
     def __init__(
@@ -53,41 +50,32 @@ class Segments:
     ) -> None:
         endless = config.model_copy(update={"steps": ENDLESS, "epochs": None})
         self._config = endless.without_recovery()
-        self._fleet = ServerPool(config, connect, forks=forks)
+        self._pool = ServerPool(config, connect, forks=forks)
         self._settings = settings
-        self._opened: Generation | None = None
+        self._started: Generation | None = None
 
     @property
-    def _session(self) -> Generation:
-        if self._opened is None:
+    def _generation(self) -> Generation:
+        if self._started is None:
             raise JobError("these segments have not been started")
-        return self._opened
+        return self._started
 
     async def start(self) -> None:
-        """Bring the group to life.
-
-        Raises:
-            RpcmpError: why it cannot; call `close` all the same.
-        """
-        await self._fleet.open()
-        self._opened = Generation(self._config, self._fleet, settings=self._settings)
-        await self._session.start()
-        self._session.send({"op": "segments"})
+        await self._pool.open()
+        self._started = Generation(self._config, self._pool, settings=self._settings)
+        await self._started.start()
+        self._started.send({"op": "segments"})
 
     def change_to(self, setting: ScheduleOptions) -> None:
-        """Train the next segments under another setting, one that was given at the start."""
-        self._session.send({"op": "reschedule", "setting": setting.model_dump()})
+        """Train the next segments under another of the settings."""
+        self._generation.send({"op": "reschedule", "setting": setting.model_dump()})
 
     async def run(self, steps: int) -> Segment:
-        """Train the next `steps` steps.
-
-        Raises:
-            RpcmpError: the job has failed, or a server is being stopped.
-        """
-        self._session.send({"op": "segment", "steps": steps})
+        """Train the next `steps` steps."""
+        self._generation.send({"op": "segment", "steps": steps})
         busy: defaultdict[str, float] = defaultdict(float)
         while True:
-            match await self._session.next_event():
+            match await self._generation.next_event():
                 case StepEvent() as event:
                     for stage, share in event.busy.items():
                         busy[stage] += share * event.step_s / steps
@@ -99,7 +87,6 @@ class Segments:
                     return Segment(seconds / steps, cpu_seconds / steps, dict(busy), losses)
 
     async def close(self) -> None:
-        """End whatever runs and free every server."""
-        if self._opened is not None:
-            await self._opened.close()
-        await self._fleet.free(generation=1)
+        if self._started is not None:
+            await self._started.close()
+        await self._pool.free(generation=1)

@@ -1,29 +1,43 @@
-"""Calls to all stage servers at once, and the rule for how many there must be.
+"""Calls to stage servers from outside of a run, and what every caller needs to make them.
 
-How a job talks to its stage servers, as its config says.
+That is a dialer with the config's certificates, the rule for the number of addresses, and the
+user's code that the servers import.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from typing import TypeVar, cast
+from collections.abc import Awaitable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 from rpcmp.config.schema import Config
+from rpcmp.config.topology import Member
+from rpcmp.config.user_code import python_files
 from rpcmp.errors import ConfigError, UnreachableError
 from rpcmp.net.dialer import Dialer
-from rpcmp.net.security import INSECURE, WARN_SECONDS, Security, watch
-from rpcmp.observability.events import Event, WarningEvent
+from rpcmp.net.security import Security
+from rpcmp.observability.events import state_name
+from rpcmp.server.client import StageClient
+from rpcmp.v1 import control_pb2 as pb
 
 Result = TypeVar("Result")
 
+ANSWER_SECONDS = 2.0
+"""How long a server may take to answer that may be gone; without a listener it fails at once."""
 
-def require_one_each(config: Config, addresses: Sequence[str]) -> None:
-    """Check the addresses of running servers, where there are any, and of spares.
+POLL_SECONDS = 0.2
+"""Between two checks whether a server has ended."""
+
+MAX_FILES = 500
+MAX_BYTES = 8 * 2**20
+
+
+def require_addresses(config: Config, addresses: Sequence[str]) -> None:
+    """Check the addresses of running servers, if there are any, and of spares.
 
     Raises:
-        ConfigError: not one address a worker, one of them twice, or spares for servers that a run
+        ConfigError: not one address per worker, one of them twice, or spares for servers that a run
             starts by itself.
     """
     if addresses and len(addresses) != len(config.workers):
@@ -38,29 +52,17 @@ def require_one_each(config: Config, addresses: Sequence[str]) -> None:
             "recovery.spares stand in for hosts, and the stages have no addresses: servers "
             "that a run starts by itself it starts again as well; give addresses, or no spares"
         )
-    everybody = [*addresses, *spares]
-    if twice := sorted({address for address in everybody if everybody.count(address) > 1}):
+    everything = [*addresses, *spares]
+    if twice := sorted({address for address in everything if everything.count(address) > 1}):
         raise ConfigError(f"{', '.join(twice)} is given twice: a server serves one stage at a time")
 
 
-async def all_of(awaitables: Iterable[Awaitable[Result]]) -> list[Result]:
-    """Run all together; let all end, then raise the first error, or all unreachable ones."""
-    results = await asyncio.gather(*awaitables, return_exceptions=True)
-    errors = [result for result in results if isinstance(result, BaseException)]
-    if len(errors) > 1 and all(isinstance(error, UnreachableError) for error in errors):
-        raise UnreachableError("; ".join(map(str, errors)))
-    for error in errors:
-        raise error
-    return cast(list[Result], results)
-
-
-def dialer_of(config: Config, addresses: Sequence[str], drives: bool = True) -> Dialer:
-    """What opens connections to servers at `addresses`.
+def dialer_for(config: Config, addresses: Sequence[str], drives: bool = True) -> Dialer:
+    """Return a dialer for the servers at `addresses`.
 
     Args:
-        config: the job.
-        addresses: of servers that run; none: they are started on this machine, and are ours.
-        drives: whether more is wanted than to ask who they are.
+        addresses: of running servers; empty: servers that are started on this machine.
+        drives: whether to run a job there, or only to ask for their status.
 
     Raises:
         ConfigError: an address is not on loopback, and there are no certificates.
@@ -75,23 +77,119 @@ def dialer_of(config: Config, addresses: Sequence[str], drives: bool = True) -> 
     return Dialer(security)
 
 
-@contextlib.asynccontextmanager
-async def warnings(
-    config: Config, security: Security, report: Callable[[Event], None]
-) -> AsyncIterator[None]:
-    """Warn each minute that the job is insecure, if it is; otherwise watch its certificates."""
+async def gather_all(awaitables: Iterable[Awaitable[Result]]) -> list[Result]:
+    """Await all together until each has ended.
 
-    def say(text: str) -> None:
-        report(WarningEvent(text=text))
+    Raises:
+        UnreachableError: several servers cannot be reached; names all of them.
+        Exception: the first other error.
+    """
+    results = await asyncio.gather(*awaitables, return_exceptions=True)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    if len(errors) > 1 and all(isinstance(error, UnreachableError) for error in errors):
+        raise UnreachableError("; ".join(map(str, errors)))
+    for error in errors:
+        raise error
+    return cast(list[Result], results)
 
-    async def warn() -> None:
-        while config.security.insecure:
-            say(INSECURE)
-            await asyncio.sleep(WARN_SECONDS)
-        await watch(security, say)
 
-    warning = asyncio.create_task(warn())
+async def describe(client: StageClient) -> pb.DescribeResponse | None:
+    """Return a server's description, or None if it does not answer. Closes the connection."""
+    async with client:
+        try:
+            return await client.connect(ANSWER_SECONDS, starting=False)
+        except UnreachableError:
+            return None
+
+
+async def status_of_all(config: Config, addresses: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the status of each worker's server, in the config's order; also if it is unreachable.
+
+    Raises:
+        ConfigError: not one address per worker, or one that is not on loopback and no certificates.
+    """
+    dialer = dialer_for(config, addresses, drives=False)
+    if len(addresses) != len(config.workers):
+        raise ConfigError(f"{len(config.workers)} workers need as many addresses")
+    return await asyncio.gather(
+        *(
+            _status(worker, address, dialer)
+            for worker, address in zip(config.workers, addresses, strict=True)
+        )
+    )
+
+
+async def _status(worker: Member, address: str, dialer: Dialer) -> dict[str, Any]:
+    async with StageClient(worker.label, address, dialer, worker.stage_index) as client:
+        try:
+            server = await client.connect(ANSWER_SECONDS, starting=False)
+            health = await client.health()
+        except UnreachableError:
+            server = pb.DescribeResponse()
+            health = "UNREACHABLE"
+    return {
+        "index": worker.stage_index,
+        "replica": worker.replica,
+        "name": worker.label,
+        "address": address,
+        "health": health,
+        "state": state_name(pb.ServerState.Name(server.state)),
+        "job": server.job,
+        "generation": server.generation,
+        "step": server.step,
+        "parameters": server.num_parameters,
+        "memory": server.worker_memory,
+        "rpcmp": server.versions.rpcmp,
+        "torch": server.versions.torch,
+        "python": server.versions.python,
+        "supervisor_pid": server.supervisor_pid,
+        "worker_pid": server.worker_pid,
+    }
+
+
+async def drain(address: str, wait: bool, security: Security) -> str:
+    """Stop the server at `address`; returns the name of the job that has to end first, if any.
+
+    Args:
+        wait: return only when the server has ended.
+
+    Raises:
+        UnreachableError: there is no server at the address.
+        ConfigError: it is not on loopback, and there are no certificates.
+    """
+    security.require_allowed([address])
+    dialer = Dialer(security)
+    async with StageClient("", address, dialer) as client:
+        await client.connect(starting=False)
+        job = await client.drain()
+    while wait and await describe(StageClient("", address, dialer)) is not None:
+        await asyncio.sleep(POLL_SECONDS)
+    return job
+
+
+def shipped_code(config: Config) -> list[pb.CodeFile]:
+    """Return the user's code that the stage servers of a job get; empty unless `ship_code`."""
+    return collect_code(config.folder) if config.ship_code else []
+
+
+def collect_code(folder: Path) -> list[pb.CodeFile]:
+    """Return the modules and packages beside a config: *.py, and folders with an __init__.py."""
+    files: list[pb.CodeFile] = []
+    size = 0
+    for path in python_files(folder):
+        files.append(pb.CodeFile(path=path.relative_to(folder).as_posix(), content=_read(path)))
+        size += len(files[-1].content)
+        if len(files) > MAX_FILES or size > MAX_BYTES:
+            raise ConfigError(
+                f"{folder} holds more than {MAX_FILES} Python files or {MAX_BYTES // 2**20} MiB of "
+                "them; put the config into a folder of its own, or install the model's package on "
+                "every host and set ship_code = false"
+            )
+    return files
+
+
+def _read(path: Path) -> bytes:
     try:
-        yield
-    finally:
-        warning.cancel()
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error

@@ -1,10 +1,8 @@
 """The stage servers of a job, over all its generations: found or started, awaited, replaced, freed.
 
-A generation ends with whatever went wrong; the servers are the job's until it ends. One that is
-gone is started again where the job has started it, and else waited for: by hand or by systemd it
-comes back to the same address, or a spare takes its stage.
-
-Stage servers that a job starts for itself, on this machine.
+A generation ends with its failure; the servers are the job's until it ends. A lost server that the
+job started itself is started again. Any other is waited for: an operator or systemd restarts it at
+the same address, or a spare takes over its stage.
 """
 
 from __future__ import annotations
@@ -17,19 +15,21 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
-from rpcmp.checkpoint.runs import new_name
+from rpcmp.checkpoint.folder import new_name
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
-from rpcmp.errors import ConfigError, JobError, RecoveryTimeoutError, RpcmpError, UnreachableError
-from rpcmp.job.recovery import HeldSnapshots
-from rpcmp.job.server_calls import dialer_of, require_one_each
+from rpcmp.errors import ConfigError, JobError, RecoveryTimeoutError, RpcmpError
+from rpcmp.job.first_failure import task_group
+from rpcmp.job.restore_point import HeldSnapshots
+from rpcmp.job.server_calls import ANSWER_SECONDS, describe, dialer_for, require_addresses
+from rpcmp.net.dialer import Dialer
 from rpcmp.observability.events import Event, ReplacedEvent, WaitingEvent
-from rpcmp.process.confinement import Reach, hidden_by
 from rpcmp.process.fork_client import DRIVERS, WORKERS, Forks
 from rpcmp.process.logging import display
+from rpcmp.process.sandbox.confinement import Reach, hidden_by
 from rpcmp.server.client import StageClient
 from rpcmp.v1 import control_pb2 as pb
 
@@ -38,11 +38,10 @@ STOP_SECONDS = 10.0
 
 
 class LocalServers:
-    """The same `rpcmp serve` that a host would run, as children of this process.
+    """Stage servers on this machine: `rpcmp serve` as child processes.
 
     Args:
-        forks: where their workers come from.
-        options: more of `rpcmp serve`, see `options_for`.
+        options: further options of `rpcmp serve`; see `serve_options`.
     """
 
     def __init__(self, forks: Forks, options: Sequence[str] = ()) -> None:
@@ -52,21 +51,19 @@ class LocalServers:
         self._processes: dict[int, asyncio.subprocess.Process] = {}
 
     async def start(self, workers: Sequence[Member]) -> list[str]:
-        """Start a server for each of them on a free port; returns their addresses."""
+        """Start a server per worker on a free port; returns their addresses."""
         self._workers = list(workers)
         return await asyncio.gather(*(self._start(index) for index in range(len(workers))))
 
     def has_ended(self, index: int) -> bool:
-        """Whether the server of a worker is gone; one that is merely slow is not."""
         return self._processes[index].returncode is not None
 
     async def restart(self, index: int) -> str:
-        """Start the server of one worker again, whatever became of it; returns its address."""
+        """Start the server of one worker again, also if it still runs; returns its address."""
         await _end(self._processes[index])
         return await self._start(index)
 
     async def stop(self) -> None:
-        """End all servers; returns when they are gone."""
         await asyncio.gather(*map(_end, self._processes.values()))
         self._processes.clear()
 
@@ -77,7 +74,7 @@ class LocalServers:
         command += ["--listen", "127.0.0.1:0", "--parent", str(os.getpid())]
         command += self._options
         command += display.options()  # it shares our standard error
-        with await self._forks.another_line() as forks:
+        with await self._forks.new_line() as forks:
             process = await asyncio.create_subprocess_exec(
                 *(*command, "--forks", str(forks.fileno())),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -93,18 +90,14 @@ class LocalServers:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_SECONDS):
                 line = await process.stdout.readline()
-        found = re.search(r"127\.0\.0\.1:\d+", line.decode(errors="replace"))
-        if not found:
+        address = re.search(r"127\.0\.0\.1:\d+", line.decode(errors="replace"))
+        if not address:
             raise JobError(f"the server of stage {worker.label!r} did not start: {line!r}")
-        return found[0]
+        return address[0]
 
 
-def options_for(config: Config) -> list[str]:
-    """Options of `rpcmp serve` for a job: where its checkpoints lie, and what its code may reach.
-
-    Raises:
-        ConfigError: something that the code is to read is not there.
-    """
+def serve_options(config: Config) -> list[str]:
+    """Return options of `rpcmp serve` for a job: its checkpoints, and what its code may open."""
     options = ["--checkpoints", str(config.checkpoint_folder)]
     if not config.security.confine:
         return options
@@ -128,9 +121,6 @@ async def _end(process: asyncio.subprocess.Process) -> None:
                 return
 
 
-ANSWER_SECONDS = 2.0
-"""How long a server that may be gone has to say that it is not; at once where none listens."""
-
 RETRY_SECONDS = 0.2
 
 
@@ -138,24 +128,20 @@ class ServerPool:
     """The stage servers of one job.
 
     Args:
-        config: the job.
-        connect: addresses of running servers, one a worker; None uses the config's or, where it has
+        connect: addresses of running servers, one per worker; None uses the config's or, if it has
             none, starts servers on this machine.
-        report: told of servers that are waited for or replaced.
-        forks: where the driver process comes from, and the workers of servers started here; None:
-            one of its own.
 
     Raises:
-        ConfigError: not one address a worker, or one that is not on loopback and there are no
+        ConfigError: not one address per worker, or one that is not on loopback and there are no
             certificates; spares for servers that this run starts by itself.
         SecurityError: the certificate cannot be used.
 
     Attributes:
         addresses: of the servers, by worker.
-        dialer: how they are talked to.
+        dialer: connects to them.
         forks: as given.
         job_id: unique for each run.
-        run_folder: the name of the folder of the run's checkpoints; see rpcmp.checkpoint.runs.
+        run_folder: the name of the folder of the run's checkpoints; see rpcmp.checkpoint.folder.
     """
 
     def __init__(
@@ -166,8 +152,8 @@ class ServerPool:
         forks: Forks | None = None,
     ) -> None:
         self.addresses = list(config.addresses if connect is None else connect)
-        require_one_each(config, self.addresses)
-        self.dialer = dialer_of(config, [*self.addresses, *config.recovery.spares])
+        require_addresses(config, self.addresses)
+        self.dialer = dialer_for(config, [*self.addresses, *config.recovery.spares])
         self.job_id = uuid.uuid4().hex
         self.run_folder = new_name(self.job_id)
         self._config = config
@@ -175,11 +161,11 @@ class ServerPool:
         self._spares = list(config.recovery.spares)
         self.forks = forks or forks_for(config, connect)
         self._owns_forks = forks is None
-        self._local = None if self.addresses else LocalServers(self.forks, options_for(config))
+        self._local = None if self.addresses else LocalServers(self.forks, serve_options(config))
 
     @property
     def reach(self) -> Reach | None:
-        """What the driver's process may open; None: it is not confined."""
+        """The files that the driver process may open; None: it is not confined."""
         config, confine = self._config, self._config.security.confine
         if confine is False or (confine is None and self._local is not None):
             return None
@@ -187,46 +173,33 @@ class ServerPool:
         return Reach(hidden=hidden).reading(config.folder, *config.data_paths)
 
     async def open(self) -> None:
-        """Start servers on this machine, where the job has no others.
-
-        Raises:
-            JobError: one does not start.
-        """
         if self._local is not None and not self.addresses:
             self.addresses = await self._local.start(self._config.workers)
 
     async def wait_until_ready(self) -> None:
-        """Return when every worker has a server that can take its next generation.
-
-        Raises:
-            RecoveryTimeoutError: one did not come back in time.
-        """
-        tasks = [asyncio.create_task(self._wait_for(i)) for i in range(len(self.addresses))]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        """Return when every worker has a server that is ready for the next generation."""
+        async with task_group() as tasks:
+            for index in range(len(self.addresses)):
+                tasks.create_task(self._wait_for(index))
 
     def client(self, address: str) -> StageClient:
-        """A connection to one of the servers, which has to be who it should be."""
+        """Return a client of one server, which has to present the certificate of its stage."""
         worker = self._config.workers[self.addresses.index(address)]
         return StageClient(worker.label, address, self.dialer, worker.stage_index)
 
     async def holdings(self) -> dict[str, HeldSnapshots]:
-        """Which of the job's snapshots every worker's server holds; nothing where it is gone."""
+        """Return the job's snapshots that each worker's server holds; none if it is gone."""
         names = [worker.label for worker in self._config.workers]
-        found = await asyncio.gather(*(answer_of(self.client(at)) for at in self.addresses))
+        servers = await asyncio.gather(*(describe(self.client(at)) for at in self.addresses))
         return {
-            name: holdings_of(answer.holdings)
-            if answer is not None and answer.holdings_of == self.job_id
+            name: HeldSnapshots.from_proto(server.holdings)
+            if server is not None and server.holdings_of == self.job_id
             else HeldSnapshots()
-            for name, answer in zip(names, found, strict=True)
+            for name, server in zip(names, servers, strict=True)
         }
 
     async def free(self, generation: int) -> None:
-        """Free all servers; stop those that were started here."""
+        """Free all servers; stop those that the job has started."""
         stop = pb.StopRequest(job_id=self.job_id, generation=generation)
         try:
             await asyncio.gather(*(self._try_stop(address, stop) for address in self.addresses))
@@ -243,13 +216,13 @@ class ServerPool:
                 await client.stop(request)
 
     async def _wait_for(self, index: int) -> None:
-        stage, lost = self._config.workers[index].label, time.monotonic()
-        told = False
+        stage, lost_at = self._config.workers[index].label, time.monotonic()
+        is_reported = False
         while not await self._is_ready(index):
             if self._local is not None and self._local.has_ended(index):
                 self.addresses[index] = await self._local.restart(index)
                 continue
-            waited = time.monotonic() - lost
+            waited = time.monotonic() - lost_at
             recovery = self._config.recovery
             if waited >= recovery.replace_after and await self._replace(index):
                 continue
@@ -258,26 +231,26 @@ class ServerPool:
                     f"the server of stage {stage!r} at {self.addresses[index]} did not come back "
                     f"within {recovery.give_up_after:.0f} s, and no spare can take its place"
                 )
-            if not told:
-                told = True
+            if not is_reported:
+                is_reported = True
                 self._report(WaitingEvent(stage=stage, address=self.addresses[index]))
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _is_ready(self, index: int) -> bool:
         if self._local is not None and self._local.has_ended(index):
             return False
-        found = await answer_of(self.client(self.addresses[index]))
-        return found is not None and not found.draining
+        server = await describe(self.client(self.addresses[index]))
+        return server is not None and not server.draining
 
     async def _replace(self, index: int) -> bool:
-        """Let a spare that is free take over a stage."""
+        """Let a free spare take over a stage; returns whether there is one."""
         worker = self._config.workers[index]
         stage = worker.label
         for spare in list(self._spares):
             client = StageClient(stage, spare, self.dialer, worker.stage_index)
-            found = await answer_of(client)
-            is_free = found is not None and found.spare and not found.job and not found.draining
-            if is_free and spare in self._spares:  # nobody else has taken it meanwhile
+            server = await describe(client)
+            is_free = server is not None and server.spare and not (server.job or server.draining)
+            if is_free and spare in self._spares:  # another stage may have taken it meanwhile
                 self._spares.remove(spare)
                 lost, self.addresses[index] = self.addresses[index], spare
                 self._report(ReplacedEvent(stage=stage, lost=lost, address=spare))
@@ -286,21 +259,27 @@ class ServerPool:
 
 
 def forks_for(config: Config, connect: Sequence[str] | None) -> Forks:
-    """What forks the processes of a job: its driver's, and its workers where it starts servers."""
+    """Return the fork server for a job's driver, and for workers of servers that it starts."""
     addresses = config.addresses if connect is None else connect
     return Forks([DRIVERS] if addresses else [WORKERS, DRIVERS])
 
 
-def holdings_of(said: Iterable[pb.Holding]) -> HeldSnapshots:
-    """What a server says that it holds."""
-    by_name = {holding.stage_name: list(holding.steps) for holding in said}
-    return HeldSnapshots(by_name.pop("", []), by_name)
+@contextlib.asynccontextmanager
+async def connected(
+    config: Config, dialer: Dialer, addresses: Sequence[str], num_local: int, forks: Forks
+) -> AsyncIterator[list[StageClient]]:
+    """Connect to stage servers without running a job there, to measure or inspect their hosts.
 
-
-async def answer_of(client: StageClient) -> pb.DescribeResponse | None:
-    """Who a server says it is; None where nobody answers. Closes the connection."""
-    async with client:
-        try:
-            return await client.connect(ANSWER_SECONDS, starting=False)
-        except UnreachableError:
-            return None
+    Args:
+        addresses: of running servers, one per worker; empty: start servers on this machine.
+        num_local: how many servers to start there, for the first workers.
+    """
+    local = LocalServers(forks, serve_options(config))
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(local.stop)
+        addresses = addresses or await local.start(config.workers[:num_local])
+        clients = []
+        for worker, address in zip(config.workers, addresses, strict=False):
+            client = StageClient(worker.label, address, dialer, worker.stage_index)
+            clients.append(await stack.enter_async_context(client))
+        yield clients

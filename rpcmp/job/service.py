@@ -1,14 +1,10 @@
-"""A job that takes calls from its user's program, over as many generations as it takes.
+"""The library's side of a job: a group that serves a program's calls, over many generations.
 
-The counterpart of `job.run`, where the caller and not the driver process knows what comes next: it
-repeats the calls that the new group has not seen.
+Here the caller, not the driver process, knows what comes next. So a group that is formed again gets
+the calls again that it has not seen.
 
-The calls that a pipeline has made: those that a group which is formed again has to repeat.
-
-kept:      1     3     5              what all stages have kept (`Calls.kept`)
-calls:     1  2  3  4  5  6  7        6 and 7 would be repeated; or 4 to 7, where a host is gone
-
-An event loop in a thread of its own, for programs that have none.
+    kept:      1     3     5              versions that all stages have kept (`Operations.kept`)
+    calls:     1  2  3  4  5  6  7        6 and 7 would be repeated; or 4 to 7, if a host is lost
 """
 
 from __future__ import annotations
@@ -18,55 +14,56 @@ import contextlib
 import socket
 import threading
 from collections import deque
-from collections.abc import Collection, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rpcmp.config.schema import Config
+from rpcmp.driver.operations import OPERATIONS, Effect, Operations
 from rpcmp.errors import ConfigError, JobError, RpcmpError
 from rpcmp.job.generation import Generation
-from rpcmp.job.recovery import HeldSnapshots, History, decide, newest_common
-from rpcmp.job.restore_planner import RestorePoint, from_memory
+from rpcmp.job.recovery import Progress, RecoveryLoop, Workload
+from rpcmp.job.restore_point import HeldSnapshots, RestorePoint, newest_common
 from rpcmp.job.server_pool import ServerPool
+from rpcmp.observability.events import Event
 from rpcmp.pipelining import pytree
+from rpcmp.process.channel import Message
 
 EXPLAIN_SECONDS = 5.0
-"""A driver process that is gone says nothing; how long to wait for the reason."""
+"""How long to wait for the reason why a driver process is gone."""
+
+DriverState = dict[str, Any]
+"""What the driver process has to know to go on after a call; see `Operations.state`."""
 
 
-class Service:
-    """The group of a pipeline, and what becomes of it.
-
-    Args:
-        config: the job.
-        connect: addresses of running stage servers; see ServerPool.
-    """
+class Service(Workload[int]):
+    """Serves a pipeline's calls; the result of a generation is the call that it starts after."""
 
     def __init__(self, config: Config, connect: Sequence[str] | None) -> None:
         self._config = config
-        self._fleet = ServerPool(config, connect)
-        self._session: Generation | None = None
-        self._generation = 1
-        self._history = History()
+        self._pool = ServerPool(config, connect)
+        self._loop = RecoveryLoop(config.recovery, self._pool, self)
+        self._number = 0
+        self._connection: socket.socket | None = None
+        self._states: dict[int, DriverState] = {0: {}}
+        self._has_new_call = False
         self._recovering: asyncio.Task[Any] | None = None
 
     @property
     def draining(self) -> str:
-        """The name of a stage whose server is being stopped; empty: none."""
-        return self._session.draining if self._session is not None else ""
+        generation = self._loop.generation
+        return generation.draining if generation is not None else ""
 
     async def start(self, connection: socket.socket) -> None:
         """Form the first group.
 
         Args:
-            connection: where the driver process gets its calls from.
-
-        Raises:
-            RpcmpError: why it cannot be formed; nothing is left running.
+            connection: the driver process reads its calls from it.
         """
+        self._connection = connection
         try:
-            await self._fleet.open()
-            await self._form(connection, {0: {}})
+            await self._pool.open()
+            await self._loop.attempt()
         except BaseException:
             await self.close()
             raise
@@ -75,114 +72,93 @@ class Service:
         self,
         error: RpcmpError,
         connection: socket.socket,
-        known: dict[int, dict[str, Any]],
-        is_new: bool,
+        states: dict[int, DriverState],
+        has_new_call: bool,
     ) -> int:
-        """Form the next group after `error`; the number of the last call that it knows of.
+        """Form the next group after a fault; returns the last call whose effect it has.
 
         Args:
-            connection: where the driver process gets its calls from.
-            known: what the driver was after each of the calls that can be gone on from.
-            is_new: whether any call has ended since this was last asked.
-
-        Raises:
-            RpcmpError: there will be no other group.
+            connection: the driver process reads its calls from it.
+            states: the driver's state after each call that a group can start after.
+            has_new_call: whether a call has completed since the last recovery.
         """
-        if is_new:
-            self._history = History(raised=self._history.raised)
+        self._connection, self._states, self._has_new_call = connection, states, has_new_call
         self._recovering = asyncio.current_task()
-        while True:
-            if self._session is not None:
-                await self._session.close()
-            limit = self._config.recovery.max_restarts
-            decision = decide(error, self._history, limit, has_begun=True)
-            self._history = decision.history
-            if decision.error is not None:
-                raise decision.error
-            await asyncio.sleep(decision.pause)
-            await self._fleet.wait_until_ready()
-            self._generation += 1
-            try:
-                return await self._form(connection, known)
-            except RpcmpError as another:
-                error = another
+        await self._loop.recover(error)
+        return await self._loop.run()
 
     async def end(self) -> None:
-        """Wait until the group has ended by itself, and free all servers."""
         try:
             if self._recovering is not None and not self._recovering.done():
                 self._recovering.cancel()
                 await asyncio.gather(self._recovering, return_exceptions=True)
-            elif self._session is not None:
-                await self._session.wait_for_end()
+            elif self._loop.generation is not None:
+                await self._loop.generation.wait_for_end()
         finally:
             await self.close()
 
     async def close(self) -> None:
-        """End whatever still runs and free all servers."""
-        if self._session is not None:
-            await self._session.close()
-        await self._fleet.free(self._generation)
+        await self._loop.close()
+        await self._pool.free(self._number)
 
-    async def reason(self) -> RpcmpError | None:
-        """Why the group is gone, where somebody knows."""
-        return None if self._session is None else await self._session.reason(EXPLAIN_SECONDS)
+    async def failure_reason(self) -> RpcmpError | None:
+        """Return why the group is lost, if that is known."""
+        generation = self._loop.generation
+        return None if generation is None else await generation.failure.reason(EXPLAIN_SECONDS)
 
-    async def _form(self, connection: socket.socket, known: dict[int, dict[str, Any]]) -> int:
-        fd = connection.fileno()
-
-        async def choose(
-            assignments: list[str], holdings: dict[str, HeldSnapshots]
-        ) -> RestorePoint:
-            return self._choose(known, holdings)
-
-        self._session = Generation(
+    def next_generation(self) -> Generation:
+        if self._connection is None:
+            raise AssertionError("a group takes its calls from a connection")
+        self._number += 1
+        return Generation(
             self._config,
-            self._fleet,
-            self._generation,
+            self._pool,
+            self._number,
             load_data=False,
-            fds=[fd],
-            choose=choose,
+            fds=[self._connection.fileno()],
+            choose=self._choose,
         )
-        await self._session.start()
-        begin = self._session.begin.step
-        self._session.send({"op": "serve", "state": known.get(begin, {}), "kept": begin})
-        self._session.end_on_failure()
-        return begin
 
-    def _choose(self, known: Collection[int], holdings: dict[str, HeldSnapshots]) -> RestorePoint:
-        found = newest_common(self._config.workers, holdings, known)
-        if found is None and 0 not in known:
+    async def run(self, generation: Generation) -> int:
+        await generation.start()
+        step = generation.restore_point.step
+        generation.send({"op": "serve", "state": self._states.get(step, {}), "kept": step})
+        generation.kill_driver_on_failure()
+        return step
+
+    async def settle(
+        self, error: RpcmpError, generation: Generation, unread: list[Event | Message]
+    ) -> Progress:
+        is_new, self._has_new_call = self._has_new_call, False
+        return Progress(is_new)
+
+    async def give_up(self, generation: Generation) -> None:
+        await generation.close()
+
+    async def _choose(
+        self, assignments: list[str], holdings: dict[str, HeldSnapshots]
+    ) -> RestorePoint:
+        workers = self._config.workers
+        common = newest_common(workers, holdings, self._states)
+        if common is not None:
+            return RestorePoint.in_memory(common, workers, self._pool.addresses)
+        if 0 not in self._states:
             raise ConfigError("no server holds any more what the pipeline was; launch it again")
-        return RestorePoint() if found is None else from_memory(found, self._config, self._fleet)
+        return RestorePoint()
 
 
-CHANGING = {
-    "train_step",
-    "forward_backward",
-    "load_state_dict",
-    "optimizer_step",
-    "zero_grad",
-    "clip_grad_norm_",
-    "step_scheduler",
-    "load_optimizer_state_dict",
-}
-"""Calls after which model, gradients or optimizers are not what they were."""
-
-DIFFERENTIATING = {"train_step", "forward_backward"}
-"""Calls that clear all gradients where they fail; others then change nothing."""
-
-KEPT = 3
-"""How many of the newest kept versions a group may have to go back to; see `snapshot.slots`."""
+NUM_KEPT = 3
+"""How many of the newest kept versions a group may have to go back to; see `checkpoint.slots`."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call.
+    """One call of an operation.
 
     Attributes:
-        version: its number among those that change something; 0: it changes nothing.
-        name, arguments: as in rpcmp.driver.calls.
+        version: its number among the calls that change something; 0: it changes nothing.
+        name: of the operation; see rpcmp.driver.operations.
+        arguments: as the operation takes them.
     """
 
     version: int
@@ -194,40 +170,40 @@ class CallHistory:
     """The calls since the oldest version that a group may have to go back to.
 
     Args:
-        is_kept: whether any call will ever be repeated.
+        is_kept: whether calls will ever be repeated.
     """
 
     def __init__(self, is_kept: bool = True) -> None:
         self._is_kept = is_kept
         self._version = 0
         self._calls: deque[Call] = deque()
-        self._kept: deque[int] = deque([0], maxlen=KEPT)
-        self._states: dict[int, dict[str, Any]] = {0: {}}
-        self._is_new = False
+        self._kept: deque[int] = deque([0], maxlen=NUM_KEPT)
+        self._states: dict[int, DriverState] = {0: {}}
+        self._has_new_call = False
 
     @property
-    def known(self) -> dict[int, dict[str, Any]]:
-        """What the driver was at each version that a group can go on from."""
+    def states(self) -> dict[int, DriverState]:
+        """The driver's state at each version that a group can go back to."""
         return {version: self._states[version] for version in self._kept}
 
-    def new(self, name: str, arguments: tuple[Any, ...]) -> Call:
-        """A call that is about to be made.
+    def new_call(self, name: str, arguments: tuple[Any, ...]) -> Call:
+        """Return a call that is about to be made.
 
-        Its tensors are copied where it may have to be repeated: the caller may use theirs again.
+        Its tensors are copied if it may have to be repeated: the caller may reuse theirs.
         """
-        if name not in CHANGING:
+        if OPERATIONS[name].effect is Effect.READS:
             return Call(0, name, arguments)
         if self._is_kept:
             arguments = pytree.map_tensors(lambda tensor: tensor.detach().clone(), arguments)
         return Call(self._version + 1, name, arguments)
 
-    def take_is_new(self) -> bool:
-        """Whether a call has ended since this was last asked."""
-        is_new, self._is_new = self._is_new, False
-        return is_new
+    def take_has_new_call(self) -> bool:
+        """Return whether a call has completed since this was called last."""
+        has_new_call, self._has_new_call = self._has_new_call, False
+        return has_new_call
 
     def since(self, version: int) -> Iterator[Call]:
-        """The calls that a group which begins at `version` has not seen.
+        """Return the calls that a group which starts at `version` has not seen.
 
         Raises:
             JobError: too much was lost to repeat them.
@@ -236,15 +212,15 @@ class CallHistory:
             raise JobError(f"the group begins at call {version}, of which too much is forgotten")
         return iter([call for call in self._calls if call.version > version])
 
-    def note_done(self, call: Call, state: dict[str, Any], kept: int) -> None:
-        """Note that a call has been answered.
+    def record_done(self, call: Call, state: DriverState, kept: int) -> None:
+        """Record that a call has been answered.
 
         Args:
-            state: what the driver is now, as plain values.
+            state: the driver's state after it, as plain values.
             kept: the newest version that all stages have kept.
         """
         is_repeated = 0 < call.version <= self._version
-        self._is_new |= not is_repeated
+        self._has_new_call |= not is_repeated
         if is_repeated or call.version == 0:
             return
         self._version = call.version
@@ -256,12 +232,13 @@ class CallHistory:
             self._states[kept] = state
         self._forget()
 
-    def note_failed(self, call: Call) -> None:
-        """Note that a call has failed in the user's code; of a step no gradients are left."""
-        if call.version > self._version and call.name in DIFFERENTIATING:
+    def record_failed(self, call: Call) -> None:
+        """Record that a call has failed in the user's code; a failed step leaves no gradients."""
+        is_step = OPERATIONS[call.name].effect is Effect.DIFFERENTIATES
+        if call.version > self._version and is_step:
             self._version = call.version
             if self._is_kept:
-                self._calls.append(Call(call.version, "zero_grad", ()))
+                self._calls.append(Call(call.version, Operations.zero_grad.__name__, ()))
 
     def _forget(self) -> None:
         oldest = self._kept[0]
@@ -271,13 +248,16 @@ class CallHistory:
 
 
 CLEANUP_SECONDS = 30.0
-"""How long an interrupted caller waits for what it started to be taken down again."""
+"""How long an interrupted caller waits until everything that it started has been stopped."""
 
 Result = TypeVar("Result")
 
 
 class BackgroundLoop:
-    """Runs coroutines for a thread that waits. Children of the loop follow its thread's life."""
+    """An event loop in a thread of its own, for programs that have none.
+
+    Child processes of the loop end with its thread.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -287,14 +267,13 @@ class BackgroundLoop:
         self._thread.start()
 
     @property
-    def alive(self) -> bool:
-        """Whether it can run anything."""
+    def is_alive(self) -> bool:
         return self._thread.is_alive()
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """What `coroutine` returns; blocks.
+        """Run a coroutine and return its result; blocks.
 
-        A KeyboardInterrupt cancels it and is raised when it has cleaned up.
+        A KeyboardInterrupt cancels it, and is raised when it has cleaned up.
         """
         finished = threading.Event()
 
@@ -313,7 +292,7 @@ class BackgroundLoop:
             raise
 
     def close(self) -> None:
-        """Cancel whatever still runs, and end the thread; does nothing the second time."""
+        """Cancel all coroutines, and end the thread; does nothing the second time."""
         if not self._thread.is_alive():
             return
         asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(CLEANUP_SECONDS)

@@ -1,7 +1,7 @@
-"""How all processes of a run are, over its generations: heard from the servers, told as an event.
+"""Vitals and log lines of a run's processes, as the stage servers and the driver report them.
 
-Between two generations what was heard last stands, but for who was lost; so a page can show a stage
-that is gone until it is back.
+Vitals outlive a generation: until the next one reports, the last values stand, except for the
+process that was lost. So the page can show a lost stage until it is back.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import platform
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from rpcmp.config.topology import DRIVER, member_name
@@ -23,107 +23,143 @@ from rpcmp.observability.events import (
 )
 from rpcmp.process import liveness
 from rpcmp.process.activity import Doing
-from rpcmp.process.tcp_stats import PeerTraffic
+from rpcmp.process.logging.records import Entry, Line, entry_of
+from rpcmp.process.sockets import PeerTraffic
 from rpcmp.v1 import control_pb2 as pb
 
+
+class LogCollector:
+    """Passes the log lines of a generation's workers on, in order, and reports gaps.
+
+    A stage server numbers its worker's lines and keeps only the newest ones.
+    """
+
+    def __init__(
+        self, labels: Iterable[str], generation: int, log: Callable[[Entry], None]
+    ) -> None:
+        self._numbers = dict.fromkeys(labels, 0)
+        self._generation = generation
+        self._log = log
+        self._added = asyncio.Condition()
+
+    async def add(self, label: str, lines: Iterable[pb.LogLine]) -> None:
+        """Log lines of a worker, and a warning for each gap in their numbers."""
+        for line in lines:
+            missed = line.number - self._numbers[label] - 1
+            if missed > 0:
+                text = f"{missed:,} lines are missing here: more were said than could be carried"
+                self._log_line(label, Line("WARNING", "rpcmp.process.logging", text))
+            self._numbers[label] = line.number
+            self._log_line(label, Line(line.level, line.logger, line.text, line.step, line.count))
+        async with self._added:
+            self._added.notify_all()
+
+    async def wait_for_line(self, label: str, number: int) -> None:
+        async with self._added:
+            await self._added.wait_for(lambda: self._numbers[label] >= number)
+
+    def _log_line(self, label: str, line: Line) -> None:
+        self._log(entry_of(line, label, self._generation))
+
+
 VITALS_SECONDS = 1.0
-"""Between two events."""
+"""Between two events `vitals`."""
 
 _STATES = {number: state_name(name) for name, number in pb.ServerState.items()}
 
-SHORTEST_SECONDS = 0.1
-"""Between two counts that a rate can be made of: they come every half second."""
+MIN_RATE_SECONDS = 0.1
+"""The shortest time between two counts that gives a rate; they come every half second."""
 
-Pair = tuple[str, str]
-"""From whom, to whom; labels."""
+Link = tuple[str, str]
+"""Labels of the sender and the receiver."""
 
 
-class _Count(NamedTuple):
-    """What one process has counted.
+class _TrafficCount(NamedTuple):
+    """The traffic that one process has counted.
 
     Attributes:
         at: when.
-        ways: what has gone so far, by peer.
-        rates: bytes a second since the count before, sent and received, by peer.
+        traffic: bytes so far, by peer.
+        rates: bytes per second since the count before, sent and received, by peer.
     """
 
     at: float
-    ways: list[PeerTraffic]
+    traffic: list[PeerTraffic]
     rates: dict[str, tuple[float, float]]
 
-    def next(self, at: float, ways: list[PeerTraffic]) -> _Count:
-        """The count that follows this one."""
+    def next(self, at: float, traffic: list[PeerTraffic]) -> _TrafficCount:
         seconds = at - self.at
-        if seconds < SHORTEST_SECONDS:
+        if seconds < MIN_RATE_SECONDS:
             return self
-        before = {way.peer: way for way in self.ways}
+        before = {peer.peer: peer for peer in self.traffic}
         rates = {
-            way.peer: ((way.sent - last.sent) / seconds, (way.received - last.received) / seconds)
-            for way in ways
-            if (last := before.get(way.peer)) is not None
+            now.peer: ((now.sent - last.sent) / seconds, (now.received - last.received) / seconds)
+            for now in traffic
+            if (last := before.get(now.peer)) is not None
         }
-        return _Count(at, ways, rates)
+        return _TrafficCount(at, traffic, rates)
 
 
 class Vitals:
-    """What is known of every process of a run."""
+    """The state of every process of a run."""
 
     def __init__(self) -> None:
         self._workers: dict[str, ProcessVitals] = {}
         self._driver: ProcessVitals = {}
         self._restarts = -1
-        self._listens: dict[str, str] = {}
-        self._connections: dict[str, _Count] = {}
-        self._tensors: dict[str, _Count] = {}
-        self._heard = asyncio.Event()
+        self._agent_addresses: dict[str, str] = {}
+        self._connections: dict[str, _TrafficCount] = {}
+        self._tensors: dict[str, _TrafficCount] = {}
+        self._is_known = asyncio.Event()
 
-    def begin(self) -> None:
-        """Hear that the next group is being formed, of fresh processes."""
+    def start_generation(self) -> None:
+        """Forget what belongs to the processes of the generation before."""
         self._restarts += 1
         self._driver = {}
-        self._listens.clear()
+        self._agent_addresses.clear()
         self._connections.clear()
         self._tensors.clear()
 
-    def hear(self, label: str, change: pb.WatchResponse) -> None:
-        """Take what a server says of its worker."""
+    def update_worker(self, label: str, change: pb.WatchResponse) -> None:
+        """Record what a stage server reports of its worker."""
         worker = self._workers.setdefault(label, {})
         state = _STATES.get(change.state, "")
         worker["state"] = state if state in WORKER_STATES else "claimed"
         worker["restarts"] = self._restarts
         if change.listens:
-            self._listens[change.listens] = label
+            self._agent_addresses[change.listens] = label
         if change.HasField("vitals"):
-            worker.update(_told(change.vitals))
+            worker.update(_from_proto(change.vitals))
             at = time.monotonic() - change.vitals.counted_s_ago
-            _count(self._connections, label, at, map(_way, change.vitals.ways))
-            _count(self._tensors, label, at, map(_way, change.vitals.tensors))
-            self._heard.set()
+            _count(self._connections, label, at, map(_traffic, change.vitals.ways))
+            _count(self._tensors, label, at, map(_traffic, change.vitals.tensors))
+            self._is_known.set()
 
-    def hear_driver(
+    def update_driver(
         self,
         pid: int,
         doing: Doing,
-        ways: Iterable[Any],
-        carried: Mapping[str, float],
+        connections: Iterable[Any],
+        round_trips: Mapping[str, float],
         tensors: Iterable[Any],
     ) -> None:
-        """Take a sign of life of the driver process.
+        """Record a heartbeat of the driver process.
 
         Args:
-            pid, doing: its own.
-            ways: see rpcmp.process.tcp_stats.
-            carried: seconds to other hosts and back, see rpcmp.net.relay.
-            tensors: see rpcmp.rpc.transport.
+            doing: its current action.
+            connections: its TCP traffic; see rpcmp.process.sockets.
+            round_trips: seconds to the peers on other hosts; see rpcmp.net.relay.
+            tensors: its tensor traffic; see rpcmp.rpc.transport.
         """
-        at, found = time.monotonic(), [PeerTraffic(*way) for way in ways]
-        found = [
-            way._replace(round_trip_s=carried.get(way.peer, way.round_trip_s)) for way in found
+        at, counted = time.monotonic(), [PeerTraffic(*peer) for peer in connections]
+        counted = [
+            peer._replace(round_trip_s=round_trips.get(peer.peer, peer.round_trip_s))
+            for peer in counted
         ]
-        _count(self._connections, DRIVER, at, found)
+        _count(self._connections, DRIVER, at, counted)
         _count(self._tensors, DRIVER, at, map(PeerTraffic._make, tensors))
         self._driver = {
-            "state": "running" if DRIVER in self._listens.values() else "building",
+            "state": "running" if DRIVER in self._agent_addresses.values() else "building",
             "restarts": self._restarts,
             "host": platform.node(),
             "pid": pid,
@@ -135,73 +171,76 @@ class Vitals:
             "in_flight": 0,
         }
 
-    def joined(self, address: str) -> None:
-        """Hear where the driver's agent listens."""
-        self._listens[address] = DRIVER
+    def add_driver_address(self, address: str) -> None:
+        self._agent_addresses[address] = DRIVER
 
-    def lose(self, label: str) -> None:
-        """Hear who a generation has ended with; empty: nobody knows.
+    def mark_lost(self, label: str) -> None:
+        """Mark the process whose fault ended a generation; an unknown label changes nothing.
 
-        Of one that died before its first sign of life there is nothing to tell.
+        A process that was lost before its first heartbeat is not reported at all.
         """
         for known, process in [*self._workers.items(), (DRIVER, self._driver)]:
             if known == label and "pid" in process:
                 process.update({"state": LOST, "memory": 0, "in_flight": 0, "pid": 0})
 
     async def wait(self) -> None:
-        """Return when there is anything to tell."""
-        await self._heard.wait()
+        """Return when there is something to report."""
+        await self._is_known.wait()
 
     def event(self, step: int) -> VitalsEvent:
-        """The event `vitals`.
+        """Return the event `vitals`.
 
         Args:
-            step: the last that was reported.
+            step: the last step that was reported.
         """
-        workers = {label: process for label, process in self._workers.items() if "pid" in process}
+        workers = self._workers.items()
         return VitalsEvent(
             step=step,
-            workers={label: process.copy() for label, process in workers.items()},
+            workers={label: worker.copy() for label, worker in workers if "pid" in worker},
             driver=self._driver.copy(),
             links=self._links(),
         )
 
     def _links(self) -> list[LinkTraffic]:
-        """From member to member.
+        """Return the traffic between all members.
 
-        What has gone over all connections that either of them has opened; or the tensors alone
-        where they are more, since on one machine they take another way.
+        It is what all connections that either of them opened have carried, or the tensors alone if
+        those are more: on one machine tensors take another way.
         """
-        links = _links(self._connections, self._listens)
-        for pair, of_tensors in _links(self._tensors, self._names()).items():
+        links = _links(self._connections, self._agent_addresses)
+        for pair, of_tensors in _links(self._tensors, self._labels_by_name()).items():
             link = links.setdefault(pair, of_tensors)
             link["bytes"] = max(link["bytes"], of_tensors["bytes"])
             link["bytes_per_s"] = max(link["bytes_per_s"], of_tensors["bytes_per_s"])
         return list(links.values())
 
-    def _names(self) -> dict[str, str]:
-        """The labels of all members, by label, name, and stage where it is the first replica."""
+    def _labels_by_name(self) -> dict[str, str]:
+        """Map all names of each member to its label; replica 0 also has its stage's name."""
         return {
             name: label
-            for label in self._listens.values()
+            for label in self._agent_addresses.values()
             for name in (label, member_name(label), label.removesuffix(":0"))
         }
 
 
-def _way(said: pb.Way) -> PeerTraffic:
-    return PeerTraffic(said.peer, said.sent, said.received, said.round_trip_s)
+def _traffic(way: pb.Way) -> PeerTraffic:
+    return PeerTraffic(way.peer, way.sent, way.received, way.round_trip_s)
 
 
-def _count(counts: dict[str, _Count], label: str, at: float, ways: Iterable[PeerTraffic]) -> None:
-    before, now = counts.get(label), list(ways)
-    counts[label] = _Count(at, now, {}) if before is None else before.next(at, now)
+def _count(
+    counts: dict[str, _TrafficCount], label: str, at: float, traffic: Iterable[PeerTraffic]
+) -> None:
+    before, now = counts.get(label), list(traffic)
+    counts[label] = _TrafficCount(at, now, {}) if before is None else before.next(at, now)
 
 
-def _links(counts: Mapping[str, _Count], labels: Mapping[str, str]) -> dict[Pair, LinkTraffic]:
-    """Made of what each member has counted, by its label; `labels` says who a peer is."""
-    links: dict[Pair, LinkTraffic] = {}
+def _links(
+    counts: Mapping[str, _TrafficCount], labels: Mapping[str, str]
+) -> dict[Link, LinkTraffic]:
+    """Add up what all members have counted; `labels` maps their peers to members."""
+    links: dict[Link, LinkTraffic] = {}
     for label, count in counts.items():
-        for way in count.ways:
+        for way in count.traffic:
             if (peer := labels.get(way.peer)) is None:
                 continue  # something of the user's own, or opened by another member
             there, back = count.rates.get(way.peer, (0.0, 0.0))
@@ -211,7 +250,7 @@ def _links(counts: Mapping[str, _Count], labels: Mapping[str, str]) -> dict[Pair
 
 
 def _add(
-    links: dict[Pair, LinkTraffic], pair: Pair, sent: int, rate: float, seconds: float
+    links: dict[Link, LinkTraffic], pair: Link, sent: int, rate: float, seconds: float
 ) -> None:
     empty: LinkTraffic = {
         "from": pair[0],
@@ -227,7 +266,7 @@ def _add(
     link["rtt_s"] = min(known, default=0.0)
 
 
-def _told(vitals: pb.Vitals) -> ProcessVitals:
+def _from_proto(vitals: pb.Vitals) -> ProcessVitals:
     return {
         "host": vitals.host,
         "pid": vitals.pid,

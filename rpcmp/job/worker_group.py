@@ -1,16 +1,10 @@
-"""All stage servers in one generation of a job: claimed, told their stages, watched.
-
-What workers say, as the driver hears it from their servers: in order, and what is missing.
-
-Servers number a worker's lines and keep the newest; a gap says that there were more than that.
-"""
+"""The workers of one generation, each through its stage server: claimed, started, watched."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,147 +12,88 @@ from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER, Member, member_names
 from rpcmp.errors import DrainingError, RpcmpError, from_wire
 from rpcmp.job.first_failure import FirstFailure
-from rpcmp.job.recovery import HeldSnapshots, holders
-from rpcmp.job.server_calls import all_of
-from rpcmp.job.server_pool import holdings_of
-from rpcmp.job.telemetry import Vitals
-from rpcmp.net.dialer import Dialer
+from rpcmp.job.restore_point import HeldSnapshots, RestorePoint, mirrors_of
+from rpcmp.job.server_calls import gather_all
+from rpcmp.job.server_pool import ServerPool
+from rpcmp.job.telemetry import LogCollector, Vitals
 from rpcmp.net.relay import RelayPeer
 from rpcmp.observability.events import WorkerPlace
 from rpcmp.process.channel import Message
-from rpcmp.process.logging.records import Entry, Line, entry_of
+from rpcmp.process.logging.records import Entry
 from rpcmp.server.client import StageClient
 from rpcmp.server.connection import machine, versions
 from rpcmp.v1 import control_pb2 as pb
 
-
-class LogCollector:
-    """The lines of a generation's workers.
-
-    Args:
-        labels: of the workers.
-        generation: which group they are in.
-        log: told of each line.
-    """
-
-    def __init__(
-        self, labels: Iterable[str], generation: int, log: Callable[[Entry], None]
-    ) -> None:
-        self._numbers = dict.fromkeys(labels, 0)
-        self._generation = generation
-        self._log = log
-        self._told = asyncio.Condition()
-
-    async def hear(self, label: str, lines: Iterable[pb.LogLine]) -> None:
-        """Tell of what a worker has said, and of how much of it nobody has heard."""
-        for line in lines:
-            missed = line.number - self._numbers[label] - 1
-            if missed > 0:
-                text = f"{missed:,} lines are missing here: more were said than could be carried"
-                self._tell(label, Line("WARNING", "rpcmp.process.logging", text))
-            self._numbers[label] = line.number
-            self._tell(label, Line(line.level, line.logger, line.text, line.step, line.count))
-        async with self._told:
-            self._told.notify_all()
-
-    async def up_to(self, label: str, number: int) -> None:
-        """Return when a worker's line of this number has been told."""
-        async with self._told:
-            await self._told.wait_for(lambda: self._numbers[label] >= number)
-
-    def _tell(self, label: str, line: Line) -> None:
-        self._log(entry_of(line, label, self._generation))
-
-
 Result = TypeVar("Result")
 
 LAST_LINES_SECONDS = 0.5
-"""How long it may take to hear what workers have said before something went wrong."""
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What every message about a job carries.
-
-    Attributes:
-        job_id: unique for each run.
-        generation: counts the groups of a run, from 1.
-    """
-
-    job_id: str
-    generation: int
+"""How long to wait for the log lines that workers wrote before something went wrong."""
 
 
 class WorkerGroup:
-    """The stage servers of one generation of one job.
+    """The workers of one generation of one job.
 
     Args:
-        config: the job.
-        identity: which generation of which run.
-        addresses: of the servers, one a worker.
-        run_folder: the name of the folder of the run's checkpoints.
-        dialer: how they are talked to.
-        failure: told what goes wrong at a stage.
-        report: told when a server is being stopped ("draining") and when one has saved ("saved").
-        vitals: told how the workers are.
-        log: told of each line that a worker says.
+        generation: its number.
+        report: called when a server is being stopped ("draining") and when one has saved ("saved").
     """
 
     def __init__(
         self,
         config: Config,
-        identity: Identity,
-        addresses: Sequence[str],
-        run_folder: str,
-        dialer: Dialer,
+        pool: ServerPool,
+        generation: int,
         failure: FirstFailure,
         report: Callable[[Message], None],
         vitals: Vitals,
         log: Callable[[Entry], None],
     ) -> None:
         self._config = config
-        self._identity: dict[str, Any] = vars(identity)
-        self._addresses = list(addresses)
-        self._run_folder = run_folder
+        self._identity: dict[str, Any] = {"job_id": pool.job_id, "generation": generation}
+        self._addresses = list(pool.addresses)
+        self._run_folder = pool.run_folder
         self._failure = failure
         self._report = report
         self._vitals = vitals
-        labels = [worker.label for worker in config.workers]
-        self._lines = LogCollector(labels, identity.generation, log)
-        self._clients = [
-            StageClient(worker.label, address, dialer, worker.stage_index)
-            for worker, address in zip(config.workers, addresses, strict=True)
-        ]
         self._workers = config.workers
-        self._listens: dict[str, str] = {}
+        labels = [worker.label for worker in config.workers]
+        self._logs = LogCollector(labels, generation, log)
+        self._clients = [
+            StageClient(worker.label, address, pool.dialer, worker.stage_index)
+            for worker, address in zip(config.workers, pool.addresses, strict=True)
+        ]
+        self._agent_addresses: dict[str, str] = {}
         self._devices: dict[str, str] = {}
         self._claims: list[pb.PrepareResponse] = []
         self._running: set[str] = set()
         self._all_running = asyncio.Event()
-        self._ended = asyncio.Event()
+        self._may_drain = asyncio.Event()
 
     async def claim(self, code: list[pb.CodeFile]) -> None:
-        """Claim every server, which spawns the workers, and watch them from now on.
-
-        Raises:
-            UnavailableError, VersionError, ConfigError: a server cannot be had.
-        """
-        await all_of(_named(client, client.connect()) for client in self._clients)
-        self._claims = await all_of(
-            _named(client, self._claim(index, code)) for index, client in enumerate(self._clients)
+        """Claim every server, which spawns its worker, and start to watch it."""
+        await gather_all(_naming_stage(client, client.connect()) for client in self._clients)
+        self._claims = await gather_all(
+            _naming_stage(client, self._claim(index, code))
+            for index, client in enumerate(self._clients)
         )
+
+    def _claimed(self) -> zip[tuple[StageClient, pb.PrepareResponse]]:
+        """Pair the clients with their claims; empty before `claim`."""
+        return zip(self._clients, self._claims, strict=False)
 
     @property
     def holdings(self) -> dict[str, HeldSnapshots]:
-        """Which snapshots every worker's server holds, before it is told to go on."""
-        pairs = zip(self._clients, self._claims, strict=True)
-        return {client.name: holdings_of(claim.holdings) for client, claim in pairs}
+        """The snapshots that each worker's server held when it was claimed."""
+        return {
+            client.name: HeldSnapshots.from_proto(claim.holdings)
+            for client, claim in self._claimed()
+        }
 
     @property
     def places(self) -> dict[str, WorkerPlace]:
-        """Where every worker's process is, by its label; nothing before `claim`.
+        """Server address, host, pid and device of every worker by its label; empty before `claim`.
 
-        The device is known once it runs, and empty until then.
+        The device is empty until the worker runs.
         """
         return {
             client.name: {
@@ -167,7 +102,7 @@ class WorkerGroup:
                 "pid": claim.worker_pid,
                 "device": self._devices.get(client.name, ""),
             }
-            for client, claim in zip(self._clients, self._claims, strict=False)
+            for client, claim in self._claimed()
         }
 
     @property
@@ -177,44 +112,41 @@ class WorkerGroup:
 
     @property
     def exposed(self) -> dict[str, str]:
-        """Why other users of its host could reach a stage's worker, of those that they could."""
-        pairs = zip(self._clients, self._claims, strict=True)
-        return {client.name: claim.exposed for client, claim in pairs if claim.exposed}
+        """Workers that other users of their hosts can reach, and why."""
+        return {client.name: claim.exposed for client, claim in self._claimed() if claim.exposed}
 
     @property
-    def keep_nothing(self) -> list[str]:
-        """Why hosts would keep no checkpoint, of those that would not."""
+    def checkpoint_problems(self) -> list[str]:
+        """Why hosts cannot write a checkpoint when the run gives up."""
         return sorted({claim.keeps_nothing for claim in self._claims if claim.keeps_nothing})
 
-    def place(self, rank: int) -> dict[str, Any]:
-        """Where in the group the process with `rank` is."""
+    def membership(self, rank: int) -> dict[str, Any]:
         return {"members": member_names(self._workers), "rank": rank}
 
-    async def link(self, network: str, listens: str) -> list[RelayPeer]:
-        """Have every server carry its worker's connections to members that are in other networks.
+    async def link(self, network: str, driver_address: str) -> list[RelayPeer]:
+        """Let every server relay its worker's connections to members in other networks.
 
         Args:
-            network, listens: the driver process's network, and where its agent listens.
+            network: the driver process's network.
+            driver_address: where the driver's RPC agent listens.
 
         Returns:
-            the stages that the driver process cannot reach by itself.
-
-        Raises:
-            WorkerDiedError: an address is taken on a host that cannot make networks.
+            The workers that the driver process cannot reach directly.
         """
-        stages = [
+        workers = [
             (
                 claim.network,
                 RelayPeer(
-                    worker.name, self._listens[client.name], client.address, worker.stage_index
+                    worker.name,
+                    self._agent_addresses[client.name],
+                    client.address,
+                    worker.stage_index,
                 ),
             )
-            for worker, client, claim in zip(
-                self._workers, self._clients, self._claims, strict=True
-            )
+            for worker, (client, claim) in zip(self._workers, self._claimed(), strict=True)
         ]
-        everybody = [*stages, (network, RelayPeer(DRIVER, listens))]
-        await all_of(
+        members = [*workers, (network, RelayPeer(DRIVER, driver_address))]
+        await gather_all(
             client.link(
                 pb.LinkRequest(
                     **self._identity,
@@ -225,127 +157,106 @@ class WorkerGroup:
                             server=peer.server,
                             stage_index=peer.stage_index or 0,
                         )
-                        for other, peer in everybody
+                        for other, peer in members
                         if other != claim.network
                     ],
                 )
             )
-            for client, claim in zip(self._clients, self._claims, strict=True)
+            for client, claim in self._claimed()
         )
-        return [peer for other, peer in stages if other != network]
+        return [peer for other, peer in workers if other != network]
 
-    async def start(
-        self, assignments: Sequence[str], restores: Mapping[str, pb.Restore], step: int
-    ) -> None:
-        """Give every worker its stage; they build it and join the group.
+    async def start(self, assignments: Sequence[str], restore_point: RestorePoint) -> None:
+        """Give every worker its stage, which it builds before it joins the group.
 
         Args:
             assignments: of each worker, JSON of rpcmp.pipelining.assignment.Assignment.
-            restores: what each worker begins with, by its label; those that are missing start from
-                the config.
-            step: that they then have done.
-
-        Raises:
-            CheckpointError, UnavailableError: what a stage begins with is not to be had.
+            restore_point: the state that the workers start from.
         """
-        is_mirrored, holders = self._is_copied(), self._holders()
-        await all_of(
+        mirrors = mirrors_of(self._config, [claim.machine for claim in self._claims])
+        await gather_all(
             client.start(
                 pb.StartRequest(
                     **self._identity,
-                    **self.place(rank),
+                    **self.membership(rank),
                     rendezvous=self.rendezvous,
                     stage_name=self._workers[rank].stage,
                     label=client.name,
                     assignment=assignments[rank],
-                    restore=restores.get(client.name),
-                    is_mirrored=is_mirrored[rank],
-                    mirrored_by=self._stage_of(holders[rank]),
+                    restore=restore_point.restores.get(client.name),
+                    is_mirrored=self._is_on_another_machine(rank, mirrors[rank]),
+                    mirrored_by=self._stage_of(mirrors[rank]),
                     saves=self._workers[rank].replica == 0,
                 )
             )
             for rank, client in enumerate(self._clients)
         )
-        await all_of(
-            self._clients[holder].mirror(self._mirror(index, step))
-            for index, holder in enumerate(holders)
-            if holder is not None
+        await gather_all(
+            self._clients[mirror].mirror(self._mirror_request(rank, restore_point.step))
+            for rank, mirror in enumerate(mirrors)
+            if mirror is not None
         )
 
     async def wait_until_running(self) -> None:
-        """Return when every worker has joined the group."""
         await self._all_running.wait()
 
     async def inspect(self) -> dict[str, pb.InspectResponse]:
-        """What every worker does, and where in its code it is."""
+        """Return every worker's current action and stacks, without workers that are gone."""
         request = pb.InspectRequest(**self._identity, stacks=True)
-        found = await asyncio.gather(
+        answers = await asyncio.gather(
             *(client.inspect(request) for client in self._clients), return_exceptions=True
         )
         return {
             client.name: answer
-            for client, answer in zip(self._clients, found, strict=True)
+            for client, answer in zip(self._clients, answers, strict=True)
             if isinstance(answer, pb.InspectResponse)
         }
 
-    async def hear_out(self) -> None:
-        """Return when all that the workers have said by now has been told, or after a moment.
+    async def drain_logs(self) -> None:
+        """Return when all lines that the workers have written by now are logged, or after a moment.
 
-        Servers that do not answer have nothing to say; those that do may have to catch up.
+        A server that does not answer has no more lines; one that answers may have to catch up.
         """
         if not self._claims:
             return
         request = pb.InspectRequest(**self._identity)
 
-        async def hear(client: StageClient) -> None:
-            await self._lines.up_to(client.name, (await client.inspect(request)).logs)
+        async def catch_up(client: StageClient) -> None:
+            await self._logs.wait_for_line(client.name, (await client.inspect(request)).logs)
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_LINES_SECONDS):
-                await asyncio.gather(*map(hear, self._clients), return_exceptions=True)
+                await asyncio.gather(*map(catch_up, self._clients), return_exceptions=True)
 
-    async def remove(self, folder: Path) -> None:
-        """Remove a checkpoint from the disks of other machines than this one.
-
-        Raises:
-            CheckpointError: one cannot.
-        """
+    async def remove_checkpoint(self, folder: Path) -> None:
+        """Remove a checkpoint from the disks of the other machines."""
         request, here = pb.RemoveRequest(folder=str(folder)), machine()
-        pairs = zip(self._clients, self._claims, strict=True)
-        away = {claim.machine: client for client, claim in pairs if claim.machine != here}
-        await asyncio.gather(*(client.remove(request) for client in away.values()))
+        elsewhere = {
+            claim.machine: client for client, claim in self._claimed() if claim.machine != here
+        }
+        await asyncio.gather(*(client.remove(request) for client in elsewhere.values()))
 
-    def end(self) -> None:
-        """Hear that nobody wants anything of the group; servers that have to stop are let go."""
-        self._ended.set()
+    def release_draining(self) -> None:
+        """Release the servers that are being stopped: the group has ended."""
+        self._may_drain.set()
 
     async def close(self) -> None:
-        """Hang up; servers that are watched free themselves and keep what they hold."""
+        """Close the connections; servers that are not watched free themselves, with snapshots."""
         await asyncio.gather(*(client.close() for client in self._clients))
 
-    def _holders(self) -> list[int | None]:
-        """Which worker's server holds each worker's snapshots as well."""
-        return holders(self._config, [claim.machine for claim in self._claims])
-
-    def _is_copied(self) -> list[bool]:
-        """Whether each stage's snapshots travel to another machine, which it has to wait for."""
-        machines = [claim.machine for claim in self._claims]
-        return [
-            holder is not None and machines[holder] != machines[index]
-            for index, holder in enumerate(self._holders())
-        ]
+    def _is_on_another_machine(self, rank: int, mirror: int | None) -> bool:
+        return mirror is not None and self._claims[mirror].machine != self._claims[rank].machine
 
     def _stage_of(self, rank: int | None) -> int | None:
         return None if rank is None else self._workers[rank].stage_index
 
-    def _mirror(self, index: int, step: int) -> pb.MirrorRequest:
-        """The order to hold the snapshots of one stage."""
-        claim = self._claims[index]
+    def _mirror_request(self, rank: int, step: int) -> pb.MirrorRequest:
+        claim = self._claims[rank]
         section = self._config.checkpoint
         return pb.MirrorRequest(
             **self._identity,
-            stage_name=self._workers[index].stage,
-            address=self._addresses[index],
+            stage_name=self._workers[rank].stage,
+            address=self._addresses[rank],
             machine=claim.machine,
             supervisor_pid=claim.supervisor_pid,
             snapshot_fds=claim.snapshot_fds,
@@ -356,7 +267,7 @@ class WorkerGroup:
 
     async def _claim(self, index: int, code: list[pb.CodeFile]) -> pb.PrepareResponse:
         client, worker = self._clients[index], self._workers[index]
-        claimed = await client.prepare(
+        claim = await client.prepare(
             pb.PrepareRequest(
                 **self._identity,
                 job=self._config.name,
@@ -377,43 +288,42 @@ class WorkerGroup:
                 data_paths=self._config.data_paths,
             )
         )
-        self._failure.follow(_named(client, self._watch(client, worker)))
-        return claimed
+        self._failure.supervise(_naming_stage(client, self._watch(client, worker)))
+        return claim
 
     async def _watch(self, client: StageClient, worker: Member) -> None:
-        saved, stops = 0, False
+        saved, is_draining = 0, False
         async for change in client.watch(pb.WatchRequest(**self._identity)):
-            self._vitals.hear(client.name, change)
+            self._vitals.update_worker(client.name, change)
             if change.logs:
-                await self._lines.hear(client.name, change.logs)
+                await self._logs.add(client.name, change.logs)
             if change.error:
                 raise from_wire(change.error)
-            if change.draining and not stops:
-                stops = True
+            if change.draining and not is_draining:
+                is_draining = True
                 self._report({"event": "draining", "stage": client.name})
-                self._failure.follow(self._let_go(client))
+                self._failure.supervise(self._release_when_ended(client))
             for one in change.saved:
                 if one.step > saved:
                     saved = one.step
                     self._report({"event": "saved", "stage": worker.stage, "saved": one})
             if change.state == pb.SERVER_STATE_RUNNING:
                 self._running.add(client.name)
-                self._listens[client.name] = change.listens
+                self._agent_addresses[client.name] = change.listens
                 self._devices[client.name] = change.device
             if len(self._running) == len(self._clients):
                 self._all_running.set()
         raise DrainingError(f"stage {client.name!r} at {client.address} ended the job")
 
-    async def _let_go(self, client: StageClient) -> None:
-        """Free a server that is being stopped as soon as nothing runs there any more."""
-        await self._ended.wait()
+    async def _release_when_ended(self, client: StageClient) -> None:
+        await self._may_drain.wait()
         await client.close()
 
 
-async def _named(client: StageClient, work: Awaitable[Result]) -> Result:
-    """What `work` gives; what it raises says of which stage it is."""
+async def _naming_stage(client: StageClient, call: Awaitable[Result]) -> Result:
+    """Return the result of `call`; an error that it raises names the stage."""
     try:
-        return await work
+        return await call
     except RpcmpError as error:
         error.stage = error.stage or client.name
         raise

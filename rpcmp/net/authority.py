@@ -1,12 +1,12 @@
-"""A private certificate authority, for those who have none: a key and a certificate in a folder.
+"""A private certificate authority: a key and a certificate in a folder.
 
     DIR/ca.crt, ca.key                     the authority; its key never leaves this folder
-    DIR/issued.txt                         what it has issued, see `rpcmp.net.certificates`
-    DIR/ca.crl                             what it has revoked, once it has revoked anything
-    DIR/stage1/ca.crt, tls.crt, tls.key    what stage 1's host gets, and ca.crl if there is one
+    DIR/issued.txt                         its record, see `rpcmp.net.certificates`
+    DIR/ca.crl                             revoked certificates, if there are any
+    DIR/stage1/ca.crt, tls.crt, tls.key    the files for stage 1's host, and ca.crl if it exists
 
-Elliptic curve P-256 throughout: every TLS library has it, and a handshake takes well under a
-millisecond of it.
+All keys are on the elliptic curve P-256: every TLS library has it, and it takes well under a
+millisecond of a handshake.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from rpcmp.errors import SecurityError
-from rpcmp.net import certificates, name_constraints
-from rpcmp.net.certificates import Issued, write
+from rpcmp.net import certificates
+from rpcmp.net.certificates import Issued, write_file
 from rpcmp.net.identity import CA, CERTIFICATE, CRL, KEY, Role, require_private
 
 CA_KEY = "ca.key"
 CA_DAYS = 730
 SKEW = timedelta(minutes=5)
-"""What hosts' clocks may differ by: a fresh certificate is valid from so long ago."""
+"""Greatest difference of hosts' clocks: fresh certificates are valid from so long ago."""
 NEVER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
-"""When a CRL expires. It is copied by hand: one that was not copied again must not stop runs."""
+"""Expiry of CRLs. They are copied by hand, and a forgotten copy must not stop runs."""
 
 PEM = serialization.Encoding.PEM
 
 
 class Authority:
-    """An authority's key and certificate, to sign with.
+    """An authority's key and certificate.
 
     Attributes:
-        folder: where they lie.
+        folder: of its files.
         certificate: its own.
     """
 
@@ -73,17 +73,16 @@ class Authority:
 
     @property
     def permitted(self) -> list[x509.GeneralName] | None:
-        """Names that it may certify; None: all of them, as rpcmp 0.1.0 made authorities."""
-        return name_constraints.of(self.certificate)
+        """Names that it may certify; None: all, as in authorities of rpcmp 0.1.0."""
+        return certificates.permitted_names(self.certificate)
 
     @property
     def not_after(self) -> datetime:
-        """Its expiry, UTC."""
         return self.certificate.not_valid_after_utc
 
     @property
     def is_aged(self) -> bool:
-        """Whether less than half of its life is left."""
+        """Whether less than half of its validity is left."""
         begin = self.certificate.not_valid_before_utc
         return datetime.now(UTC) > begin + (self.not_after - begin) / 2
 
@@ -93,27 +92,18 @@ class Authority:
         return sorted(path.parent for path in self.folder.glob(f"*/{CERTIFICATE}"))
 
     def sign(self, builder: x509.CertificateBuilder) -> x509.Certificate:
-        """Certify what a builder describes."""
         ours = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         builder = builder.issuer_name(self.certificate.subject)
         return builder.add_extension(ours, critical=False).sign(self._key, hashes.SHA256())
 
     def renew(self, days: int, permitted: Sequence[x509.GeneralName] | None) -> None:
-        """Certify itself anew, under the same key and name, in every folder that it has issued.
-
-        Raises:
-            SecurityError: a file cannot be written.
-        """
+        """Renew its certificate, with the same key and name, in every folder that it has issued."""
         self.certificate = _own(self._key, self.certificate.subject, days, permitted)
         for folder in (self.folder, *self.issued):
-            write(folder / CA, self.certificate.public_bytes(PEM), 0o644)
+            write_file(folder / CA, self.certificate.public_bytes(PEM), 0o644)
 
     def revoke(self, serials: Iterable[int]) -> None:
-        """Add certificates to the CRL, in every folder that it has issued.
-
-        Raises:
-            SecurityError: a file cannot be read or written.
-        """
+        """Add certificates to the CRL, in every folder that it has issued."""
         now = datetime.now(UTC)
         before = self.revoked()
         number = 1 + max((_number(crl) for crl in before), default=0)
@@ -134,10 +124,10 @@ class Authority:
             builder = builder.add_revoked_certificate(one)
         content = builder.sign(self._key, hashes.SHA256()).public_bytes(PEM)
         for folder in (self.folder, *self.issued):
-            write(folder / CRL, content, 0o644)
+            write_file(folder / CRL, content, 0o644)
 
     def revoked(self) -> list[x509.CertificateRevocationList]:
-        """Return its CRL; nothing if it has revoked nothing yet.
+        """Return its CRL; empty if it has revoked nothing.
 
         Raises:
             SecurityError: the CRL cannot be read, or another authority has signed it.
@@ -160,50 +150,53 @@ class Authority:
 def create(
     folder: Path, hosts: Sequence[str] = (), permit: Sequence[str] = (), days: int = CA_DAYS
 ) -> None:
-    """Make a certificate authority in `folder`, for names around `hosts` only.
+    """Create a certificate authority in `folder`, for names around `hosts` only.
 
     Args:
-        folder: to make it in.
+        folder: to create it in.
         hosts: names and IP addresses; each permits its domain or private network.
-        permit: domains, hosts, addresses and networks that are permitted besides.
-        days: how long it is valid.
+        permit: further domains, hosts, addresses and networks to permit.
+        days: its validity.
 
     Raises:
-        SecurityError: there is one, the folder cannot be written, or a host is no name.
+        SecurityError: there is one already, the folder cannot be written, or a host is not a name.
     """
     if (folder / CA_KEY).exists():
         raise SecurityError(
             f"{folder} has a certificate authority: to replace it would make all of its "
             "certificates worthless. Choose another folder, or remove this one"
         )
-    permitted = [*name_constraints.ALWAYS]
-    for subtree in (*map(name_constraints.asked, permit), *map(name_constraints.around, hosts)):
-        if not name_constraints.is_permitted(subtree, permitted):
+    permitted = [*certificates.ALWAYS_PERMITTED]
+    for subtree in (
+        *map(certificates.parse_permit, permit),
+        *map(certificates.subtree_around, hosts),
+    ):
+        if not certificates.is_permitted(subtree, permitted):
             permitted.append(subtree)
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "rpcmp private CA")])
     certificate = _own(key, name, days, permitted)
-    write(folder / CA_KEY, _pem(key), 0o600)
-    write(folder / CA, certificate.public_bytes(PEM), 0o644)
+    write_file(folder / CA_KEY, _pem(key), 0o600)
+    write_file(folder / CA, certificate.public_bytes(PEM), 0o644)
 
 
 def permit(folder: Path, hosts: Sequence[str]) -> bool:
-    """Permit an authority to certify `hosts`, which other hosts believe once they have its ca.crt.
+    """Permit an authority to certify `hosts`; other hosts accept that once they have its ca.crt.
 
     Returns:
-        whether it was widened; otherwise it was permitted already.
+        whether it was changed; otherwise it was permitted already.
 
     Raises:
-        SecurityError: there is no authority, a host is no name, or a file cannot be written.
+        SecurityError: there is no authority, a host is not a name, or a file cannot be written.
     """
     authority = Authority.load(folder)
     permitted = authority.permitted
     if permitted is None:
         return False
     more = [
-        name_constraints.around(host)
+        certificates.subtree_around(host)
         for host in hosts
-        if not name_constraints.is_permitted(name_constraints.name_of(host), permitted)
+        if not certificates.is_permitted(certificates.general_name(host), permitted)
     ]
     if more:
         begin = authority.certificate.not_valid_before_utc
@@ -212,7 +205,7 @@ def permit(folder: Path, hosts: Sequence[str]) -> bool:
 
 
 def renew(folder: Path) -> bool:
-    """Renew an authority of which less than half of its life is left; whether it was.
+    """Renew an authority if less than half of its validity is left; return whether it was renewed.
 
     Raises:
         SecurityError: there is none, or a file cannot be written.
@@ -232,23 +225,23 @@ def issue(
     days: int,
     begin: datetime | None = None,
 ) -> Path:
-    """Issue a certificate, or renew one: servers that use it take up the new files by themselves.
+    """Issue or renew a certificate; servers that use it load the new files by themselves.
 
     Args:
-        folder: of the authority, which is permitted to certify the hosts if it was not.
-        name: of the folder in it that gets ca.crt, tls.crt and tls.key.
-        role: what its holder may be.
-        hosts: names and IP addresses that a server is reached at.
-        days: how long it is valid.
-        begin: from when on; None: now.
+        folder: of the authority. It is permitted to certify the hosts if it was not.
+        name: of the folder in it for ca.crt, tls.crt and tls.key.
+        role: of the holder.
+        hosts: names and IP addresses of the server.
+        days: its validity.
+        begin: start of its validity; None: now.
 
     Returns:
-        that folder.
+        the certificate's folder.
 
     Raises:
-        SecurityError: there is no authority, a host is no name, or the authority expires before.
+        SecurityError: there is no authority, a host is not a name, or the authority expires before.
     """
-    names = [x509.UniformResourceIdentifier(role.uri), *map(name_constraints.name_of, hosts)]
+    names = [x509.UniformResourceIdentifier(role.uri), *map(certificates.general_name, hosts)]
     permit(folder, hosts)
     authority = Authority.load(folder)
     key = ec.generate_private_key(ec.SECP256R1())
@@ -287,7 +280,7 @@ def revoke(folder: Path, name: str) -> int:
     now = datetime.now(UTC)
     found = {
         one.serial
-        for one in certificates.read(folder)
+        for one in certificates.read_issued(folder)
         if one.name == name and one.not_after > now and one.serial not in done
     }
     if not found:
@@ -313,28 +306,30 @@ def is_revoked(folder: Path, name: str) -> bool:
 def _put(
     authority: Authority, name: str, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate
 ) -> Path:
-    """Record a certificate, and then write its folder: what is in use can always be revoked."""
+    """Record a certificate, then write its folder: any certificate in use can be revoked."""
     crl = authority.revoked()
     _adopt(authority, name)
-    certificates.add(authority.folder, Issued.of(certificate, name))
+    certificates.add_issued(authority.folder, Issued.from_certificate(certificate, name))
     issued = authority.folder / name
-    write(issued / KEY, _pem(key), 0o600)
-    write(issued / CERTIFICATE, certificate.public_bytes(PEM), 0o644)
-    write(issued / CA, authority.certificate.public_bytes(PEM), 0o644)
+    write_file(issued / KEY, _pem(key), 0o600)
+    write_file(issued / CERTIFICATE, certificate.public_bytes(PEM), 0o644)
+    write_file(issued / CA, authority.certificate.public_bytes(PEM), 0o644)
     for one in crl:
-        write(issued / CRL, one.public_bytes(PEM), 0o644)
+        write_file(issued / CRL, one.public_bytes(PEM), 0o644)
     return issued
 
 
 def _adopt(authority: Authority, name: str) -> None:
-    """Record what rpcmp 0.1.0 has issued into DIR/NAME, which kept no record."""
+    """Record the certificate in DIR/NAME if rpcmp 0.1.0 has issued it, which kept no record."""
     try:
         content = (authority.folder / name / CERTIFICATE).read_bytes()
         found = x509.load_pem_x509_certificate(content)
     except (FileNotFoundError, ValueError):  # none, or a broken one that issuing mends
         return
-    if found.serial_number not in {one.serial for one in certificates.read(authority.folder)}:
-        certificates.add(authority.folder, Issued.of(found, name))
+    if found.serial_number not in {
+        one.serial for one in certificates.read_issued(authority.folder)
+    }:
+        certificates.add_issued(authority.folder, Issued.from_certificate(found, name))
 
 
 def _certificate(path: Path) -> x509.Certificate:
@@ -354,7 +349,7 @@ def _own(
     days: int,
     permitted: Sequence[x509.GeneralName] | None,
 ) -> x509.Certificate:
-    """Return an authority's certificate of itself."""
+    """Return an authority's self-signed certificate."""
     builder = (
         _builder(name, key, days)
         .issuer_name(name)

@@ -1,17 +1,16 @@
-"""What a certificate file says, for people and for checks before anything is sent.
+"""Certificates as files: reading them, the names in them, and the record of those issued.
 
-The record of an authority: each certificate that it has issued, so that it can be revoked.
-
-DIR/issued.txt     SERIAL NAME EXPIRY, one line each; the serial in hexadecimal, the expiry UTC
-
-Writing files that a crash or another process must not find half written.
+DIR/issued.txt     SERIAL NAME EXPIRY, one line per certificate that the authority has issued,
+                   so that it can be revoked; serial in hexadecimal, expiry in UTC
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import stat
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,15 +19,118 @@ from typing import NamedTuple, Self
 from cryptography import x509
 
 from rpcmp.errors import SecurityError
-from rpcmp.net import name_constraints
 from rpcmp.net.identity import CA, CERTIFICATE, Role, find
 
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-def write(path: Path, content: bytes, mode: int) -> None:
-    """Replace a file as a whole, with its mode from the first byte on.
+PRIVATE_NETWORKS: Sequence[Network] = [
+    ipaddress.ip_network(network)
+    for network in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
+]
+"""Networks that no website is in; an address of one permits all of it."""
 
-    A file that is there keeps its owner, and its mode as far as `mode` and reading by its group
-    allow: certificates of containers belong to the image's group.
+ALWAYS_PERMITTED: Sequence[x509.GeneralName] = [
+    *(x509.UniformResourceIdentifier(kind) for kind in ("stage", "spare", "driver")),
+    x509.DNSName("localhost"),
+    x509.IPAddress(ipaddress.ip_network("127.0.0.0/8")),
+    x509.IPAddress(ipaddress.ip_network("::1/128")),
+]
+"""Permitted by every authority. The hosts of URIs are the roles. A kind of name in this list also
+forbids all other names of that kind."""
+
+SUFFIX_LETTERS = 3
+"""Letters up to which the second label from the end may be part of a public suffix, as in co.uk."""
+
+
+def general_name(host: str, option: str = "--host") -> x509.GeneralName:
+    """Return a host's name or IP address as certificates have it.
+
+    Raises:
+        SecurityError: it is neither.
+    """
+    with contextlib.suppress(ValueError):
+        return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
+    try:
+        return x509.DNSName(host.encode("idna").decode().lower())
+    except (ValueError, UnicodeError) as error:
+        raise SecurityError(
+            f"{option} {host!r} is neither a host name nor an IP address"
+        ) from error
+
+
+def parse_permit(permit: str) -> x509.GeneralName:
+    """Return the subtree that `--permit` names: a domain, a host, an address or a network.
+
+    Raises:
+        SecurityError: it is none of these.
+    """
+    with contextlib.suppress(ValueError):
+        return x509.IPAddress(ipaddress.ip_network(permit.strip("[]")))
+    if not permit.strip("."):
+        raise SecurityError(f"--permit {permit!r} names no domain")
+    return general_name(permit.removeprefix("*").removeprefix("."), "--permit")
+
+
+def subtree_around(host: str) -> x509.GeneralName:
+    """Return the subtree that a host permits: its domain or private network, or itself alone.
+
+    Raises:
+        SecurityError: the host is neither a host name nor an IP address.
+    """
+    name = general_name(host)
+    if isinstance(name, x509.IPAddress):
+        alone = ipaddress.ip_network(name.value)
+        return x509.IPAddress(next((net for net in PRIVATE_NETWORKS if _is_in(alone, net)), alone))
+    _, _, domain = name.value.partition(".")
+    if name.value.startswith("*.") or _is_own(domain):
+        return x509.DNSName(domain)
+    return name
+
+
+def _is_own(domain: str) -> bool:
+    """Return whether a domain is more than a suffix under which anyone may register a name."""
+    *rest, label, _ = ["", *domain.split(".")]
+    return len(rest) > 1 or (len(rest) == 1 and len(label) > SUFFIX_LETTERS)
+
+
+def is_permitted(name: x509.GeneralName, subtrees: Iterable[x509.GeneralName]) -> bool:
+    """Return whether a subtree covers a name, or another subtree."""
+    return any(_covers(subtree, name) for subtree in subtrees)
+
+
+def permitted_names(authority: x509.Certificate) -> list[x509.GeneralName] | None:
+    """Return the names that an authority permits; None: all, as in authorities of rpcmp 0.1.0."""
+    try:
+        found = authority.extensions.get_extension_for_class(x509.NameConstraints).value
+    except x509.ExtensionNotFound:
+        return None
+    return list(found.permitted_subtrees or [])
+
+
+def describe_names(subtrees: Iterable[x509.GeneralName]) -> str:
+    """Format hosts, domains and networks, without those that are always permitted."""
+    return ", ".join(str(subtree.value) for subtree in subtrees if subtree not in ALWAYS_PERMITTED)
+
+
+def _covers(subtree: x509.GeneralName, name: x509.GeneralName) -> bool:
+    if isinstance(subtree, x509.DNSName) and isinstance(name, x509.DNSName):
+        return f".{name.value}".endswith(f".{subtree.value}")
+    if isinstance(subtree, x509.IPAddress) and isinstance(name, x509.IPAddress):
+        return _is_in(ipaddress.ip_network(name.value), ipaddress.ip_network(subtree.value))
+    return False
+
+
+def _is_in(small: Network, large: Network) -> bool:
+    if isinstance(small, ipaddress.IPv4Network):
+        return isinstance(large, ipaddress.IPv4Network) and small.subnet_of(large)
+    return isinstance(large, ipaddress.IPv6Network) and small.subnet_of(large)
+
+
+def write_file(path: Path, content: bytes, mode: int) -> None:
+    """Replace a file atomically; it has its mode from the first byte on.
+
+    An existing file keeps its owner, and its mode as far as `mode` and reading by its group allow:
+    certificates of containers belong to the image's group.
 
     Raises:
         SecurityError: the file cannot be written.
@@ -45,8 +147,8 @@ def write(path: Path, content: bytes, mode: int) -> None:
         raise _unwritable(path, error) from error
 
 
-def append(path: Path, line: str) -> None:
-    """Add one line to a file for its owner alone, on the disk when this returns.
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a file that only its owner can read, and sync it to the disk.
 
     Raises:
         SecurityError: the file cannot be written.
@@ -73,13 +175,13 @@ def _unwritable(path: Path, error: OSError) -> SecurityError:
 
 @dataclass(frozen=True)
 class Certificate:
-    """A certificate.
+    """A certificate of a host.
 
     Attributes:
         path: its file.
-        role: what its holder may be; None: nothing.
-        hosts: names and IP addresses that it is for.
-        not_before, not_after: when it is valid, UTC.
+        role: its holder's role; None if it has none.
+        hosts: its names and IP addresses.
+        not_before, not_after: its validity, UTC.
     """
 
     path: Path
@@ -90,7 +192,7 @@ class Certificate:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """That of a folder of `rpcmp.net.identity`.
+        """Load the certificate in a folder of `rpcmp.net.identity`.
 
         Raises:
             SecurityError: it cannot be read.
@@ -118,7 +220,7 @@ class Certificate:
 
 
 def authority_text(folder: Path) -> str:
-    """Return which names the authority in a folder may certify, and until when, for people.
+    """Describe the names that the authority in a folder may certify, and its expiry.
 
     Raises:
         SecurityError: its certificate cannot be read.
@@ -128,12 +230,8 @@ def authority_text(folder: Path) -> str:
         found = x509.load_pem_x509_certificate(path.read_bytes())
     except (OSError, ValueError) as error:
         raise SecurityError(f"{path} is no certificate that can be read: {error}") from error
-    permitted = name_constraints.of(found)
-    names = (
-        "any host"
-        if permitted is None
-        else name_constraints.text_of(permitted) or "this machine only"
-    )
+    permitted = permitted_names(found)
+    names = "any host" if permitted is None else describe_names(permitted) or "this machine only"
     return f"its authority for {names}, until {found.not_valid_after_utc:%Y-%m-%d}"
 
 
@@ -141,10 +239,10 @@ RECORD = "issued.txt"
 
 
 class Issued(NamedTuple):
-    """One certificate.
+    """A line of the record.
 
     Attributes:
-        serial: its serial number.
+        serial: the certificate's serial number.
         name: of the folder that it was issued into.
         not_after: its expiry, UTC.
     """
@@ -154,13 +252,12 @@ class Issued(NamedTuple):
     not_after: datetime
 
     @classmethod
-    def of(cls, certificate: x509.Certificate, name: str) -> Self:
-        """Return what is recorded of a certificate."""
+    def from_certificate(cls, certificate: x509.Certificate, name: str) -> Self:
         return cls(certificate.serial_number, name, certificate.not_valid_after_utc)
 
 
-def read(folder: Path) -> list[Issued]:
-    """Return all that the authority in `folder` has issued; nothing if it keeps no record.
+def read_issued(folder: Path) -> list[Issued]:
+    """Return the record of the authority in `folder`; empty if it keeps none.
 
     Raises:
         SecurityError: the record cannot be read.
@@ -172,19 +269,21 @@ def read(folder: Path) -> list[Issued]:
         return []
     except (OSError, ValueError) as error:
         raise SecurityError(f"{path} cannot be read: {error}") from error
-    return [_parsed(path, number, line) for number, line in enumerate(lines, 1)]
+    return [_parse_issued(path, number, line) for number, line in enumerate(lines, 1)]
 
 
-def add(folder: Path, issued: Issued) -> None:
+def add_issued(folder: Path, issued: Issued) -> None:
     """Record a certificate.
 
     Raises:
         SecurityError: the record cannot be written.
     """
-    append(folder / RECORD, f"{issued.serial:x} {issued.name} {issued.not_after:%Y-%m-%dT%H:%M:%S}")
+    append_line(
+        folder / RECORD, f"{issued.serial:x} {issued.name} {issued.not_after:%Y-%m-%dT%H:%M:%S}"
+    )
 
 
-def _parsed(path: Path, number: int, line: str) -> Issued:
+def _parse_issued(path: Path, number: int, line: str) -> Issued:
     try:
         serial, name, expiry = line.split()
         return Issued(int(serial, 16), name, datetime.fromisoformat(expiry).replace(tzinfo=UTC))

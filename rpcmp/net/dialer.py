@@ -1,12 +1,10 @@
-"""Opening connections to stage servers.
+"""Connections to stage servers, and the tunnel for gRPC's.
 
-gRPC to a stage server, through a connection whose TLS is ours.
-
-gRPC cannot be told to insist on TLS 1.3, to look for a role in a certificate, or to ask whose a
-server is. So its channel ends at a Unix socket in this process, in a folder that only its user can
-look into, and what it sends there goes on over a connection of the Dialer. That has our
-certificate, so only this very process may connect: no other one of its user, such as a worker that
-runs a job's code.
+gRPC cannot insist on TLS 1.3, check a role in a certificate, or ask for the owner of a local
+server. So its channel ends at a Unix socket in this process, in a folder that only this user can
+open, and the tunnel carries its bytes over a connection of the Dialer. That connection has our
+certificate, so only this very process may use the socket: not another one of its user, such as a
+worker that runs a job's code.
 """
 
 from __future__ import annotations
@@ -28,21 +26,21 @@ from rpcmp.net.security import Security
 from rpcmp.net.splice import splice
 from rpcmp.net.tls import Connection, TlsState, refusal
 from rpcmp.process import tempdirs
-from rpcmp.process.tcp_stats import keep_alive
+from rpcmp.process.sockets import keep_alive
 
 OPEN_SECONDS = 6.0
-"""How long a host may take to answer, handshake included."""
+"""Time limit for a host to answer, handshake included."""
 
 HINT_SECONDS = 2.0
-"""How long to find out why it did not."""
+"""Time limit for finding out why it did not."""
 
 
 class Dialer:
-    """Opens connections to stage servers, as whom our certificate says that we are.
+    """Opens connections to stage servers, authenticated by our certificate.
 
     Args:
-        security: what this process was told about it.
-        server_name: whom their certificates have to be for; None: the host that is dialled.
+        security: this process's certificate, or none.
+        server_name: name in the servers' certificates; None: the host that is dialled.
 
     Attributes:
         security: as given.
@@ -53,15 +51,15 @@ class Dialer:
         self._server_name = server_name
 
     async def open(self, address: str, protocol: str, stage_index: int | None) -> Connection:
-        """A connection to the server at `address`.
+        """Open a connection to the server at `address`.
 
         Args:
-            protocol: what will be spoken, GRPC or RELAY.
-            stage_index: of the stage that it has to be; None: any.
+            protocol: GRPC or RELAY.
+            stage_index: the stage that the server's certificate has to be for; None: any.
 
         Raises:
-            UnreachableError: nobody answers.
-            SecurityError: it is not who it should be.
+            UnreachableError: no answer.
+            SecurityError: it is not the expected server.
         """
         try:
             async with asyncio.timeout(OPEN_SECONDS):
@@ -78,7 +76,7 @@ class Dialer:
             raise UnreachableError(f"{address} cannot be reached: {_reason(error)}") from error
 
     async def misunderstanding(self, address: str) -> SecurityError | None:
-        """Why a server that was spoken to in the open does not answer: it wants TLS. None: else."""
+        """Return an error if the server wants TLS and was contacted without; None otherwise."""
         if self.security.credentials is not None:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -109,7 +107,7 @@ class Dialer:
         end = Connection(await _connect(host, port), session)
         try:
             await self._require_own(end.socket, address)
-            await end.shake_hands()
+            await end.do_handshake()
             if session is not None:
                 self._require(session, address, stage_index)
                 self.security.establish(end)
@@ -119,11 +117,7 @@ class Dialer:
         return end
 
     async def _require_own(self, connection: socket.socket, address: str) -> None:
-        """Refuse another user's server, which without certificates gets no byte of ours.
-
-        Raises:
-            SecurityError: it is one, or the kernel does not say whose it is.
-        """
+        """Refuse another user's server: without certificates it must not get a byte."""
         if self.security.credentials is None and not self.security.insecure:
             await require_own_server(connection, address)
 
@@ -148,7 +142,7 @@ class Dialer:
 
 
 def _reason(error: OSError) -> str:
-    """What the system says; asyncio's own words repeat the address."""
+    """Return the system's message; asyncio's repeats the address."""
     if error.errno and error.errno > 0:
         return os.strerror(error.errno)
     return error.strerror or str(error)
@@ -185,19 +179,18 @@ log = logging.getLogger(__name__)
 
 
 class Tunnel:
-    """A Unix socket that leads to one stage server. Made in an event loop; closed by `close`.
+    """A Unix socket that leads to one stage server. Create it in an event loop, and `close` it.
 
     Args:
         dialer: opens the connections.
         address: HOST:PORT of the server.
-        stage_index: of the stage that it has to be; None: any.
+        stage_index: the stage that the server's certificate has to be for; None: any.
 
     Attributes:
-        refused: done as soon as the server has turned out not to be who it should be, or has
-            refused us, with the error.
-        absent: done as soon as the host has said that nobody listens there, with the error; of a
-            server that is starting it may not be the last word.
-        failure: why the last attempt to reach the server failed; None: none has.
+        refused: done with the error once the server is not the expected one, or has refused us.
+        absent: done with the error once the host has refused a connection; a server that is
+            starting may still come.
+        failure: the error of the last attempt to connect; None if it succeeded.
     """
 
     def __init__(self, dialer: Dialer, address: str, stage_index: int | None) -> None:
@@ -216,11 +209,11 @@ class Tunnel:
 
     @property
     def target(self) -> str:
-        """What a gRPC channel connects to."""
+        """The target for a gRPC channel."""
         return f"unix:{self._path}"
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         tasks = [self._accepting, *self._carrying]
         for task in tasks:
             task.cancel()
@@ -256,7 +249,7 @@ class Tunnel:
                 await splice(here, there)
             except (
                 ssl.SSLError
-            ) as error:  # of TLS 1.3 the first thing read says whether we are let in
+            ) as error:  # with TLS 1.3 the first read tells whether we are accepted
                 if there.session is not None and not there.session.has_received:
                     self._refuse(SecurityError(f"{self._address} refuses us: {refusal(error)}"))
             except OSError:  # it is gone, and gRPC will see that
@@ -269,9 +262,9 @@ class Tunnel:
 
 
 def _pid_of_peer(connection: socket.socket) -> int:
-    """The process that has connected; 0 if it is outside of this one's pid namespace.
+    """Return the process that has connected; 0 if it is outside of our pid namespace.
 
-    The kernel notes the process and not the thread, and gives its id as this process sees it.
+    The kernel notes the process and not the thread, by its id in our namespace.
     """
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid: int

@@ -1,12 +1,10 @@
-"""A host's certificate, its key, the CA that it trusts, and what that has revoked: PEM files.
+"""Identities: a host's certificate, its key, the CA that it trusts, and the roles in certificates.
 
-The names are those of a Kubernetes TLS secret, so one that is mounted is such a folder. The files
-are read again when they have changed: a certificate that is renewed needs no restart.
+The files have the names of a Kubernetes TLS secret, so a mounted one is such a folder. They are
+read again when they have changed: a certificate that is renewed needs no restart.
 
-What a certificate allows its holder to be: a stage, a spare, or the driver.
-
-It stands in the certificate as a URI among the subject's alternative names, which any CA can put
-there: rpcmp://stage/1, rpcmp://spare, rpcmp://driver.
+A role is a URI among the certificate's subject alternative names, where any CA can put it:
+rpcmp://stage/1, rpcmp://spare, rpcmp://driver.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class Credentials:
-    """What a process shows to others, and what it accepts of them.
+    """TLS contexts of a process.
 
     Args:
         folder: with ca.crt, tls.crt and tls.key, and ca.crl if anything is revoked.
@@ -50,7 +48,7 @@ class Credentials:
 
     Attributes:
         folder: as given.
-        revocations: what ca.crl revokes; None: there is none.
+        revocations: of ca.crl; None if there is none.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -61,22 +59,22 @@ class Credentials:
         self._load()
 
     def server(self) -> ssl.SSLContext:
-        """For connections that others open."""
+        """Return the context for connections of stages and drivers."""
         self.refresh()
         return self._server
 
     def website(self) -> ssl.SSLContext:
-        """For connections that browsers open, which show no certificate."""
+        """Return the context for connections of browsers, which send no certificate."""
         self.refresh()
         return self._website
 
     def client(self, protocol: str) -> ssl.SSLContext:
-        """For connections to servers, to speak `protocol`."""
+        """Return the context for connections to servers, with ALPN `protocol`."""
         self.refresh()
         return self._clients[protocol]
 
     def refresh(self) -> None:
-        """Read the files again if they have changed; if they cannot be used, warn and go on."""
+        """Read the files again if they have changed; log a warning if they cannot be used."""
         try:
             stamp: object = self._stat()
         except OSError as error:  # being replaced
@@ -111,11 +109,7 @@ class Credentials:
         self.revocations, self._stamp = revocations, stamp
 
     def _read_revocations(self) -> Revocations | None:
-        """The CRL; the last one if its file is gone: what is revoked stays so.
-
-        Raises:
-            SecurityError: it cannot be used.
-        """
+        """Read the CRL. If its file is gone, the last one stays, so nothing becomes valid again."""
         path = self.folder / CRL
         try:
             content = path.read_bytes()
@@ -126,7 +120,7 @@ class Credentials:
             return self.revocations
         except OSError as error:
             raise SecurityError(f"{error.filename} cannot be read ({error.strerror})") from error
-        from rpcmp.net.revocation import Revocations  # only who has one needs its libraries
+        from rpcmp.net.revocation import Revocations  # cryptography is needed for a CRL only
 
         return Revocations(content, authorities, path)
 
@@ -136,7 +130,7 @@ class Credentials:
         context = ssl.SSLContext(side)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
-        if side == ssl.PROTOCOL_TLS_SERVER:  # nobody resumes: each connection shows a certificate
+        if side == ssl.PROTOCOL_TLS_SERVER:  # no resumption: each connection sends a certificate
             context.num_tickets = 0
         context.set_alpn_protocols(protocols)
         try:
@@ -165,7 +159,7 @@ def require_private(key: Path) -> None:
     Root may let a group read it, as mounted secrets do.
 
     Raises:
-        SecurityError: they can.
+        SecurityError: others can read it.
     """
     found = key.stat()
     allowed = 0o640 if found.st_uid == 0 and os.geteuid() != 0 else 0o600
@@ -179,11 +173,11 @@ _URI = re.compile(r"rpcmp://(?:stage/(\d{1,5})|(spare|driver))/?")
 
 @dataclass(frozen=True)
 class Role:
-    """A role.
+    """The role of a certificate's holder.
 
     Attributes:
         kind: "stage", "spare" or "driver".
-        stage_index: which stage; None for the others.
+        stage_index: the stage; None for other kinds.
     """
 
     kind: str
@@ -191,17 +185,16 @@ class Role:
 
     @property
     def uri(self) -> str:
-        """How it stands in a certificate."""
+        """The URI in the certificate."""
         number = "" if self.stage_index is None else f"/{self.stage_index}"
         return f"rpcmp://{self.kind}{number}"
 
     @property
     def is_driver(self) -> bool:
-        """Whether its holder may drive."""
         return self.kind == "driver"
 
     def may_serve(self, stage_index: int | None) -> bool:
-        """Whether its holder may be that stage; None: a spare, or any stage at all."""
+        """Return whether the holder may serve a stage; None stands for any, as of a spare."""
         if stage_index is None:
             return not self.is_driver
         return self.kind == "spare" or self.stage_index == stage_index
@@ -213,16 +206,17 @@ class Role:
 DRIVER, SPARE = Role("driver"), Role("spare")
 
 STRANGER = Role("stranger")
-"""In no certificate: a process that a server without certificates does not work for."""
+"""Role of a local process that a server without certificates does not work for; in no certificate.
+"""
 
 
 def stage(index: int) -> Role:
-    """The role of one stage's server."""
+    """Return the role of one stage's server."""
     return Role("stage", index)
 
 
 def find(uris: Iterable[str]) -> Role | None:
-    """The role that one of a certificate's URIs names; None where that is not exactly one."""
+    """Return the role in a certificate's URIs; None if there is not exactly one."""
     found = [match for uri in uris if (match := _URI.fullmatch(uri))]
     if len(found) != 1:
         return None

@@ -1,8 +1,8 @@
-"""What the way between two hosts carries, asked before a run, over the connections of a run.
+"""Measure the link between two hosts before a run, over connections as the run will have them.
 
     client ──measure──> server
-           ──ping────>         <──clock──       some times: the way there and back, and the clocks
-           ──take N, N bytes─> <──done──        more and more, until it takes long enough
+           ──ping────>         <──clock──       a few times: round trip and clock offset
+           ──take N, N bytes─> <──done──        increasing, until it takes long enough
            ──give N──>         <──N bytes──
 
 The first, small portions also open TCP's window.
@@ -24,19 +24,19 @@ FIRST_BYTES = 2**20
 MAX_BYTES = 2**32
 
 ANSWER_SECONDS = 60.0
-"""How long a server may be kept busy; a way so slow needs no more to be known of it."""
+"""Time limit for a measurement; a slower link needs no more precision."""
 
 _NOTHING = bytes(CHUNK)
 
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """The way from one host to another.
+    """The link from one host to another.
 
     Attributes:
-        latency_s: seconds there and back, the median.
+        latency_s: seconds of a round trip, the median.
         clock_ahead_s: seconds that the other clock is ahead of ours, known to half a latency.
-        there, back: bytes a second; 0: not measured.
+        there, back: bytes per second; 0: not measured.
     """
 
     latency_s: float
@@ -49,10 +49,10 @@ async def measure(end: Connection, seconds: float) -> LinkSpeed:
     """Measure over a fresh connection to a server's relay.
 
     Args:
-        seconds: how long to send each way at least; 0: do not.
+        seconds: least duration of the transfer in each direction; 0: only measure round trips.
 
     Raises:
-        OSError, EOFError, RelayError: it broke, or the server would rather not.
+        OSError, EOFError, RelayError: the connection broke, or the server has refused.
     """
     await end.write_message({"op": "measure"})
     way = await _ping(end)
@@ -65,10 +65,10 @@ async def measure(end: Connection, seconds: float) -> LinkSpeed:
 
 
 async def answer(end: Connection) -> None:
-    """The server's side, until the client hangs up.
+    """Serve a measurement until the client hangs up.
 
     Raises:
-        OSError, EOFError, RelayError, TimeoutError: it broke, or asks for what it should not.
+        OSError, EOFError, RelayError, TimeoutError: the connection broke, or a request is invalid.
     """
     async with asyncio.timeout(ANSWER_SECONDS):
         while True:
@@ -104,7 +104,7 @@ async def _ping(end: Connection) -> LinkSpeed:
 
 
 async def _speed(carry: Callable[[int], Awaitable[None]], seconds: float, latency: float) -> float:
-    """Bytes a second of a transfer that takes long enough."""
+    """Return the bytes per second of a transfer that takes long enough."""
     count = FIRST_BYTES
     while True:
         began = time.perf_counter()
@@ -141,5 +141,5 @@ async def _discard(end: Connection, count: int) -> None:
 
 
 async def _others_turn() -> None:
-    """Let the event loop do what else there is: a socket that is always ready would keep it."""
+    """Yield to the event loop, which a socket that is always ready would occupy."""
     await asyncio.sleep(0)

@@ -1,10 +1,10 @@
-"""Whose the other end of a loopback connection is, as the kernel says.
+"""Owners of the other ends of loopback connections, according to the kernel.
 
-Without certificates the processes of one user, and root's, talk to each other and to no others:
-servers ask the kernel whose a connection is, and clients whose server they have reached. One
-question of netlink's sock_diag(7) is for one socket, so its cost does not grow with the number of
-connections of the machine. Questions are asked on a thread, as another process may hold the
-kernel's lock for them.
+Without certificates only the processes of one user, and root's, talk to each other. Servers ask the
+kernel for the owner of each connection, and clients for the owner of the server that they have
+reached. A request to netlink's sock_diag(7) is for one socket, so its cost does not grow with the
+machine's connections. Requests are made on a thread, as another process may hold the kernel's lock
+for them.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rpcmp.errors import SecurityError
-from rpcmp.process import descriptors
-from rpcmp.process.tcp_stats import ESTABLISHED, LISTEN
+from rpcmp.process import sockets
+from rpcmp.process.sockets import ESTABLISHED, LISTEN
 
 ANSWER_SECONDS = 2
-"""How long the kernel may take for one answer."""
+"""Time limit for an answer of the kernel."""
 
 LAST_WORDS = 0.05
-"""Seconds between the end of a server's listener and that of its connections, at most."""
+"""Seconds that a server's connections may outlive its listener, at most."""
 
 ACCEPT_PAUSES = (0.001, 0.005, 0.02)
-"""Seconds between two looks whether a server has taken our connection; the last one repeats."""
+"""Intervals of checks whether a server has accepted our connection; the last one repeats."""
 
 OVERFLOW_UID = 65534
-"""The kernel's default for users that have no number in a user namespace."""
+"""The kernel's default for users without a number in a user namespace."""
 
 ALL_UIDS = 2**32 - 1
 
 SYN_RECEIVED = 3
-"""Of TCP's states: no process has the connection yet."""
+"""TCP state of a connection that no process has yet."""
 
 _SOCK_DIAG, _BY_FAMILY, _REQUEST, _ERROR = 4, 20, 1, 2
 
@@ -48,7 +48,7 @@ _QUESTION = struct.Struct("=BBBBI")
 _PORTS = struct.Struct("!HH")
 _REST = struct.Struct("=III")
 _ANSWER = struct.Struct("=BB62xII")
-"""Of `struct inet_diag_msg`: family, state, and far behind them the user and the inode."""
+"""Fields of `struct inet_diag_msg`: family, state, and far behind them the user and the inode."""
 
 Host = ipaddress.IPv4Address | ipaddress.IPv6Address
 Place = tuple[Host, int]
@@ -60,9 +60,9 @@ class LocalSocket(NamedTuple):
     """A TCP socket of this machine.
 
     Attributes:
-        state: of TCP's.
+        state: its TCP state.
         uid: its user, as numbered in this process's user namespace.
-        inode: its number; 0: it belongs to no process, as before it is accepted.
+        inode: its number; 0 if it belongs to no process, as before it is accepted.
     """
 
     state: int
@@ -91,12 +91,13 @@ def owner(connection: socket.socket) -> int | None:
 
 
 def is_trusted(uid: int | None) -> bool:
-    """Return whether a user's processes may do all that ours may: our own user's, and root's.
+    """Return whether a user is our own or root, whose processes may do all that ours may.
 
-    User 0 is root of this process's user namespace, who is above us in it; the kernel shows the
-    machine's root by that number only where the namespace has him. A user whom the namespace does
-    not have shows as the overflow uid, as do all others of them, so that one is nobody's own there:
-    not ours, should we be that number, and not root's, should an administrator have chosen 0.
+    User 0 is root of this process's user namespace, which has power over us in it. The kernel shows
+    the machine's root by that number only if the namespace contains it. A user that the namespace
+    does not contain shows as the overflow uid, like all other such users. So that uid is never
+    trusted: not as our own, should it be our number, and not as root's, should an administrator
+    have chosen 0.
     """
     if uid is None or uid not in (0, os.geteuid()):
         return False
@@ -104,7 +105,7 @@ def is_trusted(uid: int | None) -> bool:
 
 
 async def owner_of(connection: socket.socket) -> int | None:
-    """Return `owner` of a connection, without holding up the event loop.
+    """Return `owner` of a connection, without blocking the event loop.
 
     Raises:
         SecurityError: the kernel does not answer.
@@ -113,22 +114,23 @@ async def owner_of(connection: socket.socket) -> int | None:
 
 
 async def require_same_user(connection: socket.socket) -> None:
-    """Refuse a connection that another user's process has opened.
+    """Refuse a connection of another user's process.
 
     Raises:
-        SecurityError: it is another user's, or the kernel does not say whose.
+        SecurityError: it is another user's, or the kernel does not tell whose.
     """
     if not is_trusted(await owner_of(connection)):
         raise SecurityError("it is another user's")
 
 
 async def works_here(connection: socket.socket, parent: int) -> bool:
-    """Return whether the process at the other end of a connection may have this one work for it.
+    """Return whether the process at the other end of a connection may use this server.
 
     Args:
         connection: on loopback, of this user or root.
-        parent: process id of the only one, with its children, that may; 0: any may that is not
-            confined, as code of jobs is. Root's are not asked: nobody may look into them.
+        parent: process id of the only process that may, with its children; 0: any process that is
+            not confined, as the code of jobs is. Root's processes, which we may not look into,
+            always may.
 
     Raises:
         SecurityError: the kernel does not answer.
@@ -146,15 +148,15 @@ def _works_here(connection: socket.socket, parent: int) -> bool:
     if found is None or not found.inode:
         return False
     if parent:
-        return descriptors.is_of_family(found.inode, parent)
-    return found.uid != os.geteuid() or descriptors.is_free(found.inode)
+        return sockets.is_of_family(found.inode, parent)
+    return found.uid != os.geteuid() or sockets.is_free(found.inode)
 
 
 async def is_process(connection: socket.socket, pid: int) -> bool:
     """Return whether a process of this user has the other end of a connection.
 
     Args:
-        connection: by whatever address; one that leads to another machine is nobody's here.
+        connection: to any address; if that is another machine's, the result is False.
         pid: process id.
 
     Raises:
@@ -164,20 +166,20 @@ async def is_process(connection: socket.socket, pid: int) -> bool:
     here, there = _place(connection.getsockname()), _place(connection.getpeername())
     loop = asyncio.get_running_loop()
     found = await loop.run_in_executor(_thread, _ask, there, here)
-    return found is not None and found.inode > 0 and descriptors.has_socket(pid, found.inode)
+    return found is not None and found.inode > 0 and sockets.has_socket(pid, found.inode)
 
 
 async def require_own_server(connection: socket.socket, address: str) -> None:
     """Refuse a server of another user, before a byte is sent to it.
 
-    Returns once the server has accepted the connection; bounded by the caller's timeout.
+    Returns once the server has accepted the connection; the caller sets a timeout.
 
     Args:
         connection: has just been opened.
         address: HOST:PORT that was dialled, for errors.
 
     Raises:
-        SecurityError: another user serves there, or the kernel does not say who does.
+        SecurityError: another user serves there, or the kernel does not tell who does.
         OSError: the connection is gone.
     """
     loop = asyncio.get_running_loop()
@@ -195,7 +197,7 @@ async def require_own_server(connection: socket.socket, address: str) -> None:
 
 
 def require_answers(listener: socket.socket) -> None:
-    """Check that the kernel says whose a socket is, by one of this process's that listens.
+    """Check that the kernel tells the owner of a socket, with one of our own that listens.
 
     Raises:
         SecurityError: it does not.
@@ -222,12 +224,7 @@ def _require_own_listener(connection: socket.socket, address: str) -> None:
 
 
 def _require_alive(connection: socket.socket) -> None:
-    """Check that our own end is as it was.
-
-    Raises:
-        OSError: the other one has hung up.
-        SecurityError: the kernel does not know our own end.
-    """
+    """Check that our own end is still connected."""
     found = _ask(_place(connection.getsockname()), _place(connection.getpeername()))
     connection.getpeername()  # which fails for one that has been reset: no kernel knows it then
     if found is None:
@@ -279,7 +276,7 @@ def _overflow_uid() -> int:
 def _maps_all_users() -> bool:
     """Return whether every user of the machine has a number in this process's user namespace.
 
-    A map has no more than the namespace around it, whose numbers it is written in.
+    A map covers at most the surrounding namespace, in whose numbers it is written.
     """
     try:
         rows = Path("/proc/self/uid_map").read_text().splitlines()
@@ -289,25 +286,22 @@ def _maps_all_users() -> bool:
 
 
 def _place(address: tuple[str, int] | tuple[str, int, int, int]) -> Place:
-    """Return host and port; an IPv4 address that a socket for IPv6 shows, as what it is."""
+    """Return host and port; unwraps an IPv4 address of an IPv6 socket."""
     host = ipaddress.ip_address(address[0].partition("%")[0])
     mapped = host.ipv4_mapped if isinstance(host, ipaddress.IPv6Address) else None
     return mapped or host, address[1]
 
 
 def _anywhere(place: Place) -> Place:
-    """Return the other end of a socket that listens at `place`: none."""
+    """Return the remote end of a listening socket: none."""
     return type(place[0])(0), 0
 
 
 def _ask(local: Place, remote: Place) -> LocalSocket | None:
     """Return the TCP socket with these two ends, else the one that listens at `local`.
 
-    It is the one that the kernel would hand a packet from `remote`, IPv6 sockets for both
-    protocols included.
-
-    Raises:
-        SecurityError: the kernel does not answer.
+    That is the socket to which the kernel would deliver a packet from `remote`, including IPv6
+    sockets for both protocols.
     """
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _SOCK_DIAG) as line:

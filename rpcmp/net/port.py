@@ -1,19 +1,13 @@
 """The one port of a stage server.
 
-    a driver ────TLS, h2────┐          ┌──Unix socket──> gRPC, all of it
-    a stage  ────TLS, h2────┼──> front ┼──Unix socket──> gRPC, the little that peers need
-    anybody of the group ───┘          └───────────────> the relay
+    a driver ────TLS, h2────┐                     ┌──> gRPC, all services
+    a stage  ────TLS, h2────┼──> PortMultiplexer ─┼──> gRPC, the few methods for peers
+    any member of the group ┘                     └──> the relay of tensor connections
 
-TLS ends here, so that it is 1.3 and both sides have shown a certificate of our CA before a byte of
-anything else is read; ALPN says what will be spoken. Without certificates connections come from the
-same machine, and then from our own user or root alone, and from no process that is confined, as
-code of jobs is; or, where the server was started with --insecure, from anybody.
-
-The connections from the front to the gRPC servers behind it, each with a name.
-
-gRPC knows of a Unix socket's other end only the path that it is bound to. So the front binds its
-end to a random path, and remembers which visitor it carries. A process of the same user can find
-the sockets and connect to them too, but its connection has no such name, and no role.
+TLS ends here: it is 1.3, and both sides have shown a certificate of our CA before a byte of
+anything else is read. ALPN says which protocol follows. Without certificates connections come from
+the same machine, and only from our own user or root, and from no process that is confined, as the
+code of jobs is. A server that was started with --insecure takes them from anywhere.
 """
 
 from __future__ import annotations
@@ -22,45 +16,50 @@ import asyncio
 import contextlib
 import functools
 import logging
-import secrets
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from rpcmp.errors import AddressInUseError, RpcmpError, SecurityError
-from rpcmp.net.accept import connections, speaks_second
-from rpcmp.net.connection_limits import LOOPBACK, Budget, Guest, address_of, share, user_of
+from rpcmp.net.accept import (
+    LOOPBACK,
+    Budget,
+    Guest,
+    address_of,
+    connections,
+    listen_deferred,
+    share,
+    user_of,
+)
 from rpcmp.net.identity import GRPC, RELAY, STRANGER, Role
 from rpcmp.net.local_peer import owner_of, require_answers, require_same_user, works_here
 from rpcmp.net.security import Security
-from rpcmp.net.splice import splice
 from rpcmp.net.tls import HEADER, Connection, TlsState, refusal
-from rpcmp.process.tcp_stats import keep_alive
+from rpcmp.process.sockets import keep_alive
 
 GREETING_SECONDS = 10.0
-"""How long a connection may take for its handshake and its first bytes."""
+"""Time limit for a connection's handshake and first bytes."""
 
-MAX_STRANGERS = 256
-"""Connections that have not got so far; fewer if there are few file descriptors."""
+MAX_UNAUTHENTICATED = 256
+"""Connections before that; fewer if there are few file descriptors."""
 
 MAX_CONNECTIONS = 4096
-"""All connections; fewer, too: each that is let in takes three descriptors."""
+"""All connections; fewer likewise: each that is admitted takes up to four descriptors."""
 
 MIN_SHARE = 16
-"""Connections that every certificate's role may have, however few there may be in all."""
+"""Connections that each role may have, however few there may be in all."""
 
 log = logging.getLogger(__name__)
 
 
 class IncomingConnection(NamedTuple):
-    """Somebody at the door.
+    """A connection that has authenticated.
 
     Attributes:
         end: the connection.
-        role: what his certificate says; None: there are no certificates.
-        protocol: what he wants to speak.
+        role: of its certificate; None without certificates.
+        protocol: GRPC or RELAY.
     """
 
     end: Connection
@@ -69,47 +68,43 @@ class IncomingConnection(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The role and the address, for messages: "stage 1 at 10.0.0.2:40000"."""
+        """Role and address, for messages: "stage 1 at 10.0.0.2:40000"."""
         where = _name(self.end.socket)
         return where if self.role is None else f"{self.role} at {where}"
 
 
 class PortMultiplexer:
-    """Lets visitors in.
+    """Authenticates connections, and hands them to the protocol that they speak.
 
     Args:
-        security: who may come.
-        inner: names the connections to the gRPC servers.
-        drivers, peers: Unix sockets of gRPC servers, for those who drive and for stages.
-        relay: takes connections that carry tensors, and closes them.
+        security: which connections are accepted.
+        serve_grpc: answers a connection's gRPC calls.
+        relay: serves a connection for tensors, and closes it.
         works_for: see `works_here`.
     """
 
     def __init__(
         self,
         security: Security,
-        inner: Inner,
-        drivers: Path,
-        peers: Path,
+        serve_grpc: Callable[[IncomingConnection], Awaitable[None]],
         relay: Callable[[IncomingConnection], Awaitable[None]],
         works_for: int = 0,
     ) -> None:
         self._security, self._works_for = security, works_for
-        self._inner, self._drivers, self._peers = inner, drivers, peers
-        self._relay = relay
+        self._serve_grpc, self._relay = serve_grpc, relay
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Future[None]] = set()
-        self._most = share(6, MAX_CONNECTIONS)
-        self._budget = Budget(self._most, share(16, MAX_STRANGERS))
-        self._inside: Counter[Role | None] = Counter()
+        self._most = share(8, MAX_CONNECTIONS)
+        self._budget = Budget(self._most, share(16, MAX_UNAUTHENTICATED))
+        self._num_by_role: Counter[Role | None] = Counter()
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port, which is a free one for port 0.
+        """Listen; return the port, which is a free one for port 0.
 
         Raises:
             AddressInUseError: the port is in use, or the host is not this machine's.
-            SecurityError: there are no certificates, and the kernel does not say whose a
-                connection is.
+            SecurityError: there are no certificates, and the kernel does not tell the owners of
+                connections.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -125,7 +120,7 @@ class PortMultiplexer:
         if self._asks_kernel:
             require_answers(listener)
         else:  # clients that ask the kernel, too, wait until they are accepted
-            speaks_second(listener)
+            listen_deferred(listener)
         self._spawn(self._accept(listener))
         bound: int = listener.getsockname()[1]
         return bound
@@ -146,7 +141,7 @@ class PortMultiplexer:
 
     @property
     def _asks_kernel(self) -> bool:
-        """Whether it is the kernel that says who may come in."""
+        """Whether connections are authenticated by the kernel."""
         return self._security.credentials is None and not self._security.insecure
 
     async def _accept(self, listener: socket.socket) -> None:
@@ -157,17 +152,17 @@ class PortMultiplexer:
                 continue
             serving = self._spawn(self._serve(connection, guest))
             guest.end = serving.cancel
-            serving.add_done_callback(functools.partial(self._left, connection, guest))
+            serving.add_done_callback(functools.partial(self._closed, connection, guest))
 
-    def _left(self, connection: socket.socket, guest: Guest, task: asyncio.Future[None]) -> None:
+    def _closed(self, connection: socket.socket, guest: Guest, task: asyncio.Future[None]) -> None:
         connection.close()  # a task that is cancelled before it starts does not
-        self._budget.leave(guest)
+        self._budget.remove(guest)
 
     async def _serve(self, connection: socket.socket, guest: Guest) -> None:
         who = _name(connection)
         try:
             async with asyncio.timeout(GREETING_SECONDS):
-                visitor = await self._greet(connection, guest)
+                incoming = await self._authenticate(connection, guest)
         except (OSError, EOFError, TimeoutError, SecurityError) as error:
             log.debug("refused %s: %s", who, refusal(error))
             connection.close()
@@ -175,46 +170,37 @@ class PortMultiplexer:
         except BaseException:
             connection.close()
             raise
-        self._budget.prove(guest)
-        self._inside[visitor.role] += 1
+        self._budget.authenticate(guest)
+        self._num_by_role[incoming.role] += 1
         try:
-            self._require_room(visitor.role)
-            await self._let_in(visitor)
+            self._require_room(incoming.role)
+            await self._dispatch(incoming)
         except (OSError, EOFError, RpcmpError) as error:
             log.debug("lost %s: %s", who, refusal(error))
         finally:
-            self._inside[visitor.role] -= 1
-            visitor.end.close()
+            self._num_by_role[incoming.role] -= 1
+            incoming.end.close()
 
     def _require_room(self, role: Role | None) -> None:
-        """Refuse a role that has more than its share: the driver must always find room.
-
-        Raises:
-            SecurityError: it has.
-        """
+        """Refuse a role that has more than its share: there must always be room for the driver."""
         share_of_one = max(MIN_SHARE, self._most // 4)
-        if role is not None and not role.is_driver and self._inside[role] > share_of_one:
+        if role is not None and not role.is_driver and self._num_by_role[role] > share_of_one:
             raise SecurityError(f"{role} has {share_of_one} connections here already")
 
-    async def _greet(self, connection: socket.socket, guest: Guest) -> IncomingConnection:
-        """Find out who it is.
-
-        Raises:
-            SecurityError: somebody who may not come in.
-            OSError, EOFError: the handshake failed.
-        """
+    async def _authenticate(self, connection: socket.socket, guest: Guest) -> IncomingConnection:
+        """Authenticate a connection."""
         keep_alive(connection.fileno())
         if self._asks_kernel:
             await require_same_user(connection)
         elif guest.peer == LOOPBACK:
-            with contextlib.suppress(SecurityError):  # only for whom to count it
+            with contextlib.suppress(SecurityError):  # only needed for the limits
                 guest.peer = user_of(await owner_of(connection))
         credentials = self._security.credentials
         if credentials is None:
-            return await self._greet_plain(Connection(connection))
+            return await self._authenticate_local(Connection(connection))
         session = TlsState(credentials.server())
         end = Connection(connection, session)
-        await end.shake_hands()
+        await end.do_handshake()
         if session.peer_role is None:
             raise SecurityError("its certificate has no role of rpcmp")
         if session.protocol not in (GRPC, RELAY):
@@ -222,7 +208,7 @@ class PortMultiplexer:
         self._security.establish(end)
         return IncomingConnection(end, session.peer_role, session.protocol)
 
-    async def _greet_plain(self, end: Connection) -> IncomingConnection:
+    async def _authenticate_local(self, end: Connection) -> IncomingConnection:
         role = None
         asks = self._asks_kernel or self._works_for
         if asks and not await works_here(end.socket, self._works_for):
@@ -231,17 +217,13 @@ class PortMultiplexer:
         end.decrypted[:0] = first  # a frame is short and begins with a zero, HTTP/2 with PRI
         return IncomingConnection(end, role, GRPC if first[0] else RELAY)
 
-    async def _let_in(self, visitor: IncomingConnection) -> None:
-        if visitor.protocol == RELAY:
-            if visitor.role == STRANGER:
-                raise SecurityError("this server does not work for that process")
-            await self._relay(visitor)
+    async def _dispatch(self, incoming: IncomingConnection) -> None:
+        if incoming.protocol == GRPC:
+            await self._serve_grpc(incoming)
             return
-        is_driver = visitor.role is None or visitor.role.is_driver
-        path = str(self._drivers if is_driver else self._peers)
-        with self._inner.carrying(visitor) as inside:
-            await asyncio.get_running_loop().sock_connect(inside, path)
-            await splice(visitor.end, Connection(inside))
+        if incoming.role == STRANGER:
+            raise SecurityError("this server does not work for that process")
+        await self._relay(incoming)
 
 
 def _name(connection: socket.socket) -> str:
@@ -250,68 +232,3 @@ def _name(connection: socket.socket) -> str:
     except OSError:
         return "a connection that is gone already"
     return f"{host}:{port}"
-
-
-class Inner:
-    """The named connections of one server.
-
-    Args:
-        folder: private to the server's user; holds the sockets.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._visitors: dict[str, IncomingConnection] = {}
-
-    def path(self) -> Path:
-        """A fresh path for a socket; all are equally long, so a deep folder fits all or none."""
-        return self._folder / secrets.token_hex(8)
-
-    @contextlib.contextmanager
-    def carrying(self, visitor: IncomingConnection) -> Iterator[socket.socket]:
-        """A socket to connect to a gRPC server, which sees the visitor's calls come from it."""
-        path = self.path()
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
-            end.setblocking(False)
-            end.bind(str(path))
-            path.unlink()  # the socket keeps its name
-            self._visitors[path.name] = visitor
-            try:
-                yield end
-            finally:
-                del self._visitors[path.name]
-
-    def knows(self, peer: str) -> bool:
-        """Whether a call comes from the front.
-
-        Args:
-            peer: what gRPC says of the caller, "unix:" and the path, in which it quotes characters.
-        """
-        return _name_of_peer(peer) in self._visitors
-
-    def is_stranger(self, peer: str) -> bool:
-        """Whether a caller is a process that the server does not work for.
-
-        Args:
-            peer: as in `knows`.
-        """
-        visitor = self._visitors.get(_name_of_peer(peer))
-        return visitor is not None and visitor.role == STRANGER
-
-    def role(self, peer: str) -> Role | None:
-        """Return the role in a caller's certificate; None if there are no certificates.
-
-        Args:
-            peer: as in `knows`.
-
-        Raises:
-            SecurityError: the call does not come from the front, or its connection is gone.
-        """
-        visitor = self._visitors.get(_name_of_peer(peer))
-        if visitor is None:
-            raise SecurityError("the call did not come through the server's port")
-        return visitor.role
-
-
-def _name_of_peer(peer: str) -> str:
-    return peer.rpartition("/")[2]

@@ -1,17 +1,16 @@
-"""Tensors from host to host: torch RPC's connections, carried by the supervisors.
+"""The relay: supervisors carry torch RPC's connections from host to host.
 
     worker 0 ──loopback──> supervisor 0 ══TLS══> supervisor 1 ──loopback──> worker 1
-             (listens at worker 1's                           (worker 1 listens)
-              very address and port)
+                           (listens at worker 1's                           (worker 1 listens)
+                            very address and port)
 
-An agent listens on the loopback of its own network and nowhere else. When it is connected to, it
-tells its own address and is dialled again at that, so a supervisor listens for its worker at the
-same address and port that the other worker has on its host, and passes on what comes there. Every
-connection of an agent is one of the relay, from port to port; which member of which generation it
-is for stands in its first frame. What comes from the other side is inspected before the worker gets
-it, see `rpcmp.net.rpc_inspection`.
+An agent listens on the loopback of its own network and nowhere else. When an agent connects to it,
+it sends its own address, and is dialled again at that. So a supervisor listens for its worker at
+the same address and port that the other worker has on its host, and carries each connection to it.
+The first frame names the member and the generation. Data from the other side is inspected before
+the worker gets it, see `rpcmp.net.rpc_inspection`.
 
-A driver may be where nobody can connect to, behind NAT. It keeps one connection open to every
+A driver may be behind NAT, where no server can connect to it. It keeps one connection open to every
 server, for the next time that the worker there connects to the driver's process.
 """
 
@@ -37,16 +36,16 @@ from rpcmp.net.rpc_inspection import Inspection, Pipes
 from rpcmp.net.security import is_loopback
 from rpcmp.net.splice import splice
 from rpcmp.net.tls import Connection
-from rpcmp.process import tcp_stats
+from rpcmp.process import sockets
 from rpcmp.process.fork_client import Forks
 
 RETRY_SECONDS = 0.5
 
 ASK_SECONDS = 5.0
-"""How long the kernel may take to say whose a connection is."""
+"""Time limit for the kernel to tell the owner of a connection."""
 
 MAX_WAITING = 8
-"""Connections that a driver may keep open for a worker to come."""
+"""Connections that a driver may keep open for a worker."""
 
 MAX_OPEN = 16
 """Connections that one peer may have open to the worker; an agent opens three."""
@@ -61,8 +60,8 @@ class RelayPeer:
     Attributes:
         name: its RPC name.
         listens: HOST:PORT of its agent, on its own loopback.
-        server: HOST:PORT of its stage server; empty: it is the driver, which has none.
-        stage_index: which stage that serves.
+        server: HOST:PORT of its stage server; empty for the driver, which has none.
+        stage_index: the stage of that server.
     """
 
     name: str
@@ -72,11 +71,11 @@ class RelayPeer:
 
     @property
     def label(self) -> str:
-        """What it is called in errors."""
+        """Its name in errors."""
         return f"{self.name} at {self.server}" if self.server else self.name
 
     def may_be(self, role: Role | None) -> bool:
-        """Whether a certificate's role allows to be this member; None: there are none."""
+        """Return whether a certificate's role may be this member; None without certificates."""
         if role is None:
             return True
         return role.may_serve(self.stage_index) if self.server else role.is_driver
@@ -86,12 +85,12 @@ class Relay:
     """Carries the connections of one member of one generation.
 
     Args:
-        job_id, generation: whose; nobody else's are carried.
+        job_id, generation: connections of others are refused.
         name: RPC name of the member.
         forks: has sockets in the member's network.
         dialer: opens connections to servers.
-        refused: called when a peer has sent what is no message of the protocol, before its
-            connection ends: the job must.
+        refused: called, before the connection ends, when a peer has sent a message that the
+            protocol does not allow: the job must end.
     """
 
     def __init__(
@@ -120,24 +119,24 @@ class Relay:
 
     @property
     def round_trips(self) -> dict[str, float]:
-        """Seconds to each peer's host and back, by where its agent listens; of those in use."""
+        """Seconds of a round trip to each connected peer's host, by the address of its agent."""
         found: dict[str, float] = {}
         for end, peer in self._carried.items():
-            if (seen := tcp_stats.info(end.socket.fileno())) is not None:
+            if (seen := sockets.info(end.socket.fileno())) is not None:
                 found[peer] = min(seen.round_trip_s, found.get(peer, seen.round_trip_s))
         return found
 
     async def open(self, own: str, peers: Sequence[RelayPeer]) -> None:
-        """Carry from now on.
+        """Start to listen.
 
         Args:
             own: HOST:PORT of the member's agent.
-            peers: all others that it cannot reach by itself.
+            peers: all members that it cannot reach by itself.
 
         Raises:
             WorkerDiedError: an address is taken.
-            SecurityError: a peer says that it listens where others than its host's reach it; or
-                other users reach our listeners, and the kernel does not say whose a connection is.
+            SecurityError: a peer listens where other hosts can reach it; or other users can reach
+                our listeners, and the kernel does not tell the owners of connections.
         """
         for peer in peers:
             if not is_loopback(parse(peer.listens)[0]):
@@ -163,14 +162,14 @@ class Relay:
             self._spawn(self._listen(listener, peer))
 
     def wait_for(self, stage: RelayPeer) -> None:
-        """Keep a connection open for the worker of a stage to come to us, who are the driver."""
+        """As the driver: keep a connection open for the worker of a stage to use."""
         self._spawn(self._keep_waiting(stage))
 
-    async def take(self, visitor: IncomingConnection, greeting: Mapping[str, Any]) -> None:
-        """Serve a connection that somebody has opened to our server, until it ends.
+    async def take(self, incoming: IncomingConnection, greeting: Mapping[str, Any]) -> None:
+        """Serve an incoming connection until it ends.
 
         Args:
-            greeting: what it began with.
+            greeting: its first frame.
 
         Raises:
             RelayError, OSError: it broke.
@@ -178,8 +177,8 @@ class Relay:
         if {key: greeting.get(key) for key in self._greeting} != self._greeting or not self._own:
             raise RelayError("it is of a group that does not run here")
         self._require_open()
-        visitor.end.has_frames = True
-        serving = self._spawn(self._serve(visitor, greeting))
+        incoming.end.has_frames = True
+        serving = self._spawn(self._serve(incoming, greeting))
         try:
             await asyncio.wait([serving])
         finally:
@@ -187,36 +186,32 @@ class Relay:
         if not serving.cancelled() and (error := serving.exception()) is not None:
             raise error
 
-    async def _serve(self, visitor: IncomingConnection, greeting: Mapping[str, Any]) -> None:
-        peer = self._member(visitor, greeting)
+    async def _serve(self, incoming: IncomingConnection, greeting: Mapping[str, Any]) -> None:
+        peer = self._member(incoming, greeting)
         if greeting.get("op") != "wait":
             if self._open[peer.name] >= MAX_OPEN:  # each may have a message in our memory
                 raise RelayError(f"{peer.label} has {MAX_OPEN} connections here already")
             self._open[peer.name] += 1
             try:
-                await self._connect(visitor.end, peer)
+                await self._connect(incoming.end, peer)
             finally:
                 self._open[peer.name] -= 1
         elif peer.server:
             raise RelayError(f"{peer.name} has nothing to wait for")
         else:
-            await self._park(visitor.end)
+            await self._park(incoming.end)
 
-    def _member(self, visitor: IncomingConnection, greeting: Mapping[str, Any]) -> RelayPeer:
-        """The member of the group that a visitor speaks for.
-
-        Raises:
-            RelayError: there is none of that name here, or the certificate is another's.
-        """
+    def _member(self, incoming: IncomingConnection, greeting: Mapping[str, Any]) -> RelayPeer:
+        """Return the member of the group that has opened a connection."""
         peer = self._peers.get(str(greeting.get("from")))
         if peer is None:
-            raise RelayError(f"{visitor.name} names no peer of {self._name}")
-        if not peer.may_be(visitor.role):
-            raise RelayError(f"{visitor.name} may not speak for {peer.name}")
+            raise RelayError(f"{incoming.name} names no peer of {self._name}")
+        if not peer.may_be(incoming.role):
+            raise RelayError(f"{incoming.name} may not speak for {peer.name}")
         return peer
 
     async def close(self) -> None:
-        """Carry nothing more; all connections break."""
+        """Stop listening and break all connections."""
         self._is_closed = True
         for task in self._tasks:
             task.cancel()
@@ -237,14 +232,14 @@ class Relay:
         return task
 
     async def _listen(self, listener: socket.socket, peer: RelayPeer) -> None:
-        """Pass on what our worker sends to where it believes a peer to be."""
+        """Carry the connections that our worker opens to a peer's address."""
         async for connection in connections(listener):
             # One after the other: what comes meanwhile waits in the kernel, and takes nothing here.
             if not self._is_shared or await self._is_ours(connection, peer):
                 self._spawn(self._pass_on(Connection(connection), peer))
 
     async def _is_ours(self, connection: socket.socket, peer: RelayPeer) -> bool:
-        """Return whether our own user has opened a connection; closes it otherwise."""
+        """Return whether our own user has opened a connection; close it otherwise."""
         try:
             async with asyncio.timeout(ASK_SECONDS):
                 await require_same_user(connection)
@@ -303,7 +298,7 @@ class Relay:
         return there
 
     async def _park(self, end: Connection) -> None:
-        """Keep a driver's connection until our worker wants to reach it."""
+        """Keep a driver's connection until our worker connects to the driver."""
         if self._waiting.full():  # of a driver whose network comes and goes
             self._waiting.get_nowait().abort()
         self._waiting.put_nowait(end)
@@ -315,7 +310,7 @@ class Relay:
             try:
                 there = await self._dial(stage.server, stage.stage_index, "wait")
             except (RpcmpError, OSError, EOFError) as error:
-                # Of a host that is lost the supervisors know; of one that refuses us nobody else.
+                # A lost host is reported by its supervisor, a refusal only here.
                 if isinstance(error, SecurityError):
                     log.warning("the worker of %s cannot reach the driver: %s", stage.server, error)
                 await asyncio.sleep(RETRY_SECONDS)
@@ -327,7 +322,7 @@ class Relay:
             await self._connect(there, peer)
 
     async def _connect(self, there: Connection, peer: RelayPeer) -> None:
-        """Pass on to our own worker what comes from elsewhere."""
+        """Carry a connection from another host to our own worker."""
         try:
             connection = await self._forks.connectable()
         except BaseException:
@@ -344,7 +339,7 @@ class Relay:
 
 
 async def _carry(here: Connection, there: Connection, inspection: Inspection) -> None:
-    """Carry until one of them is gone; the agents see that by themselves."""
+    """Carry until one end is gone; the agents notice that by themselves."""
     try:
         with contextlib.suppress(OSError, RelayError, SecurityError):  # the last is reported
             await splice(here, there, inspection)

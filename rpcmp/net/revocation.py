@@ -16,7 +16,7 @@ _ONE = re.compile(rb"-----BEGIN X509 CRL-----.*?-----END X509 CRL-----", re.DOTA
 
 
 class Revocations:
-    """CRLs of one PEM file, each checked against the authorities.
+    """CRLs of one PEM file, each verified with the authorities' certificates.
 
     Args:
         content: of the file.
@@ -24,7 +24,7 @@ class Revocations:
         path: of the file, for messages.
 
     Raises:
-        SecurityError: the content is no CRL, or none of the authorities has signed it.
+        SecurityError: the content is not a CRL, or none of the authorities has signed it.
     """
 
     def __init__(self, content: bytes, authorities: bytes, path: Path) -> None:
@@ -44,11 +44,11 @@ class Revocations:
 
     @property
     def number(self) -> int:
-        """How many certificates are revoked."""
+        """The number of revoked certificates."""
         return sum(map(len, self._lists))
 
     def has(self, certificate: bytes) -> bool:
-        """Return whether a certificate, DER, is revoked."""
+        """Return whether a certificate, in DER, is revoked."""
         found = x509.load_der_x509_certificate(certificate)
         return any(
             crl.issuer == found.issuer
@@ -57,7 +57,7 @@ class Revocations:
         )
 
     def require(self, context: ssl.SSLContext) -> None:
-        """Have `context` refuse revoked certificates, and those of authorities without a CRL."""
+        """Make `context` refuse revoked certificates, and those of authorities without a CRL."""
         # Python takes CRLs from files only; the content that was checked is not read anew.
         with tempfile.NamedTemporaryFile(prefix="rpcmp-crl-") as file:
             file.write(self._content)

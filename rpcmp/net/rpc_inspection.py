@@ -1,9 +1,9 @@
-"""What passes from a peer on another host to our worker's torch RPC agent.
+"""Inspection of data from another host for our worker's torch RPC agent.
 
-TensorPipe believes its peers: it copies as many bytes as a frame says that it has into a buffer of
-the size that was announced before, reads other processes' memory where a peer says so ("cma"), and
-hands every type of message to torch. So the supervisor's relay reads along, and ends a connection
-before anything reaches the worker that is not of the protocol.
+TensorPipe trusts its peers. It copies the bytes of a frame into a buffer of the size that was
+announced before, whatever the frame's length; it reads other processes' memory if a peer asks for
+that ("cma"); and it hands every type of message to torch. So the supervisor's relay reads along,
+and ends a connection before anything outside of the protocol reaches the worker.
 
 An agent opens a pipe to each peer, of several connections. Every write on them is a frame: its
 length in eight bytes, then so many bytes.
@@ -13,10 +13,10 @@ length in eight bytes, then so many bytes.
     channel      ──hello, with a number from the answer──>     then the tensors' bytes, both ways
     reply        ──hello, likewise──>                          never used: devices are all CPU
 
-What the brochures offer is written anew: the channel "basic" over sockets and nothing else. The
+Brochures are replaced by one that offers the channel "basic" over sockets and nothing else. The
 tensors' frames have to be as long as the message has announced. The formats are those of
-tensorpipe/core/pipe_impl.cc and nop_types.h, encoded by libnop; what a message holds is the subject
-of `rpcmp.net.rpc_format`.
+tensorpipe/core/pipe_impl.cc and nop_types.h, encoded by libnop; for the contents of messages see
+`rpcmp.net.rpc_format`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import re
 import struct
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
-from functools import lru_cache
 
 from rpcmp.config.topology import DRIVER
 from rpcmp.errors import SecurityError
@@ -37,60 +36,31 @@ MAX_NAME = 4096
 """Bytes of a frame before a pipe is established."""
 
 MAX_DESCRIPTOR = 2**19
-"""Bytes of a message's descriptor, which has some 25 for each tensor."""
+"""Bytes of a message's descriptor, which has some 25 per tensor."""
 
 MAX_LIST = 2**20
-"""Bytes of a list of tensors, which has some 70 for each of them."""
+"""Bytes of a list of tensors, which has some 70 per tensor."""
 
 MAX_PAYLOAD = 64 * 2**20
-"""Bytes of a message without its tensors: spans of a whole trace, for instance."""
+"""Bytes of a message without its tensors, such as the spans of a whole trace."""
 
 MAX_HELD = 96 * 2**20
 """Bytes of unfinished messages of one peer, on all of its connections."""
 
-CACHED = 4096
-"""Bytes of a descriptor up to which it is remembered: each micro-batch has the same."""
-
 MAX_AHEAD = 2**20
-"""Tensors that were announced and have not come."""
+"""Tensors that were announced and have not arrived."""
 
 MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-"""Bytes that this host has: tensors of more would end the worker that makes room for them."""
+"""Bytes of this host's memory: larger tensors would end the worker that allocates them."""
 
 _LENGTH = struct.Struct("<Q")
 _TYPE = struct.Struct("<I")
-
-_INT = rb"([\x00-\x7f]|\x80.|\x81..|\x82.{4}|\x83.{8})"
-_CPU = rb"\xb9\x02\xbd\x03cpu\x00"
-
-
-def _compiled(pattern: bytes) -> re.Pattern[bytes]:
-    return re.compile(pattern, re.DOTALL)
-
-
-_SPONTANEOUS = _compiled(rb"\xb8\x00\xb9\x01\xbd" + _INT + rb"(.*)")
-_REQUESTED = _compiled(rb"\xb8\x01\xb9\x01" + _INT)
-_ANSWER = _compiled(
-    rb"\xb9\x07\xbd\x02uv\xbd([\x00-\x7f])(.*)\xbb\x01\x01" + _INT + rb"\xbd\x04uv:\*"
-    rb"\xbb\x01\xbd\x05basic\xbc\x08(.{8})"
-    rb"\xbb\x01\xbd\x05basic\xbb\x01" + _CPU + rb"\xbd\x03any"
-    rb"\xbb\x01\xba\x02" + _CPU + _CPU + rb"\xbd\x05basic"
-)
-_DESCRIPTOR = _compiled(
-    rb"\xb9\x03\xbd\x00\xba\x04\xb9\x02\x04\xbd\x00\xb9\x02\x08\xbd\x00"
-    rb"\xb9\x02" + _INT + rb"\xbd\x00\xb9\x02" + _INT + rb"\xbd\x00\xba" + _INT
-)
-_TENSOR = _compiled(rb"\xb9\x04" + _INT + _CPU + _CPU + rb"\xbd\x00")
-
-_BROCHURE_BEGIN = b"\xb9\x02\xbb\x01\xbd\x02uv\xbd\x04uv:*\xbb"
-BROCHURE = _BROCHURE_BEGIN + b"\x01\xbd\x05basic\xbb\x01\xb9\x02\xbd\x03cpu\x00\xbd\x03any"
-"""In the place of each brochure: the transport "uv" and the channel "basic" alone."""
 
 Steps = Generator[None, None, None]
 
 
 class Frames:
-    """The short frames of a stream that goes by, and where they stand in it."""
+    """The short frames of a stream, and their numbers."""
 
     def __init__(self) -> None:
         self._begun = bytearray()
@@ -98,7 +68,7 @@ class Frames:
         self._number = 0
 
     def read(self, data: bytes | memoryview) -> Iterator[tuple[int, bytes]]:
-        """Yield the frames that end in `data`, with their numbers; of long ones nothing."""
+        """Yield the short frames that end in `data`, with their numbers."""
         skipped = min(self._skip, len(data))
         self._skip -= skipped
         self._begun += data[skipped:]
@@ -116,20 +86,20 @@ class Frames:
 
 
 class Lengths:
-    """The tensors that one side of a pipe has announced, and that have not come yet."""
+    """Lengths of the tensors that one side of a pipe has announced, and that have not arrived."""
 
     def __init__(self) -> None:
         self._announced: deque[int] = deque()
         self.arrived: Callable[[], None] = lambda: None
 
     def announce(self, lengths: tuple[int, ...]) -> bool:
-        """Note the tensors of a message; whether there are not too many."""
+        """Add the tensors of a message; return False if there are too many."""
         self._announced.extend(length for length in lengths if length)  # no frame for an empty one
         self.arrived()
         return len(self._announced) <= MAX_AHEAD
 
     def next(self) -> int | None:
-        """The length of the tensor that comes next; None where it is not announced yet."""
+        """Return the length of the next tensor; None if it is not announced yet."""
         return self._announced.popleft() if self._announced else None
 
 
@@ -142,34 +112,33 @@ class Pipes:
 
     def __init__(self, refused: Callable[[SecurityError], None]) -> None:
         self._refused = refused
-        # By who has opened the pipe, its peer, and the number in the answer; None: the reply's.
+        # By whether we opened the pipe, its peer, and the number in the answer; None: the reply's.
         self._channels: dict[tuple[bool, str, int], Lengths | None] = {}
         self._held: Counter[str] = Counter()
 
     def hold(self, peer: str, count: int) -> bool:
-        """Count bytes of a peer that are held from now on; whether there are not too many."""
+        """Count bytes of a peer that are held; return False if there are too many."""
         self._held[peer] += count
         return self._held[peer] <= MAX_HELD
 
     def inspect(self, peer: str, label: str, listens: str = "") -> Inspection:
-        """The inspection of a new connection.
+        """Return the inspection of a new connection.
 
         Args:
             peer: RPC name of the member on the other side.
-            label: what it is called in errors.
-            listens: HOST:PORT of its agent, where our worker has opened the connection.
+            label: its name in errors.
+            listens: HOST:PORT of its agent, if our worker has opened the connection.
         """
         return Inspection(self, peer, label, listens)
 
     def register(self, key: tuple[bool, str, int], lengths: Lengths | None) -> None:
-        """Note a connection of a pipe that may be opened from now on."""
         self._channels[key] = lengths
 
     def find(self, key: tuple[bool, str, int]) -> Lengths | None:
-        """The lengths of the tensors of a connection that has been announced; None: it has none.
+        """Return the tensors' lengths of an announced connection; None if it carries no tensors.
 
         Raises:
-            KeyError: it has not.
+            KeyError: it was not announced.
         """
         return self._channels[key]
 
@@ -178,22 +147,19 @@ class Pipes:
         self._channels.pop(key, None)
 
     def refuse(self, error: SecurityError) -> None:
-        """Report what a peer has sent."""
         self._refused(error)
 
 
 class Inspection:
-    """What passes over one connection; see the module.
+    """Inspects one connection; see the module.
 
     Args:
         pipes: of the worker.
-        peer: RPC name of the member on the other side.
-        label: what it is called in errors.
-        listens: HOST:PORT of its agent, where our worker has opened the connection.
+        peer, label, listens: see `Pipes.inspect`.
 
     Attributes:
-        is_held: whether what has come has to wait for another connection.
-        resume: called when it has to wait no longer.
+        is_held: whether the data has to wait for another connection.
+        resume: called when it does not have to wait any longer.
     """
 
     def __init__(self, pipes: Pipes, peer: str, label: str, listens: str) -> None:
@@ -213,7 +179,7 @@ class Inspection:
         self._steps = self._unspoken() if self._is_ours else self._hello()
 
     def sent(self, data: bytes | memoryview) -> bool:
-        """Read what our worker sends; whether there is more to learn from it."""
+        """Read data of our worker; return False once there is nothing more to learn from it."""
         if not self._is_followed:
             return False
         for number, frame in self._sent.read(data):
@@ -227,10 +193,10 @@ class Inspection:
         return self._is_followed
 
     def received(self, data: bytes | memoryview) -> bytes | memoryview:
-        """What of the peer's data may pass to our worker by now.
+        """Take data of the peer; return the bytes that may pass to our worker now.
 
         Raises:
-            SecurityError: it is not of the protocol; it has been reported.
+            SecurityError: the data is not of the protocol; that has been reported.
         """
         if self._body and self._at == len(self._buffer):
             if len(data) <= self._body:
@@ -250,7 +216,7 @@ class Inspection:
         return passed
 
     def close(self) -> None:
-        """The connection has ended."""
+        """Release everything of a connection that has ended."""
         for key in self._registered:
             self._pipes.forget(key)
         if self._lengths is not None:
@@ -259,17 +225,16 @@ class Inspection:
         self._buffer.clear()
 
     def _first(self, frame: bytes) -> None:
-        """The first thing that our own worker has said on this connection."""
-        self._is_followed = self._is_ours and _SPONTANEOUS.fullmatch(frame) is not None
+        self._is_followed = self._is_ours and rpc_format.SPONTANEOUS.fullmatch(frame) is not None
         if not self._is_ours:
-            if (answer := _ANSWER.fullmatch(frame)) is not None:
+            if (answer := rpc_format.ANSWER.fullmatch(frame)) is not None:
                 self._register(answer)
         elif self._is_followed:
             self._steps = self._answer()
-        elif (found := _REQUESTED.fullmatch(frame)) is not None:
-            self._steps = self._channel(_int(found[1]))
+        elif (found := rpc_format.REQUESTED.fullmatch(frame)) is not None:
+            self._steps = self._channel(rpc_format.nop_int(found[1]))
 
-    # What the peer says, frame by frame.
+    # The peer's data, frame by frame.
 
     def _unspoken(self) -> Steps:
         if self._buffer:
@@ -278,28 +243,28 @@ class Inspection:
 
     def _hello(self) -> Steps:
         frame = yield from self._frame(MAX_NAME)
-        if (found := _REQUESTED.fullmatch(frame)) is not None:
+        if (found := rpc_format.REQUESTED.fullmatch(frame)) is not None:
             self._pass(frame)
-            yield from self._channel(_int(found[1]))
+            yield from self._channel(rpc_format.nop_int(found[1]))
             return
-        found = _SPONTANEOUS.fullmatch(frame)
+        found = rpc_format.SPONTANEOUS.fullmatch(frame)
         name = self._peer.encode()
-        if found is None or _int(found[1]) != len(name) or found[2] != name:
+        if found is None or rpc_format.nop_int(found[1]) != len(name) or found[2] != name:
             raise self._error("a connection that says it is another's, or not what it is for")
         self._pass(frame)
         brochure = yield from self._frame(MAX_NAME)
-        if not brochure.startswith(_BROCHURE_BEGIN):
+        if not brochure.startswith(rpc_format.BROCHURE_START):
             raise self._error("a brochure of another transport")
-        self._pass(BROCHURE)
+        self._pass(rpc_format.BROCHURE)
         self._lengths = Lengths()
         kinds = rpc_format.REQUESTS if self._peer == DRIVER else rpc_format.FROM_STAGES
         yield from self._messages(kinds, self._lengths)
 
     def _answer(self) -> Steps:
         frame = yield from self._frame(MAX_NAME)
-        answer = _ANSWER.fullmatch(frame)
+        answer = rpc_format.ANSWER.fullmatch(frame)
         listens = self._listens.encode()
-        if answer is None or answer[2] != listens or _int(answer[1]) != len(listens):
+        if answer is None or answer[2] != listens or rpc_format.nop_int(answer[1]) != len(listens):
             raise self._error("an answer that leads somewhere else")
         self._register(answer)
         self._pass(frame)
@@ -307,10 +272,10 @@ class Inspection:
         yield from self._messages(rpc_format.RESPONSES, self._lengths)
 
     def _register(self, answer: re.Match[bytes]) -> None:
-        """Note which further connections a pipe has."""
+        """Record the further connections of a pipe."""
         self._lengths = self._lengths or Lengths()
         for number, lengths in (
-            (_int(answer[3]), None),
+            (rpc_format.nop_int(answer[3]), None),
             (_LENGTH.unpack(answer[4])[0], self._lengths),
         ):
             key = (self._is_ours, self._peer, number)
@@ -320,7 +285,7 @@ class Inspection:
     def _messages(self, kinds: dict[int, rpc_format.Check], announced: Lengths) -> Steps:
         while True:
             frame = yield from self._frame(MAX_DESCRIPTOR)
-            described = (_remembered if len(frame) <= CACHED else _described)(frame)
+            described = rpc_format.parse_descriptor(frame)
             if described is None:
                 raise self._error("a message with a descriptor of another form")
             payload_bytes, list_bytes, lengths = described
@@ -332,7 +297,7 @@ class Inspection:
             payload = yield from self._frame(MAX_PAYLOAD, exactly=payload_bytes)
             tensors = yield from self._frame(MAX_LIST, exactly=list_bytes)
             try:
-                num_tensors = rpc_format.count_tensors(tensors, lengths)
+                num_tensors = rpc_pickle.count_tensors(tensors, lengths)
                 self._require(kinds, _TYPE.unpack(kind)[0], number, payload, num_tensors)
             except rpc_format.FormatError as error:
                 raise self._error(str(error)) from error
@@ -349,11 +314,7 @@ class Inspection:
         payload: bytes,
         num_tensors: int,
     ) -> None:
-        """Refuse a message that the peer has no business with.
-
-        Raises:
-            FormatError: it is one.
-        """
+        """Refuse a message that the peer has no business with."""
         pickle = rpc_format.require(kinds, kind, payload, num_tensors)
         if pickle:
             rpc_pickle.require(pickle, self._peer, is_call=kinds is not rpc_format.RESPONSES)
@@ -405,11 +366,11 @@ class Inspection:
             self.resume()
 
     def _frame(self, most: int, exactly: int | None = None) -> Generator[None, None, bytes]:
-        """The next frame's content.
+        """Return the next frame's content.
 
         Args:
-            most: bytes that it may have.
-            exactly: bytes that it has to have; None: whatever it says.
+            most: greatest length in bytes.
+            exactly: the required length; None: as the frame announces.
         """
         yield from self._wait_for(_LENGTH.size)
         (length,) = _LENGTH.unpack_from(self._buffer, self._at)
@@ -436,26 +397,3 @@ class Inspection:
         )
         self._pipes.refuse(error)
         return error
-
-
-def _described(frame: bytes) -> tuple[int, int, tuple[int, ...]] | None:
-    """Bytes of a message's payload, of its tensor list, and of each tensor; None: it is none."""
-    head = _DESCRIPTOR.match(frame)
-    if head is None:
-        return None
-    payload_bytes, list_bytes, count = (_int(head[index]) for index in (1, 2, 3))
-    lengths, at = [], head.end()
-    while (tensor := _TENSOR.match(frame, at)) is not None:
-        lengths.append(_int(tensor[1]))
-        at = tensor.end()
-    if at != len(frame) or count != len(lengths):
-        return None
-    return payload_bytes, list_bytes, tuple(lengths)
-
-
-_remembered = lru_cache(maxsize=256)(_described)
-
-
-def _int(encoded: bytes) -> int:
-    """An unsigned integer of libnop's, of one byte or of a code and so many bytes."""
-    return encoded[0] if len(encoded) == 1 else int.from_bytes(encoded[1:], "little")

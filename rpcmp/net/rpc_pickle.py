@@ -1,27 +1,33 @@
-"""Which functions a message of another host may name: what members call, by who they are.
+"""Pickles in a message from another host: the functions that it may name, and its tensors.
 
-Torch's messages carry Python's pickle, and torch knows no caller. So a server reads the pickle
-before its worker does, with inert stand-ins for everything that it names, and refuses what the
-member on the other side has no business with: a stage asks others for outputs, sums and what is
-missing, and the driver for samples. Only the driver does the rest.
+torch's messages carry Python's pickle, and torch does not check the caller. So a server reads the
+pickle before its worker does, with inert stand-ins for everything that it names, and refuses what
+the sender has no business with: a stage asks others for outputs, sums and missing gradients, and
+the driver for samples. Only the driver does the rest.
 
-The worker's own unpickler, `rpcmp.rpc.unpickler`, decides over everything else that is named.
+The worker's own unpickler, `rpcmp.rpc.unpickler`, decides about everything else that is named.
 
-Both take memory as a pickle tells them to: ten bytes that remember something under a large number
-make Python reserve gigabytes, and a list of a megabyte of empty lists takes a hundred. So a pickle
-has to consist of what Python's pickler writes today (protocol 4), which numbers what it remembers
-by itself, and of not too much of it.
+Both allocate memory as a pickle tells them to: ten bytes that memoize something under a large
+number make Python reserve gigabytes, and a megabyte of empty lists takes a hundred. So a pickle has
+to consist of what Python's pickler writes today (protocol 4), which numbers its memo by itself, and
+must not have too many operations.
+
+A second pickle, of torch's own, lists the tensors. It has to have the one form that torch writes,
+and each tensor has to lie within its memory.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import re
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from rpcmp.config.topology import DRIVER
-from rpcmp.net.rpc_format import FormatError
+from rpcmp.net.rpc_format import INT_BYTES, LENGTH, FormatError, pickled_int
 
 _FUNCTIONS = {
     "rpcmp.rpc.transport",
@@ -34,16 +40,16 @@ _FUNCTIONS = {
 STAGES_CALL = {
     ("rpcmp.rpc.transport", "_dispatch"),
     ("rpcmp.worker.stage", "Stage.forward"),
-    ("rpcmp.worker.stage", "Stage.note_missing"),
-    ("rpcmp.worker.stage", "Stage.part"),
-    ("rpcmp.worker.stage", "Stage.posted"),
-    ("rpcmp.worker.stage", "Stage.total"),
+    ("rpcmp.worker.stage", "Stage.mark_none_gradients"),
+    ("rpcmp.worker.stage", "Stage.gradient_part"),
+    ("rpcmp.worker.stage", "Stage.get_tensors"),
+    ("rpcmp.worker.stage", "Stage.gradient_total"),
     ("rpcmp.data.batch_server", "BatchServer.slices"),
 }
-"""What a stage may call, of others and of the driver."""
+"""Functions that a stage may call, on other stages and on the driver."""
 
 MAX_OPERATIONS = 2**20
-"""Of one pickle. Large are the samples of a data set that gives no tensors, and traces."""
+"""Per pickle. The largest are samples of a data set that gives no tensors, and traces."""
 
 _RUN_LENGTH = 64
 
@@ -53,10 +59,10 @@ _SHORT = b"|".join(re.escape(bytes([length])) + b".{%d}" % length for length in 
 _RUN = re.compile(
     rb"(?:%b|%b|[\x8cC\x8a](?:%b)){1,%d}+" % (_PLAIN, _FIXED, _SHORT, _RUN_LENGTH), re.DOTALL
 )
-"""Operations without arguments, with those of a fixed length, and with a length of one byte."""
+"""Operations without arguments, with arguments of fixed length, and with a length of one byte."""
 
 _LONG = {b"X": 4, b"B": 4, b"\x8b": 4, b"\x8d": 8, b"\x8e": 8, b"\x96": 8}
-"""Operations with long arguments, and how many bytes their lengths have."""
+"""Operations with long arguments, and the number of bytes of their lengths."""
 
 
 def require(data: bytes, peer: str, is_call: bool) -> None:
@@ -65,10 +71,10 @@ def require(data: bytes, peer: str, is_call: bool) -> None:
     Args:
         data: the pickle.
         peer: RPC name of the sender.
-        is_call: whether the message calls; an answer names no function at all.
+        is_call: whether the message is a call; an answer may name no function.
 
     Raises:
-        FormatError: it does, or is no pickle.
+        FormatError: it does, or is not a pickle.
     """
     _require_bounded(data)
     reader = _Reader(io.BytesIO(data))
@@ -86,11 +92,7 @@ def require(data: bytes, peer: str, is_call: bool) -> None:
 
 
 def _require_bounded(data: bytes) -> None:
-    """Refuse a pickle that would have who reads it take far more memory than it has itself.
-
-    Raises:
-        FormatError: it would, or may.
-    """
+    """Refuse a pickle that would make its reader take far more memory than it has bytes."""
     at = operations = 0
     while (code := data[at : at + 1]) != b".":
         begin = at
@@ -117,7 +119,7 @@ class _Reader(pickle.Unpickler):
         self.functions: list[tuple[str, str]] = []
 
     def find_class(self, module: str, name: str) -> type:
-        """Return the stand-in of a name; a method's has a dot, a function's begins with a line."""
+        """Return the stand-in for a name; functions start with "_", methods contain a dot."""
         if module in _FUNCTIONS and ("." in name or name.startswith("_")):
             self.functions.append((module, name))
             return _Function
@@ -125,21 +127,21 @@ class _Reader(pickle.Unpickler):
 
 
 class _Unchanged(type):
-    """Of the stand-ins: a pickle may change what it names, and this process reads many."""
+    """Base of stand-ins: a pickle may change what it names, and this process reads many."""
 
     def __setattr__(cls, name: str, value: object) -> None:
         raise FormatError(f"a pickle that changes {name!r} of what it names")
 
 
 class _Function(metaclass=_Unchanged):
-    """A function in a message: an argument, never called or changed while the message is read."""
+    """Stand-in for a function: an argument, never called or changed while the message is read."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> _Function:
         raise FormatError("a function that is called by the pickle itself")
 
 
 class _Data(metaclass=_Unchanged):
-    """A class in a message, and what is made of it: takes everything, and keeps nothing."""
+    """Stand-in for a class and its instances: accepts everything, and keeps nothing."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> _Data:
         return object.__new__(cls)
@@ -157,10 +159,196 @@ class _Data(metaclass=_Unchanged):
         pass
 
     def append(self, item: object) -> None:
-        """As of a list or a deque."""
+        """For lists and deques."""
 
     def extend(self, items: object) -> None:
-        """As of a list."""
+        """For lists."""
 
     def add(self, item: object) -> None:
-        """As of a set."""
+        """For sets."""
+
+
+CACHED = 16 * 1024
+"""Bytes of a tensor list up to which its check is cached: each micro-batch has the same."""
+
+ITEM_BYTES = {
+    "FloatStorage": 4,
+    "DoubleStorage": 8,
+    "HalfStorage": 2,
+    "BFloat16Storage": 2,
+    "LongStorage": 8,
+    "IntStorage": 4,
+    "ShortStorage": 2,
+    "CharStorage": 1,
+    "ByteStorage": 1,
+    "BoolStorage": 1,
+    "ComplexFloatStorage": 8,
+    "ComplexDoubleStorage": 16,
+    "ComplexHalfStorage": 4,
+    "UInt16Storage": 2,
+    "UInt32Storage": 4,
+    "UInt64Storage": 8,
+    "Float8_e5m2Storage": 1,
+    "Float8_e4m3fnStorage": 1,
+    "Float8_e5m2fnuzStorage": 1,
+    "Float8_e4m3fnuzStorage": 1,
+    "Float8_e8m0fnuStorage": 1,
+}
+"""By the names that torch's pickler has for dtypes."""
+
+_WHOLE = {"Long", "Int", "Short", "Char", "Byte", "Bool", "UInt16", "UInt32", "UInt64"}
+"""Types that have no gradients."""
+
+MAX_DIMENSIONS = 64
+
+MAX_ITEMS = 2**40
+"""Of a tensor, not counting empty dimensions: torch fails, and ends the process, on overflow."""
+
+
+def count_tensors(pickle: bytes, lengths: Sequence[int]) -> int:
+    """Return how many tensors a message has; several may share a storage.
+
+    Args:
+        pickle: torch's pickle of the list.
+        lengths: bytes of each storage that comes with it.
+
+    Raises:
+        FormatError: torch writes no such list, or a tensor does not lie within its storage.
+    """
+    count = _remembered if len(pickle) <= CACHED else _count_tensors
+    return count(pickle, tuple(lengths))
+
+
+def _count_tensors(pickle: bytes, lengths: tuple[int, ...]) -> int:
+    try:
+        return _TensorList(pickle, lengths).read()
+    except (IndexError, UnicodeDecodeError) as error:
+        raise FormatError(f"a list of tensors that makes no sense: {error}") from error
+
+
+_remembered = lru_cache(maxsize=256)(_count_tensors)
+
+
+class _TensorList:
+    """Reads the one form that torch's pickler has for a list of dense CPU tensors."""
+
+    def __init__(self, pickle: bytes, lengths: tuple[int, ...]) -> None:
+        self._data, self._at = pickle, 0
+        self._lengths = lengths
+        self._memo: list[object] = []
+        self._storages = 0
+
+    def read(self) -> int:
+        count = 0
+        self._expect(b"\x80\x02")
+        self._require(self._shared() == "torch.jit._pickle.build_tensorlist", "no tensor list")
+        self._expect(b"(](")
+        while self._data[self._at : self._at + 1] != b"e":
+            self._tensor()
+            count += 1
+        self._expect(b"etR.")
+        self._require(self._at == len(self._data), "more after its end")
+        self._require(self._storages == len(self._lengths), "storages that no tensor has")
+        return count
+
+    def _tensor(self) -> None:
+        self._require(self._shared() == "torch._utils._rebuild_tensor_v2", "no dense tensor")
+        self._expect(b"(")
+        num_items, has_gradients = self._storage()
+        offset = self._int()
+        sizes, strides = self._ints(), self._ints()
+        self._require(not self._flag() or has_gradients, "a gradient of integers")
+        self._require(self._shared() == "collections.OrderedDict", "hooks")
+        self._expect(b")RtR")
+        self._remember(None)
+        self._require(len(sizes) == len(strides) <= MAX_DIMENSIONS, "sizes without strides")
+        self._require(min(offset, *sizes, *strides, 0) == 0, "a negative size or stride")
+        all_items = math.prod(max(size, 1) for size in sizes)
+        self._require(all_items <= MAX_ITEMS, "a tensor of too many items")
+        if all(sizes):
+            pairs = zip(sizes, strides, strict=True)
+            last = offset + sum((size - 1) * stride for size, stride in pairs)
+            self._require(last < num_items, "a tensor that reaches beyond its memory")
+
+    def _storage(self) -> tuple[int, bool]:
+        """Return a storage's number of items, and whether these may have gradients."""
+        if self._data[self._at : self._at + 1] in (b"h", b"j"):
+            shared = self._shared()
+            self._require(isinstance(shared, tuple), "no storage")
+            assert isinstance(shared, tuple)
+            return shared
+        self._expect(b"(")
+        self._require(self._shared() == "storage", "no storage")
+        kind = str(self._shared()).removeprefix("torch.")
+        self._require(kind in ITEM_BYTES, f"a storage of type {kind}")
+        self._require(self._shared() == str(self._storages), "storages out of order")
+        self._require(self._storages < len(self._lengths), "more storages than there are")
+        self._require(self._shared() == "cpu", "a storage on another device")
+        num_items = self._int()
+        whole = self._lengths[self._storages] == num_items * ITEM_BYTES[kind]
+        self._require(whole, "a storage of another size")
+        self._expect(b"tQ")
+        found = num_items, kind.removesuffix("Storage") not in _WHOLE
+        self._remember(found)
+        self._storages += 1
+        return found
+
+    def _shared(self) -> object:
+        """Read a string or global, which is written once and referred to afterwards."""
+        code = self._take(1)
+        if code == b"h":
+            return self._memo[self._take(1)[0]]
+        if code == b"j":
+            return self._memo[LENGTH.unpack(self._take(4))[0]]
+        if code == b"X":
+            value = self._take(LENGTH.unpack(self._take(4))[0]).decode()
+        else:
+            self._require(code == b"c", "something else than a name")
+            value = f"{self._line()}.{self._line()}"
+        self._remember(value)
+        return value
+
+    def _line(self) -> str:
+        end = self._data.find(b"\n", self._at)
+        self._require(end >= 0, "a name without an end")
+        line, self._at = self._data[self._at : end], end + 1
+        return line.decode()
+
+    def _remember(self, value: object) -> None:
+        """Check that the pickler numbers its memo without gaps: C++ would fill a gap."""
+        code = self._take(1)
+        self._require(code in (b"q", b"r"), "something that is not remembered")
+        number = self._take(1)[0] if code == b"q" else LENGTH.unpack(self._take(4))[0]
+        self._require(number == len(self._memo), "something remembered out of order")
+        self._memo.append(value)
+
+    def _ints(self) -> list[int]:
+        self._expect(b"(")
+        found = []
+        while self._data[self._at : self._at + 1] != b"t":
+            found.append(self._int())
+        self._expect(b"t")
+        return found
+
+    def _int(self) -> int:
+        size = INT_BYTES.get(self._data[self._at : self._at + 1], 0)
+        self._require(size > 0, "no integer")
+        return pickled_int(self._take(size))
+
+    def _flag(self) -> bool:
+        code = self._take(1)
+        self._require(code in (b"\x88", b"\x89"), "no flag")
+        return code == b"\x88"
+
+    def _expect(self, literal: bytes) -> None:
+        self._require(self._take(len(literal)) == literal, f"no {literal!r}")
+
+    def _take(self, count: int) -> bytes:
+        taken = self._data[self._at : self._at + count]
+        self._require(len(taken) == count, "it is cut off")
+        self._at += count
+        return taken
+
+    def _require(self, condition: bool, why: str) -> None:
+        if not condition:
+            raise FormatError(f"a list of tensors of another form: {why}, at byte {self._at}")

@@ -1,9 +1,9 @@
 """How a process talks to others: with certificates, on its own machine only, or open to all.
 
 It fails closed: without certificates everything stays on loopback, and there between the processes
-of one user, unless somebody says `insecure` in so many words.
+of one user, unless the user explicitly asks for `insecure`.
 
-Certificates while a process runs: connections of revoked peers, and the expiry of its own.
+Also watches certificates while a process runs: revoked peers, and the expiry of its own.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ INSECURE = (
 )
 
 WARN_SECONDS = 60.0
-"""How often that is said."""
+"""Interval of that warning."""
 
 
 class Security:
-    """What a process was told about it.
+    """A process's certificate and options.
 
     Args:
         certs: folder with its certificate; None: it has none.
-        insecure: talk to other machines without.
+        insecure: talk to other machines without one.
 
     Raises:
         SecurityError: the certificate cannot be used.
@@ -50,7 +50,7 @@ class Security:
         self._established: weakref.WeakSet[Connection] = weakref.WeakSet()
 
     def establish(self, end: Connection) -> None:
-        """Take a connection whose peer was verified, to end it should the peer be revoked.
+        """Register a verified connection, so that it can be ended if the peer is revoked.
 
         Raises:
             SecurityError: it has been revoked meanwhile.
@@ -60,11 +60,11 @@ class Security:
         self._established.add(end)
 
     def end_revoked(self) -> list[str]:
-        """End the connections whose peers are revoked by now; returns the roles of these."""
+        """End the connections of revoked peers; return their roles."""
         revoked = [end for end in self._established if self._is_revoked(end)]
         for end in revoked:
             self._established.discard(end)
-            end.hang_up()
+            end.shut_down()
         return [str(end.session.peer_role) for end in revoked if end.session is not None]
 
     def _is_revoked(self, end: Connection) -> bool:
@@ -76,14 +76,16 @@ class Security:
 
     @property
     def role(self) -> Role | None:
-        """What our certificate allows us to be; None where we have none.
+        """The role in our certificate; None without certificates.
 
         Raises:
-            SecurityError: it says nothing of that.
+            SecurityError: the certificate has no role.
         """
         if self.credentials is None:
             return None
-        from rpcmp.net.certificates import Certificate  # only who has one needs its libraries
+        from rpcmp.net.certificates import (
+            Certificate,
+        )  # cryptography is needed with certificates only
 
         certificate = Certificate.load(self.credentials.folder)
         if certificate.role is None:
@@ -94,7 +96,7 @@ class Security:
         return certificate.role
 
     def require_allowed(self, addresses: Iterable[str]) -> None:
-        """Refuse addresses that other machines could reach, or that are on them, in the open.
+        """Refuse addresses on other machines, or that they could reach, without certificates.
 
         Raises:
             ConfigError: an address is not on loopback, and there is no certificate.
@@ -113,14 +115,16 @@ class Security:
                 )
 
     def require_valid(self) -> None:
-        """Refuse to begin with a certificate that nobody would accept.
+        """Refuse to start with a certificate that peers would not accept.
 
         Raises:
             SecurityError: it has expired, or is not valid yet.
         """
         if self.credentials is None:
             return
-        from rpcmp.net.certificates import Certificate  # only who has one needs its libraries
+        from rpcmp.net.certificates import (
+            Certificate,
+        )  # cryptography is needed with certificates only
 
         found, now = Certificate.load(self.credentials.folder), datetime.now(UTC)
         if now > found.not_after:
@@ -136,7 +140,7 @@ class Security:
             )
 
     def require_may_serve(self, stage_index: int | None) -> None:
-        """Refuse to be a stage that our certificate is not for, or is not any more.
+        """Refuse to serve a stage that our certificate is not for, or no longer.
 
         Raises:
             SecurityError: it is for another stage, or for the driver; it has expired.
@@ -154,7 +158,7 @@ class Security:
         """Refuse to drive with the certificate of a stage.
 
         Raises:
-            SecurityError: it is one.
+            SecurityError: it is a stage's.
         """
         role = self.role
         if role is not None and not role.is_driver:
@@ -165,7 +169,7 @@ class Security:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can mean itself by it."""
+    """Return whether an address is this machine's on every machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -173,10 +177,10 @@ def is_loopback(host: str) -> bool:
 
 
 POLL_SECONDS = 2.0
-"""Between two looks at the files; a revocation reaches open connections within so long."""
+"""Interval of checks of the files: how soon a revocation reaches open connections."""
 
 EXPIRES_DAYS = 7
-"""Certificates that are valid for less are warned of."""
+"""Certificates that expire within so many days are warned of."""
 
 WARN_EACH_SECONDS = 24 * 3600.0
 
@@ -184,13 +188,13 @@ log = logging.getLogger(__name__)
 
 
 async def watch(security: Security, warn: Callable[[str], None]) -> None:
-    """End connections whose peers are revoked, and warn once a day before the certificate expires.
+    """End connections of revoked peers, and warn once a day before the certificate expires.
 
-    Returns at once if there are no certificates, and runs until it is cancelled otherwise.
+    Returns at once if there are no certificates, otherwise runs until it is cancelled.
 
     Args:
         security: of the process.
-        warn: shows a text to the user.
+        warn: called with the text of a warning.
     """
     credentials = security.credentials
     if credentials is None:
@@ -211,8 +215,8 @@ async def watch(security: Security, warn: Callable[[str], None]) -> None:
 
 
 def expiry_warning(security: Security, now: datetime) -> str:
-    """Return what to say of a certificate that expires soon; empty: it does not."""
-    from rpcmp.net.certificates import Certificate  # only who has one needs its libraries
+    """Return a warning if a certificate expires soon, else an empty string."""
+    from rpcmp.net.certificates import Certificate  # cryptography is needed with certificates only
 
     assert security.credentials is not None
     try:

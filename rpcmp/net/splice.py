@@ -1,7 +1,11 @@
-"""Carrying bytes between two ends of a relay, both ways, until both are done.
+"""Carry bytes between two connections, both ways, until both directions are done.
 
-Back-pressure is the kernel's: where one end takes no more, nothing is read from the other until it
-does, so that a connection holds no more than CHUNK bytes each way however large a tensor is.
+Back-pressure is the kernel's: while one end takes no more, nothing is read from the other. So a
+connection buffers at most CHUNK bytes each way, however large a tensor is.
+
+asyncio's own TLS streams with a copy task per direction need 26 % more CPU per GB (1.84 s against
+1.46 s, both ends together) and 80 % more per round trip of 200 bytes (97 us against 54 us); medians
+of 7 interleaved pairs, Python 3.11. They also have no place for the inspection of what goes by.
 """
 
 from __future__ import annotations
@@ -17,10 +21,10 @@ from rpcmp.net.tls import CHUNK, HEADER, Connection, TlsState
 
 
 class _Buffers(threading.local):
-    """Of all connections of an event loop: what is read is passed on before anything else is read.
+    """Buffers for all connections of a loop: data that is read is sent on before the next read.
 
-    Not of the process: a program may have a pipeline, with a loop of its own, in each of its
-    threads, and a socket that is read lets go of the interpreter lock.
+    Per thread, not per process: a program may have a pipeline, with a loop of its own, in each of
+    its threads, and reading a socket releases the interpreter lock.
     """
 
     def __init__(self) -> None:
@@ -32,33 +36,31 @@ _buffers = _Buffers()
 
 
 async def splice(one: Connection, other: Connection, inspection: Inspection | None = None) -> None:
-    """Carry everything from each end to the other; both are closed afterwards.
+    """Carry everything from each end to the other, then close both.
 
     Args:
-        inspection: of what `other` sends, where `one` is a worker.
+        inspection: of the data that `other` sends; `one` is a worker.
 
     Raises:
-        SecurityError: `other` has sent what it must not.
-        OSError, RelayError: one of them broke, and so does the other.
+        SecurityError: `other` has sent data that the inspection refuses.
+        OSError, RelayError: one of them broke, so both are closed.
     """
     done = asyncio.get_running_loop().create_future()
     splicing = _Splice(one, other, done, inspection)
-    splicing.begin()
+    splicing.start()
     try:
         await done
     except BaseException:
-        splicing.end()
+        splicing.stop()
         one.abort()
         other.abort()
         raise
-    splicing.end()
+    splicing.stop()
     one.close()
     other.close()
 
 
 class _Splice:
-    """Two directions."""
-
     def __init__(
         self,
         one: Connection,
@@ -72,13 +74,13 @@ class _Splice:
             _Direction(other, one, self._ended, self._failed, received=inspection),
         ]
 
-    def begin(self) -> None:
+    def start(self) -> None:
         for direction in self._directions:
-            direction.begin()
+            direction.start()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         for direction in self._directions:
-            direction.end()
+            direction.stop()
 
     def _ended(self) -> None:
         whole = any(direction.has_ended and not direction.is_half for direction in self._directions)
@@ -91,7 +93,7 @@ class _Splice:
 
 
 class _Direction:
-    """From one end to the other.
+    """One direction.
 
     Attributes:
         has_ended: whether all has been carried.
@@ -121,20 +123,20 @@ class _Direction:
         self.has_ended = False
         self.is_half = source.has_frames or sink.has_frames
 
-    def begin(self) -> None:
+    def start(self) -> None:
         rest = bytes(self._source.decrypted)
         self._source.decrypted.clear()
-        self._guard(self._begin, rest)
+        self._guard(self._start, rest)
 
-    def _begin(self, rest: bytes) -> None:
+    def _start(self, rest: bytes) -> None:
         if rest:
             self._carry(memoryview(rest))
         if self._source.session is not None:
             self._decrypt(self._source.session)  # what came together with the handshake
         self._go_on()
 
-    def end(self) -> None:
-        """Leave the sockets alone."""
+    def stop(self) -> None:
+        """Stop watching the sockets."""
         self._stop_reading()
         if self._sink.socket.fileno() >= 0:
             self._loop.remove_writer(self._sink.socket)
@@ -144,7 +146,7 @@ class _Direction:
             action(*args)
         except (BlockingIOError, InterruptedError):
             pass
-        except Exception as error:  # a callback has nobody else to tell
+        except Exception as error:  # a callback cannot raise to its caller
             self._failed(error)
 
     def _readable(self) -> None:
@@ -173,7 +175,7 @@ class _Direction:
             self._broke_off()
 
     def _carry_from(self, buffer: memoryview, count: int) -> None:
-        """Pass on what was read into a buffer behind the place of a header."""
+        """Pass on data that was read into a buffer, behind the space for a header."""
         if self._sent is not None and not self._sent.sent(buffer[HEADER.size :][:count]):
             self._sent = None
         if self._sink.has_frames:
@@ -200,7 +202,7 @@ class _Direction:
             self._broke_off()
 
     def _broke_off(self) -> None:
-        """The connection has ended: with frames that is not how a stream ends."""
+        """Handle the end of the source's connection; a stream of frames must not end like that."""
         if self._at_end:
             self._stop_reading()
         elif self._source.has_frames:
@@ -209,7 +211,7 @@ class _Direction:
             self._finish()
 
     def _carry(self, data: memoryview) -> None:
-        """Pass on what was read; where it is cut into frames, what is in them."""
+        """Pass on data; of frames, their payload."""
         if not self._source.has_frames:
             if self._sink.has_frames:
                 self._push(HEADER.pack(len(data)) + data)
@@ -233,7 +235,7 @@ class _Direction:
                     self._finish()
 
     def _finish(self) -> None:
-        """The source will send nothing more."""
+        """Handle the end of the source's data."""
         self._at_end = True
         if self._sink.has_frames:
             self._push(HEADER.pack(0))
@@ -243,7 +245,7 @@ class _Direction:
             self._end_sink()
 
     def _resume(self) -> None:
-        """Pass on what had to wait for another connection."""
+        """Pass on data that had to wait for another connection."""
         assert self._received is not None
         self._push(self._received.received(b""))
         self._go_on()
@@ -255,7 +257,7 @@ class _Direction:
         self._ended()
 
     def _push(self, data: memoryview | bytes) -> None:
-        """Send, and keep what the sink does not take at once."""
+        """Send data, and buffer what the sink does not take at once."""
         if not data:
             return
         if self._sink.session is not None:

@@ -1,14 +1,11 @@
-"""The TLS of one connection, apart from its socket.
+"""Connections, with TLS or without, and the frames of the relay's protocol.
 
-On memory BIOs, so that one thread carries any number of connections without ever blocking, and
-encrypts as much at once as it has read: the fewest calls a byte that Python's ssl allows.
+TLS works on memory BIOs: one thread carries any number of connections without blocking, and
+encrypts as much at once as it has read, with the fewest calls per byte that Python's ssl allows.
 
-One end of a connection that the relay carries: a socket, with TLS or without.
-
-Two protocols pass over it. gRPC's goes as it is. The relay's own is cut into frames, a length of
-four bytes and so many bytes of payload, and an empty frame says that nothing more will come: TLS
-has no sound way to close one direction only, and a connection that merely breaks must not look like
-one that has ended well.
+Two protocols pass over a connection. gRPC's goes as it is. The relay's is cut into frames, a length
+of four bytes and that many bytes of payload. An empty frame ends the stream: TLS has no sound way
+to close one direction only, and a connection that breaks must not look like one that has ended.
 """
 
 from __future__ import annotations
@@ -27,14 +24,14 @@ from rpcmp.net.identity import Role
 
 
 class TlsState:
-    """One side of a TLS connection.
+    """The TLS state of one connection, apart from its socket.
 
     Args:
-        context: of the own certificate.
-        server_hostname: whom the client wants to reach; None: this is the server.
+        context: of our certificate.
+        server_hostname: the server's name, for a client; None: this is the server.
 
     Attributes:
-        has_received: whether the other side has sent anything, and so accepted us.
+        has_received: whether the peer has sent data, and so has accepted us.
     """
 
     def __init__(self, context: ssl.SSLContext, server_hostname: str | None = None) -> None:
@@ -49,26 +46,26 @@ class TlsState:
 
     @property
     def protocol(self) -> str | None:
-        """The application protocol that both sides have agreed on (ALPN)."""
+        """The application protocol that was negotiated (ALPN)."""
         return self._tls.selected_alpn_protocol()
 
     @property
     def peer_role(self) -> Role | None:
-        """What the other side's certificate allows it to be; None: nothing of ours."""
+        """The role in the peer's certificate; None if it has none."""
         certificate: dict[str, Any] = dict(self._tls.getpeercert() or {})
         names = certificate.get("subjectAltName", ())
         return identity.find(value for kind, value in names if kind == "URI")
 
     @property
     def peer_certificate(self) -> bytes | None:
-        """The other side's certificate, DER; None: it has shown none."""
+        """The peer's certificate, DER; None if it has sent none."""
         return self._tls.getpeercert(binary_form=True)
 
     def handshake(self) -> bool:
-        """Go on with the handshake; whether it is complete.
+        """Continue the handshake; return whether it is complete.
 
         Raises:
-            ssl.SSLError: the other side is not who it should be.
+            ssl.SSLError: the peer's certificate was refused.
         """
         try:
             self._tls.do_handshake()
@@ -77,15 +74,15 @@ class TlsState:
         return True
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Take what has come over the socket."""
+        """Take data that was received from the socket."""
         self._received.write(data)
 
     def decrypt(self, into: memoryview) -> int:
-        """Decrypt what has come so far; how many bytes, 0 where there is nothing more by now.
+        """Decrypt data that was received; return the number of bytes, 0 if there are no more now.
 
         Raises:
-            EOFError: the other side has closed the connection.
-            ssl.SSLError: somebody has meddled with it.
+            EOFError: the peer has closed the connection.
+            ssl.SSLError: the data was tampered with.
         """
         count = 0
         try:
@@ -103,40 +100,40 @@ class TlsState:
         return count
 
     def encrypt(self, data: bytes | memoryview) -> None:
-        """Encrypt `data`; `to_send` has it."""
+        """Encrypt `data`; get it from `to_send`."""
         self._tls.write(data)
 
     def close(self) -> None:
-        """Say that nothing more will come; `to_send` has it."""
+        """Announce the end of our data; get that from `to_send`."""
         with contextlib.suppress(ssl.SSLError, ValueError):  # it has not, or not shaken hands
             self._tls.unwrap()
 
     def to_send(self) -> bytes:
-        """What has to go over the socket."""
+        """Return the bytes to send over the socket."""
         return self._to_send.read()
 
 
 CHUNK = 256 * 1024
-"""Bytes that are read at once; more would not stay in a core's cache."""
+"""Bytes per read; more would not stay in a core's cache."""
 
 HEADER = struct.Struct("!I")
 
 MAX_GREETING = 16 * 1024
-"""Bytes of a frame before the stream begins."""
+"""Bytes of a frame before the stream starts."""
 
 
 class Connection:
-    """A connected socket; owned, and non-blocking from now on.
+    """A connected socket; owned, and made non-blocking.
 
     Args:
         connection: the socket.
-        session: its TLS; None: none.
+        session: its TLS; None: plain.
 
     Attributes:
         socket: the socket.
         session: its TLS.
         has_frames: whether it speaks the relay's protocol.
-        decrypted: what has been received and not been used yet.
+        decrypted: data that has been received and not been read yet.
         gone: set when it is closed.
     """
 
@@ -150,12 +147,12 @@ class Connection:
         self.decrypted = bytearray()
         self.gone = asyncio.Event()
 
-    async def shake_hands(self) -> None:
-        """Complete the TLS handshake, where there is TLS.
+    async def do_handshake(self) -> None:
+        """Complete the TLS handshake, if there is TLS.
 
         Raises:
-            ssl.SSLError: the other side is not who it should be, or says so of us.
-            OSError, EOFError: it is gone.
+            ssl.SSLError: one side has refused the other's certificate.
+            OSError, EOFError: the connection is gone.
         """
         loop = asyncio.get_running_loop()
         while self.session is not None:
@@ -170,11 +167,11 @@ class Connection:
             self.session.feed(await self._receive())
 
     async def read(self, count: int) -> bytes:
-        """The next `count` bytes.
+        """Read exactly `count` bytes.
 
         Raises:
-            EOFError: they will not come.
-            OSError: the connection broke; ssl.SSLError, which is one, also: it was refused.
+            EOFError: the connection ended before.
+            OSError: it broke. ssl.SSLError, a subclass: our certificate was refused.
         """
         self._decrypt()  # what came together with the handshake
         while len(self.decrypted) < count:
@@ -182,7 +179,7 @@ class Connection:
         return self._taken(count)
 
     async def read_some(self, limit: int) -> bytes:
-        """What comes next, at least one byte and at most `limit`.
+        """Read at least one byte and at most `limit`.
 
         Raises:
             EOFError, OSError: as `read`.
@@ -193,18 +190,17 @@ class Connection:
         return self._taken(limit)
 
     async def write(self, data: bytes) -> None:
-        """Send all of `data`."""
         if self.session is not None:
             self.session.encrypt(data)
             data = self.session.to_send()
         await asyncio.get_running_loop().sock_sendall(self.socket, data)
 
     async def read_message(self) -> dict[str, Any]:
-        """The next frame as JSON; only before the stream begins.
+        """Read a frame of JSON; only before the stream starts.
 
         Raises:
-            RelayError: it is none, or too long.
-            EOFError, OSError: it will not come.
+            RelayError: the frame is not a JSON object, or too long.
+            EOFError, OSError: as `read`.
         """
         (size,) = HEADER.unpack(await self.read(HEADER.size))
         if size > MAX_GREETING:
@@ -218,12 +214,12 @@ class Connection:
         return message
 
     async def write_message(self, message: dict[str, Any]) -> None:
-        """Send one frame of JSON."""
+        """Send a frame of JSON."""
         data = json.dumps(message).encode()
         await self.write(HEADER.pack(len(data)) + data)
 
     def close(self) -> None:
-        """Close it at once; says goodbye where that needs no waiting."""
+        """Close it at once; announces the end if that does not block."""
         if self.session is not None:
             self.session.close()
             with contextlib.suppress(OSError):
@@ -232,15 +228,15 @@ class Connection:
         self.gone.set()
 
     def abort(self) -> None:
-        """Close it so that the other side sees a broken connection, not an end."""
+        """Close it so that the peer sees a broken connection instead of an end."""
         with contextlib.suppress(OSError):
             linger = struct.pack("ii", 1, 0)
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         self.socket.close()
         self.gone.set()
 
-    def hang_up(self) -> None:
-        """End it for both sides; whatever uses it closes it."""
+    def shut_down(self) -> None:
+        """Shut down both directions; the user of the connection notices, and closes it."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -271,7 +267,7 @@ class Connection:
 
 
 def refusal(error: BaseException) -> str:
-    """Why a handshake failed, for people."""
+    """Describe why a handshake failed."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return str(error.verify_message)
     if isinstance(error, ssl.SSLError) and error.reason:

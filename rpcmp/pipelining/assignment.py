@@ -1,7 +1,7 @@
-"""What each worker is told: its stage, its layers, its place in the group.
+"""Assign a stage and its layers to every worker.
 
-The driver makes the plan before anything starts, so that a balance that does not add up, a
-factory that does not import or an empty dataset ends the job before any worker builds anything.
+The driver makes the assignments before it starts any worker, so that a balance that does not add
+up or a factory that does not import ends the job before anything is built.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from rpcmp.pipelining.schedule import InFlightLimits
 
 
 class TiedParameter(Strict):
-    """Where a tied parameter lies: in which stage, under which name."""
+    """One name of a tied parameter, and the stage that has it."""
 
     stage: str
     name: str
 
 
 class Assignment(Strict):
-    """One worker's part of a job; travels as JSON in StartRequest.assignment.
+    """One worker's part of a job; sent as JSON in StartRequest.assignment.
 
     Attributes:
-        settings: others than the config's own that the job may change to on the way.
-        driver_metrics: names of the metrics that are none of the stages' business.
-        loads_data: whether the stages load what they read of the batch themselves.
+        settings: further schedule options that the job may change to between steps.
+        driver_metrics: names of the metrics that the driver computes.
+        loads_data: whether the stages load their part of the batch themselves.
     """
 
     config: Config
@@ -51,12 +51,10 @@ class Assignment(Strict):
 
     @property
     def stage_name(self) -> str:
-        """The stage's name in the config."""
         return self.config.stage_names[self.stage_index]
 
     @property
     def member(self) -> Member:
-        """Who the worker is."""
         return Member(self.stage_name, self.stage_index, self.replica, self.stage.num_replicas)
 
     @property
@@ -66,22 +64,22 @@ class Assignment(Strict):
 
     @property
     def limits(self) -> InFlightLimits:
-        """Bundles of micro-batches that this stage may keep."""
+        """Bundles of micro-batches that this stage may keep in flight."""
         return inflight.limits(self.config)[self.stage_name]
 
     @property
     def all_limits(self) -> list[InFlightLimits]:
-        """The same under every setting, the config's own first."""
+        """The limits under each setting, the config's own first."""
         return [inflight.limits(config)[self.stage_name] for config in self._configs]
 
     @property
     def in_flight(self) -> int:
-        """Bundles that are under way at once, under any setting."""
+        """The most bundles in flight in the whole job, under any setting."""
         return max(map(inflight.in_flight, self._configs))
 
     @property
     def conducted(self) -> int:
-        """Those that one conductor has under way."""
+        """The most bundles in flight per replica of the sink, under any setting."""
         return max(map(inflight.conducted, self._configs))
 
     @property
@@ -95,17 +93,11 @@ def assign(
     driver_metrics: Sequence[str] = (),
     loads_data: bool = False,
 ) -> list[Assignment]:
-    """Every worker's assignment, in the config's order.
-
-    Args:
-        config: the job.
-        settings: what it may change to on the way.
-        driver_metrics: names of the metrics that the driver computes.
-        loads_data: whether the stages load what they read of the batch themselves.
+    """Return every worker's assignment, in the config's order; arguments as in `Assignment`.
 
     Raises:
-        ConfigError: the layers cannot be imported or the balance does not fit them, or something
-            that every host has (torch's own losses, optimizers, schedulers) refuses the config.
+        ConfigError: the layers cannot be imported, the balance does not fit them, or a loss,
+            optimizer or scheduler of torch or rpcmp refuses its arguments.
     """
     _try_out(config, driver_metrics)
     layers_of_stages = _layers_of_stages(config)
@@ -155,9 +147,9 @@ def _asks_names(config: Config) -> bool:
 def _check_names(
     config: Config, known: Mapping[str, parameter_names.Named], stage_of: Mapping[str, str]
 ) -> None:
-    """Whether what the config names exists and fits.
+    """Check that the parameters that the config names exist and fit.
 
-    Of modules that cannot be built here the driver finds out when the stages are built.
+    Modules that cannot be built here are checked after the stages have built them.
     """
     kinds = {name: kind for named in known.values() for name, kind in named.parameters.items()}
     parameter_names.require_equal_ties(config.tied, kinds)
@@ -170,7 +162,7 @@ def _check_names(
 def _check_weights(
     config: Config, layers: Sequence[str], known: Mapping[str, parameter_names.Named] | None
 ) -> None:
-    """The file may be on the stages' hosts alone, where these are others."""
+    """Check the file of `init`, unless only the stages' hosts have it."""
     if config.init is None or (config.addresses and not Path(config.init).exists()):
         return
     prefixes = [config.prefix_of(layer) for layer in layers]
@@ -191,10 +183,10 @@ def _layers_of_stages(config: Config) -> list[list[str]]:
 
 
 def _try_out(config: Config, driver_metrics: Sequence[str]) -> None:
-    """Build what comes from torch or rpcmp, on next to nothing: a wrong argument shows at once.
+    """Build losses, optimizers and schedulers of torch or rpcmp, to find wrong arguments early.
 
-    The user's own losses and optimizers may need packages that only the stages' hosts have: they
-    are tried when the stages are built, and so is whether an optimizer takes the parameters.
+    The user's own may need packages that only the stages' hosts have. They are built with the
+    stages, when it also shows whether an optimizer takes the parameters.
     """
     for name, source in (("loss", config.loss), *_metrics(config, driver_metrics)):
         if _everywhere(source):
@@ -205,7 +197,7 @@ def _try_out(config: Config, driver_metrics: Sequence[str]) -> None:
 
 
 def _try_device(config: Config, index: int) -> None:
-    """Whether torch knows it: that the host has it, only the host can tell."""
+    """Check that torch knows the device; only the host knows whether it has it."""
     name = config.stage(index).device
     try:
         devices.resolve_device(name)
@@ -227,7 +219,7 @@ def _try_optimizer(config: Config, index: int) -> None:
 
 
 def _metrics(config: Config, driver_metrics: Sequence[str]) -> list[tuple[str, Factory]]:
-    """Those that the sink computes."""
+    """Return the metrics that the sink computes."""
     return [
         (f"metrics.{name}", metric)
         for name, metric in config.metrics.items()

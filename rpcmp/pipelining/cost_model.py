@@ -1,4 +1,4 @@
-"""What a step will take with a balance: simulated from the times of the layers."""
+"""Predict the time and memory of a step with a balance, from the measured times of layers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rpcmp.pipelining.simulation import ActionTimes, Simulation
 
 @dataclass(frozen=True)
 class StagePrediction:
-    """One stage.
+    """The prediction for one stage.
 
     Attributes:
-        num_layers: how many layers it has.
-        busy_s: seconds of a step in which it computes.
-        bubble: the share of a step in which it does not.
-        memory_bytes: what it takes up at most.
-        limit_bytes: what it may take up; None: no limit.
+        num_layers: its layers.
+        busy_s: seconds per step in which it computes.
+        bubble: share of a step in which it idles.
+        memory_bytes: its peak memory.
+        limit_bytes: its memory limit; None: no limit.
     """
 
     num_layers: int
@@ -35,12 +35,12 @@ class StagePrediction:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A balance and what comes of it.
+    """A balance and its predicted step.
 
     Attributes:
-        balance: layers of each stage.
-        step_s: seconds of a step in the middle of a run, without transfers and data loading.
-        bubble: the share of a step in which stages idle, over all of them.
+        balance: layers per stage.
+        step_s: seconds per step in the middle of a run, without transfers and data loading.
+        bubble: share of a step in which stages idle, on average.
         stages: by name, in order.
     """
 
@@ -51,12 +51,11 @@ class Prediction:
 
 
 def predict(config: Config, hosts: Sequence[StageHost], balance: list[int]) -> Prediction:
-    """The next step begins as soon as every stage has time for it.
+    """Predict a step that starts as soon as every stage has time for it.
 
     Args:
-        config: the job.
         hosts: in the order of the stages.
-        balance: layers of each stage.
+        balance: layers per stage.
     """
     parts = _parts(hosts, balance)
     step = _step_seconds(config, parts)
@@ -75,16 +74,15 @@ def predict(config: Config, hosts: Sequence[StageHost], balance: list[int]) -> P
 
 
 def times_of(hosts: Sequence[StageHost], balance: Sequence[int]) -> dict[str, ActionTimes]:
-    """Seconds of one micro-batch at each stage, by its name."""
+    """Return the times of one micro-batch, by the stage's name."""
     return {host.stage: _times(host, start, end) for host, start, end in _parts(hosts, balance)}
 
 
 def simulate(config: Config, times: Mapping[str, ActionTimes]) -> Simulation:
-    """One step by itself. A stage's replicas count as one; see `balance.profile.together`.
+    """Simulate one step. The replicas of a stage count as one host; see `merge_profiles`.
 
     Args:
-        config: the job.
-        times: of one micro-batch at each stage; what is simulated are bundles of them.
+        times: per micro-batch and stage; the simulation runs bundles of micro-batches.
     """
     kept = {
         worker.stage: _times_over(each, worker.num_replicas)
@@ -105,17 +103,17 @@ def simulate(config: Config, times: Mapping[str, ActionTimes]) -> Simulation:
 
 
 def _parts(hosts: Sequence[StageHost], balance: Sequence[int]) -> list[tuple[StageHost, int, int]]:
-    """Each stage with its first layer and the one after its last."""
+    """Return each stage with its first layer and the one after its last."""
     ends = list(accumulate(balance))
     return list(zip(hosts, [0, *ends], ends, strict=False))
 
 
 def _step_seconds(config: Config, parts: Sequence[tuple[StageHost, int, int]]) -> float:
-    """From one step's begin to the next one's.
+    """Return the seconds from the start of one step to the start of the next.
 
-    A step can follow the one before at a distance at which no stage is asked for its first forward
-    before it has stepped its optimizer; where the driver has to look at all stages first, only when
-    all of them have ended.
+    A step can start as soon as every stage will have stepped its optimizer when its first forward
+    of the next step is due. If the driver has to look at all stages before they step, the next
+    step starts only after all of them have finished.
     """
     run = simulate(config, {host.stage: _times(host, start, end) for host, start, end in parts})
     updates = {
@@ -131,7 +129,7 @@ def _step_seconds(config: Config, parts: Sequence[tuple[StageHost, int, int]]) -
 
 
 def _times_over(limits: InFlightLimits, replicas: int) -> InFlightLimits:
-    """What a stage's replicas may keep together: the prediction takes them for one fast host."""
+    """Return the limits of a stage's replicas together, which count as one fast host."""
     return replace(
         limits,
         open=limits.open * replicas,

@@ -1,7 +1,4 @@
-"""The devices of this host: which one a name stands for, and what they have.
-
-What decides a host's bits: the same everywhere, or equal bits are not promised.
-"""
+"""The devices of this host: their names, their memory, and the facts that decide rounding."""
 
 from __future__ import annotations
 
@@ -15,11 +12,7 @@ CPU = torch.device("cpu")
 
 
 def host_facts(device: torch.device = CPU) -> dict[str, str]:
-    """Torch's version, the vector instructions it uses, the machine, its threads, the device.
-
-    Args:
-        device: where the process computes.
-    """
+    """Return the facts that decide bits; equal bits need hosts that agree in all of them."""
     return {
         "torch": str(torch.__version__),
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
@@ -30,10 +23,10 @@ def host_facts(device: torch.device = CPU) -> dict[str, str]:
 
 
 def host_differences(reference: dict[str, str], hosts: dict[str, dict[str, str]]) -> list[str]:
-    """Where stages differ from the reference, one sentence each.
+    """Return how stages differ from the reference process, one sentence each.
 
     Args:
-        reference: facts of the reference process.
+        reference: its facts.
         hosts: facts by stage name.
     """
     return [
@@ -45,11 +38,11 @@ def host_differences(reference: dict[str, str], hosts: dict[str, dict[str, str]]
 
 
 AUTO = "auto"
-"""In the place of a device: CUDA's where the host has one, else the CPU."""
+"""The config's name for CUDA if the host has it, else the CPU."""
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that a config's name stands for on this host; it may not exist.
+    """Return the device that a config's name stands for on this host; it may not exist.
 
     Raises:
         RuntimeError: torch knows no such device.
@@ -60,9 +53,9 @@ def resolve_device(name: str) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """What a person would call it, "NVIDIA H100" or "x86_64 AVX512".
+    """Return a name for people, "NVIDIA H100" or "x86_64 AVX512".
 
-    Of a CPU also which instructions torch uses: another choice rounds differently.
+    A CPU's name includes the instructions that torch uses, since others round differently.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -72,16 +65,16 @@ def device_name(device: torch.device) -> str:
 
 
 def base_bytes(device: torch.device) -> int:
-    """What this process takes up on the device by itself; its host's memory for the CPU."""
+    """Return this process's peak memory on the CPU; 0 for other devices."""
     if device.type != "cpu":
         return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """What is free on the device, with what this process takes up; None where nobody knows.
+    """Return the free memory of the device and this process's own; None if unknown.
 
-    In a container that has a limit of its own, not more than that.
+    The limit of the container, if it has one, is the most.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
@@ -96,7 +89,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def _container_limit() -> list[int]:
-    """The control group's limit, where there is one."""
+    """Return the control group's limit, if there is one."""
     try:
         text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:

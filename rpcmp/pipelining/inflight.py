@@ -1,7 +1,7 @@
-"""How much is under way: at each stage, by its schedule, and in the whole job.
+"""The micro-batches in flight: per stage, by its schedule, and in the whole job.
 
-Schedules count bundles, which is one micro-batch or as many as travel in one message; see
-rpcmp.rpc.messages. Pure: no torch, so that supervisors can predict what workers will keep.
+Schedules count bundles: all micro-batches that travel in one message; see rpcmp.rpc.messages.
+Pure: no torch, so that supervisors can predict the memory of workers.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from rpcmp.pipelining import simulation
 from rpcmp.pipelining.schedule import InFlightLimits, policy
 
 AHEAD = 2
-"""Bundles that are asked for beyond what the stages may hold: their questions then lie at the first
-stage before it has room for them, and it waits for nobody."""
+"""Bundles that are requested beyond the stages' limits: their requests then lie at the first stage
+before it has room for them, so that it never waits for one."""
 
 STEPS_AHEAD = 2
-"""Train steps under way at once: the next one's questions arrive while the stages finish this."""
+"""Train steps in flight: the next one's requests arrive while the stages finish this one."""
 
 
 def num_bundles(config: Config) -> int:
-    """Bundles of a step."""
+    """Return the bundles per step."""
     return topology.num_bundles(config.num_microbatches, config.microbatches_per_message)
 
 
 def limits(config: Config) -> dict[str, InFlightLimits]:
-    """Bundles that each stage may keep, by its name; see `simulation.limits`.
+    """Return the bundles that each stage may keep, by its name; see `simulation.limits`.
 
     Raises:
         ConfigError: the schedule cannot run with the config's `max_in_flight`.
@@ -48,7 +48,7 @@ def limits(config: Config) -> dict[str, InFlightLimits]:
 
 
 def held(config: Config) -> dict[str, int]:
-    """Micro-batches between forward and weight gradient that each stage may keep, by its name."""
+    """Return the most micro-batches between forward and weight gradient, by the stage's name."""
     return {
         name: min(each.held * config.microbatches_per_message, config.num_microbatches)
         for name, each in limits(config).items()
@@ -56,12 +56,12 @@ def held(config: Config) -> dict[str, int]:
 
 
 def in_flight(config: Config) -> int:
-    """Bundles that are under way at once."""
+    """Return the most bundles in flight in the whole job."""
     return conducted(config) * config.stage(_sink_index(config)).num_replicas
 
 
 def conducted(config: Config) -> int:
-    """Bundles that one conductor has under way at once: each replica of the sink has one."""
+    """Return the most bundles in flight per replica of the sink, each of which runs its part."""
     sink = config.stage(_sink_index(config)).turns
     kept = limits(config)
     most = max(kept[worker.stage].open * worker.num_replicas for worker in config.workers)

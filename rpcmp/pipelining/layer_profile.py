@@ -1,4 +1,4 @@
-"""What was measured of a model's layers on one host; travels as JSON from its stage server."""
+"""Measured times and sizes of a model's layers on one host, as its stage server sends them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Bytes = Annotated[int, Field(ge=0)]
 
 
 class ProfileOrder(Strict):
-    """What a host is asked to measure: all layers, as one stage.
+    """A request to measure all layers on a host, as one stage.
 
     Attributes:
-        config: the job with that one stage, which has the settings of the stage in question.
-        differentiates: whether a layer that trains nothing has to compute input gradients all the
-            same, for layers before it on other hosts.
+        config: the job with one stage, which has the settings of the stage to measure.
+        differentiates: whether a frozen layer has to compute input gradients nevertheless, for
+            layers before it on other hosts.
     """
 
     config: Config
@@ -35,7 +35,7 @@ class LayerProfile(Strict):
             gradient; the last layer's include the loss.
         update_s: seconds of the optimizer's step.
         state_bytes: parameters, buffers, gradients and optimizer state.
-        activation_bytes: what the backward needs, and the output; without the layer's input.
+        activation_bytes: saved tensors of the backward and the output, without the input.
         input_bytes: the layer's input.
     """
 
@@ -52,9 +52,9 @@ class HostProfile(Strict):
     """All layers on one host.
 
     Attributes:
-        layers: of the whole model, in order.
-        base_bytes: what a worker takes up there whatever its layers are.
-        available_bytes: what the device has for all workers together; None where nobody knows.
+        layers: all layers of the model, in order.
+        base_bytes: a worker's memory without layers.
+        available_bytes: the device's memory for all workers together; None if unknown.
     """
 
     layers: list[LayerProfile] = Field(min_length=1)
@@ -63,13 +63,13 @@ class HostProfile(Strict):
 
 
 def merge_profiles(replicas: Sequence[HostProfile], shares: Sequence[float]) -> HostProfile:
-    """Hosts that share a stage's micro-batches, as one that ends a step when the last of them does.
+    """Merge the hosts of a stage's replicas into one that is as slow as the slowest of them.
 
-    Each steps its own optimizer, and has the whole stage in its memory.
+    Each replica steps its own optimizer, and holds the whole stage in memory.
 
     Args:
-        replicas: the same layers on each.
-        shares: of a step's micro-batches that each computes; together 1.
+        replicas: profiles of the same layers.
+        shares: each one's share of a step's micro-batches; together 1.
     """
     last, share = max(
         zip(replicas, shares, strict=True), key=lambda each: each[1] * profile_seconds(each[0])
@@ -97,5 +97,5 @@ def merge_profiles(replicas: Sequence[HostProfile], shares: Sequence[float]) -> 
 
 
 def profile_seconds(host: HostProfile) -> float:
-    """What one micro-batch takes there, if the host has all layers."""
+    """Return the seconds of one micro-batch in all layers."""
     return sum(layer.forward_s + layer.backward_s + layer.weight_s for layer in host.layers)

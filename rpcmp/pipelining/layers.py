@@ -1,22 +1,17 @@
-"""Building the model's layers: each host only its own, and the same bits on every host.
+"""Build the model's layers: each host its own, with the same bits on every host.
 
-A layer is the unit that a balance counts, that parameters are named after and that randomness is
-derived for. A chain's layers come from the config's `layers` callable; a named stage is one layer
-of its own name. Layers are initialized from (seed, layer name), so the parameters of a model do
-not depend on where it is cut.
+A layer is the unit of a balance, of the names of parameters and of random streams. A chain's layers
+come from the config's `layers` callable; a named stage is one layer of its own name. Layers are
+initialized from (seed, layer name), so the parameters of a model do not depend on where it is cut.
 
-Where every random number of a run comes from.
+One `seed` rules every random number. Each use derives its own stream from the seed and its purpose:
+(seed, "init", layer) for parameters, (seed, "train", step, micro-batch, layer) for dropout, (seed,
+"epoch", epoch) for shuffling. None of these depends on where the model is cut, on the schedule or
+on which host draws from it, so none of these change a run's bits. What a stage's optimizer draws,
+some add noise, comes from (seed, "optimizer", step, stage).
 
-One `seed` rules everything. Each use derives its own stream from the seed and from what the
-number is for: (seed, "init", layer) for parameters, (seed, "train", step, micro-batch, layer)
-for dropout, (seed, "epoch", epoch) for shuffling. None of these depends on where the model is cut,
-on the schedule or on which host draws from it, so none of these change a run's bits. What a stage's
-optimizer draws, some add noise, comes from (seed, "optimizer", step, stage).
-
-The weights that a run starts from, where its config names a file: `init = "model.safetensors"`.
-
-The file holds the unsplit model's state_dict, as `rpcmp export` writes it. Each host reads the
-tensors of its own layers and no others.
+A run may start from the weights in a file, `init = "model.safetensors"`, which holds the unsplit
+model's state_dict, as `rpcmp export` writes it. Each host reads only the tensors of its layers.
 """
 
 from __future__ import annotations
@@ -39,7 +34,7 @@ from rpcmp.errors import ConfigError, FactoryError
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from `parts`: equal parts give equal seeds on every machine."""
+    """Return a 63-bit seed from `parts`; equal parts give equal seeds on every machine."""
     text = "\0".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -64,9 +59,9 @@ def require_known_weights(
     """Check that every tensor of the file belongs to one of the model's layers.
 
     Args:
-        path: of the file.
-        prefixes: what the names of each layer begin with.
-        names: all that the model has; None: nobody knows yet.
+        path: the file.
+        prefixes: prefixes of the layers' names.
+        names: all names of the model; None if not known yet.
 
     Raises:
         ConfigError: one does not, or the file cannot be read.
@@ -87,14 +82,14 @@ def load_weights(
     tied_to: Mapping[str, str],
     owns_prefixes: bool,
 ) -> None:
-    """Give these layers their tensors from the file.
+    """Load the tensors of these layers from the file.
 
     Args:
-        path: of the file.
-        modules: by the layers' names, with what the names of their tensors begin with.
-        tied_to: for parameters that the file need not have the names of those that they are.
-        owns_prefixes: whether nobody else's names begin as a layer's do, so that a name which it
-            does not have is a mistake.
+        path: the file.
+        modules: by the layers' names, with the prefix of their tensors.
+        tied_to: first names of tied parameters, whose other names may be missing in the file.
+        owns_prefixes: whether no other layer shares a prefix, so that an unknown name with it is a
+            mistake.
 
     Raises:
         ConfigError: one is missing, unknown or of another shape, or the file cannot be read.
@@ -132,7 +127,7 @@ LayerFactory = Callable[[], nn.Module]
 
 
 def chain_layers(config: Config) -> dict[str, LayerFactory]:
-    """The layers of a `[model]`, by name, in order, not built yet.
+    """Return the factories of the layers of a `[model]`, by name, in order.
 
     Raises:
         ConfigError: `layers` fails or does not return named layers.
@@ -154,7 +149,7 @@ def chain_layers(config: Config) -> dict[str, LayerFactory]:
 
 
 def layer_sizes(layers: Mapping[str, LayerFactory]) -> list[int]:
-    """Parameters of each layer, counted on the meta device: nothing is allocated.
+    """Return the parameters per layer, counted on the meta device without allocating any.
 
     Raises:
         ConfigError: a layer cannot be built on the meta device.
@@ -174,7 +169,7 @@ def layer_sizes(layers: Mapping[str, LayerFactory]) -> list[int]:
 
 
 def build_layers(config: Config, stage_index: int, names: Iterable[str]) -> dict[str, nn.Module]:
-    """The initialized modules of one stage, by layer name, on the CPU.
+    """Build and initialize the modules of one stage, by layer name, on the CPU.
 
     Args:
         names: the stage's layers; for a named stage, its own name.
@@ -223,7 +218,7 @@ def _build_layer(seed: int, name: str, layer: LayerFactory) -> nn.Module:
 
 
 def _pairs(made: Any, source: str) -> Iterable[tuple[str, LayerFactory]]:
-    """(name, factory) pairs from all that `layers` may return."""
+    """Yield (name, factory) pairs from any result of `layers`."""
     if isinstance(made, nn.Module):  # a module that stands twice in a Sequential is two layers
         every = made.named_modules(remove_duplicate=False)
         made = [(name, module) for name, module in every if name and "." not in name]
@@ -251,7 +246,7 @@ class _Ready:
 
 
 def _check_names(names: list[str], source: str) -> None:
-    """Parameters are named "<layer>.<parameter>", so no layer's name may begin another's."""
+    """Check names: parameters are "<layer>.<parameter>", so no name may be a prefix of another."""
     if not names:
         raise ConfigError(f"{source} returns no layers")
     for name in names:
@@ -261,7 +256,7 @@ def _check_names(names: list[str], source: str) -> None:
 
 
 def _refuse_shared_parameters(modules: Mapping[str, nn.Module]) -> None:
-    """A cut between two layers would give each a copy of its own: the model would change."""
+    """Refuse shared parameters: a cut would give each layer a copy, and change the model."""
     owners: dict[nn.Parameter, str] = {}
     for layer, module in modules.items():
         for name, parameter in module.named_parameters():

@@ -1,10 +1,10 @@
-"""`torch._dynamo` is imported when somebody compiles, and not by every optimizer.
+"""Import `torch._dynamo` only when something is compiled, and not for every optimizer.
 
 Torch's optimizers import the front end of `torch.compile` when they are made, to keep out of its
 graphs, and again at each step: 800 modules, and as much time as `import torch` itself. What they
-use of it does nothing unless something is being compiled. So it is put off: `import torch._dynamo`
-gives a module with these two functions, which becomes the real one when anything else of it is
-asked for, as `torch.compile` does.
+use of it does nothing unless something is being compiled. So `import torch._dynamo` is deferred: it
+gives a module with these two functions, which becomes the real one when any other attribute is
+used, as `torch.compile` does.
 
     optimizer.step() ──import torch._dynamo──> deferred: graph_break(), disable()
     torch.compile(f) ──torch._dynamo.optimize──> the real one takes its place, everywhere
@@ -30,13 +30,13 @@ NAME = "torch._dynamo"
 
 
 def defer() -> None:
-    """Put the import off, unless it has been done; from then on, in this process and its forks."""
+    """Defer the import in this process and its forks, unless it has been done."""
     if NAME not in sys.modules and _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
 
 
 class _Deferred(ModuleType):
-    """In the place of torch._dynamo, until more of it is needed than this."""
+    """Stands in for torch._dynamo until more of it is needed than this."""
 
     def graph_break(self, msg: str = "") -> None:
         """Nothing is being compiled, so there is no graph to break."""
@@ -44,10 +44,10 @@ class _Deferred(ModuleType):
             _FINDER.real().graph_break(msg)
 
     def disable(self, fn: Any = None, recursive: bool = True, **options: Any) -> Any:
-        """`fn`, kept out of graphs from the moment that there may be any.
+        """Return `fn`, kept out of graphs once there may be any.
 
-        Only a function is put off. Classes, modules and what is called with none, to decorate or
-        as a context, are not functions afterwards: of these the real one knows.
+        Only functions are deferred. The results for classes, modules and calls without an argument
+        (decorators, contexts) are not functions, so the real module makes them.
         """
         if not isinstance(fn, FunctionType | MethodType):
             return _FINDER.real().disable(fn, recursive, **options)
@@ -70,10 +70,10 @@ class _Deferred(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Answers for torch._dynamo and what lies in it.
+    """Finds and loads torch._dynamo and its submodules.
 
     Attributes:
-        has_imported: whether the real one is there.
+        has_imported: whether the real module has been imported.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class _Finder(MetaPathFinder, Loader):
         return self._real is not None
 
     def real(self) -> ModuleType:
-        """Import it, the first time; a thread that comes meanwhile waits."""
+        """Return the real module, imported the first time; other threads wait meanwhile."""
         with self._lock:
             if self._real is None and not self._is_importing:
                 self._is_importing = True
@@ -101,7 +101,7 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Who loads `fullname`; None: whoever else would."""
+        """Return the spec of `fullname` if this finder loads it."""
         if fullname == NAME and not self._is_importing and not self.has_imported:
             return ModuleSpec(fullname, self)
         if fullname.startswith(f"{NAME}.") and fullname in sys.modules:
@@ -110,11 +110,11 @@ class _Finder(MetaPathFinder, Loader):
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The deferred one, or what has been imported already."""
+        """Return a new deferred module, or a submodule that has been imported already."""
         return ModuleType(spec.name) if spec.name == NAME else sys.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """The former becomes what it is for, the latter what it was before it was asked for."""
+        """Make the former a `_Deferred`; give the latter its own spec back."""
         if module.__name__ == NAME:
             module.__class__ = _Deferred
         elif (spec := module.__spec__) is not None and spec.loader is self:

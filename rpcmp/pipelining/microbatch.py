@@ -1,15 +1,16 @@
-"""How a mini-batch is cut into micro-batches.
+"""Cut a mini-batch into micro-batches, and put their results together.
 
     50 samples, 7 micro-batches:  8 7 7 7 7 7 7        2 samples, 4 micro-batches:  1 1
                                                        of 2 samples at least:       2
 
-Sizes differ by at most one sample and are never less than what the model needs, so no stage gets a
-straggler and fewer samples than that just means fewer micro-batches. The losses are weighted by
-samples: with a mean loss the gradients add up to those of the whole mini-batch.
+Sizes differ by at most one sample, so no stage gets a straggler, and are never less than the model
+needs: a small mini-batch is cut into fewer micro-batches. The losses are weighted by samples, so
+with a mean loss the gradients add up to those of the whole mini-batch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,15 +31,15 @@ On larger maps it gives more, and torch trains; only the layer's input shows tha
 
 
 def sizes(num_samples: int, num_microbatches: int, smallest: int = 1) -> list[int]:
-    """Samples in each micro-batch, the larger ones first.
+    """Return the samples in each micro-batch, the larger ones first.
 
     Args:
-        num_samples: of the mini-batch.
-        num_microbatches: the most that there may be.
-        smallest: samples that each has at least, unless the mini-batch has fewer.
+        num_samples: size of the mini-batch.
+        num_microbatches: the most micro-batches to make.
+        smallest: the fewest samples per micro-batch, unless the mini-batch has fewer.
 
     Raises:
-        ConfigError: there is no sample at all.
+        ConfigError: the mini-batch is empty.
     """
     if num_samples < 1:
         raise ConfigError("a mini-batch has no samples; is the dataset empty?")
@@ -48,7 +49,7 @@ def sizes(num_samples: int, num_microbatches: int, smallest: int = 1) -> list[in
 
 
 def smallest_for(modules: Iterable[nn.Module]) -> int:
-    """Return how many samples a micro-batch needs that `modules` are trained with.
+    """Return the fewest samples of a micro-batch that `modules` can be trained with.
 
     Args:
         modules: in training mode, unless they refuse that.
@@ -58,18 +59,18 @@ def smallest_for(modules: Iterable[nn.Module]) -> int:
 
 
 def _uses_batch(layer: nn.Module) -> bool:
-    """Whether a layer of batch normalization computes statistics of the batch it is given."""
+    """Return whether batch normalization computes statistics of its batch."""
     return layer.training or (layer.running_mean is None and layer.running_var is None)
 
 
 def num_samples(batch: Any, what: str = "") -> int:
-    """The size of the first dimension, which all tensors of `batch` must share.
+    """Return the size of the first dimension, which all tensors of `batch` must share.
 
     Args:
         what: the batch's name, for errors.
 
     Raises:
-        ConfigError: a leaf is no tensor, has no dimension, or the sizes differ.
+        ConfigError: a leaf is not a tensor, has no dimension, or the sizes differ.
     """
     found: dict[int, str] = {}
     for path, leaf in pytree.leaves_with_path(batch):
@@ -87,13 +88,13 @@ def num_samples(batch: Any, what: str = "") -> int:
 
 
 def split(batch: Any, num_microbatches: int, smallest: int = 1) -> list[Any]:
-    """`batch` cut along the first dimension of its tensors; see `sizes`."""
+    """Cut `batch` along the first dimension of its tensors; see `sizes`."""
     count = len(sizes(num_samples(batch), num_microbatches, smallest))
     return [cut(batch, count, microbatch) for microbatch in range(count)]
 
 
 def join(parts: list[Any]) -> Any:
-    """The other way round: trees of equal shape as one, each tensor joined with its likes."""
+    """Concatenate trees of equal structure, tensor by tensor; the inverse of `split`."""
     columns = zip(*(pytree.leaves(part) for part in parts), strict=True)
 
     def joined(leaf: Any) -> Any:
@@ -104,10 +105,10 @@ def join(parts: list[Any]) -> Any:
 
 
 def cut(batch: Any, num_microbatches: int, microbatch: int) -> Any:
-    """One slice of `batch`.
+    """Return one slice of `batch`, as a contiguous copy.
 
-    A fresh contiguous copy: a view's offset into its storage would decide which vector code a
-    kernel takes, and with it the last bits of the result.
+    The offset of a view into its storage would decide which vector code a kernel takes, and with it
+    the last bits of the result.
     """
     all_sizes = sizes(num_samples(batch), num_microbatches)
     start = sum(all_sizes[:microbatch])
@@ -115,3 +116,16 @@ def cut(batch: Any, num_microbatches: int, microbatch: int) -> Any:
     return pytree.map_tensors(
         lambda tensor: tensor[start:end].clone(memory_format=torch.contiguous_format), batch
     )
+
+
+def exact_sum(values: Iterable[float]) -> float:
+    """Return the sum, rounded once, whatever the order.
+
+    If `math.fsum` raises, return the sum that torch would: NaN for infinities of both signs, and
+    infinity if the sum grows too large on the way.
+    """
+    values = list(values)
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        return sum(values)

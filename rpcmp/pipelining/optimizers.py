@@ -4,10 +4,10 @@
         { match = ["*.bias", "*norm*"], weight_decay = 0.0 },
     ] }
 
-First comes the group of what no pattern matches, unless one is "*"; then the config's, in their
-order. A parameter goes to the first of these of which a pattern matches its name in the unsplit
-model, or any of its names if it is tied. Every stage has all of them, also those that nothing of
-its own is in: so what a scheduler keeps of each fits another cut as well.
+The first group is for parameters that no pattern matches, unless one is "*"; then the config's
+follow, in order. A parameter goes to the first of these with a pattern that matches its name in the
+unsplit model, or any of its names if it is tied. Every stage has all groups, even empty ones, so
+that the state of a scheduler fits another cut as well.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ Trained = Mapping[str, Mapping[str, bool]]
 
 
 def create(source: OptimizerFactory, named: Mapping[str, Tensor], what: str = "optimizer") -> Any:
-    """The optimizer of these parameters.
+    """Create the optimizer of these parameters.
 
     Args:
         source: the config's.
-        named: what it trains, by the names of the unsplit model.
+        named: its parameters, by the names of the unsplit model.
         what: the config key, for the error message.
 
     Raises:
-        FactoryError: it does not import, raised, or knows no such option as a group gives; names
-            the parameters that it does not take.
+        FactoryError: it does not import, raised, or does not know an option of a group; names the
+            parameters that it does not take.
     """
     lazy_dynamo.defer()
     try:
@@ -59,7 +59,7 @@ def create(source: OptimizerFactory, named: Mapping[str, Tensor], what: str = "o
 
 
 def group_of(source: OptimizerFactory, name: str) -> int:
-    """The number among the config's groups of that which a parameter goes to; -1: none."""
+    """Return the index of a parameter's group in the config's groups; -1 if it has none."""
     names = source.names_of(name)
     for number, group in enumerate(source.groups):
         if any(fnmatchcase(name, pattern) for pattern in group.match for name in names):
@@ -68,7 +68,7 @@ def group_of(source: OptimizerFactory, name: str) -> int:
 
 
 def _arranged(source: OptimizerFactory, named: Mapping[str, Tensor], without: str = "") -> Any:
-    """What the optimizer gets: parameters, or groups of them; `without` one of their options."""
+    """Return the optimizer's argument: parameters or groups; `without` one of their options."""
     if not source.groups:
         return list(named.values())
     groups: list[dict[str, Any]] = [{"params": [], **group.options} for group in source.groups]
@@ -93,7 +93,7 @@ def _can_build(source: OptimizerFactory, named: Mapping[str, Tensor], without: s
 
 
 def _refused(source: OptimizerFactory, named: Mapping[str, Tensor]) -> list[str]:
-    """The parameters that the optimizer does not take; none if it cannot be built at all."""
+    """Return the parameters that the optimizer refuses; empty if it cannot be built at all."""
     if not _can_build(source, {"": nn.Parameter(torch.zeros(1, 1))}):
         return []
     return [name for name, value in named.items() if not _can_build(source, {name: value})]
@@ -104,10 +104,10 @@ def require_matches(config: Config, trained: Trained) -> None:
 
     Args:
         config: the job.
-        trained: of all stages.
+        trained: the parameters of all stages.
 
     Raises:
-        ConfigError: one matches none; says what it matches, and who trains that.
+        ConfigError: a pattern matches none; names its matches and the optimizer that trains them.
     """
     stages: dict[str, list[int]] = {}
     for index in range(config.num_stages):
@@ -123,19 +123,19 @@ def require_matches(config: Config, trained: Trained) -> None:
 
 
 def _has_own(config: Config, index: int) -> bool:
-    """Whether a stage has an optimizer of its own, and not the job's with other arguments."""
+    """Return whether a stage has its own optimizer, not the job's with other arguments."""
     return isinstance(config.stage(index).optimizer, Factory)
 
 
 def _trained_in(config: Config, index: int, trained: Trained) -> Iterator[str]:
-    """Names of the parameters that a stage's optimizer trains: all of those that are tied."""
+    """Yield the names of the parameters that a stage's optimizer trains, with tied ones' all."""
     for name, is_trained in trained[config.stage_names[index]].items():
         if is_trained and name not in config.tied_to:
             yield from config.optimizer_of(index).names_of(name)
 
 
 def _why_nothing(config: Config, pattern: str, trained: Trained) -> str:
-    """What a pattern matches instead of parameters that its optimizer trains."""
+    """Return the end of an error: the matches of a pattern that its optimizer does not train."""
     stage_of = {name: stage for stage, names in trained.items() for name in names}
     matched = [name for name in stage_of if fnmatchcase(name, pattern)]
     if not matched:
@@ -157,10 +157,10 @@ def _why_nothing(config: Config, pattern: str, trained: Trained) -> str:
 def _require_options(
     source: OptimizerFactory, named: Mapping[str, Tensor], optimizer: Any, what: str
 ) -> None:
-    """torch takes any key of a group, and a misspelt one does nothing.
+    """Refuse unknown options: torch takes any key of a group, and a misspelt one does nothing.
 
-    Known is what has a default, here or in the built groups that were not given it; and what the
-    optimizer cannot be built without, such as `use_muon`.
+    Options are known if they have a default, in the optimizer or in built groups that were not
+    given them, or if the optimizer cannot be built without them, such as `use_muon`.
     """
     if not source.groups:
         return
@@ -180,6 +180,6 @@ def _require_options(
 
 
 def _is_needed(source: OptimizerFactory, named: Mapping[str, Tensor], option: str) -> bool:
-    """Whether the optimizer cannot be built unless its groups give the option."""
+    """Return whether the optimizer cannot be built unless its groups give the option."""
     shapes = {n: nn.Parameter(torch.empty_like(p, device="meta")) for n, p in named.items()}
     return not _can_build(source, shapes, without=option)

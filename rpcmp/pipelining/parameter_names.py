@@ -1,16 +1,14 @@
-"""Whose each name of the unsplit model is.
+"""Find the layer that each name of the unsplit model belongs to, and check tied parameters.
 
-A parameter is called there by its layer and its name in it, `block3.attention.weight`; in a stage
-of `[[stages]]` by the stage's `prefix`. Prefixes may be alike, or empty, where the unsplit model's
-own attributes lie in several stages: then only the modules themselves say whose a name is. So they
-are built on the meta device, where tensors have shapes and no memory. What cannot be built here, as
-it needs its host, is looked at when the stages have been built.
+A parameter is named by its layer and its name in it, `block3.attention.weight`; in a stage of
+`[[stages]]` by the stage's `prefix`. Prefixes may be equal or empty if the unsplit model's own
+attributes lie in several stages; then only the modules show which stage has a name. So they are
+built on the meta device, where tensors have shapes but no memory. Modules that need their host are
+checked after the stages have been built.
 
-Parameters that are one and lie in several layers: which stages have them, and that they fit.
-
-The first name owns the parameter: its stage adds up the gradients of all places, in the order of
-the names, and its optimizer steps; the others take over what it has become. So there is one state
-of an optimizer, one tensor in a checkpoint, and the bits do not depend on where the model is cut.
+The first name of a tied parameter owns it: its stage adds up the gradients of all names, in their
+order, and steps its optimizer; the other stages copy the result. So there is one optimizer state
+and one tensor in a checkpoint, and the bits do not depend on where the model is cut.
 """
 
 from __future__ import annotations
@@ -31,12 +29,12 @@ _log = logging.getLogger(__name__)
 
 
 class Named(NamedTuple):
-    """What a layer has, under the names of the unsplit model.
+    """The parameters of a layer, by their names in the unsplit model.
 
     Attributes:
-        parameters: what each is, in words, such as "torch.float32 of shape (3, 4)".
+        parameters: dtype and shape, such as "torch.float32 of shape (3, 4)".
         trained: names of those that are not frozen.
-        state: names of all that its state_dict has.
+        state: names in its state_dict.
     """
 
     parameters: dict[str, str]
@@ -47,10 +45,10 @@ class Named(NamedTuple):
 def named_parameters_of(
     config: Config, layers_of_stages: Sequence[Sequence[str]]
 ) -> dict[str, Named] | None:
-    """What every layer has; None where one cannot be built on the meta device here.
+    """Return the names of every layer; None if one cannot be built on the meta device here.
 
     Raises:
-        ConfigError: two layers have the same name of something.
+        ConfigError: two layers have the same name.
     """
     plain = config.model_copy(update={"init": None})  # weights change no names
     found: dict[str, Named] = {}
@@ -85,14 +83,7 @@ def _named(module: nn.Module, prefix: str, frozen: bool) -> Named:
 
 
 def require_distinct(names: Mapping[str, Iterable[str]]) -> None:
-    """Check that nothing has the same name in two layers.
-
-    Args:
-        names: of each layer, or stage.
-
-    Raises:
-        ConfigError: something has.
-    """
+    """Raise ConfigError if two layers, or stages, have the same name in the unsplit model."""
     owners: dict[str, str] = {}
     for owner, its in names.items():
         for name in its:
@@ -104,13 +95,13 @@ def require_distinct(names: Mapping[str, Iterable[str]]) -> None:
 
 
 def layer_of(config: Config, parameter: str, found: Mapping[str, Named | None]) -> str:
-    """The layer that a parameter belongs to.
+    """Return the layer that a parameter belongs to.
 
     Args:
-        found: what each layer has; None: nobody knows, and its prefix has to tell.
+        found: the names of each layer; None if unknown: then its prefix decides.
 
     Raises:
-        ConfigError: none, or nobody can tell.
+        ConfigError: there is none, or prefixes do not tell layers apart.
     """
     for layer, named in found.items():
         if named is not None and parameter in named.parameters:
@@ -141,14 +132,11 @@ def layer_of(config: Config, parameter: str, found: Mapping[str, Named | None]) 
 
 
 def require_equal_ties(tied: Sequence[Sequence[str]], kinds: Mapping[str, str]) -> None:
-    """Check that what is tied exists and is alike.
+    """Raise ConfigError unless tied parameters exist and have equal dtypes and shapes.
 
     Args:
         tied: the config's.
-        kinds: what the parameters are, in words, by their names.
-
-    Raises:
-        ConfigError: a name does not exist, or its parameter is of another kind than the first's.
+        kinds: dtype and shape of the parameters, by their names.
     """
     for group in tied:
         for name in group:
@@ -163,5 +151,5 @@ def require_equal_ties(tied: Sequence[Sequence[str]], kinds: Mapping[str, str]) 
 
 
 def under_all_names(state: Mapping[str, Tensor], tied_to: Mapping[str, str]) -> dict[str, Tensor]:
-    """A state_dict as the unsplit model has it: what is tied stands under each of its names."""
+    """Return the unsplit model's state_dict, which has tied parameters under all their names."""
     return {**state, **{name: state[first] for name, first in tied_to.items()}}

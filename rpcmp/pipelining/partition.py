@@ -1,22 +1,22 @@
-"""How a list of layers is cut into stages.
+"""Cut a list of layers into stages.
 
     layers   embedding block0 block1 block2 block3 head        balance = [2, 2, 2]
     stages   └── stage0 ────┘ └── stage1 ──┘ └─ stage2 ──┘
 
-A balance is the number of consecutive layers of each stage. Without one, cuts are chosen by size
-so that the largest stage is as small as possible (exact, by bisection on that size).
+A balance is the number of consecutive layers of each stage. Without one, `balance_by_size` makes
+the largest stage as small as possible (exact, by bisection on that size).
 
-The balance whose slowest stage is fastest, among those that fit into every host's memory.
-
-Exact, by dynamic programming over (stage, layer): the best way to give the first `end` layers to
-the first stages follows from the best ways to give fewer layers to one stage less.
+From measured layers, `choose_balance` makes the slowest stage as fast as possible, among the
+balances that fit into every host's memory. It is exact, by dynamic programming over (stage, layer):
+the best way to give the first `end` layers to the first stages follows from the best ways to give
+fewer layers to one stage less.
 
     stage 0     stage 1
     [0, start)  [start, end)    best[end] = min over start of max(best[start], cost(stage 1))
 
-Once the slowest stage is known, a second pass chooses the most even balance that is no slower: that
-with the smallest sum of squares. (One pass could not do both: a prefix with a slower stage may be
-the more even one, and cost nothing where a later stage is slower still.)
+Once the slowest stage is known, a second pass chooses the most even balance that is not slower, by
+the smallest sum of squares. (One pass could not do both: a prefix with a slower stage may be the
+more even one, and cost nothing if a later stage is slower still.)
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rpcmp.pipelining.layer_profile import HostProfile, LayerProfile
 
 
 def cut_layers(layers: Sequence[str], balance: Sequence[int]) -> list[list[str]]:
-    """The names of the layers of each stage.
+    """Return the names of the layers of each stage.
 
     Raises:
         ConfigError: the balance does not add up to the number of layers.
@@ -53,7 +53,7 @@ def cut_layers(layers: Sequence[str], balance: Sequence[int]) -> list[list[str]]
 
 
 def balance_by_size(sizes: Sequence[int], num_stages: int) -> list[int]:
-    """The balance whose largest stage is smallest.
+    """Return the balance whose largest stage is smallest.
 
     Args:
         sizes: cost of each layer, such as its number of parameters; at least zero.
@@ -77,7 +77,7 @@ def balance_by_size(sizes: Sequence[int], num_stages: int) -> list[int]:
 
 
 def _fill(sizes: Sequence[int], capacity: int) -> list[int]:
-    """Layers a stage when every stage takes as many as fit into `capacity`."""
+    """Return the layers per stage if every stage takes all that fit into `capacity`."""
     counts, load = [0], 0
     for size in sizes:
         if counts[-1] and load + size > capacity:
@@ -100,20 +100,20 @@ def _spread(counts: list[int], num_stages: int) -> list[int]:
 Number = TypeVar("Number", int, float)
 
 Cost = Callable[[int, int, int], float]
-"""Of giving the layers from `start` up to `end` to a stage; infinite where that cannot be."""
+"""Cost of the layers from `start` up to `end` at a stage; infinite if they do not fit."""
 
 
 @dataclass(frozen=True)
 class StageHost:
-    """One stage's host, and what any part of the model would cost there.
+    """One stage's host, and the cost of any part of the model there.
 
     Attributes:
         stage: the stage's name.
         profile: the layers, measured on that host.
-        limit_bytes: what the stage may take up; None: no limit.
-        num_microbatches: of a step.
-        held: micro-batches of which the stage may hold activations at once.
-        recompute: whether it holds what it receives instead, and computes them again.
+        limit_bytes: memory limit of the stage; None: no limit.
+        num_microbatches: per step.
+        held: micro-batches whose activations the stage may hold at once.
+        recompute: whether it holds only its inputs and recomputes activations.
     """
 
     stage: str
@@ -124,17 +124,17 @@ class StageHost:
     recompute: bool = False
 
     def seconds(self, start: int, end: int) -> float:
-        """What one step computes with the layers from `start` up to `end`."""
+        """Return the seconds of one step in the layers from `start` up to `end`."""
         return self._seconds[start][end - start - 1]
 
     def memory(self, start: int, end: int) -> int:
-        """Bytes that the stage takes up with the layers from `start` up to `end`."""
+        """Return the bytes that the layers from `start` up to `end` need."""
         received = self.profile.layers[start].input_bytes
         kept = self._bytes[start][end - start - 1]
         return self.profile.base_bytes + self.held * received + kept
 
     def overrun(self, start: int, end: int) -> int:
-        """Bytes by which these layers exceed the limit; at most zero where they fit."""
+        """Return the bytes by which these layers exceed the limit; at most zero if they fit."""
         return 0 if self.limit_bytes is None else self.memory(start, end) - self.limit_bytes
 
     @cached_property
@@ -158,7 +158,7 @@ class StageHost:
 
 
 def choose_balance(hosts: Sequence[StageHost]) -> list[int]:
-    """The layers of each stage.
+    """Return the layers of each stage.
 
     Args:
         hosts: in the order of the stages; all have profiled the same layers.
@@ -193,7 +193,7 @@ def choose_balance(hosts: Sequence[StageHost]) -> list[int]:
 def _best(
     cost: Cost, num_stages: int, num_layers: int, combine: Callable[[float, float], float]
 ) -> tuple[float, tuple[int, ...]] | None:
-    """The smallest combined cost and its balance; None where all are infinite."""
+    """Return the smallest combined cost and its balance; None if all are infinite."""
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (-math.inf, ())}
     for stage in range(num_stages):
         longer: dict[int, tuple[float, tuple[int, ...]]] = {}
@@ -208,7 +208,7 @@ def _best(
 
 
 def _too_large(hosts: Sequence[StageHost], num_layers: int) -> ConfigError:
-    """Names the stage that lacks most in the balance that lacks least."""
+    """Return an error that names the stage that lacks most in the balance that lacks least."""
 
     def overrun(stage: int, start: int, end: int) -> float:
         return hosts[stage].overrun(start, end)

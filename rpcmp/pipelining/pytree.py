@@ -1,4 +1,4 @@
-"""Nested tuples, lists and dicts of tensors: what passes between stages, and batches.
+"""Nested tuples, lists and dicts of tensors, such as batches and the outputs of stages.
 
 A leaf is anything that is not a tuple, list or dict. Named tuples keep their type.
 """
@@ -15,13 +15,13 @@ Path: TypeAlias = tuple[str | int, ...]
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """The leaves of `tree`, depth first, dicts in insertion order."""
+    """Yield the leaves of `tree`, depth first, dicts in insertion order."""
     for _, leaf in leaves_with_path(tree):
         yield leaf
 
 
 def leaves_with_path(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The leaves of `tree` with the path to each."""
+    """Yield the path to each leaf of `tree`, and the leaf."""
     if isinstance(tree, dict):
         for key, child in tree.items():
             yield from leaves_with_path(child, (*path, key))
@@ -33,14 +33,14 @@ def leaves_with_path(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
-    """The leaves of `tree` that are tensors."""
+    """Return the leaves of `tree` that are tensors."""
     if isinstance(tree, torch.Tensor):  # by far the most frequent, several times a micro-batch
         return [tree]
     return [leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """A tree of the same shape whose leaves are `function(leaf)`, in the order of `leaves`."""
+    """Return `tree` with `function(leaf)` in place of each leaf, in the order of `leaves`."""
     if isinstance(tree, dict):
         return {key: map_leaves(function, child) for key, child in tree.items()}
     if isinstance(tree, tuple | list):
@@ -68,10 +68,10 @@ def plain(tree: Any) -> Any:
 
 
 def select(tree: Any, path: tuple[str, ...]) -> Any:
-    """The part of `tree` at `path`; keys of tuples and lists are their indices.
+    """Return the part of `tree` at `path`; keys of tuples and lists are their indices.
 
     Raises:
-        LookupError: there is no such part; the message names the keys that exist.
+        LookupError: there is no such part; the message describes what there is.
     """
     for key in path:
         if isinstance(tree, dict) and key in tree:
@@ -84,7 +84,7 @@ def select(tree: Any, path: tuple[str, ...]) -> Any:
 
 
 def describe(tree: Any) -> str:
-    """What `tree` is made of, for people: "{'image': float32[8, 1, 8, 8]}"."""
+    """Describe the structure of `tree` for people: "{'image': float32[8, 1, 8, 8]}"."""
     if isinstance(tree, dict):
         return "{" + ", ".join(f"{key!r}: {describe(child)}" for key, child in tree.items()) + "}"
     if isinstance(tree, tuple | list):

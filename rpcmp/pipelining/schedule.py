@@ -1,9 +1,9 @@
-"""In which order a stage does its forwards and backwards.
+"""The order in which a stage runs its forwards and backwards.
 
-One compute thread a stage asks its policy for the next action among those that are ready. Forwards
-run in micro-batch order, and so do backwards and weight gradients, whatever the policy: gradients
-are then summed in one order and a run gives the same bits under every schedule. With 3 stages and 4
-micro-batches, equal times for all actions:
+One compute thread per stage asks its policy for the next action among those that are ready.
+Forwards run in micro-batch order, and so do backwards and weight gradients, whatever the policy:
+gradients are then summed in one order and a run gives the same bits under every schedule. With 3
+stages and 4 micro-batches, equal times for all actions:
 
     gpipe: all forwards, then all backwards.           Keeps every micro-batch's activations.
         stage 0   F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3
@@ -19,14 +19,14 @@ micro-batches, equal times for all actions:
         stage 1   .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
         stage 2   .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
 
-In the last, nobody waits for stage 0, whose backwards are whole and take two units. Stage s lags s
-weight gradients behind its backwards: all stages then walk in lockstep, backwards meet a stage that
-is free, and a step takes no longer than filling the pipeline once and the work of one stage. A
+In the last, no stage waits for stage 0, whose backwards are whole and take two units. Stage s lags
+s weight gradients behind its backwards: all stages then walk in lockstep, backwards meet a stage
+that is free, and a step takes no longer than filling the pipeline once and the work of one stage. A
 weight gradient that starts whenever nothing else is ready costs more than the bubble it fills,
 because the next backward arrives while it runs. With twice the `max_in_flight` the next step's
 forwards fill the rest: no bubble at all.
 
-Where several micro-batches share a message, a bundle of them is one micro-batch here.
+If several micro-batches share a message, such a bundle counts as one micro-batch here.
 
 Sources: GPipe (arXiv:1811.06965), PipeDream-Flush (arXiv:2006.09503), Zero Bubble Pipeline
 Parallelism (arXiv:2401.10241), whose ZB-H1 and ZB-H2 are our smallest and largest useful
@@ -43,7 +43,7 @@ from rpcmp.errors import ConfigError
 
 
 class Action(StrEnum):
-    """What a compute thread can do for a micro-batch."""
+    """An action of a compute thread for one micro-batch."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -52,7 +52,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RoundProgress:
-    """What a stage has done in this round, and what it could do next.
+    """The actions that a stage has done in this round, and those it could do next.
 
     Attributes:
         num_microbatches: micro-batches of the round.
@@ -70,12 +70,12 @@ class RoundProgress:
 
 @dataclass(frozen=True, slots=True)
 class StagePosition:
-    """Where in the graph a stage is.
+    """The position of a stage in the graph.
 
     Attributes:
         depth: stages on the longest way from this one to the loss, both included.
         longest: the largest depth of all stages.
-        reads_stages: whether somebody waits for its input gradients.
+        reads_stages: whether another stage waits for its input gradients.
     """
 
     depth: int
@@ -85,13 +85,13 @@ class StagePosition:
 
 @dataclass(frozen=True, slots=True)
 class InFlightLimits:
-    """How many micro-batches, or bundles of them, a stage may keep.
+    """The most micro-batches, or bundles of them, that a stage may keep.
 
     Attributes:
-        open: between forward and backward: all of their activations.
+        open: between forward and backward, with all of their activations.
         held: between forward and weight gradient.
         splits: whether weight gradients are actions of their own.
-        deferred: of these, how many a stage keeps for later where its schedule has a choice.
+        deferred: weight gradients that a stage keeps for later if it can run something else.
     """
 
     open: int
@@ -106,11 +106,10 @@ class Policy(Protocol):
     def limits(
         self, place: StagePosition, num_microbatches: int, max_in_flight: int | None
     ) -> InFlightLimits:
-        """What a stage may keep.
+        """Return the limits of a stage.
 
         Args:
-            place: where the stage is.
-            num_microbatches: micro-batches a step.
+            num_microbatches: per step.
             max_in_flight: the config's; None for the policy's own.
 
         Raises:
@@ -118,7 +117,7 @@ class Policy(Protocol):
         """
 
     def choose(self, progress: RoundProgress, limits: InFlightLimits) -> Action | None:
-        """The next action, or None to wait. Never an action that is not ready."""
+        """Return the next action, always one that is ready, or None to wait."""
 
 
 class GPipe:
@@ -145,7 +144,7 @@ class GPipe:
 class OneForwardOneBackward:
     """Backward first, else a forward while fewer than `limits.open` micro-batches are open.
 
-    More than `depth` of them, where `max_in_flight` allows it, hide the time on the wire.
+    More than `depth` of them, if `max_in_flight` allows it, hide the time on the wire.
     """
 
     def limits(
@@ -166,10 +165,10 @@ class OneForwardOneBackward:
 class ZeroBubble:
     """Forwards up to the limit, then one weight gradient for each backward, `deferred` behind.
 
-    Of `max_in_flight`, by default one more than the longest way, a stage far from the loss needs
-    most for micro-batches that are open, and one close to it for weight gradients that wait. More
-    than twice the longest way has no use. A stage that reads only the batch does not split: nobody
-    waits for its input gradients.
+    `max_in_flight` is by default one more than the longest way to the loss. A stage far from the
+    loss uses most of it for open micro-batches, and a stage close to it for waiting weight
+    gradients. More than twice the longest way has no use. A stage that reads only the batch does
+    not split, since no stage waits for its input gradients.
     """
 
     def limits(
@@ -206,11 +205,7 @@ POLICIES: dict[str, Policy] = {
 
 
 def policy(name: str) -> Policy:
-    """The policy called `name`.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the policy called `name`; raises ConfigError if there is none."""
     if name not in POLICIES:
         raise ConfigError(f"no schedule {name!r}; there are {', '.join(map(repr, POLICIES))}")
     return POLICIES[name]

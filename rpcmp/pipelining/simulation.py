@@ -1,9 +1,9 @@
-"""A step of any graph under any schedule, simulated: how long it takes, and who waits.
+"""Simulate a step of any graph under any schedule: its duration, and where stages wait.
 
 The rules are those of a run: a stage's thread does one action at a time and asks its policy for the
 next; a forward needs its inputs' forwards, a backward the forward and its readers' backwards, and
-both a time on the wire. `balance = "auto"` takes its prediction from here, and the tests draw every
-schedule with it. Pure: no torch, no processes.
+both take time on the wire. `balance = "auto"` predicts with it, and the tests draw every schedule
+with it. Pure: no torch, no processes.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ class ActionTimes(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All three."""
         return sum(self)
 
     def scaled(self, number: float) -> ActionTimes:
-        """Those of as many micro-batches."""
+        """Return the times of `number` micro-batches."""
         return ActionTimes(*(number * seconds for seconds in self))
 
 
@@ -47,7 +46,8 @@ class SimulatedRun(NamedTuple):
 
 
 def fixed(times: Mapping[str, ActionTimes], limits: Mapping[str, InFlightLimits]) -> Duration:
-    """Durations that are the same for every micro-batch; whole backwards where nothing splits."""
+    """Return durations that are equal for all micro-batches; stages that do not split have whole
+    backwards."""
 
     def duration(stage: str, action: Action, microbatch: int) -> float:
         mine = times[stage]
@@ -63,11 +63,10 @@ def fixed(times: Mapping[str, ActionTimes], limits: Mapping[str, InFlightLimits]
 
 
 def depths(graph: Graph, replicas: Mapping[str, int]) -> dict[str, int]:
-    """Micro-batches that each stage needs in hand for every worker from there to the loss to have
-    one; each of its replicas, where it has several.
+    """Return the micro-batches each stage needs so that every worker from it to the loss has one.
 
     Args:
-        replicas: of the stages that have several.
+        replicas: number of replicas of the stages that have several; each needs as many.
     """
 
     def count(stage: str) -> int:
@@ -83,11 +82,11 @@ def limits(
     max_in_flight: int | None = None,
     turns: Mapping[str, ReplicaAssignment] | None = None,
 ) -> dict[str, InFlightLimits]:
-    """What each stage may keep, by its name; each of its replicas, where it has several.
+    """Return the limits of each stage, or of each of its replicas, by the stage's name.
 
     Args:
         policy, num_microbatches, max_in_flight: see `Policy.limits`.
-        turns: of every stage that has replicas.
+        turns: the assignment of every stage that has replicas.
     """
     turns = turns or {}
     replicas = {stage: each.num_replicas for stage, each in turns.items()}
@@ -108,18 +107,18 @@ class Simulation:
     """One step on all stages.
 
     Args:
-        graph: who reads whom.
+        graph: the stages and what they read.
         policy: the schedule.
-        num_microbatches: of the step.
-        duration: how long actions take.
-        limits: what each stage may keep; see `limits`.
+        num_microbatches: per step.
+        duration: seconds per action.
+        limits: by stage; see `limits`.
         latency: seconds on the wire, each way.
 
     Attributes:
-        runs: what each stage did, in order.
+        runs: the actions of each stage, in order.
 
     Raises:
-        RuntimeError: no stage can go on: a schedule that deadlocks.
+        RuntimeError: the schedule deadlocks.
     """
 
     graph: Graph
@@ -141,18 +140,18 @@ class Simulation:
 
     @property
     def makespan(self) -> float:
-        """From the first action's start to the last one's end."""
+        """Seconds from the first action's start to the last one's end."""
         return max(self._free(stage) for stage in self.graph.stages)
 
     def idle(self, stage: str) -> float:
-        """The share of the makespan in which a stage does nothing: its bubble."""
+        """Return the share of the makespan in which a stage idles: its bubble."""
         busy = sum(run.end - run.start for run in self.runs[stage])
         return 1.0 - busy / self.makespan if self.makespan else 0.0
 
     def most(self, stage: str, until: Action) -> int:
-        """The most micro-batches that a stage ever held from forward to the end of `until`.
+        """Return the most micro-batches that a stage held from forward to the end of `until`.
 
-        A whole backward ends the weight gradient as well.
+        A whole backward includes the weight gradient.
         """
         until = until if self.limits[stage].splits else Action.BACKWARD
         held = most = 0
@@ -177,7 +176,7 @@ class Simulation:
                         heapq.heappush(times, end + self.latency)
 
     def _start(self, stage: str, now: float) -> float | None:
-        """Let a free stage begin its next action; returns when that ends, None if it waits."""
+        """Start the next action of a free stage; returns its end, or None if the stage waits."""
         action = self.policy.choose(self._progress(stage, now), self.limits[stage])
         if action is None:
             return None

@@ -1,5 +1,6 @@
-"""Supervisor and child: how the two halves of every host part of rpcmp hold together.
+"""Supervisors and their child processes: starting, isolating, observing and ending them.
 
-Start at `child.py` (the supervisor's side) and `channel.py` (the child's); `__main__.py` is the
-fork server. May import config. No torch but in the fork server.
+Start at `child.py` (the supervisor's side) and `channel.py` (the child's). `__main__.py` is the
+fork server and `fork_client.py` its client; `sandbox/` isolates what is forked; `logging/` carries
+all log lines to the supervisor. May import config. Only the fork server imports torch.
 """

@@ -1,4 +1,4 @@
-"""The fork server: a process that has imported torch, and forks those that then need not.
+"""The fork server: a process that has imported torch, and forks children that need not.
 
     supervisor ──fork: module, descriptors──> fork server ──fork──> child, runs the module
                <──started: pid, or failed─────     │ <─────────────── ends
@@ -6,9 +6,9 @@
                ──adopt: another line──────────>    └── the children of a line end with it
                ──network, address, socket, listener────>  what the supervisor needs of their network
 
-To import torch takes two seconds of a core, to fork some milliseconds; and what was imported lies
-in memory once. It imports and does nothing else: a lock that another thread held, or a GPU's
-driver, would not survive a fork.
+Importing torch takes two seconds of a core, a fork some milliseconds; and all children share the
+memory of what was imported. The server imports and does nothing else: a lock that another thread
+held, or a GPU's driver, would not survive a fork.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from typing import Any, NoReturn
 
 from setproctitle import setproctitle
 
-from rpcmp.process import confinement, namespace
 from rpcmp.process.channel import die_with_parent
-from rpcmp.process.confinement import Reach
 from rpcmp.process.interpreter import kill_group
-from rpcmp.process.signals import ENDING
+from rpcmp.process.sandbox import confinement, namespace
+from rpcmp.process.sandbox.confinement import Reach
+from rpcmp.process.signals import STOP_SIGNALS
 
 MAX_BYTES = 64 * 1024
 MAX_FDS = 64
 
 
 class ForkServer:
-    """Forks children for whoever has a line to it.
+    """Forks children for the supervisors that have a line to it.
 
     Args:
-        first: the line whose end ends it all.
+        first: the line of the supervisor that has started it; the server ends with it.
     """
 
     def __init__(self, first: socket.socket) -> None:
@@ -60,22 +60,22 @@ class ForkServer:
         signal.signal(signal.SIGCHLD, lambda signum, frame: None)
 
     def run(self) -> NoReturn:
-        """Serve until the first line ends; in a child, be the child."""
+        """Serve until the first line ends."""
         while True:
             for key, _ in self._lines.select():
                 if key.fileobj is self._signals:
                     self._signals.recv(MAX_BYTES)
                     self._reap()
                 elif isinstance(key.fileobj, socket.socket):
-                    self._hear(key.fileobj)
+                    self._handle(key.fileobj)
 
-    def _hear(self, line: socket.socket) -> None:
+    def _handle(self, line: socket.socket) -> None:
         try:
             data, fds, _, _ = socket.recv_fds(line, MAX_BYTES, MAX_FDS)
         except ConnectionError:
             data, fds = b"", []
         if not data:
-            self._end(line)
+            self._close(line)
             return
         message = json.loads(data)
         match message["op"]:
@@ -86,17 +86,17 @@ class ForkServer:
                 self._lines.register(socket.socket(fileno=fd), selectors.EVENT_READ)
             case "network":
                 here = namespace.current
-                told = {"name": here.name, "is_private": here.is_private, "reason": here.reason}
-                _tell(line, {"event": "network", **told})
+                network = {"name": here.name, "is_private": here.is_private, "reason": here.reason}
+                _send(line, {"event": "network", **network})
             case "namespaces":
                 socket.send_fds(line, [b'{"event": "namespaces"}'], namespace.current.namespaces)
             case "address":
                 _add_address(line, message["rank"])
             case "socket":
-                _give(line, namespace.current.connectable)
+                _send_socket(line, namespace.current.connectable)
             case "listener":
                 host, port = message["host"], message["port"]
-                _give(line, lambda: namespace.current.listener(host, port))
+                _send_socket(line, lambda: namespace.current.listener(host, port))
 
     def _fork(self, line: socket.socket, message: dict[str, Any], fds: list[int]) -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -106,19 +106,19 @@ class ForkServer:
         except OSError as error:  # no more processes, no memory
             for fd in fds:
                 os.close(fd)
-            _tell(line, {"event": "failed", "error": str(error)})
+            _send(line, {"event": "failed", "error": str(error)})
             return
         if not pid:
-            self._become(message, fds)
-        with contextlib.suppress(OSError):  # it was faster, and has done so itself
+            self._run_child(message, fds)
+        with contextlib.suppress(OSError):  # the child was faster, and has done so itself
             os.setpgid(pid, pid)
         for fd in fds:
             os.close(fd)
         self._children[pid] = line
-        _tell(line, {"event": "started", "pid": pid})
+        _send(line, {"event": "started", "pid": pid})
 
-    def _become(self, message: dict[str, Any], fds: list[int]) -> NoReturn:
-        """Be the child: as `python -m module CHANNEL PARENT STACKS ACTIVITY LOG HELD MORE...`."""
+    def _run_child(self, message: dict[str, Any], fds: list[int]) -> NoReturn:
+        """Run `python -m module CHANNEL PARENT STACKS ACTIVITY LOG HELD MORE...` in the child."""
         os.setpgid(0, 0)  # what the user's code forks is ended together with it
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -128,7 +128,7 @@ class ForkServer:
         self._wakeup.close()
         self._lines.close()
         module, reach = message["module"], message["reach"]
-        if reach is not None:  # ours may be a terminal, see `rpcmp.process.logging.receiver`
+        if reach is not None:  # our own output may be a terminal, see `logging/receiver.py`
             output = fds.pop()
             for standard in (1, 2):
                 os.dup2(output, standard)
@@ -148,12 +148,12 @@ class ForkServer:
                 return
             line = self._children.pop(pid)
             code = os.waitstatus_to_exitcode(status)
-            _tell(line, {"event": "ended", "pid": pid, "code": code})
+            _send(line, {"event": "ended", "pid": pid, "code": code})
 
-    def _end(self, line: socket.socket) -> None:
-        """A supervisor is gone: its children must not outlive it."""
-        for pid, asked_by in self._children.items():
-            if line in (asked_by, self._first):
+    def _close(self, line: socket.socket) -> None:
+        """Kill the children of a supervisor that is gone; exit if it was the first one."""
+        for pid, owner in self._children.items():
+            if line in (owner, self._first):
                 kill_group(pid)
         if line is self._first:
             os._exit(0)
@@ -161,48 +161,49 @@ class ForkServer:
         line.close()
 
 
-def _tell(line: socket.socket, message: dict[str, Any]) -> None:
-    """Say something to a supervisor; one that is gone has its children ended by `_end`."""
+def _send(line: socket.socket, message: dict[str, Any]) -> None:
+    """Send a message; if the supervisor is gone, `ForkServer._close` will kill its children."""
     with contextlib.suppress(OSError):
         line.send(json.dumps(message).encode())
 
 
 def _add_address(line: socket.socket, rank: int) -> None:
-    """Make an address in our network, which what is forked there may not do if it is confined."""
+    """Add an address to our network, which a confined child may not do itself."""
     try:
         namespace.current.add_address(rank)
-        _tell(line, {"event": "address"})
+        _send(line, {"event": "address"})
     except OSError as error:
-        _tell(line, {"event": "failed", "error": error.strerror or str(error)})
+        _send(line, {"event": "failed", "error": error.strerror or str(error)})
 
 
-def _give(line: socket.socket, make: Callable[[], socket.socket]) -> None:
-    """Give a supervisor a socket of our network."""
+def _send_socket(line: socket.socket, create: Callable[[], socket.socket]) -> None:
     try:
-        with make() as made:
-            socket.send_fds(line, [json.dumps({"event": "socket"}).encode()], [made.fileno()])
+        with create() as created:
+            message = json.dumps({"event": "socket"}).encode()
+            socket.send_fds(line, [message], [created.fileno()])
     except OSError as error:
-        _tell(line, {"event": "failed", "error": error.strerror or str(error)})
+        _send(line, {"event": "failed", "error": error.strerror or str(error)})
 
 
 def main() -> NoReturn:
-    """Serve the line whose descriptor comes first.
+    """Serve the line whose descriptor is the first argument.
 
-    Then come the parent, descriptors of the namespaces to live in ("": new ones), and modules.
+    Further arguments: the parent's process id, descriptors of the namespaces to join ("" to create
+    new ones), and modules to import.
     """
     fd, parent_pid, namespaces, *modules = sys.argv[1:]
     shared = [int(each) for each in namespaces.split(",") if each]
-    for each in (int(fd), *shared):
-        os.set_inheritable(each, False)
-    for signum in ENDING:
+    for inherited in (int(fd), *shared):
+        os.set_inheritable(inherited, False)
+    for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
-    # Takes a process that has one thread.
+    # Requires a process that has one thread.
     namespace.current = namespace.share(shared) if shared else namespace.open_private()
     die_with_parent(int(parent_pid), signal.SIGKILL)
     gc.disable()  # what is imported stays
     for module in modules:
         importlib.import_module(module)
-    gc.freeze()  # collections would touch, and so copy, what all children share
+    gc.freeze()  # collections would touch, and so copy, the memory that all children share
     gc.enable()
     ForkServer(socket.socket(fileno=int(fd))).run()
 

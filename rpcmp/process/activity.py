@@ -1,12 +1,8 @@
-"""What a child is doing at this moment, for whoever wonders whether it hangs, or where it died.
+"""What a child is doing at this moment, and where its threads are, readable without its help.
 
-In memory that child and supervisor share, so it can be read at any time and afterwards: a process
-that is stopped, or dead, cannot be asked any more.
-
-Where a child's threads are in its code: written by its `faulthandler`, read by its supervisor.
-
-In memory that both share, because a child that crashes, or that holds the interpreter's lock for
-ever, cannot say anything any more.
+Both are written to memory that child and supervisor share, so that the supervisor can read them at
+any time: a child that has crashed, is stopped, or holds the interpreter's lock for ever cannot
+answer a question.
 """
 
 from __future__ import annotations
@@ -28,19 +24,20 @@ NO_MICROBATCH = -1
 PHASE_BYTES = 16
 """The longest name of a phase."""
 
-_MOST = 2**31 - 1
+_MAX_MICROBATCH = 2**31 - 1
 
 _RECORD = struct.Struct(f"<{PHASE_BYTES}sqqd")
 
 
 class Doing(NamedTuple):
-    """One thing that takes time.
+    """One activity that takes time.
 
     Attributes:
-        phase: "build", "join", "forward", "backward", "weight", "sum", "optimizer", "saving"; of
-            the driver "plan", "join", "data", "step", "evaluation", "report"; empty: it waits.
-        step, microbatch: of which; NO_MICROBATCH: of none.
-        seconds: so far.
+        phase: "build", "join", "forward", "backward", "weight", "sum", "optimizer", "saving"; for
+            the driver "plan", "join", "data", "step", "evaluation", "report"; empty while waiting.
+        step: optimizer step.
+        microbatch: its index, or NO_MICROBATCH.
+        seconds: elapsed so far.
     """
 
     phase: str
@@ -50,11 +47,11 @@ class Doing(NamedTuple):
 
 
 class Activity:
-    """Written by the thread that works; a record of 40 bytes, so nobody waits for a lock.
+    """The current activity of the thread that works: a record of 40 bytes, written without a lock.
 
     Args:
-        fd: of a page of memory, see `rpcmp.process.descriptors`; not owned. None: of this process
-        alone.
+        fd: of a page of memory, see `rpcmp.process.descriptors`; not owned. None for memory of this
+            process alone.
     """
 
     def __init__(self, fd: int | None = None) -> None:
@@ -63,50 +60,53 @@ class Activity:
         if not any(self._memory[: _RECORD.size]):
             _RECORD.pack_into(self._memory, 0, b"", 0, NO_MICROBATCH, 0.0)
 
-    def begin(self, phase: str, step: int = 0, microbatch: int = NO_MICROBATCH) -> None:
-        """Note what begins now."""
+    def start(self, phase: str, step: int = 0, microbatch: int = NO_MICROBATCH) -> None:
+        """Record the start of an activity, which ends the one before."""
         self._step = step
         record = phase.encode(), step, microbatch, time.monotonic()
         _RECORD.pack_into(self._memory, 0, *record)
 
-    def end(self) -> None:
-        """Note that it waits now."""
-        self.begin("", self._step)
+    def stop(self) -> None:
+        """Record that the thread waits."""
+        self.start("", self._step)
 
     @contextlib.contextmanager
-    def doing(self, phase: str, step: int = 0) -> Iterator[None]:
-        """Note what is done within the block."""
-        self.begin(phase, step)
+    def during(self, phase: str, step: int = 0) -> Iterator[None]:
+        """Record the activity of the block."""
+        self.start(phase, step)
         try:
             yield
         finally:
-            self.end()
+            self.stop()
 
     def read(self) -> Doing:
-        """What is done now, or was when the process ended; on the same machine."""
+        """Return the current activity, or the last one of a process that has ended.
+
+        To be called on the same machine.
+        """
         phase, step, microbatch, since = _RECORD.unpack_from(self._memory)
         now = time.monotonic()
         seconds = now - since if 0 < since < now else 0.0
-        # A process whose memory is broken may have written anything here.
+        # A process whose memory is corrupt may have written anything here.
         name = phase.rstrip(b"\0").decode(errors="replace")
-        step, microbatch = max(0, step), min(max(NO_MICROBATCH, microbatch), _MOST)
+        step, microbatch = max(0, step), min(max(NO_MICROBATCH, microbatch), _MAX_MICROBATCH)
         return Doing(name, step, microbatch, seconds)
 
 
-ASKING = signal.SIGUSR1
-"""Makes a child write down where its threads are, by its main thread, while no other one moves."""
+DUMP_SIGNAL = signal.SIGUSR1
+"""Makes a child's main thread dump the stacks of all threads, while no other thread moves."""
 
-INSISTING = signal.SIGRTMIN
-"""Makes it do so at once, even if some thread holds the interpreter's lock for ever. The others go
-on meanwhile, so that faulthandler may read a frame that is gone: such a child crashes by it."""
+FORCED_DUMP_SIGNAL = signal.SIGRTMIN
+"""Makes a child dump its stacks at once, even if a thread holds the interpreter's lock for ever.
+The other threads run on meanwhile, so faulthandler may read a frame that is gone and crash."""
 
 MAX_BYTES = 64 * 1024
 
-_ITSELF = re.compile(rf'  File "{re.escape(__file__)}", line \d+ in _write\n')
+_DUMP_FRAME = re.compile(rf'  File "{re.escape(__file__)}", line \d+ in _write\n')
 
 
-def write_when_asked(fd: int) -> None:
-    """Have this process write to `fd` when it gets one of these signals, or crashes.
+def enable_stack_dumps(fd: int) -> None:
+    """Have this process write its stacks to `fd` on one of these signals, or when it crashes.
 
     Args:
         fd: of its supervisor's `Stacks`; open as long as the process lives.
@@ -115,34 +115,34 @@ def write_when_asked(fd: int) -> None:
     def _write(signum: int, frame: FrameType | None) -> None:
         faulthandler.dump_traceback(fd)
 
-    signal.signal(ASKING, _write)
-    faulthandler.register(INSISTING, fd)
+    signal.signal(DUMP_SIGNAL, _write)
+    faulthandler.register(FORCED_DUMP_SIGNAL, fd)
     faulthandler.enable(fd)
 
 
 class Stacks:
-    """What a child has written down about itself."""
+    """The stack dumps of a child, in memory that its supervisor owns."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("rpcmp-stacks")
 
     @property
     def size(self) -> int:
-        """Bytes so far."""
+        """Bytes written so far."""
         return os.fstat(self.fd).st_size
 
     def read(self, start: int = 0) -> str:
-        """What was written after the first `start` bytes, busy threads first; the last of it."""
+        """Return the last MAX_BYTES of what was written after `start`, busy threads first."""
         start = max(start, self.size - MAX_BYTES)
         text = os.pread(self.fd, MAX_BYTES, start).decode(errors="replace")
-        threads = re.split(r"\n(?=(?:Current thread|Thread) 0x)", _ITSELF.sub("", text))
-        return "\n".join(sorted(threads, key=_waits)).strip()
+        threads = re.split(r"\n(?=(?:Current thread|Thread) 0x)", _DUMP_FRAME.sub("", text))
+        return "\n".join(sorted(threads, key=_is_waiting)).strip()
 
     def __del__(self) -> None:
         os.close(self.fd)
 
 
-def _waits(thread: str) -> bool:
-    """Whether a thread is at rest: its innermost frame is one of Python's own libraries'."""
+def _is_waiting(thread: str) -> bool:
+    """Whether the innermost frame is in one of Python's libraries in which threads wait."""
     innermost = next((line for line in thread.splitlines() if line.startswith("  File")), "")
     return bool(re.search(r"/(threading|selectors|socket|queue|thread)\.py\"", innermost))

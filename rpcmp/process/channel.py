@@ -1,6 +1,6 @@
-"""The child's end of the line to its supervisor: JSON messages, one a line, over a socket pair.
+"""The child's end of the channel to its supervisor: JSON messages, one a line, over a socket pair.
 
-The end of the line is a message as well: the supervisor is gone, and the child has to go too.
+When the supervisor closes its end, or dies, the child has to exit too.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import sys
 import threading
 from typing import Any, NamedTuple
 
-from rpcmp.process.activity import Activity, write_when_asked
+from rpcmp.process.activity import Activity, enable_stack_dumps
 from rpcmp.process.logging import capture
-from rpcmp.process.logging.sender import Sender
-from rpcmp.process.signals import ENDING
+from rpcmp.process.logging.capture import Sender
+from rpcmp.process.signals import STOP_SIGNALS
 
 Message = dict[str, Any]
 
@@ -37,7 +37,7 @@ class Channel:
         self._lock = threading.Lock()
 
     def send(self, message: Message) -> None:
-        """Send one message; ends the process where nobody is left to read it."""
+        """Send one message; exits the process if the supervisor is gone."""
         data = json.dumps(message).encode() + b"\n"
         try:
             with self._lock:
@@ -46,7 +46,7 @@ class Channel:
             os._exit(1)
 
     def receive(self) -> Message | None:
-        """The next message; None when the supervisor is gone."""
+        """Return the next message; None if the supervisor is gone."""
         try:
             line = self._lines.readline()
         except OSError:
@@ -56,13 +56,13 @@ class Channel:
 
 
 class ChildContext(NamedTuple):
-    """What holds a child and its supervisor together.
+    """What a child shares with its supervisor.
 
     Attributes:
         channel: to the supervisor.
-        activity: where this process notes what it does.
-        log: what its Python code says.
-        fds: what else it was given.
+        activity: where this process records what it is doing.
+        log: sends what its Python code prints and logs.
+        fds: further inherited descriptors.
     """
 
     channel: Channel
@@ -72,42 +72,45 @@ class ChildContext(NamedTuple):
 
 
 def parse(line: bytes) -> Message:
-    """What a child's line says.
+    """Parse a line that a child has sent.
 
     Raises:
-        ValueError: it is no message; the child's memory is broken, or its code means no good.
+        ValueError: it is not a message; the child's memory is corrupt, or its code is malicious.
     """
     try:
         message = json.loads(line)
-    except RecursionError as error:  # it has no end of brackets
+    except RecursionError as error:  # brackets without end
         raise ValueError("a message is nested too deep") from error
     if not isinstance(message, dict) or not isinstance(message.get("event"), str):
-        raise ValueError("a message says no event")
+        raise ValueError("a message has no event")
     return message
 
 
-def begin_child() -> ChildContext:
-    """The bond of this process, which `Child.spawn` has started.
+def connect_to_supervisor() -> ChildContext:
+    """Set up this process as a child that `Child.spawn` has started.
 
-    The supervisor decides when a child ends, so a Ctrl-C or a `systemctl stop` that reaches all
-    processes must not end it; and where the supervisor dies without a word, the kernel does.
+    The supervisor decides when a child ends. So the child ignores a Ctrl-C or a `systemctl stop`
+    that reaches all processes, and the kernel ends it if the supervisor dies without a word.
     """
-    fd, parent_pid, stacks, memory, line, held, *fds = map(int, sys.argv[1:])
-    for each in (fd, stacks, memory, line, held):
-        os.set_inheritable(each, False)
-    for signum in ENDING:
+    fd, parent_pid, stacks, memory, log_socket, held, *fds = map(int, sys.argv[1:])
+    for inherited in (fd, stacks, memory, log_socket, held):
+        os.set_inheritable(inherited, False)
+    for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     die_with_parent(parent_pid, signal.SIGKILL)
-    write_when_asked(stacks)
+    enable_stack_dumps(stacks)
     activity = Activity(memory)
-    log = Sender(line, held, lambda: activity.read().step)
-    capture.begin(log)
+    log = Sender(log_socket, held, lambda: activity.read().step)
+    capture.start(log)
     return ChildContext(Channel(fd), activity, log, fds)
 
 
 def die_with_parent(parent_pid: int, signum: signal.Signals) -> None:
-    """Get `signum` when the parent's spawning thread ends (Linux; elsewhere the channel tells)."""
+    """Request `signum` for when the parent's spawning thread ends.
+
+    Linux only; on other systems the channel's end tells.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
-    if os.getppid() != parent_pid:  # it was faster
+    if os.getppid() != parent_pid:  # it has ended before
         os._exit(1)

@@ -1,8 +1,8 @@
-"""A supervisor's one child: spawned or forked, listened to, ended.
+"""A supervisor's child process: started or forked, its messages received, ended.
 
-Spawned from the event loop's thread, which lives as long as the supervisor: PR_SET_PDEATHSIG fires
-when the *thread* that spawned ends. One that was forked ends with its fork server, and that with
-the supervisor.
+A child is spawned from the event loop's thread, which lives as long as the supervisor:
+PR_SET_PDEATHSIG fires when the *thread* that spawned ends. A forked child ends with its fork
+server, and that with the supervisor.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from typing import Any
 
 from rpcmp.errors import WorkerDiedError, WorkerHungError, from_wire, one_line
 from rpcmp.process import descriptors, interpreter
-from rpcmp.process.activity import ASKING, INSISTING, Activity, Stacks
+from rpcmp.process.activity import DUMP_SIGNAL, FORCED_DUMP_SIGNAL, Activity, Stacks
 from rpcmp.process.channel import Message, parse
-from rpcmp.process.confinement import SCRATCH, Reach
 from rpcmp.process.fork_client import Forked, Forks
-from rpcmp.process.logging.receiver import Hear, Output, Receiver
+from rpcmp.process.logging.receiver import LineHandler, Output, Receiver
 from rpcmp.process.logging.records import Line, entry_of, pass_on
+from rpcmp.process.sandbox.confinement import SCRATCH, Reach
 from rpcmp.process.tempdirs import create, remove
 
 MAX_MESSAGE = 64 * 2**20
-"""Bytes of the longest message that a child may send, if nothing else is said."""
+"""Bytes of the longest message that a child may send, by default."""
 
 LAST_WORDS_SECONDS = 0.2
-"""How long after its end a child's last message may still be under way."""
+"""How long a child's last message may take to arrive after its end."""
 
 STACKS_SECONDS = 0.5
-"""How long a child may take to write down where it is before it is made to, and then again."""
+"""How long a child may take to dump its stacks, per signal."""
 
 
 class Child:
-    """A running `python -m MODULE` with a channel to it. Made by `spawn`.
+    """A running `python -m MODULE` with a channel to it. Created by `spawn`.
 
     Attributes:
-        stacks: where in its code it was when it crashed or was asked.
-        activity: what it does.
-        log: what its Python code says.
-        scratch: its folder for temporary files, if it is confined; gone with it.
+        stacks: its stack dumps.
+        activity: its current activity.
+        log: receives what its Python code prints and logs.
+        scratch: its folder for temporary files if it is confined; removed with it.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Child:
         self.log = log
         self.scratch = scratch
         self._output = output
-        self._silence: asyncio.Task[WorkerHungError] | None = None
+        self._hang: asyncio.Task[WorkerHungError] | None = None
 
     @classmethod
     async def spawn(
@@ -77,36 +77,36 @@ class Child:
         environment: Mapping[str, str],
         fds: Sequence[int] = (),
         forks: Forks | None = None,
-        hear: Hear | None = None,
+        on_line: LineHandler | None = None,
         reach: Reach | None = None,
-        limit: int = MAX_MESSAGE,
+        max_message_bytes: int = MAX_MESSAGE,
     ) -> Child:
         """Start `python -m module CHANNEL PARENT_PID STACKS ACTIVITY LOG HELD FDS...`.
 
         Args:
-            module: has a `__main__` that calls `rpcmp.process.channel.begin_child`.
+            module: its `__main__` calls `rpcmp.process.channel.connect_to_supervisor`.
             environment: set in addition to our own.
             fds: file descriptors to inherit, see `rpcmp.process.channel.ChildContext`.
-            forks: fork it there; None: start an interpreter, which imports everything anew.
-            hear: told of each line that it says; None: our own log has them.
-            reach: what it may open; None: it is not confined. Only what is forked can be.
-            limit: bytes of the longest message that it may send.
+            forks: where to fork it; None to start an interpreter, which imports everything anew.
+            on_line: called with each of its log lines; None to add them to our own log.
+            reach: what it may open; None for an unconfined child. Only a fork can be confined.
+            max_message_bytes: of the longest message that it may send.
 
         Raises:
-            WorkerDiedError: the process that forks has died.
+            WorkerDiedError: the fork server has died.
         """
         ours, theirs = socket.socketpair()
         stacks, memory = Stacks(), descriptors.memory("rpcmp-activity", mmap.PAGESIZE)
         activity = Activity(memory)
-        hear = hear or _heard_from(module)
-        log = Receiver(hear)
+        on_line = on_line or _own_log(module)
+        log = Receiver(on_line)
         with contextlib.ExitStack() as on_error, theirs, os.fdopen(memory):
-            on_error.enter_context(ours)  # its end is the end of a child that nobody owns
+            on_error.enter_context(ours)  # a child without an owner ends when this is closed
             on_error.callback(log.close)
             inherited = (theirs.fileno(), stacks.fd, memory, *log.fds, *fds)
             folder, output = None, None
             if reach is not None:
-                folder, output = create(SCRATCH), Output(hear)
+                folder, output = create(SCRATCH), Output(on_line)
                 on_error.callback(remove, folder)
                 on_error.callback(output.close)
             process: asyncio.subprocess.Process | Forked
@@ -118,10 +118,10 @@ class Child:
                 if output is not None:
                     inherited = (*inherited, output.fd)
                 process = await forks.fork(module, environment, inherited, reach, str(folder or ""))
-            reader, writer = await asyncio.open_connection(sock=ours, limit=limit)
-            log.begin()
+            reader, writer = await asyncio.open_connection(sock=ours, limit=max_message_bytes)
+            log.start()
             if output is not None:
-                output.begin()
+                output.start()
             on_error.pop_all()
         return cls(process, reader, writer, stacks, activity, log, folder, output)
 
@@ -132,19 +132,19 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; -n when signal n ended it."""
+        """None while it runs; -n if signal n ended it."""
         return self._process.returncode
 
     def send(self, message: Message) -> None:
-        """Send one message; it is lost where the child has ended."""
+        """Send one message; it is lost if the child has ended."""
         if not self._writer.is_closing():
             self._writer.write(json.dumps(message).encode() + b"\n")
 
     async def ask(self, order: Message) -> Message:
-        """The answer of a child that has one thing to do; ends the child.
+        """Send a one-shot child its order, and return its answer; ends the child.
 
         Raises:
-            RpcmpError: what the child answered with an "error".
+            RpcmpError: the child answered with an "error".
             WorkerDiedError: it ended without an answer.
         """
         self.send(order)
@@ -156,29 +156,29 @@ class Child:
                     return answer
             code = await self.wait()
         except ValueError as error:
-            raise self.talks_nonsense(error) from error
+            raise self.garbled_message_error(error) from error
         finally:
             await self.kill()
-        how = interpreter.told(code)
+        how = interpreter.describe_exit(code)
         raise WorkerDiedError(f"a process that was to {order['op']} (pid {self.pid}) {how}")
 
     async def messages(self) -> AsyncGenerator[Message, None]:
-        """What the child says, until it has ended.
+        """Yield the child's messages until it has ended.
 
-        The end of the line is not enough: a process that the user's code has forked holds a copy.
+        The end of the channel is not enough: a fork of the user's code may hold a copy of it.
 
         Raises:
-            ValueError: it says something that is no message, or a very long one.
+            ValueError: it sends something that is not a message, or a very long one.
         """
         ended = asyncio.ensure_future(self._process.wait())
         try:
-            while line := await self._line(ended):
+            while line := await self._next_line(ended):
                 yield parse(line)
         finally:
             ended.cancel()
 
-    async def _line(self, ended: asyncio.Future[int]) -> bytes:
-        """The next line; nothing where there will be none."""
+    async def _next_line(self, ended: asyncio.Future[int]) -> bytes:
+        """Return the next line; empty if there will be none."""
         reading = asyncio.ensure_future(self._reader.readline())
         either: list[asyncio.Future[Any]] = [reading, ended]
         try:
@@ -186,7 +186,7 @@ class Child:
         except asyncio.CancelledError:
             reading.cancel()
             raise
-        if not reading.done():  # it has ended: what it said before is on its way
+        if not reading.done():  # it has ended: its last message may still arrive
             await asyncio.wait([reading], timeout=LAST_WORDS_SECONDS)
         if not reading.done():
             reading.cancel()
@@ -198,14 +198,14 @@ class Child:
         return line if line.endswith(b"\n") else b""
 
     async def wait(self, timeout: float | None = None) -> int | None:
-        """The exit code, or None if the child still runs after `timeout` seconds."""
+        """Return the exit code, or None if the child still runs after `timeout` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 return await self._process.wait()
         return None
 
     async def kill(self) -> None:
-        """End the child at once, and what it has forked; returns when it is gone."""
+        """Kill the child and what it has forked, and wait for its end."""
         interpreter.kill_group(self._process.pid)
         await self._process.wait()
         if self._output is not None:
@@ -215,57 +215,58 @@ class Child:
         if self.scratch is not None:  # on a thread: there may be much in it
             await asyncio.to_thread(remove, self.scratch)
 
-    def talks_nonsense(self, error: Exception, who: str = "a process") -> WorkerDiedError:
-        """The error that says that a message of this child could not be understood.
+    def garbled_message_error(self, error: Exception, who: str = "a process") -> WorkerDiedError:
+        """Return the error for a message of this child that cannot be parsed.
 
         Args:
-            error: why not.
-            who: it is, "the worker of stage 'a'".
+            error: what is wrong with the message.
+            who: sent it, such as "the worker of stage 'a'".
         """
         return WorkerDiedError(
-            f"{who} on {platform.node()} (pid {self.pid}) speaks nonsense: {one_line(error)}: its "
-            "memory is broken, or its code writes to descriptors that are not its own"
+            f"{who} on {platform.node()} (pid {self.pid}) sent an invalid message: "
+            f"{one_line(error)}: its memory is corrupt, or its code writes to descriptors that are "
+            "not its own"
         )
 
-    async def hung(self, stage: str, seconds: float) -> WorkerHungError:
-        """The error that says what this child was doing when it was not heard of any more."""
-        self._silence = asyncio.create_task(self._tell_hung(stage, seconds))
-        return await asyncio.shield(self._silence)
+    async def record_hang(self, stage: str, seconds: float) -> WorkerHungError:
+        """Return the error for missing heartbeats, with the child's activity and stacks."""
+        self._hang = asyncio.create_task(self._hung_error(stage, seconds))
+        return await asyncio.shield(self._hang)
 
-    async def was_hung(self) -> WorkerHungError | None:
-        """Why it was to be ended before it did, if it was: to be asked for that may crash it."""
-        return None if self._silence is None else await asyncio.shield(self._silence)
+    async def hung_error(self) -> WorkerHungError | None:
+        """Return what `record_hang` found, if it was called: the stack dump may end the child."""
+        return None if self._hang is None else await asyncio.shield(self._hang)
 
-    async def _tell_hung(self, stage: str, seconds: float) -> WorkerHungError:
-        doing = self.activity.read()  # before it is woken up
+    async def _hung_error(self, stage: str, seconds: float) -> WorkerHungError:
+        activity = self.activity.read()  # before the dump wakes it up
         return WorkerHungError(
             stage=stage,
             host=platform.node(),
             pid=self.pid,
-            phase=doing.phase,
-            step=doing.step,
-            microbatch=doing.microbatch,
+            phase=activity.phase,
+            step=activity.step,
+            microbatch=activity.microbatch,
             seconds=seconds,
-            stacks=await self.where(),
+            stacks=await self.stack_dump(),
         )
 
-    async def where(self) -> str:
-        """Where in the code its threads are, with what the kernel says of it; it goes on.
+    async def stack_dump(self) -> str:
+        """Return the stacks of the child's threads, after the process's state; the child goes on.
 
-        A child that is stopped has to be woken up for it; one that does not answer may crash by it.
+        A stopped child is woken up for it. A child that does not answer may crash.
         """
         state = _state(self.pid)
         size = self.stacks.size
-        for signum in (ASKING, INSISTING):
+        for signum in (DUMP_SIGNAL, FORCED_DUMP_SIGNAL):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signum)
                 os.kill(self.pid, signal.SIGCONT)
-            if await self._writes_more_than(size):
+            if await self._dumps_more_than(size):
                 break
         return f"{state}\n{self.stacks.read(size)}"
 
-    async def _writes_more_than(self, size: int) -> bool:
-        """Whether it soon has, or has ended."""
+    async def _dumps_more_than(self, size: int) -> bool:
+        """Wait until the child has written more than `size` bytes of stacks, or has ended."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STACKS_SECONDS):
                 while self.stacks.size == size and self.exit_code is None:
@@ -276,18 +277,18 @@ class Child:
         return True
 
 
-def _heard_from(module: str) -> Hear:
-    """What hears a child that works for no group."""
+def _own_log(module: str) -> LineHandler:
+    """The handler for lines of a child that belongs to no group."""
     name = module.removeprefix("rpcmp.")
 
-    def hear(line: Line) -> None:
+    def on_line(line: Line) -> None:
         pass_on(entry_of(line, name, generation=0))
 
-    return hear
+    return on_line
 
 
 def _state(pid: int) -> str:
-    """ "State: T (stopped)", as the kernel says it; empty where that is not to be had."""
+    """The kernel's state of a process, such as "State: T (stopped)"; empty if unknown."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

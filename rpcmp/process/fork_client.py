@@ -1,4 +1,4 @@
-"""A supervisor's side of its fork server, see `rpcmp.process.__main__`."""
+"""A supervisor's client of its fork server, see `rpcmp.process.__main__`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import Any, Self
 
 from rpcmp.errors import JobError, WorkerDiedError
 from rpcmp.process import interpreter
-from rpcmp.process.confinement import Reach
 from rpcmp.process.interpreter import compute_environment
+from rpcmp.process.sandbox.confinement import Reach
 
 WORKERS, DRIVERS = "rpcmp.worker.process", "rpcmp.driver.process"
-"""Imported before any worker is forked, and before any driver process."""
+"""Modules to preload: for forking workers, and for forking driver processes."""
 
 MAX_BYTES = 64 * 1024
 MAX_FDS = 2
-MAX_ASKED = 16
+MAX_PENDING_SOCKETS = 16
 
 GONE = (
     f"the process on {platform.node()} that imports torch and forks workers has died; its standard "
@@ -34,12 +34,12 @@ GONE = (
 
 @dataclass(frozen=True)
 class NetworkOf:
-    """Where the RPC agents of forked processes listen, see `rpcmp.process.namespace`.
+    """The network in which RPC agents of forked processes listen, see `sandbox/namespace.py`.
 
     Attributes:
-        name: equal for those who reach each other by loopback.
+        name: equal for processes that reach each other by loopback.
         is_private: whether no other user of the machine is in it.
-        reason: why it is not.
+        reason: why it is not private.
     """
 
     name: str
@@ -48,11 +48,11 @@ class NetworkOf:
 
 
 class Forked:
-    """A process that was forked; what Child needs of an asyncio.subprocess.Process.
+    """A forked process, with the part of asyncio.subprocess.Process that `Child` uses.
 
     Attributes:
         pid: process id.
-        returncode: None while it runs; -n when signal n ended it.
+        returncode: None while it runs; -n if signal n ended it.
     """
 
     def __init__(self, pid: int) -> None:
@@ -60,39 +60,40 @@ class Forked:
         self.returncode: int | None = None
         self._ended = asyncio.Event()
 
-    def end(self, code: int) -> None:
-        """Hear that it has ended."""
+    def set_returncode(self, code: int) -> None:
+        """Record that the process has ended."""
         self.returncode = code
         self._ended.set()
 
     async def wait(self) -> int:
-        """The exit code, once it has ended."""
+        """Wait for the process's end, and return its exit code."""
         await self._ended.wait()
         assert self.returncode is not None
         return self.returncode
 
 
 class Forks:
-    """Children by fork, of a fork server that is started when there is first need of it.
+    """Forks children by a fork server, which is started on first use.
 
     Closed by `close`, or as an async context manager.
 
     Args:
-        preloaded: modules that are imported before all forks, WORKERS and DRIVERS.
-        line: to the fork server of another supervisor, for one thread; None: of this one's own.
+        preloaded: modules that the server imports before it forks, WORKERS and DRIVERS.
+        line: to the fork server of another supervisor, for one thread; None to start our own.
     """
 
     def __init__(self, preloaded: Sequence[str], line: socket.socket | None = None) -> None:
         self._preloaded = preloaded
         self._environment = compute_environment(threads=1)
         self._starting = asyncio.Lock()
-        self._giving = asyncio.Semaphore(MAX_ASKED)  # what is asked for waits in the line's buffer
+        # Sockets that were requested and not yet read wait in the line's buffer.
+        self._requesting = asyncio.Semaphore(MAX_PENDING_SOCKETS)
         self._server: asyncio.subprocess.Process | None = None
         self._line: socket.socket | None = None
         self._children: dict[int, Forked] = {}
-        self._asked: deque[asyncio.Future[Any]] = deque()
+        self._requests: deque[asyncio.Future[Any]] = deque()
         if line is not None:
-            self._listen(line)
+            self._connect(line)
 
     async def fork(
         self,
@@ -102,59 +103,60 @@ class Forks:
         reach: Reach | None = None,
         scratch: str = "",
     ) -> Forked:
-        """A child that runs `module` as `python -m` does.
+        """Fork a child that runs `module` as `python -m` does.
 
         Args:
-            environment: of the child, beyond our own; where it is another one than before, what was
-                forked before is ended.
-            fds: what the child inherits, see `rpcmp.process.channel.begin_child`; of one that is
-                confined the last is its standard output and error.
+            environment: of the child, beyond our own. If it differs from the last one, the fork
+                server is restarted, and its children end.
+            fds: what the child inherits, see `rpcmp.process.channel.connect_to_supervisor`; the
+                last one of a confined child is its standard output and error.
             reach: what the child may open, if it is confined.
-            scratch: its folder for temporary files then.
+            scratch: the folder for temporary files of a confined child.
 
         Raises:
-            WorkerDiedError: the fork server ended meanwhile.
-            JobError: the system gives no more processes.
+            WorkerDiedError: the fork server has died meanwhile.
+            JobError: the system allows no more processes.
         """
-        await self._require(environment)
-        order = {
+        await self._require_server(environment)
+        message = {
             "op": "fork",
             "module": module,
             "reach": None if reach is None else reach.to_message(),
             "scratch": scratch,
         }
-        forked: Forked = await self._ask(order, fds)
+        forked: Forked = await self._request(message, fds)
         return forked
 
     async def network(self) -> NetworkOf:
-        """The network of what is forked."""
-        await self._require(self._environment)
-        found: NetworkOf = await self._ask({"op": "network"})
-        return found
+        """Return the network of forked processes."""
+        await self._require_server(self._environment)
+        network: NetworkOf = await self._request({"op": "network"})
+        return network
 
     async def add_address(self, rank: int) -> None:
-        """Make the address that a group's member with `rank` listens on in its network."""
-        await self._require(self._environment)
-        await self._ask({"op": "address", "rank": rank})
+        """Add the address that the group's member `rank` listens on to its network."""
+        await self._require_server(self._environment)
+        await self._request({"op": "address", "rank": rank})
 
     async def connectable(self) -> socket.socket:
-        """A TCP socket in the network of what is forked."""
-        async with self._giving:
-            made: socket.socket = await self._ask({"op": "socket"})
-            return made
+        """Return a TCP socket in the network of forked processes."""
+        async with self._requesting:
+            connectable: socket.socket = await self._request({"op": "socket"})
+            return connectable
 
     async def listener(self, host: str, port: int) -> socket.socket:
-        """A TCP socket there that listens.
+        """Return a listening TCP socket in the network of forked processes.
 
         Raises:
             JobError: the port is taken.
         """
-        made: socket.socket = await self._ask({"op": "listener", "host": host, "port": port})
-        return made
+        message = {"op": "listener", "host": host, "port": port}
+        listener: socket.socket = await self._request(message)
+        return listener
 
-    async def another_line(self) -> socket.socket:
-        """A line for another supervisor on this machine to fork by; its children end with it."""
-        await self._require(self._environment)
+    async def new_line(self) -> socket.socket:
+        """Return a line by which another supervisor here may fork; its children end with it."""
+        await self._require_server(self._environment)
         ours, theirs = _line()
         with ours:
             self._send({"op": "adopt"}, [ours.fileno()])
@@ -167,23 +169,23 @@ class Forks:
         await self.close()
 
     async def close(self) -> None:
-        """End the fork server, where it is our own, and all that were forked."""
-        self._hang_up()
+        """End all children, and the fork server if it is our own."""
+        self._disconnect()
         if self._server is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._server.kill()
             await self._server.wait()
             self._server = None
 
-    async def _require(self, environment: Mapping[str, str]) -> None:
+    async def _require_server(self, environment: Mapping[str, str]) -> None:
         async with self._starting:
             if self._line is None or environment != self._environment:
                 await self._start(environment)
 
     async def _start(self, environment: Mapping[str, str]) -> None:
         namespaces: list[int] = []
-        if self._line is not None:  # who was forked elsewhere, in the same network, stays in reach
-            namespaces = await self._ask({"op": "namespaces"})
+        if self._line is not None:  # what others have forked in the same network stays reachable
+            namespaces = await self._request({"op": "namespaces"})
         await self.close()
         self._environment = dict(environment)
         ours, theirs = _line()
@@ -198,31 +200,31 @@ class Forks:
                 {**environment, "SPT_NOENV": "1"},
                 [theirs.fileno(), *namespaces],
             )
-        self._listen(ours)
+        self._connect(ours)
 
-    def _listen(self, line: socket.socket) -> None:
+    def _connect(self, line: socket.socket) -> None:
         line.setblocking(False)
         self._line = line
-        asyncio.get_running_loop().add_reader(line, self._hear, line)
+        asyncio.get_running_loop().add_reader(line, self._read, line)
 
-    def _ask(self, message: dict[str, Any], fds: Sequence[int] = ()) -> asyncio.Future[Any]:
-        """The answer to a message; answers come in the order of what was asked."""
-        asked = asyncio.get_running_loop().create_future()
+    def _request(self, message: dict[str, Any], fds: Sequence[int] = ()) -> asyncio.Future[Any]:
+        """Send a message, and return its pending answer; answers come in order."""
+        request = asyncio.get_running_loop().create_future()
         if self._line is None:
-            asked.set_exception(WorkerDiedError(GONE))
-            return asked
-        self._asked.append(asked)
+            request.set_exception(WorkerDiedError(GONE))
+            return request
+        self._requests.append(request)
         self._send(message, fds)
-        return asked
+        return request
 
     def _send(self, message: dict[str, Any], fds: Sequence[int]) -> None:
         assert self._line is not None
         try:
             socket.send_fds(self._line, [json.dumps(message).encode()], fds)
         except OSError:  # it has died
-            self._hang_up()
+            self._disconnect()
 
-    def _hear(self, line: socket.socket) -> None:
+    def _read(self, line: socket.socket) -> None:
         try:
             data, fds, _, _ = socket.recv_fds(line, MAX_BYTES, MAX_FDS)
         except BlockingIOError:
@@ -230,12 +232,12 @@ class Forks:
         except OSError:
             data, fds = b"", []
         if not data:
-            self._hang_up()
+            self._disconnect()
             return
         message = json.loads(data)
         match message["event"]:
             case "started":
-                self._started(Forked(message["pid"]))
+                self._add_child(Forked(message["pid"]))
             case "network":
                 del message["event"]
                 self._answer(NetworkOf(**message))
@@ -247,27 +249,27 @@ class Forks:
                 self._answer(socket.socket(fileno=fds[0]))
             case "socket" | "failed":
                 why = message.get("error", "too many open files")
-                asked = self._asked.popleft()
-                if not asked.cancelled():
-                    asked.set_exception(JobError(f"the system refuses it: {why}"))
+                request = self._requests.popleft()
+                if not request.cancelled():
+                    request.set_exception(JobError(f"the system refuses it: {why}"))
             case "ended":
-                self._children.pop(message["pid"]).end(message["code"])
+                self._children.pop(message["pid"]).set_returncode(message["code"])
 
-    def _started(self, child: Forked) -> None:
+    def _add_child(self, child: Forked) -> None:
         self._children[child.pid] = child
         if not self._answer(child):
             interpreter.kill_group(child.pid)
 
     def _answer(self, answer: Forked | NetworkOf | socket.socket | list[int] | None) -> bool:
-        """Give the answer to who has asked; whether he still waits."""
-        asked = self._asked.popleft()
-        if asked.cancelled():
+        """Resolve the oldest request; return False if it was cancelled."""
+        request = self._requests.popleft()
+        if request.cancelled():
             return False
-        asked.set_result(answer)
+        request.set_result(answer)
         return True
 
-    def _hang_up(self) -> None:
-        """The fork server is gone, or we let go of it, and all children with it."""
+    def _disconnect(self) -> None:
+        """Close the line, with which all children end."""
         if self._line is not None:
             asyncio.get_running_loop().remove_reader(self._line)
             self._line.close()
@@ -275,13 +277,13 @@ class Forks:
         children, self._children = self._children, {}
         for child in children.values():
             interpreter.kill_group(child.pid)
-            child.end(-signal.SIGKILL)
-        asked, self._asked = self._asked, deque()
-        for waiting in asked:
-            if not waiting.cancelled():
-                waiting.set_exception(WorkerDiedError(GONE))
+            child.set_returncode(-signal.SIGKILL)
+        requests, self._requests = self._requests, deque()
+        for request in requests:
+            if not request.cancelled():
+                request.set_exception(WorkerDiedError(GONE))
 
 
 def _line() -> tuple[socket.socket, socket.socket]:
-    """Two ends; what is sent arrives as one piece, with its descriptors."""
+    """Both ends of a line. A message arrives as one piece, with its descriptors."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

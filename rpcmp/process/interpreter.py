@@ -1,12 +1,4 @@
-"""Interpreters that a supervisor starts, and how a process and all that it has forked is ended.
-
-The environment of a process that computes.
-
-Set by its supervisor, because most of it is read before Python runs. The reference of
-`rpcmp verify` gets the same, so that its bits can be compared.
-
-How a process ended, in words.
-"""
+"""Start Python interpreters with the environment for computing, and end what they have forked."""
 
 from __future__ import annotations
 
@@ -17,13 +9,24 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
+_MALLOC = {
+    # Return big blocks late and serve all threads from one arena: micro-batches allocate and free
+    # the same sizes again and again, and the first touch of fresh memory is slow. The price is
+    # memory: the holes that one micro-batch leaves are often a few bytes too small for the next.
+    # Users that have less memory than time may set these variables themselves.
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),  # the most that glibc accepts
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    "MALLOC_TOP_PAD_": str(64 * 2**20),
+}
+
 
 async def start(
     module: str, arguments: Sequence[str], environment: Mapping[str, str], fds: Sequence[int]
 ) -> asyncio.subprocess.Process:
-    """Start `python -m module ARGUMENTS...`, at the head of a session of its own.
+    """Start `python -m module ARGUMENTS...` as the leader of its own session.
 
-    Its standard output goes to our standard error: ours may be somebody's data.
+    Its standard output goes to our standard error: our standard output may carry data.
 
     Args:
         environment: set in addition to our own.
@@ -42,7 +45,7 @@ async def start(
 
 
 def kill_group(pid: int) -> None:
-    """End the process that heads a group, and what it has forked; gone already is fine."""
+    """Kill the process that leads a group, and what it has forked, if it still exists."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -55,22 +58,13 @@ def _has_fd(stream: object) -> bool:
         return False
 
 
-_MALLOC = {
-    # Give big blocks back late and serve all threads from one arena: micro-batches allocate and
-    # free the same sizes again and again, and the first touch of fresh memory is slow. What this
-    # costs is memory: the holes that one micro-batch leaves are often a few bytes too small for the
-    # next. Who has less of that than of time sets these as he likes.
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),  # the most that glibc accepts
-    "MALLOC_TRIM_THRESHOLD_": str(2**30),
-    "MALLOC_TOP_PAD_": str(64 * 2**20),
-}
-
-
 def compute_environment(threads: int) -> dict[str, str]:
-    """Variables for a process whose compute uses `threads` threads.
+    """Return the variables of a process that computes with `threads` threads.
 
-    MKL_CBWR makes MKL's results independent of how memory is aligned; TP_SOCKET_IFNAME keeps
+    Its supervisor sets them, because most are read before Python runs. The reference of
+    `rpcmp verify` gets the same ones, so that its bits can be compared.
+
+    MKL_CBWR makes MKL's results independent of how memory is aligned. TP_SOCKET_IFNAME keeps
     TensorPipe, which has no authentication, on the loopback interface.
     """
     return {
@@ -86,11 +80,11 @@ def compute_environment(threads: int) -> dict[str, str]:
     }
 
 
-def told(code: int | None) -> str:
-    """What to say of an exit status, after the name of whose it is.
+def describe_exit(code: int | None) -> str:
+    """Return words for an exit status, to follow the process's name: "exited with code 3".
 
     Args:
-        code: as `subprocess` and `multiprocessing` give it: -n, ended by signal n; None: unknown.
+        code: as `subprocess` and `multiprocessing` give it: -n after signal n; None if unknown.
     """
     if code is None:
         return "has ended"

@@ -1,11 +1,8 @@
-"""The sign of life that a child gives its supervisor, from a thread of its own.
+"""Heartbeats from a child to its supervisor, and the memory and CPU time of a process.
 
-It stops with the process, and when something holds Python's lock for ever; a layer that computes
-for a long time does not hold it. What the supervisor cannot see from outside comes with it.
-
-Whether a child is still heard of.
-
-What a process takes up, as its kernel says; it need not answer for that.
+A heartbeat comes from a thread of its own. It stops with the process, or if something holds the
+interpreter's lock for ever; a layer that computes for a long time does not. Heartbeats carry what
+the supervisor cannot see from outside.
 """
 
 from __future__ import annotations
@@ -18,34 +15,42 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rpcmp.process.channel import Channel, Message
-from rpcmp.process.tcp_stats import Links, Traffic
+from rpcmp.process.sockets import Links, Traffic
 
 BEAT_SECONDS = 0.5
-"""Between two beats."""
+"""Between two heartbeats."""
+
+GRACE_SECONDS = 0.1
+"""For reading heartbeats that have arrived already."""
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_USER, _SYSTEM = 11, 12
+"""Fields of /proc/PID/stat, counted after the name, which may contain anything."""
 
 
-def begin(channel: Channel, tell: Callable[[], Message]) -> None:
-    """Beat from now on.
+def start_heartbeat(channel: Channel, more: Callable[[], Message]) -> None:
+    """Start the heartbeat thread.
 
     Args:
         channel: to the supervisor.
-        tell: what else each beat says; called on the heartbeat's thread.
+        more: returns what else each heartbeat carries; called on the heartbeat thread.
     """
 
     def beat() -> None:
         pause, links, traffic = threading.Event(), Links(), Traffic()
         while not pause.wait(BEAT_SECONDS):
             ways = traffic.read(links.watch())
-            channel.send({"event": "beat", "ways": ways, **tell()})
+            channel.send({"event": "beat", "ways": ways, **more()})
 
     threading.Thread(target=beat, name="rpcmp-heartbeat", daemon=True).start()
 
 
 class HeartbeatMonitor:
-    """Notes the signs of life of a child.
+    """Detects that a child's heartbeats have stopped.
 
     Args:
-        timeout: seconds without one after which it counts as lost; 0: never.
+        timeout: seconds without a heartbeat after which the child counts as lost; 0 for never.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -53,14 +58,14 @@ class HeartbeatMonitor:
         self._last = time.monotonic()
 
     def beat(self) -> None:
-        """Note a sign of life."""
+        """Record a heartbeat."""
         self._last = time.monotonic()
 
     async def lost(self) -> float:
-        """Return when there was none for too long: the seconds since the last.
+        """Return, once heartbeats have been missing too long, the seconds since the last one.
 
-        A supervisor that was itself held up, by a suspended machine, hears first what has come
-        meanwhile.
+        If the supervisor itself was held up, as by a suspended machine, it first reads the
+        heartbeats that have arrived meanwhile.
         """
         while True:
             left = self._last + (self._timeout or float("inf")) - time.monotonic()
@@ -72,18 +77,8 @@ class HeartbeatMonitor:
                 await asyncio.sleep(min(left, 3600.0))
 
 
-GRACE_SECONDS = 0.1
-"""For what lies in the socket already."""
-
-
-_TICKS = os.sysconf("SC_CLK_TCK")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_USER, _SYSTEM = 11, 12
-"""Places in /proc/PID/stat, counted after the name, which may hold anything."""
-
-
 def resident_bytes(pid: int) -> int:
-    """Memory of a process; 0 where that is not to be had."""
+    """Return the resident memory of a process; 0 if unknown."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
     except (OSError, ValueError, IndexError):
@@ -91,7 +86,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Time that all threads of a process have computed; 0 where that is not to be had."""
+    """Return the CPU time of all threads of a process; 0 if unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[_USER]) + int(fields[_SYSTEM])) / _TICKS

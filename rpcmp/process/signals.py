@@ -1,6 +1,6 @@
-"""The signals that end a run or a server in good order: after its step, and with what it has saved.
+"""The signals that stop a run or a server in good order: after its step, with its state saved.
 
-A supervisor hears them and decides; its children, which a terminal may send the same, ignore them.
+A supervisor handles them. Its children ignore them, because a terminal sends them to children too.
 """
 
 from __future__ import annotations
@@ -10,42 +10,42 @@ import contextlib
 import signal
 from collections.abc import Callable, Iterator, Sequence
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """A Ctrl-C, a `kill`, and a terminal that is gone, such as that of a dropped ssh session."""
 
 
-def ending_signals() -> list[signal.Signals]:
-    """Those that this process should handle: `nohup` has it ignore SIGHUP, and so it stays.
+def stop_signals() -> list[signal.Signals]:
+    """Return those that this process should handle: all but a SIGHUP that `nohup` has it ignore.
 
-    A shell has what it starts in the background ignore SIGINT, which only a Ctrl-C at another's
-    terminal was meant by: whoever sends one to this process means it.
+    SIGINT is handled even if ignored. A shell has its background processes ignore SIGINT, because a
+    Ctrl-C is not meant for them; one that is sent to this process is.
     """
-    keeps_on = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [each for each in ENDING if each is not signal.SIGHUP or not keeps_on]
+    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signum for signum in STOP_SIGNALS if signum is not signal.SIGHUP or not ignores_hangup]
 
 
 @contextlib.contextmanager
-def handled_by(handler: Callable[[int], None]) -> Iterator[None]:
-    """Handle the signals that end something with `handler` within the block, in an event loop."""
-    loop, handled = asyncio.get_running_loop(), ending_signals()
-    for signum in handled:
+def handle_stop_signals(handler: Callable[[int], None]) -> Iterator[None]:
+    """Call `handler` for each stop signal within the block, in the running event loop."""
+    loop, signums = asyncio.get_running_loop(), stop_signals()
+    for signum in signums:
         loop.add_signal_handler(signum, handler, signum)
     try:
         yield
     finally:
-        for signum in handled:
+        for signum in signums:
             loop.remove_signal_handler(signum)
 
 
-def wishes(received: Sequence[int]) -> int:
-    """How often somebody has wished for the end; a second time means: at once.
+def count_stop_requests(received: Sequence[int]) -> int:
+    """Count the requests to stop among the received signals; a second one means "at once".
 
-    A terminal that is gone says so more than once, by its shell and by the kernel, and a session's
-    manager sends SIGTERM as well: all that is one wish, and nobody's hurry.
+    A closed terminal sends SIGHUP more than once, from its shell and from the kernel, and a session
+    manager adds a SIGTERM: together they are one request.
     """
-    found = 0
+    count = 0
     for index, signum in enumerate(received):
-        only_hung_up = {*received[:index]} == {signal.SIGHUP}
-        is_echo = signum == signal.SIGHUP or (signum == signal.SIGTERM and only_hung_up)
-        found += not (index and is_echo)
-    return found
+        only_hangups = {*received[:index]} == {signal.SIGHUP}
+        is_echo = signum == signal.SIGHUP or (signum == signal.SIGTERM and only_hangups)
+        count += not (index and is_echo)
+    return count

@@ -1,8 +1,8 @@
-"""Folders of a process that are gone with it, in the system's place for temporary files.
+"""Temporary folders that are removed with their process, also if it was killed.
 
-Only their user can look into them. The process holds a lock on each, so that what one that was
-killed has left can be told from what is in use. A process id in the name would not do: processes in
-containers may share /tmp, and see only their own.
+Only their user can read them. The process holds a lock on each folder, so that a later process can
+tell leftovers from folders in use. A process id in the name would not do: processes in containers
+may share /tmp, but each sees only its own ids.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import tempfile
 from pathlib import Path
 
 _UNLOCKED = "unlocked-"
-"""Until it is locked it must not look like one that was left."""
+"""Prefix of a folder that is not locked yet, so that it does not look like a leftover."""
 
 _locks: dict[Path, int] = {}
 """Descriptors of the folders of this process."""
 
 
 def create(prefix: str) -> Path:
-    """A fresh folder, whose name begins with `prefix`."""
+    """Create a folder whose name starts with `prefix`."""
     unlocked = Path(tempfile.mkdtemp(prefix=_UNLOCKED + prefix))
     fd = _lock(unlocked)
     folder = unlocked.with_name(unlocked.name.removeprefix(_UNLOCKED))
@@ -40,9 +40,9 @@ def remove(folder: Path) -> None:
 
 
 def sweep(prefix: str) -> None:
-    """Remove what processes that were killed have left behind: folders that nobody locks."""
+    """Remove the unlocked folders with this prefix, which killed processes have left."""
     for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # in use, or no folder
+        with contextlib.suppress(OSError):  # in use, or not a folder
             fd = _lock(folder)
             if os.fstat(fd).st_uid == os.geteuid():  # root could remove another user's, too
                 remove(folder)
@@ -50,13 +50,10 @@ def sweep(prefix: str) -> None:
 
 
 def _remove_all(folder: Path) -> None:
-    """Remove a folder with all that is in it.
+    """Remove a folder with everything in it.
 
-    Not by shutil.rmtree: a job's code may have nested folders deeper than Python recurses, or taken
-    the right to read them from us. So what lies two deep is moved up until there is none.
-
-    Raises:
-        OSError: something cannot be removed.
+    shutil.rmtree would not do: a job's code may have nested folders deeper than Python recurses, or
+    removed our right to read them. So entries at depth two are moved up until there are none.
     """
     while entries := list(os.scandir(folder)):
         for entry in entries:
@@ -78,10 +75,10 @@ def _content(entry: os.DirEntry[str]) -> list[os.DirEntry[str]]:
 
 
 def _lock(folder: Path) -> int:
-    """The descriptor that holds a folder's lock, until it is closed.
+    """Lock a folder; closing the returned descriptor unlocks it.
 
     Raises:
-        OSError: somebody else holds it; or it cannot be opened, is a link or no folder.
+        OSError: another process holds the lock, or `folder` is a link or not a folder.
     """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

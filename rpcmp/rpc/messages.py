@@ -1,22 +1,30 @@
-"""What driver and stages say to each other for a bundle of micro-batches. Pickled by torch RPC.
+"""Messages between the driver and the stages, and the calls that stages make of each other.
 
-A bundle is what travels in one message: one micro-batch, or `microbatches_per_message` of them. A
-message costs about two milliseconds of CPU on its way, whatever is in it, so that stages which
-compute for less are better off with fewer of them. Schedules, rounds and distributed autograd see
-bundles alone; what is computed, drawn and summed is still one micro-batch after the other, which
-is why bits do not depend on it.
+    RoundHeader     what all micro-batches of a round share
+    Bundle          a header and a number: the micro-batches of one message
+    MicrobatchMeta  one micro-batch; computed from the header, so it never travels
+
+A bundle is one micro-batch, or `microbatches_per_message` of them. A message costs about two
+milliseconds of CPU, whatever it contains, so stages that compute for less are faster with fewer
+messages. Schedules, rounds and distributed autograd see only bundles. Computing, drawing random
+numbers and summing still go micro-batch by micro-batch, so bits do not depend on the bundles.
+
+Every bundle has the header of its round, instead of the first message per worker and round.
+Messages overtake each other and rounds are aborted: with the header in each of them, any message
+can start its round at a stage, and no stage keeps headers that a late message could miss. A bundle
+is 141 bytes of pickle, however many micro-batches it has.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.futures import Future
 
-from rpcmp.config.topology import num_bundles
 from rpcmp.pipelining import microbatch
 
 
@@ -29,11 +37,11 @@ class Mode(Enum):
 
 
 class AfterRound(Enum):
-    """What a stage does by itself when it has done all of a training round.
+    """What a stage does by itself after a training round.
 
-    STEP: steps its optimizer (and a scheduler that steps with it); the next round may begin.
-    HOLD: waits for the driver, which has to look at all stages first: a gradient norm, a loss.
-    NOTHING: gradients add up.
+    STEP: steps its optimizer (and a scheduler that steps with it); the next round may start.
+    HOLD: waits for the driver, which first looks at all stages: a gradient norm, a loss.
+    NOTHING: gradients accumulate.
     """
 
     STEP = "step"
@@ -41,104 +49,101 @@ class AfterRound(Enum):
     NOTHING = "nothing"
 
 
-class MicrobatchMeta(NamedTuple):
-    """One micro-batch of one round.
+class RoundHeader(NamedTuple):
+    """A train step, an evaluation or a prediction of one mini-batch.
 
     Attributes:
-        round: counts train steps, evaluations and predictions together; unique in a generation.
-        step: the optimizer step that this round is or follows; seeds dropout, names errors.
-        microbatch: index in the round.
-        num_microbatches: micro-batches in the round.
-        accumulated: micro-batches whose gradients this step has already, from earlier rounds.
-        num_samples: samples in this micro-batch.
-        total_samples: samples in the round.
-        mode: what the round is for.
-        end: what a stage does after the round.
-        version: the number under which stages keep what they are after the round; 0: they do not.
-        save: whether that goes to a disk.
-        drawn: the number of the `BatchIndices` whose samples these are; 0: the driver has them.
+        number: counts train steps, evaluations and predictions together; unique per generation.
+        step: the optimizer step that the round is for or follows; seeds dropout, names errors.
+        num_samples: samples in the mini-batch.
+        accumulated: micro-batches of earlier rounds whose gradients this step already has.
+        after: what a stage does after the round.
+        version: the number of the snapshot that stages take after the round; 0: none.
+        save: whether that snapshot goes to a disk.
+        batch_id: the `BatchIndices` that the stages load; 0: the driver has the samples.
     """
 
-    round: int
+    number: int
     step: int
-    microbatch: int
-    num_microbatches: int
-    accumulated: int
-    num_samples: int
-    total_samples: int
     mode: Mode
-    end: AfterRound = AfterRound.NOTHING
+    num_samples: int
+    num_microbatches: int
+    num_bundles: int
+    accumulated: int = 0
+    after: AfterRound = AfterRound.NOTHING
     version: int = 0
     save: bool = False
-    drawn: int = 0
+    batch_id: int = 0
+
+    @property
+    def is_training(self) -> bool:
+        return self.mode is Mode.TRAIN
+
+    def bundles(self) -> list[Bundle]:
+        return [Bundle(self, number) for number in range(self.num_bundles)]
+
+    def indices_in(self, bundles: Iterable[int]) -> list[int]:
+        """Return the indices of the micro-batches in the bundles with these numbers."""
+        sizes = microbatch.sizes(self.num_microbatches, self.num_bundles)
+        firsts = list(itertools.accumulate(sizes, initial=0))
+        return [index for number in bundles for index in range(firsts[number], firsts[number + 1])]
+
+    def microbatches(self, indices: Iterable[int]) -> list[MicrobatchMeta]:
+        sizes = microbatch.sizes(self.num_samples, self.num_microbatches)
+        return [MicrobatchMeta(self, index, sizes[index]) for index in indices]
+
+
+class MicrobatchMeta(NamedTuple):
+    """One micro-batch of a round.
+
+    Attributes:
+        number: of the round's micro-batches, from 0.
+        num_samples: samples in this micro-batch.
+    """
+
+    round: RoundHeader
+    number: int
+    num_samples: int
 
     @property
     def draw(self) -> int:
-        """The micro-batch's number in the whole step, which its random numbers come from."""
-        return self.accumulated + self.microbatch
+        """The micro-batch's number in the whole step, which seeds its random numbers."""
+        return self.round.accumulated + self.number
 
     @property
     def weight(self) -> float:
-        """This micro-batch's share of the round: what its mean loss counts."""
-        return self.num_samples / self.total_samples
+        """This micro-batch's share of the round's samples, which weights its mean loss."""
+        return self.num_samples / self.round.num_samples
 
 
 class Bundle(NamedTuple):
-    """The micro-batches of one message, as every stage is asked for them.
+    """The micro-batches of one message; the unit in which stages ask each other.
 
     Attributes:
-        number: which bundle of the round, from 0.
-        num_bundles: bundles in the round.
-        works: its micro-batches, in order; never empty.
+        number: of the round's bundles, from 0.
     """
 
+    round: RoundHeader
     number: int
-    num_bundles: int
-    works: tuple[MicrobatchMeta, ...]
 
     @property
-    def round(self) -> int:
-        """That of all its micro-batches."""
-        return self.works[0].round
-
-    @property
-    def step(self) -> int:
-        """That of all its micro-batches."""
-        return self.works[0].step
-
-    @property
-    def mode(self) -> Mode:
-        """What the round is for."""
-        return self.works[0].mode
-
-    @property
-    def end(self) -> AfterRound:
-        """What a stage does after the round."""
-        return self.works[0].end
-
-
-def bundles(works: Sequence[MicrobatchMeta], per_message: int) -> list[Bundle]:
-    """A round's micro-batches as bundles of at most `per_message`, of nearly equal sizes."""
-    left = iter(works)
-    sizes = microbatch.sizes(len(works), num_bundles(len(works), per_message))
-    return [
-        Bundle(number, len(sizes), tuple(itertools.islice(left, size)))
-        for number, size in enumerate(sizes)
-    ]
+    def microbatches(self) -> list[MicrobatchMeta]:
+        """Its micro-batches in order; never empty."""
+        return self.round.microbatches(self.round.indices_in([self.number]))
 
 
 class BatchIndices(NamedTuple):
-    """A mini-batch that stages load themselves: which samples of which dataset.
+    """A mini-batch that stages load themselves, as the indices of its samples.
 
     Attributes:
-        number: unique in a generation, from 1.
+        batch_id: unique per generation, from 1.
         dataset: "train" or "test".
         epoch: counted from 1.
-        batch: its index in the epoch; random transforms draw from (seed, epoch, batch).
+        batch: index in the epoch; random transforms draw from (seed, epoch, batch).
         samples: their indices, in order.
     """
 
-    number: int
+    batch_id: int
     dataset: str
     epoch: int
     batch: int
@@ -146,20 +151,18 @@ class BatchIndices(NamedTuple):
 
     @property
     def num_samples(self) -> int:
-        """How many."""
         return len(self.samples)
 
     @property
     def place(self) -> tuple[int, int]:
-        """Where in the run it is."""
         return self.epoch, self.batch
 
 
 class DatasetInfo(NamedTuple):
-    """What a stage that loads samples has built.
+    """The datasets that a stage has built.
 
     Attributes:
-        host: where.
+        host: name of the stage's host.
         sizes: samples in each dataset, by "train" and "test".
     """
 
@@ -167,21 +170,13 @@ class DatasetInfo(NamedTuple):
     sizes: dict[str, int]
 
 
-def microbatches_of(bundle: Bundle, numbers: Sequence[int]) -> list[int]:
-    """The micro-batches in the bundles with these numbers, of the round that `bundle` is of."""
-    sizes = microbatch.sizes(bundle.works[0].num_microbatches, bundle.num_bundles)
-    firsts = list(itertools.accumulate(sizes, initial=0))
-    return [index for number in numbers for index in range(firsts[number], firsts[number + 1])]
-
-
 class StepReport(NamedTuple):
-    """What a stage says after an optimizer step.
+    """A stage's figures of one optimizer step.
 
     Attributes:
-        step: which one.
         busy_seconds: by kind of action ("F", "B", "W", "O"), since the step before.
-        learning_rates: of its parameter groups; none without trainable parameters, or where an own
-            optimizer calls them otherwise than "lr".
+        learning_rates: of its parameter groups. Empty without trainable parameters, or if the
+            user's optimizer does not call them "lr".
     """
 
     step: int
@@ -195,17 +190,17 @@ class StepReport(NamedTuple):
 
 
 class StageOutputs(NamedTuple):
-    """A stage's answer to one reader, for one micro-batch; a bundle's answer is a list of them.
+    """A stage's answer to one reader for one micro-batch. A bundle's answer is a list of them.
 
     Attributes:
-        value: the output, or the part of it that was asked for: a tree of host tensors.
-        token: while training, where no tensor of `value` is differentiable, an empty tensor that
-            is: distributed autograd must find its way to every stage.
-        narrowed: which tensors of `value`, float32 where they come from and go to, travel as the
-            config's `wire_dtype`.
-        reports: with the first micro-batch of a step, what this stage and all that it reads have
-            to say of the step before, by stage: like this the driver hears of any number of stages
-            in one message.
+        value: the output, or the part of it that the port reads: a tree of host tensors.
+        token: in training, an empty differentiable tensor if `value` has none: distributed
+            autograd must find its way to every stage.
+        narrowed: which tensors of `value` are float32 at both ends and travel as the config's
+            `wire_dtype`.
+        reports: with the first micro-batch of a step, the reports of the step before by this stage
+            and all that it reads, by stage. So the driver gets those of any number of stages in
+            one message.
     """
 
     value: Any
@@ -215,11 +210,11 @@ class StageOutputs(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What a train step gives, or one micro-batch of it.
+    """The result of a train step, or of one of its micro-batches.
 
     Attributes:
         loss: the mean loss, or the micro-batch's part of it.
-        reports: what the stages say of the step before, by stage; empty where that is unknown.
+        reports: reports of the step before, by stage; empty if unknown.
     """
 
     loss: float
@@ -231,8 +226,8 @@ class Evaluated(NamedTuple):
 
     Attributes:
         loss, metrics: each a mean over the micro-batch.
-        outputs: what they were computed from, where the driver has metrics of its own.
-        targets: and the targets, where the driver has not loaded them.
+        outputs: the sink's outputs, if the driver computes metrics.
+        targets: their targets, if the driver has not loaded them.
     """
 
     loss: float
@@ -242,12 +237,39 @@ class Evaluated(NamedTuple):
 
 
 class GradientPart(NamedTuple):
-    """Gradients of several parameters on their way between workers that sum them.
+    """Gradients of several parameters on their way between the workers that sum them.
 
     Attributes:
         values: flat, on the host, of one dtype.
-        has: which of the parameters' gradients exist.
+        has: whether each parameter has a gradient.
     """
 
     values: torch.Tensor
     has: tuple[bool, ...]
+
+
+TensorKey = tuple[int, str]
+"""Names tensors in a worker's mailbox: the number of a round, and what they are in it."""
+
+
+class Peer(Protocol):
+    """Another worker of the group, and the calls that stages make of each other.
+
+    Each call is answered by the method of the same name of `rpcmp.worker.stage.Stage`. A future's
+    value is the answer, or a Raised.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def forward(self, bundle: Bundle, port: int) -> Future[Any]: ...
+
+    def mark_none_gradients(
+        self, round_number: int, microbatch: int, port: int, tensors: list[int]
+    ) -> Future[Any]: ...
+
+    def gradient_part(self, rank: int, round_number: int, bucket: int) -> Future[Any]: ...
+
+    def gradient_total(self, round_number: int, bucket: int) -> Future[Any]: ...
+
+    def get_tensors(self, key: TensorKey) -> Future[Any]: ...

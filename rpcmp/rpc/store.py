@@ -1,7 +1,7 @@
-"""The rendezvous store of a group, as torch's RPC agent sees it.
+"""The rendezvous store of a group, for torch's RPC agent.
 
-A torch.distributed.Store in Python that asks the process's own supervisor: no TCPStore and no Gloo
-group, so no further listening socket, and no connection of this process to another host.
+A torch.distributed.Store in Python that asks the process's own supervisor. With no TCPStore and no
+Gloo group there is no further listening socket, and this process connects to no other host.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rpcmp.process.channel import Message
 
 
 class ChannelStore(Store):
-    """Key-value store of one generation. Any thread may call.
+    """Key-value store of one generation. Thread-safe.
 
     Args:
-        send: tells the supervisor {"event": "store", "id", "call", "keys", ...}; `heard` has to be
-            told its answer, {"op": "stored", "id", "value" or "error"}.
+        send: sends {"event": "store", "id", "call", "keys", ...} to the supervisor, whose answer
+            {"op": "stored", "id", "value" or "error"} has to be passed to `set_answer`.
     """
 
     def __init__(self, send: Callable[[Message], None]) -> None:
@@ -33,8 +33,7 @@ class ChannelStore(Store):
         self._waiting: dict[int, queue.SimpleQueue[Message]] = {}
         self._lock = threading.Lock()
 
-    def heard(self, answer: Message) -> None:
-        """Take an answer of the supervisor."""
+    def set_answer(self, answer: Message) -> None:
         with self._lock:
             self._waiting.pop(answer["id"]).put(answer)
 

@@ -1,24 +1,17 @@
-"""One hash for all parameters and buffers of a model, whoever holds them.
+"""Tensors outside of torch RPC: hashes, and trees of them as bytes, all without pickle.
 
-Each tensor's bytes are hashed where the tensor lives, and only these digests are put together: a
-model that is larger than any one host never has to pass through one. The result is the same for
-every balance, stage count and schedule, so two runs compare at a glance:
+**Hashes.** Each tensor's bytes are hashed where the tensor lives, and only the digests are
+combined, so a model that is larger than any host never has to pass through one. The result is the
+same for every balance, stage count and schedule, so two runs compare at a glance:
 
     sha256 of, for each tensor of the unsplit model's state_dict, sorted by name:
         name \0 dtype \0 shape \0 sha256(little-endian bytes) \n
     such as "conv.weight\0float32\032,1,3,3\0" + 64 hex digits + "\n"
 
-Trees of tensors from one process to another, without pickle.
-
-On the same machine shape and plain values go as JSON over a socket pair, tensors through shared
-memory whose file descriptor goes along: no limit on size, nothing left in /dev/shm after a crash.
-Between machines `dumps` and `loads` make bytes of a small tree.
-
-Named tensors in a file and in shared memory, both in the safetensors format: never pickle.
-
-A tree of tensors as two parts: JSON that says what it is, and the tensors by name.
-
-Like this trees go from process to process, from host to host and into files without pickle.
+**Trees.** A tree has two parts: JSON that describes it, and its tensors by name in the safetensors
+format. Between processes of one machine (Handoff) JSON goes over a socket pair, and tensors through
+shared memory whose file descriptor goes along: no limit on size, and nothing is left in /dev/shm
+after a crash. Between machines `dump_message` and `load_message` make bytes of a small tree.
 """
 
 from __future__ import annotations
@@ -41,7 +34,7 @@ from torch import Tensor
 
 
 def tensor_line(name: str, tensor: torch.Tensor) -> str:
-    """What one tensor contributes to the hash."""
+    """Return the part of the hash's input for one tensor."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     shape = ",".join(map(str, tensor.shape))
     content = hashlib.sha256(_little_endian_bytes(tensor)).hexdigest()
@@ -49,19 +42,33 @@ def tensor_line(name: str, tensor: torch.Tensor) -> str:
 
 
 def renamed_line(line: str, name: str) -> str:
-    """A `tensor_line` as it is under another name."""
+    """Return a `tensor_line` for the same tensor under another name."""
     return name + line[line.index("\0") :]
 
 
 def combine_digests(lines: Mapping[str, str]) -> str:
-    """The hash of a model from its `tensor_line`s by name."""
+    """Return the hash of a model from its `tensor_line`s by name."""
     ordered = "".join(lines[name] for name in sorted(lines))
     return hashlib.sha256(ordered.encode()).hexdigest()
 
 
 def parameters_sha256(state_dict: Mapping[str, torch.Tensor]) -> str:
-    """The hash that a run's summary shows, for a state_dict of the unsplit model."""
+    """Return the hash of a state_dict of the unsplit model, as a run's summary shows it."""
     return combine_digests({name: tensor_line(name, tensor) for name, tensor in state_dict.items()})
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether both have the same dtype, shape and bits, on any devices.
+
+    Minus zero is not zero, and not-a-number equals itself.
+    """
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    bits = [
+        tensor.detach().to(one.device).contiguous().reshape(-1).view(torch.uint8)
+        for tensor in (one, other)
+    ]
+    return torch.equal(*bits)
 
 
 def _little_endian_bytes(tensor: torch.Tensor) -> bytes:
@@ -75,28 +82,24 @@ def _little_endian_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write `tensors` to `path`."""
     safetensors.torch.save_file(_independent(tensors), path)
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors that `save_tensors` wrote."""
     return safetensors.torch.load_file(path)
 
 
 def tensors_to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
-    """What `save_tensors` would write."""
     data: bytes = safetensors.torch.save(_independent(tensors))
     return data
 
 
 def tensors_from_bytes(data: bytes) -> dict[str, Tensor]:
-    """The tensors that `to_bytes` was given."""
     return safetensors.torch.load(data)
 
 
 def tensors_to_memory(tensors: Mapping[str, Tensor]) -> int:
-    """The file descriptor of anonymous shared memory that holds `tensors`; the caller closes it.
+    """Copy `tensors` to anonymous shared memory; return its file descriptor, to be closed.
 
     A memfd counts towards the processes' memory and needs no room in /dev/shm.
     """
@@ -108,7 +111,7 @@ def tensors_to_memory(tensors: Mapping[str, Tensor]) -> int:
 
 
 def tensors_from_memory(fd: int) -> dict[str, Tensor]:
-    """Copies of the tensors in shared memory; closes `fd`."""
+    """Return copies of the tensors in shared memory; closes `fd`."""
     try:
         with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as memory:
             return safetensors.torch.load(memory[:])
@@ -125,12 +128,12 @@ Spec = dict[str, Any]
 
 
 def encode_tree(value: Any, tensors: MutableMapping[str, Tensor], name: str = "") -> Spec:
-    """What `value` is, as JSON; its tensors are added to `tensors`.
+    """Describe `value` as JSON, and add its tensors to `tensors`.
 
     Args:
         value: tensors, dtypes, numbers, strings and None, in tuples, lists and dicts of these.
-        tensors: gets each tensor under the keys that lead to it, joined with dots.
-        name: what these names begin with.
+        tensors: gets each tensor, named by the keys that lead to it, joined with dots.
+        name: prefix of these names.
 
     Raises:
         TypeError: a leaf is neither a tensor nor plain.
@@ -153,7 +156,6 @@ def encode_tree(value: Any, tensors: MutableMapping[str, Tensor], name: str = ""
 
 
 def decode_tree(spec: Spec, tensors: Mapping[str, Tensor]) -> Any:
-    """The tree that `encode` was given."""
     ((kind, content),) = spec.items()
     match kind:
         case "tensor":
@@ -190,7 +192,7 @@ _HEADER = struct.Struct("!Q")
 
 
 def dump_message(message: Any) -> bytes:
-    """A tree of tensors, numbers, strings and None, for `loads`.
+    """Return the bytes of a tree of tensors, numbers, strings and None.
 
     Raises:
         TypeError: a leaf is neither a tensor nor plain.
@@ -201,7 +203,6 @@ def dump_message(message: Any) -> bytes:
 
 
 def load_message(message: bytes) -> Any:
-    """The tree that `dumps` was given."""
     (size,) = _HEADER.unpack_from(message)
     end = _HEADER.size + size
     return decode_tree(json.loads(message[_HEADER.size : end]), tensors_from_bytes(message[end:]))
@@ -211,7 +212,7 @@ class Handoff:
     """One end of the connection; messages are trees of tensors, numbers, strings and None.
 
     Args:
-        connection: a Unix stream socket, owned from now on.
+        connection: a Unix stream socket, which this object closes.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -221,7 +222,7 @@ class Handoff:
         """Send one message.
 
         Raises:
-            OSError: the other end is gone.
+            OSError: the other end is closed.
             TypeError: a leaf is neither a tensor nor plain.
         """
         tensors: dict[str, Tensor] = {}
@@ -235,10 +236,10 @@ class Handoff:
                 os.close(fd)
 
     def receive(self) -> Any:
-        """The next message.
+        """Return the next message.
 
         Raises:
-            EOFError: the other end is gone.
+            EOFError: the other end is closed.
         """
         header, fds, _, _ = socket.recv_fds(self._socket, _HEADER.size, 1)
         try:
@@ -253,7 +254,7 @@ class Handoff:
         return decode_tree(json.loads(data), tensors)
 
     def close(self) -> None:
-        """Close this end; wakes up a thread that receives, and the other end."""
+        """Close this end; wakes up threads that receive at either end."""
         with contextlib.suppress(OSError):  # the other end was faster
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -1,9 +1,9 @@
 """The one module that touches torch.distributed.rpc, its autograd and their private parts.
 
 A process joins one group, once. The agent is built directly instead of by `init_rpc`, which would
-open a TCPStore and a Gloo group beside it: like this a worker has one listening socket. It is built
-in a thread that is in the private network of `rpcmp.process.namespace`, and with it its own. What
-we rely on in torch is pinned down by tests/unit/test_torch_contract.py:
+open a TCPStore and a Gloo group beside it: this way a worker has one listening socket. It is built
+in a thread that is in the private network of `process/sandbox/namespace.py`, so its threads are as
+well. tests/unit/test_torch_contract.py pins down what this module relies on in torch:
 
 - `TensorPipeAgent` needs a store with `set`, `get` and `compare_set`; the Python store must stay
   referenced as long as the agent lives.
@@ -15,16 +15,14 @@ we rely on in torch is pinned down by tests/unit/test_torch_contract.py:
 - Messages are unpickled by `torch.distributed.rpc.internal._unpickler`, which we replace.
 - A handler's exception comes back garbled and `Future.set_exception` as a successful value, so
   nothing ever raises into torch: a `Raised` value carries the error, and every callback catches.
-- A response is recorded under its request's autograd context, whichever thread fulfils it.
+- A response is recorded under its request's autograd context, in whichever thread it is set.
 
 Calls name a function, not a string: `call(member, Stage.forward, bundle, port)` runs
 `Stage.forward` on the object that the other process serves. A method may return a Future and answer
 later; no handler blocks, so a few RPC threads are enough for any number of micro-batches.
 
-How many bytes of tensors other members have answered to this one, and it has sent them back.
-
-The kernel counts what goes over connections, see `rpcmp.process.tcp_stats`. What goes from process
-to process through one machine's memory nobody counts, so this does, where answers arrive.
+The kernel counts bytes on connections (see `rpcmp.process.sockets`), but not those that go from
+process to process through one machine's memory. So `Payload` counts tensors as answers arrive.
 """
 
 from __future__ import annotations
@@ -62,26 +60,26 @@ from rpcmp.errors import (
     to_wire,
 )
 from rpcmp.pipelining import pytree
-from rpcmp.process import namespace
-from rpcmp.process.confinement import is_confined
-from rpcmp.process.namespace import address_of, listeners
-from rpcmp.process.tcp_stats import PeerTraffic
+from rpcmp.process.sandbox import namespace
+from rpcmp.process.sandbox.confinement import is_confined
+from rpcmp.process.sandbox.namespace import address_of
+from rpcmp.process.sockets import PeerTraffic, listeners
 from rpcmp.rpc import unpickler
 from rpcmp.rpc.unpickler import Method
 
 
 class Payload:
-    """Counts. Thread-safe."""
+    """Bytes of tensors per member: in its answers, and in gradients sent back. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ways: dict[str, PeerTraffic] = {}
+        self._traffic: dict[str, PeerTraffic] = {}
 
     def note(self, peer: str, answer: Any) -> None:
-        """Count what a member has answered.
+        """Count the tensors of a member's answer.
 
-        And the gradients of those of its tensors that require grad: each goes back, unless the
-        round is aborted, with the shape and the dtype in which its tensor came.
+        Also count a gradient for each of them that requires grad. It goes back with the same shape
+        and dtype, unless the round is aborted.
         """
         sent = received = 0
         for tensor in pytree.tensors(answer):
@@ -90,32 +88,32 @@ class Payload:
             sent += size if tensor.requires_grad else 0
         if received:
             with self._lock:
-                way = self._ways.get(peer, PeerTraffic(peer, 0, 0, 0.0))
-                self._ways[peer] = way._replace(
-                    sent=way.sent + sent, received=way.received + received
+                old = self._traffic.get(peer, PeerTraffic(peer, 0, 0, 0.0))
+                self._traffic[peer] = old._replace(
+                    sent=old.sent + sent, received=old.received + received
                 )
 
     def read(self) -> list[PeerTraffic]:
-        """What was counted since the process began, by the members' names."""
+        """Return the counts since the process started."""
         with self._lock:
-            return list(self._ways.values())
+            return list(self._traffic.values())
 
 
 NUM_RPC_THREADS = 4
 """Threads that receive requests and run callbacks; handlers never block one."""
 
 ACKNOWLEDGED_SECONDS = 1.0
-"""How long the acknowledgement of a reference may be under way."""
+"""How long to wait for the acknowledgement of a reference."""
 
 RRef = rpc.RRef
 
 NOBODY = ""
-"""In the place of a member's name: the answer is this process's own."""
+"""In place of a member's name: the answer comes from this process."""
 
 answered = Payload()
-"""What the other members have answered to this process."""
+"""Counts the answers of other members to this process."""
 
-rpc_internal._unpickler = unpickler.Unpickler  # what messages may name, see there
+rpc_internal._unpickler = unpickler.Unpickler  # finds only allowed names
 
 
 class Raised(NamedTuple):
@@ -126,7 +124,7 @@ class Raised(NamedTuple):
 
 @dataclass
 class _Served:
-    """What this process serves to the group, and where its members meet; empty before it joins."""
+    """The object that this process serves to its group, and the group's store."""
 
     service: Any = None
     store: Any = None
@@ -137,29 +135,29 @@ _served = _Served()
 
 
 def reserve_threads(in_flight: int) -> None:
-    """Make room for backwards that wait their turn; before any other use of torch.
+    """Make room for backwards that wait for their turn; before any other use of torch.
 
     Args:
         in_flight: how many may wait in this process at once. Each holds a thread of torch's
-            inter-op pool, whose default of one thread a core would deadlock.
+            inter-op pool, whose default of one thread per core would deadlock.
     """
     torch.set_num_interop_threads(in_flight + 2)
 
 
 def join(members: Sequence[str], rank: int, store: Store, service: object) -> str:
-    """Join the group; where this process listens, once all members have announced themselves.
+    """Join the group; return the address that this process listens on.
 
-    Whoever is called must have returned from this: the driver waits until its supervisor has heard
-    so from all of them.
+    A member must not be called before this has returned there: the driver waits until its
+    supervisor knows that all of them have joined.
 
     Args:
         members: names of the group's processes, by rank.
-        rank: this process's place in `members`.
-        store: where the members exchange addresses.
+        rank: of this process.
+        store: through which the members exchange addresses.
         service: the object whose methods the others may call.
 
     Raises:
-        SecurityError: the agent listens where it should not.
+        SecurityError: the agent listens on another address than intended.
     """
     _served.service, _served.store, _served.num_members = service, store, len(members)
     os.environ["TP_SOCKET_IFNAME"] = namespace.current.interface(rank)
@@ -176,13 +174,12 @@ def join(members: Sequence[str], rank: int, store: Store, service: object) -> st
 
 
 def _start_agent(members: Sequence[str], rank: int, store: Store) -> None:
-    """In the thread whose network its threads are to be in."""
     # No timeout: a slow step is not a fault. Whether a peer lives is the supervisors' business.
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=NUM_RPC_THREADS,
         rpc_timeout=0,
         _transports=["uv"],
-        # What is confined may not read another process's memory, nor let its own be read.
+        # A confined process may not read another process's memory, nor let its own be read.
         _channels=["basic"] if is_confined() else ["cma", "basic"],
     )
     _init_autograd(rank)  # before the agent: a peer may call at once
@@ -191,11 +188,10 @@ def _start_agent(members: Sequence[str], rank: int, store: Store) -> None:
 
 
 def leave(timeout: float) -> None:
-    """Wait until no member of the group asks another for anything more, at most `timeout` seconds.
+    """Wait until all members are done with their calls, at most `timeout` seconds.
 
-    The process has to end right after, by `os._exit`. To have torch shut its agent down would take
-    0.7 s, and changes nothing for anybody: what is still under way then says that a context or a
-    reference is needed no more.
+    The process has to end right after, by `os._exit`. Shutting torch's agent down would take 0.7 s
+    and change nothing: the only messages left then release a context or a reference.
     """
     meeting = threading.Thread(target=_meet, name="rpcmp-leave", daemon=True)
     meeting.start()
@@ -203,7 +199,6 @@ def leave(timeout: float) -> None:
 
 
 def _meet() -> None:
-    """Return when all members of the group have come here."""
     with contextlib.suppress(Exception):  # a store that is gone cannot be asked
         if _served.store.add("left", 1) == _served.num_members:
             _served.store.set("all have left", "")
@@ -211,9 +206,9 @@ def _meet() -> None:
 
 
 class Transport(Protocol):
-    """How a process reaches the other members of its group, and differentiates across them.
+    """Calls to the other members of a group, and distributed autograd across them.
 
-    Neither stages nor the driver know any other way.
+    Stages and the driver use nothing else to reach each other.
     """
 
     def call(self, member: str, method: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -221,38 +216,38 @@ class Transport(Protocol):
         ...
 
     def remote_service(self, member: str) -> RRef[Any]:
-        """A reference that keeps what `member` serves alive and names its owner."""
+        """Return a reference to the object that `member` serves, which keeps it alive."""
         ...
 
     def remote_part(self, owner_rref: RRef[Any], getter: Callable[[Any], Any]) -> RRef[Any]:
-        """A reference to `getter(object)`, with the object of `owner_rref` where it lives."""
+        """Return a reference to `getter(object)`, called where the object of `owner_rref` is."""
         ...
 
     def call_rref(
         self, target_rref: RRef[Any], method: Callable[..., Any], *args: Any
     ) -> Future[Any]:
-        """Run `method(object, *args)` where the object of `target_rref` lives."""
+        """Run `method(object, *args)` in the process that owns the object of `target_rref`."""
         ...
 
     def autograd_context(self) -> AbstractContextManager[int]:
-        """A distributed autograd context; gone on all members soon after the block."""
+        """Enter a distributed autograd context; all members drop it soon after the block."""
         ...
 
     def backward(self, context_id: int, roots: Sequence[torch.Tensor]) -> None:
         """Differentiate the scalars `roots` across all members; blocks until every stage is done.
 
         Raises:
-            RuntimeError: a stage's backward raised; the stage knows why.
+            RuntimeError: a stage's backward raised; that stage has recorded the cause.
         """
         ...
 
     def live_state(self) -> dict[str, int]:
-        """Counts of what a step must not leave behind in this process: contexts and references."""
+        """Return counts of contexts and references, which a step must not leave behind."""
         ...
 
 
 class TorchRpc:
-    """The members of the group that this process has joined, by torch RPC; see Transport."""
+    """The transport of the group that this process has joined, by torch RPC."""
 
     def call(self, member: str, method: Callable[..., Any], *args: Any) -> Future[Any]:
         future: Future[Any] = rpc.rpc_async(member, _dispatch, args=(method, args))
@@ -293,13 +288,8 @@ class TorchRpc:
         return {key: int(info.get(key, 0)) for key in (*keys, "num_forks", "num_owner_rrefs")}
 
 
-def result(future: Future[Any], member: str) -> Any:
-    """The value of a call to `member`; blocks.
-
-    Raises:
-        RpcmpError: what the call raised.
-        WorkerDiedError: the connection broke.
-    """
+def result(future: Future[Any], member: str = NOBODY) -> Any:
+    """Wait for the value of a call to `member`."""
     value = outcome(future, member)
     if isinstance(value, Raised):
         raise from_wire(value.error)
@@ -307,33 +297,25 @@ def result(future: Future[Any], member: str) -> Any:
 
 
 def results(calls: Sequence[tuple[str, Future[Any]]]) -> list[Any]:
-    """The values of calls to members, in order; blocks until all have ended, or the first failed.
-
-    Raises:
-        RpcmpError: what that one raised; the others may still be under way.
-    """
+    """Wait for the values of calls to members, in order, or for the first failure."""
     ended: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
     for number, (name, future) in enumerate(calls):
 
-        def note(done: Future[Any], number: int = number, name: str = name) -> None:
-            ended.put((number, outcome(done, name)))
+        def done(call: Future[Any], number: int = number, name: str = name) -> None:
+            ended.put((number, outcome(call, name)))
 
-        future.add_done_callback(note)
-    found = [None] * len(calls)
+        future.add_done_callback(done)
+    values = [None] * len(calls)
     for _ in calls:
         number, value = ended.get()
         if isinstance(value, Raised):
             raise from_wire(value.error)
-        found[number] = value
-    return found
+        values[number] = value
+    return values
 
 
 def outcome(future: Future[Any], member: str) -> Any:
-    """The value of a call to `member`, or a Raised; blocks and does not raise.
-
-    Args:
-        member: whose answer it is, which is counted in `answered`.
-    """
+    """Wait for the value of a call to `member`, or a Raised, and count it in `answered`."""
     try:
         value = future.wait()
     except RuntimeError as error:
@@ -349,9 +331,8 @@ def when_all(
 ) -> None:
     """Call `callback` with the outcomes of calls to members, in order, once all have ended.
 
-    Each with the member's name, see `outcome`. Not `collect_all`, which ends with the first
-    failure. A callback that raises is a bug: torch would swallow it and leave everybody waiting, so
-    it ends the process.
+    torch's `collect_all` would end with the first failure. A callback that raises is a bug, which
+    torch would swallow while all wait, so it ends the process.
     """
     lock = threading.Lock()
     left = len(calls)
@@ -383,7 +364,7 @@ def _dispatch_rref(target_rref: RRef[Any], method: Method, args: tuple[Any, ...]
 
 
 def attempt(function: Callable[[], Any]) -> Any:
-    """What `function` returns, or a Raised with what it raised."""
+    """Return the result of `function`, or a Raised."""
     try:
         return function()
     except RpcmpError as error:

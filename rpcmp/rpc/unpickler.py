@@ -1,11 +1,10 @@
-"""What a message of torch RPC may name.
+"""An unpickler for torch RPC that only finds the names which messages need.
 
-torch RPC pickles: whoever may send to a worker could have it look up, and call, anything at all.
-Nobody outside of the group gets that far, and here is a second lock in case that somebody does. A
-message may be made of what driver and stages say to each other, of plain containers, and of named
-tuples of the modules that the job's config names, since batches may be. It may name the methods
-that are called from afar, but they arrive as a Method, which cannot be called while the message is
-read. Everything else is refused.
+torch RPC pickles, so a sender could make a worker look up and call any function. No process outside
+the group gets that far; this is a second lock in case that one does. A message may consist of the
+types in rpcmp.rpc.messages, of plain containers, and of named tuples of the modules that the job's
+config names, because batches may be such. It may name the methods that are called remotely, but
+they arrive as a Method, which cannot be called while the message is read. All else is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import torch
 from rpcmp.errors import SecurityError
 
 _ENTRANCES = {"_dispatch", "_dispatch_rref", "_get_service", "_get_part"}
-"""Of rpcmp.rpc.transport: what torch calls with a message's content."""
+"""Functions of rpcmp.rpc.transport that torch calls with the content of a message."""
 
 _DATA = {
     "rpcmp.rpc.messages",
@@ -34,14 +33,14 @@ _DATA = {
     "rpcmp.observability.trace.spans",
     "rpcmp.rpc.transport",
 }
-"""Modules whose named tuples, enums and data classes messages consist of."""
+"""Modules of the named tuples, enums and data classes in messages."""
 
 _CALLED = {
     ("rpcmp.worker.stage", "Stage"),
     ("rpcmp.worker.optimizer", "StageOptimizer"),
     ("rpcmp.data.batch_server", "BatchServer"),
 }
-"""Whose methods are called from afar."""
+"""Classes whose methods are called remotely."""
 
 _PLAIN = {
     "builtins": {"complex", "bytearray", "set", "frozenset", "range", "slice"}
@@ -56,31 +55,31 @@ _PLAIN = {
 }
 
 _RECEIVERS = {"_tensor_receiver", "_py_rref_receiver"}
-"""What torch's pickler looks up by `getattr`: where tensors and references come in."""
+"""Methods that torch's pickler looks up by `getattr`, to receive tensors and references."""
 
 _named: set[str] = set()
 """The top-level modules of the job's own code."""
 
 _imported = _DATA | {module for module, _ in _CALLED}
-"""What a message may cause to be imported."""
+"""Modules that a message may cause to be imported."""
 
 
 def allow(modules: Iterable[str], files: Iterable[str] = ()) -> None:
-    """Let messages bring named tuples that are defined in these modules, or below them.
+    """Allow named tuples of these modules, and of modules below them.
 
     Args:
-        modules: that the job's config names; imported when there is need of it.
-        files: names of modules that it brings along; only what is imported anyway.
+        modules: named by the job's config; imported when a message names them.
+        files: names of modules that the job ships; not imported by messages.
     """
-    _imported.update(given := list(modules))
-    _named.update(module.partition(".")[0] for module in (*given, *files))
+    _imported.update(modules := list(modules))
+    _named.update(module.partition(".")[0] for module in (*modules, *files))
 
 
 class Method:
-    """A function that a message names; not to be called before the message has been read.
+    """A function that a message names. It cannot be called before the message has been read.
 
     Attributes:
-        function: never another: a message cannot change it.
+        function: a message cannot change it.
     """
 
     __slots__ = ("function",)
@@ -98,13 +97,13 @@ class Method:
 
 
 class Unpickler(pickle.Unpickler):
-    """Finds what is allowed and nothing else."""
+    """Finds allowed names and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a message names.
+        """Return the object of an allowed name.
 
         Raises:
-            SecurityError: it names something that is none of its business.
+            SecurityError: the name is not allowed.
         """
         if (module, name) == ("builtins", "getattr"):
             return _receiver
@@ -132,7 +131,7 @@ class Unpickler(pickle.Unpickler):
 
 
 def _find(module: str, name: str) -> Any:
-    """What a name means in a module; None where there is no such thing, or it is not imported."""
+    """Return the object of a name; None if it does not exist or its module is not imported."""
     if module in _imported:
         importlib.import_module(module)
     found: Any = sys.modules.get(module)
@@ -150,7 +149,7 @@ def _is_named_tuple(kind: type) -> bool:
 
 
 def _receiver(owner: Any, name: str) -> Any:
-    """All of `getattr` that messages need. Python before 3.11.4 names members of enums by it."""
+    """The part of `getattr` that messages need. Python < 3.11.4 names members of enums by it."""
     if isinstance(owner, EnumType) and name in owner.__members__:
         return owner[name]
     if name not in _RECEIVERS:
@@ -160,10 +159,12 @@ def _receiver(owner: Any, name: str) -> Any:
 
 
 def _received(receive: Callable[[Any], Any], fork: Any) -> Any:
-    """A reference, to a Python object: of other types torch would look up, and compile, the name.
+    """Receive a reference to a Python object.
+
+    For other types torch would look up, and compile, the name of the type.
 
     Raises:
-        SecurityError: it is to something else.
+        SecurityError: the reference is to something else.
     """
     if not isinstance(fork, tuple) or fork[-1:] != ("PyObject",):
         raise SecurityError(f"a message refers to {fork!r}, which nobody may send")

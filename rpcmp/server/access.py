@@ -1,15 +1,12 @@
-"""The group of a claimed job, and what a certificate allows its holder there. Pure.
+"""Which calls a certificate permits: per group of a job, and per method. No I/O.
 
     driver             ──> everything
-    stage N, a spare   ──> what members may, and what stage N may
-    a stage not in it  ──> nothing
+    stage N, a spare   ──> the methods for members, and the data of stage N
+    any other stage    ──> nothing
 
 Replicas of a stage have the same role, and a spare can be any stage, so a certificate tells neither
-apart. Without certificates every caller is this user, and allowed.
-
-What a stage's certificate is good for: the little that stages ask of each other.
-
-The rest is for drivers: who prepares a job says which code a host runs.
+apart. Without certificates every caller is this user, and allowed. Only drivers may call the rest:
+the caller of Prepare decides which code a host runs.
 """
 
 from __future__ import annotations
@@ -23,8 +20,7 @@ import grpc
 from rpcmp.config import topology
 from rpcmp.errors import ConfigError, SecurityError
 from rpcmp.net.identity import Role
-from rpcmp.net.port import Inner
-from rpcmp.server.hardened_grpc import Interceptor
+from rpcmp.server.hardened_grpc import Callers, Interceptor
 from rpcmp.v1 import control_pb2 as pb
 
 if TYPE_CHECKING:
@@ -33,12 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GroupMembers:
-    """A job's stages.
+    """The stages of a job's group.
 
     Attributes:
         job: the job's name, for errors.
         stages: their names, in order.
-        replicas: how many each of them has.
+        replicas: the number of replicas per stage.
     """
 
     job: str
@@ -47,10 +43,10 @@ class GroupMembers:
 
     @classmethod
     def of(cls, request: pb.PrepareRequest) -> Self:
-        """Return the group that a request wants a member for.
+        """Return the group of a Prepare request.
 
         Raises:
-            ConfigError: the member is not in it.
+            ConfigError: the request is for a member that the group does not have.
         """
         group = cls(
             request.job,
@@ -66,22 +62,22 @@ class GroupMembers:
         return group
 
     def member(self, stage_index: int, replica: int) -> str:
-        """The RPC name of a replica."""
+        """Return the RPC name of a replica."""
         return topology.member_name(self.stages[stage_index], replica)
 
     def index(self, stage_name: str) -> int | None:
-        """The index of a stage; None: there is none of that name."""
+        """Return the index of a stage; None if there is no stage of that name."""
         return self.stages.index(stage_name) if stage_name in self.stages else None
 
     def require_member(self, role: Role | None, what: str) -> None:
         """Refuse a certificate that no member of the group can have.
 
         Args:
-            role: in the certificate; None: there are no certificates.
-            what: the caller wants to do, "use the rendezvous".
+            role: the caller's; None without certificates.
+            what: for the error, "use the rendezvous".
 
         Raises:
-            SecurityError: it is not a member's.
+            SecurityError: the certificate is not a member's.
         """
         if role is None or role.is_driver or any(map(role.may_serve, range(len(self.stages)))):
             return
@@ -91,14 +87,10 @@ class GroupMembers:
         )
 
     def require_name(self, role: Role | None, name: str) -> None:
-        """Refuse a certificate that is not for the member of this RPC name.
-
-        Args:
-            role: in the certificate; None: there are no certificates.
-            name: the member's.
+        """Refuse a certificate that does not belong to the member with this RPC name.
 
         Raises:
-            SecurityError: it is for another.
+            SecurityError: it belongs to another member.
         """
         if role is None or role.is_driver:
             return
@@ -114,15 +106,15 @@ class GroupMembers:
             )
 
     def require_stage(self, role: Role | None, stage_index: int | None, what: str) -> None:
-        """Refuse a certificate that is not for one stage of the group.
+        """Refuse a certificate that does not belong to a stage of the group.
 
         Args:
-            role: in the certificate; None: there are no certificates.
-            stage_index: the stage; None: none may.
-            what: the caller wants to do.
+            role: the caller's; None without certificates.
+            stage_index: the stage; None permits no stage.
+            what: for the error.
 
         Raises:
-            SecurityError: it is not that stage's.
+            SecurityError: it does not belong to that stage.
         """
         if role is None or role.is_driver:
             return
@@ -141,18 +133,14 @@ ALLOWED = (
     "/rpcmp.v1.Rendezvous/",
     "/rpcmp.v1.Snapshots/Fetch",
 )
-"""How the names of their methods begin."""
+"""Prefixes of the methods that a stage may call."""
 
 
 class OnlyPeers(Interceptor):
-    """Refuses everything else, before a byte of the message is looked at.
+    """Refuses all other methods, before a byte of the message is parsed."""
 
-    Args:
-        inner: knows the callers' roles.
-    """
-
-    def __init__(self, inner: Inner) -> None:
-        self._inner = inner
+    def __init__(self, callers: Callers) -> None:
+        self._callers = callers
 
     async def intercept_service(
         self,
@@ -165,16 +153,16 @@ class OnlyPeers(Interceptor):
         handler = await continuation(call)
         if call.method.startswith(ALLOWED) or handler is None:
             return handler
-        return _refusing(handler, call.method, self._inner)
+        return _refusing(handler, call.method, self._callers)
 
 
-def _refusing(handler: Handler, method: str, inner: Inner) -> Handler:
+def _refusing(handler: Handler, method: str, callers: Callers) -> Handler:
     async def refuse(request: object, grpc_context: GrpcContext) -> None:
         why = (
             f"the certificate is for a stage, and only a driver may call {method}: `rpcmp certs "
             "issue DIR --driver` makes one for it"
         )
-        if inner.is_stranger(grpc_context.peer()):
+        if callers.is_stranger(grpc_context.peer()):
             why = (
                 f"this server does not let that process call {method}: either it works for another "
                 "process's job alone, or the caller is confined or in another container; with "

@@ -1,4 +1,4 @@
-"""One job's hold on a stage server: the worker process, its code, and what is known of it.
+"""One job's claim on a stage server: the worker process, its code, and its state.
 
     CLAIMED ──start──> BUILDING ──joined──> RUNNING ──left──> ENDED
        └────────────────┴── failed, exited ────┴──────────────^
@@ -7,8 +7,8 @@ A claim belongs to one generation and one worker. It ends with the driver's Stop
 of the next generation, or with the driver's Watch stream: a driver that died by SIGKILL frees its
 servers by dying.
 
-A worker that ends is noticed at once; one that is stopped, or that never lets go of Python's lock,
-by its heartbeat, and is ended then.
+A worker that exits is noticed at once. One that is stopped, or that never releases Python's lock,
+is noticed by its missing heartbeat, and killed.
 """
 
 from __future__ import annotations
@@ -29,17 +29,16 @@ from rpcmp.process import interpreter, tempdirs
 from rpcmp.process.activity import NO_MICROBATCH, Doing
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
-from rpcmp.process.confinement import Reach
 from rpcmp.process.fork_client import Forks, NetworkOf
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.liveness import HeartbeatMonitor
 from rpcmp.process.logging.records import Entry, Line, entry_of, pass_on
+from rpcmp.process.sandbox.confinement import Reach
 from rpcmp.server import claim_log
 from rpcmp.server.access import GroupMembers
 from rpcmp.server.claim_log import LogBuffer, WorkerVitals
-from rpcmp.server.kv_store import KeyValueStore
+from rpcmp.server.rendezvous import KeyValueStore, StoreProxy
 from rpcmp.server.snapshot_store import SnapshotStore
-from rpcmp.server.store_proxy import StoreProxy
 from rpcmp.v1 import control_pb2 as pb
 
 State = pb.ServerState
@@ -49,33 +48,33 @@ log = logging.getLogger(__name__)
 NOTHING = Doing("", 0, NO_MICROBATCH, 0.0)
 
 MAX_MESSAGE = 4 * 2**20
-"""Bytes of a worker's longest message: an error, with where it was raised."""
+"""Bytes of a worker's longest message: an error with its traceback."""
 
 MAX_WORD = 256
 """Characters of an address and of a device's name."""
 
 SAVED_KEPT = 4
-"""How many saves a watcher that is behind can still hear of; two are under way at most."""
+"""Finished saves that are kept for a watcher that lags behind; at most two are under way."""
 
 
 class Claim:
     """A job on this server.
 
     Args:
-        request: what the driver asked for in Prepare.
-        group: of the request.
-        vault: where the worker's snapshots lie.
-        forks: where the worker comes from.
-        dialer: how this server talks to others.
+        request: the driver's Prepare request.
+        group: the request's.
+        vault: holds the worker's snapshots.
+        forks: starts the worker.
+        dialer: connects this server to others.
         allowed: see StageServer.
-        show: told of each line that the worker says.
-        reach: what the worker may open beyond the job's files; None: it is not confined.
+        show: called with each line of the worker's output.
+        reach: files that the worker may open beyond the job's own; None: it is not confined.
 
     Attributes:
         group: as given.
         relay: carries the worker's connections to other networks.
-        servers: of the members on other hosts, by where their agents listen.
-        lines: what the worker says.
+        servers: addresses of the servers of remote members, by the address of their agents.
+        lines: the worker's output.
     """
 
     def __init__(
@@ -89,8 +88,7 @@ class Claim:
         show: Callable[[Entry], None] = pass_on,
         reach: Reach | None = None,
     ) -> None:
-        self.job = request.job
-        self.job_id = request.job_id
+        self.job, self.job_id = request.job, request.job_id
         self.generation = request.generation
         self.state: pb.ServerState.ValueType = State.SERVER_STATE_CLAIMED
         self.stage_name = ""
@@ -108,11 +106,8 @@ class Claim:
         self.listens = ""
         self.servers: dict[str, str] = {}
         self._vitals = WorkerVitals()
-        self._forks = forks
-        self._dialer = dialer
-        self._allowed = allowed
-        self._show = show
-        self._reach = reach
+        self._forks, self._dialer = forks, dialer
+        self._allowed, self._reach, self._show = allowed, reach, show
         self.group = group
         name = group.member(request.stage_index, request.replica)
         identity = (request.job_id, request.generation, name)
@@ -128,26 +123,26 @@ class Claim:
         self._finds_files = True
         self._tasks: list[asyncio.Task[None]] = []
         self._listening: asyncio.Task[None] | None = None
-        self._telling: asyncio.Task[None] | None = None
+        self._notifying: asyncio.Task[None] | None = None
 
     @property
     def doing(self) -> Doing:
-        """What the worker does, or did when it ended."""
+        """The worker's current action, or its last one."""
         return self._child.activity.read() if self._child is not None else NOTHING
 
     @property
     def busy_seconds(self) -> dict[str, float]:
-        """That the worker has computed, by kind of action ("F", "B", "W", "O")."""
+        """Seconds that the worker has computed, by kind of action ("F", "B", "W", "O")."""
         return self._vitals.busy_seconds
 
     @property
     def worker_pid(self) -> int:
-        """Process id of the worker; 0 when there is none."""
+        """Process id of the worker; 0 if it is not running."""
         running = self._child is not None and self._child.exit_code is None
         return self._child.pid if self._child and running else 0
 
     def is_followed_by(self, request: pb.PrepareRequest) -> bool:
-        """Whether `request` is of the same job's next generation."""
+        """Return whether `request` is for the same job's next generation."""
         return request.job_id == self.job_id and request.generation > self.generation
 
     async def open(self, code: list[pb.CodeFile]) -> None:
@@ -158,9 +153,9 @@ class Claim:
         """
         if code:
             self._folder = claim_log.unpack(code)
-        self._vault.freed = lambda: self._tell({"op": "saved"})
+        self._vault.freed = lambda: self._send({"op": "saved"})
         await self._spawn()
-        self._tasks.append(asyncio.create_task(self._tell_mirrored()))
+        self._tasks.append(asyncio.create_task(self._send_acknowledgements()))
 
     async def _spawn(self) -> None:
         environment = compute_environment(self._threads)
@@ -172,14 +167,14 @@ class Claim:
             environment,
             self._vault.slots.fds,
             self._forks,
-            self._said,
+            self._add_line,
             reach,
             MAX_MESSAGE,
         )
         self._listening = asyncio.create_task(self._listen(self._child))
 
     async def _spawn_again(self) -> None:
-        """Replace a worker that cannot open a checkpoint, since its folder came after it."""
+        """Replace a worker that was confined before the folder of checkpoints existed."""
         if self._child is None or self._listening is None:
             raise AssertionError("no worker was spawned")
         self._listening.cancel()
@@ -189,14 +184,14 @@ class Claim:
         await self._spawn()
 
     async def start(self, request: pb.StartRequest) -> None:
-        """Tell the worker its stage and its place in the group, as soon as it listens.
+        """Send the worker its stage and its place in the group, as soon as it listens.
 
         Raises:
-            CheckpointError, UnavailableError: what it has to begin with is not to be had.
+            CheckpointError, UnavailableError: the state to restore is not available.
         """
         self.stage_name = request.label
         self._store = StoreProxy.at(
-            request.rendezvous, self._dialer, self.job_id, self.generation, self._tell
+            request.rendezvous, self._dialer, self.job_id, self.generation, self._send
         )
         restore = request.restore if request.HasField("restore") else None
         self.step = restore.step if restore else 0
@@ -210,7 +205,7 @@ class Claim:
             "restore": {"step": restore.step, "files": files} if restore else None,
             "is_mirrored": request.is_mirrored,
             "saves": request.saves,
-            # What has been restored in this run before was rehearsed then.
+            # A state restored by an earlier generation was rehearsed then.
             "rehearses": restore is None or self.generation == 1,
             "assignment": request.assignment,
             "allowed": self._allowed,
@@ -223,7 +218,7 @@ class Claim:
         self._start_if_ready()
 
     async def link(self, request: pb.LinkRequest) -> None:
-        """Carry the worker's connections to those whom it cannot reach by itself."""
+        """Carry the worker's connections to the members that it cannot reach by itself."""
         peers = [
             RelayPeer(
                 peer.name, peer.listens, peer.server, peer.stage_index if peer.server else None
@@ -234,11 +229,7 @@ class Claim:
         await self.relay.open(self.listens, peers)
 
     def require_may_fetch(self, role: Role | None, request: pb.FetchRequest) -> None:
-        """Refuse what a certificate does not give a right to.
-
-        Args:
-            role: of the caller; None: there are no certificates.
-            request: for a snapshot or a checkpoint's file.
+        """Refuse a snapshot or file that the caller's certificate gives no right to.
 
         Raises:
             SecurityError: the caller may not have it.
@@ -253,11 +244,11 @@ class Claim:
             self.group.require_stage(role, index, f"read snapshots of {request.stage_name!r}")
 
     async def network(self) -> NetworkOf:
-        """Where the worker's agent will listen."""
+        """Return the network in which the worker's agent will listen."""
         return await self._forks.network()
 
     async def close(self) -> None:
-        """End the worker and remove the job's code."""
+        """Kill the worker and remove the job's code."""
         self.values.close()
         if self._child is not None:
             await self._child.kill()
@@ -273,7 +264,7 @@ class Claim:
         await self._become(State.SERVER_STATE_ENDED)
 
     def snapshot(self) -> pb.WatchResponse:
-        """What a watcher is told."""
+        """Return the message for watchers."""
         return pb.WatchResponse(
             generation=self.generation,
             state=self.state,
@@ -286,20 +277,18 @@ class Claim:
         )
 
     def vitals(self) -> pb.Vitals:
-        """How the worker is at this moment; read from outside, whatever it does."""
+        """Return the worker's vitals; read from outside, so a busy worker does not delay them."""
         return self._vitals.message(self.worker_pid, self.doing, self.relay.round_trips)
 
     async def stacks(self) -> str:
-        """Where in the code the worker is; empty where there is none."""
-        return await self._child.where() if self._child is not None and self.worker_pid else ""
+        return await self._child.stack_dump() if self._child is not None and self.worker_pid else ""
 
-    def hear_all(self) -> None:
-        """Hear now what the worker has said by now."""
+    def receive_pending(self) -> None:
+        """Read the output that the worker has written so far."""
         if self._child is not None:
-            self._child.log.hear_all()
+            self._child.log.receive_pending()
 
     async def notify(self) -> None:
-        """Wake up all who wait for a change."""
         async with self.changed:
             self.changed.notify_all()
 
@@ -310,19 +299,19 @@ class Claim:
     async def _listen(self, child: Child) -> None:
         try:
             async for message in child.messages():
-                await self._heard(message)
+                await self._handle(message)
         except (ValueError, KeyError, TypeError) as error:
-            self.error = to_wire(child.talks_nonsense(error, self._worker))
+            self.error = to_wire(child.garbled_message_error(error, self._worker))
             await child.kill()
         self.exit_code = await child.wait() or 0
         await child.kill()  # what the user's code has forked
         left = self.state == State.SERVER_STATE_ENDED
         if not left and not self.error:
             died = WorkerDiedError(self._obituary(child))
-            self.error = to_wire(await child.was_hung() or died)
+            self.error = to_wire(await child.hung_error() or died)
         await self._become(State.SERVER_STATE_ENDED)
 
-    async def _heard(self, message: Message) -> None:
+    async def _handle(self, message: Message) -> None:
         self._pulse.beat()
         match message["event"]:
             case "ready":
@@ -333,17 +322,17 @@ class Claim:
                 found = pb.WatchResponse(num_parameters=count, device=device)  # of these types?
                 self.num_parameters, self.device = found.num_parameters, found.device[:MAX_WORD]
             case "store" if self._store is not None:
-                self._store.heard(message)
+                self._store.handle(message)
             case "joined":
                 self.listens = pb.WatchResponse(listens=message["address"]).listens[:MAX_WORD]
                 await self._become(State.SERVER_STATE_RUNNING)
             case "beat":
                 self.step = max(self.step, self.doing.step)
-                self._vitals.hear(message)
+                self._vitals.update(message)
             case "snapshot":
                 await self._snapshot_taken(pb.Saved(step=message["step"]).step)
             case "failed":
-                self.hear_all()  # what it has said before comes first
+                self.receive_pending()  # what it has said before comes first
                 self.error = to_wire(from_wire(message["error"]))
                 await self.notify()
             case "left":
@@ -356,15 +345,15 @@ class Claim:
             self._tasks.append(asyncio.create_task(self._end_if_silent(self._child)))
 
     async def _end_if_silent(self, child: Child) -> None:
-        """End a worker that gives no sign of life, and say where it was."""
+        """Kill a worker without heartbeat, and report where it was."""
         self._pulse.beat()
         seconds = await self._pulse.lost()
         if child.exit_code is None and self.state != State.SERVER_STATE_ENDED:
-            self.error = to_wire(await child.hung(self.stage_name, seconds))
+            self.error = to_wire(await child.record_hang(self.stage_name, seconds))
             await child.kill()
 
     def _refused(self, error: SecurityError) -> None:
-        """End the job: a peer has sent the worker what it must not."""
+        """End the job: a peer has sent the worker a message that the protocol does not allow."""
         log.error("%s", error)
         self.error = to_wire(error)
         if self._child is not None:
@@ -372,33 +361,33 @@ class Claim:
         self._tasks.append(asyncio.create_task(self.notify()))
 
     async def _snapshot_taken(self, step: int) -> None:
-        """Somebody may wait for it; and it may have to go to the disk."""
+        """Wake up tasks that wait for the snapshot, and save it if it is to be saved."""
         await self._vault.notify()
         self._vault.save_if_pinned(step, self._saved)
 
-    def _said(self, line: Line) -> None:
+    def _add_line(self, line: Line) -> None:
         self.lines.add(line)
         self._show(entry_of(line, self.stage_name, self.generation))
-        if self._telling is None or self._telling.done():
-            self._telling = asyncio.create_task(self.notify())
+        if self._notifying is None or self._notifying.done():
+            self._notifying = asyncio.create_task(self.notify())
 
     async def _saved(self, saved: pb.Saved) -> None:
         self.saved.append(saved)
         await self.notify()
 
-    async def _tell_mirrored(self) -> None:
-        """Tell the worker what a neighbour holds."""
+    async def _send_acknowledgements(self) -> None:
+        """Pass the mirror's acknowledgements on to the worker."""
         async for step in self._vault.acknowledgements():
-            self._tell({"op": "mirrored", "step": step})
+            self._send({"op": "mirrored", "step": step})
 
-    def _tell(self, message: Message) -> None:
-        """Tell the worker something; one that has not been started has nothing to wait for."""
+    def _send(self, message: Message) -> None:
+        """Send a message to the worker, if it has been started: before that it waits for none."""
         if self._child is not None and self._started:
             self._child.send(message)
 
     @property
     def _worker(self) -> str:
-        """What errors call the worker."""
+        """The worker's name in errors."""
         return f"the worker of {f'stage {self.stage_name!r}' if self.stage_name else 'this server'}"
 
     def _obituary(self, child: Child) -> str:
@@ -407,5 +396,5 @@ class Claim:
         of = "" if doing.microbatch < 0 else f" of micro-batch {doing.microbatch}"
         what = f" in {doing.phase}{of}" if doing.phase else ""
         step = f" at step {doing.step}" if doing.step else ""
-        died = f"{self._worker} {place} {interpreter.told(self.exit_code)}{what}{step}"
+        died = f"{self._worker} {place} {interpreter.describe_exit(self.exit_code)}{what}{step}"
         return "\n".join(filter(None, [died, child.stacks.read()]))

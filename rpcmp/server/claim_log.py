@@ -1,9 +1,4 @@
-"""The last lines that a claim's worker has said, numbered: a watcher is told each of them once.
-
-How a worker is: what it says with each sign of life, and what its kernel says of it.
-
-Where a job's Python files lie on a stage's host: a folder of the job, gone with it.
-"""
+"""A claim's output lines, the vitals of its worker, and the folder of the job's Python files."""
 
 from __future__ import annotations
 
@@ -23,17 +18,17 @@ from rpcmp.process.logging.records import Line
 from rpcmp.v1 import control_pb2 as pb
 
 KEPT = 256
-"""Lines that a watcher that is behind can still hear of; of others it sees the gap."""
+"""Lines that are kept for a watcher that lags behind. A gap in the numbers shows lost ones."""
 
 AT_ONCE = 2**18
-"""Characters in one message to a watcher; a longer line than that goes alone."""
+"""Characters per message to a watcher; a longer line is sent alone."""
 
 
 class LogBuffer:
-    """Lines of one generation, from number 1.
+    """Lines of one generation, numbered from 1, so that a watcher gets each once.
 
     Attributes:
-        newest: the number of the last; 0: there is none.
+        newest: the number of the last line; 0 if there is none.
     """
 
     def __init__(self) -> None:
@@ -41,12 +36,11 @@ class LogBuffer:
         self._lines: deque[pb.LogLine] = deque(maxlen=KEPT)
 
     def add(self, line: Line) -> None:
-        """Note a line."""
         self._lines.append(pb.LogLine(number=self.newest + 1, **asdict(line)))
         self.newest += 1
 
     def after(self, number: int) -> list[pb.LogLine]:
-        """The first of those that came after `number`, as many as go into one message."""
+        """Return the first lines after `number`, up to one message's worth."""
         found: list[pb.LogLine] = []
         size = 0
         for line in self._lines:
@@ -59,10 +53,10 @@ class LogBuffer:
 
 
 class WorkerVitals:
-    """What is known of one worker.
+    """Vitals of one worker: from its heartbeats, and from its kernel.
 
     Attributes:
-        busy_seconds: that it has computed, by kind of action ("F", "B", "W", "O").
+        busy_seconds: see `Claim.busy_seconds`.
     """
 
     def __init__(self) -> None:
@@ -72,11 +66,11 @@ class WorkerVitals:
         self._tensors: list[pb.Way] = []
         self._counted = time.monotonic()
 
-    def hear(self, beat: Message) -> None:
-        """Keep what a sign of life says.
+    def update(self, beat: Message) -> None:
+        """Update from a heartbeat.
 
         Raises:
-            TypeError, ValueError, LookupError: nothing that a worker of ours says.
+            TypeError, ValueError, LookupError: the message is malformed.
         """
         self._counted = time.monotonic()
         self._in_flight = pb.Vitals(in_flight=beat.get("in_flight", 0)).in_flight
@@ -91,12 +85,12 @@ class WorkerVitals:
         )
 
     def message(self, pid: int, doing: Doing, round_trips: Mapping[str, float]) -> pb.Vitals:
-        """How it is at this moment; read from outside, whatever it does.
+        """Return the vitals at this moment.
 
         Args:
-            pid: its process; 0: there is none.
-            doing: what it does.
-            round_trips: seconds to peers to whom its connections are carried by a relay.
+            pid: the worker's process; 0 if it is not running.
+            doing: its current action.
+            round_trips: seconds to peers whose connections a relay carries.
         """
         return pb.Vitals(
             host=platform.node(),
@@ -123,7 +117,7 @@ PREFIX = "rpcmp-code-"
 
 
 def unpack(files: Iterable[pb.CodeFile]) -> Path:
-    """A fresh folder that holds `files`; `scratch.remove` removes it.
+    """Write `files` to a fresh folder, to be removed with `tempdirs.remove`.
 
     Raises:
         ConfigError: a file would land outside of it.
@@ -142,7 +136,7 @@ def unpack(files: Iterable[pb.CodeFile]) -> Path:
 
 @contextlib.contextmanager
 def unpacked(code: Iterable[pb.CodeFile]) -> Iterator[Path | None]:
-    """The folder of a job's files, where it has any; gone at the end of the block.
+    """Yield the folder of a job's files, if there are any, and remove it afterwards.
 
     Raises:
         ConfigError: a file would land outside of it.

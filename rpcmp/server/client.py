@@ -1,4 +1,4 @@
-"""A stage server as others see it: typed calls, our errors instead of gRPC's."""
+"""Client of a stage server: typed calls that raise rpcmp's errors instead of gRPC's."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
     from rpcmp.v1.doctor_pb2_grpc import DoctorAsyncStub
 
 CONNECT_SECONDS = 6.0
-"""How long a server may take to answer for the first time."""
+"""Time limit for a server's first answer."""
 
 PREPARE_SECONDS = 300.0
-"""A server's first worker is there only when torch is imported, from whatever disk."""
+"""Time limit for Prepare: a server's first worker has to import torch, from whatever disk."""
 
 CALL_SECONDS = 30.0
-"""How long a server may take for any one call; it never computes."""
+"""Time limit for any other call; the server never computes."""
 
 Answer = TypeVar("Answer")
 
 
 class StageClient:
-    """A connection to one stage server; closed by `close`, or as an async context manager.
+    """A connection to one stage server; close it, or use it as an async context manager.
 
     Args:
-        name: the stage's, for errors; empty: it is not known.
+        name: the stage's, for errors; empty if it is not known.
         address: HOST:PORT.
-        dialer: how this process talks to servers.
-        stage_index: which stage its certificate has to be for; None: any.
+        dialer: opens the connection.
+        stage_index: the stage that the server's certificate has to be for; None: any.
     """
 
     def __init__(
@@ -65,20 +65,20 @@ class StageClient:
     async def connect(
         self, seconds: float = CONNECT_SECONDS, *, starting: bool = True
     ) -> pb.DescribeResponse:
-        """Wait until the server answers, and say who it is.
+        """Wait until the server answers, and return its description.
 
         Args:
-            seconds: how long.
-            starting: whether it may be starting: then where nobody listens somebody soon may.
+            seconds: time limit.
+            starting: the server may still be starting, so a refused connection is retried.
 
         Raises:
-            UnreachableError: nobody answers within so many seconds, or listens.
-            SecurityError: it is not who it should be, or does not let us in.
+            UnreachableError: no answer within the limit, or the connection was refused.
+            SecurityError: the server is not the expected one, or refuses our certificate.
         """
         request = pb.DescribeRequest()
         try:
             async with asyncio.timeout(seconds):
-                waits = starting or self._tunnel is not None  # at that somebody always listens
+                waits = starting or self._tunnel is not None  # a tunnel always listens
                 described = self._stub.Describe(request, wait_for_ready=waits)
                 return await self._unless_refused(described, starting)
         except TimeoutError as error:
@@ -90,51 +90,49 @@ class StageClient:
             raise await self._understood(self._translate(error)) from error
 
     async def health(self) -> str:
-        """What the server's health service says: "SERVING" or "NOT_SERVING"."""
+        """Return the status of the server's health service: "SERVING" or "NOT_SERVING"."""
         check = HealthStub(self._channel).Check(HealthCheckRequest(), timeout=CALL_SECONDS)
         answer: HealthCheckResponse = await self._call(check)
         return str(HealthCheckResponse.ServingStatus.Name(answer.status))
 
     async def profile(self, request: pb.ProfileRequest) -> pb.ProfileResponse:
-        """Measure a job's layers; takes as long as it takes."""
+        """Measure a job's layers; no time limit."""
         return await self._call(self._stub.Profile(request))
 
     async def prepare(self, request: pb.PrepareRequest) -> pb.PrepareResponse:
-        """Claim the server."""
         return await self._call(self._stub.Prepare(request, timeout=PREPARE_SECONDS))
 
     async def start(self, request: pb.StartRequest) -> pb.StartResponse:
-        """Hand the worker its stage; takes as long as it takes to fetch what it begins with."""
+        """Send the worker its stage. No time limit: the server may have to fetch its state."""
         return await self._call(self._stub.Start(request))
 
     async def link(self, request: pb.LinkRequest) -> pb.LinkResponse:
-        """Tell the server where the agents of the others listen."""
+        """Send the addresses of the other members' agents."""
         return await self._call(self._stub.Link(request, timeout=CALL_SECONDS))
 
     async def examine(self, request: doctor_pb2.ExamineRequest) -> str:
-        """What its host is and has: JSON of HostFacts."""
+        """Return the facts about the server's host: JSON of HostFacts."""
         examined = self._doctor.Examine(request, timeout=PREPARE_SECONDS)
         answer: doctor_pb2.ExamineResponse = await self._call(examined)
         return answer.facts
 
     async def probe(self, request: doctor_pb2.ProbeRequest) -> LinkSpeed:
-        """Have the server measure its way to another one."""
+        """Have the server measure the link to another one."""
         probed = self._doctor.Probe(request, timeout=MEASURE_SECONDS + CALL_SECONDS)
         found: doctor_pb2.ProbeResponse = await self._call(probed)
         return LinkSpeed(found.latency_s, found.clock_ahead_s, found.there, found.back)
 
     async def stop(self, request: pb.StopRequest) -> pb.StopResponse:
-        """Free the server."""
         return await self._call(self._stub.Stop(request, timeout=CALL_SECONDS))
 
     async def drain(self) -> str:
-        """Tell the server to stop; the name of the job that has to end first, if any."""
+        """Drain the server; return the name of the job that has to end first, or ""."""
         request = pb.DrainRequest()
         answer: pb.DrainResponse = await self._call(self._stub.Drain(request, timeout=CALL_SECONDS))
         return answer.job
 
     async def inspect(self, request: pb.InspectRequest) -> pb.InspectResponse:
-        """What the worker does at this moment."""
+        """Return the worker's current action."""
         return await self._call(self._stub.Inspect(request, timeout=CALL_SECONDS))
 
     async def mirror(self, request: pb.MirrorRequest) -> pb.MirrorResponse:
@@ -142,17 +140,17 @@ class StageClient:
         return await self._call(self._snapshots.Mirror(request, timeout=CALL_SECONDS))
 
     async def save(self, request: pb.SaveRequest) -> pb.Saved:
-        """Have a snapshot written to the server's disk; takes as long as that takes."""
+        """Have a snapshot written to the server's disk; no time limit."""
         answer: pb.SaveResponse = await self._call(self._snapshots.Save(request))
         return answer.saved
 
     async def check(self, request: pb.CheckRequest) -> list[str]:
-        """Which of a checkpoint's files are on the server's disk; reads all of them."""
+        """Return the states of a checkpoint's files on the server's disk; reads all of them."""
         answer: pb.CheckResponse = await self._call(self._snapshots.Check(request))
         return list(answer.states)
 
     async def put(self, requests: AsyncIterator[pb.PutRequest]) -> None:
-        """Write a checkpoint's file to the server's disk; takes as long as that takes."""
+        """Write a checkpoint's file to the server's disk; no time limit."""
         await self._call(self._snapshots.Put(requests))
 
     async def remove(self, request: pb.RemoveRequest) -> None:
@@ -160,7 +158,7 @@ class StageClient:
         await self._call(self._snapshots.Remove(request, timeout=CALL_SECONDS))
 
     async def fetch(self, request: pb.FetchRequest) -> AsyncIterator[pb.FetchResponse]:
-        """A snapshot, or a file of a checkpoint, in parts.
+        """Yield the parts of a snapshot, or of a checkpoint's file.
 
         Raises:
             RpcmpError: the server does not have it, or is gone.
@@ -169,12 +167,11 @@ class StageClient:
             yield part
 
     async def store_set(self, job: Mapping[str, Any], key: str, value: bytes) -> bytes:
-        """Set a key of a group's rendezvous store."""
         await self._call(self._rendezvous.Set(pb.SetRequest(**job, key=key, value=value)))
         return b""
 
     async def store_get(self, job: Mapping[str, Any], keys: Sequence[str]) -> bytes:
-        """The value of the first of some keys, once all are set."""
+        """Wait until all keys are set; return the value of the first."""
         answer = await self._call(self._rendezvous.Get(pb.GetRequest(**job, keys=keys)))
         value: bytes = answer.value
         return value
@@ -182,20 +179,20 @@ class StageClient:
     async def store_compare_set(
         self, job: Mapping[str, Any], key: str, expected: bytes, desired: bytes
     ) -> bytes:
-        """Set a key that has the value `expected`; what it has then."""
+        """Set a key if it has the value `expected`; return its value afterwards."""
         request = pb.CompareSetRequest(**job, key=key, expected=expected, desired=desired)
         answer = await self._call(self._rendezvous.CompareSet(request))
         value: bytes = answer.value
         return value
 
     async def store_add(self, job: Mapping[str, Any], key: str, amount: int) -> bytes:
-        """Add to a key that counts; what it has then, in decimal."""
+        """Add to a counter; return its value afterwards, in decimal."""
         request = pb.AddRequest(**job, key=key, amount=amount)
         answer = await self._call(self._rendezvous.Add(request))
         return str(answer.value).encode()
 
     async def watch(self, request: pb.WatchRequest) -> AsyncIterator[pb.WatchResponse]:
-        """What happens to the worker, until the claim ends.
+        """Yield the states of the worker until the claim ends.
 
         Raises:
             UnreachableError: the server is gone.
@@ -204,7 +201,6 @@ class StageClient:
             yield change
 
     async def close(self) -> None:
-        """Close the connection."""
         await self._channel.close(None)
         if self._tunnel is not None:
             await self._tunnel.close()
@@ -216,7 +212,7 @@ class StageClient:
         await self.close()
 
     async def _unless_refused(self, call: Awaitable[Answer], starting: bool) -> Answer:
-        """What the server answers; not waited for where it is not the one, or is not there."""
+        """Return the server's answer; stop waiting if it is the wrong server, or not running."""
         if self._tunnel is None:
             return await call
         answer = asyncio.ensure_future(call)
@@ -239,7 +235,7 @@ class StageClient:
         return f"stage {self.name!r} at {self.address}" if self.name else self.address
 
     async def _understood(self, error: RpcmpError) -> RpcmpError:
-        """`error`, or, where a server that is spoken to in the open wants TLS, just that."""
+        """Return `error`, or a SecurityError if the server wants TLS and we spoke without."""
         if not isinstance(error, UnreachableError):
             return error
         wants_tls = await self._dialer.misunderstanding(self.address)
@@ -267,7 +263,7 @@ class StageClient:
             raise self._translate(error) from error
 
     def _translate(self, error: grpc.aio.AioRpcError) -> RpcmpError:
-        """The error that the server raised, with its place; else that it is unreachable."""
+        """Return the error that the server has raised, with its address, or an UnreachableError."""
         where = self._where
         details = error.details() or ""
         refused = self._tunnel.refused if self._tunnel is not None else None

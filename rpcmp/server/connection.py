@@ -1,6 +1,6 @@
-"""gRPC settings that both ends share, and the version of what they say.
+"""What both ends of a control connection share: gRPC's options and the protocol's version.
 
-Measuring our own way to a stage server: over the connections of a run, without gRPC.
+Also `way_to`, which measures the link to a server without gRPC.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rpcmp.net.tls import Connection, refusal
 from rpcmp.v1 import control_pb2 as pb
 
 PROTOCOL = 8
-"""Raised whenever a message or the data plane changes its meaning."""
+"""Incremented whenever a message or the data plane changes its meaning."""
 
 MAX_MESSAGE = 64 * 2**20
 """Bytes; enough for the code that a job ships."""
@@ -47,12 +47,12 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     # With SO_REUSEPORT two servers would share a port and each get half of the calls.
     ("grpc.so_reuseport", 0),
-    # Of one connection: more wait for their turn, at who asks.
+    # Per connection; further calls wait at the client.
     ("grpc.max_concurrent_streams", 64),
 ]
 
 MAX_PEERS_MESSAGE = 64 * 1024
-"""Bytes of what stages ask each other; answers may be longer."""
+"""Bytes of a stage's request to another; answers may be longer."""
 
 PEERS_OPTIONS: list[tuple[str, int]] = [
     *[option for option in SERVER_OPTIONS if option[0] != "grpc.max_receive_message_length"],
@@ -61,7 +61,7 @@ PEERS_OPTIONS: list[tuple[str, int]] = [
 
 
 def versions() -> pb.Versions:
-    """What this host runs; read from package metadata, so torch is not imported."""
+    """Return the versions on this host. Reads package metadata, so torch is not imported."""
     major, minor, _ = platform.python_version_tuple()
     return pb.Versions(
         rpcmp=metadata.version("rpcmp"),
@@ -72,7 +72,7 @@ def versions() -> pb.Versions:
 
 
 def machine() -> str:
-    """The same for all processes that share a kernel, and with it processors and memory."""
+    """Return an id shared by all processes on one kernel, and so on the same cores and memory."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -80,52 +80,52 @@ def machine() -> str:
 
 
 NEEDED_EQUAL = ("protocol", "rpcmp", "torch", "python")
-"""What has to be the same at all who work on one job."""
+"""Fields that have to be the same on all hosts of a job."""
 
 
 def is_same_release(one: str, other: str) -> bool:
-    """Whether two versions differ in their local build tags at most, "2.13.0" and "2.13.0+cpu"."""
+    """Return whether versions differ at most in local build tags, "2.13.0" and "2.13.0+cpu"."""
     return one.partition("+")[0] == other.partition("+")[0]
 
 
 def differences(ours: pb.Versions, theirs: pb.Versions) -> list[str]:
-    """ "torch: 2.13.0 here, 2.12.1 there" for all that differs; local build tags do not count."""
+    """Return "torch: 2.13.0 here, 2.12.1 there" per difference; ignores local build tags."""
     result = []
     for field in NEEDED_EQUAL:
-        mine, other = str(getattr(ours, field)), str(getattr(theirs, field))
-        if not is_same_release(mine, other):
-            result.append(f"{field}: {mine} here, {other} there")
+        local, remote = str(getattr(ours, field)), str(getattr(theirs, field))
+        if not is_same_release(local, remote):
+            result.append(f"{field}: {local} here, {remote} there")
     return result
 
 
 IS_IT_RUNNING = "is `rpcmp serve` running there?"
-"""What to do where nobody answers."""
+"""Hint for a server that does not answer."""
 
 PING_SECONDS = 10.0
-"""How long it may take to go there and back some times."""
+"""Time limit for a few round trips."""
 
 SEND_SECONDS = 60.0
-"""How long it may take to send for a while each way."""
+"""Time limit for a transfer in each direction."""
 
 MEASURE_SECONDS = OPEN_SECONDS + SEND_SECONDS
-"""How long a server may take that is asked to measure its way to another, and a little less."""
+"""Time limit for a server that measures its link to another, connecting included."""
 
 
 async def way_to(
     dialer: Dialer, name: str, address: str, stage_index: int | None, seconds: float
 ) -> LinkSpeed:
-    """The way to a stage's server.
+    """Measure the link to a stage's server.
 
     Args:
-        dialer: how this process talks to servers.
+        dialer: opens the connection.
         name: the stage's, for errors.
         address: HOST:PORT.
-        stage_index: which stage its certificate has to be for; None: any.
-        seconds: how long to send each way at least; 0: only there and back.
+        stage_index: the stage that the server's certificate has to be for; None: any.
+        seconds: least duration of the transfer in each direction; 0: only measure round trips.
 
     Raises:
-        UnreachableError: there is none, or it carries next to nothing.
-        SecurityError: it leads to somebody else, or he does not let us in.
+        UnreachableError: no connection, or one that carries next to nothing.
+        SecurityError: the server is not the expected one, or refuses our certificate.
     """
     try:
         end = await dialer.open(address, RELAY, stage_index)
@@ -153,7 +153,7 @@ async def _measure(end: Connection, where: str, seconds: float) -> LinkSpeed:
             f"{where}: the way there carries next to nothing, {limit:.0f} s did not do to measure "
             "it; look for a firewall, or an MTU that is too large"
         ) from error
-    except ssl.SSLError as error:  # of TLS 1.3 the first thing read says whether we are let in
+    except ssl.SSLError as error:  # with TLS 1.3 the first read tells whether the server accepts us
         raise SecurityError(f"{where} refuses us: {refusal(error)}") from error
     except OSError as error:
         raise UnreachableError(f"lost {where} while measuring: {one_line(error)}") from error

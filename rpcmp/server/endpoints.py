@@ -1,24 +1,22 @@
-"""The ways into a stage server: one port, and behind it gRPC twice, and the relay."""
+"""The services of a stage server behind its one port: gRPC and the relay."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from rpcmp.errors import ConfigError, RelayError
 from rpcmp.net import link_test
-from rpcmp.net.port import GREETING_SECONDS, IncomingConnection, Inner, PortMultiplexer
+from rpcmp.net.port import GREETING_SECONDS, IncomingConnection, PortMultiplexer
 from rpcmp.net.tls import Connection
 from rpcmp.process import tempdirs
-from rpcmp.server import hardened_grpc
 from rpcmp.server.access import OnlyPeers
 from rpcmp.server.connection import PEERS_OPTIONS, SERVER_OPTIONS
-from rpcmp.server.doctor_service import DoctorServicer
-from rpcmp.server.services import ControlServicer, RendezvousServicer
+from rpcmp.server.hardened_grpc import Callers, GrpcServers
+from rpcmp.server.rendezvous import RendezvousServicer
+from rpcmp.server.services import ControlServicer, DoctorServicer
 from rpcmp.server.snapshot_service import SnapshotsServicer
 from rpcmp.v1.control_pb2_grpc import (
     add_ControlServicer_to_server,
@@ -28,7 +26,7 @@ from rpcmp.v1.control_pb2_grpc import (
 from rpcmp.v1.doctor_pb2_grpc import add_DoctorServicer_to_server
 
 if TYPE_CHECKING:
-    from rpcmp.server.server import StageServer
+    from rpcmp.server.stage_server import StageServer
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -37,46 +35,42 @@ SERVICES = (
     "",
     *(f"rpcmp.v1.{name}" for name in ("Control", "Rendezvous", "Snapshots", "Doctor")),
 )
-"""What the health service answers for; "" is the server as a whole."""
+"""Names that the health service knows; "" is the server as a whole."""
 
 MAX_MEASURING = 4
-"""Who measures takes what he can get of the link, and of a core."""
+"""Measurements at a time: each uses the link and a core as much as it can."""
 
 PREFIX = "rpcmp-server-"
-"""Beginning of the name of the folder where the gRPC servers listen."""
+"""Prefix of the folder for gRPC's sockets."""
 
 
 class Endpoints:
-    """Closed until `open`.
+    """Services that listen from `open` to `close`.
 
     Args:
-        server: whom they lead to.
+        server: answers the calls.
     """
 
     def __init__(self, server: StageServer) -> None:
         self._server = server
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._folder = tempdirs.create(PREFIX)
-        self._inner = Inner(self._folder)
-        self._drivers = self._make([], SERVER_OPTIONS)
-        self._peers = self._make([OnlyPeers(self._inner)], PEERS_OPTIONS)
-        self._paths = self._inner.path(), self._inner.path()
-        self._front = PortMultiplexer(
-            server.security, self._inner, *self._paths, self._carry, server.works_for
+        self._callers = Callers()
+        self._grpc = GrpcServers(self._folder, self._callers)
+        self._add_services()
+        self._port = PortMultiplexer(
+            server.security, self._serve_grpc, self._carry, server.works_for
         )
         self._measuring = 0
 
     async def open(self, host: str, port: int) -> int:
-        """Listen; returns the port, which is a free one for port 0.
+        """Listen; return the port, which is a free one for port 0.
 
         Raises:
             ConfigError: the port is in use, or the host is not this machine's.
         """
-        for server, path in zip((self._drivers, self._peers), self._paths, strict=True):
-            server.add_insecure_port(f"unix:{path}")
-            await server.start()
         try:
-            bound = await self._front.start(host, port)
+            bound = await self._port.start(host, port)
         except ConfigError:
             await self.close()
             raise
@@ -84,49 +78,42 @@ class Endpoints:
         return bound
 
     async def close(self) -> None:
-        """Let calls be answered, such as the one that drains this server; end all connections."""
-        await asyncio.gather(*(server.stop(grace=0.5) for server in (self._drivers, self._peers)))
-        await self._front.stop()  # carries the answers, so it goes last
+        """Close all connections, after a moment for answers, such as the one to Drain."""
+        await self._grpc.stop(grace=0.5)
+        await self._port.stop()  # carries the answers, so it goes last
         tempdirs.remove(self._folder)
 
     async def set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        """What the health service says from now on."""
         for service in SERVICES:
             await self._health.set(service, status)
 
-    def _make(
-        self, interceptors: Sequence[OnlyPeers], options: Sequence[tuple[str, int]]
-    ) -> grpc.aio.Server:
-        made = hardened_grpc.make(interceptors, options, self._inner)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, made)
-        add_ControlServicer_to_server(ControlServicer(self._server, self._inner), made)
-        add_RendezvousServicer_to_server(RendezvousServicer(self._server, self._inner), made)
-        add_SnapshotsServicer_to_server(SnapshotsServicer(self._server, self._inner), made)
-        add_DoctorServicer_to_server(DoctorServicer(self._server), made)
-        return made
+    def _add_services(self) -> None:
+        server, services = self._server, self._grpc.services
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, services)
+        add_ControlServicer_to_server(ControlServicer(server, self._callers), services)
+        add_RendezvousServicer_to_server(RendezvousServicer(server, self._callers), services)
+        add_SnapshotsServicer_to_server(SnapshotsServicer(server, self._callers), services)
+        add_DoctorServicer_to_server(DoctorServicer(server), services)
 
-    async def _carry(self, visitor: IncomingConnection) -> None:
-        """A connection that carries tensors, or is to be measured.
+    async def _serve_grpc(self, connection: IncomingConnection) -> None:
+        if connection.role is None or connection.role.is_driver:
+            await self._grpc.serve(connection, [], SERVER_OPTIONS)
+        else:
+            await self._grpc.serve(connection, [OnlyPeers(self._callers)], PEERS_OPTIONS)
 
-        Raises:
-            RelayError: nothing runs here.
-            OSError, EOFError: it broke.
-        """
+    async def _carry(self, incoming: IncomingConnection) -> None:
+        """Serve a connection for tensors, or for a measurement."""
         async with asyncio.timeout(GREETING_SECONDS):
-            greeting = await visitor.end.read_message()
+            greeting = await incoming.end.read_message()
         if greeting.get("op") == "measure":
-            await self._measure(visitor.end)
+            await self._measure(incoming.end)
             return
         if self._server.claim is None:
             raise RelayError("no group runs here")
-        await self._server.claim.relay.take(visitor, greeting)
+        await self._server.claim.relay.take(incoming, greeting)
 
     async def _measure(self, end: Connection) -> None:
-        """Let somebody measure the way here, if not too many do.
-
-        Raises:
-            RelayError: they do.
-        """
+        """Answer a measurement, unless too many are under way."""
         if self._measuring >= MAX_MEASURING:
             raise RelayError(f"{self._measuring} others measure the way here already")
         self._measuring += 1

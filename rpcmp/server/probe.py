@@ -1,7 +1,6 @@
-"""Whether a stage server is well: one call of the standard health service, for orchestrators.
+"""Health check of a stage server: one call of the standard health service, for orchestrators.
 
-Small, because it is started anew every few seconds: it knows nothing of jobs, nor of the control
-service.
+Orchestrators start it anew every few seconds, so it imports neither jobs nor the control service.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ SERVING = "SERVING"
 
 
 async def probe(address: str, dialer: Dialer, seconds: float) -> str:
-    """What the server at `address` says of itself: "SERVING", or "NOT_SERVING" while it drains.
+    """Return the status of the server at `address`: "SERVING", or "NOT_SERVING" while it drains.
 
     Args:
         address: HOST:PORT.
-        dialer: how this process talks to servers.
-        seconds: how long it may take to answer.
+        dialer: opens the connection.
+        seconds: time limit.
 
     Raises:
-        UnreachableError: it does not answer in time.
-        SecurityError: it is not who it should be, or does not let us in.
-        ConfigError: it is not on loopback, and there are no certificates.
+        UnreachableError: no answer in time.
+        SecurityError: the server is not the expected one, or refuses our certificate.
+        ConfigError: the address is not on loopback, and there are no certificates.
     """
     dialer.security.require_allowed([address])
-    # Also without certificates: what the tunnel says of a failure is clearer than what gRPC does.
+    # Also without certificates: the tunnel's errors are clearer than gRPC's.
     tunnel = Tunnel(dialer, address, stage_index=None)
     try:
         async with (

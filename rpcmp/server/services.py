@@ -1,11 +1,7 @@
-"""The Control service: messages in, calls of the stage server, messages out.
+"""The Control and Doctor services: each call becomes a call of the stage server.
 
-An error of ours travels as the status's details, in the JSON of `rpcmp.errors`, so that the driver
-raises the very error that the server did.
-
-Measuring a job's layers on this host: a child as a worker is, for the length of one call.
-
-The Rendezvous service: the key-value store of the job that has claimed this server.
+An RpcmpError travels in the status's details, as JSON of `rpcmp.errors`, so that the driver raises
+the same error as the server.
 """
 
 from __future__ import annotations
@@ -16,21 +12,21 @@ import json
 import os
 import platform
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
 from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
-from rpcmp.net.port import Inner
-from rpcmp.process.child import Child
-from rpcmp.process.confinement import Reach
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
+from rpcmp.process.sandbox.confinement import Reach
+from rpcmp.process.task import run_task
 from rpcmp.server import claim_log
-from rpcmp.server.connection import machine
-from rpcmp.server.kv_store import require_askable
+from rpcmp.server.connection import machine, way_to
+from rpcmp.server.hardened_grpc import Callers
 from rpcmp.v1 import control_pb2 as pb
-from rpcmp.v1 import control_pb2_grpc
+from rpcmp.v1 import control_pb2_grpc, doctor_pb2, doctor_pb2_grpc
 
 
 async def profile(
@@ -39,35 +35,37 @@ async def profile(
     allowed: Sequence[str] | None,
     reach: Reach | None = None,
 ) -> str:
-    """JSON of what was measured; the child ends where the caller goes away.
+    """Measure a job's layers in a child process; return the profile as JSON.
+
+    The child is killed if the caller cancels the call.
 
     Args:
-        forks: where the child comes from.
+        forks: starts the child.
         allowed: see StageServer.
-        reach: what the child may open beyond the job's files; None: it is not confined.
+        reach: files that the child may open beyond the job's own; None: it is not confined.
 
     Raises:
-        RpcmpError: what a layer failed with, or why the child ended.
+        RpcmpError: a layer failed, or the child ended.
     """
     with claim_log.unpacked(request.job.code) as folder:
         environment = compute_environment(request.job.threads)
-        child = await Child.spawn(
-            "rpcmp.worker.profiler", environment, forks=forks, reach=reach and reach.reading(folder)
-        )
-        answer = await child.ask(
+        answer = await run_task(
             {
                 "op": "profile",
                 "order": request.order,
                 "code_folder": str(folder or ""),
                 "allowed": allowed,
                 "sample": base64.b64encode(request.sample).decode(),
-            }
+            },
+            environment,
+            forks,
+            reach and reach.reading(folder),
         )
     return json.dumps(answer["profile"])
 
 
 if TYPE_CHECKING:
-    from rpcmp.server.server import StageServer
+    from rpcmp.server.stage_server import StageServer
 
     GrpcContext = grpc.aio.ServicerContext[Any, Any]
 
@@ -93,14 +91,14 @@ def answers_errors(method: Method) -> Method:
 class ControlServicer(control_pb2_grpc.ControlServicer):
     """See protos/rpcmp/v1/control.proto."""
 
-    def __init__(self, server: StageServer, inner: Inner) -> None:
-        self._server, self._inner = server, inner
+    def __init__(self, server: StageServer, callers: Callers) -> None:
+        self._server, self._callers = server, callers
 
     @answers_errors
     async def Describe(
         self, request: pb.DescribeRequest, grpc_context: GrpcContext
     ) -> pb.DescribeResponse:
-        role = self._inner.role(grpc_context.peer())
+        role = self._callers.role(grpc_context.peer())
         if role is None or role.is_driver:
             return self._server.describe()
         return pb.DescribeResponse(draining=self._server.draining)
@@ -170,7 +168,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self, request: pb.InspectRequest, grpc_context: GrpcContext
     ) -> pb.InspectResponse:
         claim = self._server.claimed_by(request.job_id, request.generation)
-        claim.hear_all()
+        claim.receive_pending()
         return pb.InspectResponse(
             generation=claim.generation,
             host=platform.node(),
@@ -180,70 +178,22 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         )
 
 
-if TYPE_CHECKING:
-    from rpcmp.server.claim import Claim
-    from rpcmp.server.server import StageServer
+class DoctorServicer(doctor_pb2_grpc.DoctorServicer):
+    """See protos/rpcmp/v1/doctor.proto."""
 
-    Job = pb.SetRequest | pb.GetRequest | pb.CompareSetRequest | pb.AddRequest
-
-
-class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
-    """See protos/rpcmp/v1/control.proto. The values go with the claim."""
-
-    def __init__(self, server: StageServer, inner: Inner) -> None:
-        self._server, self._inner = server, inner
-
-    def _claim_of(self, job: Job, grpc_context: GrpcContext) -> Claim:
-        """The current claim, whose group the caller must belong to."""
-        role = self._inner.role(grpc_context.peer())
-        claim = self._server.claimed_by(job.job_id, job.generation)
-        claim.group.require_member(role, "use the rendezvous")
-        return claim
-
-    def _require_own(self, claim: Claim, key: str, value: bytes, grpc_context: GrpcContext) -> None:
-        """Refuse a member that would give another's address, or be at another's rank.
-
-        No agent asks who it has reached at an address: torch's agents store theirs under
-        "addrs/NAME", and their names under "names/RANK".
-
-        Raises:
-            SecurityError: the caller's certificate is for neither that member nor the driver.
-        """
-        kind, _, rest = key.partition("/")
-        if kind in ("addrs", "names"):
-            name = rest if kind == "addrs" else value.decode(errors="replace")
-            claim.group.require_name(self._inner.role(grpc_context.peer()), name)
+    def __init__(self, server: StageServer) -> None:
+        self._server = server
 
     @answers_errors
-    async def Set(self, request: pb.SetRequest, grpc_context: GrpcContext) -> pb.SetResponse:
-        claim = self._claim_of(request, grpc_context)
-        self._require_own(claim, request.key, request.value, grpc_context)
-        claim.values.set(request.key, request.value)
-        return pb.SetResponse(generation=claim.generation)
+    async def Examine(
+        self, request: doctor_pb2.ExamineRequest, grpc_context: GrpcContext
+    ) -> doctor_pb2.ExamineResponse:
+        return doctor_pb2.ExamineResponse(facts=await self._server.examine(request))
 
     @answers_errors
-    async def Get(self, request: pb.GetRequest, grpc_context: GrpcContext) -> pb.GetResponse:
-        claim = self._claim_of(request, grpc_context)
-        require_askable(request.keys)
-        await claim.values.wait_for(request.keys)
-        value = claim.values.get(request.keys[0])
-        return pb.GetResponse(generation=claim.generation, value=value or b"")
-
-    @answers_errors
-    async def CompareSet(
-        self, request: pb.CompareSetRequest, grpc_context: GrpcContext
-    ) -> pb.CompareSetResponse:
-        claim = self._claim_of(request, grpc_context)
-        self._require_own(claim, request.key, request.desired, grpc_context)
-        held = claim.values.get(request.key)
-        if (held or b"") == request.expected:
-            held = request.desired
-            claim.values.set(request.key, held)
-        return pb.CompareSetResponse(generation=claim.generation, value=held or b"")
-
-    @answers_errors
-    async def Add(self, request: pb.AddRequest, grpc_context: GrpcContext) -> pb.AddResponse:
-        claim = self._claim_of(request, grpc_context)
-        self._require_own(claim, request.key, b"", grpc_context)
-        value = claim.values.add(request.key, request.amount)
-        return pb.AddResponse(generation=claim.generation, value=value)
+    async def Probe(
+        self, request: doctor_pb2.ProbeRequest, grpc_context: GrpcContext
+    ) -> doctor_pb2.ProbeResponse:
+        place = (request.stage_name, request.address, request.stage_index)
+        way = await way_to(self._server.dialer, *place, request.seconds)
+        return doctor_pb2.ProbeResponse(**asdict(way))

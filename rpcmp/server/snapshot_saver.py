@@ -1,13 +1,13 @@
-"""Snapshots from memory to a disk. The worker goes on meanwhile; its slot is pinned until then.
+"""Write snapshots from memory to a disk, and mirror those of a neighbour.
 
-One after the other, on a thread that yields to all others: a disk is never in as much of a hurry as
-the stages that compute on the same cores.
+Snapshots are written one after the other, while the worker goes on; the slot is pinned meanwhile.
+The thread that writes yields to all others: a disk is never as urgent as the stages that compute on
+the same cores.
 
-A neighbour's snapshots, so that they outlive its host, or at least its server.
-
-On the same machine the neighbour's memory is opened, which costs nothing and keeps it alive when
-the neighbour is gone. From another machine they are copied one after the other; to ask for the next
-one tells the neighbour that this one has arrived.
+A mirror lets a neighbour's snapshots outlive its host, or at least its server. On the same machine
+the neighbour's memory is opened, which costs nothing and keeps it alive when the neighbour is gone.
+From another machine snapshots are copied one after the other; the request for the next one
+acknowledges the last.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from rpcmp.checkpoint import files
+from rpcmp.checkpoint.files import Inside, require_plain
 from rpcmp.checkpoint.folder import name_of
-from rpcmp.checkpoint.paths import Inside, require_plain
-from rpcmp.checkpoint.safetensors_layout import MAX_HEADER
+from rpcmp.checkpoint.safetensors_header import read_metadata
 from rpcmp.checkpoint.slots import NUM_SLOTS, Slots, Snapshot, memory_name
 from rpcmp.errors import CheckpointError, RpcmpError, SecurityError, one_line
 from rpcmp.net.dialer import Dialer
@@ -37,29 +37,27 @@ from rpcmp.server.snapshot_service import receive
 from rpcmp.v1 import control_pb2 as pb
 
 Kept = Inside | str
-"""The folder of a job's checkpoints, or why it has none here."""
+"""The folder of a job's checkpoints, or the reason why there is none on this host."""
 
 
 class SnapshotSaver:
-    """Writes snapshots, one after the other."""
-
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "rpcmp-saving", initializer=_yield_to_others)
 
     async def save(
         self, slots: Slots, snapshot: Snapshot, stage_name: str, folder: Kept
     ) -> pb.Saved:
-        """Write a snapshot into the checkpoint of its step, and unpin it; what became of it.
+        """Write a snapshot into the checkpoint of its step, unpin it, and return the result.
 
         Args:
-            folder: of the run's checkpoints, or why there is none.
+            folder: of the run's checkpoints, or the reason why there is none.
         """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, _save, slots, snapshot, stage_name, folder)
 
 
 def file_of(stage_name: str) -> str:
-    """The name of a stage's file in a step folder.
+    """Return the name of a stage's file in a step folder.
 
     Raises:
         CheckpointError: the stage's name leads elsewhere.
@@ -90,7 +88,7 @@ def _save(slots: Slots, snapshot: Snapshot, stage_name: str, folder: Kept) -> pb
         saved.error = f"cannot write {path}: {error.strerror or error}"
     except CheckpointError as error:
         saved.error = str(error)
-    except Exception as error:  # somebody waits to hear of it
+    except Exception as error:  # the caller waits for a result
         saved.error = f"cannot save {path}: {one_line(error)}"
     finally:
         slots.unpin(snapshot)
@@ -98,15 +96,12 @@ def _save(slots: Slots, snapshot: Snapshot, stage_name: str, folder: Kept) -> pb
 
 
 def _about(memory: int) -> str:
-    """Learning rates and scheduler of a snapshot, from its file's metadata.
+    """Return the learning rates and scheduler in the metadata of a snapshot's safetensors header.
 
     Args:
-        memory: descriptor of the file's bytes.
+        memory: descriptor of the snapshot.
     """
-    length = int.from_bytes(os.pread(memory, 8, 0), "little")
-    if length > MAX_HEADER:  # a worker may have written anything there
-        raise ValueError(f"its header has {length} bytes")
-    about = json.loads(json.loads(os.pread(memory, length, 8))["__metadata__"]["rpcmp"])
+    about = json.loads(read_metadata(memory)["rpcmp"])
     return json.dumps({key: about[key] for key in ("groups", "scheduler")})
 
 
@@ -121,16 +116,16 @@ class Mirror:
     """The snapshots of one neighbour.
 
     Args:
-        request: which neighbour.
-        arrived: told of each snapshot that has been copied.
-        dialer: how this server talks to others.
-        kept: copies that there are already; owned from now on.
-        opened: the neighbour's own memory; owned from now on; None: copy it.
+        request: names the neighbour.
+        arrived: called with each snapshot that has been copied.
+        dialer: connects this server to others.
+        kept: copies that exist already; owned by the mirror.
+        opened: the neighbour's own memory, owned by the mirror; None: copy the snapshots.
 
     Attributes:
         stage_name: the neighbour's stage.
         slots: its snapshots.
-        is_copy: whether they are on this machine because of us.
+        is_copy: whether the snapshots are copies.
     """
 
     def __init__(
@@ -153,7 +148,7 @@ class Mirror:
         self._copying = asyncio.create_task(self._copy()) if self.is_copy else None
 
     def take_copies(self) -> Slots | None:
-        """Hand over the copies, where these are copies; nothing is left here."""
+        """Hand over the copies, if these are copies; the mirror is empty afterwards."""
         if not self.is_copy:
             return None
         for snapshot in self.slots.all():
@@ -162,18 +157,17 @@ class Mirror:
         return copies
 
     async def pause(self) -> None:
-        """Copy nothing more."""
+        """Stop copying."""
         if self._copying is not None:
             self._copying.cancel()
             await asyncio.gather(self._copying, return_exceptions=True)
 
     async def close(self) -> None:
-        """Let go of them."""
         await self.pause()
         self.slots.close()
 
     async def _copy(self) -> None:
-        """Copy every snapshot until told to stop; a neighbour may be away for a while."""
+        """Copy each snapshot until cancelled; the neighbour may be away for a while."""
         snapshots = self.slots.all()
         have = snapshots[-1].step if snapshots else 0
         async with StageClient(self.stage_name, self._request.address, self._dialer) as client:
@@ -206,14 +200,14 @@ class Mirror:
 
 
 async def open_memory(request: pb.MirrorRequest, dialer: Dialer) -> Slots | None:
-    """The memory of a server on this machine; None where this process may not, as in containers.
+    """Open the snapshots of a server on this machine; None if not permitted, as in containers.
 
-    Which process it is, and what of it, is the neighbour's word. So it has to be the one that
-    answers at the neighbour's address, or it could be that of another job.
+    The process id and the descriptors are the neighbour's claim. So the process has to be the one
+    that answers at the neighbour's address: otherwise it could be another job's.
 
     Args:
-        request: which neighbour.
-        dialer: how this server talks to others.
+        request: names the neighbour.
+        dialer: connects this server to others.
     """
     if request.machine != machine():
         return None
@@ -233,9 +227,9 @@ async def open_memory(request: pb.MirrorRequest, dialer: Dialer) -> Slots | None
 
 
 def _open(request: pb.MirrorRequest) -> Slots | None:
-    """What the numbers lead to, if it is memory that was made for snapshots and is as it was made.
+    """Open a process's descriptors, if they are unchanged memory that was made for snapshots.
 
-    No file, and nothing else that the process has open.
+    Refuses files, and everything else that the process has open.
     """
     fds: list[int] = []
     try:

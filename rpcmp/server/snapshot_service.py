@@ -1,7 +1,4 @@
-"""The Snapshots service: what a server holds in memory and on its disk, for others to have.
-
-Snapshots and files as streams of messages: read from memory or a disk, and written there.
-"""
+"""The Snapshots service: streams snapshots and checkpoint files from and to this host."""
 
 from __future__ import annotations
 
@@ -14,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from rpcmp.checkpoint import files
+from rpcmp.checkpoint.files import Inside
 from rpcmp.checkpoint.folder import remove
-from rpcmp.checkpoint.paths import Inside
 from rpcmp.checkpoint.slots import Slots
 from rpcmp.errors import BusyError, CheckpointError, RpcmpError, UnreachableError, to_wire
-from rpcmp.net.port import Inner
+from rpcmp.server.hardened_grpc import Callers
 from rpcmp.server.services import answers_errors
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import control_pb2_grpc
@@ -28,20 +25,20 @@ MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 async def blocks(fd: int, length: int) -> AsyncIterator[pb.FetchResponse]:
-    """The first `length` bytes of a snapshot's memory."""
+    """Yield the first `length` bytes of a snapshot's memory."""
     for offset in range(0, length, files.PART):
         data = await asyncio.to_thread(os.pread, fd, min(files.PART, length - offset), offset)
         yield pb.FetchResponse(data=data)
 
 
 async def receive(stream: AsyncIterator[pb.FetchResponse], slots: Slots, pin: bool = False) -> int:
-    """Write the snapshot that `stream` brings into `slots`; returns its step.
+    """Write the snapshot of `stream` into `slots`; return its step.
 
     Args:
-        pin: keep it until it is saved, where it has to be.
+        pin: keep it until it is saved, if it is to be saved.
 
     Raises:
-        UnreachableError: the other end was gone before all had arrived.
+        UnreachableError: the stream ended early.
     """
     head = await anext(stream)
     slot = slots.begin()
@@ -63,15 +60,15 @@ async def receive(stream: AsyncIterator[pb.FetchResponse], slots: Slots, pin: bo
 
 
 async def receive_file(parts: AsyncIterator[bytes], place: Inside, size: int) -> None:
-    """Write a file, whose content `parts` brings, to the disk; never holds it as a whole.
+    """Write the file of `parts` to the disk, without holding it in memory as a whole.
 
     Args:
-        place: of the file.
-        size: that it has to have.
+        place: path of the file.
+        size: its expected size in bytes.
 
     Raises:
-        UnreachableError: the other end was gone before all had arrived.
-        CheckpointError: the disk does not take it.
+        UnreachableError: the stream ended early.
+        CheckpointError: the file cannot be written.
     """
     loop = asyncio.get_running_loop()
 
@@ -93,21 +90,21 @@ async def receive_file(parts: AsyncIterator[bytes], place: Inside, size: int) ->
 
 
 if TYPE_CHECKING:
-    from rpcmp.server.server import StageServer
     from rpcmp.server.snapshot_store import SnapshotStore
+    from rpcmp.server.stage_server import StageServer
 
     GrpcContext = grpc.aio.ServicerContext[Any, Any]
 
 
 MAX_FETCHING = 64
-"""A stage's neighbour is one, and after a fault each stage whose snapshot or file is here."""
+"""Fetch calls at a time: by the mirror, and after a fault by each stage that needs what is here."""
 
 
 class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
     """See protos/rpcmp/v1/control.proto."""
 
-    def __init__(self, server: StageServer, inner: Inner) -> None:
-        self._server, self._inner = server, inner
+    def __init__(self, server: StageServer, callers: Callers) -> None:
+        self._server, self._callers = server, callers
         self._fetching = 0
 
     async def Fetch(
@@ -116,7 +113,7 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
         try:
             # A host that was replaced must not speak for its successor.
             claim = self._server.claimed_by(request.job_id, request.generation)
-            claim.require_may_fetch(self._inner.role(grpc_context.peer()), request)
+            claim.require_may_fetch(self._callers.role(grpc_context.peer()), request)
             vault = self._vault_of(request.job_id)
             with self._one_more():
                 async for part in vault.stream(request):
@@ -166,7 +163,7 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
 
     @contextlib.contextmanager
     def _one_more(self) -> Iterator[None]:
-        """Count those who fetch: each has a part of what he gets in memory."""
+        """Count a Fetch call; each holds a part in memory."""
         if self._fetching >= MAX_FETCHING:
             raise BusyError(f"{MAX_FETCHING} others fetch from this server already")
         self._fetching += 1
@@ -176,7 +173,7 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
             self._fetching -= 1
 
     def _vault_of(self, job_id: str) -> SnapshotStore:
-        """The vault, which must hold what is the caller's."""
+        """Return the snapshot store, if it holds the caller's job."""
         if not job_id or self._server.vault.job_id != job_id:
             raise BusyError("this server holds nothing of the job")
         return self._server.vault

@@ -1,10 +1,10 @@
-"""What must outlive a worker: its stage's snapshots, and those of a neighbour.
+"""State that outlives a worker: its stage's snapshots, and those of a neighbour.
 
-    worker ──copies──> own slots ──fetched by──> a neighbour's vault on another machine
-                                 ──opened by───> a neighbour's vault on this machine
+    worker ──copies──> own slots ──fetched by──> a neighbour's store on another machine
+                                 ──opened by───> a neighbour's store on this machine
 
-The vault belongs to the server and not to a claim: a claim ends with its worker, or with the
-connection to the driver, and the driver that comes back finds here what it has to go on from.
+The store belongs to the server and not to a claim. A claim ends with its worker, or with the
+connection to the driver, and a driver that comes back finds here the snapshots to go on from.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rpcmp.checkpoint import files
-from rpcmp.checkpoint.paths import Inside
+from rpcmp.checkpoint.files import Inside
 from rpcmp.checkpoint.slots import Slots, Snapshot
 from rpcmp.errors import CheckpointError, JobError
 from rpcmp.net.dialer import Dialer
@@ -32,8 +32,6 @@ NO_FOLDER = "the job has named no folder of checkpoints"
 
 @dataclass(frozen=True)
 class Held:
-    """A snapshot that this server holds."""
-
     slots: Slots
     snapshot: Snapshot
 
@@ -46,14 +44,14 @@ class SnapshotStore:
     """The snapshots that one server holds for one job.
 
     Args:
-        dialer: how this server talks to others.
+        dialer: connects this server to others.
 
     Attributes:
-        job_id: whose; empty: nobody's.
+        job_id: the job; empty if there is none.
         stage_name: of the server's own stage.
-        slots: of that stage.
-        mirror: of another stage; None: of none.
-        freed: called when a slot can be written to again.
+        slots: the own stage's snapshots.
+        mirror: another stage's snapshots; None if there is no mirror.
+        freed: called when a slot can be written again.
     """
 
     def __init__(self, dialer: Dialer) -> None:
@@ -74,10 +72,10 @@ class SnapshotStore:
         self._changed = asyncio.Condition()
 
     async def open(self, job_id: str, folder: Kept, run: str = "") -> None:
-        """Hold snapshots of this job from now on, and none of any other.
+        """Hold snapshots of this job, and none of any other.
 
         Args:
-            folder: of its checkpoints; what messages name has to be in there.
+            folder: of its checkpoints; all paths in messages have to lie in it.
             run: name of the folder in it for new ones; empty: itself.
 
         Raises:
@@ -91,26 +89,26 @@ class SnapshotStore:
 
     @property
     def keeps_nothing(self) -> str:
-        """Why the job's checkpoints cannot lie here; empty: they can."""
+        """Why the job's checkpoints cannot lie here; empty if they can."""
         return self._folder if isinstance(self._folder, str) else ""
 
     @property
     def folder(self) -> Path | None:
-        """The folder of the job's checkpoints, without links; None: they cannot lie here."""
+        """The folder of the job's checkpoints, without links; None if they cannot lie here."""
         return None if isinstance(self._folder, str) else self._folder.real
 
     def require_ours(self, path: str) -> Inside:
-        """A file or folder of the job's checkpoints.
+        """Return the path of a file or folder of the job's checkpoints.
 
         Raises:
-            CheckpointError: it is somewhere else, and none of the caller's business.
+            CheckpointError: it lies elsewhere.
         """
         if isinstance(self._folder, str):
             raise CheckpointError(self._folder)
         return self._folder.at(path)
 
     async def clear(self) -> None:
-        """Let go of everything, once nothing of it is being saved any more."""
+        """Drop everything, once saves that are under way have finished."""
         await self.wait_for_saves()
         if self.mirror is not None:
             await self.mirror.close()
@@ -121,10 +119,10 @@ class SnapshotStore:
         await self.notify()
 
     async def pause(self) -> None:
-        """Copy nothing more, since the group has ended; what is here stays.
+        """Stop copying, since the group has ended, and keep what is here.
 
-        A save that is under way goes on. What a worker wanted to have saved and could not say any
-        more is not.
+        A save that is under way goes on. A snapshot whose save was not requested before the worker
+        ended is not saved.
         """
         if self.mirror is not None:
             await self.mirror.pause()
@@ -135,17 +133,17 @@ class SnapshotStore:
     async def wait_for_saves(self) -> None:
         """Wait until no snapshot is being written to a disk.
 
-        Its memory must not be given to another snapshot, or back to the system, meanwhile.
+        Until then its memory must neither hold another snapshot nor go back to the system.
         """
         await asyncio.gather(*self._saves, return_exceptions=True)
 
     async def notify(self) -> None:
-        """Wake up all who wait for a newer snapshot."""
+        """Wake up all tasks that wait for a newer snapshot."""
         async with self._changed:
             self._changed.notify_all()
 
     def holdings(self) -> list[pb.Holding]:
-        """Which steps of which stages there are."""
+        """Return the steps of each stage that are here."""
         own = pb.Holding(stage_name="", steps=[found.step for found in self.slots.all()])
         if self.mirror is None:
             return [own]
@@ -153,10 +151,10 @@ class SnapshotStore:
         return [own, pb.Holding(stage_name=self.mirror.stage_name, steps=steps)]
 
     async def hold(self, request: pb.MirrorRequest) -> None:
-        """Hold the snapshots of another stage as well.
+        """Mirror the snapshots of another stage.
 
         Raises:
-            CheckpointError: the stage's name cannot be that of a file.
+            CheckpointError: the stage's name cannot be a file's.
         """
         file_of(request.stage_name)
         opened = await open_memory(request, self._dialer)
@@ -170,16 +168,15 @@ class SnapshotStore:
     async def prepare(
         self, stage_name: str, restore: pb.Restore | None, generation: int
     ) -> list[str]:
-        """Get ready what a fresh worker begins with; names the files that it finds it in, where it
-        is not a snapshot in memory.
+        """Prepare the state for a fresh worker; return the files to restore if it is not in memory.
 
         Args:
-            stage_name: of the server's own stage from now on.
+            stage_name: the server's own stage.
             restore: the snapshot or files; None: the worker starts from the config.
             generation: of the group that the worker and the servers to fetch from belong to.
 
         Raises:
-            CheckpointError: it is not to be had.
+            CheckpointError: the state is not available.
             UnavailableError: the server that has it does not answer.
         """
         file_of(stage_name)
@@ -200,7 +197,7 @@ class SnapshotStore:
         return []
 
     async def stream(self, request: pb.FetchRequest) -> AsyncIterator[pb.FetchResponse]:
-        """A snapshot, or a file of a checkpoint: what it is, then its bytes.
+        """Yield the description of a snapshot, or of a checkpoint's file, and then its bytes.
 
         Raises:
             CheckpointError: it is not here.
@@ -220,12 +217,12 @@ class SnapshotStore:
             raise CheckpointError(f"step {snapshot.step} was overwritten while it was read")
 
     async def acknowledgements(self) -> AsyncIterator[int]:
-        """The steps that a neighbour says to hold, one after the other."""
+        """Yield each step that a neighbour has acknowledged."""
         while True:
             yield await self._acknowledged.get()
 
     def find(self, stage_name: str, step: int) -> Held | None:
-        """A snapshot, where this server holds it."""
+        """Return a snapshot; None if it is not here."""
         every = [(self.stage_name, self.slots)]
         if self.mirror is not None:
             every.append((self.mirror.stage_name, self.mirror.slots))
@@ -235,14 +232,14 @@ class SnapshotStore:
         return None
 
     def save_if_pinned(self, step: int, done: Callable[[pb.Saved], Awaitable[None]]) -> None:
-        """Write a snapshot that has to be saved into the checkpoint of its step.
+        """Write a pinned snapshot into the checkpoint of its step, in the background.
 
-        One after the other, and to the end even when the claim ends meanwhile: two writers of one
-        file would spoil it.
+        Saves run one after the other, and to the end even if the claim ends meanwhile: two writers
+        would spoil the file.
 
         Args:
             step: of the own stage's snapshot.
-            done: told what became of it.
+            done: called with the result.
         """
         held = self.find(self.stage_name, step)
         if held is not None and held.snapshot.is_pinned:
@@ -258,7 +255,7 @@ class SnapshotStore:
         await done(saved)
 
     async def save(self, stage_name: str, step: int) -> pb.Saved:
-        """Write a snapshot that this server holds into the checkpoint of its step.
+        """Write a snapshot into the checkpoint of its step.
 
         Raises:
             CheckpointError: it is not here.
@@ -268,7 +265,7 @@ class SnapshotStore:
         return await self._disk.save(held.slots, held.snapshot, stage_name, self._target)
 
     async def _arrived(self, mirror: Mirror, snapshot: Snapshot) -> None:
-        """A neighbour's snapshot is here; it goes to the disk where its own does."""
+        """Save a neighbour's snapshot if the neighbour saves it too."""
         if snapshot.is_pinned and self._saves_mirror:
             name = mirror.stage_name
             saved = await self._disk.save(mirror.slots, snapshot, name, self._target)
@@ -304,17 +301,17 @@ class SnapshotStore:
         return Held(self.slots, newer)
 
     def _acknowledge(self, step: int) -> None:
-        """Hear that a neighbour holds a step, if there is one and he has not said so before."""
+        """Record the mirror's acknowledgement of `step`; ignores repeats and unknown steps."""
         if step > self._last_acknowledged and self.slots.get(step) is not None:
             self._last_acknowledged = step
             self._acknowledged.put_nowait(step)
 
     def _newer(self, step: int) -> Snapshot | None:
-        """The oldest snapshot after `step`: a neighbour gets all, one after the other."""
+        """Return the oldest snapshot after `step`: a neighbour gets all, one after the other."""
         return next((found for found in self.slots.all() if found.step > step), None)
 
     async def _fetch(self, restore: pb.Restore, generation: int) -> None:
-        """Copy a snapshot of this stage that another server holds."""
+        """Copy a snapshot of this stage from another server."""
         request = pb.FetchRequest(
             job_id=self.job_id,
             generation=generation,
@@ -325,7 +322,7 @@ class SnapshotStore:
             await receive(client.fetch(request), self.slots)
 
     async def _file(self, file: pb.CheckpointFile, generation: int) -> str:
-        """A file of a checkpoint, on this host's disk from now on."""
+        """Return the path of a checkpoint's file on this host's disk; fetch it if necessary."""
         path = self.require_ours(file.path)
         if file.address:
             request = pb.FetchRequest(job_id=self.job_id, generation=generation, path=file.path)

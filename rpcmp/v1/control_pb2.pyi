@@ -370,7 +370,7 @@ class Holding(_message.Message):
     STAGE_NAME_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     stage_name: _builtins.str
-    """empty: that of the server itself"""
+    """empty: of the server's own stage"""
     @_builtins.property
     def steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -720,7 +720,7 @@ class WatchResponse(_message.Message):
 
     @_builtins.property
     def logs(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogLine]:
-        """those that this watcher has not been told yet, oldest first"""
+        """that this watcher has not received yet, oldest first"""
 
     def __init__(
         self,
@@ -801,8 +801,8 @@ Global___Vitals: _TypeAlias = Vitals  # noqa: Y015
 
 @_typing.final
 class Way(_message.Message):
-    """What has gone between a process and another member: over the connections that the process has
-    opened to the other's agent, or, of `tensors`, in whatever way.
+    """Traffic between a process and another member: over the connections that the process has opened to
+    the member's agent; of `tensors`, over any connection.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -812,7 +812,7 @@ class Way(_message.Message):
     RECEIVED_FIELD_NUMBER: _builtins.int
     ROUND_TRIP_S_FIELD_NUMBER: _builtins.int
     peer: _builtins.str
-    """HOST:PORT where that agent listens, or the member's name; empty: of connections to this process"""
+    """HOST:PORT of that agent, or the member's name; empty: of connections to this process"""
     sent: _builtins.int
     """bytes"""
     received: _builtins.int
@@ -836,7 +836,7 @@ Global___Way: _TypeAlias = Way  # noqa: Y015
 
 @_typing.final
 class LogLine(_message.Message):
-    """What the worker's Python code has said."""
+    """A line of the worker's output."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -876,7 +876,7 @@ Global___LogLine: _TypeAlias = LogLine  # noqa: Y015
 
 @_typing.final
 class Saved(_message.Message):
-    """What became of a snapshot that had to be written to a disk."""
+    """Result of writing a snapshot to a disk."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -975,7 +975,7 @@ Global___InspectResponse: _TypeAlias = InspectResponse  # noqa: Y015
 
 @_typing.final
 class Doing(_message.Message):
-    """What a worker was doing when it was last heard of."""
+    """A worker's current action, or its last one."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -93,8 +93,8 @@ class ControlServicer:
     """
 
     def Describe(self, request, context):
-        """Says who the server is and what it does; to a stage's certificate only whether it drains. Never
-        changes anything.
+        """Describes the server and its job; to the holder of a stage's certificate only whether it drains.
+        Changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,23 +123,22 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Link(self, request, context):
-        """Tells where the agents of all members listen, once all have joined, so that the server carries
-        its worker's connections to those that are in other networks.
+        """Passes the addresses of all members' agents, once all have joined, so that the server carries
+        its worker's connections to members in other networks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Streams what happens to the worker. The claim lasts as long as this stream.
+        """Streams the worker's state. The claim lasts as long as this stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Refuses new jobs from now on; the running one is told to end after its current step, and then
-        the server exits.
+        """Refuses new jobs, ends the running one after its current step, and then stops the server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -521,8 +520,8 @@ class SnapshotsServicer:
     """
 
     def Fetch(self, request, context):
-        """Streams one snapshot, or a file of a checkpoint: first what it is, then its bytes. A request
-        for what is newer than a step waits for that, and says that the step itself has arrived.
+        """Streams a snapshot, or a file of a checkpoint: first its description, then its bytes. A request
+        for a snapshot newer than a step waits for that, and acknowledges the step itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -536,7 +535,7 @@ class SnapshotsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Mirror(self, request, context):
-        """Holds the snapshots of another stage as well, from now on.
+        """Starts to hold the snapshots of another stage as well.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

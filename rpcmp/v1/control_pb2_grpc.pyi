@@ -44,8 +44,8 @@ class ControlStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ControlAsyncStub: ...
     Describe: _grpc.UnaryUnaryMultiCallable[_control_pb2.DescribeRequest, _control_pb2.DescribeResponse]
-    """Says who the server is and what it does; to a stage's certificate only whether it drains. Never
-    changes anything.
+    """Describes the server and its job; to the holder of a stage's certificate only whether it drains.
+    Changes nothing.
     """
     Profile: _grpc.UnaryUnaryMultiCallable[_control_pb2.ProfileRequest, _control_pb2.ProfileResponse]
     """Measures each layer of a job's model in a process that ends with the call; before Prepare, and
@@ -56,15 +56,13 @@ class ControlStub:
     Start: _grpc.UnaryUnaryMultiCallable[_control_pb2.StartRequest, _control_pb2.StartResponse]
     """Hands the worker its stage and its place in the group. Progress comes by Watch."""
     Link: _grpc.UnaryUnaryMultiCallable[_control_pb2.LinkRequest, _control_pb2.LinkResponse]
-    """Tells where the agents of all members listen, once all have joined, so that the server carries
-    its worker's connections to those that are in other networks.
+    """Passes the addresses of all members' agents, once all have joined, so that the server carries
+    its worker's connections to members in other networks.
     """
     Watch: _grpc.UnaryStreamMultiCallable[_control_pb2.WatchRequest, _control_pb2.WatchResponse]
-    """Streams what happens to the worker. The claim lasts as long as this stream."""
+    """Streams the worker's state. The claim lasts as long as this stream."""
     Drain: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]
-    """Refuses new jobs from now on; the running one is told to end after its current step, and then
-    the server exits.
-    """
+    """Refuses new jobs, ends the running one after its current step, and then stops the server."""
     Stop: _grpc.UnaryUnaryMultiCallable[_control_pb2.StopRequest, _control_pb2.StopResponse]
     """Ends the job's worker and frees the server for the next job; its snapshots go."""
     Inspect: _grpc.UnaryUnaryMultiCallable[_control_pb2.InspectRequest, _control_pb2.InspectResponse]
@@ -80,8 +78,8 @@ class ControlAsyncStub(ControlStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Describe: _aio.UnaryUnaryMultiCallable[_control_pb2.DescribeRequest, _control_pb2.DescribeResponse]  # type: ignore[assignment]
-    """Says who the server is and what it does; to a stage's certificate only whether it drains. Never
-    changes anything.
+    """Describes the server and its job; to the holder of a stage's certificate only whether it drains.
+    Changes nothing.
     """
     Profile: _aio.UnaryUnaryMultiCallable[_control_pb2.ProfileRequest, _control_pb2.ProfileResponse]  # type: ignore[assignment]
     """Measures each layer of a job's model in a process that ends with the call; before Prepare, and
@@ -92,15 +90,13 @@ class ControlAsyncStub(ControlStub):
     Start: _aio.UnaryUnaryMultiCallable[_control_pb2.StartRequest, _control_pb2.StartResponse]  # type: ignore[assignment]
     """Hands the worker its stage and its place in the group. Progress comes by Watch."""
     Link: _aio.UnaryUnaryMultiCallable[_control_pb2.LinkRequest, _control_pb2.LinkResponse]  # type: ignore[assignment]
-    """Tells where the agents of all members listen, once all have joined, so that the server carries
-    its worker's connections to those that are in other networks.
+    """Passes the addresses of all members' agents, once all have joined, so that the server carries
+    its worker's connections to members in other networks.
     """
     Watch: _aio.UnaryStreamMultiCallable[_control_pb2.WatchRequest, _control_pb2.WatchResponse]  # type: ignore[assignment]
-    """Streams what happens to the worker. The claim lasts as long as this stream."""
+    """Streams the worker's state. The claim lasts as long as this stream."""
     Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]  # type: ignore[assignment]
-    """Refuses new jobs from now on; the running one is told to end after its current step, and then
-    the server exits.
-    """
+    """Refuses new jobs, ends the running one after its current step, and then stops the server."""
     Stop: _aio.UnaryUnaryMultiCallable[_control_pb2.StopRequest, _control_pb2.StopResponse]  # type: ignore[assignment]
     """Ends the job's worker and frees the server for the next job; its snapshots go."""
     Inspect: _aio.UnaryUnaryMultiCallable[_control_pb2.InspectRequest, _control_pb2.InspectResponse]  # type: ignore[assignment]
@@ -119,8 +115,8 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.DescribeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.DescribeResponse, _abc.Awaitable[_control_pb2.DescribeResponse]]:
-        """Says who the server is and what it does; to a stage's certificate only whether it drains. Never
-        changes anything.
+        """Describes the server and its job; to the holder of a stage's certificate only whether it drains.
+        Changes nothing.
         """
 
     @_abc_1.abstractmethod
@@ -155,8 +151,8 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.LinkRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.LinkResponse, _abc.Awaitable[_control_pb2.LinkResponse]]:
-        """Tells where the agents of all members listen, once all have joined, so that the server carries
-        its worker's connections to those that are in other networks.
+        """Passes the addresses of all members' agents, once all have joined, so that the server carries
+        its worker's connections to members in other networks.
         """
 
     @_abc_1.abstractmethod
@@ -165,7 +161,7 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_control_pb2.WatchResponse], _abc.AsyncIterator[_control_pb2.WatchResponse]]:
-        """Streams what happens to the worker. The claim lasts as long as this stream."""
+        """Streams the worker's state. The claim lasts as long as this stream."""
 
     @_abc_1.abstractmethod
     def Drain(
@@ -173,9 +169,7 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.DrainResponse, _abc.Awaitable[_control_pb2.DrainResponse]]:
-        """Refuses new jobs from now on; the running one is told to end after its current step, and then
-        the server exits.
-        """
+        """Refuses new jobs, ends the running one after its current step, and then stops the server."""
 
     @_abc_1.abstractmethod
     def Stop(
@@ -208,13 +202,13 @@ class SnapshotsStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SnapshotsAsyncStub: ...
     Fetch: _grpc.UnaryStreamMultiCallable[_control_pb2.FetchRequest, _control_pb2.FetchResponse]
-    """Streams one snapshot, or a file of a checkpoint: first what it is, then its bytes. A request
-    for what is newer than a step waits for that, and says that the step itself has arrived.
+    """Streams a snapshot, or a file of a checkpoint: first its description, then its bytes. A request
+    for a snapshot newer than a step waits for that, and acknowledges the step itself.
     """
     Save: _grpc.UnaryUnaryMultiCallable[_control_pb2.SaveRequest, _control_pb2.SaveResponse]
     """Writes a snapshot that this server holds into a checkpoint on its disk."""
     Mirror: _grpc.UnaryUnaryMultiCallable[_control_pb2.MirrorRequest, _control_pb2.MirrorResponse]
-    """Holds the snapshots of another stage as well, from now on."""
+    """Starts to hold the snapshots of another stage as well."""
     Check: _grpc.UnaryUnaryMultiCallable[_control_pb2.CheckRequest, _control_pb2.CheckResponse]
     """Looks which of a checkpoint's files are on this host's disk, and whether they are whole."""
     Put: _grpc.StreamUnaryMultiCallable[_control_pb2.PutRequest, _control_pb2.PutResponse]
@@ -233,13 +227,13 @@ class SnapshotsAsyncStub(SnapshotsStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Fetch: _aio.UnaryStreamMultiCallable[_control_pb2.FetchRequest, _control_pb2.FetchResponse]  # type: ignore[assignment]
-    """Streams one snapshot, or a file of a checkpoint: first what it is, then its bytes. A request
-    for what is newer than a step waits for that, and says that the step itself has arrived.
+    """Streams a snapshot, or a file of a checkpoint: first its description, then its bytes. A request
+    for a snapshot newer than a step waits for that, and acknowledges the step itself.
     """
     Save: _aio.UnaryUnaryMultiCallable[_control_pb2.SaveRequest, _control_pb2.SaveResponse]  # type: ignore[assignment]
     """Writes a snapshot that this server holds into a checkpoint on its disk."""
     Mirror: _aio.UnaryUnaryMultiCallable[_control_pb2.MirrorRequest, _control_pb2.MirrorResponse]  # type: ignore[assignment]
-    """Holds the snapshots of another stage as well, from now on."""
+    """Starts to hold the snapshots of another stage as well."""
     Check: _aio.UnaryUnaryMultiCallable[_control_pb2.CheckRequest, _control_pb2.CheckResponse]  # type: ignore[assignment]
     """Looks which of a checkpoint's files are on this host's disk, and whether they are whole."""
     Put: _aio.StreamUnaryMultiCallable[_control_pb2.PutRequest, _control_pb2.PutResponse]  # type: ignore[assignment]
@@ -261,8 +255,8 @@ class SnapshotsServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.FetchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_control_pb2.FetchResponse], _abc.AsyncIterator[_control_pb2.FetchResponse]]:
-        """Streams one snapshot, or a file of a checkpoint: first what it is, then its bytes. A request
-        for what is newer than a step waits for that, and says that the step itself has arrived.
+        """Streams a snapshot, or a file of a checkpoint: first its description, then its bytes. A request
+        for a snapshot newer than a step waits for that, and acknowledges the step itself.
         """
 
     @_abc_1.abstractmethod
@@ -279,7 +273,7 @@ class SnapshotsServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.MirrorRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.MirrorResponse, _abc.Awaitable[_control_pb2.MirrorResponse]]:
-        """Holds the snapshots of another stage as well, from now on."""
+        """Starts to hold the snapshots of another stage as well."""
 
     @_abc_1.abstractmethod
     def Check(

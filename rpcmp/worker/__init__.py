@@ -1,6 +1,6 @@
-"""The process that computes: owns one stage, is one member of one group, is then thrown away.
+"""The worker process: it computes one stage, is a member of one group, and ends with it.
 
-Start at `stage.py`, whose diagram follows a step. `grad_sync/` adds up the gradients of replicas
-and tied parameters, `profiler/` measures layers. May import what is below: data, checkpoint, rpc,
-...
+Start at `stage.py`, whose diagram follows a training step. `grad_sync/` sums the gradients of
+replicas and tied parameters, `profiler/` measures layers. May import the packages below: data,
+checkpoint, rpc, ...
 """

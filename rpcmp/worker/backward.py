@@ -1,22 +1,14 @@
-"""A stage's backwards, whole or split: from its readers' gradients to those of what it received.
+"""A stage's backwards, whole or split: from its readers' gradients to those of its inputs.
 
     engine thread     gradients ──> run ── submit B ──┐      waits  ┌──> gradients, upstream
     compute thread                                    └─ B ─────────┘        W
                                              the schedule's turn       and again its turn
 
 A thread of the distributed autograd engine waits in `run` until the schedule has let the compute
-thread do the work. Where the schedule splits, weight gradients follow as an action of their own.
+thread do the work. If the schedule splits backwards, weight gradients are actions of their own.
 
-The stage that computes the loss knows its gradient, which is one. So its backward follows the
-forward at once, instead of when somebody has had the loss and asked for it, and `run` finds the
-result there.
-
-What the user's code raised at a stage: as an error for everybody to see, and remembered.
-
-Which gradients do not exist, though distributed autograd brings zeros for them.
-
-None and zeros differ: weight decay and momentum act on the latter. It seldom happens that a reader
-does not use what it reads, so it says so by a call of its own.
+The sink knows the gradient of its loss, which is one. So its backward is queued right after the
+forward, instead of after a round trip of the loss, and `run` finds the result there.
 """
 
 from __future__ import annotations
@@ -44,113 +36,108 @@ from rpcmp.worker.executor import ComputeThread, Task
 from rpcmp.worker.weight_grad import WeightGradients
 
 
-def failure(
-    stage: str, phase: str, work: MicrobatchMeta, error: BaseException, received: str = ""
+def stage_error(
+    stage: str, phase: str, meta: MicrobatchMeta, error: BaseException, received: str = ""
 ) -> StageError:
-    """The error of `stage` in its `phase` of a micro-batch, with what it had `received`."""
     return StageError(
         stage=stage,
         phase=phase,
         cause=one_line(error),
         traceback="".join(traceback.format_exception(error)),
-        step=work.step,
-        microbatch=work.microbatch,
+        step=meta.round.step,
+        microbatch=meta.number,
         received=received,
     )
 
 
 class Failures:
-    """What has failed at a stage and the driver has not collected yet. Thread-safe.
+    """Failures at a stage that the driver has not collected yet. Thread-safe.
 
     Attributes:
-        broken: the failure after which this stage cannot go on, since nobody waited for what failed
-            and other stages may have stepped; None while it can.
+        broken: the failure after which this stage cannot go on, because no caller waited for what
+            failed and other stages may have stepped; None while it can.
     """
 
     def __init__(self) -> None:
         self.broken: RpcmpError | None = None
         self._lock = threading.Lock()
-        self._found: list[tuple[int, Raised]] = []
+        self._failures: list[tuple[int, Raised]] = []
 
-    def note(self, work: MicrobatchMeta, error: RpcmpError) -> Raised:
-        """Remember a failure; returns it as an answer for whoever asked."""
+    def add(self, round_number: int, error: RpcmpError) -> Raised:
+        """Record a failure; return it as an answer."""
         raised = Raised(to_wire(error))
         with self._lock:
-            self._found.append((work.round, raised))
+            self._failures.append((round_number, raised))
         return raised
 
-    def note_broken(self, work: MicrobatchMeta, error: StageError) -> None:
-        """Remember a failure in what nobody waits for any more."""
-        self.note(work, error)
-        self.broken = error
-
     def first(self, round_number: int) -> RpcmpError | None:
-        """What failed first in a round, or before it so that nothing can go on."""
+        """Return the round's first failure, or else the one that broke the stage before."""
         with self._lock:
-            found = [raised.error for number, raised in self._found if number == round_number]
-        return from_wire(found[0]) if found else self.broken
+            errors = [raised.error for number, raised in self._failures if number == round_number]
+        return from_wire(errors[0]) if errors else self.broken
 
     def take(self, first: int, last: int) -> list[Raised]:
-        """What failed in the rounds from `first` to `last`; all others are forgotten, too."""
+        """Return the failures of the rounds from `first` to `last`, and forget all."""
         with self._lock:
-            found, self._found = self._found, []
-        return [raised for number, raised in found if first <= number <= last]
+            failures, self._failures = self._failures, []
+        return [raised for number, raised in failures if first <= number <= last]
 
 
 class NoneGradients:
-    """What the readers of a stage have said of its micro-batches. Thread-safe.
+    """Gradients that do not exist, although distributed autograd delivers zeros. Thread-safe.
 
-    Args:
-        tell: tells the producer of an input of a bundle's micro-batch; blocks until it knows.
-
-    Attributes:
-        tell: as given.
+    None and zeros differ: weight decay and momentum act on zeros. A reader rarely ignores some of
+    what it reads, so it reports that in a call of its own.
     """
 
-    def __init__(self, tell: Callable[[Bundle, MicrobatchMeta, int, list[int]], None]) -> None:
-        self.tell = tell
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._noted: dict[tuple[int, int], dict[int, Sequence[int]]] = {}
+        self._marks: dict[tuple[int, int], dict[int, Sequence[int]]] = {}
 
-    def note(self, work: MicrobatchMeta, port: int, which: Sequence[int]) -> None:
-        """Hear from the reader at a port that it has no gradients for some of its tensors."""
+    def mark(self, round_number: int, microbatch: int, port: int, tensors: Sequence[int]) -> None:
+        """Record that a port's reader has no gradients for some tensors of its answer."""
         with self._lock:
-            self._noted.setdefault((work.round, work.microbatch), {})[port] = which
+            self._marks.setdefault((round_number, microbatch), {})[port] = tensors
 
-    def take(self, work: MicrobatchMeta) -> Mapping[int, Sequence[int]]:
-        """What has been said of a micro-batch, by port; nothing is known of it afterwards."""
+    def take(self, meta: MicrobatchMeta) -> Mapping[int, Sequence[int]]:
+        """Return and forget the marks of a micro-batch, by port."""
         with self._lock:
-            return self._noted.pop((work.round, work.microbatch), {})
+            return self._marks.pop((meta.round.number, meta.number), {})
 
     def clear(self) -> None:
-        """Forget micro-batches that were given up."""
         with self._lock:
-            self._noted.clear()
+            self._marks.clear()
+
+
+class Producers(Protocol):
+    """The stages that this one reads; see `rpcmp.worker.requests.Inputs`."""
+
+    def mark_none_gradients(
+        self, meta: MicrobatchMeta, bundle: int, index: int, tensors: list[int]
+    ) -> None: ...
 
 
 class Tape(Protocol):
-    """The activations of one micro-batch, or what they can be computed from."""
+    """The activations of one micro-batch, or what they can be computed from; see LocalTape."""
 
-    def backward(self, gradients: Gradients) -> Differentiated:
-        """See LocalTape."""
+    def backward(self, gradients: Gradients) -> Differentiated: ...
 
-    def free(self) -> None:
-        """Let go of it all."""
+    def free(self) -> None: ...
 
 
 @dataclass
 class SavedForward:
-    """What a stage keeps of one micro-batch until its backward.
+    """What a stage saves of one micro-batch for its backward.
 
     Attributes:
         tape: its activations.
-        weights: where weight gradients wait.
+        weights: its deferred weight gradients.
         dtypes: of the tensors that the stage produced.
-        read: for each port, which of these it reads.
+        read: for each port, the positions of the tensors that it reads.
         has_token: for each port, whether its answer had a token.
     """
 
-    work: MicrobatchMeta
+    meta: MicrobatchMeta
     tape: Tape
     weights: WeightGradients
     dtypes: list[torch.dtype] = field(default_factory=list)
@@ -159,155 +146,152 @@ class SavedForward:
 
 
 class BackwardResult(NamedTuple):
-    """What the backward of a bundle gives.
+    """The result of a bundle's backward.
 
     Attributes:
-        gradients: of all that was received, micro-batch by micro-batch.
-        missing: which of them do not exist: the micro-batch, the input, its tensors.
+        gradients: of all inputs, micro-batch by micro-batch.
+        none: inputs without gradients: the micro-batch, the input, its tensors.
     """
 
     gradients: list[Tensor | None]
-    missing: list[tuple[MicrobatchMeta, int, list[int]]]
+    none: list[tuple[MicrobatchMeta, int, list[int]]]
 
 
 @dataclass
 class SavedBundle:
-    """What a stage keeps of a bundle until its backward.
+    """What a stage saves of a bundle for its backward.
 
     Attributes:
-        kept: of its micro-batches, in order.
-        done: the backward's result, once that has been submitted.
+        forwards: of its micro-batches, in order.
+        result: of the backward, once that has been submitted.
     """
 
     bundle: Bundle
-    kept: list[SavedForward]
-    done: Waiting[BackwardResult] | None = None
+    forwards: list[SavedForward]
+    result: Waiting[BackwardResult] | None = None
 
 
 class Backwards:
     """The backwards of one stage.
 
     Args:
-        stage: its name, for errors.
+        stage: the worker's label, for errors.
         compute: its compute thread.
-        splits: whether weight gradients are actions of their own.
-        missing: what is known of gradients that do not exist.
-        failures: told of failures in a backward, which cannot be returned to anybody, and of those
-            in weight gradients, for which nobody waits any more.
-
-    Attributes:
-        splits: as given; may change between two rounds.
+        none_gradients: marked by the readers.
+        producers: get marks of this stage.
+        failures: collects failures in a backward, which distributed autograd cannot return, and in
+            weight gradients, for which no caller waits any more.
     """
 
     def __init__(
         self,
         stage: str,
         compute: ComputeThread,
-        splits: bool,
-        missing: NoneGradients,
+        none_gradients: NoneGradients,
+        producers: Producers,
         failures: Failures,
     ) -> None:
         self._stage = stage
         self._compute = compute
-        self.splits = splits
-        self._missing = missing
+        self._none_gradients = none_gradients
+        self._producers = producers
         self._failures = failures
 
-    def run(self, memory: SavedBundle, gradients: Gradients) -> list[Tensor | None]:
-        """The gradients of what was received; blocks until the schedule has let it run."""
-        done = memory.done or self.start(memory, gradients)
-        result = done.result()
-        for work, index, which in result.missing:
-            self._missing.tell(memory.bundle, work, index, which)
+    @property
+    def splits(self) -> bool:
+        return self._compute.limits.splits
+
+    def run(self, saved: SavedBundle, gradients: Gradients) -> list[Tensor | None]:
+        """Return the gradients of the inputs; blocks until the schedule has let it run."""
+        waiting = saved.result or self.start(saved, gradients)  # [9]
+        result = waiting.result()
+        for meta, index, tensors in result.none:
+            self._producers.mark_none_gradients(meta, saved.bundle.number, index, tensors)
         return result.gradients
 
-    def start(self, memory: SavedBundle, gradients: Gradients) -> Waiting[BackwardResult]:
-        """Queue the backward of a bundle, whose outputs have these gradients."""
-        done: Waiting[BackwardResult] = Waiting()
-        memory.done = done
+    def start(self, saved: SavedBundle, gradients: Gradients) -> Waiting[BackwardResult]:
+        """Queue the backward of a bundle, given the gradients of its outputs."""
+        waiting: Waiting[BackwardResult] = Waiting()
+        saved.result = waiting
         result = BackwardResult([], [])
-        given = _by_microbatch(memory, gradients)
+        by_microbatch = _by_microbatch(saved, gradients)
 
-        def differentiate(kept: SavedForward) -> None:
-            if not done.done():  # no earlier micro-batch of the bundle has failed
-                self._differentiate(kept, next(given), result, done)
-            if kept is memory.kept[-1]:
-                self._end(memory, result, done)
+        def differentiate(forward: SavedForward) -> None:
+            if not waiting.done():  # no earlier micro-batch of the bundle has failed
+                self._differentiate(forward, next(by_microbatch), result, waiting)
+            if forward is saved.forwards[-1]:
+                if not waiting.done():
+                    waiting.set_result(result)
+                if self.splits:
+                    self._submit(Action.WEIGHT, saved, self._accumulate)
 
         def cancel() -> None:
-            for kept in memory.kept:
-                kept.tape.free()
-            done.set_exception(RuntimeError(f"stage {self._stage!r}: the step was aborted"))
+            for forward in saved.forwards:
+                forward.tape.free()
+            waiting.set_exception(RuntimeError(f"stage {self._stage!r}: the step was aborted"))
 
-        self._submit(Action.BACKWARD, memory, differentiate, cancel)
-        return done
+        self._submit(Action.BACKWARD, saved, differentiate, cancel)
+        return waiting
 
     def _submit(
         self,
         action: Action,
-        memory: SavedBundle,
+        saved: SavedBundle,
         run: Callable[[SavedForward], None],
         cancel: Callable[[], None] = lambda: None,
     ) -> None:
-        parts = [functools.partial(run, kept) for kept in memory.kept]
-        task = Task(parts, memory.kept[0].work.microbatch, cancel)
-        self._compute.submit(memory.bundle.round, action, memory.bundle.number, task)
+        parts = [functools.partial(run, forward) for forward in saved.forwards]
+        task = Task(parts, saved.forwards[0].meta.number, cancel)
+        self._compute.submit(saved.bundle.round.number, action, saved.bundle.number, task)
 
     def _differentiate(
         self,
-        kept: SavedForward,
-        given: Gradients,
+        forward: SavedForward,
+        gradients: Gradients,
         result: BackwardResult,
-        done: Waiting[BackwardResult],
+        waiting: Waiting[BackwardResult],
     ) -> None:
+        meta = forward.meta
         try:
-            summed = self._sum_by_position(kept, given)
-            with kept.weights.defer() if self.splits else contextlib.nullcontext():
-                gradients, missing = kept.tape.backward(summed)
+            summed = self._sum_by_position(forward, gradients)
+            with forward.weights.defer() if self.splits else contextlib.nullcontext():
+                of_inputs, none = forward.tape.backward(summed)  # [10]
         except BaseException as error:
-            self._failures.note(kept.work, failure(self._stage, "backward", kept.work, error))
-            done.set_exception(RuntimeError(f"backward failed at stage {self._stage!r}"))
+            self._failures.add(meta.round.number, stage_error(self._stage, "backward", meta, error))
+            waiting.set_exception(RuntimeError(f"backward failed at stage {self._stage!r}"))
         else:
-            result.gradients.extend(gradients)
-            result.missing.extend((kept.work, index, which) for index, which in missing.items())
+            result.gradients.extend(of_inputs)
+            result.none.extend((meta, index, tensors) for index, tensors in none.items())
 
-    def _end(
-        self, memory: SavedBundle, result: BackwardResult, done: Waiting[BackwardResult]
-    ) -> None:
-        if not done.done():
-            done.set_result(result)
-        if self.splits:
-            self._submit(Action.WEIGHT, memory, self._accumulate)
-
-    def _accumulate(self, kept: SavedForward) -> None:
+    def _accumulate(self, forward: SavedForward) -> None:
+        meta = forward.meta
         try:
-            kept.weights.accumulate()
+            forward.weights.accumulate()  # [11]
         except BaseException as error:
-            broken = failure(self._stage, "backward", kept.work, error)
-            self._failures.note_broken(kept.work, broken)
+            broken = stage_error(self._stage, "backward", meta, error)
+            self._failures.add(meta.round.number, broken)
+            self._failures.broken = broken
 
-    def _sum_by_position(self, kept: SavedForward, given: Gradients) -> list[Tensor | None]:
+    def _sum_by_position(self, forward: SavedForward, gradients: Gradients) -> list[Tensor | None]:
         """The readers' gradients of each tensor that the stage produced, summed in one order."""
-        contributions: list[list[Tensor | None]] = [[] for _ in kept.dtypes]
-        left = iter(given)
-        missing = self._missing.take(kept.work)
-        for port, positions in enumerate(kept.read):
-            without = missing.get(port, ())
+        contributions: list[list[Tensor | None]] = [[] for _ in forward.dtypes]
+        remaining = iter(gradients)
+        marks = self._none_gradients.take(forward.meta)
+        for port, positions in enumerate(forward.read):
+            none = marks.get(port, ())
             for place, position in enumerate(positions):
-                grad = next(left)
-                is_there = grad is not None and place not in without
-                wide = grad.to(kept.dtypes[position]) if grad is not None and is_there else None
-                contributions[position].append(wide)
-            if kept.has_token[port]:
-                next(left)
-        return [boundary.sum_gradients(found) for found in contributions]
+                gradient = next(remaining)
+                if gradient is not None and place not in none:
+                    contributions[position].append(gradient.to(forward.dtypes[position]))
+            if forward.has_token[port]:
+                next(remaining)
+        return [boundary.sum_gradients(each) for each in contributions]
 
 
-def _by_microbatch(memory: SavedBundle, gradients: Gradients) -> Iterator[Gradients]:
-    """A bundle's gradients, which come port by port, for one micro-batch after the other."""
-    left = iter(gradients)
-    found: list[list[Tensor | None]] = [[] for _ in memory.kept]
-    for port in range(len(memory.kept[0].read)):
-        for kept, mine in zip(memory.kept, found, strict=True):
-            mine += itertools.islice(left, len(kept.read[port]) + kept.has_token[port])
-    return iter(found)
+def _by_microbatch(saved: SavedBundle, gradients: Gradients) -> Iterator[Gradients]:
+    remaining = iter(gradients)
+    regrouped: list[list[Tensor | None]] = [[] for _ in saved.forwards]
+    for port in range(len(saved.forwards[0].read)):
+        for forward, own in zip(saved.forwards, regrouped, strict=True):
+            own += itertools.islice(remaining, len(forward.read[port]) + forward.has_token[port])
+    return iter(regrouped)

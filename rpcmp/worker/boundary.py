@@ -26,16 +26,15 @@ from rpcmp.rpc.messages import StageOutputs
 Gradients = Sequence[Tensor | None]
 
 Differentiated = tuple[list[Tensor | None], dict[int, list[int]]]
-"""The gradients of all that was received, and which are missing; see `LocalTape.backward`."""
+"""Gradients of all inputs, and which do not exist; see `LocalTape.backward`."""
 
 
 class LocalTape:
-    """The part of one micro-batch's graph that lies inside a stage.
+    """The part of one micro-batch's graph inside a stage.
 
     Args:
-        received: what the stage has received, in the order of its inputs; float tensors that
-            require grad get a gradient.
-        device: where the stage computes.
+        received: the stage's inputs, in order; float tensors that require grad get a gradient.
+        device: of the stage.
 
     Attributes:
         inputs: `received` on the stage's device, at the start of the local tape.
@@ -53,13 +52,13 @@ class LocalTape:
             for index, tensor in enumerate(found)
         ]
         needed = [tensor.requires_grad for found in self._received for tensor in found]
-        entered = iter(_enter(self._note, tensors, needed))
+        entered = iter(_enter(self._set_gradients, tensors, needed))
         self.inputs: list[Any] = [
             pytree.map_tensors(lambda _: next(entered), outputs.value) for outputs in received
         ]
 
     def leave(self, outputs: Any) -> list[Tensor]:
-        """Note what the stage has computed; returns its tensors, still on the local tape."""
+        """Record the stage's outputs; return their tensors, still on the local tape."""
         self._outputs = pytree.tensors(outputs)
         return self._outputs
 
@@ -70,9 +69,9 @@ class LocalTape:
             gradients: for each tensor of the outputs, its gradient or None.
 
         Returns:
-            For each tensor that was received, tokens included, its gradient: on the host and
-            contiguous; None where there is none. And for each input, by its index, which of its
-            tensors should have got one and did not.
+            The gradient of each received tensor, tokens included, contiguous on the host, or None.
+            And for each input, by its index, which of its tensors should have got a gradient and
+            did not.
         """
         pairs = [
             (output, gradient.to(self._device))
@@ -84,44 +83,43 @@ class LocalTape:
             apply: Callable[..., Tensor] = Root.apply
             with torch.enable_grad():
                 root = apply(wanted, *outputs)
-            torch.autograd.backward(root)
-        found = iter(self._gradients or [None] * sum(map(len, self._received)))
+            torch.autograd.backward(root)  # [10]
+        arrived = iter(self._gradients or [None] * sum(map(len, self._received)))
         result: list[Tensor | None] = []
-        missing: dict[int, list[int]] = {}
+        none: dict[int, list[int]] = {}
         for index, (received, has_token) in enumerate(
             zip(self._received, self._has_token, strict=True)
         ):
-            grads = [_to_host(next(found), tensor.dtype) for tensor in received]
+            grads = [_to_host(next(arrived), tensor.dtype) for tensor in received]
             without = [
                 i for i, grad in enumerate(grads) if grad is None and received[i].requires_grad
             ]
             if without:
-                missing[index] = without
+                none[index] = without
             result += [*grads, *([None] if has_token else [])]
         self.free()
-        return result, missing
+        return result, none
 
     def free(self) -> None:
-        """Let go of all activations."""
         self._received.clear()
         self._gradients.clear()
         self._outputs.clear()
         self.inputs.clear()
 
-    def _note(self, gradients: Gradients) -> None:
+    def _set_gradients(self, gradients: Gradients) -> None:
         self._gradients = list(gradients)
 
 
 class Root(torch.autograd.Function):
     """The last node of a stage's local tape: where its backward starts.
 
-    `torch.autograd.backward(outputs, gradients)` would do without, but to compare shapes it imports
-    sympy: 500 modules and 0.3 s in every worker's first backward. Here the engine compares them.
+    `torch.autograd.backward(outputs, gradients)` would do without, but imports sympy to compare
+    shapes: 500 modules and 0.3 s in every worker's first backward. Here the engine compares them.
     """
 
     @staticmethod
     def forward(ctx: FunctionCtx, gradients: Sequence[Tensor], *outputs: Tensor) -> Tensor:
-        """Returns a scalar, of no meaning, whose gradient is that of `outputs`: `gradients`."""
+        """Return a dummy scalar whose backward passes `gradients` on to `outputs`."""
         ctx.gradients = gradients  # type: ignore[attr-defined]
         return torch.zeros((), device=outputs[0].device)
 
@@ -132,47 +130,46 @@ class Root(torch.autograd.Function):
 
 
 class Entry(torch.autograd.Function):
-    """The first node of a stage's local tape: where the gradients of what it received arrive."""
+    """The first node of a stage's local tape, at which the gradients of its inputs arrive."""
 
     @staticmethod
     def forward(
         ctx: FunctionCtx,
-        note: Callable[[Gradients], None],
+        set_gradients: Callable[[Gradients], None],
         tensors: list[Tensor],
         anchor: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Returns `tensors` as results of this node, which the first layer may change in place.
+        """Return `tensors` as results of this node, which the first layer may change in place.
 
         Args:
-            note: gets their gradients.
+            set_gradients: called with their gradients.
             tensors: in a list, which hides them from the tape: nothing is copied.
             anchor: requires grad, so that they do.
         """
-        ctx.note = note  # type: ignore[attr-defined]
+        ctx.set_gradients = set_gradients  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)
         return tuple(tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.note(gradients)
+        ctx.set_gradients(gradients)
         return (None, None, None)
 
 
 def _enter(
-    note: Callable[[Gradients], None], tensors: list[Tensor], needed: list[bool]
+    set_gradients: Callable[[Gradients], None], tensors: list[Tensor], needed: list[bool]
 ) -> list[Tensor]:
-    """`tensors`, those that need a gradient as results of an Entry node."""
     if not any(needed):
         return tensors
     anchor = torch.empty(0, requires_grad=True)
 
-    def note_all(gradients: Gradients) -> None:
-        found = iter(gradients)
-        note([next(found) if need else None for need in needed])
+    def set_all(gradients: Gradients) -> None:
+        existing = iter(gradients)
+        set_gradients([next(existing) if need else None for need in needed])
 
     apply: Callable[..., tuple[Tensor, ...]] = Entry.apply
     inner = [tensor for tensor, need in zip(tensors, needed, strict=True) if need]
-    entered = iter(apply(note_all, inner, anchor))
+    entered = iter(apply(set_all, inner, anchor))
     return [next(entered) if need else t for t, need in zip(tensors, needed, strict=True)]
 
 
@@ -188,14 +185,14 @@ class Boundary(torch.autograd.Function):
         anchor: Tensor,
         *received: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Returns `outputs`, connected to `received`.
+        """Return `outputs`, connected to `received`.
 
         Args:
-            run_backward: gets the gradients of `outputs`, returns those of `received`; blocks.
+            run_backward: turns gradients of `outputs` into gradients of `received`; blocks.
             outputs: host tensors of their own storage. In a list, which hides them from the tape.
-            constants: those of `outputs` that depend on nothing that is trained.
-            anchor: requires grad, so that there is a node even where nothing received does.
-            received: all that came from other stages.
+            constants: the outputs that depend on nothing that is trained.
+            anchor: requires grad, so that there is a node even if nothing received does.
+            received: all tensors from other stages.
         """
         ctx.run_backward = run_backward  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)
@@ -214,18 +211,18 @@ def connect(
     received: Sequence[Tensor],
     constants: Sequence[Tensor] = (),
 ) -> tuple[Tensor, ...]:
-    """`outputs` as the distributed tape shall see them: results of all that was `received`.
+    """Return `outputs` as results of `received` on the distributed tape.
 
-    `constants`, a part of them, get no gradient, so their readers need not compute one.
+    The outputs in `constants` get no gradient, so that their readers need not compute one.
     """
     anchor = torch.empty(0, requires_grad=True)
     with torch.enable_grad():
         apply: Callable[..., tuple[Tensor, ...]] = Boundary.apply
-        return apply(run_backward, outputs, constants, anchor, *received)
+        return apply(run_backward, outputs, constants, anchor, *received)  # [8]
 
 
 def tensors_of(answers: Iterable[StageOutputs]) -> list[Tensor]:
-    """All tensors of some answers, each one's token last."""
+    """Return all tensors of some answers, with each one's token last."""
     return [
         tensor
         for outputs in answers
@@ -237,7 +234,7 @@ def tensors_of(answers: Iterable[StageOutputs]) -> list[Tensor]:
 
 
 def sum_gradients(contributions: Sequence[Tensor | None]) -> Tensor | None:
-    """The sum of the readers' gradients, latest reader first, whoever answered first.
+    """Sum the readers' gradients, latest reader first, in whatever order they arrived.
 
     Addition of floats is not associative. Plain autograd visits the readers of a value in the
     reverse order of their creation, so this order gives the bits of one process.

@@ -1,10 +1,7 @@
-"""How a stage computes forwards, and what it remembers of them.
+"""A stage's forwards: what they compute, and what they save for the backward.
 
-Micro-batch by micro-batch; but the answer for a bundle of them, one message, is one node of the
-distributed graph.
-
-Everything here runs on the stage's compute thread. The backward that comes later is the business of
-`rpcmp.worker.backward`.
+Forwards run micro-batch by micro-batch. The answer to a bundle, which is one message, is one node
+of the distributed graph. All of it runs on the stage's compute thread.
 """
 
 from __future__ import annotations
@@ -21,10 +18,9 @@ from rpcmp.config.topology import DRIVER, Port, Reference
 from rpcmp.pipelining import pytree
 from rpcmp.rpc.messages import Bundle, MicrobatchMeta, Mode, StageOutputs
 from rpcmp.worker import boundary
-from rpcmp.worker.backward import Backwards, SavedBundle, SavedForward, Tape, failure
+from rpcmp.worker.backward import Backwards, SavedBundle, SavedForward, Tape, stage_error
 from rpcmp.worker.boundary import LocalTape
-from rpcmp.worker.model import StageModel
-from rpcmp.worker.precision import LossScale
+from rpcmp.worker.model import LossScale, StageModel
 from rpcmp.worker.recompute import Buffers, Replay
 from rpcmp.worker.weight_grad import Splitter
 
@@ -34,30 +30,31 @@ class Computed:
     """The forward of one micro-batch.
 
     Attributes:
-        received: what it was computed from.
-        answers: for each port, Outputs that no tape knows of yet or, evaluating, Evaluated.
-        constants: their tensors that depend on nothing that is trained.
-        kept: for its backward; None outside of training.
+        received: its inputs.
+        answers: for each port, StageOutputs that are not in any graph yet. Evaluated instead, from
+            the sink in an evaluation.
+        constants: tensors of the answers that depend on nothing that is trained.
+        saved: for its backward; None outside of training.
     """
 
     received: list[StageOutputs]
     answers: list[Any]
     constants: list[Tensor] = field(default_factory=list)
-    kept: SavedForward | None = None
+    saved: SavedForward | None = None
 
 
 class Execution:
     """The forwards of one stage.
 
     Args:
-        stage: its name, for errors.
-        model: its modules.
-        references: what it reads.
-        ports: who reads it.
-        backwards: what runs its backwards.
-        recompute: whether activations are computed again instead of kept.
-        wire_dtype: what float32 tensors travel as between stages; None: as they are.
-        loss_scale: of the gradients, where they are scaled.
+        stage: the worker's label, for errors.
+        model: its layers.
+        references: its inputs.
+        ports: its readers.
+        backwards: run its backwards.
+        recompute: whether activations are recomputed instead of kept.
+        wire_dtype: dtype of float32 tensors on their way between stages; None: unchanged.
+        loss_scale: of the gradients; None: they are not scaled.
     """
 
     def __init__(
@@ -81,66 +78,59 @@ class Execution:
         self._loss_scale = loss_scale
         self._buffers = Buffers(model.modules()) if recompute else None
 
-    def forward(self, work: MicrobatchMeta, answers: list[StageOutputs]) -> Computed:
-        """Compute one micro-batch; `answer` makes of a bundle's what its readers get.
+    def forward(self, meta: MicrobatchMeta, answers: list[StageOutputs]) -> Computed:
+        """Compute one micro-batch.
 
         Args:
-            work: the micro-batch.
-            answers: what was received, in the order of the references; for a sink that needs
-                them, the targets last.
-
-        Raises:
-            StageError: the user's code raised.
+            answers: its inputs in the order of the references, followed by the targets if a sink
+                needs them.
         """
         received = answers[: len(self._references)]
         targets = answers[-1].value
         try:
-            if work.mode is Mode.TRAIN:
+            if meta.round.is_training:
                 with torch.enable_grad():
-                    return self._train(work, received, targets)
+                    return self._train(meta, received, targets)
             with torch.no_grad():
-                return Computed(received, self._infer(work, received, targets))
-        except BaseException as error:  # sys.exit() in a layer is no way to end a worker either
+                return Computed(received, self._infer(meta, received, targets))
+        except BaseException as error:  # sys.exit() in a layer must not end a worker either
             sources = zip(self._references, received, strict=False)
-            got = ", ".join(
+            inputs = ", ".join(
                 f"from {str(reference)!r}: {pytree.describe(outputs.value)}"
                 for reference, outputs in sources
             )
-            raise failure(self._stage, "forward", work, error, got) from error
+            raise stage_error(self._stage, "forward", meta, error, inputs) from error
 
     def answer(self, bundle: Bundle, computed: list[Computed]) -> list[list[Any]]:
-        """What each port's reader gets of a bundle: one of `Computed.answers` a micro-batch.
+        """Return for each port the answers of a bundle's micro-batches.
 
-        In training these are the results of one node of the distributed graph. Runs none of the
-        user's code.
+        In training these are results of one node of the distributed graph. Runs no user code.
         """
-        answers = [
-            list(of_port) for of_port in zip(*(one.answers for one in computed), strict=True)
-        ]
-        kept = [one.kept for one in computed if one.kept is not None]
-        if not kept:
+        answers = [list(port) for port in zip(*(one.answers for one in computed), strict=True)]
+        forwards = [one.saved for one in computed if one.saved is not None]
+        if not forwards:
             return answers
-        memory = SavedBundle(bundle, kept)
+        saved = SavedBundle(bundle, forwards)
         tensors = [tensor for answer in answers for tensor in boundary.tensors_of(answer)]
         received = [tensor for one in computed for tensor in boundary.tensors_of(one.received)]
         constants = [tensor for one in computed for tensor in one.constants]
-        run = functools.partial(self._backwards.run, memory)
-        connected = iter(boundary.connect(run, tensors, received, constants))
+        run = functools.partial(self._backwards.run, saved)
+        connected = iter(boundary.connect(run, tensors, received, constants))  # [8]
         if self._model.is_sink and self._are_differentiated(tensors):
             scale = self._loss_scale or LossScale()
-            self._backwards.start(memory, [scale.gradient(loss) for loss in tensors])
+            self._backwards.start(saved, [scale.gradient(loss) for loss in tensors])
         return [[_replaced(outputs, connected) for outputs in answer] for answer in answers]
 
     def _are_differentiated(self, losses: list[Tensor]) -> bool:
-        """Not a loss that is not finite: it ends the step at the conductor.
+        """Whether the sink's backward follows; a loss that is not finite ends the step.
 
-        Where gradients are scaled they decide: the step is skipped unless all of them are finite.
+        With loss scaling it does not: the step is skipped unless all gradients are finite.
         """
         return self._loss_scale is not None or all(bool(torch.isfinite(loss)) for loss in losses)
 
-    def _train(self, work: MicrobatchMeta, received: list[StageOutputs], targets: Any) -> Computed:
+    def _train(self, meta: MicrobatchMeta, received: list[StageOutputs], targets: Any) -> Computed:
         weights = self._splitter.begin(self._backwards.splits)
-        compute = functools.partial(self._compute, work, targets)
+        compute = functools.partial(self._compute, meta, targets)
         device = self._model.device
         tape: Tape
         if self._buffers is not None:
@@ -149,17 +139,19 @@ class Execution:
             )
             outputs = replay.forward()
         else:
-            tape = local = LocalTape(received, device)
+            tape = local = LocalTape(received, device)  # [7]
             with weights.watch():
                 outputs = compute(local.inputs)
             self._splitter.calibrate(local.leave(outputs))
-        return self._computed(SavedForward(work, tape, weights), outputs, received)
+        return self._computed(SavedForward(meta, tape, weights), outputs, received)
 
-    def _compute(self, work: MicrobatchMeta, targets: Any, inputs: list[Any]) -> Any:
-        outputs = self._model.forward(inputs, work)
-        return self._model.loss(outputs, targets, work) if self._model.is_sink else outputs
+    def _compute(self, meta: MicrobatchMeta, targets: Any, inputs: list[Any]) -> Any:
+        outputs = self._model.forward(inputs, meta)
+        return self._model.loss(outputs, targets, meta) if self._model.is_sink else outputs
 
-    def _computed(self, kept: SavedForward, outputs: Any, received: list[StageOutputs]) -> Computed:
+    def _computed(
+        self, saved: SavedForward, outputs: Any, received: list[StageOutputs]
+    ) -> Computed:
         produced = pytree.tensors(outputs)
         parts = [pytree.select(outputs, port.path) for port in self._ports]
         positions = {id(tensor): position for position, tensor in enumerate(produced)}
@@ -168,15 +160,15 @@ class Execution:
             self._outputs(port, part, constants)
             for port, part in zip(self._ports, parts, strict=True)
         ]
-        kept.dtypes = [tensor.dtype for tensor in produced]
-        kept.read = [[positions[id(tensor)] for tensor in pytree.tensors(part)] for part in parts]
-        kept.has_token = [outputs.token is not None for outputs in answers]
-        return Computed(received, answers, constants, kept)
+        saved.dtypes = [tensor.dtype for tensor in produced]
+        saved.read = [[positions[id(tensor)] for tensor in pytree.tensors(part)] for part in parts]
+        saved.has_token = [outputs.token is not None for outputs in answers]
+        return Computed(received, answers, constants, saved)
 
     def _outputs(self, port: Port, part: Any, constants: list[Tensor]) -> StageOutputs:
-        """Copies for one reader: its answer is being sent while the stage computes on."""
+        """Copies for one reader: its answer is still being sent while the stage computes on."""
         outputs = self._copied(port, part)
-        if port.reader == DRIVER:  # the loss, which is what is differentiated: it has a gradient
+        if port.reader == DRIVER:  # the loss, which always has a gradient
             return outputs
         pairs = list(zip(pytree.tensors(part), pytree.tensors(outputs.value), strict=True))
         fixed = [copy for tensor, copy in pairs if not tensor.requires_grad]
@@ -195,22 +187,21 @@ class Execution:
         )
         return StageOutputs(pytree.map_tensors(lambda _: next(copies), part), narrowed=narrowed)
 
-    def _infer(self, work: MicrobatchMeta, received: list[StageOutputs], targets: Any) -> list[Any]:
+    def _infer(self, meta: MicrobatchMeta, received: list[StageOutputs], targets: Any) -> list[Any]:
         tape = LocalTape(received, self._model.device)
-        outputs = self._model.forward(tape.inputs, work)
-        if work.mode is Mode.EVALUATE and self._model.is_sink:
-            evaluated = self._model.evaluate(outputs, targets, work)
-            if self._model.tells_outputs:
-                told = self._copied(self._ports[0], outputs).value
+        outputs = self._model.forward(tape.inputs, meta)
+        if meta.round.mode is Mode.EVALUATE and self._model.is_sink:
+            evaluated = self._model.evaluate(outputs, targets, meta)
+            if self._model.returns_outputs:
                 evaluated = evaluated._replace(
-                    outputs=told, targets=targets if work.drawn else None
+                    outputs=self._copied(self._ports[0], outputs).value,
+                    targets=targets if meta.round.batch_id else None,
                 )
             return [evaluated]
         return [self._copied(port, pytree.select(outputs, port.path)) for port in self._ports]
 
 
 def _replaced(outputs: StageOutputs, tensors: Iterator[Tensor]) -> StageOutputs:
-    """`outputs` with the next of `tensors` in the place of its own."""
     return outputs._replace(
         value=pytree.map_tensors(lambda _: next(tensors), outputs.value),
         token=None if outputs.token is None else next(tensors),
@@ -218,7 +209,7 @@ def _replaced(outputs: StageOutputs, tensors: Iterator[Tensor]) -> StageOutputs:
 
 
 def _check_plain(outputs: Any) -> None:
-    """Refuse what cannot travel: an object of the user's class may hold tensors out of sight."""
+    """Refuse what cannot be sent: objects of the user's classes may hold hidden tensors."""
     for leaf in pytree.leaves(outputs):
         if leaf is not None and not isinstance(leaf, Tensor | bool | int | float | str):
             raise TypeError(
@@ -228,6 +219,6 @@ def _check_plain(outputs: Any) -> None:
 
 
 def _host_copy(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A contiguous copy on the host that nobody else writes to."""
+    """A contiguous copy on the host that no other code writes to."""
     host = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="cpu")
     return host.copy_(tensor.detach())

@@ -1,24 +1,27 @@
-"""The modules that one stage owns, and how they are run.
+"""The modules of one stage, and how they run.
 
-Whatever lies between two layers is the same whether or not the model is cut there: every layer
-draws from its own random stream, and tensors and gradients that pass from layer to layer are
-contiguous and aligned, as they are after a journey between hosts. That is why the bits of a run do
-not depend on the balance.
+Everything between two layers is the same whether or not the model is cut there: every layer draws
+from its own random stream, and tensors and gradients that pass from layer to layer are contiguous
+and aligned, as they are after a journey between hosts. So the bits of a run do not depend on the
+balance.
 
-How much memory a stage takes: what is left when a model is too big, and what to trade for speed.
-
-On the CPU it is the process's resident memory, as the kernel counts it; on a GPU it is what torch
-has allocated there.
+Autocast is entered for the call of one layer at a time, and for the loss. torch keeps a
+low-precision copy of each weight as long as an autocast region lasts, so that a weight that is used
+twice is cast once and its two gradients are summed in low precision. That cache stays on, as in an
+ordinary loop. Because no region is longer than a layer, whose parameters no other layer has, the
+cache never depends on where the model is cut, nothing in it outlives a micro-batch or an optimizer
+step, and a recomputed layer finds it as empty as the first forward did.
 """
 
 from __future__ import annotations
 
+import contextlib
 import platform
-import resource
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,18 +29,34 @@ from torch import Tensor, nn
 
 from rpcmp import metrics
 from rpcmp.config import importing, user_code
-from rpcmp.config.types import Factory
+from rpcmp.config.types import Autocast, Factory
 from rpcmp.errors import ConfigError, FactoryError
 from rpcmp.pipelining import devices, layers, microbatch, pytree
 from rpcmp.pipelining.assignment import Assignment
-from rpcmp.rpc.messages import Evaluated, MicrobatchMeta, Mode
-from rpcmp.worker import precision
+from rpcmp.rpc.messages import Evaluated, MicrobatchMeta
 
 HOST = "host"
-"""In a signature the name of the host; everything else that is in one has a longer name."""
+"""The signature's entry for the name of the host. Everything else in it has a longer name."""
+
+AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 ALIGNMENT = 64
-"""Bytes; what torch's allocator gives fresh tensors. Kernels choose their code by it."""
+"""Bytes; that of new tensors from torch's allocator. Kernels choose their code by it."""
+
+
+@dataclass
+class LossScale:
+    """The gradient of the loss, where the sink's backwards start; changes between two steps.
+
+    The loss itself is never multiplied: starting from the scale instead of one comes to the same,
+    and leaves the loss as it is reported.
+    """
+
+    value: float = 1.0
+
+    def gradient(self, loss: Tensor) -> Tensor:
+        """Return the gradient of the scaled loss by `loss`, a scalar."""
+        return torch.full_like(loss, self.value, dtype=torch.float32).to(loss.dtype)
 
 
 class StageModel:
@@ -54,7 +73,7 @@ class StageModel:
         is_sink: whether it computes the loss.
         device: where its modules are.
         foreign: names of parameters that another one is tied to, which alone is stored and trained.
-        tells_outputs: whether the driver has metrics of its own, and needs the outputs for them.
+        returns_outputs: whether the driver computes metrics from the outputs.
     """
 
     def __init__(self, assignment: Assignment) -> None:
@@ -67,7 +86,7 @@ class StageModel:
         self.is_sink = config.graph().sink == assignment.stage_name
         self.device = _device(settings.device)
         dtype = config.autocast_of(assignment.stage_index)
-        self._autocast = precision.autocast(self.device, dtype)
+        self._autocast = _autocast(self.device, dtype)
         self._modules = layers.build_layers(config, assignment.stage_index, assignment.layers)
         self._prefixes = {layer: config.prefix_of(layer) for layer in self._modules}
         own = {name for layer in self._modules for name, _ in self._named_in(layer)}
@@ -80,20 +99,21 @@ class StageModel:
         if isinstance(self._loss, nn.Module):
             self._loss.to(self.device)
         self._sums_samples = _sums_samples(self._loss)
-        self.tells_outputs = self.is_sink and bool(assignment.driver_metrics)
+        self.returns_outputs = self.is_sink and bool(assignment.driver_metrics)
         self._metrics = {
             name: _metric(metric, f"metrics.{name}")
             for name, metric in (config.metrics.items() if self.is_sink else ())
             if name not in assignment.driver_metrics
         }
 
-    def forward(self, inputs: list[Any], work: MicrobatchMeta) -> Any:
-        """The stage's output; the first layer gets `inputs`, the others the output before."""
-        self._set_mode(work.mode is Mode.TRAIN)
+    def forward(self, inputs: list[Any], meta: MicrobatchMeta) -> Any:
+        """Return the stage's output for one micro-batch."""
+        header = meta.round
+        self._set_mode(header.is_training)
         for index, (name, module) in enumerate(self._modules.items()):
-            layers.seed_all(self._seed, work.mode.value, work.step, work.draw, name)
+            layers.seed_all(self._seed, header.mode.value, header.step, meta.draw, name)
             with self._autocast:
-                inputs = [module(*inputs)]
+                inputs = [module(*inputs)]  # [7]
             if index + 1 < len(self._modules):
                 inputs = [pytree.map_tensors(_seam, inputs[0])]
         return inputs[0]
@@ -105,21 +125,21 @@ class StageModel:
             for module in self._modules.values():
                 module.train(training)
 
-    def loss(self, outputs: Any, targets: Any, work: MicrobatchMeta) -> Tensor:
-        """The micro-batch's part of the mini-batch's loss: a scalar, weighted by samples.
+    def loss(self, outputs: Any, targets: Any, meta: MicrobatchMeta) -> Tensor:
+        """Return the micro-batch's part of the mini-batch's loss: a scalar, weighted by samples.
 
         Raises:
             ValueError: the loss function does not return a scalar.
         """
         loss = self._scalar_loss(outputs, self._to_device(targets))
-        return loss if self._sums_samples else loss * work.weight
+        return loss if self._sums_samples else loss * meta.weight
 
-    def evaluate(self, outputs: Any, targets: Any, work: MicrobatchMeta) -> Evaluated:
-        """Loss and metrics, each a mean over the samples of the micro-batch."""
+    def evaluate(self, outputs: Any, targets: Any, meta: MicrobatchMeta) -> Evaluated:
+        """Return loss and metrics, each a mean over the samples of the micro-batch."""
         targets = self._to_device(targets)
         loss = float(self._scalar_loss(outputs, targets))
         if self._sums_samples:
-            loss /= work.num_samples
+            loss /= meta.num_samples
         means = {name: float(metric(outputs, targets)) for name, metric in self._metrics.items()}
         return Evaluated(loss, means)
 
@@ -133,7 +153,7 @@ class StageModel:
         return loss.reshape(())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters under their names in the unsplit model; shared ones once."""
+        """Yield the parameters by their names in the unsplit model; shared ones once."""
         seen: set[nn.Parameter] = set()
         for layer in self._modules:
             for name, parameter in self._named_in(layer):
@@ -146,12 +166,11 @@ class StageModel:
             yield self._prefixes[layer] + name, parameter
 
     def modules(self) -> Iterator[nn.Module]:
-        """The layers and all modules inside of them."""
         for layer in self._modules.values():
             yield from layer.modules()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers under their names in the unsplit model; not copied."""
+        """Return parameters and buffers by their names in the unsplit model, not copied."""
         return {
             whole: value
             for layer, module in self._modules.items()
@@ -161,50 +180,48 @@ class StageModel:
         }
 
     def smallest_microbatch(self) -> int:
-        """Return how many samples a micro-batch needs that this stage is trained with."""
+        """Return the number of samples that this stage needs in a micro-batch to train."""
         self._set_mode(training=True)
         return microbatch.smallest_for(self._modules.values())
 
     def signature(self) -> dict[str, str]:
-        """What each parameter and buffer is, and what computes with them, in words; and the host.
+        """Describe each parameter and buffer, the code that computes with them, and the host.
 
         Raises:
             OSError: a Python file cannot be read.
         """
-        found = {
+        described = {
             name: f"{value.dtype} of shape {tuple(value.shape)}"
             for name, value in [*self.state_dict().items(), *self.named_parameters()]
         }
         for name, value in self.named_parameters():
-            found[name] += ", trained" if value.requires_grad else ", frozen"
-        return {HOST: platform.node(), **found, **self._code}
+            described[name] += ", trained" if value.requires_grad else ", frozen"
+        return {HOST: platform.node(), **described, **self._code}
 
     @cached_property
     def _code(self) -> dict[str, str]:
-        """Asked for first when all is built: what is imported later depends on what was computed.
+        """The user's code, read when all is built: later imports depend on what was computed.
 
-        Of the modules that the job names those count that are imported here: others, such as a
-        metric's of the driver, need not be installed.
+        Of the modules that the job names, those that are imported here count. Others, such as a
+        metric's that the driver computes, need not be installed.
         """
         imported = {name for name in self._named if name in sys.modules}
         return user_code.of_job(imported | self._loaded_elsewhere)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over this stage's parameters and buffers, by their names in the unsplit model.
+        """Load this stage's parameters and buffers, by their names in the unsplit model.
 
         Raises:
             ConfigError: a tensor is missing or has another shape.
         """
         for layer, module in self._modules.items():
             prefix = self._prefixes[layer]
-            found = {  # what is tied elsewhere stays
+            new = {  # tied parameters of another owner stay
                 name: value if prefix + name in self.foreign else state.get(prefix + name)
                 for name, value in module.state_dict().items()
             }
             try:
-                module.load_state_dict(
-                    {n: value for n, value in found.items() if value is not None}
-                )
+                module.load_state_dict({n: value for n, value in new.items() if value is not None})
             except RuntimeError as error:
                 raise ConfigError(f"layer {layer!r}: {error}") from error
 
@@ -213,7 +230,6 @@ class StageModel:
 
 
 def _modules_of_data(assignment: Assignment) -> set[str]:
-    """The modules that the processes import which load samples for the stage."""
     config = assignment.config
     if config.data is None or not assignment.loads_data:
         return set()
@@ -225,7 +241,7 @@ def _modules_of_data(assignment: Assignment) -> set[str]:
 
 
 def _seam(tensor: Tensor) -> Tensor:
-    """`tensor` as it would arrive at another stage; so will be its gradient."""
+    """`tensor` as it would arrive at another stage. Its gradient will be, too."""
     tensor = _aligned(tensor)
     if tensor.requires_grad and not tensor.is_leaf:
         tensor.register_hook(_aligned)
@@ -242,20 +258,26 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 def _device(name: str) -> torch.device:
     try:
-        return torch.empty(
-            0, device=devices.resolve_device(name)
-        ).device  # which has its number, "cuda:0"
+        # A tensor's device has its number: "cuda:0".
+        return torch.empty(0, device=devices.resolve_device(name)).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"device = {name!r} is not to be had here: {reason}") from error
+        raise ConfigError(f"device = {name!r} is not available here: {reason}") from error
+
+
+def _autocast(device: torch.device, dtype: Autocast | None) -> AbstractContextManager[object]:
+    """The context of a layer's forward, which may be entered again and again, but not nested."""
+    if dtype is None:
+        return contextlib.nullcontext()
+    try:
+        return torch.autocast(device.type, AUTOCAST_DTYPES[dtype])
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"autocast = {dtype!r} is not available on {device}: {reason}") from error
 
 
 def _metric(source: Factory, what: str) -> Callable[..., Any]:
-    """A function of (outputs, targets).
-
-    Raises:
-        FactoryError: it cannot be had, or is the driver's to compute.
-    """
+    """Import a function of (outputs, targets)."""
     metric = importing.function(source, what)
     if metrics.keeps_state(metric):
         raise FactoryError(
@@ -269,30 +291,3 @@ def _sums_samples(loss: Any) -> bool:
     """Whether the loss adds up over samples, so that micro-batches need no weight."""
     reduction = getattr(loss, "reduction", None) or getattr(loss, "keywords", {}).get("reduction")
     return bool(reduction == "sum")
-
-
-class Meter:
-    """Measures from its making on, when the stage has been built and nothing has run.
-
-    Args:
-        device: where the stage computes.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._idle = self._now()
-
-    def read(self) -> dict[str, int]:
-        """Bytes: "idle", when the stage had been built, and "peak", the most since then."""
-        return {"idle": self._idle, "peak": max(self._idle, self._peak())}
-
-    def _now(self) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.memory_allocated(self._device)
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        return pages * resource.getpagesize()
-
-    def _peak(self) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -12,8 +12,8 @@ import hashlib
 import json
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,32 +29,53 @@ from rpcmp.pipelining import layers, optimizers
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.rpc.messages import StepReport
 from rpcmp.worker.executor import ComputeThread
-from rpcmp.worker.model import StageModel
+from rpcmp.worker.model import LossScale, StageModel
 from rpcmp.worker.optimizer_state import KeptState, OptimizerState
-from rpcmp.worker.option_overrides import BuiltOptions, Options, renewed
-from rpcmp.worker.precision import LossScale, require_unscalable, unscale
+from rpcmp.worker.option_overrides import BuiltOptions, Options, merge_options
 from rpcmp.worker.rehearsal import require_restorable, require_steppable
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def _on_compute_thread(
+    method: Callable[Concatenate[StageOptimizer, Parameters], Result],
+) -> Callable[Concatenate[StageOptimizer, Parameters], Future[Result]]:
+    """Make a method of StageOptimizer run on the stage's compute thread.
+
+    Callers get a future of the result. Errors of the user's optimizer name the stage.
+    """
+
+    @functools.wraps(method)
+    def submit(
+        optimizer: StageOptimizer, /, *args: Parameters.args, **kwargs: Parameters.kwargs
+    ) -> Future[Result]:
+        return optimizer._compute.future(
+            lambda: optimizer._guard(lambda: method(optimizer, *args, **kwargs))
+        )
+
+    return submit
 
 
 class StageOptimizer:
     """One stage's optimizer and scheduler; all of it runs on the stage's compute thread.
 
     Args:
-        model: whose parameters are optimized; those that require grad.
+        model: whose trained parameters it optimizes.
         assignment: the config, with the stage's own optimizer arguments.
-        compute: where it runs.
-        stepped: called after each step, with its number; may raise StageError.
+        compute: the thread that it runs on.
+        after_step: called after each step with its number; may raise StageError.
         loss_scale: of the gradients; None: they are not scaled.
-        rehearses: whether to try that an optimizer of somebody else's can be restored.
+        rehearses: whether to try that an optimizer that is not torch's can be restored.
 
     Raises:
         FactoryError: the optimizer or scheduler does not import, or refuses its arguments.
         ConfigError: a parameter's gradient cannot be unscaled.
 
     Attributes:
-        steps: how many it has done, skipped ones included.
-        report: of the last one.
-        names: of the parameters that it has.
+        steps: number of steps so far, including skipped ones.
+        report: of the last step.
+        names: of its parameters.
     """
 
     def __init__(
@@ -62,13 +83,13 @@ class StageOptimizer:
         model: StageModel,
         assignment: Assignment,
         compute: ComputeThread,
-        stepped: Callable[[int], None] = lambda step: None,
+        after_step: Callable[[int], None] = lambda step: None,
         loss_scale: LossScale | None = None,
         rehearses: bool = True,
     ) -> None:
         self.stage = assignment.stage_name
         self._label = assignment.member.label
-        self._stepped = stepped
+        self._after_step = after_step
         self._loss_scale = loss_scale
         self.steps = 0
         self.report: StepReport | None = None
@@ -82,7 +103,7 @@ class StageOptimizer:
         self.names = list(self._named)
         self._parameters = list(self._named.values())
         if loss_scale is not None:
-            require_unscalable(self._label, self._named.items())
+            _require_unscalable(self._label, self._named.items())
         self._schedule = config.scheduler_of(assignment.stage_index)
         self._seed = config.seed
         self._optimizer: Any = None
@@ -103,31 +124,29 @@ class StageOptimizer:
             self._built = BuiltOptions(_asked(source, self._schedule), *options)
 
     def step_now(self) -> None:
-        """Step, at the end of a round that nobody has to look at; on the compute thread.
-
-        Raises:
-            StageError: the user's optimizer or scheduler raised.
-        """
+        """Step at the end of a round that does not wait for the driver; on the compute thread."""
         self._guard(self._step)
         if self._steps_scheduler:
             self._guard(lambda: self._step_scheduler(0.0))
 
-    def step(self, updates: bool = True) -> Future[Any]:
-        """Update the parameters and clear the gradients; answers with a StepReport.
+    @_on_compute_thread
+    def step(self, updates: bool = True) -> StepReport:
+        """Update the parameters and clear the gradients.
 
         Args:
-            updates: whether there is anything to update; False: the step is skipped.
+            updates: whether to update the parameters; False: the step is skipped.
         """
-        return self._run(lambda: self._step(updates))
+        return self._step(updates)
 
+    @_on_compute_thread
     def finish(
         self,
         factor: Tensor | None,
         loss: float | None,
         updates: bool = True,
         next_scale: float | None = None,
-    ) -> Future[Any]:
-        """End a round that was held; answers with a StepReport.
+    ) -> StepReport:
+        """End a round that was held.
 
         Args:
             factor: scales the gradients before the step.
@@ -135,90 +154,6 @@ class StageOptimizer:
             updates: whether the optimizer and the scheduler step; False: the step is skipped.
             next_scale: of the next step's loss.
         """
-        return self._run(lambda: self._finish(factor, loss, updates, next_scale))
-
-    def unscale(self, inverse: float) -> Future[Any]:
-        """Multiply all gradients by `inverse`; answers whether all of them are finite."""
-        return self._run(lambda: unscale(self._parameters, inverse))
-
-    def set_scale(self, scale: float) -> Future[Any]:
-        """Scale the gradients of all that follows by `scale`."""
-        return self._run(lambda: self._set_scale(scale))
-
-    def zero_grad(self) -> Future[Any]:
-        """Clear the gradients."""
-        return self._run(self._zero_grad)
-
-    def norms(self, norm_type: float) -> Future[Any]:
-        """The norm of each parameter's gradient by name; without those that have none."""
-        return self._run(
-            lambda: {
-                name: torch.linalg.vector_norm(parameter.grad, norm_type).cpu()
-                for name, parameter in self._named.items()
-                if parameter.grad is not None
-            }
-        )
-
-    def scale(self, factor: Tensor) -> Future[Any]:
-        """Multiply all gradients by the float32 scalar `factor`."""
-        return self._run(lambda: self._scale(factor))
-
-    def step_scheduler(self, loss: float) -> Future[Any]:
-        """Let the scheduler step; `loss` is for those that watch one."""
-        return self._run(lambda: self._step_scheduler(loss))
-
-    def parts(self) -> tuple[dict[str, Any], Any, Any, Any, Any]:
-        """What a StageState has of it: `state`, `groups`, `scheduler`, `built` and `aside`.
-
-        Not copied, on the compute thread.
-        """
-        if self._optimizer is None:
-            return {}, None, None, None, None
-        kept, built = self._keeper.read(), self._built
-        self._keeper.warn_of_hidden()
-        began = None if built is None else built._asdict()
-        return kept.state, kept.groups, self._scheduler_state(), began, kept.aside
-
-    def restore(self, state: StageState) -> None:
-        """Go on where `state` was, before the group begins; under the config's own options."""
-        self.steps = state.step
-        if self._optimizer is None:
-            return
-        options = Options(state.groups, state.scheduler)
-        if self._built is not None and state.built is not None:
-            then = BuiltOptions(**state.built)
-            options = renewed(options, then, self._built, self._keeper.defaults)
-        self._load(KeptState(state.state, options.groups, state.aside), options.scheduler)
-
-    def state_dict(self) -> Future[Any]:
-        """The state by parameter name, the group's options and the scheduler's state, on the host.
-
-        Messages carry nothing else.
-        """
-        return self._run(lambda: _on_host(self._state_dict()))
-
-    def load_state_dict(self, state: dict[str, Any]) -> Future[Any]:
-        """Take over what `DistributedOptimizer.state_dict` returned."""
-        return self._run(lambda: self._load_state_dict(state))
-
-    def _run(self, function: Callable[[], Any]) -> Future[Any]:
-        return self._compute.future(lambda: self._guard(function))
-
-    def _guard(self, function: Callable[[], Any]) -> Any:
-        """What `function` returns; what the user's optimizer raises names the stage."""
-        try:
-            with self._compute.activity.doing("optimizer", self.steps + 1):
-                return function()
-        except RpcmpError:
-            raise
-        except BaseException as error:
-            text = "".join(traceback.format_exception(error))
-            step = self.steps + 1
-            raise StageError(self._label, "optimizer", one_line(error), text, step) from error
-
-    def _finish(
-        self, factor: Tensor | None, loss: float | None, updates: bool, next_scale: float | None
-    ) -> StepReport:
         if factor is not None:
             self._scale(factor)
         report = self._step(updates)
@@ -229,6 +164,101 @@ class StageOptimizer:
         self._compute.release()
         return report
 
+    @_on_compute_thread
+    def unscale(self, inverse: float) -> bool:
+        """Multiply all gradients by `inverse`; returns whether all of them are finite."""
+        return _unscale(self._parameters, inverse)
+
+    @_on_compute_thread
+    def set_scale(self, scale: float) -> None:
+        """Multiply the losses of the next steps by `scale`."""
+        self._set_scale(scale)
+
+    @_on_compute_thread
+    def zero_grad(self) -> None:
+        """Clear the gradients."""
+        self._zero_grad()
+
+    @_on_compute_thread
+    def norms(self, norm_type: float) -> dict[str, Tensor]:
+        """Return the norm of each gradient that is not None, by the parameter's name."""
+        return {
+            name: torch.linalg.vector_norm(parameter.grad, norm_type).cpu()
+            for name, parameter in self._named.items()
+            if parameter.grad is not None
+        }
+
+    @_on_compute_thread
+    def scale(self, factor: Tensor) -> None:
+        """Multiply all gradients by the float32 scalar `factor`."""
+        self._scale(factor)
+
+    @_on_compute_thread
+    def step_scheduler(self, loss: float) -> None:
+        """Step the scheduler; `loss` is for those that watch one."""
+        self._step_scheduler(loss)
+
+    def parts(self) -> tuple[dict[str, Any], Any, Any, Any, Any]:
+        """Return `state`, `groups`, `scheduler`, `built` and `aside` of a StageState, not copied.
+
+        Called on the compute thread.
+        """
+        if self._optimizer is None:
+            return {}, None, None, None, None
+        kept, built = self._keeper.read(), self._built
+        self._keeper.warn_of_hidden()
+        began = None if built is None else built._asdict()
+        return kept.state, kept.groups, self._scheduler_state(), began, kept.aside
+
+    def restore(self, state: StageState) -> None:
+        """Restore `state` before the group starts, with options that the config has changed."""
+        self.steps = state.step
+        if self._optimizer is None:
+            return
+        options = Options(state.groups, state.scheduler)
+        if self._built is not None and state.built is not None:
+            then = BuiltOptions(**state.built)
+            options = merge_options(options, then, self._built, self._keeper.defaults)
+        self._load(KeptState(state.state, options.groups, state.aside), options.scheduler)
+
+    @_on_compute_thread
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state by parameter name, the options and the scheduler's state, on the host.
+
+        Messages carry nothing else.
+        """
+        state, groups, scheduler, _, aside = self.parts()
+        if self._optimizer is None:
+            return {"state": {}, "param_groups": {}, "scheduler": {}, "aside": {}}
+        parts = {
+            "state": state,
+            "param_groups": {self.stage: groups},
+            "scheduler": {self.stage: scheduler},
+            "aside": {} if aside is None else {self.stage: aside},
+        }
+        return {name: _on_host(part) for name, part in parts.items()}
+
+    @_on_compute_thread
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the result of `DistributedOptimizer.state_dict`."""
+        if self._optimizer is None:
+            return
+        aside = state.get("aside", {}).get(self.stage)
+        kept = KeptState(state["state"], state["param_groups"].get(self.stage), aside)
+        self._load(kept, state["scheduler"].get(self.stage))
+
+    def _guard(self, function: Callable[[], Any]) -> Any:
+        """Call `function`; errors of the user's optimizer become errors of this stage."""
+        try:
+            with self._compute.activity.during("optimizer", self.steps + 1):
+                return function()
+        except RpcmpError:
+            raise
+        except BaseException as error:
+            text = "".join(traceback.format_exception(error))
+            step = self.steps + 1
+            raise StageError(self._label, "optimizer", one_line(error), text, step) from error
+
     def _set_scale(self, scale: float) -> None:
         if self._loss_scale is not None:
             self._loss_scale.value = scale
@@ -237,10 +267,10 @@ class StageOptimizer:
         started = time.perf_counter_ns()
         if self._optimizer is not None and updates:
             layers.seed_all(self._seed, "optimizer", self.steps + 1, self.stage)
-            self._optimizer.step()
+            self._optimizer.step()  # [13]
         self._zero_grad()
         self.steps += 1
-        self._stepped(self.steps)
+        self._after_step(self.steps)
         recorder = self._compute.recorder
         recorder.add(Kind.OPTIMIZER, self.steps, NO_MICROBATCH, started, started)
         self.report = StepReport(self.steps, recorder.take_busy(), self._learning_rates())
@@ -267,12 +297,11 @@ class StageOptimizer:
 
     @property
     def _keeper(self) -> OptimizerState:
-        if self._kept is None:  # a program of the user's asks where nothing is stored
+        if self._kept is None:  # a user's program asks, and no snapshots are taken
             self._kept = OptimizerState(self._optimizer, self._named, f"stage {self.stage!r}")
         return self._kept
 
     def _build(self, named: Mapping[str, nn.Parameter]) -> tuple[Any, Any]:
-        """The optimizer of these parameters, and its scheduler."""
         optimizer = optimizers.create(self._source, named)
         if self._schedule is None:
             return optimizer, None
@@ -280,24 +309,6 @@ class StageOptimizer:
 
     def _scheduler_state(self) -> Any:
         return None if self._scheduler is None else self._scheduler.state_dict()
-
-    def _state_dict(self) -> dict[str, Any]:
-        state, groups, scheduler, _, aside = self.parts()
-        if self._optimizer is None:
-            return {"state": {}, "param_groups": {}, "scheduler": {}, "aside": {}}
-        return {
-            "state": state,
-            "param_groups": {self.stage: groups},
-            "scheduler": {self.stage: scheduler},
-            "aside": {} if aside is None else {self.stage: aside},
-        }
-
-    def _load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._optimizer is None:
-            return
-        aside = state.get("aside", {}).get(self.stage)
-        kept = KeptState(state["state"], state["param_groups"].get(self.stage), aside)
-        self._load(kept, state["scheduler"].get(self.stage))
 
     def _load(self, kept: KeptState, scheduler: Any) -> None:
         if kept.groups is None:
@@ -308,20 +319,20 @@ class StageOptimizer:
 
 
 def _is_torchs_own(*things: Any) -> bool:
-    """Whether these are torch's, or None: tested to come back as they were."""
+    """Whether these are torch's, or None; tests show that torch's can be restored."""
     return all(
         thing is None or type(thing).__module__.partition(".")[0] == "torch" for thing in things
     )
 
 
 def _asked(*factories: Factory | None) -> str:
-    """A hash: what is given to the user's own code may be told to it in confidence."""
-    given = [None if one is None else one.model_dump(mode="json") for one in factories]
-    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
+    """A hash, because arguments of the user's code may be confidential."""
+    sections = [None if one is None else one.model_dump(mode="json") for one in factories]
+    return hashlib.sha256(json.dumps(sections, sort_keys=True).encode()).hexdigest()
 
 
 def _on_host(state: Any) -> Any:
-    """`state` with its tensors in the host's memory; what is a scheduler's own stays as it is."""
+    """`state` with its tensors in the host's memory; other objects stay as they are."""
     if isinstance(state, Tensor):
         return state.cpu()
     if type(state) is dict:
@@ -329,3 +340,29 @@ def _on_host(state: Any) -> Any:
     if type(state) in (list, tuple):
         return type(state)(map(_on_host, state))
     return state
+
+
+def _require_unscalable(stage: str, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Check that gradients can be divided by the scale without loss."""
+    for name, parameter in parameters:
+        if parameter.dtype is torch.float16:
+            raise ConfigError(
+                f"stage {stage!r}: the parameter {name!r} is float16, so its gradient cannot be "
+                "unscaled; keep parameters in float32, autocast computes in float16 all the same"
+            )
+
+
+def _unscale(parameters: Iterable[nn.Parameter], inverse: float) -> bool:
+    """Multiply all gradients by `inverse`, 1 / scale; return whether all of them are finite.
+
+    Same arithmetic as `torch.amp.GradScaler.unscale_`.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    are_finite = [bool(_values(gradient).isfinite().all()) for gradient in gradients]
+    for gradient in gradients:
+        gradient.mul_(inverse)
+    return all(are_finite)
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

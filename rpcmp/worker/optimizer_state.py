@@ -1,13 +1,13 @@
-"""What an optimizer keeps, by the names of its parameters, and back.
+"""The state of an optimizer by parameter names, read and loaded.
 
-torch's `state_dict` numbers the parameters, in the order of the groups; a file has their names. Any
-object with `param_groups`, `step`, `state_dict` and `load_state_dict` is served, not torch's own
-alone. Three things are otherwise than `load_state_dict` would have them:
+torch's `state_dict` numbers the parameters in the order of the groups; a file has their names. This
+works for any object with `param_groups`, `step`, `state_dict` and `load_state_dict`. It differs
+from plain `load_state_dict` in three points:
 
-- options that a group must have are those that the optimizer was built with: loading adds more;
-- every tensor, however deep, is what it was: torch gives all that are floats the dtype of their
-  parameter, and breaks strings and named tuples;
-- what lies beside the parameters comes back as well: other keys of the state, other entries of the
+- A group must have the options that the optimizer was built with; loading may add others.
+- Every tensor, however deep, keeps its dtype. torch casts all floating-point tensors to the dtype
+  of their parameter, and breaks strings and named tuples.
+- State beside the parameters is restored as well: other keys of the state, other entries of the
   `state_dict` of an optimizer around another, and attributes that steps have changed.
 """
 
@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+import pickle
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -24,35 +26,33 @@ import torch
 from torch import Tensor
 
 from rpcmp.errors import CheckpointError, ConfigError
-from rpcmp.rpc.tensors import encode_tree
-from rpcmp.worker import option_overrides
-from rpcmp.worker.hidden_state import HiddenState
+from rpcmp.rpc.tensors import encode_tree, same_bits
 
 _log = logging.getLogger(__name__)
 
 
 @functools.cache
 def _torchs_own() -> set[str]:
-    """Attributes of every optimizer; those that count are in its `state_dict`."""
+    """Attributes of every optimizer; those that matter are in its `state_dict`."""
     one = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
-    return {*vars(one), "step", "_opt_called"}  # a scheduler wraps, and notes, that it steps
+    return {*vars(one), "step", "_opt_called"}  # set by a scheduler, which wraps `step`
 
 
 _KERNELS = ("fused", "foreach", "capturable")
-"""Options that say how a group is stepped, and not by what rule."""
+"""Options that choose the implementation of a step, not its rule."""
 
 _CONSTANTS = (torch.device, Enum, bytes, complex, logging.Logger)
-"""What no step changes."""
+"""Types that no step changes."""
 
 
 class KeptState(NamedTuple):
-    """What an optimizer keeps.
+    """The state of an optimizer.
 
     Attributes:
         state: by parameter.
         groups: the options of each parameter group, without its parameters.
-        aside: what lies beside the parameters; None: nothing does. Its "names" are those of the
-            parameters, where it fits these alone.
+        aside: state beside the parameters, or None. Its "names" lists the parameters, if it only
+            fits these.
     """
 
     state: dict[str, Any]
@@ -61,12 +61,12 @@ class KeptState(NamedTuple):
 
 
 class OptimizerState:
-    """Reads what an optimizer keeps, and gives it back.
+    """Reads and loads the state of one optimizer.
 
     Args:
-        optimizer: as it was built; no step done.
+        optimizer: before its first step.
         named: its parameters, by name.
-        where: whose it is, for errors.
+        where: names the stage in errors.
 
     Raises:
         ConfigError: it has no parameter groups, or other parameters than these.
@@ -96,7 +96,7 @@ class OptimizerState:
         self._hidden = HiddenState(self.hidden(), self._named.values())
 
     def read(self) -> KeptState:
-        """What it keeps now; tensors are not copied."""
+        """Return the current state; tensors are not copied."""
         whole = self._whole()
         state: dict[str, Any] = {}
         beside: dict[Any, Any] = {}
@@ -118,18 +118,17 @@ class OptimizerState:
         return KeptState(state, self.groups(), {**aside, "names": names})
 
     def groups(self) -> list[dict[str, Any]]:
-        """The options of each parameter group."""
         return [
             {key: value for key, value in group.items() if key != "params"}
             for group in self._optimizer.param_groups
         ]
 
     def load(self, kept: KeptState) -> None:
-        """Go on where `kept` was.
+        """Load a state.
 
         Raises:
-            ConfigError: it is another optimizer's.
-            CheckpointError: a tensor has another shape than a fused kernel takes it to have.
+            ConfigError: it belongs to another optimizer.
+            CheckpointError: a tensor has another shape than a fused kernel expects.
         """
         own = self._whole()
         groups = self._own_kernels(kept.groups, own["param_groups"])
@@ -149,21 +148,24 @@ class OptimizerState:
         self._lay_out()
 
     def hidden(self) -> dict[str, Any]:
-        """Its own attributes that no file can hold: without code, constants, and what has a
-        `state_dict` that its own may contain."""
+        """Return attributes that no file can hold.
+
+        Without code and constants, and without objects that have a `state_dict`, which the
+        optimizer's own may contain.
+        """
         return {
             key: value
             for key, value in self._own.items()
             if not isinstance(value, _CONSTANTS)
             and not callable(value)
             and not hasattr(value, "state_dict")
-            and not _is_plain(value)  # last: it goes through the whole tree
+            and not _is_plain(value)  # last, because it visits the whole tree
         }
 
     def warn_of_hidden(self) -> None:
-        """Warn, once each, of attributes that steps have changed and that no file can hold.
+        """Warn, once each, about attributes that steps have changed and that no file can hold.
 
-        A rehearsal has shown that its own steps do not need them; later ones may.
+        The steps of the rehearsal did not need them, but later ones may.
         """
         for name in self._hidden.changed(self.hidden()):
             _log.warning(
@@ -190,17 +192,16 @@ class OptimizerState:
         return whole
 
     def _attributes(self) -> dict[str, Any]:
-        """Its own attributes, those that a file can hold."""
         return {key: value for key, value in self._own.items() if self._can_store(value)}
 
     @property
     def _own(self) -> dict[str, Any]:
-        """Its attributes but those of every optimizer of torch."""
+        """Attributes that torch's optimizers do not have."""
         found = getattr(self._optimizer, "__dict__", {})
         return {key: value for key, value in found.items() if key not in _torchs_own()}
 
     def _can_store(self, value: Any) -> bool:
-        """Whether a file can hold it: it is plain, and none of the parameters themselves."""
+        """Whether a file can hold it: it is plain, and contains no parameter."""
         tensors: dict[str, Tensor] = {}
         if not _is_plain(value, tensors):
             return False
@@ -208,7 +209,6 @@ class OptimizerState:
         return all(tensor.data_ptr() not in own for tensor in tensors.values())
 
     def _changed(self) -> dict[str, Any]:
-        """The attributes that are not as they were built."""
         return {
             key: value
             for key, value in self._attributes().items()
@@ -218,9 +218,9 @@ class OptimizerState:
     def _own_kernels(
         self, groups: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
-        """`groups` for its own parameters, stepped by the kernels that are its own choice.
+        """`groups` for this optimizer's parameters and its own choice of kernels.
 
-        Another kind of optimizer has other options, and would miss its own in its next step.
+        An optimizer of another kind would miss options in its next step.
         """
         if len(groups) != len(own):
             raise ConfigError(
@@ -242,7 +242,7 @@ class OptimizerState:
     def _require_shapes(
         self, state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Check shapes for a fused kernel, which writes beyond a state that is too small."""
+        """Check shapes for a fused kernel, which would write past the end of a smaller state."""
         if not any(group.get("fused") for group in groups):
             return
         for name, parameter in self._named.items():
@@ -262,11 +262,11 @@ class OptimizerState:
                 found[parameter] = _as_saved(saved, found[parameter])
 
     def _lay_out(self) -> None:
-        """Give what was loaded for a fused kernel the strides of its parameter.
+        """Give loaded tensors the strides of their parameter, as a fused kernel needs.
 
-        The kernel goes through their memory in step, and files and messages keep no strides: a
-        state that was not channels-last, as its parameter is, would meet other elements; and one
-        that is expanded has less memory than it says.
+        The kernel walks through their memory in parallel, and files and messages keep no strides.
+        State that is not channels-last, as its parameter is, would be paired with other elements,
+        and an expanded tensor has less memory than its shape suggests.
         """
         if not any(group.get("fused") for group in self._optimizer.param_groups):
             return
@@ -288,11 +288,11 @@ def same(one: Any, other: Any) -> bool:
     theirs: dict[str, Tensor] = {}
     if str(encode_tree(one, mine)) != str(encode_tree(other, theirs)):  # NaN is NaN
         return False
-    return all(option_overrides.are_equal(mine[name], theirs[name]) for name in mine)
+    return all(same_bits(mine[name], theirs[name]) for name in mine)
 
 
 def _is_plain(value: Any, tensors: dict[str, Tensor] | None = None) -> bool:
-    """Whether a file can hold a tree; its tensors are added to `tensors`."""
+    """Whether a file can hold a tree. Adds its tensors to `tensors`."""
     try:
         encode_tree(value, {} if tensors is None else tensors)
     except TypeError:
@@ -301,15 +301,13 @@ def _is_plain(value: Any, tensors: dict[str, Tensor] | None = None) -> bool:
 
 
 def _is_own(key: str, mine: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Whether an option stays as it is: a kernel, or what a file has as a plain number or string
-    and is an enum's member."""
+    """Whether an option stays: it chooses a kernel, or is an enum, which files have plain."""
     if key in _KERNELS:
         return True
     return isinstance(mine[key], Enum) and key in saved and bool(mine[key] == saved[key])
 
 
 def _has_collections(values: Sequence[Mapping[Any, Any]]) -> bool:
-    """Whether any of these dicts has a value that is more than a number, a string or None."""
     return any(
         isinstance(value, Tensor | Mapping | list | tuple)
         for each in values
@@ -318,7 +316,7 @@ def _has_collections(values: Sequence[Mapping[Any, Any]]) -> bool:
 
 
 def _as_saved(saved: Any, found: Any) -> Any:
-    """`saved`, its tensors where those of `found` are, which is what torch has made of it."""
+    """`saved` with its tensors on the devices of those in `found`, into which torch cast them."""
     if isinstance(saved, Tensor) and isinstance(found, Tensor):
         return found if saved.dtype is found.dtype else saved.to(found.device)
     if isinstance(saved, Mapping) and isinstance(found, Mapping):
@@ -332,3 +330,75 @@ def _as_saved(saved: Any, found: Any) -> Any:
             return type(saved)(_as_saved(*pair) for pair in pairs)
         return found
     return saved if isinstance(saved, str) else found
+
+
+MAX_PICKLE_BYTES = 2**20
+"""Larger attributes are not watched, because this is done after every step."""
+
+
+class HiddenState:
+    """Watches attributes of an optimizer that no file can hold: neither tensors nor plain values.
+
+    Most do not matter, such as a helper without a memory of its own. A pickle tells whether one has
+    changed, with a tensor as its identity and the number of its changes in place, and a parameter
+    as its identity.
+
+    Args:
+        attributes: by name, as they were built.
+        parameters: of the optimizer.
+    """
+
+    def __init__(self, attributes: Mapping[str, Any], parameters: Iterable[Tensor]) -> None:
+        self._parameters = {id(parameter) for parameter in parameters}
+        self._reported: set[str] = set()
+        self._marks = {name: self._mark(value) for name, value in attributes.items()}
+
+    def changed(self, attributes: Mapping[str, Any]) -> list[str]:
+        """Return the attributes that have changed or are new, each of them once."""
+        now = {
+            name: self._mark(value)
+            for name, value in attributes.items()
+            if name not in self._reported
+        }
+        names = [name for name, mark in now.items() if mark != self._marks.get(name)]
+        self._reported |= set(names)
+        return names
+
+    def _mark(self, value: Any) -> bytes | None:
+        """Return a hash that changes with the value; None if it cannot be watched."""
+        hashed = _Hashed()
+        try:
+            _Marker(hashed, self._parameters).dump(value)
+        except Exception:  # of a lock, a local class, too many bytes, anything of the user's
+            return None
+        return hashed.digest
+
+
+class _Marker(pickle.Pickler):
+    def __init__(self, file: _Hashed, parameters: Collection[int]) -> None:
+        super().__init__(file)
+        self._parameters = parameters
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor):
+            return None
+        return (id(obj), None if id(obj) in self._parameters else obj._version)
+
+
+class _Hashed:
+    """A file that keeps only the hash of its content."""
+
+    def __init__(self) -> None:
+        self._hash, self._size = hashlib.sha256(), 0
+
+    def write(self, data: bytes) -> int:
+        size = memoryview(data).nbytes
+        self._size += size
+        if self._size > MAX_PICKLE_BYTES:
+            raise ValueError("too large")
+        self._hash.update(data)
+        return size
+
+    @property
+    def digest(self) -> bytes:
+        return self._hash.digest()

@@ -1,11 +1,9 @@
-"""What the config has changed since a state was saved wins over what was saved.
+"""Options that the config has changed since a state was saved win over the saved ones.
 
 torch takes all options of an optimizer and of a scheduler from the state that it loads: a lower
-learning rate beside `--resume` would do nothing. What both were when they had just been built says
-what the config had asked for then. Where it asks for something else now, that holds; all else, such
-as what schedulers move, goes on as it was.
-
-Whether tensors are the same, bit for bit: minus zero is not zero, not-a-number is itself.
+learning rate beside `--resume` would do nothing. The options right after both were built tell what
+the config asked for then. If it asks for something else now, that holds. Everything else, such as
+options that schedulers change, goes on as it was.
 """
 
 from __future__ import annotations
@@ -13,26 +11,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
-
-def are_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether both are of one dtype and shape and have the same bits, on whichever devices."""
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    bits = [
-        tensor.detach().to(one.device).contiguous().reshape(-1).view(torch.uint8)
-        for tensor in (one, other)
-    ]
-    return torch.equal(*bits)
-
+from rpcmp.rpc.tensors import same_bits
 
 Group: TypeAlias = dict[str, Any]
 
 
 class Options(NamedTuple):
-    """What an optimizer and its scheduler are, but for what is kept of each parameter.
+    """An optimizer's and its scheduler's options, without the state of parameters.
 
     Attributes:
         groups: the options of each parameter group, without its parameters.
@@ -44,10 +31,10 @@ class Options(NamedTuple):
 
 
 class BuiltOptions(NamedTuple):
-    """What they were when they had just been built.
+    """The options right after both were built.
 
     Attributes:
-        asked: a hash of what the config says of both.
+        asked: a hash of the config's sections for both.
         groups, scheduler: see Options.
     """
 
@@ -56,18 +43,17 @@ class BuiltOptions(NamedTuple):
     scheduler: Any
 
 
-def renewed(
+def merge_options(
     saved: Options, then: BuiltOptions, now: BuiltOptions, known: Collection[str]
 ) -> Options:
-    """`saved`, with what differs between `then` and `now` as it is now.
+    """Return `saved`, with the options that differ between `then` and `now` as they are now.
 
-    A learning rate that a scheduler moves is scaled by how much the one that it began with has
-    changed.
+    A learning rate that a scheduler moves is scaled by the ratio of its initial values.
 
     Args:
-        saved: as it was in the end.
-        then, now: as each config had it built.
-        known: names of the optimizer's own options; what else `now` has, the scheduler has added.
+        saved: the options when the state was saved.
+        then, now: as built from the config at that time, and now.
+        known: names of the optimizer's own options; the scheduler has added all others in `now`.
     """
     if then.asked == now.asked or len(saved.groups) != len(now.groups):
         return saved
@@ -94,16 +80,16 @@ def _group(saved: Group, then: Group, now: Group, known: Collection[str], is_mov
 
 
 def _moved(saved: Group, then: Group, now: Group) -> Any:
-    """A scheduler's learning rate; most of them keep the one that they began with."""
-    began, begins = (group.get("initial_lr", group["lr"]) for group in (then, now))
-    if _is_same(began, begins):
+    """The learning rate under a scheduler; most schedulers keep the initial one in the group."""
+    before, after = (group.get("initial_lr", group["lr"]) for group in (then, now))
+    if _are_equal(before, after):
         return saved["lr"]
-    return saved["lr"] * (begins / began) if began else now["lr"]
+    return saved["lr"] * (after / before) if before else now["lr"]
 
 
 def _merge(saved: Any, then: Any, now: Any) -> Any:
-    """`saved` where `then` and `now` are the same, `now` elsewhere; deep."""
-    if _is_same(then, now):
+    """`saved` where `then` and `now` are equal, and `now` elsewhere, recursively."""
+    if _are_equal(then, now):
         return saved
     if all(isinstance(tree, Mapping) for tree in (saved, then, now)) and set(then) == set(now):
         return {
@@ -120,13 +106,13 @@ def _are_lists(*trees: Any) -> bool:
     return all(isinstance(tree, Sequence) and not isinstance(tree, str) for tree in trees)
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two trees are equal; a file's have lists where there were other sequences."""
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two trees are equal. Those from a file have lists instead of other sequences."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return are_equal(one, other)
+        return same_bits(one, other)
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return set(one) == set(other) and all(_is_same(one[key], other[key]) for key in one)
+        return set(one) == set(other) and all(_are_equal(one[key], other[key]) for key in one)
     if _are_lists(one, other):
-        return len(one) == len(other) and all(map(_is_same, one, other))
+        return len(one) == len(other) and all(map(_are_equal, one, other))
     is_nan = one != one and other != other
     return type(one) is type(other) and (is_nan or bool(one == other))

@@ -1,20 +1,24 @@
-"""A worker's life: build the stage, join the group, serve it, leave.
+"""A worker's life: build the stage, join the group, serve the stage, leave.
 
     supervisor ──start──> worker                 worker ──ready, built, joined──> supervisor
                ──stored──>                              ──store──> of the rendezvous
                ──mirrored, saved──>                     ──beat──> every half second
                                                         ──snapshot──> after a step
 
-A worker joins one group once and never again: torch RPC cannot form a second group inside a living
-process, so every generation has fresh ones.
+A worker joins one group, once: torch RPC cannot form a second group in a process, so every
+generation has new workers.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
 from pathlib import Path
+from typing import Any
+
+from torch.futures import Future
 
 from rpcmp.checkpoint.slots import Slots
 from rpcmp.config import importing
@@ -34,21 +38,22 @@ from rpcmp.pipelining.assignment import Assignment
 from rpcmp.process import liveness
 from rpcmp.process.channel import ChildContext, Message
 from rpcmp.rpc import transport, unpickler
+from rpcmp.rpc.messages import Bundle, TensorKey
 from rpcmp.rpc.store import ChannelStore
-from rpcmp.rpc.transport import TorchRpc
+from rpcmp.rpc.transport import TorchRpc, Transport
 from rpcmp.worker import weight_grad
 from rpcmp.worker.snapshots import StageSnapshots, restore
 from rpcmp.worker.stage import Stage
 
 LEAVE_SECONDS = 10.0
-"""How long a worker waits for the others when the group ends."""
+"""How long a worker waits for the others at the end of the group."""
 
 
 def run(bond: ChildContext) -> None:
-    """Run one worker; the process ends here.
+    """Run one worker, and end the process.
 
     Args:
-        bond: its descriptors are of the memory where the stage's snapshots lie.
+        bond: its file descriptors are the memory of the stage's snapshots.
     """
     channel = bond.channel
     channel.send({"event": "ready"})
@@ -68,7 +73,7 @@ class WorkerProcess:
 
     Args:
         bond: to the supervisor.
-        start: what it is told to be.
+        start: the supervisor's first message.
     """
 
     def __init__(self, bond: ChildContext, start: Message) -> None:
@@ -82,7 +87,7 @@ class WorkerProcess:
         self._store = ChannelStore(self._channel.send)
 
     def run(self) -> None:
-        """From the build to the end of the group; the process ends here."""
+        """Serve from the build to the end of the group, and end the process."""
         assignment = Assignment.model_validate_json(self._start["assignment"])
         importing.limit(self._start["allowed"])
         files: list[str] = []
@@ -95,12 +100,12 @@ class WorkerProcess:
         if any(limits.splits for limits in assignment.all_limits):
             weight_grad.install()
         threading.Thread(target=self._listen, daemon=True).start()
-        liveness.begin(self._channel, self._vitals)
-        with self._activity.doing("build"):
+        liveness.start_heartbeat(self._channel, self._vitals)
+        with self._activity.during("build"):
             stage = self._stage = self._build(assignment, loaders)
             if (begin := self._start["restore"]) is not None:
                 self._restore(stage, begin["step"], begin["files"])
-        with self._activity.doing("join"):
+        with self._activity.during("join"):
             address = transport.join(
                 self._start["members"], self._start["rank"], self._store, stage
             )
@@ -110,7 +115,7 @@ class WorkerProcess:
         if loaders is not None:
             loaders.close()
         transport.leave(LEAVE_SECONDS)
-        self._log.flush()  # of what other threads have said meanwhile
+        self._log.flush()  # lines of other threads in the meantime
         self._channel.send({"event": "left"})
         os._exit(0)  # no destructors: RPC threads may still be about
 
@@ -119,20 +124,23 @@ class WorkerProcess:
         return {"tensors": transport.answered.read(), **own}
 
     def _restore(self, stage: Stage, step: int, files: list[str]) -> None:
-        """Make the stage what it was after `step`; without files, from a snapshot in memory."""
+        """Restore the state after `step`, from files or else from a snapshot in memory."""
         if not files:
-            found = self._slots.get(step)
-            if found is None:
+            snapshot = self._slots.get(step)
+            if snapshot is None:
                 raise CheckpointError(f"there is no snapshot of step {step} to go on from")
-            files = [self._slots.path(found.slot)]
+            files = [self._slots.path(snapshot.slot)]
         restore(files, stage.optimizer.stage, stage.model, stage.optimizer)
 
     def _build(self, assignment: Assignment, loaders: LoaderPool | None) -> Stage:
         try:
-            feed = None if loaders is None else StageDataLoader(loaders)
-            stage = Stage(assignment, TorchRpc(), self._activity, feed, self._start["rehearses"])
-            if feed is not None:
-                feed.wait()
+            loader = None if loaders is None else StageDataLoader(loaders)
+            group = TorchRpc()
+            peer = functools.partial(RemoteStage, group)
+            rehearses = self._start["rehearses"]
+            stage = Stage(assignment, group, peer, self._activity, loader, rehearses)
+            if loader is not None:
+                loader.wait()
             if assignment.config.takes_snapshots:
                 self._snapshots = stage.snapshots = self._snapshots_of(stage, assignment)
         except Exception as error:
@@ -159,20 +167,44 @@ class WorkerProcess:
         )
 
     def _listen(self) -> None:
-        """Hear from the supervisor, and end with it."""
         while (message := self._channel.receive()) is not None:
             match message["op"]:
                 case "stored":
-                    self._store.heard(message)
+                    self._store.set_answer(message)
                 case "mirrored" if self._snapshots is not None:
-                    self._snapshots.note_mirrored(message["step"])
+                    self._snapshots.mark_mirrored(message["step"])
                 case "saved" if self._snapshots is not None:
-                    self._snapshots.note_saved()
+                    self._snapshots.mark_saved()
         os._exit(1)
 
 
 def _loaders(assignment: Assignment) -> LoaderPool | None:
-    """The processes that load samples for a stage, where it reads any and is to do so itself."""
     config, stage = assignment.config, assignment.stage_name
     loads = assignment.loads_data and config.graph().parts(stage)
     return LoaderPool(config, stage) if loads else None
+
+
+class RemoteStage:
+    """A stage of another worker; see `rpcmp.rpc.messages.Peer`."""
+
+    def __init__(self, transport: Transport, name: str) -> None:
+        self.name = name
+        self._transport = transport
+
+    def forward(self, bundle: Bundle, port: int) -> Future[Any]:
+        return self._transport.call(self.name, Stage.forward, bundle, port)
+
+    def mark_none_gradients(
+        self, round_number: int, microbatch: int, port: int, tensors: list[int]
+    ) -> Future[Any]:
+        method = Stage.mark_none_gradients
+        return self._transport.call(self.name, method, round_number, microbatch, port, tensors)
+
+    def gradient_part(self, rank: int, round_number: int, bucket: int) -> Future[Any]:
+        return self._transport.call(self.name, Stage.gradient_part, rank, round_number, bucket)
+
+    def gradient_total(self, round_number: int, bucket: int) -> Future[Any]:
+        return self._transport.call(self.name, Stage.gradient_total, round_number, bucket)
+
+    def get_tensors(self, key: TensorKey) -> Future[Any]:
+        return self._transport.call(self.name, Stage.get_tensors, key)

@@ -1,9 +1,9 @@
-"""Activation recompute: keep what a stage received, and run its forward again in the backward.
+"""Activation recompute: keep a stage's inputs, and run its forward again in the backward.
 
 Also called activation checkpointing (arXiv:1604.06174). The first forward builds its graph as
-always, so that it is known which outputs are differentiable, but saves no tensor in it. The second
-draws the same random numbers, because every layer is seeded, and finds the buffers as the first one
-found them: batch normalization must not count a micro-batch twice.
+usual, which tells which outputs are differentiable, but saves no tensor in it. The second one draws
+the same random numbers, because every layer is seeded, and starts from the same buffers: batch
+normalization must not count a micro-batch twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Forward = Callable[[list[Any]], Any]
 
 
 class Copy(NamedTuple):
-    """A buffer and the value that it had."""
+    """A module's buffer and its earlier value."""
 
     owner: dict[str, Tensor | None]
     name: str
@@ -32,7 +32,6 @@ class Copy(NamedTuple):
 
     @property
     def has_changed(self) -> bool:
-        """Whether the module has another buffer now, or this one another value."""
         if self.owner[self.name] is not self.buffer:
             return True
         if self.buffer is None or self.value is None:
@@ -41,13 +40,13 @@ class Copy(NamedTuple):
 
 
 class Buffers:
-    """A stage's buffers, of which some change in a forward, in place or by assignment.
+    """The buffers of a stage that change in a forward, in place or by assignment.
 
-    The first micro-batch shows which, by value: batch normalization does not count up the version
-    of what it changes. Large constants, such as masks, are copied only then.
+    The first micro-batch shows by value which ones do: batch normalization does not increase the
+    version of its buffers. Large constants, such as masks, are only copied then.
 
     Args:
-        modules: all of the stage's, those inside of others too.
+        modules: all of the stage's, including nested ones.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -57,19 +56,18 @@ class Buffers:
         self._is_known = False
 
     def copy(self) -> list[Copy]:
-        """The buffers that may change, with their values now."""
-        found = [(owner, name, owner[name]) for owner, name in self._candidates]
-        return [Copy(*one, None if one[-1] is None else one[-1].clone()) for one in found]
+        buffers = [(owner, name, owner[name]) for owner, name in self._candidates]
+        return [Copy(*one, None if one[-1] is None else one[-1].clone()) for one in buffers]
 
     def learn(self, before: list[Copy]) -> None:
-        """Find out what a forward has changed, the first time."""
+        """Find the buffers that the first forward has changed."""
         if not self._is_known:
             self._candidates = [(copy.owner, copy.name) for copy in before if copy.has_changed]
             self._is_known = True
 
 
 def restore(copies: list[Copy]) -> None:
-    """Give modules the buffers of `Buffers.copy` back, and these their values."""
+    """Restore the buffers of `Buffers.copy` and their values."""
     with torch.no_grad():
         for owner, name, buffer, value in copies:
             owner[name] = buffer
@@ -82,9 +80,9 @@ class Replay:
 
     Args:
         compute: the stage's forward, of its inputs.
-        received: what the stage has received.
-        device: where it computes.
-        buffers: the stage's.
+        received: the stage's inputs.
+        device: of the stage.
+        buffers: of the stage.
         splitter, weights: collect the weight gradients of the second forward.
     """
 
@@ -106,9 +104,9 @@ class Replay:
         self._before: list[Copy] = []
 
     def forward(self) -> Any:
-        """The stage's outputs; on a graph that cannot be differentiated."""
+        """Return the stage's outputs, on a graph that cannot be differentiated."""
         self._before = self._buffers.copy()
-        # The first layer may work in place, and the second forward needs what the first one got.
+        # The first layer may work in place, and the second forward needs the original inputs.
         copies = [
             outputs._replace(value=pytree.map_tensors(_copy, outputs.value))
             for outputs in self._received
@@ -120,7 +118,7 @@ class Replay:
         return outputs
 
     def backward(self, gradients: Gradients) -> Differentiated:
-        """The second forward, and then what `LocalTape.backward` does."""
+        """Run the forward again, and then `LocalTape.backward`."""
         after = self._buffers.copy()
         restore(self._before)
         try:
@@ -133,7 +131,6 @@ class Replay:
             restore(after)
 
     def free(self) -> None:
-        """Let go of what was received."""
         self._received.clear()
         self._before.clear()
 

@@ -1,11 +1,11 @@
-"""Whether an optimizer comes back as it was: tried before the first step, not after a fault.
+"""Tries before the first step whether an optimizer can be restored, instead of after a fault.
 
-    on stand-ins of the stage's parameters, with the same made-up gradients:
+    on stand-ins for the stage's parameters, with the same made-up gradients:
         20 steps ───────────────────────────────────────────────────> A
          5 steps, packed as into a file; a fresh one, unpacked, 15 ──> B     A and B: same bits?
 
-An own optimizer may keep anything anywhere, and what its `state_dict` leaves out would show as
-other numbers after the first fault. torch's own are not tried: the tests of this repository do.
+A user's optimizer may keep state anywhere, and state that its `state_dict` leaves out would show as
+different numbers after the first fault. torch's own are tested in this repository instead.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from rpcmp.checkpoint.slot_writer import require_storable
 from rpcmp.checkpoint.stage_state import StageState, decoded, pack
 from rpcmp.errors import FactoryError, one_line
 from rpcmp.pipelining import layers
-from rpcmp.worker import option_overrides
+from rpcmp.rpc.tensors import same_bits
 from rpcmp.worker.optimizer_state import KeptState, OptimizerState, same
 
 _log = logging.getLogger(__name__)
 
 STEPS = 20
-"""In all; some optimizers do something else every ten."""
+"""In total; some optimizers do something different every ten steps."""
 
 BEFORE = 5
 """Steps before it is stored."""
 
 LARGEST = 8192
-"""Elements of a stand-in, at most. A halved one keeps 4096, from where on optimizers of 8 bits
-no longer take a parameter for a small one; and those of cubic cost are done in seconds."""
+"""Maximum number of elements of a stand-in. A halved one keeps 4096, from which 8-bit optimizers
+treat a parameter as a large one, and optimizers of cubic cost take only seconds."""
 
 ALIKE = 2
-"""Parameters of one shape, dtype and group that are tried."""
+"""Number of parameters per shape, dtype and group that are tried."""
 
 Build = Callable[[Mapping[str, nn.Parameter]], tuple[Any, Any]]
 """Makes an optimizer, and its scheduler or None, of named parameters."""
@@ -53,11 +53,11 @@ class _Trial(NamedTuple):
 
 
 def require_steppable(optimizer: Any, what: str) -> None:
-    """Check that a step needs nothing but the gradients that there are.
+    """Check that a step needs nothing but gradients.
 
     Raises:
-        FactoryError: its `step` has to be given a closure, which would compute the loss again; or
-            it has other weights for an evaluation.
+        FactoryError: its `step` needs a closure, which would compute the loss again, or it has
+            different weights for evaluations.
     """
     if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
         raise FactoryError(
@@ -66,9 +66,9 @@ def require_steppable(optimizer: Any, what: str) -> None:
             "exports of a pipeline do not do; take another optimizer"
         )
     try:
-        # The class's: a scheduler wraps the object's own. Its first is `self`.
+        # The class's method, because a scheduler wraps the object's. Its first parameter is `self`.
         parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
-    except (AttributeError, TypeError, ValueError):  # of no Python function
+    except (AttributeError, TypeError, ValueError):  # not a Python function
         return
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if any(p.default is p.empty and p.kind in kinds for p in parameters):
@@ -81,22 +81,22 @@ def require_steppable(optimizer: Any, what: str) -> None:
 def require_restorable(
     build: Build, named: Mapping[str, nn.Parameter], group_of: Callable[[str], int], what: str
 ) -> None:
-    """Check that the optimizer, stored and restored, gives the bits that it gives by itself.
+    """Check that storing and restoring the optimizer does not change its bits.
 
     Args:
-        build: makes a fresh one.
-        named: the parameters that it is to train; they are not touched.
-        group_of: the number of a parameter's group.
-        what: the config key and the kind, for the error message.
+        build: makes a new optimizer.
+        named: the parameters that it is to train; they are not changed.
+        group_of: returns the number of a parameter's group.
+        what: the config key and the optimizer's class, for the error message.
 
     Raises:
-        FactoryError: it does not, or cannot be tried; says what differs, and what to do.
+        FactoryError: bits differ, or it cannot be tried.
     """
     try:
         kinds, whole = _whole(build, named, group_of)
-        first = _begun(build, kinds)
+        first = _new_trial(build, kinds)
         _step(first, 1, BEFORE)
-        second = _begun(build, kinds)
+        second = _new_trial(build, kinds)
         _copy(first, second)
         _step(second, BEFORE + 1, STEPS)
         different = _difference(whole, second)
@@ -117,11 +117,11 @@ def _whole(
     group_of: Callable[[str], int],
     largest: float = LARGEST,
 ) -> tuple[dict[str, Tensor], _Trial]:
-    """All steps on stand-ins; on such of full size, if it does not take smaller ones."""
+    """Run all steps on stand-ins; on some of full size, if smaller ones fail."""
     kinds = _kinds(named, group_of, largest)
     _log.info("rehearsing the optimizer on %d parameters", len(kinds))
     try:
-        trial = _begun(build, kinds)
+        trial = _new_trial(build, kinds)
         _step(trial, 1, STEPS)
     except Exception as error:
         if all(kinds[name].shape == named[name].shape for name in kinds):
@@ -134,28 +134,27 @@ def _whole(
 def _kinds(
     named: Mapping[str, nn.Parameter], group_of: Callable[[str], int], largest: float
 ) -> dict[str, Tensor]:
-    """What is tried: some of each kind of parameter, of no more than `largest` elements."""
-    found: dict[str, Tensor] = {}
+    """Some parameters of each kind, with no more than `largest` elements."""
+    kinds: dict[str, Tensor] = {}
     counts: dict[Any, int] = {}
     for name, parameter in named.items():
         shape = _smaller(parameter.shape, largest)
         kind = (shape, parameter.dtype, parameter.device, group_of(name))
         counts[kind] = counts.get(kind, 0) + 1
         if counts[kind] <= ALIKE:
-            found[name] = parameter.detach().new_empty(shape)
-    return found
+            kinds[name] = parameter.detach().new_empty(shape)
+    return kinds
 
 
 def _smaller(shape: Sequence[int], largest: float) -> tuple[int, ...]:
-    """The same number of dimensions, with no more than `largest` elements."""
-    found = list(shape)
-    while math.prod(found) > largest:
-        longest = max(range(len(found)), key=found.__getitem__)
-        found[longest] = -(-found[longest] // 2)
-    return tuple(found)
+    sizes = list(shape)
+    while math.prod(sizes) > largest:
+        longest = max(range(len(sizes)), key=sizes.__getitem__)
+        sizes[longest] = -(-sizes[longest] // 2)
+    return tuple(sizes)
 
 
-def _begun(build: Build, kinds: Mapping[str, Tensor]) -> _Trial:
+def _new_trial(build: Build, kinds: Mapping[str, Tensor]) -> _Trial:
     named = {name: nn.Parameter(_made_up(like, 0, name)) for name, like in kinds.items()}
     layers.seed_all(0, "rehearsal")
     optimizer, scheduler = build(named)
@@ -163,7 +162,7 @@ def _begun(build: Build, kinds: Mapping[str, Tensor]) -> _Trial:
 
 
 def _made_up(like: Tensor, step: int, name: str) -> Tensor:
-    """Numbers of the size of gradients; the same whenever they are asked for."""
+    """Numbers of the size of gradients, the same in every call."""
     generator = torch.Generator().manual_seed(layers.derive_seed("rehearsal", step, name))
     numbers = torch.randn(like.shape, generator=generator, dtype=torch.float32) / 16
     return numbers.to(like.device, like.dtype)
@@ -184,7 +183,6 @@ def _watches(scheduler: Any) -> bool:
 
 
 def _copy(source: _Trial, target: _Trial) -> None:
-    """Bring `target` to where `source` is, as a file would."""
     kept = source.state.read()
     scheduler = None if source.scheduler is None else source.scheduler.state_dict()
     model: dict[str, Tensor] = {name: p.detach() for name, p in source.named.items()}
@@ -207,13 +205,9 @@ def _copy(source: _Trial, target: _Trial) -> None:
 
 
 def _difference(one: _Trial, other: _Trial) -> str:
-    """Where two trials differ; empty: nowhere."""
+    """Describe how two trials differ; empty if they do not."""
     mine, theirs = one.state.read(), other.state.read()
-    names = [
-        name
-        for name in one.named
-        if not option_overrides.are_equal(one.named[name], other.named[name])
-    ]
+    names = [name for name in one.named if not same_bits(one.named[name], other.named[name])]
     if not names and same(mine.state, theirs.state) and same(mine.groups, theirs.groups):
         return ""
     what = f"parameters such as {names[0]!r}" if names else "its state or its options"

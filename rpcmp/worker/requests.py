@@ -1,10 +1,8 @@
-"""One bundle of micro-batches at a stage, from the first question to the last answer.
+"""Forward requests: one bundle of micro-batches at a stage, from request to answer.
 
-    a reader asks ──> ask the inputs ──> all are there: queue the forward ──> answer the readers
+    a reader asks ──> ask the inputs ──> all arrived: queue the forward ──> answer all readers
 
-Nobody waits in a thread: every arrow is a callback. A failure is an answer as well.
-
-What a stage reads for a bundle of micro-batches: other stages' answers, slices of the batch.
+No thread waits: every arrow is a callback. Failures travel as answers.
 """
 
 from __future__ import annotations
@@ -29,90 +27,100 @@ from rpcmp.data.batch_prefetch import Slices
 from rpcmp.data.stage_loader import StageDataLoader
 from rpcmp.errors import JobError, RpcmpError, to_wire
 from rpcmp.pipelining.schedule import Action
-from rpcmp.rpc.messages import Bundle, Mode, StageOutputs, StepReport
-from rpcmp.rpc.transport import NOBODY, Raised, Transport, when_all
+from rpcmp.rpc.messages import Bundle, MicrobatchMeta, Mode, Peer, StageOutputs, StepReport
+from rpcmp.rpc.transport import NOBODY, Raised, Transport, result, when_all
 from rpcmp.worker.backward import Failures
 from rpcmp.worker.executor import ComputeThread, Task
 from rpcmp.worker.forward import Computed, Execution
 
+DRIVER_PORT = 0
+"""The sink's only port. Its reader wants the loss (TrainStepRunner) or the outputs (the driver)."""
+
 
 class Inputs:
-    """The inputs of one stage.
+    """The inputs of one stage: answers of other stages, and slices of the batch.
 
     Args:
-        graph: who reads whom.
-        stage: whose inputs.
-        own: which bundles this replica of it computes.
-        turns: which replica of another stage computes which.
-        forward: the method by which another stage is asked, with a bundle and a port.
-        peers: the other members of the group.
-        feed: what this stage loads itself; None: the driver has all of the batch.
+        graph: which stage reads which.
+        stage: the stage whose inputs these are.
+        share: the bundles that this replica of the stage computes.
+        assignment_of: returns which replica of another stage computes which bundle.
+        peer: returns another worker of the group by its name.
+        transport: of the group, for the driver.
+        loader: loads this stage's samples; None: the driver has the batch.
 
     Attributes:
-        references: what it reads, in order.
-        ports: for each of them, which of its producer's ports this is; 0 for what the batch gives.
+        references: what the stage reads, in order.
     """
 
     def __init__(
         self,
         graph: Graph,
         stage: str,
-        own: ReplicaShare,
-        turns: Callable[[str], ReplicaAssignment],
-        forward: Callable[..., Future[Any]],
-        peers: Transport,
-        feed: StageDataLoader | None = None,
+        share: ReplicaShare,
+        assignment_of: Callable[[str], ReplicaAssignment],
+        peer: Callable[[str], Peer],
+        transport: Transport,
+        loader: StageDataLoader | None = None,
     ) -> None:
         self.references = graph.inputs[stage]
-        self.ports = [_port(graph, stage, index) for index in range(len(self.references))]
+        self._ports = [_port(graph, stage, index) for index in range(len(self.references))]
         self._is_sink = graph.sink == stage
-        self._forward = forward
-        self._peers = peers
-        self._slices = Slices(own, peers)
-        self._feed = feed
-        self._turns = {
-            reference.producer: turns(reference.producer)
+        self._peer = peer
+        self._slices = Slices(share, transport)
+        self._loader = loader
+        self._assignments = {
+            reference.producer: assignment_of(reference.producer)
             for reference in self.references
             if not reference.from_batch
         }
 
     def ask(self, bundle: Bundle, callback: Callable[[list[Any]], None]) -> None:
-        """Ask for all that a forward needs; `callback` gets the answers.
+        """Request everything that a forward needs, and call `callback` with the answers.
 
-        They are in the order of the references, for a sink that needs them the targets last: a list
-        of Outputs, one a micro-batch, or a Raised.
+        These are in the order of the references, followed by the targets if a sink needs them:
+        per input one list of a StageOutputs per micro-batch, or a Raised.
         """
-        asked = [self._ask_one(bundle, index) for index in range(len(self.references))]
-        if self._is_sink and bundle.mode is not Mode.PREDICT:
+        requests = [self._ask_one(bundle, index) for index in range(len(self.references))]
+        if self._is_sink and bundle.round.mode is not Mode.PREDICT:
             targets = self._ask_batch(bundle, Reference(SOURCES[1]), len(self.references))
-            asked.append((NOBODY, targets))
-        when_all(asked, callback)
+            requests.append((NOBODY, targets))
+        when_all(requests, callback)
+
+    def mark_none_gradients(
+        self, meta: MicrobatchMeta, bundle: int, index: int, tensors: list[int]
+    ) -> None:
+        """Tell the producer of input `index` which of its tensors get no gradient; blocks."""
+        producer = self._producer(bundle, index)
+        port = self._ports[index]
+        done = producer.mark_none_gradients(meta.round.number, meta.number, port, tensors)
+        result(done, producer.name)
 
     def forget(self, last: int) -> None:
-        """Let go of what was asked for and will not be taken: rounds up to `last` were aborted."""
+        """Drop what was requested for rounds up to `last`, which were aborted."""
         self._slices.forget()
-        if self._feed is not None:
-            self._feed.forget(last)
+        if self._loader is not None:
+            self._loader.forget(last)
 
-    def producer(self, index: int, bundle: Bundle) -> str:
-        """The worker that computes input `index` of a bundle."""
+    def _producer(self, bundle: int, index: int) -> Peer:
         stage = self.references[index].producer
-        return member_name(stage, self._turns[stage].owner(bundle.number))
+        return self._peer(member_name(stage, self._assignments[stage].owner(bundle)))
 
     def _ask_one(self, bundle: Bundle, index: int) -> tuple[str, Future[Any]]:
         reference = self.references[index]
         if reference.from_batch:
             return NOBODY, self._ask_batch(bundle, reference, index)
-        producer = self.producer(index, bundle)
-        return producer, self._peers.call(producer, self._forward, bundle, self.ports[index])
+        producer = self._producer(bundle.number, index)
+        return producer.name, producer.forward(bundle, self._ports[index])  # [4]
 
     def _ask_batch(self, bundle: Bundle, reference: Reference, index: int) -> Future[Any]:
-        if self._feed is not None and bundle.works[0].drawn:
-            return self._feed.get(bundle, reference)
+        if self._loader is not None and bundle.round.batch_id:
+            return self._loader.get(bundle, reference)
         return self._slices.get(bundle, reference.producer, reference.path, index)
 
 
 def _port(graph: Graph, stage: str, index: int) -> int:
+    """The port of its producer that an input is; 0 for an input from the batch."""
     reference = graph.inputs[stage][index]
     if reference.from_batch:
         return 0
@@ -120,78 +128,71 @@ def _port(graph: Graph, stage: str, index: int) -> int:
 
 
 class ForwardRequests:
-    """The bundles that a stage has been asked for and has not answered to everybody.
+    """The requests that a stage has not answered to all readers yet. Thread-safe.
 
     Args:
-        stage: the worker's name, for errors and reports.
-        inputs: what it reads.
-        num_ports: how many read it.
-        share: which bundles it computes.
+        worker: the worker's label, for errors and reports.
+        inputs: of the stage.
+        num_ports: number of its readers.
+        share: the bundles that it computes.
         compute: where forwards run.
-        execution: what they are.
-        failures: told of those that fail.
-        begin: called with each bundle when it is first heard of.
-        report: what this stage has to say of the step before.
+        execution: computes them.
+        failures: collects those that fail.
+        last_report: returns the report of the step before.
     """
 
     def __init__(
         self,
-        stage: str,
+        worker: str,
         inputs: Inputs,
         num_ports: int,
         share: ReplicaShare,
         compute: ComputeThread,
         execution: Execution,
         failures: Failures,
-        begin: Callable[[Bundle], None],
-        report: Callable[[], StepReport | None],
+        last_report: Callable[[], StepReport | None],
     ) -> None:
-        self._stage = stage
+        self._worker = worker
         self._inputs = inputs
         self._num_ports = num_ports
         self._share = share
         self._compute = compute
         self._execution = execution
         self._failures = failures
-        self._begin = begin
-        self._report = report
+        self._last_report = last_report
         self._lock = threading.Lock()
-        self._pending: dict[tuple[int, int], _PendingForward] = {}
+        self._pending: dict[Bundle, _PendingForward] = {}
         self._aborted_round = 0
 
     def __len__(self) -> int:
         return len(self._pending)
 
     def ask(self, bundle: Bundle, port: int) -> Future[Any]:
-        """The answer for one reader; see `Stage.forward`."""
-        key = (bundle.round, bundle.number)
+        """Return a future of the answer for one reader; see `Stage.forward`."""
         with self._lock:
-            if bundle.round <= self._aborted_round:  # asked before the abort, come after it
+            if bundle.round.number <= self._aborted_round:  # the abort has overtaken the request
                 answer: Future[Any] = Future()
                 answer.set_result(self._aborted(bundle))
                 return answer
-            pending = self._pending.get(key)
-            first = pending is None
+            pending = self._pending.get(bundle)
+            is_first = pending is None
             if pending is None:
-                pending = self._pending[key] = _PendingForward(bundle, self._num_ports)
+                pending = self._pending[bundle] = _PendingForward(bundle, self._num_ports)
             answer = pending.ask(port)
             self._forget_if_served(pending)
-        if first:
-            self._begin(bundle)
+        if is_first:
+            self._compute.start_round(bundle.round)  # [4]
             self._inputs.ask(bundle, functools.partial(self._arrived, pending))
         return answer
 
     def refuse(self, last: int) -> None:
-        """Answer questions for rounds up to `last`, which were aborted, with an error."""
+        """Answer requests for rounds up to `last`, which were aborted, with an error."""
         with self._lock:
             self._aborted_round = max(last, self._aborted_round)
 
-    def forget(self) -> None:
-        """Let go of what was asked for and will not be answered."""
+    def clear(self) -> None:
         with self._lock:
             self._pending.clear()
-            last = self._aborted_round
-        self._inputs.forget(last)
 
     def _arrived(self, pending: _PendingForward, answers: list[Any]) -> None:
         failed = next((answer for answer in answers if isinstance(answer, Raised)), None)
@@ -199,78 +200,80 @@ class ForwardRequests:
             self._answer(pending, [failed] * self._num_ports)
             return
         bundle = pending.bundle
-        received = [list(of_one) for of_one in zip(*answers, strict=True)]
-        compute = functools.partial(self._forward, pending, received)
-        parts = [functools.partial(compute, index) for index in range(len(bundle.works))]
+        metas = bundle.microbatches
+        received = [list(inputs) for inputs in zip(*answers, strict=True)]
+        parts = [
+            functools.partial(self._forward, pending, meta, inputs, meta is metas[-1])
+            for meta, inputs in zip(metas, received, strict=True)
+        ]
         aborted = [self._aborted(bundle)] * self._num_ports
-        task = Task(
-            parts, bundle.works[0].microbatch, functools.partial(self._answer, pending, aborted)
-        )
-        self._compute.submit(bundle.round, Action.FORWARD, bundle.number, task)
+        task = Task(parts, metas[0].number, functools.partial(self._answer, pending, aborted))
+        self._compute.submit(bundle.round.number, Action.FORWARD, bundle.number, task)  # [6]
 
     def _forward(
-        self, pending: _PendingForward, received: list[list[StageOutputs]], index: int
+        self,
+        pending: _PendingForward,
+        meta: MicrobatchMeta,
+        received: list[StageOutputs],
+        is_last: bool,
     ) -> None:
-        """Compute one micro-batch; the last one answers, or the first one that fails.
-
-        Args:
-            received: for each micro-batch, what there is of each input.
-        """
-        if pending.answered:
+        """Compute one micro-batch. The last one answers, or the first one that fails."""
+        if pending.is_answered:
             return
-        bundle = pending.bundle
         try:
             if self._failures.broken is not None:
                 raise self._failures.broken
-            pending.computed.append(self._execution.forward(bundle.works[index], received[index]))
+            pending.computed.append(self._execution.forward(meta, received))
         except RpcmpError as error:
-            raised = self._failures.note(bundle.works[index], error)
+            raised = self._failures.add(meta.round.number, error)
             self._answer(pending, [raised] * self._num_ports)
             return
-        if len(pending.computed) == len(bundle.works):
-            answers = self._execution.answer(bundle, pending.computed)
-            self._answer(pending, self._with_reports(bundle, answers, received[0]))
+        if is_last:
+            answers = self._execution.answer(pending.bundle, pending.computed)
+            first = pending.computed[0].received
+            self._answer(pending, self._with_reports(pending.bundle, answers, first))  # [8]
 
     def _with_reports(
         self, bundle: Bundle, answers: list[list[Any]], received: list[StageOutputs]
     ) -> list[list[Any]]:
-        """With a worker's first answers of a step, what it and all that it reads have to say."""
-        if bundle.mode is not Mode.TRAIN:
+        """Add the step before's reports of this worker and its inputs to a step's first answer."""
+        if not bundle.round.is_training:
             return answers
         reports = {k: v for answer in received for k, v in (answer.reports or {}).items()}
-        is_first = bundle.number == self._share.numbers(bundle.num_bundles)[0]
-        if is_first and (own := self._report()) is not None:
-            reports[self._stage] = own
+        is_first = bundle.number == self._share.numbers(bundle.round.num_bundles)[0]
+        if is_first and (own := self._last_report()) is not None:
+            reports[self._worker] = own
         if not reports:
             return answers
         return [[first._replace(reports=reports), *rest] for first, *rest in answers]
 
     def _answer(self, pending: _PendingForward, values: list[Any]) -> None:
         with self._lock:
-            pending.answered = True
+            pending.is_answered = True
             pending.computed = []
             self._forget_if_served(pending)
         for future, value in zip(pending.answers, values, strict=True):
             future.set_result(value)
 
     def _forget_if_served(self, pending: _PendingForward) -> None:
-        if pending.answered and not pending.not_asked:
-            self._pending.pop((pending.bundle.round, pending.bundle.number), None)
+        if pending.is_answered and not pending.unasked_ports:
+            self._pending.pop(pending.bundle, None)
 
     def _aborted(self, bundle: Bundle) -> Raised:
-        return Raised(to_wire(JobError(f"step {bundle.step} was aborted at stage {self._stage!r}")))
+        text = f"step {bundle.round.step} was aborted at stage {self._worker!r}"
+        return Raised(to_wire(JobError(text)))
 
 
 class _PendingForward:
-    """A bundle that some reader has not asked for yet, or that is not computed yet."""
+    """A bundle that is not computed yet, or that some reader has not asked for yet."""
 
     def __init__(self, bundle: Bundle, num_ports: int) -> None:
         self.bundle = bundle
         self.answers: list[Future[Any]] = [Future() for _ in range(num_ports)]
-        self.not_asked = set(range(num_ports))
+        self.unasked_ports = set(range(num_ports))
         self.computed: list[Computed] = []
-        self.answered = False
+        self.is_answered = False
 
     def ask(self, port: int) -> Future[Any]:
-        self.not_asked.discard(port)
+        self.unasked_ports.discard(port)
         return self.answers[port]

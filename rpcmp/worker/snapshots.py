@@ -1,10 +1,10 @@
-"""A stage's snapshots: taken after optimizer steps, for its supervisor and a fresh worker.
+"""A stage's snapshots, taken after optimizer steps; the supervisor keeps them for a new worker.
 
     compute thread   step M ──> copy to a slot ──> step M + 1 ...
-    supervisor                        └──> a neighbour holds it as well; a disk, where it is due
+    supervisor                        └──> a mirror on another server; a disk, if it is due
 
-A step waits for the copy alone. It waits longer only where the neighbour, or the disk, is slower
-than a whole step: nothing may be overwritten that others may have to go back to (`snapshot.slots`).
+A step only waits for the copy. It waits longer if the mirror or the disk is slower than a whole
+step, because snapshots that recovery may need must not be overwritten; see `checkpoint.slots`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,14 @@ from rpcmp.worker.optimizer import StageOptimizer
 
 
 class StageSnapshots:
-    """Takes and restores the snapshots of one stage.
+    """Takes the snapshots of one stage.
 
     Args:
-        stage: its name.
-        slots: where they lie.
-        model, optimizer: what they are of.
-        activity: told when one is taken.
-        is_mirrored: whether a neighbour holds them as well, and says so.
-        saves: whether they go to a disk when a checkpoint is due; of replicas not all write files.
-        tell: sends a message to the supervisor.
+        slots: the memory for them.
+        activity: shows when one is taken.
+        is_mirrored: whether a mirror holds them as well, and acknowledges that.
+        saves: whether they go to a disk when a checkpoint is due; not all replicas write files.
+        send: sends a message to the supervisor.
     """
 
     def __init__(
@@ -44,7 +42,7 @@ class StageSnapshots:
         activity: Activity,
         is_mirrored: bool,
         saves: bool,
-        tell: Callable[[Message], None],
+        send: Callable[[Message], None],
     ) -> None:
         self._stage = stage
         self._slots = slots
@@ -54,23 +52,23 @@ class StageSnapshots:
         self._activity = activity
         self._is_mirrored = is_mirrored
         self._saves = saves
-        self._tell = tell
+        self._send = send
         self._changed = threading.Condition()
         self._last = 0
         self._mirrored = 0
 
     def take(self, version: int, save: bool = False) -> None:
-        """Take a snapshot of what the stage is now; on the compute thread.
+        """Take a snapshot of the stage's current state; on the compute thread.
 
         Args:
-            version: its number; in a run of the driver's, the step.
+            version: its number, which is the step if the driver runs the training loop.
             save: whether it goes to a disk.
 
         Raises:
             TypeError: the optimizer or the scheduler keeps something that cannot be stored.
-            OSError: there is no memory left.
+            OSError: out of memory.
         """
-        with self._activity.doing("saving", self._optimizer.steps):
+        with self._activity.during("saving", self._optimizer.steps):
             slot = self._free_slot()
             try:
                 tensors, about = pack(self._state())
@@ -81,31 +79,31 @@ class StageSnapshots:
                 ) from error
             self._writer.write(slot, version, tensors, about, pin=save and self._saves)
         self._last = version
-        self._tell({"event": "snapshot", "step": version})
+        self._send({"event": "snapshot", "step": version})
 
     def save(self, version: int) -> None:
-        """Have the snapshot `version`, the last one, written to a disk.
+        """Write the snapshot `version`, the last one, to a disk.
 
-        Where there is none it is what the stage is now.
+        If it was not taken, take it from the stage's current state.
 
         Raises:
             TypeError, OSError: see `take`.
         """
-        found = self._slots.get(version)
-        if found is None:
+        snapshot = self._slots.get(version)
+        if snapshot is None:
             self.take(version, save=True)
         elif self._saves:
-            self._slots.pin(found.slot)
-            self._tell({"event": "snapshot", "step": version})
+            self._slots.pin(snapshot.slot)
+            self._send({"event": "snapshot", "step": version})
 
-    def note_mirrored(self, step: int) -> None:
-        """Hear that a neighbour holds the snapshot of `step`."""
+    def mark_mirrored(self, step: int) -> None:
+        """Record that the mirror holds the snapshot of `step`."""
         with self._changed:
             self._mirrored = max(step, self._mirrored)
             self._changed.notify_all()
 
-    def note_saved(self) -> None:
-        """Hear that a snapshot is on its disk, and its slot free again."""
+    def mark_saved(self) -> None:
+        """Called when a snapshot is on its disk and its slot free again."""
         with self._changed:
             self._changed.notify_all()
 
@@ -123,13 +121,13 @@ class StageSnapshots:
 
 
 def restore(paths: Sequence[str], stage: str, model: StageModel, optimizer: StageOptimizer) -> None:
-    """Make a fresh stage what it was, before the group begins.
+    """Restore the state of a new stage, before the group starts.
 
     Args:
-        paths: of the files, or the slot, that hold its state.
+        paths: of the files or the slot that hold the state.
 
     Raises:
-        CheckpointError: they are those of another model.
+        CheckpointError: the state belongs to another model.
     """
     state = unpack(paths, stage, list(model.state_dict()), optimizer.names)
     try:

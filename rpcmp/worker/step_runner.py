@@ -1,20 +1,21 @@
-"""Train steps, conducted where the loss is.
+"""Runs train steps from the worker that computes the loss.
 
-    driver ──one call a step──> conductor, beside the stage that computes the loss
-                                   │  for each bundle of micro-batches, a few at once:
-                                   │    an autograd context, the losses, their distributed backward
-           <──losses, reports──────┘
+    driver ──one call per step──> TrainStepRunner, in the sink's process
+                                     │  for each bundle of micro-batches, several at once:
+                                     │    an autograd context, the losses, a distributed backward
+           <──losses, reports────────┘
 
-The driver could ask for each micro-batch itself, but then every one of them would make a journey
-there and back, twice, to learn nothing new on it: with two stages a third of all messages. Like
-this the driver's cost of a micro-batch is its slice of the batch.
+If the driver asked for each micro-batch itself, every one of them would make two round trips more
+and carry nothing new: with two stages a third of all messages. This way the driver's only cost per
+micro-batch is its slice of the batch.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future as Running
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,46 +24,48 @@ from torch.futures import Future
 
 from rpcmp.errors import NonFiniteLossError
 from rpcmp.rpc.messages import Bundle, MicrobatchMeta, StageOutputs, Trained
-from rpcmp.rpc.transport import NOBODY, Raised, Transport, attempt, result
+from rpcmp.rpc.transport import Raised, Transport, attempt, result
+from rpcmp.worker.requests import DRIVER_PORT, ForwardRequests
 
 
 class TrainStepRunner:
-    """Keeps bundles in flight, one thread and one autograd context each.
+    """Keeps bundles in flight, with one thread and one autograd context each.
 
     Args:
-        ask: the answer to one bundle of the stage that computes the loss, in this process.
-        in_flight: how many may be under way at once.
-        peers: the members of the group, across which it differentiates.
-        is_scaled: whether gradients are those of a scaled loss: then it is them that decide whether
-            a step is skipped, and a loss that is not finite is no error.
+        requests: the forward requests of the sink, in this process.
+        in_flight: how many bundles may be in flight.
+        transport: of the group, across which it differentiates.
+        is_scaled: whether the loss is scaled. Gradients then decide whether a step is skipped, and
+            a loss that is not finite is not an error.
     """
 
     def __init__(
         self,
-        ask: Callable[[Bundle], Future[Any]],
+        requests: ForwardRequests,
         in_flight: int,
-        peers: Transport,
+        transport: Transport,
         is_scaled: bool = False,
     ) -> None:
-        self._ask = ask
-        self._peers = peers
-        self._check = _unchecked if is_scaled else _finite
+        self._requests = requests
+        self._transport = transport
+        self._is_scaled = is_scaled
         self._threads = ThreadPoolExecutor(in_flight, "rpcmp-bundle")
         self._lock = threading.Lock()
         self._last = 0
         self._waiting: dict[int, tuple[Sequence[Bundle], Future[Any]]] = {}
 
     def train(self, bundles: Sequence[Bundle], after: int) -> Future[Any]:
-        """Forward and backward of a round; answers with a Trained a micro-batch, in order.
-
-        The first failure is the answer, a Raised, as soon as it happens: the driver then aborts the
-        round, which frees the others.
+        """Run forward and backward of one round.
 
         Args:
-            bundles: the round's.
-            after: the number of the training round before; 0 for the first. Calls may overtake each
-                other, and a later round's micro-batches must not keep the threads from an earlier
-                one's, for which they wait.
+            bundles: this worker's bundles of the round.
+            after: the training round before; 0 for the first. Calls may overtake each other, and
+                micro-batches of a later round must not occupy the threads that an earlier round
+                needs to complete.
+
+        Returns:
+            A future of one Trained per micro-batch, in order. The first failure ends it at once
+            with a Raised: the driver then aborts the round, which frees the other threads.
         """
         answer: Future[Any] = Future()
         with self._lock:
@@ -72,56 +75,48 @@ class TrainStepRunner:
         return answer
 
     def _start(self, bundles: Sequence[Bundle], answer: Future[Any]) -> None:
-        running = [self._threads.submit(self._attempt, bundle) for bundle in bundles]
+        running = [
+            self._threads.submit(attempt, functools.partial(self._train, bundle))
+            for bundle in bundles
+        ]
         collected = _Collected(running, answer)
         for each in running:
-            each.add_done_callback(collected.one_ended)
-        self._last = bundles[0].round
-
-    def _attempt(self, bundle: Bundle) -> Any:
-        """A Trained for each micro-batch, or a Raised."""
-        return attempt(lambda: self._train(bundle))
+            each.add_done_callback(collected.mark_done)
+        self._last = bundles[0].round.number
 
     def _train(self, bundle: Bundle) -> list[Trained]:
-        with self._peers.autograd_context() as context_id:
-            answer: list[StageOutputs] = result(self._ask(bundle), NOBODY)
+        with self._transport.autograd_context() as context_id:  # [3]
+            answer: list[StageOutputs] = result(self._requests.ask(bundle, DRIVER_PORT))
             trained = [
-                Trained(self._check(outputs.value.item(), work), outputs.reports or {})
-                for work, outputs in zip(bundle.works, answer, strict=True)
+                Trained(self._checked(outputs.value.item(), meta), outputs.reports or {})
+                for meta, outputs in zip(bundle.microbatches, answer, strict=True)
             ]
-            self._peers.backward(context_id, [outputs.value for outputs in answer])
+            self._transport.backward(context_id, [outputs.value for outputs in answer])  # [9]
         return trained
 
-
-def _finite(loss: float, work: MicrobatchMeta) -> float:
-    if not math.isfinite(loss):
-        raise NonFiniteLossError(loss, work.step, work.microbatch)
-    return loss
-
-
-def _unchecked(loss: float, work: MicrobatchMeta) -> float:
-    return loss
+    def _checked(self, loss: float, meta: MicrobatchMeta) -> float:
+        if not self._is_scaled and not math.isfinite(loss):
+            raise NonFiniteLossError(loss, meta.round.step, meta.number)
+        return loss
 
 
 class _Collected:
-    """Gives the answer once: all that came, or the first failure."""
-
     def __init__(self, running: Sequence[Running[Any]], answer: Future[Any]) -> None:
         self._running = running
         self._answer = answer
         self._lock = threading.Lock()
-        self._left = len(running)
+        self._num_running = len(running)
 
-    def one_ended(self, ended: Running[Any]) -> None:
-        is_raised = isinstance(ended.result(), Raised)
+    def mark_done(self, done: Running[Any]) -> None:
+        is_raised = isinstance(done.result(), Raised)
         with self._lock:
-            if self._left <= 0:
+            if self._num_running <= 0:
                 return
-            self._left = 0 if is_raised else self._left - 1
-            if self._left:
+            self._num_running = 0 if is_raised else self._num_running - 1
+            if self._num_running:
                 return
         self._answer.set_result(
-            ended.result()
+            done.result()
             if is_raised
             else [trained for each in self._running for trained in each.result()]
         )

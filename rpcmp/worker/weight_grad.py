@@ -6,21 +6,17 @@
     later             w.grad += g.T @ x, b.grad += g.sum(0)
 
 Linear layers and convolutions have nearly all of a model's weights, and torch calls each of them by
-a function of `torch.nn.functional`. `install` puts our own in their place, which differ only while
-a stage's forward runs on a thread that watches. Everything else, and all that cannot be split, has
-its weight gradients in the backward as always: bits are those of a plain backward in every case.
+a function of `torch.nn.functional`. `install` replaces these functions. The new ones only differ on
+a thread that runs a stage's forward. All other operations, and all that cannot be split, compute
+weight gradients in the backward as usual, so the bits are always those of a plain backward.
 
 Not split are parameters that a micro-batch uses more than once (autograd sums their gradients
-before it adds them to `.grad`: another order of sums) or that have the user's hooks, what is
-checkpointed, autocast, double backwards, and of course what does not go through these functions (a
-fused LSTM, custom functions, normalizations).
+before it adds them to `.grad`: another order of sums) or that have user hooks, checkpointed layers,
+autocast, double backwards, and operations that do not call these functions (a fused LSTM, custom
+functions, normalizations).
 
-Next to `torch.distributed.pipelining._backward` (arXiv:2401.10241), which walks the graph of every
-micro-batch in Python, this costs some 10 microseconds a layer.
-
-`AccumulateGradHook` runs at each addition to a parameter's gradient, by autograd or by this module.
-A hook of the user's own keeps a parameter from being split. This one need not: it is told when a
-backward leaves its gradient for later, and called when that has come.
+`torch.distributed.pipelining._backward` (arXiv:2401.10241) walks the graph of every micro-batch in
+Python. This costs some 10 microseconds per layer.
 """
 
 from __future__ import annotations
@@ -39,32 +35,30 @@ from torch.autograd.graph import Node
 
 
 class AccumulateGradHook:
-    """A hook of one parameter; on the thread that differentiates.
+    """Calls a function at each addition to a parameter's gradient, by autograd or by this module.
 
-    Args:
-        parameter: whose gradient it is.
-        added: called after something has been added to it.
+    Other hooks keep a parameter from being split. This one does not: it is told when a backward
+    defers the gradient, and called when that has been added.
     """
 
-    def __init__(self, parameter: Tensor, added: Callable[[], None]) -> None:
-        self._added = added
-        self._left_for_later = 0
+    def __init__(self, parameter: Tensor, on_added: Callable[[], None]) -> None:
+        self._on_added = on_added
+        self._deferred = 0
         parameter.register_post_accumulate_grad_hook(self)
 
     def __call__(self, _: Tensor) -> None:
-        """Hear from autograd, which calls its hooks for a gradient of None as well."""
-        if self._left_for_later:
-            self._left_for_later -= 1
+        if self._deferred:  # autograd calls its hooks for a gradient of None as well
+            self._deferred -= 1
         else:
-            self._added()
+            self._on_added()
 
-    def leave(self) -> None:
-        """The backward that runs gives None: what it would have added comes later."""
-        self._left_for_later += 1
+    def defer(self) -> None:
+        """Ignore the next call: the running backward gives None, and its gradient comes later."""
+        self._deferred += 1
 
     def reset(self) -> None:
         """Forget backwards that have failed halfway."""
-        self._left_for_later = 0
+        self._deferred = 0
 
 
 Operation = Callable[..., Tensor]
@@ -76,8 +70,6 @@ CONVOLUTIONS = (
 
 
 class _Watched(threading.local):
-    """What the forward that runs on this thread collects in."""
-
     gradients: WeightGradients | None = None
 
 
@@ -85,7 +77,7 @@ _watched = _Watched()
 
 
 class WeightGradients:
-    """The weight gradients of one micro-batch that wait.
+    """The deferred weight gradients of one micro-batch.
 
     Args:
         splittable: the parameters that may be deferred; see `used_once`.
@@ -99,7 +91,7 @@ class WeightGradients:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Forwards on this thread within the block may be split."""
+        """Split forwards on this thread within the block."""
         before, _watched.gradients = _watched.gradients, self
         try:
             yield
@@ -108,10 +100,9 @@ class WeightGradients:
 
     @contextlib.contextmanager
     def defer(self) -> Iterator[None]:
-        """Backwards within the block leave weight gradients for `accumulate`.
+        """Defer the weight gradients of backwards within the block to `accumulate`.
 
-        Only the stage's own backward is run like this. What the user's code differentiates inside
-        of a forward is not.
+        Only the stage's own backward runs in it, and not those inside of the user's forward.
         """
         self._deferring = True
         try:
@@ -120,16 +111,15 @@ class WeightGradients:
             self._deferring = False
 
     def accumulate(self) -> None:
-        """Add all that waits to `.grad`; nothing waits afterwards."""
         waiting, self._waiting = self._waiting, []
         with torch.no_grad():
             for add in waiting:
                 add()
 
-    def notice(self, parameters: Iterable[Tensor]) -> bool:
-        """Note that an operation uses `parameters`; whether it may be split at all.
+    def count_use(self, parameters: Iterable[Tensor]) -> bool:
+        """Count an operation's use of `parameters`; return whether it may be split.
 
-        Not where there are hooks of the user's: autograd calls them for a gradient of None as well.
+        Hooks of the user's forbid that: autograd calls them for a gradient of None as well.
         """
         self._uses.update(parameters)
         return all(
@@ -140,14 +130,14 @@ class WeightGradients:
         )
 
     def postpone(self, parameters: Sequence[Tensor], add: Callable[[], None]) -> bool:
-        """Keep `add` for later, if it is all that its parameters get in this micro-batch."""
+        """Defer `add`, if it is the only addition to its parameters in this micro-batch."""
         if not self._deferring or any(self._uses[parameter] > 1 for parameter in parameters):
             return False
         hooks = [hook for parameter in parameters for hook in _hooks(parameter)]
         if not all(isinstance(hook, AccumulateGradHook) for hook in hooks):  # of a later forward
             return False
         for hook in hooks:
-            hook.leave()
+            hook.defer()
         self._waiting.append(add)
         return True
 
@@ -162,17 +152,17 @@ class Splitter:
         self._splittable: frozenset[Tensor] | None = None
 
     def begin(self, splits: bool = True) -> WeightGradients:
-        """For one more micro-batch; nothing of it waits unless its stage `splits`."""
+        """Return those of the next micro-batch; nothing is deferred unless the stage `splits`."""
         return WeightGradients((splits and self._splittable) or frozenset())
 
     def calibrate(self, outputs: Iterable[Tensor]) -> None:
-        """Look at the first micro-batch's graph, by its outputs; does nothing for later ones."""
+        """Find splittable parameters in the graph of the first micro-batch's outputs."""
         if self._splittable is None:
             self._splittable = used_once(outputs)
 
 
 def used_once(outputs: Iterable[Tensor]) -> frozenset[Tensor]:
-    """The parameters that one operation of the graph of `outputs` uses, and that only once."""
+    """Return the parameters that the graph of `outputs` uses exactly once."""
     nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
     users: dict[Node, list[Node]] = {node: [] for node in nodes}
     while nodes:
@@ -186,7 +176,7 @@ def used_once(outputs: Iterable[Tensor]) -> frozenset[Tensor]:
             users[node].append(user)
 
     def uses(node: Node) -> int:
-        """How many there are; a transposed parameter's are those of the parameter."""
+        """Count uses; uses of a transposed parameter count as its own."""
         return sum(1 if len(user.next_functions) > 1 else uses(user) for user in users[node])
 
     # Only AccumulateGrad has a variable.
@@ -196,12 +186,12 @@ def used_once(outputs: Iterable[Tensor]) -> frozenset[Tensor]:
 
 
 def splittable(operation: Operation) -> Operation:
-    """`operation`, whose weight gradients may be computed later than its input gradient.
+    """Make an operation whose weight gradients may be computed later than its input gradient.
 
-    For functions of the user's own that are worth it; linear layers and convolutions are already.
-    Called as `operation(input, *args, **kwargs)`; all further tensors are parameters. Its backward
-    must skip what is not asked for, as torch's own do, or else nothing is gained. Outside of a
-    stage that splits its backwards it stays as it is.
+    For expensive functions of the user's own; linear layers and convolutions are splittable
+    already. It is called as `operation(input, *args, **kwargs)`, and all further tensors are
+    parameters. Its backward must skip gradients that are not needed, as torch's own do, or else
+    nothing is gained. Outside of a stage that splits its backwards nothing changes.
     """
 
     @functools.wraps(operation)
@@ -219,7 +209,7 @@ def splittable(operation: Operation) -> Operation:
 
 
 def install() -> None:
-    """Replace the functions of `torch.nn.functional`; before any of the user's code is imported."""
+    """Replace functions of `torch.nn.functional`, before any user code is imported."""
     F.linear = _split_linear(F.linear)
     for name in CONVOLUTIONS:
         setattr(F, name, splittable(getattr(F, name)))
@@ -244,14 +234,14 @@ def _split_linear(operation: Operation) -> Operation:
 
 def _can_split(gradients: WeightGradients, input: Tensor, parameters: Sequence[Tensor]) -> bool:
     trained = _trained(*parameters)
-    may_wait = gradients.notice(trained)  # without a tape, too: it may be recomputed with one
+    may_wait = gradients.count_use(trained)  # without a tape, too: it may be recomputed with one
     return bool(trained) and may_wait and torch.is_grad_enabled() and not _is_special(input)
 
 
 def _is_special(input: Tensor) -> bool:
-    """Whether autocast, or hooks on saved tensors (checkpointing, offloading), change the rules.
+    """Whether autocast or hooks on saved tensors (checkpointing, offloading) are active.
 
-    What a checkpoint saves must be what its recomputation, which is not watched, saves again.
+    A checkpoint must save the same tensors in its recomputation, which does not split.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None or torch.is_autocast_enabled(input.device.type)
@@ -262,7 +252,7 @@ def _trained(*tensors: Tensor | None) -> list[Tensor]:
 
 
 def _is_one_product(input: Tensor, weight: Tensor) -> bool:
-    """Whether torch computes this linear as one matrix product, whose gradients we know."""
+    """Whether torch computes this linear as one matrix product, with known gradients."""
     is_matrix = input.dim() in (2, 3) and input.is_contiguous() and weight.is_contiguous()
     return is_matrix and weight.shape[1] > 1  # a column is contiguous both ways
 
@@ -372,7 +362,7 @@ class _Taped(torch.autograd.Function):
 def _twice_differentiable(
     operation: Operation, grad: Tensor, input: Tensor, *parameters: Tensor | None
 ) -> Gradients:
-    """The gradients as parts of a graph of their own, for `create_graph=True`."""
+    """Return gradients with a graph of their own, for `create_graph=True`."""
     output = operation(input, *parameters)
     return (None, None, *_differentiate(output, grad, input, *parameters, create_graph=True))
 
@@ -380,7 +370,7 @@ def _twice_differentiable(
 def _differentiate(
     output: Tensor, grad: Tensor, *inputs: Tensor | None, create_graph: bool = False
 ) -> Gradients:
-    """The gradients of `inputs`, None for those that need none."""
+    """Return the gradients of `inputs`, and None for inputs that need none."""
     wanted = _trained(*inputs)
     if not wanted:
         return (None,) * len(inputs)
@@ -391,7 +381,6 @@ def _differentiate(
 
 
 def _add_to_grad(parameter: Tensor, grad: Tensor) -> None:
-    """What autograd's accumulation does."""
     if parameter.grad is None:
         parameter.grad = grad
     else:
@@ -401,5 +390,4 @@ def _add_to_grad(parameter: Tensor, grad: Tensor) -> None:
 
 
 def _hooks(parameter: Tensor) -> list[Any]:
-    """Those that autograd calls when it has added to a gradient; of what is split, our own."""
     return list((parameter._post_accumulate_grad_hooks or {}).values())

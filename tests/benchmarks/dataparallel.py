@@ -1,8 +1,8 @@
 """One rank of torch's DistributedDataParallel over Gloo.
 
-Its best: mini-batches loaded before the clock starts, no gradient sent but with a rank's last
-micro-batch (`no_sync`), gradients that lie in DDP's buckets from the first, and the loss divided by
-the number of micro-batches instead of every gradient.
+It runs at its best: mini-batches are loaded before the clock starts, gradients are sent only with a
+rank's last micro-batch (`no_sync`) and lie in DDP's buckets from the start, and the loss is divided
+by the number of micro-batches instead of every gradient.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rpcmp.config import loader
 from rpcmp.process.channel import Message
-from rpcmp.tools.bench.peers import trainers
+from rpcmp.tools.bench import peer_trainers
 
 
 class DataParallel:
-    """The same model and micro-batches as the job's replicas have.
+    """Trains the model and micro-batches of the job's replicas.
 
     Args:
         order: "config", the job as plain data, "folder" of its Python files; "rank", "world_size"
@@ -39,11 +39,11 @@ class DataParallel:
             rank=self._rank,
             world_size=self._world_size,
         )
-        (names,) = trainers.layer_names(config)
-        self._part = trainers.build(config, 0, names)
+        (names,) = peer_trainers.layer_names(config)
+        self._part = peer_trainers.build(config, 0, names)
         self._model = DistributedDataParallel(self._part.module, gradient_as_bucket_view=True)
-        self._loss = trainers.slice_loss(config, self._count // self._world_size)
-        self._batches = trainers.endless_batches(config)
+        self._loss = peer_trainers.slice_loss(config, self._count // self._world_size)
+        self._batches = peer_trainers.endless_batches(config)
 
     def run(self, steps: int) -> Message:
         """See Rank."""

@@ -1,4 +1,4 @@
-"""One rank of an exchange of gradients by itself: by rpcmp's sum, or Gloo's all-reduce.
+"""One rank of an exchange of gradients without training: by rpcmp, or by Gloo's all-reduce.
 
 Nothing is computed besides. Every rank has its gradients when the clock starts, and all have the
 sum when it stops; an exchange before that is not counted lets all begin at the same time.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,16 +19,17 @@ from torch.futures import Future
 from rpcmp.errors import MismatchError
 from rpcmp.process.channel import Message
 from rpcmp.rpc import transport, unpickler
+from rpcmp.rpc.messages import Peer
 from rpcmp.worker.grad_sync.bucket_allreduce import BucketAllReduce
 
 PARAMETER_BYTES = 10**6
-"""Of each parameter but the last: as in a model with several layers, and not in one piece."""
+"""Size of each parameter but the last: several tensors, as in a model with several layers."""
 
 ELEMENT_BYTES = 4
 
 
 class Exchange(ABC):
-    """Exchanges one after the other."""
+    """Does one exchange after the other."""
 
     def run(self, steps: int) -> Message:
         """See Rank; there are no losses."""
@@ -42,11 +43,11 @@ class Exchange(ABC):
 
     @abstractmethod
     def _exchange(self) -> None:
-        """Once, until this rank has the sum."""
+        """Exchange once, until this rank has the sum."""
 
     @abstractmethod
     def _check(self) -> None:
-        """Whether it is the sum.
+        """Check the sum.
 
         Raises:
             MismatchError: it is not.
@@ -94,9 +95,8 @@ class Sum(Exchange):
         self._gradients = [torch.full((size,), rank + 1.0) for size in sizes]
         self._parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
         names = [f"rank:{rank}" for rank in range(self._world_size)]
-        self._summing = BucketAllReduce(
-            self._parameters, rank, self._world_size, _Others(names, rank)
-        )
+        peers = [cast(Peer, _Peer(name)) for name in names]
+        self._summing = BucketAllReduce(self._parameters, rank, peers)
         self._key = 0
         unpickler._CALLED.add((__name__, Served.__name__))
         store = FileStore(order["store"], self._world_size)
@@ -119,7 +119,7 @@ RPC = transport.TorchRpc()
 
 
 class Served:
-    """What a rank answers; the part of a stage that is needed here."""
+    """The RPC service of a rank; the part of a stage that is needed here."""
 
     def __init__(self, summing: BucketAllReduce) -> None:
         self._summing = summing
@@ -130,23 +130,20 @@ class Served:
 
     def total(self, key: int, bucket: int) -> Future[Any]:
         """See BucketAllReduce."""
-        return self._summing.sum_of_chunk(key, bucket)
+        return self._summing.chunk_total(key, bucket)
 
 
-class _Others:
-    """The other ranks, by torch RPC."""
+class _Peer:
+    """Another rank, by torch RPC."""
 
-    def __init__(self, names: list[str], own: int) -> None:
-        self._names, self._own = names, own
+    def __init__(self, name: str) -> None:
+        self.name = name
 
-    def part(self, member: int, key: int, bucket: int) -> Future[Any]:
-        return RPC.call(self._names[member], Served.part, self._own, key, bucket)
+    def gradient_part(self, rank: int, round_number: int, bucket: int) -> Future[Any]:
+        return RPC.call(self.name, Served.part, rank, round_number, bucket)
 
-    def total(self, member: int, key: int, bucket: int) -> Future[Any]:
-        return RPC.call(self._names[member], Served.total, key, bucket)
-
-    def name(self, member: int) -> str:
-        return self._names[member]
+    def gradient_total(self, round_number: int, bucket: int) -> Future[Any]:
+        return RPC.call(self.name, Served.total, round_number, bucket)
 
 
 def _require(found: torch.Tensor | None, value: float) -> None:

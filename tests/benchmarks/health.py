@@ -1,4 +1,4 @@
-"""How fast a stage server starts, and answers health checks while both cores train.
+"""Time until a stage server is ready, and until it answers health checks while both cores train.
 
 python -m tests.benchmarks.health
 """
@@ -31,7 +31,7 @@ batch_size = 2000
 
 
 def start_seconds() -> list[float]:
-    """Seconds from spawning `rpcmp serve` to its line that it is SERVING."""
+    """Return the seconds from starting `rpcmp serve` to its line with SERVING."""
     seconds = []
     for _ in range(STARTS):
         started = time.perf_counter()
@@ -41,7 +41,7 @@ def start_seconds() -> list[float]:
 
 
 def check_seconds(address: str) -> list[float]:
-    """Seconds that each health check took."""
+    """Return the seconds of each health check."""
     seconds = []
     with grpc.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -53,7 +53,7 @@ def check_seconds(address: str) -> list[float]:
 
 
 def show(what: str, seconds: list[float]) -> None:
-    """Median and worst, in milliseconds."""
+    """Format the median and the maximum, in milliseconds."""
     median, worst = statistics.median(seconds), max(seconds)
     print(f"{what}: median {median * 1e3:.1f} ms, worst {worst * 1e3:.1f} ms of {len(seconds)}")
 

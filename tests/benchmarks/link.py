@@ -1,4 +1,4 @@
-"""How much of a slow link a run uses whose activations are what takes the time.
+"""Share of a slow link that a run uses if activations take most of its time.
 
     python -m tests.benchmarks.link [RATE] [ROUNDS]     "1gbit" and 5 if not given
 
@@ -20,7 +20,7 @@ from tests.support.lan import Host, driving, issue, lan, serving
 from tests.support.processes import JobFolder
 
 RATES = {"1gbit": 1e9, "200mbit": 2e8}
-"""Bits a second."""
+"""Bits per second."""
 
 WARM_UP, STEPS = 1, 3
 
@@ -43,12 +43,12 @@ kwargs = {{ num_samples = 4096, features = 1 }}
 
 
 def sent(host: Host) -> int:
-    """Bytes that have left a host."""
+    """Return the bytes that a host has sent."""
     return int(host.run("cat", "/sys/class/net/eth0/statistics/tx_bytes").stdout)
 
 
 def measure(config: Path, driver: Host, hosts: list[Host], certs: Path) -> dict[str, float]:
-    """Bits a second that leave each of the stages' hosts."""
+    """Return the bits per second that each of the stages' hosts sends."""
     with contextlib.ExitStack() as started:
         addresses = [
             started.enter_context(

@@ -1,4 +1,4 @@
-"""What it costs to look at a run, and how soon one sees a fault.
+"""Cost of observing a run, and time until a fault is visible.
 
 python -m tests.benchmarks.looking [PAIRS]
 
@@ -31,7 +31,7 @@ KILLS = 3
 
 
 def as_toml(value: Any) -> str:
-    """A value of a config, as its file has it."""
+    """Format a value as TOML."""
     if isinstance(value, dict):
         pairs = (f"{key} = {as_toml(one)}" for key, one in value.items() if one is not None)
         return "{ " + ", ".join(pairs) + " }"
@@ -41,14 +41,14 @@ def as_toml(value: Any) -> str:
 
 
 def step_seconds(config: Path, *options: object) -> float:
-    """The mean of a run's steps after its first few."""
+    """Return the mean time of a run's steps after its first few."""
     result = rpcmp_process("drive", config, "--json", *map(str, options), timeout=300)
     steps = [event["step_s"] for event in result.events if event["event"] == "step"]
     return float(statistics.mean(steps[WARMUP:]))
 
 
 def ratios(folder: Path, pairs: int) -> list[float]:
-    """Of a step that is looked at to one that is not, pair by pair."""
+    """Return the ratio of an observed step to one that is not, per pair."""
     job = cases.load("transformer").config.model_dump(mode="json", exclude_unset=True)
     job = {**job, "steps": STEPS, "epochs": None}
     config = folder / "transformer.toml"
@@ -68,7 +68,7 @@ def ratios(folder: Path, pairs: int) -> list[float]:
 
 
 def fault_and_paint() -> tuple[list[float], float]:
-    """Seconds from SIGKILL of a worker to its node's being red, and to the page's first paint."""
+    """Return the seconds from SIGKILL of a worker until its node is red, and to the first paint."""
     options = ("--json", "--ui", "127.0.0.1:0", "--set", "epochs=1000", "--set", 'log.folder=""')
     seconds = []
     with running("drive", EXAMPLES / "digits.toml", *options) as run, chromium() as browser:

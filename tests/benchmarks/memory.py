@@ -1,4 +1,4 @@
-"""Whether a stage's memory grows with the number of micro-batches: it must not.
+"""Memory of a stage by the number of micro-batches, with which it must not grow.
 
 python -m tests.benchmarks.memory
 
@@ -38,7 +38,7 @@ kwargs = {{ num_samples = 4096, features = 1 }}
 
 
 def peaks(folder: JobFolder, count: int) -> dict[str, int]:
-    """Bytes above idle of each stage, with so many micro-batches."""
+    """Return the bytes above idle of each stage."""
     config = folder.config(
         JOB.format(count=count, steps=6 * MANY // count, batch_size=count * SAMPLES)
     )

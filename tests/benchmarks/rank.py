@@ -1,4 +1,4 @@
-"""One process of a contestant: does its steps when told, and blocks in between.
+"""One process of a contestant: does steps on request, and blocks in between.
 
     benchmark ──order──> rank ──ready──> benchmark        once
     benchmark ──steps──> rank ──begin, end, losses──> benchmark
@@ -11,14 +11,14 @@ from __future__ import annotations
 import os
 from typing import Protocol
 
-from rpcmp.process.channel import Message, begin_child
+from rpcmp.process.channel import Message, connect_to_supervisor
 
 
 class Rank(Protocol):
-    """What a process can do."""
+    """Work of one process."""
 
     def run(self, steps: int) -> Message:
-        """Do so many steps.
+        """Do `steps` steps.
 
         Returns:
             "begin" and "end", of `time.monotonic_ns`, and "losses": of each step, this rank's part
@@ -28,7 +28,7 @@ class Rank(Protocol):
 
 def main() -> None:
     """Serve the benchmark; the process ends here."""
-    channel = begin_child().channel  # before torch
+    channel = connect_to_supervisor().channel  # before torch
     from rpcmp.config.importing import explain_error
     from rpcmp.errors import JobError, RpcmpError, to_wire
 

@@ -1,4 +1,4 @@
-"""A contestant of several processes with one thread each; what one of them does is in rank.py."""
+"""A contestant of several processes with one thread each; rank.py is one of them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rpcmp.process import interpreter
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
 from rpcmp.process.interpreter import compute_environment
-from rpcmp.tools.bench.contestant import TimedSegment
+from rpcmp.tools.bench.comparison import TimedSegment
 from tests.support.places import ROOT
 
 
 class Ranks:
-    """See Contestant. All processes are told the same at the same time.
+    """Contestant whose processes get the same requests at the same time.
 
     Args:
         name: shown beside its figures.
@@ -48,7 +48,7 @@ class Ranks:
         await self._answers()
 
     async def run(self, steps: int) -> TimedSegment:
-        """See Contestant. From the first rank's begin to the last one's end."""
+        """See Contestant; measures from the first rank's start to the last one's end."""
         for child in self._children:
             child.send({"steps": steps})
         answers = await self._answers()
@@ -63,7 +63,7 @@ class Ranks:
             self._folder.cleanup()
 
     async def _answers(self) -> list[Message]:
-        """One of each process, by rank.
+        """Return one answer per process, by rank.
 
         Raises:
             RpcmpError: one of them failed.
@@ -75,7 +75,7 @@ class Ranks:
             if message["event"] == "error":
                 raise from_wire(message["error"])
             return message
-        how = interpreter.told(self._children[rank].exit_code)
+        how = interpreter.describe_exit(self._children[rank].exit_code)
         raise WorkerDiedError(f"{self.name}: the process of rank {rank} {how}")
 
 

@@ -1,4 +1,4 @@
-"""What recovery takes, and what being ready for it costs.
+"""Time of a recovery, and cost of being prepared for one.
 
 python -m tests.benchmarks.recovery times [ROUNDS]   seconds from a fault to the next new step
 python -m tests.benchmarks.recovery costs [ROUNDS]   step time without and with what it needs
@@ -38,7 +38,7 @@ COSTS = {
 }
 
 WARM_UP = 8
-"""Steps at the beginning of a run that do not count."""
+"""First steps of a run, which do not count."""
 
 
 def times(rounds: int) -> None:

@@ -1,4 +1,4 @@
-"""How fast the relay is: bytes through two of them, by mutual TLS, both on this machine.
+"""Speed of the relay: bytes through two relays on this machine, by mutual TLS.
 
     python -m tests.benchmarks.relay [GIGABYTES]
 
@@ -28,7 +28,7 @@ BLOCK = 4 * 2**20
 
 
 async def relay(side: str, port: int, certs: str) -> None:
-    """One relay, for one connection; prints its own port."""
+    """Run a relay for one connection; prints its port."""
     loop = asyncio.get_running_loop()
     with socket.create_server((HERE, 0)) as listener:
         print(listener.getsockname()[1], flush=True)
@@ -42,7 +42,7 @@ async def relay(side: str, port: int, certs: str) -> None:
     else:
         session = TlsState(Credentials(folder / "stage0").server()) if certs else None
         plain, other = Connection(onward), Connection(connection, session)
-    await other.shake_hands()
+    await other.do_handshake()
     other.has_frames = True
     await splice(plain, other)
 
@@ -56,7 +56,7 @@ def start(side: str, port: int, certs: str) -> tuple[subprocess.Popen[str], int]
 
 
 def sink(size: int) -> None:
-    """Take so many bytes of one connection; prints its port, and then how long it took."""
+    """Receive bytes from one connection; prints the port, and then the seconds."""
     with socket.create_server((HERE, 0)) as listener:
         print(listener.getsockname()[1], flush=True)
         connection, _ = listener.accept()
@@ -68,7 +68,7 @@ def sink(size: int) -> None:
 
 
 def measure(size: int, relays: int, certs: str) -> float:
-    """Gigabytes a second."""
+    """Return gigabytes per second."""
     command = [sys.executable, "-m", "tests.benchmarks.relay", "sink", str(size)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True)]
     said = processes[0].stdout

@@ -1,4 +1,4 @@
-"""What replicas of a stage gain, and what the exchange of their gradients costs.
+"""Speed-up by replicas of a stage, and cost of the exchange of their gradients.
 
     python -m tests.benchmarks.replicas                            both, 9 pairs each
     python -m tests.benchmarks.replicas step --pairs 15
@@ -36,9 +36,8 @@ from rpcmp.errors import ConfigError, RpcmpError, UnsupportedJobError
 from rpcmp.tools.bench import cases, comparison
 from rpcmp.tools.bench.benchmark import OwnPipeline
 from rpcmp.tools.bench.cases import Case
-from rpcmp.tools.bench.comparison import ContestantTimes
-from rpcmp.tools.bench.contestant import Contestant
-from rpcmp.tools.bench.peers.group import PeerGroup, Processes
+from rpcmp.tools.bench.comparison import Contestant, ContestantTimes
+from rpcmp.tools.bench.peer_group import PeerGroup, Processes
 from rpcmp.tools.bench.statistics import Estimate, paired_ratio, spread
 from tests.benchmarks.ranks import Ranks
 from tests.support.places import EXAMPLES
@@ -53,14 +52,14 @@ GROWN = (
     # Small steps: sums in another order would else become other losses after some dozen of them.
     "optimizer={ callable = 'torch.optim:SGD', kwargs = { lr = 1e-5 } }",
 )
-"""What a step of the example lacks to be worth two processes."""
+"""Overrides that make a step of the example worth two processes."""
 
 FASTER, NO_SLOWER, EXCHANGE = 1.85, 1.00, 1.2
-"""What is asked for: one process / ours; ours / DistributedDataParallel; ours / Gloo."""
+"""Goals: one process / ours; ours / DistributedDataParallel; ours / Gloo."""
 
 
 def step(options: argparse.Namespace) -> None:
-    """Two replicas against one process, and against DistributedDataParallel."""
+    """Compare two replicas with one process, and with DistributedDataParallel."""
     job = _job(options.set)
     _require_equal_work(job)
     contestants = [OwnPipeline(_replicated(job)), _one_process(job), _data_parallel(job)]
@@ -74,7 +73,7 @@ def step(options: argparse.Namespace) -> None:
 
 
 def exchange(options: argparse.Namespace) -> None:
-    """The sum of gradients against an all-reduce, between 2 and between 4 processes."""
+    """Compare the sum of gradients with an all-reduce, of 2 and of 4 processes."""
     for count in (2, 4):
         order = {"bytes": round(options.megabytes * 1e6)}
         mine, gloo = _compare(
@@ -135,7 +134,7 @@ def _compare(
         UnsupportedJobError: one cannot take part.
     """
     done = asyncio.run(comparison.compare(contestants, options.pairs, options.steps, _progress))
-    for name, why in done.unfit.items():
+    for name, why in done.unsupported.items():
         raise UnsupportedJobError(f"{name}: {why}")
     print(f"{options.pairs} pairs of {done.steps}")
     return done.series

@@ -1,4 +1,4 @@
-"""Makes the README's picture of the page: a real run of four stages, one of which was killed.
+"""Take the README's picture of the page: a real run of four stages, after one was killed.
 
 python -m tests.benchmarks.screenshot [FOLDER]    page-light.png and page-dark.png; .github/assets
 """
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def _worker(run: Running, stage: str) -> int:
-    """The process id of a stage's worker, as the run has told it."""
+    """Return the process id of a stage's worker from the run's events."""
     line = run.wait_for_line('"event": "generation"').string
     pid: int = json.loads(line)["workers"][stage]["pid"]
     return pid

@@ -1,4 +1,4 @@
-"""How fast a run is while strangers hold connections open at every door, with few descriptors.
+"""Speed of a run while strangers hold connections open at every port, with few descriptors.
 
     python -m tests.benchmarks.strangers [PAIRS]     5 if not given
 
@@ -27,10 +27,10 @@ from tests.support.processes import JobFolder, Running, Server, connect, running
 HERE = "127.0.0.1"
 DESCRIPTORS = ("prlimit", "--nofile=256:256")
 HELD = 300
-"""Connections at each door."""
+"""Connections per port."""
 
 AGAIN_SECONDS = 1.0
-"""Between two times at which closed ones are opened again."""
+"""Seconds after which closed connections are opened again."""
 
 WARM_UP, STEPS = 20, 300
 
@@ -52,7 +52,7 @@ kwargs = {{ num_samples = 4096, features = 1 }}
 
 @contextlib.contextmanager
 def held(ports: Sequence[int]) -> Iterator[None]:
-    """Silent connections at each port, as long as the block lasts."""
+    """Hold silent connections at each port for the length of the block."""
     ended = threading.Event()
     holding = threading.Thread(target=_hold, args=[ports, ended])
     holding.start()
@@ -84,7 +84,7 @@ def _hold(ports: Sequence[int], ended: threading.Event) -> None:
 
 
 def step_seconds(run: Running) -> float:
-    """Seconds of a step, on average over all but the first."""
+    """Return the mean seconds of a step after the first."""
     times = [float(event["time"]) for event in run.wait(300).events if event["event"] == "step"][
         WARM_UP:
     ]
@@ -92,7 +92,7 @@ def step_seconds(run: Running) -> float:
 
 
 def trained(config: Path, certs: Path, is_besieged: bool) -> float:
-    """Seconds of a step of one run."""
+    """Return the seconds of a step of one run."""
     with contextlib.ExitStack() as started:
         servers = []
         for index in range(2):

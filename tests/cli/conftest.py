@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rpcmp.job import server_pool
-from rpcmp.job import status as job_status
+from rpcmp.job import server_calls, server_pool
 from rpcmp.server.client import StageClient
 
 SECONDS = 0.2
@@ -16,5 +15,5 @@ SECONDS = 0.2
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands of this process do not wait two or six seconds for a server to answer."""
     monkeypatch.setattr(StageClient.connect, "__defaults__", (SECONDS,))
-    for module in (server_pool, job_status):
+    for module in (server_pool, server_calls):
         monkeypatch.setattr(module, "ANSWER_SECONDS", SECONDS)

@@ -1,4 +1,4 @@
-"""'rpcmp bench' of what it cannot measure, and stopped in the middle of it."""
+"""`rpcmp bench` with cases that it cannot measure, and stopped in the middle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a shell offers in the place of a word that is begun: asked as shells ask, and by a shell."""
+"""Shell completion, asked as shells ask, and by a real shell."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def complaint(config: Path, override: str) -> str:
     return ""
 
 
-def test_neither_torch_nor_grpc_is_imported_for_it() -> None:
+def test_completion_imports_neither_torch_nor_grpc() -> None:
     code = """
 import contextlib, os, sys
 from rpcmp.cli import main

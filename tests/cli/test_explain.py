@@ -1,4 +1,4 @@
-"""`rpcmp explain` from the outside: what it says, and what a run then does."""
+"""`rpcmp explain` as a command: its output, and that a run then does the same."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_graph_on_this_machine_for_people(job: JobFolder) -> None:
     assert any(line.startswith("code ") for line in lines)
 
 
-def test_nobody_has_to_be_there_where_nothing_is_measured(job: JobFolder) -> None:
+def test_explain_without_measuring_needs_no_servers(job: JobFolder) -> None:
     away = ("--connect", "127.0.0.1:1,127.0.0.1:2", "--json", "--no-measure")
     model = '[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]'
     result = rpcmp("explain", job.config(model), *away)

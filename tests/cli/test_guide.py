@@ -116,6 +116,19 @@ def test_a_misspelt_topic_suggests_the_nearest() -> None:
     assert "did you mean" not in guide("qqq").err
 
 
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("tensorboard", "; see 'runs'"),
+        ("certificates", "; see 'hosts'"),
+        ("metrics", "; see 'evaluation' or 'prometheus'"),
+        ("config", "; see 'configuration'"),
+    ],
+)
+def test_a_word_that_is_no_topic_leads_to_the_pages_about_it(word: str, expected: str) -> None:
+    assert expected in guide(word).err
+
+
 def test_a_shell_completes_topics() -> None:
     complete = ShellComplete(cli, {}, "rpcmp", "_RPCMP_COMPLETE").get_completions
     found = complete(["guide"], "p")

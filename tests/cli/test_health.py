@@ -1,4 +1,4 @@
-"""`rpcmp health`: what an orchestrator hears of a stage server, by its exit code and its words."""
+"""`rpcmp health`: the exit code and the words with which a stage server is probed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_server_that_serves_is_healthy() -> None:
     assert (found.code, found.out, found.err) == (0, f"{server.address} is SERVING\n", "")
 
 
-def test_one_that_drains_is_not(job: JobFolder) -> None:
+def test_health_of_a_draining_server_exits_1(job: JobFolder) -> None:
     config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
     patient = ("--set", "recovery.heartbeat_timeout=600.0")
     with (
@@ -83,7 +83,7 @@ def test_one_that_drains_is_not(job: JobFolder) -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--certs", "driver"]])
-def test_nobody_there(certs: Path, options: list[str]) -> None:
+def test_health_of_an_absent_server_exits_75(certs: Path, options: list[str]) -> None:
     with socket.create_server((HERE, 0)) as listener:
         address = f"{HERE}:{listener.getsockname()[1]}"
     options = [str(certs / option) if option == "driver" else option for option in options]
@@ -94,7 +94,7 @@ def test_nobody_there(certs: Path, options: list[str]) -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--certs", "driver"]])
-def test_somebody_who_says_nothing(certs: Path, options: list[str]) -> None:
+def test_health_of_a_silent_server_exits_75(certs: Path, options: list[str]) -> None:
     options = [str(certs / option) if option == "driver" else option for option in options]
     with socket.create_server((HERE, 0)) as listener:
         address = f"{HERE}:{listener.getsockname()[1]}"
@@ -123,7 +123,7 @@ def test_a_server_that_wants_tls_says_so(
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("options", [[], ["--insecure"]])
-def test_so_do_several_servers_at_once(
+def test_several_servers_that_want_tls_say_so(
     job: JobFolder, server: Server, other: Server, options: list[str]
 ) -> None:
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [1, 3]')
@@ -152,7 +152,9 @@ def test_all_certificates_of_the_job_may_ask(certs: Path, server: Server, who: s
 
 
 @pytest.mark.parametrize("name", [None, "host-b.example.org", ".", "a" * 64])
-def test_the_server_has_to_be_whom_we_mean(certs: Path, server: Server, name: str | None) -> None:
+def test_health_checks_the_name_in_the_servers_certificate(
+    certs: Path, server: Server, name: str | None
+) -> None:
     found = ask(server, certs / "driver", *([] if name is None else ["--server-name", name]))
     assert found.code == 2
     assert HERE in found.err if name is None else name in found.err
@@ -191,7 +193,7 @@ def test_a_name_to_check_needs_something_to_check_it_against() -> None:
     assert "give --certs DIR" in found.err
 
 
-def test_other_machines_are_not_asked_in_the_open() -> None:
+def test_health_refuses_other_machines_without_tls() -> None:
     found = rpcmp("health", "192.0.2.7")
     assert found.code == 2
     assert "192.0.2.7:50051 is not a loopback address" in found.err

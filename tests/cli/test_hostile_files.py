@@ -1,4 +1,4 @@
-"""Files that somebody else wrote: a command that reads them takes no more memory than it may."""
+"""Commands that read hostile files take no more memory than they may."""
 
 from __future__ import annotations
 

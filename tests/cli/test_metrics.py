@@ -1,4 +1,4 @@
-"""The addresses of --metrics that cannot be had."""
+"""Addresses of --metrics that cannot be bound."""
 
 from __future__ import annotations
 

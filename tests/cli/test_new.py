@@ -112,7 +112,7 @@ def test_a_name_may_be_any_that_python_takes(tmp_path: Path) -> None:
         ("json", "there is a module 'json' already"),
     ],
 )
-def test_names_that_cannot_be(tmp_path: Path, name: str, message: str) -> None:
+def test_invalid_names_are_refused(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         create(name, tmp_path)
     assert list(tmp_path.iterdir()) == []

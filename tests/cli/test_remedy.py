@@ -48,11 +48,11 @@ def an(error: type[errors.RpcmpError]) -> errors.RpcmpError:
     return next(each for each in ERRORS if type(each) is error)
 
 
-def test_every_class_of_errors_is_decided_about() -> None:
+def test_every_error_class_has_a_decision() -> None:
     assert set(DECISIONS) == tree(errors.RpcmpError)
 
 
-def test_what_is_offered_is_a_command_that_there_is() -> None:
+def test_remedy_suggests_only_valid_commands() -> None:
     for error, name in itertools.product(ERRORS, COMMANDS):
         for command in (
             Command(name, ["c.toml"], "c.toml", ["--set", "seed=1", "--connect"], others=COMMANDS),
@@ -106,7 +106,7 @@ def test_what_is_offered_is_a_command_that_there_is() -> None:
         (errors.InterruptedJobError, {}, None),
     ],
 )
-def test_the_command_that_helps(
+def test_remedy_suggests_a_command_per_error(
     error: type[errors.RpcmpError], known: dict[str, Any], expected: str | None
 ) -> None:
     assert remedy(an(error), drive(**known)) == expected
@@ -127,7 +127,7 @@ def test_the_command_that_helps(
         ("loss=torch.nn:MSELoss", "loss=torch.nn:MSELoss"),
     ],
 )
-def test_what_was_given_in_confidence_is_not_repeated(override: str, offered: str) -> None:
+def test_remedy_hides_confidential_values(override: str, offered: str) -> None:
     for one in (
         f"job.toml --set {shlex.quote(override)}",
         f"job.toml {shlex.quote(f'--set={override}')}",
@@ -142,7 +142,7 @@ def test_what_was_given_in_confidence_is_not_repeated(override: str, offered: st
     )
 
 
-def test_what_was_left_out_is_filled_in_by_a_shell_or_stops_it() -> None:
+def test_hidden_values_are_shell_variables_that_must_be_set() -> None:
     command = drive("job.toml --set 'data.kwargs.key=a \"b'", has_checkpoint=True)
     line = (remedy(an(errors.WorkerDiedError), command) or "").replace("rpcmp", "printf '%s|'", 1)
     found = subprocess.run(
@@ -229,7 +229,7 @@ def overrides(words: list[str]) -> list[str]:
         ("--stage 1 --certs . --listen 0.0.0.0:7", "127.0.0.1:7 --certs ."),
     ],
 )
-def test_who_listens_is_asked_where_and_as_it_answers(
+def test_health_asks_the_address_of_the_listener(
     options: str, expected: str, certs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(certs.parent)  # where there is no certificate
@@ -304,7 +304,7 @@ def test_a_port_that_is_taken_ends_with_who_listens_there() -> None:
 @pytest.mark.parametrize(
     "options", ["--listen 0.0.0.0:0 --insecure", "--listen 0.0.0.0:0 --certs CERTS"]
 )
-def test_so_does_one_that_is_taken_on_all_interfaces(options: str, certs: Path) -> None:
+def test_a_port_taken_on_all_interfaces_suggests_its_health(options: str, certs: Path) -> None:
     words = options.replace("CERTS", str(certs)).split()
     with running_server("--stage", "1", *words) as first:
         require_who_listens(*words, "--listen", first.address)

@@ -84,7 +84,7 @@ def test_all_that_looks_at_a_run(job: JobFolder) -> None:
     assert f'"name":"{path.name}"' in (path / "report.html").read_text()
 
 
-def test_a_bad_logger_fails_before_anything_starts(job: JobFolder) -> None:
+def test_a_bad_logger_fails_before_the_run_starts(job: JobFolder) -> None:
     config = job.config("""
         [model]
         layers = "zoo:mlp"

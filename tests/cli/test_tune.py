@@ -16,9 +16,9 @@ from tests.support.processes import JobFolder, rpcmp
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--microbatches", "2,x"], "--microbatches: 'x' is no positive whole number"),
-        (["--microbatches", "0"], "--microbatches: '0' is no positive whole number"),
-        (["--max-in-flight", "-3"], "--max-in-flight: '-3' is no positive whole number"),
+        (["--microbatches", "2,x"], "--microbatches: 'x' is not a positive whole number"),
+        (["--microbatches", "0"], "--microbatches: '0' is not a positive whole number"),
+        (["--max-in-flight", "-3"], "--max-in-flight: '-3' is not a positive whole number"),
         (["--schedules", "zbv"], "no schedule 'zbv'"),
         (["--schedules", ","], "--schedules ',': give at least one value"),
         (["--png", "/nowhere/at/all.png"], "cannot write /nowhere/at/all.png"),

@@ -18,7 +18,7 @@ from rpcmp.pipelining import layer_profile
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.rpc import tensors
 from rpcmp.server.connection import versions
-from rpcmp.server.host_facts.facts import CheckRequest, HostFacts
+from rpcmp.server.host_facts import CheckRequest, HostFacts
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import doctor_pb2
 from rpcmp.v1.control_pb2_grpc import ControlStub, SnapshotsStub

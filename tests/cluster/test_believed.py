@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpcmp.checkpoint.paths import beneath
+from rpcmp.checkpoint.files import beneath
 from rpcmp.checkpoint.slots import NUM_SLOTS, Slots
 from rpcmp.errors import ConfigError, JobError, UnreachableError, from_wire
-from rpcmp.job.outputs import OutputFiles
+from rpcmp.job.output_files import OutputFiles
 from rpcmp.net.dialer import Dialer
 from rpcmp.net.security import Security
 from rpcmp.process import descriptors
@@ -259,7 +259,7 @@ def test_a_malformed_message_of_a_child_ends_the_job_and_names_the_child(
     )
     result = rpcmp("drive", config, "--json")
     assert result.code not in (0, 1)
-    assert "speaks nonsense" in result.err
+    assert "sent an invalid message" in result.err
     assert "Traceback" not in result.err
 
 

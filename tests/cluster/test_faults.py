@@ -138,7 +138,7 @@ def test_servers_are_idle_after_the_driver_was_killed(
 ) -> None:
     config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
     with running("drive", config, "--connect", connect(shared_servers), "--json") as run:
-        run.wait_for_line('"step"')
+        run.wait_for_line('"event": "step"')
         (driver,) = forked("rpcmp.driver")
         run.process.kill()
         run.wait()
@@ -161,7 +161,7 @@ def test_the_first_signal_finishes_the_step_and_ends_the_job(
     config = job.config('steps = 100000\n[model]\nlayers = "zoo:jittery"\nbalance = [3, 2]')
 
     def send(run: RunningHere) -> None:
-        run.wait_for_line('"step"')
+        run.wait_for_line('"event": "step"')
         run.signal(signum)
 
     where = ("--connect", connect(shared_servers))
@@ -188,7 +188,7 @@ def test_a_stopping_server_ends_the_job_after_the_running_step(job: JobFolder) -
     with lent(2) as servers:
 
         def stop(run: RunningHere) -> None:
-            run.wait_for_line('"step"')
+            run.wait_for_line('"event": "step"')
             servers[1].process.terminate()
 
         where = ("--connect", connect(servers))
@@ -204,7 +204,7 @@ def test_a_stopping_server_ends_the_job_after_the_running_step(job: JobFolder) -
 def test_a_signal_to_all_processes_acts_like_one_to_the_driver(job: JobFolder, token: str) -> None:
     config = job.config('steps = 100000\n[model]\nlayers = "zoo:jittery"\nbalance = [5]')
     with running("drive", config, "--json") as run:
-        run.wait_for_line('"step"')
+        run.wait_for_line('"event": "step"')
         servers = [p for p in with_token(token) if runs(p, "serve")]
         for process in with_token(token):
             if process not in servers:
@@ -219,7 +219,7 @@ def test_ctrl_c_on_a_busy_server_ends_the_job_after_the_running_step(job: JobFol
     with lent(1) as (server,):
 
         def interrupt(run: RunningHere) -> None:
-            run.wait_for_line('"step"')
+            run.wait_for_line('"event": "step"')
             server.process.send_signal(signal.SIGINT)
 
         where = ("--connect", server.address)
@@ -261,7 +261,7 @@ def test_a_killed_server_ends_the_job_without_recovery(job: JobFolder) -> None:
     with lent(2) as servers:
 
         def kill(run: RunningHere) -> None:
-            run.wait_for_line('"step"')
+            run.wait_for_line('"event": "step"')
             servers[1].process.kill()
 
         where = ("--connect", connect(servers))
@@ -322,7 +322,7 @@ def test_a_cycle_is_refused_before_anything_starts() -> None:
 def test_servers_of_a_killed_driver_end_with_it(job: JobFolder, token: str) -> None:
     config = job.config('steps = 100000\n[model]\nlayers = "zoo:jittery"\nbalance = [5]')
     with running("drive", config, "--json") as run:
-        run.wait_for_line('"step"')
+        run.wait_for_line('"event": "step"')
         # The driver, its fork server, its process, a server, a worker.
         assert len(with_token(token)) == 5
         run.process.kill()

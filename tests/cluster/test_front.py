@@ -215,7 +215,7 @@ def test_a_server_with_the_wrong_identity_gets_no_job(
     code = f"""
 import asyncio
 from pathlib import Path
-from rpcmp.server.server import StageServer
+from rpcmp.server.stage_server import StageServer
 from rpcmp.net.security import Security
 
 async def main():
@@ -251,10 +251,10 @@ def test_a_draining_server_answers_before_it_closes_the_connection() -> None:
 import asyncio
 from rpcmp.server.services import ControlServicer
 from rpcmp.server.endpoints import Endpoints
-from rpcmp.server.serve import serve
-from rpcmp.server.server import StageServer
+from rpcmp.server.lifecycle import serve
+from rpcmp.server.stage_server import StageServer
 
-drain, close, closes = ControlServicer.Drain, Doors.close, asyncio.Event()
+drain, close, closes = ControlServicer.Drain, Endpoints.close, asyncio.Event()
 
 async def slow_drain(self, request, grpc_context):
     answer = await drain(self, request, grpc_context)
@@ -270,7 +270,7 @@ async def noted_close(self):
 async def main():
     await serve(StageServer(0), "{HERE}", 0, lambda port: print(port, flush=True))
 
-ControlServicer.Drain, Doors.close = slow_drain, noted_close
+ControlServicer.Drain, Endpoints.close = slow_drain, noted_close
 asyncio.run(main())
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as run:

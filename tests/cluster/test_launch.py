@@ -15,6 +15,7 @@ from torch import Tensor
 
 import rpcmp
 from rpcmp.config.schema import Config
+from rpcmp.driver.operations import Operations
 from rpcmp.errors import ConfigError, NonFiniteLossError, StageError, WorkerDiedError
 from tests.support.places import ZOO
 from tests.support.pool import POOL, lent
@@ -81,14 +82,14 @@ def test_nothing_is_left_behind_after_a_step(
     pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor]
 ) -> None:
     pipeline.train_step(*batch)
-    before = pipeline._call("live_state")
+    before = pipeline._call(Operations.live_state)
     for _ in range(3):
         pipeline.train_step(*batch)
         pipeline.evaluate(*batch)
         pipeline.predict(batch[0])
 
     def clean() -> bool:
-        state = pipeline._call("live_state")
+        state = pipeline._call(Operations.live_state)
         counts = [
             count
             for process in state.values()

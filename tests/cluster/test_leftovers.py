@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rpcmp.checkpoint.runs import runs_in
+from rpcmp.checkpoint.folder import runs_in
 from tests.support.faults import committed, drive
 from tests.support.leftovers import BODY, MENDED, Failed, left_in, warned
 from tests.support.processes import JobFolder, RunningHere, rpcmp

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rpcmp.process.signals import wishes
+from rpcmp.process.signals import count_stop_requests
 from tests.support.processes import (
     JobFolder,
     Server,
@@ -219,4 +219,4 @@ def test_a_server_drains_on_hangup(job: JobFolder) -> None:
     ],
 )
 def test_several_hangups_count_as_one_signal(received: list[int], found: int) -> None:
-    assert wishes(received) == found
+    assert count_stop_requests(received) == found

@@ -6,7 +6,7 @@ import asyncio
 
 from rpcmp.errors import UnsupportedJobError
 from rpcmp.tools.bench import comparison
-from rpcmp.tools.bench.contestant import Contestant, TimedSegment
+from rpcmp.tools.bench.comparison import Contestant, TimedSegment
 
 
 class Pretender:

@@ -17,10 +17,10 @@ ONE_THREAD = compute_environment(threads=1)
 CHILD = """
 import os, signal, sys, threading
 import preloaded
-from rpcmp.process.channel import begin_child
+from rpcmp.process.channel import connect_to_supervisor
 
 if __name__ == "__main__":
-    bond = begin_child()
+    bond = connect_to_supervisor()
     bond.channel.send({
         "event": "hello",
         "preloaded_in": preloaded.pid,

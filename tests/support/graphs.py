@@ -1,10 +1,14 @@
-"""Graphs of stages, for hypothesis."""
+"""Graphs of stages for hypothesis, and a small config."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from hypothesis import strategies as st
 
 from rpcmp.config import topology
+from rpcmp.config.loader import parse_config
+from rpcmp.config.schema import Config
 from rpcmp.config.topology import Graph, Member
 
 
@@ -29,3 +33,12 @@ def workers(*stages: str, replicas: int = 1) -> list[Member]:
         for index, stage in enumerate(stages)
         for replica in range(replicas)
     ]
+
+
+def chain_of(num_stages: int, **more: Any) -> Config:
+    """A job of a chain of two stages."""
+    config: Config = parse_config(
+        {"loss": "m:loss", "model": {"layers": "m:layers", "balance": [2, 1]}, **more}
+    )
+    assert config.num_stages == num_stages
+    return config

@@ -7,8 +7,7 @@ import shutil
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from rpcmp.checkpoint.folder import CheckpointFolder
-from rpcmp.checkpoint.runs import runs_in
+from rpcmp.checkpoint.folder import CheckpointFolder, runs_in
 from tests.support.faults import drive
 from tests.support.processes import JobFolder, Result
 

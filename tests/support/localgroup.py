@@ -34,7 +34,8 @@ from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER
 from rpcmp.data import loader_process
 from rpcmp.data.batch_server import BatchServer
-from rpcmp.data.batches import OwnSampler, Samples, load_batches
+from rpcmp.data.batches import Samples, load_batches
+from rpcmp.data.sample_order import OwnSampler
 from rpcmp.data.stage_loader import LoaderPool
 from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.evaluation import Metrics
@@ -50,11 +51,12 @@ from rpcmp.process.activity import Activity
 from rpcmp.process.channel import ChildContext, Message
 from rpcmp.rpc import unpickler
 from rpcmp.rpc.messages import DatasetInfo
-from rpcmp.tools.verify.compare import ComparedRun, first_difference
-from rpcmp.tools.verify.reference.training import UnsplitModel
+from rpcmp.tools.verify.reference_model import UnsplitModel
+from rpcmp.tools.verify.verification import ComparedRun, first_difference
 from rpcmp.worker import process, weight_grad
 from rpcmp.worker.forward import Execution
 from rpcmp.worker.optimizer import StageOptimizer
+from rpcmp.worker.stage import Stage
 from tests.support.faults import Committed
 from tests.support.instances import noted
 from tests.support.localtransport import LocalTransport
@@ -154,7 +156,7 @@ class LocalWorker:
         if files:
             worker._restore(self.stage, 0, list(files))
         optimizer = self.stage.optimizer
-        optimizer._stepped = _meanwhile_others(optimizer._stepped)
+        optimizer._after_step = _meanwhile_others(optimizer._after_step)
 
     def end(self) -> None:
         """End its threads, and free its memory."""
@@ -220,7 +222,8 @@ class LocalGroup:
         losses = [event["loss"] for event in self.of("step")]
         scaler = self.training.progress.scaler
         skipped = 0 if scaler is None else scaler.skipped
-        state = parameter_names.under_all_names(self.group.state_dict(), self.config.tied_to)
+        merged = self.group.merge(Stage.state_dict)
+        state = parameter_names.under_all_names(merged, self.config.tied_to)
         return ComparedRun(losses, state, skipped=skipped)
 
     def committed(self) -> Committed:

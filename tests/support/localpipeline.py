@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TypeVar, TypeVarTuple
 
 from rpcmp.config.schema import Config
-from rpcmp.driver import calls
-from rpcmp.driver.calls import Calls
+from rpcmp.driver.operations import Operations, answer_call
 from rpcmp.errors import from_wire
 from rpcmp.job.pipeline import Pipeline, PipelineOptimizer
 from tests.support.localgroup import local_group
+
+Arguments = TypeVarTuple("Arguments")
+Result = TypeVar("Result")
 
 
 class LocalPipeline(Pipeline):
     """Its calls are answered as a driver process answers them, with errors as they travel."""
 
-    def __init__(self, config: Config, answers: Calls) -> None:
+    def __init__(self, config: Config, operations: Operations) -> None:
         self.optimizer = PipelineOptimizer(self)
         self._tied_to = config.tied_to
-        self._calls = answers
+        self._operations = operations
         self._version = 0
         self._closed = True  # there is nothing to close
 
-    def _call(self, name: str, *arguments: Any) -> Any:
+    def _call(
+        self, operation: Callable[[Operations, *Arguments], Result], *arguments: *Arguments
+    ) -> Result:
         self._version += 1
-        self._calls.version = self._version
-        answer = calls._answer(calls._METHODS[name], self._calls, list(arguments))
+        self._operations.version = self._version
+        answer = answer_call(self._operations, operation.__name__, list(arguments))
         if "error" in answer:
             raise from_wire(answer["error"])
-        return answer["result"]
+        result: Result = answer["result"]
+        return result
 
 
 @contextlib.contextmanager
@@ -38,4 +43,4 @@ def local_pipeline(config: Config) -> Iterator[LocalPipeline]:
     """A job's pipeline; the caller brings the mini-batches."""
     config = config.model_copy(update={"checkpoint": None})
     with local_group(config, load_data=False) as local:
-        yield LocalPipeline(config, Calls(config, local.group, metrics=local.metrics))
+        yield LocalPipeline(config, Operations(config, local.group, metrics=local.metrics))

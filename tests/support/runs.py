@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rpcmp.checkpoint.folder import CheckpointFolder
-from rpcmp.checkpoint.runs import newest_in
+from rpcmp.checkpoint.folder import CheckpointFolder, newest_in
 from rpcmp.config import loader
 from rpcmp.config.schema import Config
 from rpcmp.observability.run_folder.writer import RunFolder

@@ -7,10 +7,9 @@ from typing import Any
 from rpcmp.checkpoint.stage_state import StageState
 from rpcmp.config.loader import parse_config
 from rpcmp.pipelining.assignment import assign
-from rpcmp.pipelining.schedule import policy
-from rpcmp.worker.executor import ComputeThread
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.optimizer import StageOptimizer
+from tests.support.rounds import compute_thread
 
 
 def made(*stages: dict[str, Any], of: int = 0, **job: Any) -> tuple[StageModel, StageOptimizer]:
@@ -19,7 +18,7 @@ def made(*stages: dict[str, Any], of: int = 0, **job: Any) -> tuple[StageModel, 
     config = parse_config({**data, "stages": list(stages), "scheduler_interval": "step"})
     assignment = assign(config)[of]
     model = StageModel(assignment)
-    compute = ComputeThread(policy(config.schedule))
+    compute = compute_thread(config.schedule)
     return model, StageOptimizer(model, assignment, compute)
 
 

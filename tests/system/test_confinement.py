@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rpcmp.process.confinement import SCRATCH
+from rpcmp.process.sandbox.confinement import SCRATCH
 from tests.support.lan import issue, serving
 from tests.support.processes import (
     JobFolder,

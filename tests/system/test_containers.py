@@ -17,7 +17,7 @@ import pytest
 
 import rpcmp
 from rpcmp.config.addresses import default_port, parse
-from rpcmp.server.server import DRAIN_SECONDS
+from rpcmp.server.stage_server import DRAIN_SECONDS
 from tests.support.commandlines import config_of, instructions, parsed
 from tests.support.places import DEPLOY, ROOT
 from tests.support.processes import running

@@ -20,7 +20,7 @@ import rpcmp
 from rpcmp.config.addresses import default_port, parse
 from rpcmp.net import identity
 from rpcmp.net.identity import KEY, require_private
-from rpcmp.server.server import DRAIN_SECONDS
+from rpcmp.server.stage_server import DRAIN_SECONDS
 from tests.support.commandlines import config_of, instructions, parsed
 from tests.support.places import DEPLOY
 

@@ -35,8 +35,8 @@ def apart(*options: str) -> tuple[str, ...]:
 
 ORDINARY = """
 import ctypes, encodings.idna, json, os, signal, socket, sys
-from rpcmp.process import namespace as network
-from rpcmp.process.confinement import Reach, enter
+from rpcmp.process.sandbox import namespace as network
+from rpcmp.process.sandbox.confinement import Reach, enter
 
 own, scratch = sys.argv[1:]
 os.setgroups([]), os.setgid(65534), os.setuid(65534)

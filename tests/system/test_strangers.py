@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rpcmp.net.connection_limits import Budget
+from rpcmp.net.accept import Budget
 from rpcmp.observability.dashboard.app import Endpoint
 from rpcmp.observability.dashboard.page_server import LivePage
 from tests.support.lan import issue, issue_to_driver

@@ -258,7 +258,7 @@ def test_a_response_belongs_to_its_requests_context_whichever_thread_gives_it(
 
 
 def test_a_missing_gradient_arrives_as_zeros(found: Findings) -> None:
-    assert found["gradients"][1] == [0, 0, 0]  # hence `Stage.note_missing`
+    assert found["gradients"][1] == [0, 0, 0]  # hence `Stage.mark_none_gradients`
 
 
 def test_a_reference_names_its_owner_and_gives_its_object_there(found: Findings) -> None:

@@ -17,8 +17,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from rpcmp.net.accept import BoundedListener
-from rpcmp.net.connection_limits import Budget, share
+from rpcmp.net.accept import BoundedListener, Budget, share
 from rpcmp.net.identity import Credentials
 from rpcmp.observability.dashboard.app import Endpoint, application
 from rpcmp.observability.dashboard.state import State
@@ -55,7 +54,7 @@ class LivePage:
         most = share(16, MOST)
         self._budget = Budget(most, max(1, most // 2), max(1, most // 2))
         listener = BoundedListener(place.listener.dup(), self._budget)
-        app = application(self._run, place, listener.prove)
+        app = application(self._run, place, listener.authenticate)
         self._server = _PageServer(_config(app, place), self._budget)
         self._thread = threading.Thread(
             target=self._serve, args=[place, listener], name="rpcmp-page-server", daemon=True

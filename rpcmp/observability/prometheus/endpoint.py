@@ -22,8 +22,7 @@ from prometheus_client.registry import Collector
 
 from rpcmp.config import addresses
 from rpcmp.errors import ConfigError
-from rpcmp.net.accept import accept_speaking, speaks_second
-from rpcmp.net.connection_limits import Budget, Guest, peer_of, share
+from rpcmp.net.accept import Budget, Guest, accept_with_data, listen_deferred, peer_of, share
 from rpcmp.net.identity import Credentials
 from rpcmp.net.security import Security, is_loopback
 
@@ -126,7 +125,7 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
 
     def server_activate(self) -> None:
         self.socket.setblocking(False)
-        speaks_second(self.socket)
+        listen_deferred(self.socket)
 
     def get_request(self) -> tuple[socket.socket, Any]:
         """Return the next connection, which uses the present certificate; it may be renewed.
@@ -137,7 +136,7 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
         if not self._budget.has_room():
             time.sleep(LEAVING_SECONDS)
             raise BlockingIOError("a connection has to leave first")
-        connection, address = accept_speaking(self.socket)
+        connection, address = accept_with_data(self.socket)
         try:
             peer = peer_of(connection)
             if self._credentials is not None:
@@ -158,7 +157,7 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
         """Close a connection, and free its place."""
         super().close_request(request)
         if (guest := self._guests.pop(request, None)) is not None:
-            self._budget.leave(guest)
+            self._budget.remove(guest)
 
     def service_actions(self) -> None:
         """Close expired connections; called ten times per second, and after each connection."""

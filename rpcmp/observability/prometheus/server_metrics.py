@@ -13,7 +13,7 @@ from rpcmp.v1 import control_pb2 as pb
 
 if TYPE_CHECKING:
     from rpcmp.server.claim import Claim
-    from rpcmp.server.server import StageServer
+    from rpcmp.server.stage_server import StageServer
 
 log = logging.getLogger(__name__)
 

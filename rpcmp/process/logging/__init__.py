@@ -1,10 +1,11 @@
-"""What processes have to say to people: from wherever it is said into one log, in one format.
+"""Log lines of all processes, collected by their supervisor into one log in one format.
 
-    user's code ──print, warnings, logging──> capture ──fold──> datagrams ──> receiver
-        in a worker or the driver's process                                      │ its supervisor
-                                            standard error <── show ─────────────┤
-                          the driver's log, events <── Watch ── numbered lines <─┘
+    user's code ──print, warnings, logging──> capture ──rate limit──> datagrams ──> receiver
+        in a worker or the driver's process                                │ its supervisor
+                                            standard error <── display ────┤
+                 the driver's log, events <── watchers <── numbered lines <┘
 
-Nothing that computes ever waits for it: what comes too fast is counted instead, and the counts are
-told. What C and C++ code writes to a file descriptor is not touched.
+A process that computes never waits for its log: lines that come too fast are counted, and the
+counts are logged. What C and C++ code writes to a file descriptor is not captured, except for
+confined processes.
 """

@@ -1,7 +1,7 @@
 """The log of a supervisor on its standard error, in the one format.
 
-Written by a thread of its own: whoever reads standard error may be slow, or not read for a while,
-and the event loop that carries a job's tensors must not wait for him.
+A thread of its own writes it: standard error may be read slowly, or not at all for a while, and the
+event loop, which carries a job's tensors, must not wait for that.
 """
 
 from __future__ import annotations
@@ -30,47 +30,46 @@ from rpcmp.process.logging.records import (
     number_of,
 )
 
-MOST = 10_000
-"""Entries that may wait to be written; more are counted and left out."""
+MAX_QUEUED = 10_000
+"""Entries that may wait to be written; further ones are counted and left out."""
 
 PATIENCE = 10.0
 """Seconds for the last entries to be written."""
 
-
 DUE = "due"
-"""Nothing was said, but what flood control has counted has to be told."""
+"""Queue item: the rate limit has summaries to log."""
 
-_Waiting = Entry | Line | threading.Event | str | None
-"""What the writing thread takes: what was said, who waits until it is written, DUE, or the end."""
+_Item = Entry | Line | threading.Event | str | None
+"""What the writing thread takes; an event is set once all before it is written, None stops it."""
 
-_here = threading.local()
+_local = threading.local()
 
 
 @contextlib.contextmanager
 def unreported() -> Iterator[None]:
-    """Have what this thread says within the block shown, but not reported.
+    """Display what this thread logs within the block, but do not report it.
 
-    For whoever hears of all that is reported: each line of his would give him another to hear of.
+    For observers of a run: reporting a line that an observer logs would cause another one.
     """
     before = _is_unreported()
-    _here.is_unreported = True
+    _local.is_unreported = True
     try:
         yield
     finally:
-        _here.is_unreported = before
+        _local.is_unreported = before
 
 
 def _is_unreported() -> bool:
-    return getattr(_here, "is_unreported", False)
+    return getattr(_local, "is_unreported", False)
 
 
 class RecordSource(NamedTuple):
-    """Where a supervisor's own records belong.
+    """The process that a supervisor's own records come from.
 
     Attributes:
         stage: "driver", "stage 1" or "spare".
-        generation: of the group that it works for; 0: none.
-        step: optimizer step; 0: none.
+        generation: of the group that it works for; 0 if there is none.
+        step: optimizer step; 0 if there is none.
     """
 
     stage: str = ""
@@ -79,16 +78,16 @@ class RecordSource(NamedTuple):
 
 
 class Display(logging.Handler):
-    """Shows entries and this process's own records. Closed by `finish`.
+    """Writes entries and this process's own records. Closed by `finish`.
 
     Args:
-        stream: where to; None: standard error.
+        stream: to write to; None for standard error.
 
     Attributes:
-        json: whether each is a JSON object.
-        lowest: the name of the lowest level that is shown.
-        place: where this process is, for its own records.
-        report: told of own records instead; it sees to it that they are shown.
+        json: whether to write JSON objects.
+        lowest: the name of the lowest level that is written.
+        place: returns the source of this process's own records.
+        report: called with own records instead of writing them; it has them written.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -98,9 +97,9 @@ class Display(logging.Handler):
         self.place: Callable[[], RecordSource] = RecordSource
         self.report: Callable[[Entry], None] | None = None
         self._stream = stream or sys.stderr
-        self._waiting: queue.SimpleQueue[_Waiting] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._left_out = 0
-        self._folds: dict[type[Line], LogRateLimiter] = {
+        self._limiters: dict[type[Line], LogRateLimiter] = {
             Line: LogRateLimiter(),
             Unreported: LogRateLimiter(),
         }
@@ -109,24 +108,24 @@ class Display(logging.Handler):
         self._starting = threading.Lock()
 
     def install(self) -> None:
-        """Have it show all records of `logging` in this process, and warnings."""
+        """Write all records of `logging` in this process, and its warnings."""
         logging.root.addHandler(self)
         log = logging.getLogger("py.warnings")
         show_warnings(lambda text: log.warning("%s", text))
 
     def set(self, as_json: bool, lowest: str) -> None:
-        """Choose the format, and the lowest level."""
+        """Choose the format and the lowest level."""
         self.json, self.lowest = as_json, lowest
         logging.getLogger("rpcmp").setLevel(number_of(lowest))
         logging.root.setLevel(logging.DEBUG if lowest == "debug" else logging.WARNING)
 
     @property
     def options(self) -> list[str]:
-        """What makes the log of another `rpcmp serve` look the same."""
+        """Options that give another `rpcmp serve` the same log."""
         return [*(["--log-json"] if self.json else []), "--log-level", self.lowest]
 
     def show(self, entry: Entry) -> None:
-        """Show an entry; returns at once."""
+        """Write an entry; returns at once."""
         if number_of(entry["level"]) >= number_of(self.lowest):
             self._put(entry)
 
@@ -146,7 +145,7 @@ class Display(logging.Handler):
 
     @contextlib.contextmanager
     def reporting(self, report: Callable[[Entry], None]) -> Iterator[None]:
-        """Have own records reported within the block: whoever looks at the run sees them too."""
+        """Report own records within the block, so that observers of the run get them too."""
         self.report = report
         try:
             yield
@@ -155,62 +154,63 @@ class Display(logging.Handler):
             self.report = None
 
     def drain(self) -> None:
-        """Return when all that was said before is written; or after PATIENCE."""
+        """Wait until everything before is written, for at most PATIENCE."""
         if self._thread is not None:
             written = threading.Event()
-            self._waiting.put(written)
+            self._queue.put(written)
             if not written.wait(self._patience):
-                self._patience = 0.0  # nobody reads: once is enough
+                self._patience = 0.0  # standard error is not read: waiting once is enough
 
     def finish(self) -> None:
-        """Show the rest, and no more from now on."""
+        """Write the rest, and stop."""
         logging.root.removeHandler(self)
         self.drain()
         thread, self._thread = self._thread, None
         if thread is not None:
-            self._waiting.put(None)
+            self._queue.put(None)
             thread.join(self._patience)
 
-    def _put(self, said: Entry | Line) -> None:
-        if self._waiting.qsize() >= MOST:
+    def _put(self, item: Entry | Line) -> None:
+        if self._queue.qsize() >= MAX_QUEUED:
             self._left_out += 1
             return
-        self._waiting.put(said)
+        self._queue.put(item)
         with self._starting:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="rpcmp-log", daemon=True)
                 self._thread.start()
 
     def _run(self) -> None:
-        while (said := self._next()) is not None:
+        while (item := self._next()) is not None:
             try:
-                self._take(said)
-            except (OSError, ValueError):  # nobody reads it any more
+                self._process(item)
+            except (OSError, ValueError):  # standard error is gone
                 pass
             except Exception:
                 traceback.print_exc()
             finally:
-                if isinstance(said, threading.Event):
-                    said.set()
+                if isinstance(item, threading.Event):
+                    item.set()
 
-    def _next(self) -> _Waiting:
-        """What was said next, or DUE."""
-        due = min((at for fold in self._folds.values() if (at := fold.next_due())), default=None)
+    def _next(self) -> _Item:
+        """Return the next item, or DUE."""
+        times = [limiter.next_due() for limiter in self._limiters.values()]
+        due = min((at for at in times if at is not None), default=None)
         try:
-            return self._waiting.get(timeout=due and max(0.0, due - time.monotonic()))
+            return self._queue.get(timeout=due and max(0.0, due - time.monotonic()))
         except queue.Empty:
             return DUE
 
-    def _take(self, said: Entry | Line | threading.Event | str) -> None:
-        if isinstance(said, Line):
-            self._tell(self._folds[type(said)].take(said, time.monotonic()))
-        elif isinstance(said, dict):
-            self._write(said)
+    def _process(self, item: Entry | Line | threading.Event | str) -> None:
+        if isinstance(item, Line):
+            self._log(self._limiters[type(item)].take(item, time.monotonic()))
+        elif isinstance(item, dict):
+            self._write(item)
         else:
-            for fold in self._folds.values():
-                self._tell(fold.due(time.monotonic()) if said is DUE else fold.flush())
+            for limiter in self._limiters.values():
+                self._log(limiter.due(time.monotonic()) if item is DUE else limiter.flush())
 
-    def _tell(self, lines: list[Line]) -> None:
+    def _log(self, lines: list[Line]) -> None:
         for line in lines:
             stage, generation, step = self.place()
             entry = entry_of(replace(line, step=step), stage, generation)
@@ -222,13 +222,13 @@ class Display(logging.Handler):
         if left_out:
             text = f"{left_out:,} lines were left out: standard error was not read in time"
             self._write(entry_of(Line("WARNING", "rpcmp.process.logging", text), *self.place()[:2]))
-        # On a terminal a progress bar may have put itself in front of it, and has to be asked.
+        # On a terminal a progress bar may have replaced sys.stderr to keep itself below the log.
         stream = sys.stderr if self._stream.isatty() else self._stream
         stream.write((as_json(entry) if self.json else as_text(entry)) + "\n")
         stream.flush()
 
 
 def options() -> list[str]:
-    """What gives a server that this process starts a log like this process's."""
-    shown = [each for each in logging.root.handlers if isinstance(each, Display)]
-    return shown[0].options if shown else []
+    """Return options that give a server which this process starts the same log."""
+    displays = [handler for handler in logging.root.handlers if isinstance(handler, Display)]
+    return displays[0].options if displays else []

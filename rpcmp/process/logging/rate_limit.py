@@ -1,12 +1,12 @@
-"""Flood control: of lines that are alike the first few pass, the others are counted.
+"""Rate limiting of log lines: the first few of a kind pass, the others are counted.
 
-    said      a1 a2 a3 a4 a5 a6 a7 a8 . . . a90   │          b1
+    logged    a1 a2 a3 a4 a5 a6 a7 a8 . . . a90   │          b1
     passed    a1 a2 a3 a4 a5                      │ a90 x85  b1
               └─ FIRST of a kind ─┘      end of the window: the last, and how many it stands for
 
-Lines are alike that differ in nothing but numbers and punctuation. A kind that goes on and on is
-told of ever more rarely, up to once in LONGEST. Whatever the kinds, no more than a certain amount
-of text passes: a budget that fills up again with time.
+Lines that differ only in numbers and punctuation are of one kind. A kind that goes on and on is
+summarized ever more rarely, down to once in LONGEST. In addition a budget, which refills with time,
+limits the text that passes, whatever its kinds.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ FIRST = 5
 """Lines of a kind that pass in a window."""
 
 SECONDS = 5.0
-"""A window at first; each that had to count doubles the next."""
+"""The first window of a kind; each window that had to count doubles the next."""
 
 LONGEST = 60.0
 
 KINDS = 256
-"""Kinds that are known at a time."""
+"""Kinds that are remembered."""
 
 BURST, REFILL = 400.0, 100.0
-"""What may pass at once, and in a second. A line costs 1, and 1 more for each 256 characters."""
+"""What may pass at once, and per second. A line costs 1, and 1 more per 256 characters."""
 
-# Words with a digit, and all that is between words. Linear: a word is looked at from its beginning
-# alone, and only once.
+# Words with a digit, and everything between words. Linear: a word is matched from its start only,
+# and only once.
 _NOT_WORDS = re.compile(r"(?<![^\W_])[^\W\d_]*+\d\w*+|[\W_]+")
 
-_LOOKED_AT = 200
-"""Characters that decide which kind a line is of."""
+_KIND_CHARACTERS = 200
+"""Characters that decide a line's kind."""
 
 Kind = tuple[str, str]
 
@@ -50,7 +50,7 @@ class _Window:
     last: Line | None = None
 
     def take_summary(self) -> list[Line]:
-        """The last line that was held, for all of them."""
+        """Return the last line that was held, with the count of all, and reset."""
         if self.last is None:
             return []
         line, self.last = replace(self.last, count=self.held), None
@@ -59,7 +59,7 @@ class _Window:
 
 
 class LogRateLimiter:
-    """Decides which lines pass. Pure: told the time, in seconds of any clock."""
+    """Decides which lines pass. Pure: times are arguments, in seconds of any clock."""
 
     def __init__(self) -> None:
         self._windows: OrderedDict[Kind, _Window] = OrderedDict()
@@ -70,14 +70,14 @@ class LogRateLimiter:
 
     @property
     def newest_held(self) -> Line | None:
-        """The line that was held last, for all of its kind."""
+        """The line that was held last, with the count of its kind."""
         window = self._newest
         return replace(window.last, count=window.held) if window and window.last else None
 
     def take(self, line: Line, now: float) -> list[Line]:
-        """What passes when `line` is said."""
+        """Add a line, and return the lines that pass."""
         passing = self.due(now)
-        kind = line.level, _NOT_WORDS.sub(" ", line.text[:_LOOKED_AT])
+        kind = line.level, _NOT_WORDS.sub(" ", line.text[:_KIND_CHARACTERS])
         window = self._windows.get(kind)
         if window is None:
             window = self._windows[kind] = _Window(ends=now + SECONDS)
@@ -93,14 +93,14 @@ class LogRateLimiter:
         return passing
 
     def due(self, now: float) -> list[Line]:
-        """What has to be told by now of lines that were held."""
+        """Return the summaries of windows that have ended."""
         if now < self._next:
             return []
         passing = []
         for kind, window in list(self._windows.items()):
             if now < window.ends:
                 continue
-            if window.last is None:  # quiet: the next of its kind is news again
+            if window.last is None:  # it was quiet: its next line is news again
                 del self._windows[kind]
                 continue
             passing += window.take_summary()
@@ -113,18 +113,18 @@ class LogRateLimiter:
         return passing
 
     def next_due(self) -> float | None:
-        """When `due` has something to tell; None: nothing is held."""
+        """Return when `due` will return a line; None if none is held."""
         windows = [*self._windows.values(), self._rest]
         return min((window.ends for window in windows if window.last is not None), default=None)
 
     def flush(self) -> list[Line]:
-        """All that is held, at once."""
-        told = [line for window in self._windows.values() for line in window.take_summary()]
-        return [*told, *self._summary_of_rest()]
+        """Return the summaries of all lines that are held."""
+        lines = [line for window in self._windows.values() for line in window.take_summary()]
+        return [*lines, *self._summary_of_rest()]
 
     def _affords(self, line: Line, now: float) -> bool:
-        passed = max(0.0, now - self._filled)
-        self._budget, self._filled = min(BURST, self._budget + REFILL * passed), now
+        elapsed = max(0.0, now - self._filled)
+        self._budget, self._filled = min(BURST, self._budget + REFILL * elapsed), now
         cost = 1 + len(line.text) / 256
         if self._budget < cost:
             return False
@@ -132,7 +132,7 @@ class LogRateLimiter:
         return True
 
     def _forget_oldest(self, now: float) -> None:
-        """Bound the memory: what the oldest kind holds is told with what others did."""
+        """Bound the memory: lines that the oldest kind holds join a window shared by such kinds."""
         if len(self._windows) <= KINDS:
             return
         _, oldest = self._windows.popitem(last=False)

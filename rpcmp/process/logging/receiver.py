@@ -1,10 +1,9 @@
-"""The supervisor's end of a child's log.
+"""The supervisor's end of a child's log, and of a confined child's standard output and error.
 
-The supervisor's end of a confined child's standard output and error.
-
-What C code and other programs write there would else go to the supervisor's own terminal or log
-file, which a confined process must not have: it could read what is typed, send a terminal commands,
-or cut off the file. So it has a pipe, and what comes out of it is lines like all others.
+C code and other programs write to the descriptors of standard output and error, which are the
+supervisor's own terminal or log file. A confined process must not have these: it could read what is
+typed, send a terminal commands, or truncate the file. So it gets a pipe, and its output becomes
+log lines too.
 """
 
 from __future__ import annotations
@@ -20,32 +19,37 @@ import time
 from collections.abc import Callable
 
 from rpcmp.process import descriptors
-from rpcmp.process.logging.capture import Stream
+from rpcmp.process.logging.capture import MEMORY, Stream, held
 from rpcmp.process.logging.rate_limit import LogRateLimiter
 from rpcmp.process.logging.records import MAX_BYTES, Line, unpack
-from rpcmp.process.logging.sender import MEMORY, held
 
-Hear = Callable[[Line], None]
+LineHandler = Callable[[Line], None]
 
-AT_ONCE = 64
-"""Lines that are read before others have their turn on the event loop."""
+LINES_PER_TURN = 64
+"""Lines that are read before the event loop runs other callbacks."""
 
-ROUNDS = 64
-"""How often so many are read at an end, where somebody may still go on."""
+MAX_TURNS = 64
+"""How often so many are read by `receive_pending`, while the child may go on logging."""
 
 BUFFER = 4 * 2**20
-"""Bytes that may be under way, if the system allows so many."""
+"""Bytes that may be in flight, if the system allows it."""
+
+READ_BYTES = 64 * 1024
+"""Bytes of output that are read before the event loop runs other callbacks."""
+
+LAST_BYTES = 1024 * 1024
+"""Bytes of output that are read on closing, while a process may still write."""
 
 
 class Receiver:
-    """Hears what one child says. Closed by `close`, after the child has ended.
+    """Receives one child's log lines. Closed by `close`, after the child has ended.
 
     Args:
-        hear: told of each line, in order.
+        on_line: called with each line, in order.
     """
 
-    def __init__(self, hear: Hear) -> None:
-        self._hear = hear
+    def __init__(self, on_line: LineHandler) -> None:
+        self._on_line = on_line
         self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
         self._ours.setblocking(False)
@@ -56,28 +60,28 @@ class Receiver:
 
     @property
     def fds(self) -> tuple[int, int]:
-        """What the child needs: its socket and the memory."""
+        """Descriptors for the child: its socket and the memory."""
         return self._theirs.fileno(), self._memory_fd
 
-    def begin(self) -> None:
-        """Hear from now on; the child has inherited `fds`."""
+    def start(self) -> None:
+        """Start receiving; the child has inherited `fds`."""
         self._close_theirs()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._ours, self._read)
 
-    def hear_all(self) -> None:
-        """Hear now what has been said by now."""
-        for _ in range(ROUNDS):
+    def receive_pending(self) -> None:
+        """Handle the lines that have arrived so far."""
+        for _ in range(MAX_TURNS):
             if not self._open or not self._read():
                 return
 
     def close(self) -> None:
-        """Hear the rest, what is held back included; does nothing the second time."""
+        """Handle the remaining lines, those held back included. Idempotent."""
         if not self._open:
             return
-        self.hear_all()
+        self.receive_pending()
         if data := held(self._memory):
-            self._unpacked(data)
+            self._unpack(data)
         self._open = False
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._ours)
@@ -92,44 +96,37 @@ class Receiver:
             self._memory_fd = -1
 
     def _read(self) -> bool:
-        """Hear some lines; whether there may be more."""
-        for _ in range(AT_ONCE):
+        """Handle some lines; return whether there may be more."""
+        for _ in range(LINES_PER_TURN):
             try:
                 data = self._ours.recv(MAX_BYTES)
             except BlockingIOError:
                 return False
             except OSError:
                 data = b""
-            if not data:  # all who could say something have ended
+            if not data:  # all processes that had the socket have ended
                 if self._loop is not None:
                     self._loop.remove_reader(self._ours)
                 return False
-            self._unpacked(data)
+            self._unpack(data)
         return True
 
-    def _unpacked(self, data: bytes) -> None:
-        with contextlib.suppress(ValueError):  # not one of ours: the child's memory is broken
-            self._hear(unpack(data))
-
-
-READ_BYTES = 64 * 1024
-"""Bytes that are read before others have their turn on the event loop."""
-
-LAST = 1024 * 1024
-"""Bytes that are read at the end, where somebody may still write."""
+    def _unpack(self, data: bytes) -> None:
+        with contextlib.suppress(ValueError):  # not a line: the child's memory is corrupt
+            self._on_line(unpack(data))
 
 
 class Output:
-    """Hears what one child writes. Closed by `close`, after the child has ended.
+    """Receives what one child writes to descriptors. Closed by `close`, after the child has ended.
 
     Args:
-        hear: told of each line, in order.
+        on_line: called with each line, in order.
     """
 
-    def __init__(self, hear: Callable[[Line], None]) -> None:
-        self._hear = hear
-        self._fold = LogRateLimiter()
-        self._lines = Stream("stderr", self._tell, sys.stderr)
+    def __init__(self, on_line: LineHandler) -> None:
+        self._on_line = on_line
+        self._limiter = LogRateLimiter()
+        self._lines = Stream("stderr", self._log, sys.stderr)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._ours, self._theirs = os.pipe()
         os.set_blocking(self._ours, False)
@@ -137,26 +134,26 @@ class Output:
 
     @property
     def fd(self) -> int:
-        """What the child needs: where it writes to."""
+        """Descriptor for the child to write to."""
         return self._theirs
 
-    def begin(self) -> None:
-        """Hear from now on; the child has inherited `fd`."""
+    def start(self) -> None:
+        """Start receiving; the child has inherited `fd`."""
         self._close_theirs()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._ours, self._read)
 
     def close(self) -> None:
-        """Hear the rest; does nothing the second time."""
+        """Handle the remaining output. Idempotent."""
         if self._ours < 0:
             return
         self._close_theirs()
-        for _ in range(LAST // READ_BYTES):
+        for _ in range(LAST_BYTES // READ_BYTES):
             if not self._read():
                 break
         self._lines.flush()
-        for line in self._fold.flush():
-            self._hear(line)
+        for line in self._limiter.flush():
+            self._on_line(line)
         self._stop_reading()
         os.close(self._ours)
         self._ours = -1
@@ -167,22 +164,22 @@ class Output:
             self._theirs = -1
 
     def _read(self) -> bool:
-        """Hear some; whether there may be more."""
+        """Handle some output; return whether there may be more."""
         try:
             data = os.read(self._ours, READ_BYTES)
         except BlockingIOError:
             return False
-        if not data:  # all who could write have ended
+        if not data:  # all processes that had the pipe have ended
             self._stop_reading()
             return False
         for line in self._decoder.decode(data).splitlines(keepends=True):
-            self._lines.write(line)  # one by one, so that those that are alike are counted
+            self._lines.write(line)  # one by one, so that similar lines are counted
         return True
 
     def _stop_reading(self) -> None:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._ours)
 
-    def _tell(self, level: str, name: str, text: str) -> None:
-        for line in self._fold.take(Line(level, name, text), time.monotonic()):
-            self._hear(line)
+    def _log(self, level: str, name: str, text: str) -> None:
+        for line in self._limiter.take(Line(level, name, text), time.monotonic()):
+            self._on_line(line)

@@ -1,29 +1,41 @@
-"""One case from begin to end: the bound, the rounds, the check that all train the same.
-
-Who is compared: ours, and the peers by name.
-
-Ours: the same job by the way of `rpcmp drive`, on stage servers of this machine.
-"""
+"""`rpcmp bench` for one case: its contestants, the measurement, and the table of results."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from rich.table import Table
 
 from rpcmp.errors import ConfigError, UnsupportedJobError
 from rpcmp.job.segments import Segments
 from rpcmp.tools.bench import comparison
 from rpcmp.tools.bench.cases import Case
-from rpcmp.tools.bench.comparison import ContestantTimes, Progress
-from rpcmp.tools.bench.contestant import Contestant, TimedSegment, TimeLimits
-from rpcmp.tools.bench.peers.group import PeerGroup, Processes, stage_times
-from rpcmp.tools.bench.peers.trainers import ONE_PROCESS_WAYS
-from rpcmp.tools.bench.statistics import Bound, estimate, is_telling
+from rpcmp.tools.bench.comparison import (
+    Contestant,
+    ContestantTimes,
+    Progress,
+    TimedSegment,
+    TimeLimits,
+)
+from rpcmp.tools.bench.peer_group import PeerGroup, Processes, stage_times
+from rpcmp.tools.bench.statistics import (
+    Bound,
+    Estimate,
+    estimate,
+    is_conclusive,
+    paired_ratio,
+    spread,
+)
+
+COLUMNS = ("contestant", "settings", "ms a step", "quartiles", "ours / it", "interval")
 
 
 class OwnPipeline:
-    """The contestant "rpcmp"."""
+    """The contestant "rpcmp": the job as `rpcmp drive` runs it, on stage servers here."""
 
     name = "rpcmp"
 
@@ -33,7 +45,6 @@ class OwnPipeline:
 
     @property
     def settings(self) -> Mapping[str, str | int]:
-        """Its schedule, and how many micro-batches a stage may hold and a message has."""
         in_flight = self._config.max_in_flight
         return {
             "schedule": self._config.schedule,
@@ -42,45 +53,29 @@ class OwnPipeline:
         }
 
     async def start(self) -> None:
-        """See Contestant."""
         self._running = Segments(self._config)
         await self._running.start()
 
     async def run(self, steps: int) -> TimedSegment:
-        """See Contestant. Ends when the last stage has stepped its optimizer."""
         if self._running is None:
             raise RuntimeError("not started")
+        # Ends when the last stage has stepped its optimizer.
         done = await self._running.run(steps)
         return TimedSegment(done.seconds, done.losses, done.cpu_seconds)
 
     async def close(self) -> None:
-        """See Contestant."""
         if self._running is not None:
             await self._running.close()
 
 
+ONE_PROCESS_WAYS = ["whole batch", "micro-batches"]
+
 BEST_SCHEDULES = ["1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"]
-
-
-def _one_thread(case: Case) -> Contestant:
-    return _one_process("one-process-1-thread", case, 1)
-
-
-def _all_threads(case: Case) -> Contestant:
-    return _one_process("one-process-all-threads", case, len(os.sched_getaffinity(0)))
 
 
 def _one_process(name: str, case: Case, threads: int) -> Contestant:
     processes = Processes("one-process", case, [threads])
     return PeerGroup(name, processes, "batch", ONE_PROCESS_WAYS, {"threads": threads})
-
-
-def _torch_1f1b(case: Case) -> Contestant:
-    return _torch("torch-1f1b", case, ["1f1b"])
-
-
-def _torch_best(case: Case) -> Contestant:
-    return _torch("torch-best", case, BEST_SCHEDULES)
 
 
 def _torch(name: str, case: Case, schedules: list[str]) -> Contestant:
@@ -93,20 +88,17 @@ OURS = "rpcmp"
 
 CONTESTANTS: dict[str, Callable[[Case], Contestant]] = {
     OURS: OwnPipeline,
-    "one-process-1-thread": _one_thread,
-    "one-process-all-threads": _all_threads,
-    "torch-1f1b": _torch_1f1b,
-    "torch-best": _torch_best,
+    "one-process-1-thread": partial(_one_process, "one-process-1-thread", threads=1),
+    "one-process-all-threads": partial(
+        _one_process, "one-process-all-threads", threads=len(os.sched_getaffinity(0))
+    ),
+    "torch-1f1b": partial(_torch, "torch-1f1b", schedules=["1f1b"]),
+    "torch-best": partial(_torch, "torch-best", schedules=BEST_SCHEDULES),
 }
-"""Everybody by name."""
 
 
 def contestants(case: Case, peers: Sequence[str] | None = None) -> list[Contestant]:
-    """Ours, and then the `peers` by name; by default the case's own choice, else everybody.
-
-    Raises:
-        ConfigError: there is nobody of that name.
-    """
+    """Create rpcmp and its `peers` by name; by default the case's own choice, or all of them."""
     chosen = peers if peers is not None else case.peers or list(CONTESTANTS)
     for name in (*chosen, OURS):
         if name not in CONTESTANTS:
@@ -116,14 +108,14 @@ def contestants(case: Case, peers: Sequence[str] | None = None) -> list[Contesta
 
 @dataclass(frozen=True)
 class BenchmarkResult:
-    """What was measured.
+    """Measurements of a case.
 
     Attributes:
         pairs, steps: rounds, and steps of each contestant in each round.
-        bound_s: seconds of a step without a bubble; None where the stages are no chain.
-        ours: the first contestant's series.
-        peers: the others'.
-        notes: what the reader of the figures has to know.
+        bound_s: seconds of a step without a bubble; None if the stages are not a chain.
+        ours: times of rpcmp.
+        peers: times of the other contestants.
+        notes: remarks for the reader of the figures.
     """
 
     case: Case
@@ -147,27 +139,24 @@ async def benchmark(
     """Measure a case.
 
     Args:
-        contestants: ours first; none has been started.
-        pairs, steps: see `rounds.compare`.
+        contestants: rpcmp first; none has been started.
+        pairs, steps, progress, limits: see `comparison.compare`.
         bound: the schedule's ideal step.
-        progress: called before each measurement.
-        limits: see `rounds.compare`.
 
     Raises:
-        StoppedError: the user stopped it before there was anything.
+        StoppedError: stopped before the end of the first round.
         MismatchError: losses differ in a frozen case.
-        UnsupportedJobError: ours cannot run it.
-        RpcmpError: a contestant failed.
+        UnsupportedJobError: rpcmp cannot run the job.
     """
     notes = list(case.notes)
     limits = limits or TimeLimits()
     progress("stage times", limits.left)
     bound_s = await limits.run(_bound(case, bound, notes), is_needed=True)
     done = await comparison.compare(contestants, pairs, steps, progress, limits)
-    notes += [f"without {name}: {why}" for name, why in done.unfit.items()]
+    notes += [f"without {name}: {why}" for name, why in done.unsupported.items()]
     own_name = contestants[0].name
-    if own_name in done.unfit:
-        raise UnsupportedJobError(f"{own_name}: {done.unfit[own_name]}")
+    if own_name in done.unsupported:
+        raise UnsupportedJobError(f"{own_name}: {done.unsupported[own_name]}")
     if case.is_frozen:
         comparison.require_equal_losses(done.series)
     elif difference := comparison.loss_difference(done.series):
@@ -178,10 +167,9 @@ async def benchmark(
 
 
 def _doubts(pairs: int, limits: TimeLimits) -> Iterator[str]:
-    """What keeps the result from being sure."""
     if limits.is_stopped:
-        yield "stopped: this is what there was until then"
-    if not is_telling(estimate([1.0] * pairs)):
+        yield "stopped: these are the results so far"
+    if not is_conclusive(estimate([1.0] * pairs)):
         yield (
             f"{pairs} round{'s are' if pairs > 1 else ' is'} too few to tell contestants apart: "
             "more --pairs, or a larger --budget, could"
@@ -194,3 +182,80 @@ async def _bound(case: Case, bound: Bound, notes: list[str]) -> float | None:
     except UnsupportedJobError as error:
         notes.append(f"without a bound: {error}")
         return None
+
+
+def as_json(result: BenchmarkResult) -> dict[str, Any]:
+    """Return the results as plain data; times in seconds, ratios are ours / theirs."""
+    everyone = [result.ours, *result.peers]
+    return {
+        "case": result.case.name,
+        "num_stages": result.case.num_stages,
+        "num_microbatches": result.case.config.num_microbatches,
+        "step_s": spread(result.ours.seconds).median,
+        "bound_s": result.bound_s,
+        "driver_cpu_s": _driver_cpu(result),
+        "peers": {one.name: spread(one.seconds).median for one in result.peers},
+        "pairs": result.pairs,
+        "steps": result.steps,
+        "ratios": {name: asdict(ratio) for name, ratio in paired_ratios(result).items()},
+        "spreads": {one.name: asdict(spread(one.seconds)) for one in everyone},
+        "settings": {one.name: dict(one.settings) for one in everyone},
+        "notes": result.notes,
+    }
+
+
+def paired_ratios(result: BenchmarkResult) -> dict[str, Estimate]:
+    """Return ours / theirs by name, and ours / "bound" if there is one."""
+    ratios = {one.name: paired_ratio(result.ours.seconds, one.seconds) for one in result.peers}
+    if result.bound_s:
+        ratios["bound"] = estimate([seconds / result.bound_s for seconds in result.ours.seconds])
+    return ratios
+
+
+def table(result: BenchmarkResult) -> Table:
+    """Return a table with a row per contestant and one for the bound."""
+    config = result.case.config
+    title = (
+        f"{result.case.name}: {result.case.num_stages} stages, "
+        f"{config.num_microbatches} micro-batches, "
+        f"{result.pairs} interleaved pair{'s' * (result.pairs > 1)} of "
+        f"{result.steps} step{'s' * (result.steps > 1)}"
+    )
+    rows = Table(*COLUMNS, title=title, title_justify="left", box=None, header_style="bold")
+    ratios = paired_ratios(result)
+    rows.add_row(*_measured(result.ours), "", "")
+    for one in result.peers:
+        rows.add_row(*_measured(one), *_compared(ratios[one.name]))
+    if result.bound_s:
+        milliseconds = f"{result.bound_s * 1e3:.1f}"
+        rows.add_row("bound", "", milliseconds, "", *_compared(ratios["bound"]))
+    return rows
+
+
+def lines(result: BenchmarkResult) -> Iterator[str]:
+    """Yield the lines below the table."""
+    if (seconds := _driver_cpu(result)) is not None:
+        per_microbatch = seconds / result.case.config.num_microbatches
+        yield f"driver: {per_microbatch * 1e3:.2f} ms of CPU a micro-batch"
+    yield from (f"note: {note}" for note in result.notes)
+
+
+def _driver_cpu(result: BenchmarkResult) -> float | None:
+    """Return the driver's median CPU seconds per step."""
+    measured = result.ours.driver_cpu_seconds
+    return spread(measured).median if measured else None
+
+
+def _measured(one: ContestantTimes) -> tuple[str, ...]:
+    times = spread(one.seconds)
+    return (
+        one.name,
+        ", ".join(f"{key} {value}" for key, value in one.settings.items()),
+        f"{times.median * 1e3:.1f}",
+        f"{times.lower_quartile * 1e3:.1f} to {times.upper_quartile * 1e3:.1f}",
+    )
+
+
+def _compared(ratio: Estimate) -> tuple[str, str]:
+    interval = f"{ratio.low:.3f} to {ratio.high:.3f} ({ratio.confidence:.0%})"
+    return f"{ratio.median:.3f}", interval

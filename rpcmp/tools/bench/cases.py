@@ -1,8 +1,7 @@
 """The cases of `rpcmp bench`: the frozen ones of cases.toml, and the user's own configs.
 
-A case is a job and what a comparison needs besides. Scheduler, clipping, mixed precision,
-evaluation and metrics are taken off: what is measured is the plain step, which every contestant can
-do.
+A case is a job without scheduler, clipping, mixed precision, evaluation and metrics: the plain step
+is measured, which every contestant can do.
 """
 
 from __future__ import annotations
@@ -25,21 +24,18 @@ from rpcmp.pipelining.simulation import ActionTimes
 
 
 class Milliseconds(Strict):
-    """Milliseconds of a stage's actions."""
-
     forward: float = Field(ge=0)
     input_gradient: float = Field(ge=0)
     weight_gradient: float = Field(ge=0)
 
     def in_seconds(self) -> ActionTimes:
-        """The same in seconds."""
         return ActionTimes(
             self.forward / 1e3, self.input_gradient / 1e3, self.weight_gradient / 1e3
         )
 
 
 class FrozenCase(Strict):
-    """A table of cases.toml, whose head explains the keys."""
+    """A table of cases.toml, which explains the keys."""
 
     num_stages: Positive
     max_stages: Positive | None = None
@@ -47,7 +43,7 @@ class FrozenCase(Strict):
     times_ms: Milliseconds | None = None
     halves: Arguments = Field(default_factory=dict)
     peers: list[str] | None = None
-    in_flight_a_stage: Positive | None = None
+    in_flight_per_stage: Positive | None = None
     job: dict[str, Any]
 
 
@@ -56,13 +52,13 @@ class Case:
     """One comparison.
 
     Attributes:
-        name: the frozen case's, or the config's path.
+        name: name of the frozen case, or path of the config.
         config: the job that every contestant trains.
-        halves: the same job for a model that is to be cut into twice as many parts.
-        nominal: what each stage's actions take, where the case says it.
+        halves: the same job with a model that can be cut into twice as many parts.
+        nominal: times of each stage's actions, if the case fixes them.
         is_frozen: whether losses must be equal; a user's model may draw random numbers.
-        peers: against whom by default; None: everybody.
-        notes: what the user should know about it.
+        peers: names of the default peers; None: all of them.
+        notes: remarks for the user.
     """
 
     name: str
@@ -75,7 +71,6 @@ class Case:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipelined contestants."""
         return self.config.num_stages
 
 
@@ -85,14 +80,11 @@ def load(
     num_microbatches: int | None = None,
     overrides: Sequence[str] = (),
 ) -> Case:
-    """The case called `name`, or that of the user's config at that path.
+    """Load the case called `name`, or the user's config at that path.
 
     Args:
-        num_stages, num_microbatches: instead of the case's.
-        overrides: "key=value" on its job, as `rpcmp drive --set`.
-
-    Raises:
-        ConfigError: there is none, or it cannot be run like that.
+        num_stages, num_microbatches: override the case's.
+        overrides: "key=value" for its job, as with `rpcmp drive --set`.
     """
     if name in frozen():
         return _frozen_case(name, num_stages, num_microbatches, overrides)
@@ -105,7 +97,6 @@ def load(
 
 @cache
 def frozen() -> dict[str, FrozenCase]:
-    """The frozen cases by name."""
     text = resources.files("rpcmp.tools.bench").joinpath("cases.toml").read_text(encoding="utf-8")
     return {name: FrozenCase.model_validate(table) for name, table in tomllib.loads(text).items()}
 
@@ -135,7 +126,7 @@ def _frozen_case(
 
 
 def _nominal(config: Config) -> ActionTimes | None:
-    """What a stage of the job sleeps, overrides included; None where it computes."""
+    """Return how long a stage of the job sleeps, overrides included; None if it computes."""
     times = config.model.kwargs.get("times_ms") if config.model else None
     return None if times is None else Milliseconds.model_validate(times).in_seconds()
 
@@ -162,13 +153,13 @@ def _frozen_job(
     }
     if num_microbatches is not None:
         data["num_microbatches"] = num_microbatches
-    if case.in_flight_a_stage is not None:
-        data["max_in_flight"] = case.in_flight_a_stage * num_stages
+    if case.in_flight_per_stage is not None:
+        data["max_in_flight"] = case.in_flight_per_stage * num_stages
     if case.microbatch_size is not None:
         data["data"]["batch_size"] = case.microbatch_size * data["num_microbatches"]
     for override in overrides:
         loader.apply(data, override)
-    return loader.parse_config(_plain(data), f"bench case {name!r}")
+    return loader.parse_config(_plain_training(data), f"bench case {name!r}")
 
 
 def _own_case(
@@ -196,13 +187,13 @@ def _own_case(
                 f"--stages {num_stages}: {path} names its {job.num_stages} stages one by one"
             )
         data["model"] = {**data["model"], "num_stages": num_stages, "balance": None}
-    parsed = loader.parse_config(_plain(data), str(path)).with_folder(job.folder)
+    parsed = loader.parse_config(_plain_training(data), str(path)).with_folder(job.folder)
     config = parsed.without_schedulers().without_mixed_precision()
-    return Case(str(path), config, config, None, is_frozen=False, notes=_taken_off(job))
+    return Case(str(path), config, config, None, is_frozen=False, notes=_features_left_out(job))
 
 
-def _taken_off(job: Config) -> tuple[str, ...]:
-    """What the user should know that the benchmark's job lacks."""
+def _features_left_out(job: Config) -> tuple[str, ...]:
+    """Name the features of `job` that the benchmark's job lacks."""
     notes = []
     if job.has_schedulers or job.max_grad_norm is not None:
         notes.append("without learning-rate scheduler and gradient clipping")
@@ -211,8 +202,8 @@ def _taken_off(job: Config) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _plain(data: dict[str, Any]) -> dict[str, Any]:
-    """The job with nothing but training, on mini-batches of one size."""
+def _plain_training(data: dict[str, Any]) -> dict[str, Any]:
+    """Reduce the job to training, on mini-batches of one size."""
     return {
         **data,
         "max_grad_norm": None,

@@ -1,7 +1,7 @@
-"""The models and data of the frozen cases.
+"""Models and data of the frozen cases.
 
-`sleeping` is for pure scheduling: each action of a stage sleeps, without the GIL, on tensors of a
-few bytes. A stage is one layer, or two that sleep half as long each; either way it has the same
+`sleeping` measures scheduling alone: each action of a stage sleeps, without the GIL, on tensors of
+a few bytes. A stage is one layer, or two that sleep half as long each. Both have the same
 parameters, so the losses are the same.
 """
 
@@ -23,8 +23,8 @@ from rpcmp.worker.weight_grad import splittable
 
 Layers = list[tuple[str, Callable[[], nn.Module]]]
 
-ROWS_A_STAGE = 2
-"""Rows of weights of a sleeping stage, to be shared out among its layers."""
+ROWS_PER_STAGE = 2
+"""Rows of weights of a sleeping stage, divided among its layers."""
 
 _PR_SET_TIMERSLACK = 29
 _local = threading.local()
@@ -40,7 +40,7 @@ class LayerSleeps:
 
 
 def sleep(seconds: float) -> None:
-    """Sleep to within some 10 us; Linux is otherwise free to add 50 us to every sleep."""
+    """Sleep with an error of some 10 us; by default Linux may add 50 us to every sleep."""
     if sys.platform == "linux" and not getattr(_local, "is_exact", False):
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
         _local.is_exact = True
@@ -77,9 +77,9 @@ class _SleepWeight(torch.autograd.Function):
 
 @splittable
 def apply_sleep(x: Tensor, weight: Tensor, times: LayerSleeps) -> Tensor:
-    """`x + weight.sum(0)`, each of whose three actions sleeps.
+    """Return `x + weight.sum(0)`; each of its three actions sleeps.
 
-    The two gradients are nodes of their own, so that whoever splits a backward finds them apart.
+    The two gradients are nodes of their own, so that a split backward finds them apart.
 
     Args:
         x: float32[samples, features].
@@ -101,29 +101,31 @@ class Sleep(nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_rows, features))
 
     def forward(self, x: Tensor) -> Tensor:
-        if not x.requires_grad:  # the model's first layer: its input gradient counts as well
+        if (
+            not x.requires_grad
+        ):  # the model's first layer: its input gradient is to take time as well
             x = x.detach().requires_grad_()
         return apply_sleep(x, self.weight, self.times)
 
 
 def sleeping(
-    num_stages: int, times_ms: Mapping[str, float], layers_a_stage: int = 1, features: int = 8
+    num_stages: int, times_ms: Mapping[str, float], layers_per_stage: int = 1, features: int = 8
 ) -> Layers:
-    """Layers that sleep `times_ms` milliseconds a stage, whatever the number of its layers.
+    """Return layers that sleep `times_ms` milliseconds per stage, however many layers it has.
 
     Args:
         num_stages: of the run; the model grows with it.
         times_ms: a stage's "forward", "input_gradient" and "weight_gradient".
-        layers_a_stage: 1, or 2 to cut each stage in two: the same work and parameters in all.
+        layers_per_stage: 1, or 2 to cut each stage in two, with the same work and parameters.
     """
-    times = LayerSleeps(**{name: ms / 1e3 / layers_a_stage for name, ms in times_ms.items()})
-    rows = ROWS_A_STAGE // layers_a_stage
-    names = [f"sleep{index}" for index in range(num_stages * layers_a_stage)]
+    times = LayerSleeps(**{name: ms / 1e3 / layers_per_stage for name, ms in times_ms.items()})
+    rows = ROWS_PER_STAGE // layers_per_stage
+    names = [f"sleep{index}" for index in range(num_stages * layers_per_stage)]
     return [(name, lambda: Sleep(times, rows, features)) for name in names]
 
 
 def transformer(num_layers: int, features: int, heads: int, hidden: int) -> Layers:
-    """Transformer encoder layers without dropout; float32[samples, length, features]."""
+    """Return transformer encoder layers without dropout; float32[samples, length, features]."""
 
     def layer() -> nn.Module:
         return nn.TransformerEncoderLayer(features, heads, hidden, dropout=0.0, batch_first=True)
@@ -135,7 +137,7 @@ class Wide(nn.Module):
     """Little compute, large outputs: float32[samples, 1 or width] to [samples, width or 1].
 
     Args:
-        narrow: return the mean of each sample's numbers, as the model's last layer.
+        narrow: return the mean of each sample's numbers, as the model's last layer does.
     """
 
     def __init__(self, width: int, narrow: bool) -> None:
@@ -149,7 +151,7 @@ class Wide(nn.Module):
 
 
 def wide(num_stages: int, width: int) -> Layers:
-    """Two layers a stage, with `width` numbers a sample between any two of them."""
+    """Return two layers per stage, with `width` numbers per sample between any two of them."""
     last = 2 * num_stages - 1
     return [
         (f"wide{index}", lambda narrow=index == last: Wide(width, narrow))  # type: ignore[misc]

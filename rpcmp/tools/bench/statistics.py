@@ -1,9 +1,7 @@
-"""Medians, and how sure they are. Pure.
+"""Medians and how sure they are, and a bound for the time of a step. Pure.
 
-Runs that follow on each other share the machine's mood of the moment, so contestants are compared
+Runs one after the other share the load of the machine at that moment, so contestants are compared
 by the ratios within a round, never by their medians alone.
-
-How short a step could be at best, given how long each stage computes when it is alone.
 """
 
 from __future__ import annotations
@@ -19,13 +17,11 @@ from rpcmp.pipelining.simulation import ActionTimes
 CONFIDENCE = 0.95
 
 LEAST_CONFIDENCE = 0.9
-"""Of an interval that is to say anything; five rounds are the fewest that reach it."""
+"""Least confidence of an interval that tells anything; five rounds are the fewest that reach it."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and quartiles."""
-
     median: float
     lower_quartile: float
     upper_quartile: float
@@ -37,7 +33,7 @@ class Estimate:
 
     Attributes:
         confidence: of the interval. Fewer than six values cannot reach 95 %: the interval is then
-            their full range, and this says how sure it is.
+            their full range, with the confidence that this has.
     """
 
     median: float
@@ -47,7 +43,7 @@ class Estimate:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Median and quartiles of at least one value, interpolated."""
+    """Return median and quartiles of at least one value, interpolated."""
     if len(values) == 1:
         return Spread(values[0], values[0], values[0])
     lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
@@ -55,7 +51,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The median, and the narrowest interval of order statistics that is 95 % sure.
+    """Return the median, and the narrowest interval of order statistics that is 95 % sure.
 
     From the j-th smallest to the j-th largest of n values, it misses the population's median only
     if fewer than j of them fall on one side: the sign test, which assumes nothing about their
@@ -72,40 +68,41 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
-    """The ratio ours / theirs over the rounds, both given in the order of the rounds."""
-    return estimate([mine / other for mine, other in zip(ours, theirs, strict=True)])
+    """Estimate the ratio ours / theirs, both given in the order of the rounds."""
+    return estimate([one / other for one, other in zip(ours, theirs, strict=True)])
 
 
-def is_telling(of: Estimate) -> bool:
-    """Whether the interval is sure enough to say anything."""
-    return of.confidence >= LEAST_CONFIDENCE
+def is_conclusive(estimate: Estimate) -> bool:
+    """Return whether the interval is sure enough to tell anything."""
+    return estimate.confidence >= LEAST_CONFIDENCE
 
 
 def _rank(count: int) -> int:
-    """The largest j whose interval is still sure enough; 1, the full range, where none is."""
+    """Return the largest j whose interval is sure enough; 1, the full range, if none is."""
     ranks = range(1, (count + 1) // 2 + 1)
     return max((j for j in ranks if _coverage(count, j) >= CONFIDENCE), default=1)
 
 
 def _coverage(count: int, rank: int) -> float:
-    """How likely the population's median lies between the j-th smallest and largest value."""
+    """Return the probability that the j-th smallest and largest enclose the population's median."""
     missed = sum(math.comb(count, below) for below in range(rank))
     return 1.0 - math.ldexp(2.0 * missed, -count)
 
 
 Bound = Callable[[Sequence[ActionTimes], int], float]
-"""Seconds of a step, of the stages' times in order and the number of micro-batches."""
+"""Returns the seconds of a step; its arguments are the stages' times and the number of
+micro-batches."""
 
 
 def fill_then_no_bubble(stages: Sequence[ActionTimes], num_microbatches: int) -> float:
-    """A stage waits until the first micro-batch reaches it and then never again.
+    """Return the time of a step in which a stage waits for its first micro-batch and never again.
 
     The slowest stage decides. With equal stages this is what zero-bubble schedules reach:
     (stages - 1) x F + micro-batches x (F + B + W). Transfers and the optimizer take no time.
 
-    It is that of one step by itself, with one stage a process. Where the first stage begins the
-    next step while the last one still works, the mean over many steps may fall below it, and so
-    may schedules with two half stages a process, whose pipeline fills in half the time.
+    The bound is for one step by itself, with one stage per process. If the first stage starts the
+    next step while the last one still works, the mean over many steps may be lower. So may
+    schedules with two half stages per process, whose pipeline fills in half the time.
     """
     arrivals = accumulate((stage.forward for stage in stages), initial=0.0)
     return max(

@@ -1,9 +1,11 @@
-"""What is made of what was seen: the rules. Pure."""
+"""Judge the reports of a job's hosts and links: the findings of `rpcmp doctor`. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from enum import StrEnum
 
 from rpcmp.config import addresses
 from rpcmp.config.schema import Config
@@ -11,78 +13,117 @@ from rpcmp.config.sections import StageConfig
 from rpcmp.config.types import format_size, parse_size
 from rpcmp.errors import RpcmpError, SecurityError, UnavailableError, UnreachableError, VersionError
 from rpcmp.net.authority import SKEW
+from rpcmp.net.link_test import LinkSpeed
 from rpcmp.net.security import EXPIRES_DAYS, INSECURE
 from rpcmp.server.connection import NEEDED_EQUAL, is_same_release
-from rpcmp.server.host_facts.facts import Device, Folder, HostFacts
-from rpcmp.tools.doctor.findings import Finding, HostReport, SeenLink, Status
+from rpcmp.server.host_facts import Device, Folder, HostFacts
+from rpcmp.tools.job_hosts import HostReport
+from rpcmp.tools.job_links import Link
 
 CLOCK_SECONDS = 5.0
-"""What clocks may differ by before logs and traces become hard to read."""
+"""Largest difference of clocks that leaves logs and traces readable."""
+
+
+class Status(StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of one check of one process or link.
+
+    Attributes:
+        where: the worker, the driver, or "a - b" for the link between two.
+        check: what was checked, one word.
+        text: what was found, and what to do about it.
+        is_temporary: whether it may be mended without any action.
+    """
+
+    where: str
+    check: str
+    status: Status
+    text: str
+    is_temporary: bool = False
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """Return 0 if a run may start, 75 if servers are only away or busy, and else 1."""
+    failed = [finding for finding in findings if finding.status is Status.FAILED]
+    if not failed:
+        return 0
+    return 75 if all(finding.is_temporary for finding in failed) else 1
+
+
+@dataclass(frozen=True)
+class CheckedLink:
+    """A link that the job uses.
+
+    Attributes:
+        speed: measured from the link's first end; None if both ends are in one network, so that
+            no connection is needed, and if there is no connection.
+        error: why one end cannot reach the other.
+    """
+
+    link: Link
+    speed: LinkSpeed | None = None
+    error: RpcmpError | None = None
 
 
 def diagnose(
     config: Config,
     driver: HostReport,
-    stages: Sequence[HostReport],
+    workers: Sequence[HostReport],
     spares: Sequence[HostReport],
-    ways: Sequence[SeenLink],
+    links: Sequence[CheckedLink],
     now: float,
 ) -> list[Finding]:
-    """Everything that was looked at.
-
-    Args:
-        config: the job.
-        driver: this host.
-        stages: in the config's order.
-        spares: servers that may take any stage.
-        ways: between them.
-        now: seconds since 1970.
-    """
+    """Judge the reports of all hosts and links; `now` is in seconds since 1970."""
     return [
         *(
-            found
-            for seen in (driver, *stages, *spares)
-            for found in _of_one(config, seen, driver.facts, now)
+            finding
+            for report in (driver, *workers, *spares)
+            for finding in _host(config, report, driver.facts, now)
         ),
-        *_code_compared([driver, *stages, *spares]),
-        *_processors_compared(stages),
-        *(_link(way) for way in ways),
+        *_compare_code([driver, *workers, *spares]),
+        *_compare_devices(workers),
+        *(_link(link) for link in links),
     ]
 
 
-def _of_one(
-    config: Config, seen: HostReport, reference: HostFacts | None, now: float
+def _host(
+    config: Config, report: HostReport, reference: HostFacts | None, now: float
 ) -> Iterator[Finding]:
-    if seen.way is not None:
-        yield from _reach(seen)
-    if seen.error is not None:
-        yield _refusal(seen.name, seen.error)
-    if seen.facts is None:
+    if report.speed is not None:
+        yield from _reach(report, report.speed)
+    if report.error is not None:
+        yield _refusal(report.name, report.error)
+    if (facts := report.facts) is None:
         return
-    yield _certificate(config, seen, seen.facts, now)
-    yield from _software(seen.name, seen.facts, reference)
-    yield from _code(seen.name, seen.facts)
-    yield from _devices(seen, seen.facts)
-    if seen.facts.folder is not None:
-        yield _folder(config, seen.name, seen.facts.folder, reference)
-    yield from _listeners(seen, seen.facts)
-    yield from _confinement(seen.name, seen.facts)
+    yield _certificate(config, report.name, facts, now)
+    yield from _software(report.name, facts, reference)
+    yield from _code(report.name, facts)
+    yield from _devices(report, facts)
+    if facts.folder is not None:
+        yield _folder(config, report.name, facts.folder, reference)
+    yield from _listeners(report, facts)
+    yield from _confinement(report.name, facts)
 
 
-def _reach(seen: HostReport) -> Iterator[Finding]:
-    assert seen.way is not None
-    text = f"{seen.address} answers in {1000 * seen.way.latency_s:.1f} ms"
-    yield Finding(seen.name, "reach", Status.OK, text)
-    # What latency can explain is not the clock's.
-    ahead = seen.way.clock_ahead_s
-    skew = max(0.0, abs(ahead) - seen.way.latency_s)
+def _reach(report: HostReport, speed: LinkSpeed) -> Iterator[Finding]:
+    text = f"{report.address} answers in {1000 * speed.latency_s:.1f} ms"
+    yield Finding(report.name, "reach", Status.OK, text)
+    # A difference up to the latency need not be the clock's.
+    ahead = speed.clock_ahead_s
+    skew = max(0.0, abs(ahead) - speed.latency_s)
     which = "ahead of" if ahead > 0 else "behind"
     text = f"{abs(ahead):.3f} s {which} the driver's" if skew else "the driver's"
     status = Status.OK
     if skew > CLOCK_SECONDS:
         status = Status.FAILED if skew > SKEW.total_seconds() else Status.WARNING
         text += ": let NTP set the clocks, by which certificates are valid and traces put in order"
-    yield Finding(seen.name, "clock", status, text)
+    yield Finding(report.name, "clock", status, text)
 
 
 def _refusal(where: str, error: RpcmpError) -> Finding:
@@ -99,23 +140,25 @@ def _refusal(where: str, error: RpcmpError) -> Finding:
     return Finding(where, check, Status.FAILED, str(error), is_temporary)
 
 
-def _certificate(config: Config, seen: HostReport, facts: HostFacts, now: float) -> Finding:
-    paper = facts.certificate
-    if paper is None:
+def _certificate(config: Config, where: str, facts: HostFacts, now: float) -> Finding:
+    certificate = facts.certificate
+    if certificate is None:
         if config.security.insecure:
-            return Finding(seen.name, "certificate", Status.WARNING, INSECURE)
-        return Finding(seen.name, "certificate", Status.OK, "none: nothing leaves this machine")
-    until = datetime.fromtimestamp(paper.not_after, UTC)
-    days = (paper.not_after - now) / 86400
-    hosts = f" at {', '.join(paper.hosts)}" if paper.hosts else ""
-    text = f"{paper.role or 'no role'}{hosts}, until {until:%Y-%m-%d} ({max(days, 0):.0f} days)"
+            return Finding(where, "certificate", Status.WARNING, INSECURE)
+        return Finding(where, "certificate", Status.OK, "none: nothing leaves this machine")
+    until = datetime.fromtimestamp(certificate.not_after, UTC)
+    days = (certificate.not_after - now) / 86400
+    hosts = f" at {', '.join(certificate.hosts)}" if certificate.hosts else ""
+    text = (
+        f"{certificate.role or 'no role'}{hosts}, until {until:%Y-%m-%d} ({max(days, 0):.0f} days)"
+    )
     if days < 0:
         text += ": it has expired; `rpcmp certs renew DIR`, and copy it there: no restart is needed"
-        return Finding(seen.name, "certificate", Status.FAILED, text)
+        return Finding(where, "certificate", Status.FAILED, text)
     if days < EXPIRES_DAYS:
         text += ": `rpcmp certs renew DIR`, and copy it there: no restart is needed"
-        return Finding(seen.name, "certificate", Status.WARNING, text)
-    return Finding(seen.name, "certificate", Status.OK, text)
+        return Finding(where, "certificate", Status.WARNING, text)
+    return Finding(where, "certificate", Status.OK, text)
 
 
 def _software(where: str, facts: HostFacts, reference: HostFacts | None) -> Iterator[Finding]:
@@ -123,16 +166,16 @@ def _software(where: str, facts: HostFacts, reference: HostFacts | None) -> Iter
         versions = ", ".join(f"{package} {version}" for package, version in facts.versions.items())
         yield Finding(where, "software", Status.OK, versions)
         return
-    found = False
+    is_same = True
     for package, ours in reference.versions.items():
         theirs = facts.versions.get(package, "missing")
         if not is_same_release(ours, theirs):
-            found = True
-            # Without these being the same a server refuses the job; of others it is well to know.
+            is_same = False
+            # A server refuses a job if one of NEEDED_EQUAL differs; the others may matter.
             status = Status.FAILED if package in NEEDED_EQUAL else Status.WARNING
             text = f"{package} is {theirs} there and {ours} here: install the same everywhere"
             yield Finding(where, "software", status, text)
-    if not found:
+    if is_same:
         yield Finding(where, "software", Status.OK, "the same versions as the driver's")
 
 
@@ -147,10 +190,10 @@ def _code(where: str, facts: HostFacts) -> Iterator[Finding]:
         yield Finding(where, "code", Status.OK, text)
 
 
-def _devices(seen: HostReport, facts: HostFacts) -> Iterator[Finding]:
+def _devices(report: HostReport, facts: HostFacts) -> Iterator[Finding]:
     for name, device in facts.devices.items():
-        status, text = _device(seen.settings, name, device, facts.processors)
-        yield Finding(seen.name, "device", status, text)
+        status, text = _device(report.settings, name, device, facts.processors)
+        yield Finding(report.name, "device", status, text)
 
 
 def _device(
@@ -169,35 +212,35 @@ def _device(
     return Status.OK, text
 
 
-def _folder(config: Config, where: str, found: Folder, driver: HostFacts | None) -> Finding:
+def _folder(config: Config, where: str, folder: Folder, driver: HostFacts | None) -> Finding:
     path = config.checkpoint_folder
     is_shared = config.checkpoint is not None and config.checkpoint.shared
-    # Where the driver cannot write, nobody can see what it has written.
+    # If the driver cannot write there, a missing marker tells nothing.
     is_marked = driver is not None and driver.folder is not None and driver.folder.has_marker
-    if found.problem:
-        text = f"nothing can be kept in {path}: {found.problem}"
-    elif is_shared and is_marked and not found.has_marker:
+    if folder.problem:
+        text = f"nothing can be kept in {path}: {folder.problem}"
+    elif is_shared and is_marked and not folder.has_marker:
         text = f"{path} is not the driver's folder: mount it there, or leave out `shared`"
     else:
         return Finding(
-            where, "checkpoints", Status.OK, f"{path}, {format_size(found.free_bytes)} free"
+            where, "checkpoints", Status.OK, f"{path}, {format_size(folder.free_bytes)} free"
         )
     return Finding(where, "checkpoints", Status.FAILED, text)
 
 
-def _listeners(seen: HostReport, facts: HostFacts) -> Iterator[Finding]:
-    allowed = 1 if seen.address else 0
+def _listeners(report: HostReport, facts: HostFacts) -> Iterator[Finding]:
+    allowed = 1 if report.address else 0
     own = [one for one in facts.listens if addresses.parse(one)[1] != facts.metrics_port]
     if len(own) > allowed:
         text = f"{', '.join(own)}: more than the one port that it should have"
-        yield Finding(seen.name, "listeners", Status.FAILED, text)
+        yield Finding(report.name, "listeners", Status.FAILED, text)
     elif facts.exposed:
         text = f"other users of its host can reach its worker: {facts.exposed}"
-        yield Finding(seen.name, "listeners", Status.WARNING, text)
-    elif seen.address:
+        yield Finding(report.name, "listeners", Status.WARNING, text)
+    elif report.address:
         figures = f", its figures at port {facts.metrics_port}" if facts.metrics_port else ""
         text = f"{''.join(own)} alone{figures}; the worker's are in a network of its own"
-        yield Finding(seen.name, "listeners", Status.OK, text)
+        yield Finding(report.name, "listeners", Status.OK, text)
 
 
 def _confinement(where: str, facts: HostFacts) -> Iterator[Finding]:
@@ -208,22 +251,22 @@ def _confinement(where: str, facts: HostFacts) -> Iterator[Finding]:
         yield Finding(where, "confinement", Status.OK, facts.confinement)
 
 
-def _code_compared(everybody: Sequence[HostReport]) -> Iterator[Finding]:
+def _compare_code(reports: Sequence[HostReport]) -> Iterator[Finding]:
     first: dict[str, tuple[str, str]] = {}
-    for seen in everybody:
-        for module, digest in (seen.facts.code if seen.facts else {}).items():
-            where, reference = first.setdefault(module, (seen.name, digest))
+    for report in reports:
+        for module, digest in (report.facts.code if report.facts else {}).items():
+            where, reference = first.setdefault(module, (report.name, digest))
             if digest != reference:
                 text = (
                     f"{module!r} is other code than that of {where} ({_short(digest)}, not "
                     f"{_short(reference)}): install the same everywhere"
                 )
-                yield Finding(seen.name, "code", Status.FAILED, text)
+                yield Finding(report.name, "code", Status.FAILED, text)
 
 
-def _processors_compared(stages: Sequence[HostReport]) -> Iterator[Finding]:
-    found = [device for seen in stages if seen.facts for device in seen.facts.devices.values()]
-    names = {device.name for device in found if device.name}
+def _compare_devices(workers: Sequence[HostReport]) -> Iterator[Finding]:
+    every = [device for one in workers if one.facts for device in one.facts.devices.values()]
+    names = {device.name for device in every if device.name}
     if len(names) > 1:
         text = (
             f"unlike devices round differently, so `verify` will fail: {', '.join(sorted(names))}"
@@ -231,17 +274,17 @@ def _processors_compared(stages: Sequence[HostReport]) -> Iterator[Finding]:
         yield Finding("all stages", "device", Status.WARNING, text)
 
 
-def _link(seen: SeenLink) -> Finding:
-    where = f"{seen.link.one} - {seen.link.other}"
-    carries = ", ".join(seen.link.carries)
-    if seen.error is not None:
-        is_temporary = isinstance(seen.error, UnavailableError)
-        return Finding(where, "link", Status.FAILED, str(seen.error), is_temporary)
-    if (way := seen.way) is None:
+def _link(checked: CheckedLink) -> Finding:
+    where = f"{checked.link.one} - {checked.link.other}"
+    carries = ", ".join(checked.link.carries)
+    if checked.error is not None:
+        is_temporary = isinstance(checked.error, UnavailableError)
+        return Finding(where, "link", Status.FAILED, str(checked.error), is_temporary)
+    if (speed := checked.speed) is None:
         return Finding(where, "link", Status.OK, f"{carries}: within one network")
-    text = f"{carries}: {1000 * way.latency_s:.1f} ms"
-    if way.there:
-        text += f", {way.there / 1e6:,.0f} MB/s there, {way.back / 1e6:,.0f} MB/s back"
+    text = f"{carries}: {1000 * speed.latency_s:.1f} ms"
+    if speed.there:
+        text += f", {speed.there / 1e6:,.0f} MB/s there, {speed.back / 1e6:,.0f} MB/s back"
     return Finding(where, "link", Status.OK, text)
 
 

@@ -1,1 +1,1 @@
-"""What a run will do, before it does it: `rpcmp explain`."""
+"""`rpcmp explain`: a forecast of a run."""

@@ -1,1 +1,1 @@
-"""What a new job begins with: a model file and a config that run as they are."""
+"""Files of a new job: a model and a config that run as they are."""

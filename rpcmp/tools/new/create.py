@@ -1,6 +1,6 @@
-"""Writing the two files of a new job: from the starter's own, or from one of the examples.
+"""Write the two files of a new job, from the templates here or from an example: `rpcmp new`.
 
-Names are replaced as text: the templates are themselves a model and a config that run.
+The templates are a model and a config that run themselves; only names in them are replaced.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def examples() -> list[str]:
-    """The names of the examples."""
+    """Return the names of the examples."""
     return sorted(path.stem for path in EXAMPLES.glob("*.toml"))
 
 
@@ -26,14 +26,11 @@ def create(name: str, folder: Path, like: str | None = None) -> list[Path]:
     """Write NAME.py and NAME.toml into `folder`: both or none.
 
     Args:
-        name: of the job and of its module.
-        like: the example that it begins as; None: the starter's own.
+        name: name of the job and of its module.
+        like: name of the example to copy; None: the templates here.
 
     Returns:
         The model file and the config.
-
-    Raises:
-        ConfigError: the name is no module's, hides another module, or a file is there already.
     """
     template = STARTER if like is None else EXAMPLES / f"{like}.toml"
     if not template.exists():
@@ -62,10 +59,10 @@ def _require_name(name: str) -> None:
 
 
 def _require_free(name: str) -> None:
-    """Python files beside a config come first where modules are looked for."""
-    found = importlib.util.find_spec(name)
-    if found is not None:
-        where = "" if found.origin is None else f" ({found.origin})"
+    # Python files beside a config come first on the import path.
+    spec = importlib.util.find_spec(name)
+    if spec is not None:
+        where = "" if spec.origin is None else f" ({spec.origin})"
         raise ConfigError(
             f"there is a module {name!r} already{where}, which {name}.py would hide: choose "
             "another name"
@@ -73,7 +70,7 @@ def _require_free(name: str) -> None:
 
 
 def _renamed(template: Path, name: str) -> str:
-    """The config, for a folder that has no file but the model's: others stay in the package."""
+    """Return the config for a folder with the model file; other examples stay in the package."""
     text = template.read_text(encoding="utf-8").replace("rpcmp/examples/", "")
     own = template.stem
     text = re.sub(rf"\b{own}(?=\.toml\b|\.py\b|:\w)", name, text)

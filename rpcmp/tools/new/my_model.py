@@ -1,6 +1,6 @@
-"""A model and its data: three spirals in the plane, told apart by a small network.
+"""A model and its data: a small network that classifies points on three spirals in the plane.
 
-`rpcmp` calls what the config beside this file names. Put your own in the place of it.
+`rpcmp` calls the functions that the config beside this file names. Replace them by your own.
 """
 
 from collections.abc import Callable
@@ -13,11 +13,11 @@ NUM_CLASSES = 3
 
 
 def layers(width: int = 64, dropout: float = 0.1) -> list[tuple[str, Callable[[], nn.Module]]]:
-    """The layers in order, each a name and a factory; `[model] kwargs` are the arguments.
+    """Return the layers in order, each a name and a factory; `[model] kwargs` are the arguments.
 
-    The model may be cut into stages between any two of them. A stage calls the factories of its
-    own layers and no others. A layer gets what the one before returns: a tensor, or any tree of
-    tuples, lists and dicts of them. Its name is that of its parameters, in every file.
+    The model may be cut into stages between any two layers. A stage calls the factories of its own
+    layers only. A layer gets what the one before it returns: a tensor, or any tree of tuples, lists
+    and dicts of tensors. The names of parameters start with the layer's name, in every file.
 
     Input: points `(N, 2)` float32. Output: logits `(N, 3)` float32.
     """
@@ -30,14 +30,14 @@ def layers(width: int = 64, dropout: float = 0.1) -> list[tuple[str, Callable[[]
 
 
 def hidden(width: int, dropout: float) -> nn.Sequential:
-    """From `(N, width)` to the same, float32."""
+    """Return a block from `(N, width)` to `(N, width)`, float32."""
     return nn.Sequential(nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Dropout(dropout))
 
 
 def dataset(split: str, points: int) -> TensorDataset:
-    """Any map-style dataset of pairs (input, target); the driver's process loads it.
+    """Return a map-style dataset of pairs (input, target); the driver's process loads it.
 
-    Each item is a point `(2,)` float32, and the spiral that it lies on, a scalar int64.
+    Each item is a point `(2,)` float32 and the number of its spiral, a scalar int64.
     """
     seeds = {"train": 0, "test": 1}
     if split not in seeds:
@@ -50,10 +50,10 @@ def dataset(split: str, points: int) -> TensorDataset:
 
 
 def noise(points: int, generator: torch.Generator) -> Tensor:
-    """A little of it, `(points,)` float32."""
+    """Return a little noise, `(points,)` float32."""
     return 0.2 * torch.randn(points, generator=generator)
 
 
 def on_plane(radii: Tensor, angles: Tensor) -> Tensor:
-    """Points `(N, 2)`."""
+    """Return points `(N, 2)` by their polar coordinates."""
     return torch.stack([radii * angles.cos(), radii * angles.sin()], dim=1)

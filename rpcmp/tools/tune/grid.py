@@ -1,9 +1,17 @@
-"""Which settings are measured, and which need not be. Pure."""
+"""Choose the settings that a sweep measures, and those that go on from round to round. Pure.
+
+    round 1   all        round 2   the better half        ...        again: the best, and yours
+
+Successive halving (Jamieson and Talwalkar, AISTATS 2016) spends the time on settings that can win.
+Settings within TIED of the best are dropped only if the budget is too small for them. The same rule
+decides and predicts, so the predicted time left is that of what will really be measured.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
@@ -15,23 +23,34 @@ from rpcmp.config.topology import num_bundles
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import inflight, simulation
 from rpcmp.pipelining.schedule import policy
+from rpcmp.tools.tune.setting_times import SETTLE_STEPS
 
 MOST_MICROBATCHES = 128
-"""Of the default sweep."""
-
 SCHEDULES = ("1f1b", "zero-bubble")
-"""Of the default sweep."""
+"""Defaults of a sweep."""
+
+TIED = 1.05
+"""A setting may still win if its step takes less than the best one's times this."""
+
+ROUGHLY_TIED = 2.0
+"""The same after the warm-up, which is a single step of each."""
+
+FEWEST = 3
+"""Least number of settings that go on, besides the config's own."""
+
+ALL_HALVES = 2
+"""Rounds of all settings that take as long as one of all, of a half, of a quarter, and so on."""
 
 
 class Axes(NamedTuple):
-    """What to sweep; None: the default.
+    """Values to sweep; None: the default.
 
     Attributes:
         num_microbatches: by default powers of two, as long as each micro-batch has two samples,
-            which is the least that batch normalization takes.
+            the least for batch normalization.
         schedules: names of policies.
-        max_in_flight: numbers, and None for the schedule's own; by default that, and for
-            zero-bubble also twice the longest way through the graph, the most that is of use,
+        max_in_flight: numbers, and None for the schedule's own. By default None, and for
+            zero-bubble also the largest useful number: twice the longest path through the graph,
             times the micro-batches of a message.
         microbatches_per_message: by default the config's.
     """
@@ -44,12 +63,13 @@ class Axes(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """What to measure.
+    """The settings to measure.
 
     Attributes:
         own: the config's setting, with which all others are compared.
-        settings: all, `own` among them.
-        left_out: why not, and for which numbers of micro-batches, by `Setting.way`.
+        settings: all of them, including `own`.
+        left_out: numbers of micro-batches that are not worth measuring, by `ScheduleOptions.way`
+            and the reason.
     """
 
     own: ScheduleOptions
@@ -57,31 +77,27 @@ class Grid:
     left_out: dict[tuple[str, str], list[int]] = field(default_factory=dict)
 
     def notes(self) -> Iterator[str]:
-        """A line for all that is left out for the same reason."""
+        """Yield a line for all settings that are left out for the same reason."""
         for (way, why), numbers in self.left_out.items():
             yield f"left out: num_microbatches {', '.join(map(str, numbers))}, {way}: {why}"
 
 
 def grid(config: Config, axes: Axes) -> Grid:
-    """The settings of all axes and the config's own, each once.
-
-    Raises:
-        ConfigError: the config has no data, or a value is none that a config could have.
-    """
+    """Combine the values of all axes, and add the config's own setting."""
     batch_size = config.require_data("tuning").batch_size
     own = ScheduleOptions.of(config)
-    kept: dict[Hashable, ScheduleOptions] = {_effect(config, own): own}
+    settings: dict[Hashable, ScheduleOptions] = {_effect(config, own): own}
     left_out: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     for setting in dict.fromkeys(_product(config, axes)):
         if setting == own:
             continue
-        why = _nonsense(setting, batch_size)
+        why = _why_useless(setting, batch_size)
         if not why:
-            same = kept.setdefault(_effect(config, setting), setting)
+            same = settings.setdefault(_effect(config, setting), setting)
             why = "" if same is setting else f"the same as {same.way}"
         if why:
             left_out[setting.way, why].append(setting.num_microbatches)
-    return Grid(own, sorted(kept.values(), key=_place), dict(left_out))
+    return Grid(own, sorted(settings.values(), key=_sort_key), dict(left_out))
 
 
 def _product(config: Config, axes: Axes) -> Iterator[ScheduleOptions]:
@@ -122,8 +138,8 @@ def _in_flight(config: Config, axes: Axes, schedule: str, per_message: int) -> S
     return [None, largest] if schedule == "zero-bubble" else [None]
 
 
-def _nonsense(setting: ScheduleOptions, batch_size: int) -> str:
-    """Why nobody would want it; empty: somebody may."""
+def _why_useless(setting: ScheduleOptions, batch_size: int) -> str:
+    """Return why the setting is not worth measuring, or an empty string."""
     if setting.num_microbatches > batch_size:
         return f"a mini-batch has {batch_size} samples"
     if setting.schedule == "gpipe" and setting.max_in_flight is not None:
@@ -135,10 +151,10 @@ def _nonsense(setting: ScheduleOptions, batch_size: int) -> str:
 
 
 def _effect(config: Config, setting: ScheduleOptions) -> Hashable:
-    """Equal for two settings that make every stage do the same."""
+    """Return a key that is equal for settings under which every stage does the same."""
     count = setting.on(config).num_full_microbatches
     bundles = num_bundles(count, setting.microbatches_per_message)
-    kept = [
+    stages = [
         (
             min(each.open, bundles),
             min(each.held, bundles),
@@ -147,9 +163,89 @@ def _effect(config: Config, setting: ScheduleOptions) -> Hashable:
         )
         for each in inflight.limits(setting.on(config)).values()
     ]
-    return count, setting.schedule, bundles, tuple(kept)
+    return count, setting.schedule, bundles, tuple(stages)
 
 
-def _place(setting: ScheduleOptions) -> tuple[str, int, int, int]:
+def _sort_key(setting: ScheduleOptions) -> tuple[str, int, int, int]:
     way = setting.schedule, setting.microbatches_per_message, setting.max_in_flight or 0
     return *way, setting.num_microbatches
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The rest of a sweep, predicted from the speeds measured so far.
+
+    Attributes:
+        own: the config's setting, which is never dropped.
+        rounds: number of rounds, and of rounds of the confirmation.
+        steps: steps per round.
+        budget: seconds of the whole sweep.
+        step_s: seconds of a step, by setting.
+    """
+
+    own: ScheduleOptions
+    rounds: int
+    steps: int
+    budget: float
+    step_s: Mapping[ScheduleOptions, float]
+
+    def cost(self, settings: Iterable[ScheduleOptions]) -> float:
+        """Return the seconds of a round."""
+        return (self.steps + SETTLE_STEPS) * sum(self.step_s[one] for one in settings)
+
+    def confirmation(self, alive: Sequence[ScheduleOptions]) -> float:
+        """Return the seconds that it takes to measure the best against the config's own again."""
+        best = min(alive, key=self.step_s.__getitem__)
+        return 0.0 if best == self.own else self.rounds * self.cost([best, self.own])
+
+    def reserve(self, alive: Sequence[ScheduleOptions]) -> float:
+        """Return the seconds to keep for the confirmation; 0 if they exceed half the budget."""
+        needed = self.confirmation(alive)
+        return needed if needed <= self.budget / 2 else 0.0
+
+    def survivors(
+        self, alive: Sequence[ScheduleOptions], number: int, left: float
+    ) -> list[ScheduleOptions]:
+        """Return the settings of round `number`: the better half, and the config's own.
+
+        Settings that are close to the best are kept too if `left` seconds suffice for them. Fewer
+        than half are kept if the seconds do not even suffice for a round of these.
+        """
+        ranked = sorted(alive, key=self.step_s.__getitem__)
+        limit = self.step_s[ranked[0]] * (TIED if number else ROUGHLY_TIED)
+        close = sum(self.step_s[one] <= limit for one in ranked)
+        half = max(FEWEST, math.ceil(len(ranked) / 2))
+        kept = max(half, close)
+        left -= self.reserve(alive)
+        rounds = self.rounds - number if number else min(self.rounds, ALL_HALVES)
+        if left < rounds * self._cost_with_own(ranked[:kept]):
+            kept = half
+        while kept > FEWEST and left < self._cost_with_own(ranked[:kept]):
+            kept = max(FEWEST, kept // 2)
+        return [one for one in alive if one in ranked[:kept] or one == self.own]
+
+    def has_time(self, settings: Sequence[ScheduleOptions], left: float) -> bool:
+        """Return whether a round and the time kept for the confirmation fit into `left` seconds."""
+        return self.cost(settings) + self.reserve(settings) <= left
+
+    def expected(self, alive: Sequence[ScheduleOptions], number: int, left: float) -> float:
+        """Return the seconds of the rounds from `number` that fit, and of the confirmation."""
+        spent = 0.0
+        for each in range(number, self.rounds):
+            kept = self.survivors(alive, each, left - spent)
+            if not self.has_time(kept, left - spent):
+                break
+            alive, spent = kept, spent + self.cost(kept)
+        return spent + self.confirmation(alive)
+
+    def _cost_with_own(self, settings: Sequence[ScheduleOptions]) -> float:
+        return self.cost({*settings, self.own})
+
+
+def spread_out(
+    settings: Sequence[ScheduleOptions], first: ScheduleOptions
+) -> list[ScheduleOptions]:
+    """Order the settings so that any first few of them are spread over all; `first` is first."""
+    bits = len(settings).bit_length()
+    places = sorted(range(len(settings)), key=lambda place: f"{place:0{bits}b}"[::-1])
+    return [first, *(settings[place] for place in places if settings[place] != first)]

@@ -1,7 +1,7 @@
-"""Measures settings in interleaved rounds, drops the slow ones, chooses, measures the choice again.
+"""Measure settings in interleaved rounds, drop the slow ones, choose, and measure the choice again.
 
-The fastest of many settings that are equally fast is chosen by chance, and beats the config's own
-in the rounds that it was chosen by. Only rounds after the choice can tell whether it is faster.
+Among many settings that are equally fast the fastest is chosen by chance, and beats the config's
+own in the rounds by which it was chosen. Only rounds after the choice tell whether it is faster.
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ from collections.abc import Sequence
 from statistics import mean, median
 
 from rpcmp.config.schema import Config, ScheduleOptions
-from rpcmp.tools.bench.comparison import Progress, rotated
-from rpcmp.tools.bench.contestant import StoppedError, TimeLimits
+from rpcmp.tools.bench.comparison import Progress, StoppedError, TimeLimits, rotated
 from rpcmp.tools.bench.statistics import Estimate, paired_ratio
-from rpcmp.tools.tune.grid import Grid
-from rpcmp.tools.tune.halving import Plan, spread_out
-from rpcmp.tools.tune.measuring import Runner, SettingTimes, Tuned, common_rounds
+from rpcmp.tools.tune.grid import Grid, Plan, spread_out
+from rpcmp.tools.tune.setting_times import Runner, SettingTimes, Tuned, common_rounds
 
 MOST_STEPS = 5
-"""Of a round, if their number is not given."""
+"""Most steps per round by default."""
 
 NEEDED = 2
-"""Settings that are measured once whatever the budget: the config's own, and one to compare."""
+"""Settings that are measured once whatever the budget: the config's own and one to compare."""
 
 
 async def tune(
@@ -38,26 +36,24 @@ async def tune(
     """Measure the settings of `grid` and choose.
 
     Args:
-        config: the job.
         runner: started.
-        rounds: how often a setting is measured that is not dropped.
-        steps: of each time; None: as many as the budget allows, up to MOST_STEPS.
+        rounds: number of rounds, and of rounds of the confirmation.
+        steps: per round; None: as many as the budget allows, up to MOST_STEPS.
         progress: called before each measurement.
-        limits: end the sweep with what there is; the config's own setting and another one are
-            measured whatever the budget.
+        limits: at a limit, the results so far are returned; the config's own setting and another
+            one are measured whatever the budget.
 
     Raises:
-        RpcmpError: the job failed.
-        StoppedError: there is nothing yet.
+        StoppedError: stopped before the config's own setting was measured.
     """
     sweep = _Sweep(grid, runner, rounds, steps, progress, limits or TimeLimits())
     with contextlib.suppress(StoppedError):
         await sweep.run()
-    return sweep.found(config)
+    return sweep.results(config)
 
 
 class _Sweep:
-    """The measurements of one sweep; see `tune`."""
+    """One sweep; see `tune`."""
 
     def __init__(
         self,
@@ -76,10 +72,10 @@ class _Sweep:
         self._again: list[SettingTimes] = []
 
     async def run(self) -> None:
-        """Measure everything, or what there is time for.
+        """Measure all settings, or those for which there is time.
 
         Raises:
-            StoppedError: a limit was reached on the way.
+            StoppedError: a limit was reached.
         """
         await self._warm_up()
         self._alive = [one for one in self._alive if self._series[one].warm_up]
@@ -87,8 +83,8 @@ class _Sweep:
         await self._halve()
         await self._confirm()
 
-    def found(self, config: Config) -> Tuned:
-        """What there is.
+    def results(self, config: Config) -> Tuned:
+        """Return the results so far.
 
         Raises:
             StoppedError: not even the config's own setting was measured.
@@ -113,10 +109,8 @@ class _Sweep:
 
     @property
     def _best(self) -> SettingTimes:
-        """The fastest in the rounds that all have, whichever of them the current one has reached.
-
-        Those that were dropped have lost already.
-        """
+        """The fastest in the rounds that all have, whichever the current round has reached."""
+        # Settings that were dropped have lost already.
         running = [one for one in map(self._series.__getitem__, self._alive) if one.counted]
         both = common_rounds(running)
         return min(running, key=lambda one: median(one.seconds_of(both)))
@@ -129,25 +123,25 @@ class _Sweep:
         return paired_ratio(*(one.seconds_of(both) for one in self._again))
 
     async def _warm_up(self) -> None:
-        """First touch of memory, connections, caches; and a first, rough measure."""
+        """Touch memory, connections and caches for the first time, and measure roughly."""
         order = spread_out(self._grid.settings, self._grid.own)
         for number, setting in enumerate(order):
             if number >= NEEDED and not self._has_time_to_warm_up():
                 break
-            self._tell_of_warm_up(order[number:])
+            self._report_warm_up(order[number:])
             work = self._runner.run(setting, 1)
             rough = await self._limits.run(work, is_needed=number < NEEDED)
             self._series[setting].warm_up.append(rough)
 
     def _has_time_to_warm_up(self) -> bool:
-        """Whether one more setting could be measured, if it is as fast as the fastest so far."""
+        """Return whether one more setting fits, if it is as fast as the fastest so far."""
         plan = self._plan(1)
         known = [one for one in self._alive if self._series[one].warm_up]
         fastest = min(plan.cost([one]) for one in known)
         return fastest + self._plan(self._steps or 1).reserve(known) <= self._limits.left
 
     async def _halve(self) -> None:
-        """All rounds, with fewer and fewer settings."""
+        """Run all rounds, with fewer and fewer settings."""
         for number in range(self._rounds):
             plan, left = self._plan(), self._limits.left
             kept = plan.survivors(self._alive, number, left)
@@ -160,7 +154,7 @@ class _Sweep:
             await self._round(series, number, f"round {number + 1} of {self._rounds}", after)
 
     async def _confirm(self) -> None:
-        """Measure the best against the config's own once more, unless it is that."""
+        """Measure the best against the config's own again, unless they are the same."""
         both = [self._best.setting, self._grid.own]
         if both[0] == both[1]:
             return
@@ -177,33 +171,33 @@ class _Sweep:
     async def _round(
         self, series: Sequence[SettingTimes], number: int, what: str, after: float
     ) -> None:
-        """Measure each of `series` once; `after`: seconds of what follows the round."""
+        """Measure each of `series` once; `after` is the time of what follows the round."""
         stride = max(1, len(series) // self._rounds)  # early in some rounds, late in others
         order = rotated(series, number * stride)
         for place, one in enumerate(order):
             pending = [each.setting for each in order[place:]]
-            self._tell(f"{what}: {one.setting}", self._plan(), pending, after)
+            self._report(f"{what}: {one.setting}", self._plan(), pending, after)
             work = self._runner.run(one.setting, self._steps or 1)
             one.measured.append(await self._limits.run(work))
 
-    def _tell_of_warm_up(self, pending: Sequence[ScheduleOptions]) -> None:
+    def _report_warm_up(self, pending: Sequence[ScheduleOptions]) -> None:
         what = f"warm-up: {pending[0]}"
         if not self._series[self._grid.own].warm_up:
             self._progress(what, self._limits.at_most)
             return
         plan = self._plan(1)
         after = self._plan().expected(self._alive, 0, self._limits.left - plan.cost(pending))
-        self._tell(what, plan, pending, after)
+        self._report(what, plan, pending, after)
 
-    def _tell(
+    def _report(
         self, what: str, plan: Plan, pending: Sequence[ScheduleOptions], after: float
     ) -> None:
-        """Say what is measured now, and how long that and the rest will take."""
+        """Report what is measured now, and how long this and the rest will take."""
         seconds = min(self._limits.left, plan.cost(pending) + after)
         self._progress(what, max(seconds, plan.cost(pending[:1])))
 
     def _plan(self, steps: int | None = None) -> Plan:
-        """What is known now; a setting that was not measured yet takes as long as the others."""
+        """Return the plan; a setting that was not measured yet takes as long as the others."""
         known = {one.setting: one.median_s for one in self._series.values() if one.counted}
         usual = mean(known.values())
         return Plan(
@@ -215,7 +209,7 @@ class _Sweep:
         )
 
     def _affordable_steps(self) -> int:
-        """The most for which everything fits that would be measured if there was no budget."""
+        """Return the most steps for which all that would be measured without a budget fits."""
         left = self._limits.left
         return next(
             (

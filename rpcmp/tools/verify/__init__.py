@@ -1,1 +1,1 @@
-"""The proof that a pipelined run has the bits of one process: `reference` is that process."""
+"""`rpcmp verify`: proof that a pipelined run has the bits of one process."""

@@ -1,92 +1,176 @@
-"""Tensors that a worker has for others, who ask for them before or after they are there.
+"""Tensors that one worker has for others, requested before or after they are there.
 
-    one worker   post(key, tensors) ──┐
-    others       get(key) ────────────┴──> the tensors, once both have happened
+    one worker   put(key, tensors) ──┐
+    others       get(key) ───────────┴──> the tensors, once both have happened
 
-Each is kept until as many have had it as want it. Keys begin with the number of a round, so that
-nobody waits for what belongs to a round that was aborted.
+A mailbox keeps tensors until all their readers have had them. Keys start with the number of a
+round, so that no worker waits for tensors of a round that was aborted.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.futures import Future
 
+from rpcmp.config.topology import Member
 from rpcmp.errors import RpcmpError, to_wire
-from rpcmp.rpc.transport import Raised
-
-Key = tuple[int, str]
-"""A round's number, and what it is; `NEVER` for what no abort concerns."""
+from rpcmp.rpc.messages import Peer, TensorKey
+from rpcmp.rpc.tensors import same_bits
+from rpcmp.rpc.transport import Raised, result
+from rpcmp.worker.model import StageModel
 
 NEVER = 2**62
+"""In place of a round's number, for tensors that no abort concerns."""
 
 
 @dataclass
-class _PostedTensors:
-    """What one key stands for, as far as it is known."""
-
+class _Entry:
     tensors: list[Tensor | None] | None = None
-    left: int = 0
+    unread: int = 0
     waiting: list[Future[Any]] = field(default_factory=list)
 
 
 class TensorMailbox:
-    """What one worker has for others. Thread-safe."""
+    """One worker's tensors for others. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._posts: dict[Key, _PostedTensors] = {}
+        self._entries: dict[TensorKey, _Entry] = {}
         self._aborted: dict[int, str] = {}
 
     def __len__(self) -> int:
-        return len(self._posts)
+        return len(self._entries)
 
-    def post(self, key: Key, tensors: Sequence[Tensor | None], takers: int) -> None:
-        """Have copies of these tensors for as many others; None stays None."""
+    def put(self, key: TensorKey, tensors: Sequence[Tensor | None], readers: int) -> None:
+        """Keep copies of these tensors for a number of readers; None stays None."""
         with self._lock:
-            if not takers or key[0] in self._aborted:
+            if not readers or key[0] in self._aborted:
                 return
-            post = self._posts.setdefault(key, _PostedTensors())
-            post.tensors = [None if t is None else t.detach().cpu().clone() for t in tensors]
-            post.left += takers
-            waiting, post.waiting = post.waiting, []
-            self._note_taken(key, len(waiting))
+            entry = self._entries.setdefault(key, _Entry())
+            entry.tensors = [None if t is None else t.detach().cpu().clone() for t in tensors]
+            entry.unread += readers
+            waiting, entry.waiting = entry.waiting, []
+            self._mark_read(key, len(waiting))
         for answer in waiting:
-            answer.set_result(post.tensors)
+            answer.set_result(entry.tensors)
 
-    def get(self, key: Key) -> Future[Any]:
-        """The tensors, asked by another worker: a list once they are there, or a Raised."""
+    def get(self, key: TensorKey) -> Future[Any]:
+        """Return a future of the tensors for one reader: a list, or a Raised."""
         answer: Future[Any] = Future()
-        found: Any = None
+        value: Any = None
         with self._lock:
             if key[0] in self._aborted:
-                found = Raised(self._aborted[key[0]])
+                value = Raised(self._aborted[key[0]])
             else:
-                post = self._posts.setdefault(key, _PostedTensors())
-                found = post.tensors
-                if found is None:
-                    post.waiting.append(answer)
+                entry = self._entries.setdefault(key, _Entry())
+                value = entry.tensors
+                if value is None:
+                    entry.waiting.append(answer)
                 else:
-                    self._note_taken(key, 1)
-        if found is not None:
-            answer.set_result(found)
+                    self._mark_read(key, 1)
+        if value is not None:
+            answer.set_result(value)
         return answer
 
     def abort(self, first: int, last: int, error: RpcmpError) -> None:
-        """Let nobody wait for what belongs to the rounds from `first` to `last`."""
+        """Fail all that wait for tensors of the rounds from `first` to `last`."""
+        raised = to_wire(error)
         with self._lock:
-            self._aborted.update(dict.fromkeys(range(first, last + 1), to_wire(error)))
-            gone = [self._posts.pop(key) for key in list(self._posts) if key[0] in self._aborted]
-        for answer in (answer for post in gone for answer in post.waiting):
-            answer.set_result(Raised(to_wire(error)))
+            self._aborted.update(dict.fromkeys(range(first, last + 1), raised))
+            keys = [key for key in self._entries if key[0] in self._aborted]
+            dropped = [self._entries.pop(key) for key in keys]
+        for answer in (answer for entry in dropped for answer in entry.waiting):
+            answer.set_result(Raised(raised))
 
-    def _note_taken(self, key: Key, count: int) -> None:
-        post = self._posts[key]
-        post.left -= count
-        if post.left <= 0:
-            del self._posts[key]
+    def _mark_read(self, key: TensorKey, count: int) -> None:
+        entry = self._entries[key]
+        entry.unread -= count
+        if entry.unread <= 0:
+            del self._entries[key]
+
+
+class ReplicaBroadcast:
+    """Copies state of replica 0 to the other replicas of its stage; on the compute thread.
+
+        when the group forms    parameters and buffers
+        after each round        buffers
+        after each step         parameters, if hosts differ
+
+    Batch normalization's running statistics depend on the micro-batches that a replica computes.
+    Those of replica 0 count, as under DistributedDataParallel. They are final after the round's
+    last backward, so they travel while the gradients are summed. Buffers that still have their
+    initial value, such as masks and tables of positions, do not travel. Parameters are equal
+    anyway, except between hosts whose processors round an optimizer's step differently.
+
+    Args:
+        own: this replica.
+        mailbox: of this replica.
+        first: replica 0.
+    """
+
+    def __init__(self, own: Member, model: StageModel, mailbox: TensorMailbox, first: Peer) -> None:
+        self._own, self._model = own, model
+        self._mailbox, self._first = mailbox, first
+        self._num_syncs = 0
+        self._initial_buffers: list[Tensor] = []
+
+    def sync_initial_state(self) -> None:
+        if self._own.num_replicas == 1:
+            return
+        self._num_syncs += 1
+        key = (NEVER, f"replicas begin {self._num_syncs}")
+        self._copy_from_first(key, [*self._parameters(), *self._buffers()])
+        self._initial_buffers = [buffer.detach().clone() for buffer in self._buffers()]
+
+    def start_buffers(self, round_number: int) -> Callable[[], None]:
+        """Start to exchange the buffers of a round; return a function that waits for them."""
+        buffers, key = self._buffers(), (round_number, "buffers")
+        if not buffers or self._own.num_replicas == 1:
+            return lambda: None
+        initial = self._initial_buffers
+        if not self._own.replica:
+            pairs = zip(buffers, initial, strict=True)
+            self._put(key, [None if same_bits(now, first) else now for now, first in pairs])
+            return lambda: None
+        answer = self._first.get_tensors(key)
+
+        def finish() -> None:
+            values = result(answer, self._first.name)
+            triples = zip(buffers, values, initial, strict=True)
+            copy_all((buffer, first if now is None else now) for buffer, now, first in triples)
+
+        return finish
+
+    def copy_parameters(self, round_number: int, step: int) -> None:
+        self._copy_from_first((round_number, f"replicas after step {step}"), self._parameters())
+
+    def _copy_from_first(self, key: TensorKey, tensors: Sequence[Tensor]) -> None:
+        if not self._own.replica:
+            self._put(key, tensors)
+        elif tensors:
+            values = result(self._first.get_tensors(key), self._first.name)
+            copy_all(zip(tensors, values, strict=True))
+
+    def _put(self, key: TensorKey, tensors: Sequence[Tensor | None]) -> None:
+        if tensors:
+            self._mailbox.put(key, tensors, self._own.num_replicas - 1)
+
+    def _parameters(self) -> list[Tensor]:
+        return [value for _, value in self._model.named_parameters()]
+
+    def _buffers(self) -> list[Tensor]:
+        return [
+            buffer for module in self._model.modules() for buffer in module.buffers(recurse=False)
+        ]
+
+
+def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        for tensor, value in pairs:
+            tensor.copy_(value)

@@ -1,10 +1,10 @@
-"""A stage's part in parameters that several stages have.
+"""Parameters that several stages share, at one of these stages.
 
-    after the backward    others ──gradients──> the owner, who adds them in the order of the names
-    after its step        the owner ──what the parameter has become──> others
+    after the backward      others ──gradients──> the owner, which adds them in the order of names
+    after the owner's step  the owner ──the parameter's value──> others
 
-See `rpcmp.pipelining.parameter_names` for why one owns it. Where a stage has replicas, each has the
-sum over all of them first: then replica 0 speaks for its stage.
+See `rpcmp.pipelining.parameter_names` for why one stage owns a parameter. If a stage has replicas,
+all of them first get the sum over replicas, and replica 0 exchanges for its stage.
 """
 
 from __future__ import annotations
@@ -12,26 +12,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rpcmp.config.topology import Member, member_name
 from rpcmp.pipelining.assignment import TiedParameter
-from rpcmp.worker.grad_sync.mailbox import NEVER, Key, TensorMailbox
+from rpcmp.rpc.messages import Peer, TensorKey
+from rpcmp.rpc.transport import result
+from rpcmp.worker.grad_sync.mailbox import NEVER, TensorMailbox, copy_all
 from rpcmp.worker.model import StageModel
-
-Fetch = Callable[[str, Key], list[Tensor]]
 
 
 class TiedParameters:
-    """What one worker does; all of it on the compute thread.
+    """The tied parameters of one worker; on the compute thread.
 
     Args:
-        own: which worker.
-        model: its layers.
-        tied: where each parameter lies that lies in several places, its owner first.
-        replicas: of each stage, how many.
-        board: where others find what they want from here.
-        fetch: what another worker has on its board; waits.
+        own: this worker.
+        tied: the places of each tied parameter, its owner first.
+        num_replicas: returns the number of replicas of a stage.
+        mailbox: of this worker.
+        peer: returns another worker by its name.
     """
 
     def __init__(
@@ -39,40 +38,31 @@ class TiedParameters:
         own: Member,
         model: StageModel,
         tied: Sequence[Sequence[TiedParameter]],
-        replicas: Callable[[str], int],
-        board: TensorMailbox,
-        fetch: Fetch,
+        num_replicas: Callable[[str], int],
+        mailbox: TensorMailbox,
+        peer: Callable[[str], Peer],
     ) -> None:
         self._own = own
         self._tied = list(tied)
-        self._replicas = replicas
-        self._board, self._fetch = board, fetch
+        self._num_replicas = num_replicas
+        self._mailbox, self._peer = mailbox, peer
         self._parameters = dict(model.named_parameters())
-        self._begun = 0
+        self._num_syncs = 0
 
     def sum(self, round_number: int) -> None:
-        """Send the gradients to the owners, and add up those that are owned here.
-
-        Raises:
-            RpcmpError: another stage has failed or is gone.
-        """
+        """Send gradients to the owners, and add up those of the parameters owned here."""
         for places in self._tied:
             self._send(places, round_number)
         for places in self._tied:
             self._add(places, round_number)
 
-    def unite(self) -> None:
-        """Begin with the owners' parameters."""
-        self._begun += 1
-        self._take_over((NEVER, f"begin {self._begun}"))
+    def sync_initial_state(self) -> None:
+        self._num_syncs += 1
+        self._copy_from_owners(NEVER, f"begin {self._num_syncs}")
 
-    def stepped(self, round_number: int, step: int) -> None:
-        """The optimizer has stepped.
-
-        Raises:
-            RpcmpError: an owner is gone.
-        """
-        self._take_over((round_number, f"step {step}"))
+    def after_step(self, round_number: int, step: int) -> None:
+        """Copy the owners' values after an optimizer step."""
+        self._copy_from_owners(round_number, f"step {step}")
 
     def _send(self, places: Sequence[TiedParameter], round_number: int) -> None:
         owner, *others = places
@@ -81,9 +71,9 @@ class TiedParameters:
                 continue
             parameter = self._parameters[place.name]
             if self._own.replica == 0:
-                found = [] if parameter.grad is None else [parameter.grad]
+                tensors = [] if parameter.grad is None else [parameter.grad]
                 key = (round_number, f"gradient {place.name}")
-                self._board.post(key, found, self._replicas(owner.stage))
+                self._mailbox.put(key, tensors, self._num_replicas(owner.stage))
             parameter.grad = None
 
     def _add(self, places: Sequence[TiedParameter], round_number: int) -> None:
@@ -100,35 +90,34 @@ class TiedParameters:
 
     def _gradient(self, place: TiedParameter, round_number: int) -> Tensor | None:
         if place.stage == self._own.stage:
-            here = self._parameters[place.name]
-            gradient, here.grad = here.grad, None
+            parameter = self._parameters[place.name]
+            gradient, parameter.grad = parameter.grad, None
             return gradient
-        found = self._fetch(member_name(place.stage), (round_number, f"gradient {place.name}"))
-        return found[0].to(self._device) if found else None
+        tensors = self._fetch(place.stage, (round_number, f"gradient {place.name}"))
+        return tensors[0].to(self._device) if tensors else None
 
-    def _take_over(self, key: Key) -> None:
-        """Let every place have what the owner has."""
-        number, when = key
-        for owner, *others in self._tied:  # first what others wait for
+    def _copy_from_owners(self, round_number: int, moment: str) -> None:
+        def key(owner: TiedParameter) -> TensorKey:
+            return round_number, f"{moment}, {owner.name}"
+
+        for owner, *others in self._tied:  # first what other workers wait for
             if (owner.stage, self._own.replica) == (self._own.stage, 0):
-                away = {place.stage for place in others} - {owner.stage}
-                takers = sum(map(self._replicas, away))
-                name = (number, f"{when}, {owner.name}")
-                self._board.post(name, [self._parameters[owner.name]], takers)
+                reading = {place.stage for place in others} - {owner.stage}
+                readers = sum(map(self._num_replicas, reading))
+                self._mailbox.put(key(owner), [self._parameters[owner.name]], readers)
         for owner, *others in self._tied:
-            here = [self._parameters[p.name] for p in others if p.stage == self._own.stage]
+            own = [self._parameters[p.name] for p in others if p.stage == self._own.stage]
             if owner.stage == self._own.stage:
-                _copy(self._parameters[owner.name], here)
-            elif here:
-                (value,) = self._fetch(member_name(owner.stage), (number, f"{when}, {owner.name}"))
-                _copy(value, here)
+                copy_all((parameter, self._parameters[owner.name]) for parameter in own)
+            elif own:
+                (value,) = self._fetch(owner.stage, key(owner))
+                copy_all((parameter, value) for parameter in own)
+
+    def _fetch(self, stage: str, key: TensorKey) -> list[Tensor]:
+        peer = self._peer(member_name(stage))
+        tensors: list[Tensor] = result(peer.get_tensors(key), peer.name)
+        return tensors
 
     @property
     def _device(self) -> torch.device:
         return next(iter(self._parameters.values())).device
-
-
-def _copy(value: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.copy_(value)

@@ -21,9 +21,18 @@ from hypothesis import strategies as st
 
 from rpcmp.checkpoint import files
 from rpcmp.checkpoint.files import Written, check, require_place, sha256_of, write_durably
-from rpcmp.checkpoint.folder import CheckpointFolder, look, remove, step_of
+from rpcmp.checkpoint.folder import (
+    CheckpointFolder,
+    left_behind,
+    look,
+    new_name,
+    newest_in,
+    remove,
+    require_none_asked_for,
+    runs_in,
+    step_of,
+)
 from rpcmp.checkpoint.manifest import BestMark, check_model, dumps, loads
-from rpcmp.checkpoint.runs import left_behind, new_name, newest_in, require_none_asked_for, runs_in
 from rpcmp.errors import CheckpointConflictError, CheckpointError, ConfigError
 from tests.support.manifests import SHA, manifest, stage
 

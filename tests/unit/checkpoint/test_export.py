@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rpcmp.checkpoint import safetensors_layout
+from rpcmp.checkpoint import safetensors_header
 from rpcmp.checkpoint.export import export
 from rpcmp.checkpoint.files import sha256_of
 from rpcmp.checkpoint.folder import CheckpointFolder, look
@@ -159,7 +159,7 @@ def test_tensors_follow_the_stages_and_the_data_is_aligned(tmp_path: Path) -> No
     target = tmp_path / "model.safetensors"
     export(tmp_path / "ck", target)
     with target.open("rb") as file:
-        found = safetensors_layout.read(file, target)
+        found = safetensors_header.read(file, target)
     # The wider numbers first: torch cannot view a float32 behind three bools.
     assert list(found) == ["z", "m", "a"]
     assert found["z"].begin % 8 == 0
@@ -169,7 +169,7 @@ def test_tensors_follow_the_stages_and_the_data_is_aligned(tmp_path: Path) -> No
 def test_a_tensor_longer_than_a_block_is_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(safetensors_layout, "BLOCK", 10)
+    monkeypatch.setattr(safetensors_header, "BLOCK", 10)
     tensors = {"w": torch.randn(50), "b": torch.randn(3)}
     save(tmp_path / "ck", {"s": {f"model.{name}": value for name, value in tensors.items()}})
     export(tmp_path / "ck", tmp_path / "out")
@@ -300,13 +300,13 @@ def entry(begin: int, end: int, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "its header does not fit"),
-        (encoded(b"{}", length=3), "its header does not fit"),
-        (encoded(b"{}", length=2**63), "its header does not fit"),
+        (b"", "its header has 0 bytes, of a file of 0"),
+        (encoded(b"{}", length=3), "its header has 3 bytes, of a file of 10"),
+        (encoded(b"{}", length=2**63), f"its header has {2**63} bytes, of a file of 10"),
         (encoded(b"{]"), "Expecting"),
         (encoded(b"\xff\xff"), "codec can't decode"),
         (encoded(b"[" * 100_000), "recursion"),
-        (encoded([]), "its header is no JSON object"),
+        (encoded([]), "its header is not a JSON object"),
         (encoded(b'{"a": 1, "a": 2}'), "it has 'a' twice"),
         (encoded({"a": 1}), "valid dictionary"),
         (encoded({"a": entry(0, 2, extra=1)}, b"ab"), "Extra inputs"),
@@ -327,19 +327,19 @@ def test_what_is_no_safetensors_file_is_refused(
     path.write_bytes(content)
     with (
         path.open("rb") as file,
-        pytest.raises(CheckpointError, match=f"file is no safetensors file: .*({message})"),
+        pytest.raises(CheckpointError, match=f"file is not a safetensors file: .*({message})"),
     ):
-        safetensors_layout.read(file, path)
+        safetensors_header.read(file, path)
 
 
 def test_a_file_that_shrinks_while_it_is_copied_is_seen(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(encoded({"a": entry(0, 100_000)}, bytes(100_000)))
     with path.open("rb") as file:
-        found = safetensors_layout.read(file, path)
+        found = safetensors_header.read(file, path)
         os.truncate(path, path.stat().st_size - 1)
         with pytest.raises(CheckpointError, match="was cut off while it was read"):
-            list(safetensors_layout.blocks(file, found["a"], path))
+            list(safetensors_header.blocks(file, found["a"], path))
 
 
 # The command

@@ -13,19 +13,18 @@ import torch
 from pydantic import BaseModel, ValidationError
 
 from rpcmp.config import topology
-from rpcmp.config.loader import parse_config, section_of
-from rpcmp.config.schema import Config
-from rpcmp.config.sections import (
+from rpcmp.config.keys import level_of
+from rpcmp.config.loader import parse_config
+from rpcmp.config.run_sections import (
     CheckpointConfig,
-    DataConfig,
     EarlyStoppingConfig,
     LogConfig,
     LossScalingConfig,
-    ModelConfig,
     RecoveryConfig,
     SecurityConfig,
-    StageConfig,
 )
+from rpcmp.config.schema import Config
+from rpcmp.config.sections import DataConfig, ModelConfig, StageConfig
 from rpcmp.config.types import Factory, OptimizerFactory
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import schedule
@@ -530,7 +529,7 @@ def test_numbers_strings_and_booleans_are_different_things(key: str, value: obje
 
 
 def test_every_section_refuses_unknown_keys() -> None:
-    kinds = [section_of(key.annotation) for key in Config.model_fields.values()]
+    kinds = [level_of(field).section for field in Config.model_fields.values()]
     sections: set[type[BaseModel]] = {Config, *(kind for kind in kinds if kind is not None)}
     assert sections == set(SECTIONS)
     assert all(section.model_config["extra"] == "forbid" for section in sections)

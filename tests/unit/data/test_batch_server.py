@@ -13,8 +13,9 @@ from rpcmp.config.topology import DRIVER, ReplicaAssignment, ReplicaShare
 from rpcmp.data.batch_prefetch import GROUP, Slices
 from rpcmp.data.batch_server import BatchServer
 from rpcmp.errors import ConfigError, JobError, to_wire
-from rpcmp.rpc.messages import Bundle, MicrobatchMeta, Mode, StageOutputs
+from rpcmp.rpc.messages import Bundle, StageOutputs
 from rpcmp.rpc.transport import Raised, Transport
+from tests.support.rounds import header
 
 SECONDS = 30.0  # after which a test that hangs fails
 LAST = 99
@@ -40,7 +41,7 @@ def test_slices_go_by_round_kind_path_and_micro_batch() -> None:
     assert source.slices(2, "input", ("x",), [0]) == ["other"]
 
 
-def test_a_round_that_is_over_is_let_go_of_and_no_other() -> None:
+def test_clear_drops_one_round_only() -> None:
     source = loaded()
     source.load(2, SLICES, None)
     source.clear(1)
@@ -50,7 +51,7 @@ def test_a_round_that_is_over_is_let_go_of_and_no_other() -> None:
             source.slices(1, kind, (), [0])
 
 
-def test_what_a_batch_does_not_have_is_named() -> None:
+def test_a_missing_part_of_the_batch_is_named() -> None:
     with pytest.raises(ConfigError, match="the batch of round 1 has no inputs"):
         loaded().slices(1, "input", (), [9, 10])
     with pytest.raises(ConfigError, match=r"a stage reads 'input.z'"):
@@ -94,16 +95,12 @@ def driver() -> Driver:
     return Driver()
 
 
-def bundle(*microbatches: int, number: int = 1) -> Bundle:
-    """Micro-batches of round `number`."""
-    works = [
-        MicrobatchMeta(number, 1, microbatch, len(SLICES), 0, 1, len(SLICES), Mode.TRAIN)
-        for microbatch in microbatches
-    ]
-    return Bundle(0, 1, tuple(works))
+def bundle(microbatch: int, number: int = 1) -> Bundle:
+    """One micro-batch of round `number`."""
+    return Bundle(header(number, len(SLICES)), microbatch)
 
 
-def test_a_few_micro_batches_come_with_one_question(driver: Driver) -> None:
+def test_one_request_fetches_several_micro_batches(driver: Driver) -> None:
     slices = driver.reader()
     answers = [slices.get(bundle(index), "input", ("x",), 0) for index in range(len(SLICES))]
     assert driver.questions(slices) == [
@@ -119,7 +116,7 @@ def test_a_few_micro_batches_come_with_one_question(driver: Driver) -> None:
     assert [answer.value() for answer in answers] == [[StageOutputs(index)] for index in range(10)]
 
 
-def test_no_micro_batch_is_asked_for_before_its_group_is_needed(driver: Driver) -> None:
+def test_a_group_is_fetched_only_when_it_is_needed(driver: Driver) -> None:
     slices = driver.reader()
     for index in range(GROUP):
         slices.get(bundle(index), "input", (), 0)
@@ -135,14 +132,14 @@ def test_kinds_paths_and_rounds_are_fetched_apart(driver: Driver) -> None:
     assert len(driver.questions(slices)) == 4
 
 
-def test_no_two_inputs_share_a_slice_which_one_of_them_may_change(driver: Driver) -> None:
+def test_each_input_gets_its_own_copy_of_a_slice(driver: Driver) -> None:
     slices = driver.reader()
     for reader in range(2):
         slices.get(bundle(0), "input", ("x",), reader)
     assert len(driver.questions(slices)) == 2
 
 
-def test_a_slice_that_arrived_before_it_is_asked_for_is_given_at_once(driver: Driver) -> None:
+def test_a_slice_that_has_arrived_is_returned_at_once(driver: Driver) -> None:
     slices = driver.reader()
     slices.get(bundle(0), "input", ("x",), 0)
     assert len(driver.questions(slices)) == 1
@@ -150,9 +147,10 @@ def test_a_slice_that_arrived_before_it_is_asked_for_is_given_at_once(driver: Dr
     assert slices.get(bundle(1), "input", ("x",), 0).value() == [StageOutputs(1)]
 
 
-def test_a_bundle_gets_its_slices_from_as_many_groups_as_they_lie_in(driver: Driver) -> None:
+def test_a_bundle_gets_its_slices_from_several_groups(driver: Driver) -> None:
     slices = driver.reader()
-    answers = [slices.get(bundle(*range(a, b)), "target", (), 0) for a, b in ((0, 6), (6, 10))]
+    halves = header(1, len(SLICES), num_bundles=2).bundles()
+    answers = [slices.get(half, "target", (), 0) for half in halves]
     assert len(driver.questions(slices)) == 2
     driver.answer(0)
     assert [answer.done() for answer in answers] == [True, False]
@@ -161,7 +159,7 @@ def test_a_bundle_gets_its_slices_from_as_many_groups_as_they_lie_in(driver: Dri
     assert values == list(range(100, 110))
 
 
-def test_what_went_wrong_is_the_answer_for_all_of_a_group(driver: Driver) -> None:
+def test_an_error_is_the_answer_for_the_whole_group(driver: Driver) -> None:
     slices = driver.reader()
     answers = [slices.get(bundle(index), "input", (), 0) for index in range(2)]
     raised = Raised(to_wire(JobError("no such batch")))
@@ -170,7 +168,7 @@ def test_what_went_wrong_is_the_answer_for_all_of_a_group(driver: Driver) -> Non
     assert [answer.value() for answer in answers] == [raised, raised]
 
 
-def test_after_an_abort_nothing_of_the_rounds_before_is_given(driver: Driver) -> None:
+def test_after_an_abort_no_slice_of_earlier_rounds_is_returned(driver: Driver) -> None:
     slices = driver.reader()
     slices.get(bundle(0), "input", (), 0)
     slices.forget()

@@ -1,4 +1,4 @@
-"""Mini-batches: one order a seed and epoch, whoever asks and however often."""
+"""Mini-batches: an epoch's order and bits depend on the seed and the epoch alone."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import numpy
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 from rpcmp.config.sections import DataConfig
 from rpcmp.config.types import Factory
-from rpcmp.data.batches import Batches, Loaded, OwnSampler, load_batches
+from rpcmp.data.batches import Batches, Loaded, load_batches
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import layers
 from tests.support.minibatches import AllAtOnce, Transformed, batches_of, require_tails, values
@@ -27,7 +27,7 @@ from tests.zoo import models
 def load(
     name: str = "numbers", seed: int = 0, training: bool = True, samples: int = 10, **options: Any
 ) -> Batches:
-    """The mini-batches of a dataset of tests.zoo.models."""
+    """Load a dataset of tests.zoo.models."""
     kwargs = {} if name == "Noise" else {"samples": samples}
     train = Factory(callable=f"tests.zoo.models:{name}", kwargs=kwargs)
     section = DataConfig(train=train, **{"batch_size": 4, **options})
@@ -35,7 +35,7 @@ def load(
 
 
 def order(batches: Batches, epoch: int = 1) -> list[list[int]]:
-    """The indices in each mini-batch."""
+    """Return the indices in each mini-batch."""
     return [inputs.tolist() for inputs, _ in batches.epoch(epoch)]
 
 
@@ -44,7 +44,7 @@ def test_inputs_and_targets_stay_together() -> None:
         assert torch.equal(targets, inputs * 10)
 
 
-def test_every_sample_comes_once_an_epoch() -> None:
+def test_an_epoch_has_every_sample_once() -> None:
     batches = order(load())
     assert [len(batch) for batch in batches] == [4, 4, 2]
     assert sorted(index for batch in batches for index in batch) == list(range(10))
@@ -60,7 +60,7 @@ def test_an_epochs_order_depends_on_the_seed_and_the_epoch_alone() -> None:
     assert order(load(seed=1), 1) != first
 
 
-def test_mini_batches_are_those_of_ranks_with_distributed_samplers() -> None:
+def test_mini_batches_equal_those_of_ranks_with_distributed_samplers() -> None:
     here = order(load(seed=5, samples=16), epoch=3)
     ranks = []
     for rank in range(2):  # with half of the batch each
@@ -120,7 +120,7 @@ class Counted(Transformed):
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_an_epoch_resumed_in_its_middle_is_the_tail_of_the_whole(shuffle: bool) -> None:
+def test_a_resumed_epoch_is_the_tail_of_the_whole(shuffle: bool) -> None:
     require_tails(0, shuffle)
 
 
@@ -165,7 +165,7 @@ def test_a_dataset_that_stops_early_does_not_end_the_epoch_in_silence() -> None:
         values(batches_of(Stopping()), 1)
 
 
-def test_items_that_are_no_pairs_are_refused() -> None:
+def test_items_that_are_not_pairs_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"must be \(input, target\) pairs"):
         next(load("triples").epoch(1))
 
@@ -196,7 +196,7 @@ class Stream(IterableDataset[tuple[int, int]]):
 
 
 @pytest.mark.parametrize("dataset", [3, iter([1]), {1}, Stream()])
-def test_what_has_no_length_or_items_is_refused(
+def test_a_dataset_without_length_or_items_is_refused(
     monkeypatch: pytest.MonkeyPatch, dataset: object
 ) -> None:
     with pytest.raises(
@@ -212,7 +212,7 @@ def test_a_list_of_pairs_is_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     assert targets.tolist() == [0, 1, 2]
 
 
-def test_what_is_no_tensor_is_named_with_the_part_of_the_batch_that_has_it() -> None:
+def test_an_item_that_is_not_a_tensor_is_named_with_its_part_of_the_batch() -> None:
     batch = Loaded(torch.ones(2, 3), {"same": torch.ones(2), "name": ["a", "b"]})
     with pytest.raises(ConfigError, match=r"^target\.name\.0 is str; a batch must be made of tens"):
         _ = batch.num_samples
@@ -230,32 +230,7 @@ def test_mappings_of_every_kind_become_dicts(monkeypatch: pytest.MonkeyPatch) ->
 # The config's own sampler and collate function
 
 
-def sampled(sampler: Any, samples: int = 10) -> list[list[int]]:
-    """The first three epochs."""
-    own, found = OwnSampler(sampler, samples, seed=0), []
-    for epoch in range(3):
-        own.set_epoch(epoch)
-        found.append(list(own))
-    return found
-
-
-def test_a_samplers_own_generator_is_seeded_for_each_epoch() -> None:
-    generator = torch.Generator().manual_seed(5)
-    first = sampled(RandomSampler(range(10), generator=generator))
-    torch.rand(3, generator=generator)
-    assert sampled(RandomSampler(range(10), generator=generator)) == first
-    assert first[0] != first[1] != first[2]
-    assert all(sorted(epoch) == list(range(10)) for epoch in first)
-
-
-@pytest.mark.parametrize("wrong", [[0, 10], [-1, 0], [0, 1.0], ["a", 0], [torch.ones(2), 0]])
-def test_a_sampler_yields_indices(wrong: list[Any]) -> None:
-    with pytest.raises(ConfigError, match="has to yield indices of samples, here from 0 to 9"):
-        sampled(wrong)
-    assert sampled([torch.tensor(3), 4])[0] == [3, 4]
-
-
-def test_a_mini_batch_that_is_no_pair_is_named() -> None:
+def test_a_mini_batch_that_is_not_a_pair_is_described() -> None:
     section = DataConfig(train="a:b", collate="tests.unit.data.test_batches:_triple")  # type: ignore[arg-type]
     batches = Batches([(1, 2)] * 4, section, 0, training=True)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"a mini-batch is \(int64\[4\], .*data.collate"):

@@ -15,8 +15,9 @@ from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
 from rpcmp.config.sections import DataConfig
 from rpcmp.config.types import Factory
-from rpcmp.data.batches import Batches, Loaded, SampleOrder
+from rpcmp.data.batches import Batches, Loaded
 from rpcmp.data.index_batches import Announcer, IndexBatches
+from rpcmp.data.sample_order import SampleOrder
 from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.errors import ConfigError
@@ -58,7 +59,7 @@ class Told:
     training=st.booleans(),
     data=st.data(),
 )
-def test_the_samples_are_those_that_the_driver_would_load(
+def test_indices_equal_the_order_in_which_a_driver_loads(
     batch_size: int, shuffle: bool, drop_last: bool, training: bool, data: st.DataObject
 ) -> None:
     options = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
@@ -87,11 +88,11 @@ def test_mini_batches_are_announced_before_they_are_needed_and_once() -> None:
             if len(asked) == 6:
                 break
     assert asked == told.drawn
-    assert [each.number for each in asked] == list(range(1, 7))
+    assert [each.batch_id for each in asked] == list(range(1, 7))
     assert [each.place for each in asked] == [(1, 1), (1, 2), (2, 0), (2, 1), (2, 2), (3, 0)]
 
 
-def test_an_evaluation_announces_its_own_mini_batches_alone() -> None:
+def test_an_evaluation_announces_only_its_own_mini_batches() -> None:
     told = Told()
     draws = told.draws("test")
     for times in (1, 2):  # the same epoch may be evaluated twice
@@ -99,14 +100,14 @@ def test_an_evaluation_announces_its_own_mini_batches_alone() -> None:
         assert len(told.drawn) == 3 * times
 
 
-def test_a_draw_that_is_left_is_begun_again() -> None:
+def test_an_abandoned_epoch_is_announced_again() -> None:
     told = Told()
     draws = told.draws(total=9)
     next(draws.epoch(1))
     assert [each.place for each in draws.epoch(2)] == [(2, 0), (2, 1), (2, 2)]
 
 
-def test_what_the_stages_are_told_is_indices_alone() -> None:
+def test_announcements_have_indices_only() -> None:
     told = Told()
     list(told.draws(batch_size=5).epoch(1))
     for message in told.messages:
@@ -121,10 +122,10 @@ class Stages:
     def __init__(self, **holdings: DatasetInfo) -> None:
         self._holdings = holdings
 
-    def holdings(self) -> dict[str, DatasetInfo]:
+    def dataset_infos(self) -> dict[str, DatasetInfo]:
         return self._holdings
 
-    def announce(self, drawn: Sequence[BatchIndices]) -> None:
+    def prefetch(self, drawn: Sequence[BatchIndices]) -> None:
         """Hear nothing."""
 
 
@@ -142,7 +143,7 @@ def datasets(config: Config, *sizes: dict[str, int]) -> Datasets:
     return Datasets.at_stages(config, cast(StageGroup, stages))
 
 
-def test_the_driver_knows_of_the_datasets_what_the_stages_say() -> None:
+def test_the_driver_takes_dataset_sizes_from_the_stages() -> None:
     size = {"train": 10, "test": 5}
     found = datasets(job(), size, size)
     assert len(found.train) == 3
@@ -151,7 +152,7 @@ def test_the_driver_knows_of_the_datasets_what_the_stages_say() -> None:
     found.close()
 
 
-def test_hosts_with_other_data_are_named_both() -> None:
+def test_both_hosts_with_different_data_are_named() -> None:
     with pytest.raises(
         ConfigError,
         match=r"data.test has 5 samples for stage 'a' on host-a and 6 for stage 'b' on host-b",

@@ -14,25 +14,27 @@ import torch
 from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Reference
-from rpcmp.data.batches import Key, load_batches
+from rpcmp.data.batches import load_batches
 from rpcmp.data.loader_process import Parts
+from rpcmp.data.sample_order import Key
 from rpcmp.data.stage_loader import LoaderPool, StageDataLoader
 from rpcmp.errors import ConfigError, RpcmpError, StageError, WorkerDiedError, from_wire
 from rpcmp.pipelining import microbatch
-from rpcmp.rpc.messages import BatchIndices, Bundle, MicrobatchMeta, Mode
+from rpcmp.rpc.messages import BatchIndices, Bundle
 from rpcmp.rpc.transport import Raised
 from tests.support.processes import poll_for
+from tests.support.rounds import header
 
 INPUT, TARGET = Reference("input"), Reference("target")
 
 
 def bundle(drawn: int, round_number: int, *microbatches: int) -> Bundle:
     """Micro-batches of three of a mini-batch of seven samples."""
-    works = [
-        MicrobatchMeta(round_number, 5, index, 3, 0, 2, 7, Mode.TRAIN, drawn=drawn)
-        for index in microbatches
-    ]
-    return Bundle(0, 1, tuple(works))
+    keys = {"step": 5, "num_samples": 7, "batch_id": drawn}
+    if len(microbatches) == 1:
+        return Bundle(header(round_number, 3, **keys), microbatches[0])
+    assert microbatches == (0, 1)
+    return Bundle(header(round_number, 3, num_bundles=2, **keys), 0)
 
 
 def drawn(number: int) -> BatchIndices:
@@ -47,7 +49,7 @@ class Given:
         self.asked: dict[int, Callable[[Parts | RpcmpError], None]] = {}
 
     def load(self, drawn: BatchIndices, done: Callable[[Parts | RpcmpError], None]) -> None:
-        self.asked[drawn.number] = done
+        self.asked[drawn.batch_id] = done
 
 
 @pytest.fixture
@@ -67,8 +69,10 @@ def values(answer: Any) -> list[Any]:
     return [outputs.value for outputs in answer.value()]
 
 
-def test_slices_are_given_when_the_mini_batch_is_there(given: Given, feed: StageDataLoader) -> None:
-    feed.expect([drawn(1), drawn(2)])
+def test_slices_are_returned_once_the_mini_batch_is_loaded(
+    given: Given, feed: StageDataLoader
+) -> None:
+    feed.prefetch([drawn(1), drawn(2)])
     early = feed.get(bundle(1, 1, 0, 1), INPUT)
     assert list(given.asked) == [1, 2]
     assert not early.done()
@@ -80,25 +84,25 @@ def test_slices_are_given_when_the_mini_batch_is_there(given: Given, feed: Stage
     assert values(late)[0].tolist() == [5, 6]
 
 
-def test_a_question_may_overtake_the_announcement(given: Given, feed: StageDataLoader) -> None:
+def test_a_request_may_overtake_the_announcement(given: Given, feed: StageDataLoader) -> None:
     answer = feed.get(bundle(1, 1, 0), TARGET)
-    feed.expect([drawn(1)])
+    feed.prefetch([drawn(1)])
     given.asked[1](PARTS)
     assert values(answer)[0].tolist() == [0, 1, 2]
 
 
-def test_every_answer_is_a_copy_of_its_own(given: Given, feed: StageDataLoader) -> None:
-    feed.expect([drawn(1)])
+def test_every_answer_is_its_own_copy(given: Given, feed: StageDataLoader) -> None:
+    feed.prefetch([drawn(1)])
     given.asked[1](PARTS)
     first, second = (values(feed.get(bundle(1, 1, 0), TARGET))[0] for _ in range(2))
     first += 1
     assert second.tolist() == PARTS[TARGET][:3].tolist() == [0, 1, 2]
 
 
-def test_what_is_done_is_let_go_of_and_what_is_announced_is_kept(
+def test_finished_mini_batches_are_dropped_and_announced_ones_kept(
     given: Given, feed: StageDataLoader
 ) -> None:
-    feed.expect([drawn(number) for number in range(1, 7)])
+    feed.prefetch([drawn(number) for number in range(1, 7)])
     for number in range(1, 5):
         feed.get(bundle(number, number, 0), INPUT)
         assert len(feed) == 6 - max(0, number - 2)
@@ -106,26 +110,22 @@ def test_what_is_done_is_let_go_of_and_what_is_announced_is_kept(
     assert len(feed) == 0
 
 
-def test_a_question_that_an_abort_has_overtaken_is_answered(
-    given: Given, feed: StageDataLoader
-) -> None:
+def test_a_request_overtaken_by_an_abort_fails(given: Given, feed: StageDataLoader) -> None:
     """Nothing would ever be loaded for it: the job hung instead of saying what had failed."""
-    feed.expect([drawn(1)])
+    feed.prefetch([drawn(1)])
     feed.forget(1)
     raised = feed.get(bundle(1, 1, 0), INPUT).value()
     assert isinstance(raised, Raised)
     assert str(from_wire(raised.error)) == "step 5 was aborted"
     assert len(feed) == 0
-    feed.expect([drawn(2)])
+    feed.prefetch([drawn(2)])
     answer = feed.get(bundle(2, 2, 0), TARGET)
     given.asked[2](PARTS)
     assert values(answer)[0].tolist() == [0, 1, 2]
 
 
-def test_what_went_wrong_is_the_answer_and_names_the_step(
-    given: Given, feed: StageDataLoader
-) -> None:
-    feed.expect([drawn(1), drawn(2)])
+def test_an_error_names_the_step(given: Given, feed: StageDataLoader) -> None:
+    feed.prefetch([drawn(1), drawn(2)])
     given.asked[1](StageError("a", "data", "ValueError: x", "the traceback"))
     given.asked[2](WorkerDiedError("gone"))
     raised = [feed.get(bundle(number, number, 0), INPUT).value() for number in (1, 2)]
@@ -167,7 +167,9 @@ def loaded(loaders: LoaderPool, key: Key, dataset: str = "train") -> Parts | Rpc
     return found[0]
 
 
-def test_processes_load_the_bits_of_the_driver(loaders: Callable[..., LoaderPool]) -> None:
+def test_loader_processes_load_the_same_bits_as_a_driver(
+    loaders: Callable[..., LoaderPool],
+) -> None:
     made = loaders(num_workers=2, test="tests.zoo.models:dataset")
     assert made.holding().sizes == {"train": 8, "test": 10}
     config = job().data
@@ -181,7 +183,7 @@ def test_processes_load_the_bits_of_the_driver(loaders: Callable[..., LoaderPool
             assert torch.equal(parts[TARGET], targets)
 
 
-def test_what_is_wrong_with_a_dataset_is_said_with_the_host(
+def test_an_error_of_a_dataset_names_the_host(
     loaders: Callable[..., LoaderPool],
 ) -> None:
     with pytest.raises(
@@ -192,7 +194,7 @@ def test_what_is_wrong_with_a_dataset_is_said_with_the_host(
         loaders(test="tests.zoo.models:Sum").holding()
 
 
-def test_what_is_wrong_with_a_mini_batch_is_the_answer(loaders: Callable[..., LoaderPool]) -> None:
+def test_an_error_of_a_mini_batch_is_the_answer(loaders: Callable[..., LoaderPool]) -> None:
     made = loaders(inputs=["input.0"], test="tests.zoo.models:triples")
     made.holding()
     error = loaded(made, (1, 0, [0]))
@@ -213,7 +215,7 @@ def test_tensors_that_cannot_be_handed_over_are_an_error(
     assert isinstance(loaded(made, (1, 0, [0])), dict)  # and the process goes on
 
 
-def test_a_process_that_dies_is_no_answer_but_an_error(loaders: Callable[..., LoaderPool]) -> None:
+def test_a_loader_process_that_dies_is_an_error(loaders: Callable[..., LoaderPool]) -> None:
     made = loaders()
     made.holding()
     (pid,) = made.pids

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.amp import GradScaler
 
-from rpcmp.config.sections import LossScalingConfig
+from rpcmp.config.run_sections import LossScalingConfig
 from rpcmp.driver.loss_scaler import LOWEST, LossScaler, ScalerState
 from rpcmp.errors import LossScaleError
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpcmp.config.loader import parse_config
+from rpcmp.config.run_sections import EarlyStoppingConfig, Mode, guess_direction, is_better
 from rpcmp.config.schema import Config
-from rpcmp.config.sections import EarlyStoppingConfig, Mode, guess_direction, is_better
 from rpcmp.driver.progress import Best, EarlyStopping, TrainingProgress
 
 NAN = math.nan

@@ -26,7 +26,7 @@ from rpcmp.errors import ConfigError, JobError
 from rpcmp.observability.events import Json
 from rpcmp.observability.trace import chrome
 from rpcmp.observability.trace.spans import Kind, Span
-from rpcmp.rpc.messages import AfterRound, MicrobatchMeta, Mode, StepReport, Trained
+from rpcmp.rpc.messages import AfterRound, Mode, RoundHeader, StepReport, Trained
 from tests.support.twostages import STAGES, job
 
 
@@ -68,7 +68,7 @@ class Stages:
     ) -> RoundHandle:
         self.log.append(f"start{step}" + ("+save" if save else ""))
         self.ends.add(end)
-        return RoundHandle([MicrobatchMeta(step, step, 0, 1, 0, 1, 1, Mode.TRAIN, end)], list)
+        return RoundHandle(RoundHeader(step, step, Mode.TRAIN, 1, 1, 1, after=end), list)
 
     def finish_step(self, started: RoundHandle) -> Trained:
         self.log.append(f"finish{started.number}")
@@ -82,6 +82,9 @@ class Stages:
     def settle(self) -> dict[str, StepReport]:
         self.log.append("settle")
         return self._reports(self._done)
+
+    def everywhere(self, method: Callable[..., Any], *args: Any) -> Any:
+        return getattr(self, method.__name__)(*args)
 
     def save(self, step: int) -> None:
         self.log.append(f"save{step}")
@@ -214,20 +217,26 @@ class Recording:
         self.now = 0
         self._step = 0
 
-    def trace(self, on: bool) -> dict[str, str]:
-        self.log.append(f"trace {on}")
-        return {stage: f"host of {stage}" for stage in STAGES}
+    def everywhere(self, method: Callable[..., Any], *args: Any) -> Any:
+        return getattr(self, method.__name__)(*args)
 
-    def take_spans(self) -> dict[str, list[Span]]:
-        self.log.append("take")
+    def record_spans(self, steps: int) -> dict[str, tuple[str, int]]:
+        self.log.append(f"record {steps}")
+        return {stage: (f"host of {stage}", 0) for stage in STAGES}
+
+    def request_spans(
+        self, cursors: dict[str, int], first: int, last: int
+    ) -> Callable[[], dict[str, tuple[int, list[Span]]]]:
+        self.log.append(f"read from {cursors['stage0']}")
         self._step += 1
         start = self._step * 10**6
-        return {
+        answers = {
             "stage0": [Span(Kind.FORWARD, self._step, 0, start, start, start + 1000)],
             "stage1": [
                 Span(Kind.FORWARD, self._step, 0, *(self.AHEAD + start + t for t in (1, 2, 3)))
             ],
         }
+        return lambda: {stage: (self._step, spans) for stage, spans in answers.items()}
 
     def clock(self, worker: Member) -> int:
         return self.now + (self.AHEAD if worker.stage == "stage1" else 0)
@@ -243,7 +252,7 @@ def test_a_trace_has_all_spans_on_one_clock(
         stages.now += 10**6
         tracer.after_step(step)
     tracer.write(tmp_path / "trace.json")
-    assert stages.log == ["trace True", "take", "take", "trace False", "take"]
+    assert stages.log == ["record 100", "read from 0", "read from 1", "read from 2"]
     read = chrome.read(tmp_path / "trace.json")
     first, second = read.tracks
     assert [track.host for track in read.tracks] == ["host of stage0", "host of stage1"]

@@ -5,7 +5,7 @@ import torch
 from rpcmp.examples import digits
 
 
-def test_the_images_are_those_of_scikit_learn() -> None:
+def test_the_images_equal_those_of_scikit_learn() -> None:
     from sklearn import datasets  # which takes a second
 
     images, classes = digits.load_digits()

@@ -1,4 +1,4 @@
-"""The first error ends the job, whoever waits for whatever."""
+"""FirstFailure and task groups: the first error ends everything that waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rpcmp.errors import BusyError, JobError
-from rpcmp.job.first_failure import FirstFailure, both
+from rpcmp.job.first_failure import FirstFailure, task_group
 
 
 def in_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -36,10 +36,10 @@ async def never() -> None:
 
 
 @in_a_loop
-async def test_the_first_failure_is_raised_to_all_who_wait() -> None:
+async def test_all_waiters_raise_the_first_failure() -> None:
     failure = FirstFailure()
     waiting = [asyncio.ensure_future(failure.unless_failed(never())) for _ in range(2)]
-    failure.follow(raises(BusyError("first")))
+    failure.supervise(raises(BusyError("first")))
     for waiter in waiting:
         with pytest.raises(BusyError, match="first"):
             await waiter
@@ -49,7 +49,7 @@ async def test_the_first_failure_is_raised_to_all_who_wait() -> None:
 
 
 @in_a_loop
-async def test_without_a_failure_the_value_comes_through() -> None:
+async def test_unless_failed_returns_the_result_without_a_failure() -> None:
     failure = FirstFailure()
     assert await failure.unless_failed(gives(7)) == 7
     assert await failure.reason(0) is None
@@ -57,7 +57,7 @@ async def test_without_a_failure_the_value_comes_through() -> None:
 
 
 @in_a_loop
-async def test_what_is_awaited_may_fail_by_itself() -> None:
+async def test_unless_failed_raises_the_error_of_its_awaitable() -> None:
     failure = FirstFailure()
     with pytest.raises(BusyError):
         await failure.unless_failed(raises(BusyError("own")))
@@ -65,16 +65,16 @@ async def test_what_is_awaited_may_fail_by_itself() -> None:
 
 
 @in_a_loop
-async def test_a_bug_in_a_follower_is_no_silence() -> None:
+async def test_an_unexpected_error_in_a_background_task_is_a_failure() -> None:
     failure = FirstFailure()
-    failure.follow(raises(ZeroDivisionError("oops")))
+    failure.supervise(raises(ZeroDivisionError("oops")))
     error = await failure.reason(5)
     assert "ZeroDivisionError: oops" in str(error)
     await failure.close()
 
 
 @in_a_loop
-async def test_when_the_job_ends_nothing_counts_any_more() -> None:
+async def test_failures_are_ignored_once_the_generation_ends() -> None:
     failure = FirstFailure()
     failure.ignore()
     failure.fail(JobError("a connection broke"))
@@ -83,7 +83,34 @@ async def test_when_the_job_ends_nothing_counts_any_more() -> None:
 
 
 @in_a_loop
-async def test_both_gives_both_or_the_first_error() -> None:
-    assert await both(gives(1), gives(2)) == (1, 2)
-    with pytest.raises(BusyError):
-        await both(never(), raises(BusyError("no")))
+async def test_a_task_group_awaits_all_tasks_or_raises_the_first_error() -> None:
+    async with task_group() as tasks:
+        both = [tasks.create_task(gives(number)) for number in (1, 2)]
+    assert [task.result() for task in both] == [1, 2]
+    waiting: list[asyncio.Task[None]] = []
+
+    async def wait_and_fail() -> None:
+        async with task_group() as tasks:
+            waiting.append(tasks.create_task(never()))
+            tasks.create_task(raises(BusyError("no")))
+
+    with pytest.raises(BusyError, match="no"):
+        await wait_and_fail()
+    assert waiting[0].cancelled()
+
+
+@in_a_loop
+async def test_a_cancelled_task_group_cancels_its_tasks() -> None:
+    waiting: list[asyncio.Task[None]] = []
+
+    async def wait() -> None:
+        async with task_group() as tasks:
+            waiting.append(tasks.create_task(never()))
+
+    task = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert waiting[0].cancelled()

@@ -1,15 +1,13 @@
-"""Who is named when nothing moves any more. No processes."""
+"""The process that the watchdog names when nothing moves any more. No processes."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import cast
 
 import pytest
 
 from rpcmp.errors import WorkerHungError
 from rpcmp.job.first_failure import Watchdog
-from rpcmp.job.worker_group import WorkerGroup
 from rpcmp.process.activity import NO_MICROBATCH, Doing
 from rpcmp.v1 import control_pb2 as pb
 
@@ -33,9 +31,9 @@ class Asked:
 
 def named(asked: Asked, driver: Doing | None = None) -> tuple[str, str]:
     """The stage that hangs, and in what."""
-    watchdog = Watchdog(SECONDS, cast(WorkerGroup, asked))
+    watchdog = Watchdog(SECONDS, asked.inspect)
     if driver is not None:
-        watchdog.note(driver)
+        watchdog.update_driver(driver)
     with pytest.raises(WorkerHungError) as error:
         asyncio.run(asyncio.wait_for(watchdog.run(), 60))
     return error.value.stage, error.value.phase
@@ -51,18 +49,18 @@ def named(asked: Asked, driver: Doing | None = None) -> tuple[str, str]:
         ({"a": ("join", 3.0), "b": ("join", 9.0)}, "b"),
     ],
 )
-def test_who_does_something_of_its_own_is_named(
+def test_watchdog_names_the_stage_that_is_in_an_action_of_its_own(
     answers: dict[str, tuple[str, float]], stage: str
 ) -> None:
     assert named(Asked(answers)) == (stage, answers[stage][0])
 
 
-def test_where_all_wait_it_is_the_driver() -> None:
+def test_watchdog_names_the_driver_if_all_stages_wait() -> None:
     driver = Doing("data", 3, NO_MICROBATCH, 9.0)
     assert named(Asked({"a": ("", 9.0), "b": ("", 9.0)}), driver) == ("driver", "data")
 
 
-def test_nobody_is_named_while_one_goes_on() -> None:
+def test_watchdog_is_silent_while_one_stage_makes_progress() -> None:
     """What is asked first is not yet a hang: b has just begun."""
     going_on = {"a": ("forward", 9.0), "b": ("backward", 0.0)}
     hangs = {"a": ("", 9.0), "b": ("backward", 9.0)}

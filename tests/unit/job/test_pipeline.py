@@ -1,4 +1,4 @@
-"""What users of the library may rely on. A change here is a change for them."""
+"""The public API of the library. A change here is a change for its users."""
 
 from __future__ import annotations
 

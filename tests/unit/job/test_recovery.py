@@ -1,4 +1,4 @@
-"""What follows a fault, decided from the error and what went before."""
+"""Decisions after a fault, from the error and the faults before."""
 
 from __future__ import annotations
 
@@ -25,7 +25,14 @@ from rpcmp.errors import (
     WorkerDiedError,
     WorkerHungError,
 )
-from rpcmp.job.recovery import LONGEST_PAUSE, Decision, History, decide, is_recoverable, place
+from rpcmp.job.recovery import (
+    LONGEST_PAUSE,
+    Decision,
+    FaultHistory,
+    decide,
+    is_recoverable,
+    location,
+)
 
 MAX_RESTARTS = 5
 
@@ -43,10 +50,12 @@ def hung(stage: str = "s0") -> WorkerHungError:
 
 
 def after(
-    found: Sequence[RpcmpError], max_restarts: int = MAX_RESTARTS, history: History | None = None
+    found: Sequence[RpcmpError],
+    max_restarts: int = MAX_RESTARTS,
+    history: FaultHistory | None = None,
 ) -> Decision:
     """The decision after the last of these faults; the run goes on after all others."""
-    history = history or History()
+    history = history or FaultHistory()
     for number, error in enumerate(found):
         decision = decide(error, history, max_restarts, has_begun=True)
         assert (decision.error is None) or number == len(found) - 1
@@ -81,28 +90,28 @@ def after(
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, RpcmpError) else str(value),
 )
-def test_another_try_is_made_where_it_may_go_better(
+def test_errors_are_recoverable_if_another_try_may_succeed(
     error: RpcmpError, before: bool, afterwards: bool
 ) -> None:
     for has_begun, goes_on in ((False, before), (True, afterwards)):
         assert is_recoverable(error, has_begun) == goes_on
-        decision = decide(error, History(), MAX_RESTARTS, has_begun)
+        decision = decide(error, FaultHistory(), MAX_RESTARTS, has_begun)
         if goes_on:
             assert (decision.error, decision.pause, decision.history.restarts) == (None, 0.0, 1)
         else:
-            assert decision == Decision(error, 0.0, History())
+            assert decision == Decision(error, 0.0, FaultHistory())
 
 
 @pytest.mark.parametrize("error", [raised(), NonFiniteLossError(float("nan"), 1, 0)])
-def test_what_fails_in_the_first_step_is_for_the_user_to_mend(error: RpcmpError) -> None:
-    decision = decide(error, History(), MAX_RESTARTS, has_begun=True, has_stepped=False)
+def test_errors_in_the_first_step_are_final(error: RpcmpError) -> None:
+    decision = decide(error, FaultHistory(), MAX_RESTARTS, has_begun=True, has_stepped=False)
     assert decision.error is error
     died = WorkerDiedError("gone")
-    assert decide(died, History(), MAX_RESTARTS, True, has_stepped=False).error is None
+    assert decide(died, FaultHistory(), MAX_RESTARTS, True, has_stepped=False).error is None
 
 
-def test_what_a_final_error_finds_is_not_changed_by_it() -> None:
-    history = History(3, frozenset({("loss", 1, 1)}))
+def test_a_final_error_does_not_change_the_history() -> None:
+    history = FaultHistory(3, frozenset({("loss", 1, 1)}))
     error = ConfigError("wrong")
     assert decide(error, history, MAX_RESTARTS, True) == Decision(error, 0.0, history)
 
@@ -125,12 +134,14 @@ def test_what_a_final_error_finds_is_not_changed_by_it() -> None:
         (JobError("one"), raised()),
     ],
 )
-def test_different_places_are_told_apart(one: RpcmpError, other: RpcmpError) -> None:
-    assert place(one) is not None
-    assert place(one) != place(other)
+def test_errors_at_different_places_have_different_locations(
+    one: RpcmpError, other: RpcmpError
+) -> None:
+    assert location(one) is not None
+    assert location(one) != location(other)
     decision = after([one, other])
     assert decision.error is None
-    assert decision.history.raised == {place(one), place(other)}
+    assert decision.history.raised == {location(one), location(other)}
 
 
 @pytest.mark.parametrize(
@@ -143,22 +154,22 @@ def test_different_places_are_told_apart(one: RpcmpError, other: RpcmpError) -> 
         (JobError("data: no\n at 0x1"), JobError("data: no\n at 0x2")),
     ],
 )
-def test_the_second_time_at_the_same_place_is_the_end(one: RpcmpError, again: RpcmpError) -> None:
-    assert place(one) == place(again)
+def test_a_second_error_at_the_same_location_is_final(one: RpcmpError, again: RpcmpError) -> None:
+    assert location(one) == location(again)
     first = after([one])
     assert first.error is None
     decision = after([one, again])
     assert decision == Decision(again, 0.0, first.history)
 
 
-def test_two_places_that_take_turns_end_with_the_first_that_comes_back() -> None:
+def test_alternating_locations_are_final_when_the_first_one_returns() -> None:
     one, other = raised(step=3), raised(step=4)
     decision = after([one, other, one])
     assert decision.error is one
     assert decision.history.restarts == 2
 
 
-def test_other_faults_in_between_do_not_make_a_place_forgotten() -> None:
+def test_a_location_is_remembered_across_other_faults() -> None:
     decision = after([raised(), WorkerDiedError("gone"), hung(), raised()])
     assert isinstance(decision.error, StageError)
 
@@ -166,15 +177,17 @@ def test_other_faults_in_between_do_not_make_a_place_forgotten() -> None:
 @pytest.mark.parametrize(
     "error", [WorkerDiedError("gone"), hung(), UnreachableError("no answer"), BusyError("busy")]
 )
-def test_a_loss_has_no_place_and_may_repeat(error: RpcmpError) -> None:
-    assert place(error) is None
+def test_a_lost_process_has_no_location_and_may_repeat(error: RpcmpError) -> None:
+    assert location(error) is None
     decision = after([error] * MAX_RESTARTS)
     assert decision.error is None
-    assert decision.history == History(MAX_RESTARTS)
+    assert decision.history == FaultHistory(MAX_RESTARTS)
 
 
-def test_a_place_that_came_back_counts_even_where_restarts_are_used_up() -> None:
-    decision = decide(raised(), History(MAX_RESTARTS, frozenset({place(raised()) or ()})), 5, True)
+def test_a_repeated_location_is_reported_even_if_restarts_are_used_up() -> None:
+    decision = decide(
+        raised(), FaultHistory(MAX_RESTARTS, frozenset({location(raised()) or ()})), 5, True
+    )
     assert isinstance(decision.error, StageError)
 
 
@@ -200,7 +213,7 @@ def test_errors_of_every_kind_count_together() -> None:
 
 
 def test_pauses_grow_and_are_bounded() -> None:
-    pauses, history = [], History()
+    pauses, history = [], FaultHistory()
     for _ in range(40):
         decision = decide(WorkerDiedError("gone"), history, 100, True)
         assert decision.error is None
@@ -210,8 +223,8 @@ def test_pauses_grow_and_are_bounded() -> None:
     assert pauses[5:] == [LONGEST_PAUSE] * 35
 
 
-def test_thousands_of_restarts_are_no_problem() -> None:
-    decision = decide(WorkerDiedError("gone"), History(restarts=1025), 10_000, True)
+def test_thousands_of_restarts_keep_a_bounded_pause() -> None:
+    decision = decide(WorkerDiedError("gone"), FaultHistory(restarts=1025), 10_000, True)
     assert (decision.error, decision.pause) == (None, LONGEST_PAUSE)
 
 
@@ -221,14 +234,14 @@ def test_thousands_of_restarts_are_no_problem() -> None:
 @pytest.mark.parametrize(
     "error", [UnreachableError("no answer"), raised(phase="build", step=None, microbatch=None)]
 )
-def test_what_only_its_user_can_mend_is_told_at_once(error: RpcmpError) -> None:
-    decision = decide(error, History(), MAX_RESTARTS, has_begun=False)
-    assert decision == Decision(error, 0.0, History())
-    assert decide(error, History(), MAX_RESTARTS, has_begun=True).error is None
+def test_errors_that_only_the_user_can_mend_are_final_at_once(error: RpcmpError) -> None:
+    decision = decide(error, FaultHistory(), MAX_RESTARTS, has_begun=False)
+    assert decision == Decision(error, 0.0, FaultHistory())
+    assert decide(error, FaultHistory(), MAX_RESTARTS, has_begun=True).error is None
 
 
-def test_a_worker_that_is_lost_before_the_first_group_is_tried_again_to_the_limit() -> None:
-    history = History()
+def test_a_worker_lost_before_the_first_group_is_restarted_up_to_the_limit() -> None:
+    history = FaultHistory()
     for _ in range(MAX_RESTARTS):
         decision = decide(WorkerDiedError("gone"), history, MAX_RESTARTS, has_begun=False)
         assert decision.error is None

@@ -1,4 +1,4 @@
-"""Which calls of a program's a group that is formed again has to repeat."""
+"""The calls of a program that a group which is formed again has to repeat."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rpcmp.driver.operations import OPERATIONS, Effect
 from rpcmp.errors import JobError
-from rpcmp.job.service import CHANGING, DIFFERENTIATING, KEPT, Call, CallHistory
+from rpcmp.job.service import NUM_KEPT, Call, CallHistory
 
-READING = ["evaluate", "predict", "state_dict", "optimizer_state_dict", "live_state"]
+READING = sorted(name for name, each in OPERATIONS.items() if each.effect is Effect.READS)
+CHANGING = OPERATIONS.keys() - READING
+DIFFERENTIATING = {"train_step", "forward_backward"}
 
 Made = tuple[str, tuple[object, ...]]
 """A call that the model has seen: its name and arguments."""
@@ -26,8 +29,8 @@ def after(steps: int) -> dict[str, object]:
 
 def make(history: CallHistory, name: str, *arguments: object, step: int = 0, kept: int = 0) -> Call:
     """Make a call that is answered."""
-    call = history.new(name, arguments)
-    history.note_done(call, after(step), kept)
+    call = history.new_call(name, arguments)
+    history.record_done(call, after(step), kept)
     return call
 
 
@@ -44,8 +47,8 @@ def train(history: CallHistory, first: int, last: int) -> None:
 
 def test_calls_that_change_something_are_numbered() -> None:
     history = CallHistory()
-    assert history.new("train_step", (1,)) == Call(1, "train_step", (1,))
-    assert history.new("train_step", (2,)).version == 1  # the first was never answered
+    assert history.new_call("train_step", (1,)) == Call(1, "train_step", (1,))
+    assert history.new_call("train_step", (2,)).version == 1  # the first was never answered
     for version, name in enumerate(sorted(CHANGING), start=1):
         assert make(history, name, version) == Call(version, name, (version,))
         for reading in READING:
@@ -53,23 +56,23 @@ def test_calls_that_change_something_are_numbered() -> None:
     assert names(history.since(0)) == sorted(CHANGING)
 
 
-def test_before_the_first_is_kept_a_group_begins_at_nothing() -> None:
+def test_a_group_starts_at_call_zero_before_any_version_is_kept() -> None:
     history = CallHistory()
-    assert history.known == {0: {}}
+    assert history.states == {0: {}}
     make(history, "load_state_dict", {})
     make(history, "forward_backward", 1)
-    assert history.known == {0: {}}
+    assert history.states == {0: {}}
     assert names(history.since(0)) == ["load_state_dict", "forward_backward"]
 
 
-def test_what_a_group_has_not_seen_is_repeated_in_order() -> None:
+def test_since_returns_the_unseen_calls_in_order() -> None:
     history = CallHistory()
     train(history, 1, 2)
     make(history, "forward_backward", 1, step=2, kept=2)
     make(history, "clip_grad_norm_", 1.0, 2.0, step=2, kept=2)
     make(history, "optimizer_step", step=3, kept=5)
     make(history, "step_scheduler", 0.1, step=3, kept=5)
-    assert history.known == {1: after(1), 2: after(2), 5: after(3)}
+    assert history.states == {1: after(1), 2: after(2), 5: after(3)}
     assert list(history.since(2)) == [
         Call(3, "forward_backward", (1,)),
         Call(4, "clip_grad_norm_", (1.0, 2.0)),
@@ -80,15 +83,15 @@ def test_what_a_group_has_not_seen_is_repeated_in_order() -> None:
     assert list(history.since(6)) == []
 
 
-def test_the_newest_that_were_kept_are_known() -> None:
+def test_states_has_the_newest_kept_versions() -> None:
     history = CallHistory()
     for step in range(1, 10):
         train(history, step, step)
-        assert sorted(history.known) == list(range(max(0, step - KEPT + 1), step + 1))
-        assert all(state == after(version) for version, state in history.known.items())
+        assert sorted(history.states) == list(range(max(0, step - NUM_KEPT + 1), step + 1))
+        assert all(state == after(version) for version, state in history.states.items())
 
 
-def test_what_is_forgotten_cannot_be_repeated() -> None:
+def test_since_raises_for_versions_before_the_oldest_kept_one() -> None:
     history = CallHistory()
     train(history, 1, 5)
     assert len(list(history.since(3))) == 2
@@ -97,16 +100,16 @@ def test_what_is_forgotten_cannot_be_repeated() -> None:
             history.since(version)
 
 
-def test_repeated_calls_are_no_new_ones() -> None:
+def test_repeated_calls_are_not_recorded_again() -> None:
     history = CallHistory()
     train(history, 1, 2)
     make(history, "forward_backward", step=2, kept=2)
-    before, known = list(history.since(0)), history.known
+    before, known = list(history.since(0)), history.states
     for call in history.since(0):
-        history.note_done(call, after(1), call.version)
-        history.note_failed(call)
+        history.record_done(call, after(1), call.version)
+        history.record_failed(call)
     assert list(history.since(0)) == before
-    assert history.known == known
+    assert history.states == known
 
 
 def test_calls_may_change_while_they_are_repeated() -> None:
@@ -115,15 +118,15 @@ def test_calls_may_change_while_they_are_repeated() -> None:
     repeated = []
     for call in history.since(1):
         repeated.append(call.version)
-        make(history, "train_step", step=10, kept=history.new("train_step", ()).version)
+        make(history, "train_step", step=10, kept=history.new_call("train_step", ()).version)
     assert repeated == [2, 3]
 
 
 @pytest.mark.parametrize("name", sorted(CHANGING - DIFFERENTIATING))
-def test_a_call_that_failed_and_differentiates_nothing_changes_nothing(name: str) -> None:
+def test_a_failed_call_that_does_not_differentiate_is_not_recorded(name: str) -> None:
     history = CallHistory()
     make(history, "forward_backward", 1)
-    history.note_failed(history.new(name, (2,)))
+    history.record_failed(history.new_call(name, (2,)))
     make(history, "train_step", 3)
     assert list(history.since(0)) == [
         Call(1, "forward_backward", (1,)),
@@ -132,11 +135,11 @@ def test_a_call_that_failed_and_differentiates_nothing_changes_nothing(name: str
 
 
 @pytest.mark.parametrize("name", sorted(DIFFERENTIATING))
-def test_a_step_that_failed_leaves_no_gradients(name: str) -> None:
+def test_a_failed_step_is_recorded_as_zero_grad(name: str) -> None:
     history = CallHistory()
     make(history, "forward_backward", 1)
-    failed = history.new(name, (2,))
-    history.note_failed(failed)
+    failed = history.new_call(name, (2,))
+    history.record_failed(failed)
     make(history, "train_step", 3)
     assert list(history.since(0)) == [
         Call(1, "forward_backward", (1,)),
@@ -146,31 +149,31 @@ def test_a_step_that_failed_leaves_no_gradients(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", READING)
-def test_a_call_that_only_reads_leaves_nothing_even_if_it_fails(name: str) -> None:
+def test_reading_calls_are_never_recorded(name: str) -> None:
     history = CallHistory()
-    history.note_failed(history.new(name, ()))
+    history.record_failed(history.new_call(name, ()))
     make(history, name)
     assert list(history.since(0)) == []
-    assert history.new("train_step", ()).version == 1
+    assert history.new_call("train_step", ()).version == 1
 
 
-def test_it_is_said_once_that_a_call_has_ended() -> None:
+def test_take_has_new_call_is_true_once_per_completed_call() -> None:
     history = CallHistory()
-    assert not history.take_is_new()
+    assert not history.take_has_new_call()
     call = make(history, "train_step")
-    assert history.take_is_new()
-    assert not history.take_is_new()
-    history.note_done(call, after(1), 1)  # repeated
-    assert not history.take_is_new()
-    history.note_failed(history.new("train_step", ()))
-    assert not history.take_is_new()
+    assert history.take_has_new_call()
+    assert not history.take_has_new_call()
+    history.record_done(call, after(1), 1)  # repeated
+    assert not history.take_has_new_call()
+    history.record_failed(history.new_call("train_step", ()))
+    assert not history.take_has_new_call()
 
 
 class Batch:
     """What only the history keeps alive."""
 
 
-def test_the_arguments_of_what_is_forgotten_are_let_go() -> None:
+def test_arguments_of_forgotten_calls_are_freed() -> None:
     history = CallHistory()
     alive: list[weakref.ref[Batch]] = []
 
@@ -182,10 +185,10 @@ def test_the_arguments_of_what_is_forgotten_are_let_go() -> None:
     for step in range(1, 200):
         call(step, step - step % 4)
         gc.collect(0)
-        assert sum(batch() is not None for batch in alive) <= 4 * KEPT
-        assert len(history.known) <= KEPT
+        assert sum(batch() is not None for batch in alive) <= 4 * NUM_KEPT
+        assert len(history.states) <= NUM_KEPT
     gc.collect()
-    oldest = min(history.known)
+    oldest = min(history.states)
     assert [batch() is not None for batch in alive] == [step > oldest for step in range(1, 200)]
 
 
@@ -202,23 +205,23 @@ CALLS = st.lists(
 
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(CALLS)
-def test_from_each_known_version_the_repeated_calls_lead_to_the_same_model(
+def test_repeating_calls_from_any_kept_version_gives_the_same_model(
     calls: list[tuple[str, str]],
 ) -> None:
     history = CallHistory()
     model: list[Made] = []
     steps, kept = [0], [0]
     for number, (name, outcome) in enumerate(calls):
-        call = history.new(name, (number,))
+        call = history.new_call(name, (number,))
         if outcome == "lost":  # with the group: the call is made again, as the same or another
-            assert rebuilt(history, model) == [model] * len(history.known)
+            assert rebuilt(history, model) == [model] * len(history.states)
             continue
         if outcome == "failed":
-            history.note_failed(call)
+            history.record_failed(call)
         if outcome == "failed" and name not in DIFFERENTIATING:
             continue
         if call.version == 0:
-            history.note_done(call, after(steps[-1]), kept[-1])
+            history.record_done(call, after(steps[-1]), kept[-1])
             continue
         assert call.version == len(model) + 1
         steps.append(steps[-1] + (outcome != "failed" and name == "train_step"))
@@ -228,16 +231,16 @@ def test_from_each_known_version_the_repeated_calls_lead_to_the_same_model(
             model.append((name, (number,)))
             if outcome == "kept":
                 kept.append(call.version)
-            history.note_done(call, after(steps[-1]), kept[-1])
-        assert history.known == {version: after(steps[version]) for version in kept[-KEPT:]}
-        assert rebuilt(history, model) == [model] * len(history.known)
-        memory = len(list(history.since(min(history.known))))
-        assert memory == len(model) - kept[-KEPT:][0]
+            history.record_done(call, after(steps[-1]), kept[-1])
+        assert history.states == {version: after(steps[version]) for version in kept[-NUM_KEPT:]}
+        assert rebuilt(history, model) == [model] * len(history.states)
+        memory = len(list(history.since(min(history.states))))
+        assert memory == len(model) - kept[-NUM_KEPT:][0]
 
 
 def rebuilt(history: CallHistory, model: list[Made]) -> list[list[Made]]:
     """What becomes of a group that begins at each version that is known."""
     return [
         model[:version] + [(call.name, call.arguments) for call in history.since(version)]
-        for version in history.known
+        for version in history.states
     ]

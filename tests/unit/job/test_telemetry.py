@@ -1,4 +1,4 @@
-"""How the processes of a run are, made of what the servers and the driver process say."""
+"""Vitals of a run's processes, from the reports of stage servers and driver process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from rpcmp.config.topology import DRIVER
 from rpcmp.job.telemetry import Vitals
 from rpcmp.process.activity import Doing
-from rpcmp.process.tcp_stats import PeerTraffic
+from rpcmp.process.sockets import PeerTraffic
 from rpcmp.v1 import control_pb2 as pb
 
 A, B, D = "127.77.0.1:40001", "127.77.0.2:40002", "127.77.0.3:40003"
@@ -60,10 +60,10 @@ def links(vitals: Vitals) -> dict[tuple[str, str], dict[str, Any]]:
     return {(link["from"], link["to"]): link for link in told(vitals)["links"]}
 
 
-def test_a_worker_is_what_its_server_says() -> None:
+def test_a_workers_vitals_are_those_that_its_server_reports() -> None:
     vitals = Vitals()
-    vitals.begin()
-    vitals.hear("a", said())
+    vitals.start_generation()
+    vitals.update_worker("a", said())
     event = told(vitals)
     assert (event["event"], event["step"], event["driver"]) == ("vitals", 5, {})
     assert event["workers"] == {
@@ -82,27 +82,27 @@ def test_a_worker_is_what_its_server_says() -> None:
     }
 
 
-def test_a_change_without_vitals_changes_the_state_alone() -> None:
+def test_a_change_without_vitals_changes_only_the_state() -> None:
     vitals = Vitals()
-    vitals.begin()
-    vitals.hear("a", pb.WatchResponse(state=pb.SERVER_STATE_CLAIMED))
+    vitals.start_generation()
+    vitals.update_worker("a", pb.WatchResponse(state=pb.SERVER_STATE_CLAIMED))
     assert told(vitals)["workers"] == {}  # nothing is known of it yet
-    vitals.hear("a", said(state=pb.SERVER_STATE_BUILDING))
-    vitals.hear("a", pb.WatchResponse(state=pb.SERVER_STATE_RUNNING))
+    vitals.update_worker("a", said(state=pb.SERVER_STATE_BUILDING))
+    vitals.update_worker("a", pb.WatchResponse(state=pb.SERVER_STATE_RUNNING))
     worker = told(vitals)["workers"]["a"]
     assert (worker["state"], worker["memory"]) == ("running", 1000)
 
 
-def test_links_add_up_what_both_ends_have_opened() -> None:
+def test_links_add_up_the_connections_of_both_ends() -> None:
     vitals = Vitals()
-    vitals.begin()
-    vitals.hear(
+    vitals.start_generation()
+    vitals.update_worker(
         "a", said(PeerTraffic(B, 100, 10, 0.2), PeerTraffic("127.0.0.1:80", 9, 9, 0.1), listens=A)
     )
-    vitals.hear("b", said(PeerTraffic(A, 1000, 1, 0.1), listens=B))
-    vitals.joined(D)
+    vitals.update_worker("b", said(PeerTraffic(A, 1000, 1, 0.1), listens=B))
+    vitals.add_driver_address(D)
     doing = Doing("step", 3, -1, 0.1)
-    vitals.hear_driver(9, doing, [[A, 5, 6, 0.3], ["", 70, 80, 0.0]], {A: 0.04}, [])
+    vitals.update_driver(9, doing, [[A, 5, 6, 0.3], ["", 70, 80, 0.0]], {A: 0.04}, [])
     found = links(vitals)
     assert {pair: link["bytes"] for pair, link in found.items()} == {
         ("a", "b"): 101,
@@ -114,10 +114,10 @@ def test_links_add_up_what_both_ends_have_opened() -> None:
     assert found[DRIVER, "a"]["rtt_s"] == 0.04  # between the hosts, not to the own supervisor
 
 
-def test_rates_are_of_the_time_between_two_counts_whenever_they_are_heard(clock: Clock) -> None:
+def test_rates_use_the_time_between_counts_and_not_between_reports(clock: Clock) -> None:
     vitals = Vitals()
-    vitals.begin()
-    vitals.hear("b", said(listens=B))
+    vitals.start_generation()
+    vitals.update_worker("b", said(listens=B))
     for counted, heard, count, rate in (
         (10.0, 10.4, 1000, 0.0),  # of the first nobody knows since when
         (12.0, 12.1, 1100, 50.0),
@@ -128,75 +128,77 @@ def test_rates_are_of_the_time_between_two_counts_whenever_they_are_heard(clock:
         clock.now = heard
         change = said(PeerTraffic(B, count, 2 * count, 0.1))
         change.vitals.counted_s_ago = heard - counted
-        vitals.hear("a", change)
+        vitals.update_worker("a", change)
         found = links(vitals)
         assert found["a", "b"]["bytes_per_s"] == pytest.approx(rate)
         assert found["b", "a"]["bytes_per_s"] == pytest.approx(2 * rate)
         assert found["a", "b"]["bytes"] == count
 
 
-def test_a_process_that_was_lost_is_so_until_the_next_one_is_there() -> None:
+def test_a_process_is_lost_until_the_next_one_reports() -> None:
     vitals = Vitals()
-    vitals.begin()
+    vitals.start_generation()
     for label in ("a", "b"):
-        vitals.hear(label, said(PeerTraffic(B, 1, 1, 0.1), listens=A if label == "a" else B))
-    vitals.lose("a")
+        vitals.update_worker(
+            label, said(PeerTraffic(B, 1, 1, 0.1), listens=A if label == "a" else B)
+        )
+    vitals.mark_lost("a")
     lost, other = (told(vitals)["workers"][label] for label in ("a", "b"))
     assert (lost["state"], lost["pid"], lost["memory"], lost["in_flight"]) == ("lost", 0, 0, 0)
     assert (other["state"], other["pid"]) == ("running", 7)
-    vitals.begin()
+    vitals.start_generation()
     assert told(vitals)["links"] == []  # they begin anew, with the processes
     assert told(vitals)["workers"]["a"]["state"] == "lost"
-    vitals.hear("a", said(state=pb.SERVER_STATE_CLAIMED, pid=8))
+    vitals.update_worker("a", said(state=pb.SERVER_STATE_CLAIMED, pid=8))
     fresh = told(vitals)["workers"]["a"]
     assert (fresh["state"], fresh["pid"], fresh["restarts"]) == ("claimed", 8, 1)
 
 
-def test_a_loss_that_nobody_can_name_changes_nothing() -> None:
+def test_a_loss_without_a_label_changes_nothing() -> None:
     vitals = Vitals()
-    vitals.begin()
-    vitals.hear("a", said())
+    vitals.start_generation()
+    vitals.update_worker("a", said())
     before = told(vitals)["workers"]
-    vitals.lose("")
+    vitals.mark_lost("")
     assert told(vitals)["workers"] == before
 
 
-def test_who_was_lost_before_it_was_heard_of_is_not_told_of_at_all() -> None:
+def test_a_process_lost_before_its_first_vitals_is_not_reported() -> None:
     vitals = Vitals()
     for _ in range(2):
-        vitals.begin()
-        vitals.hear("a", pb.WatchResponse(state=pb.SERVER_STATE_CLAIMED))
+        vitals.start_generation()
+        vitals.update_worker("a", pb.WatchResponse(state=pb.SERVER_STATE_CLAIMED))
         for label in ("a", DRIVER):
-            vitals.lose(label)
+            vitals.mark_lost(label)
             assert (told(vitals)["workers"], told(vitals)["driver"]) == ({}, {})
 
 
-def test_the_driver_is_one_of_them() -> None:
+def test_the_driver_has_vitals_too() -> None:
     vitals = Vitals()
-    vitals.begin()
-    vitals.hear_driver(9, Doing("plan", 0, -1, 0.1), [], {}, [])
+    vitals.start_generation()
+    vitals.update_driver(9, Doing("plan", 0, -1, 0.1), [], {}, [])
     assert told(vitals)["driver"]["state"] == "building"
-    vitals.joined(D)
-    vitals.hear_driver(9, Doing("step", 3, -1, 0.1), [], {}, [])
+    vitals.add_driver_address(D)
+    vitals.update_driver(9, Doing("step", 3, -1, 0.1), [], {}, [])
     driver = told(vitals)["driver"]
     assert (driver["state"], driver["phase"], driver["pid"]) == ("running", "step", 9)
     assert driver["host"] == platform.node()
-    vitals.lose(DRIVER)
+    vitals.mark_lost(DRIVER)
     assert told(vitals)["driver"]["state"] == "lost"
 
 
-def test_tensors_that_take_another_way_count_where_they_are_more(clock: Clock) -> None:
+def test_links_count_tensors_if_they_exceed_the_connections(clock: Clock) -> None:
     vitals = Vitals()
-    vitals.begin()
-    vitals.hear("a:1", said(listens=A))
+    vitals.start_generation()
+    vitals.update_worker("a:1", said(listens=A))
     for now, tensors in ((1.0, 1000), (2.0, 3000)):
         clock.now = now
         change = said(PeerTraffic(A, 50, 5000, 0.1), listens=B)
         change.vitals.tensors.add(peer="a:1", sent=tensors, received=tensors)
-        vitals.hear("b", change)
-    vitals.joined(D)
+        vitals.update_worker("b", change)
+    vitals.add_driver_address(D)
     answers = [[name, 0, n, 0.0] for name, n in (("a:1", 7), ("b:0", 8), ("b", 1), ("nobody", 1))]
-    vitals.hear_driver(9, Doing("step", 3, -1, 0.1), [], {}, answers)
+    vitals.update_driver(9, Doing("step", 3, -1, 0.1), [], {}, answers)
     found = links(vitals)
     assert {pair: link["bytes"] for pair, link in found.items()} == {
         ("b", "a:1"): 3000,

@@ -22,7 +22,7 @@ def listening(defers: bool) -> Iterator[socket.socket]:
         listener.bind((HERE, 0))
         listener.setblocking(False)
         if defers:
-            accept.speaks_second(listener)
+            accept.listen_deferred(listener)
         else:
             listener.listen()
         yield listener
@@ -37,30 +37,30 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accept, "SILENT_SECONDS", 1)
 
 
-def test_a_silent_connection_is_closed_and_the_one_that_speaks_is_had() -> None:
+def test_a_silent_connection_is_closed_and_one_with_data_is_accepted() -> None:
     with listening(defers=True) as listener:
         where = listener.getsockname()
         with socket.create_connection(where) as silent:
             wait_for(listener)  # the kernel has waited for it long enough
             with socket.create_connection(where) as speaking:
                 speaking.sendall(b"hello")
-                accepted, address = accept.accept_speaking(listener)
+                accepted, address = accept.accept_with_data(listener)
                 with accepted:
                     assert address == speaking.getsockname()
                     assert accepted.recv(5) == b"hello"
             wait_for(silent)
             assert silent.recv(1) == b""
             with pytest.raises(BlockingIOError):
-                accept.accept_speaking(listener)
+                accept.accept_with_data(listener)
 
 
-def test_where_the_server_may_speak_first_silence_is_no_fault() -> None:
+def test_a_silent_connection_is_accepted_if_the_server_may_send_first() -> None:
     with (
         listening(defers=False) as listener,
         socket.create_connection(listener.getsockname()) as silent,
     ):
         wait_for(listener)
-        accepted, address = accept.accept_speaking(listener)
+        accepted, address = accept.accept_with_data(listener)
         with accepted:
             assert address == silent.getsockname()
 
@@ -77,7 +77,7 @@ def test_a_flood_of_silent_ones_lets_others_have_their_turn() -> None:
             wait_for(listener)
             rounds += 1
             with pytest.raises(BlockingIOError):
-                accept.accept_speaking(listener)
+                accept.accept_with_data(listener)
             gone, _, _ = select.select(silent, [], [], 0)
             silent = [one for one in silent if one not in gone]
         assert rounds > 1

@@ -45,7 +45,7 @@ def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> tuple[bytes, 
 
 
 @pytest.mark.parametrize("protocol", [GRPC, RELAY])
-def test_client_and_server_show_what_was_renewed(certs: Path, protocol: str) -> None:
+def test_client_and_server_use_a_renewed_certificate(certs: Path, protocol: str) -> None:
     driver, stage = Credentials(certs / "driver"), Credentials(certs / "stage0")
     seen = [shake_hands(driver.client(protocol), stage.server())]
     for name in ("driver", "stage0"):
@@ -55,7 +55,7 @@ def test_client_and_server_show_what_was_renewed(certs: Path, protocol: str) -> 
     assert len({first for first, _ in seen}) == len({second for _, second in seen}) == 2
 
 
-def test_a_website_shows_what_was_renewed_and_asks_for_nothing(certs: Path) -> None:
+def test_a_website_uses_a_renewed_certificate_and_requests_none(certs: Path) -> None:
     browser = ssl.create_default_context(cafile=str(certs / "stage0" / "ca.crt"))
     stage = Credentials(certs / "stage0")
     before = shake_hands(browser, stage.website())
@@ -64,7 +64,7 @@ def test_a_website_shows_what_was_renewed_and_asks_for_nothing(certs: Path) -> N
     assert before != after == (b"", written(certs, "stage0"))
 
 
-def test_what_has_not_changed_is_not_read_again(certs: Path) -> None:
+def test_an_unchanged_file_is_not_read_again(certs: Path) -> None:
     stage = Credentials(certs / "stage0")
     assert stage.server() is stage.server()
     assert stage.website() is stage.website()

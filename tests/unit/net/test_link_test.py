@@ -60,7 +60,7 @@ def test_without_seconds_only_there_and_back() -> None:
         {},
     ],
 )
-def test_who_asks_for_anything_else_is_let_go(question: dict[str, Any]) -> None:
+def test_a_client_with_an_invalid_request_is_disconnected(question: dict[str, Any]) -> None:
     async def ask(end: Connection) -> None:
         await end.write_message({"op": "measure"})
         await end.write_message(question)

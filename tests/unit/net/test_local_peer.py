@@ -10,7 +10,6 @@ import os
 import socket
 import struct
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -19,9 +18,9 @@ from rpcmp.net import local_peer
 from rpcmp.net.dialer import Dialer
 from rpcmp.net.identity import RELAY
 from rpcmp.net.local_peer import is_trusted, owner
-from rpcmp.net.port import IncomingConnection, Inner, PortMultiplexer
+from rpcmp.net.port import IncomingConnection, PortMultiplexer
 from rpcmp.net.security import Security
-from rpcmp.process.tcp_stats import LISTEN
+from rpcmp.process.sockets import LISTEN
 
 HERE = "127.0.0.1"
 
@@ -38,7 +37,7 @@ def test_the_kernel_names_the_owner_of_the_other_end(host: str) -> None:
             assert owner(far) is None
 
 
-def test_one_that_is_reset_while_it_is_looked_at_is_nobodys(
+def test_a_connection_that_is_reset_meanwhile_has_no_owner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its own end is known to no kernel any more either, and that is no kernel's fault."""
@@ -88,7 +87,7 @@ def test_another_users_port_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("is_accepted", [False, True])
-def test_a_server_that_dies_meanwhile_has_hung_up_and_is_nobody_elses(is_accepted: bool) -> None:
+def test_a_server_that_dies_meanwhile_counts_as_hung_up(is_accepted: bool) -> None:
     """The run then waits for it to come back; a SecurityError would end it."""
     listener = socket.create_server((HERE, 0))
     address = f"{HERE}:{listener.getsockname()[1]}"
@@ -105,7 +104,7 @@ def test_a_server_that_dies_meanwhile_has_hung_up_and_is_nobody_elses(is_accepte
             dying.join()
 
 
-def test_a_port_that_no_process_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_without_a_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where it leads into a container: our own end is known, and lasts."""
     ask = local_peer._ask
 
@@ -129,7 +128,7 @@ def test_only_our_own_user_and_root_are_trusted() -> None:
     assert not is_trusted(None)
 
 
-def test_a_port_that_no_process_here_serves_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_served_by_no_local_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it looks where the kernel forwards a port into a container."""
     ask = local_peer._ask
 
@@ -144,14 +143,14 @@ def test_a_port_that_no_process_here_serves_is_refused(monkeypatch: pytest.Monke
         asyncio.run(Dialer(Security()).open(f"{HERE}:{listener.getsockname()[1]}", RELAY, None))
 
 
-def test_a_kernel_that_does_not_say_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_peer, "_SOCK_DIAG", 31)  # there is no such service
 
     async def refuse(visitor: IncomingConnection) -> None:
         raise AssertionError("it has come in")
 
     async def start() -> None:
-        front = PortMultiplexer(Security(), Inner(Path()), Path(), Path(), refuse)
+        front = PortMultiplexer(Security(), refuse, refuse)
         try:
             await front.start(HERE, 0)
         finally:
@@ -166,7 +165,7 @@ def test_a_kernel_that_does_not_say_is_an_error(monkeypatch: pytest.MonkeyPatch)
         asyncio.run(Dialer(Security()).open(f"{HERE}:{listener.getsockname()[1]}", RELAY, None))
 
 
-def test_a_server_that_never_accepts_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dialing_a_server_that_never_accepts_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rpcmp.net.dialer.OPEN_SECONDS", 0.2)
     with (
         socket.create_server((HERE, 0)) as listener,

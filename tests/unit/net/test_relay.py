@@ -33,17 +33,17 @@ def opened(peer: RelayPeer) -> None:
 
 
 @pytest.mark.parametrize("listens", ["10.0.0.1:40001", "0.0.0.0:40001", "[::]:40001"])
-def test_a_peer_that_others_could_reach_is_refused(listens: str) -> None:
+def test_a_peer_that_listens_beyond_loopback_is_refused(listens: str) -> None:
     with pytest.raises(SecurityError, match="for all to see"):
         opened(RelayPeer("b:0", listens, "host-b:50052", 1))
 
 
-def test_a_port_that_is_taken_is_no_end_but_a_reason_for_fresh_processes() -> None:
+def test_a_port_that_is_taken_asks_for_fresh_processes() -> None:
     with pytest.raises(WorkerDiedError, match=r"127\.0\.0\.1:40001.* fresh processes"):
         opened(RelayPeer("b:0", "127.0.0.1:40001", "host-b:50052", 1))
 
 
-def test_the_round_trip_is_that_to_the_other_host() -> None:
+def test_round_trips_are_measured_to_the_other_host() -> None:
     relay = Relay("job", 1, "a:0", cast("Forks", OnTheHostsLoopback()), Dialer(Security()), print)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         there = Connection(socket.create_connection(listener.getsockname()))

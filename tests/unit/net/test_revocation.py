@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from rpcmp.errors import SecurityError
-from rpcmp.net import authority, certificates, identity, name_constraints
+from rpcmp.net import authority, certificates, identity
 from rpcmp.net.certificates import Certificate
 from rpcmp.net.identity import CA, CRL, GRPC, KEY, Credentials
 from rpcmp.net.security import Security, expiry_warning
@@ -79,7 +79,7 @@ def between(client: Path, server: Path, host: str = HERE) -> str:
     return meet(Credentials(client).client(GRPC), Credentials(server).server(), host)
 
 
-def test_who_is_revoked_is_refused_on_both_sides(certs: Path) -> None:
+def test_a_revoked_certificate_is_refused_on_both_sides(certs: Path) -> None:
     assert between(certs / "driver", certs / "stage0") == "ok"
     cli(certs, "revoke", "stage0")
     assert between(certs / "driver", certs / "stage0") == "certificate revoked"
@@ -91,7 +91,7 @@ def test_who_is_revoked_is_refused_on_both_sides(certs: Path) -> None:
         cli(certs, "revoke", "driver")
 
 
-def test_all_that_was_issued_under_the_name_is_revoked(certs: Path, tmp_path: Path) -> None:
+def test_revoke_covers_every_certificate_issued_under_the_name(certs: Path, tmp_path: Path) -> None:
     shutil.copytree(certs / "driver", tmp_path / "stolen")
     cli(certs, "renew", "driver")
     assert authority.revoke(certs, "driver") == 2
@@ -102,7 +102,7 @@ def test_all_that_was_issued_under_the_name_is_revoked(certs: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["nonsense", "another's"])
-def test_a_crl_of_no_use_is_refused_and_on_reload_the_last_one_holds(
+def test_an_unusable_crl_is_refused_and_on_reload_the_last_one_stays(
     certs: Path, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = issue(tmp_path / "other", HERE)
@@ -119,7 +119,7 @@ def test_a_crl_of_no_use_is_refused_and_on_reload_the_last_one_holds(
         Credentials(certs / "stage0")
 
 
-def test_a_crl_that_appears_is_taken_up_and_one_that_goes_stays(
+def test_a_new_crl_is_loaded_and_a_removed_one_stays_in_force(
     certs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server, client = Credentials(certs / "stage0"), Credentials(certs / "driver").client(GRPC)
@@ -131,7 +131,7 @@ def test_a_crl_that_appears_is_taken_up_and_one_that_goes_stays(
     assert "ca.crl is gone" in caplog.text
 
 
-def test_an_authority_of_old_still_does_and_revokes_what_it_knows(
+def test_an_authority_of_rpcmp_0_1_0_can_still_issue_and_revoke(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     certs = tmp_path / "old"
@@ -196,9 +196,9 @@ def test_a_certificate_does_not_outlive_its_authority(certs: Path) -> None:
     ],
 )
 def test_a_host_permits_its_domain_or_private_network(host: str, subtree: str) -> None:
-    found = name_constraints.around(host)
+    found = certificates.subtree_around(host)
     assert str(found.value) == subtree
-    assert name_constraints.is_permitted(name_constraints.name_of(host), [found])
+    assert certificates.is_permitted(certificates.general_name(host), [found])
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_a_name_outside_the_name_constraints_is_refused(certs: Path, uri: str, h
     assert between(certs / "driver", certs / "liar", host) == "permitted subtree violation"
 
 
-def test_a_new_host_widens_the_authority_and_the_command_says_so(
+def test_a_new_host_widens_the_authority_with_a_message(
     certs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(certs / "driver", tmp_path / "elsewhere")
@@ -246,7 +246,7 @@ def test_more_can_be_permitted_at_first(tmp_path: Path) -> None:
         assert not authority.permit(tmp_path / "certs", hosts)
 
 
-def test_what_expires_soon_is_warned_of(certs: Path) -> None:
+def test_a_certificate_that_expires_soon_causes_a_warning(certs: Path) -> None:
     security = Security(certs / "driver")
     now = datetime.now(UTC)
     assert expiry_warning(security, now) == ""

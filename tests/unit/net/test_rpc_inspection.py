@@ -23,7 +23,6 @@ from rpcmp.errors import SecurityError
 from rpcmp.net import rpc_format, rpc_pickle
 from rpcmp.net.rpc_format import FormatError
 from rpcmp.net.rpc_inspection import (
-    BROCHURE,
     MAX_AHEAD,
     MAX_PAYLOAD,
     MEMORY,
@@ -33,7 +32,7 @@ from rpcmp.net.rpc_inspection import (
 )
 from rpcmp.observability.trace.spans import Kind, Span
 from rpcmp.rpc import transport
-from rpcmp.worker.executor import AT_ONCE
+from rpcmp.worker.measurements import SPANS_PER_ANSWER
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.stage import Stage
 from tests.support.pipes import Agents, Conversation
@@ -139,11 +138,11 @@ def joined(parts: list[bytes]) -> bytes:
     return b"".join(struct.pack("<Q", len(part)) + part for part in parts)
 
 
-def test_what_torch_sends_of_ours_passes_as_it_is(recorded: list[Conversation]) -> None:
+def test_torchs_own_messages_pass_unchanged(recorded: list[Conversation]) -> None:
     main, *others = recorded
     sent, passed = frames(main.from_outside), frames(main.passed)
     assert b"cma" in sent[1]
-    assert passed[1] == BROCHURE  # nobody's memory is read because a peer says so
+    assert passed[1] == rpc_format.BROCHURE  # nobody's memory is read because a peer says so
     assert passed[:1] + passed[2:] == sent[:1] + sent[2:]
     assert all(other.passed == other.from_outside for other in others)
     kinds = {int.from_bytes(part, "little") for part in sent[2:] if len(part) == 4}
@@ -154,7 +153,7 @@ def test_what_torch_sends_of_ours_passes_as_it_is(recorded: list[Conversation]) 
     assert answers >= {0x203, 0x206, 0x20E, 0x210, 0x212, 0x214}
 
 
-def test_answers_pass_to_whoever_has_asked(recorded: list[Conversation]) -> None:
+def test_responses_pass_if_they_were_requested(recorded: list[Conversation]) -> None:
     main = recorded[0]
     answer = frames(main.from_inside)[0]
     address = answer[8 : 8 + answer[7]].decode()
@@ -200,7 +199,9 @@ def message(
 
 def hello(name: str) -> bytes:
     """How a pipe begins."""
-    return joined([b"\xb8\x00\xb9\x01\xbd" + bytes([len(name)]) + name.encode(), BROCHURE])
+    return joined(
+        [b"\xb8\x00\xb9\x01\xbd" + bytes([len(name)]) + name.encode(), rpc_format.BROCHURE]
+    )
 
 
 HELLO = hello("stage1:0")
@@ -213,7 +214,7 @@ def begun(pipes: Pipes | None = None, peer: str = "stage1:0") -> Inspection:
     return inspection
 
 
-def test_no_operator_is_called_by_name() -> None:
+def test_a_script_call_is_refused() -> None:
     names = sorted({schema.name for schema in torch._C._jit_get_all_schemas()})
     assert len(names) > 2000
     for name in [*random.Random(7).sample(names, 1000), "aten::from_file"]:
@@ -226,7 +227,7 @@ def test_no_operator_is_called_by_name() -> None:
             assert len(reported) == 1
 
 
-def test_no_type_passes_but_ours() -> None:
+def test_only_known_message_types_pass() -> None:
     for kind in range(0x400):
         inspection = begun()
         with pytest.raises(SecurityError):
@@ -257,9 +258,9 @@ def floats(sizes: str, strides: str, items: int, offset: int = 0, kind: str = "F
 
 
 def test_tensors_lie_within_their_memory() -> None:
-    assert rpc_format.count_tensors(floats("K\x03K\x08", "K\x08K\x01", 24), [96]) == 1
-    assert rpc_format.count_tensors(floats("K\x00K\x7f", "K\x7fK\x01", 24), [96]) == 1  # empty
-    assert rpc_format.count_tensors(floats("", "", 1), [4]) == 1
+    assert rpc_pickle.count_tensors(floats("K\x03K\x08", "K\x08K\x01", 24), [96]) == 1
+    assert rpc_pickle.count_tensors(floats("K\x00K\x7f", "K\x7fK\x01", 24), [96]) == 1  # empty
+    assert rpc_pickle.count_tensors(floats("", "", 1), [4]) == 1
     for data, lengths in [
         (floats("K\x03K\x08", "K\x08K\x01", 24), [95]),
         (floats("K\x03K\x08", "K\x08K\x01", 24), [96, 4]),
@@ -280,7 +281,7 @@ def test_tensors_lie_within_their_memory() -> None:
         (floats("K\x03", "K\x01", 24).replace(b"OrderedDict", b"OrderedDicy"), [96]),
     ]:
         with pytest.raises(FormatError):
-            rpc_format.count_tensors(data, lengths)
+            rpc_pickle.count_tensors(data, lengths)
 
 
 TENSOR_ID = b"ctorch.jit._pickle\nbuild_tensor_from_id\nq\x00"
@@ -309,8 +310,14 @@ def called(function: object, *args: object) -> bytes:
     return pickle.dumps(PythonUDF(transport._dispatch, (function, args), {}), protocol=4)
 
 
-def test_stages_call_what_stages_call() -> None:
-    for function in (Stage.forward, Stage.note_missing, Stage.part, Stage.posted, Stage.total):
+def test_a_stage_may_call_only_its_functions() -> None:
+    for function in (
+        Stage.forward,
+        Stage.mark_none_gradients,
+        Stage.gradient_part,
+        Stage.gradient_total,
+        Stage.get_tensors,
+    ):
         for peer in ("stage1:0", "driver"):
             rpc_pickle.require(called(function, 1, "a", [None]), peer, is_call=True)
     rpc_pickle.require(called(BatchServer.slices), "stage1:0", is_call=True)
@@ -386,8 +393,11 @@ def test_whatever_the_pickler_writes_is_read(value: object, length: int) -> None
             rpc_pickle.require(pickle.dumps(each, protocol=protocol), "driver", is_call=False)
 
 
-def test_all_that_a_stage_recorded_passes_at_once() -> None:
-    spans = [Span(Kind.FORWARD, n, n, 10**12 + n, 10**13 + n, 10**14 + n) for n in range(AT_ONCE)]
+def test_the_spans_of_a_whole_trace_pass_in_one_message() -> None:
+    spans = [
+        Span(Kind.FORWARD, n, n, 10**12 + n, 10**13 + n, 10**14 + n)
+        for n in range(SPANS_PER_ANSWER)
+    ]
     rpc_pickle.require(pickle.dumps(spans, protocol=4), "stage1:0", is_call=False)
 
 
@@ -455,7 +465,7 @@ def test_tensors_are_as_long_as_was_said() -> None:
                 channel.received(data)
 
 
-def test_a_tensor_that_is_faster_than_its_message_waits_for_it() -> None:
+def test_a_tensor_waits_for_its_message() -> None:
     pipes = Pipes(print)
     pipe = established(pipes, "stage1:0", 4)
     channel = requested(pipes, "stage1:0", 4)
@@ -484,7 +494,7 @@ def test_a_pipe_is_its_peers_alone() -> None:
     "data",
     [
         hello("inside"),
-        joined([b"\xb8\x00\xb9\x01\xbd\x09stage1:0", BROCHURE]),
+        joined([b"\xb8\x00\xb9\x01\xbd\x09stage1:0", rpc_format.BROCHURE]),
         joined([b"\xb8\x02\xb9\x01\x00"]),
         joined([b"\xb8\x00\xb9\x01\xbd\x08stage1:0", b"\xb9\x02\xbb\x01\xbd\x03shm\xbd\x01x"]),
         struct.pack("<Q", 2**40),
@@ -496,7 +506,7 @@ def test_a_pipe_is_its_peers_alone() -> None:
         HELLO + message(0x102, b"\1\x80\x04N.", lengths=(4,)).replace(b"cpu", b"gpu"),
     ],
 )
-def test_frames_are_what_they_are_announced_as(data: bytes) -> None:
+def test_a_frame_has_its_announced_length(data: bytes) -> None:
     inspection = Pipes(print).inspect("stage1:0", "stage 1 at host-b")
     with pytest.raises(SecurityError):
         inspection.received(data)
@@ -518,7 +528,7 @@ def in_pieces(data: bytes, cuts: list[int]) -> Iterator[bytes]:
 
 @given(cuts=st.lists(st.integers(0, 2**20), max_size=30))
 @settings(max_examples=50)
-def test_how_a_stream_is_cut_makes_no_difference(
+def test_inspection_does_not_depend_on_how_a_stream_is_cut(
     recorded: list[Conversation], cuts: list[int]
 ) -> None:
     main = recorded[0]
@@ -534,7 +544,7 @@ def test_how_a_stream_is_cut_makes_no_difference(
     cuts=st.lists(st.integers(0, 2**20), max_size=5),
 )
 @settings(max_examples=400)
-def test_nothing_that_was_meddled_with_passes_as_another_message(
+def test_a_mutated_message_never_passes_as_another(
     recorded: list[Conversation], changes: list[tuple[int, int]], cuts: list[int]
 ) -> None:
     data = bytearray(recorded[0].from_outside)
@@ -556,7 +566,7 @@ def test_nothing_that_was_meddled_with_passes_as_another_message(
         assert tensors.endswith(b"etR.")
 
 
-def test_so_many_tensors_may_be_on_their_way_and_no_more() -> None:
+def test_announced_tensors_are_limited() -> None:
     lengths = Lengths()
     assert lengths.announce((8,) * MAX_AHEAD + (0,))  # an empty one has no frame
     assert not lengths.announce((8,))

@@ -39,12 +39,12 @@ def test_everything_else_does(certs: Path, host: str) -> None:
     Security(insecure=True).require_allowed(addresses)
 
 
-def test_one_cannot_have_it_both_ways(certs: Path) -> None:
+def test_certs_and_insecure_exclude_each_other(certs: Path) -> None:
     with pytest.raises(ConfigError, match="not both"):
         Security(certs / "driver", insecure=True)
 
 
-def test_a_certificate_says_what_its_holder_may_be(certs: Path) -> None:
+def test_a_certificate_contains_its_holders_role(certs: Path) -> None:
     cli(certs, "issue", "--spare", "--host", "host-c")
     stage1, driver, spare = (Security(certs / name) for name in ("stage1", "driver", "spare"))
     stage1.require_may_serve(1)
@@ -110,7 +110,7 @@ def test_keys_are_for_their_owner_alone(certs: Path, tmp_path: Path) -> None:
         (KEY, "nonsense", "cannot be used"),
     ],
 )
-def test_files_that_are_of_no_use_are_named(
+def test_an_unusable_file_is_named_in_the_error(
     certs: Path, tmp_path: Path, name: str, content: str | None, why: str
 ) -> None:
     folder = tmp_path / "copied"
@@ -161,7 +161,7 @@ def test_a_name_does_not_lead_out_of_the_folder(certs: Path, name: str) -> None:
         cli(certs, "issue", "--name", name, "--driver")
 
 
-def test_the_threat_model_names_tests_that_there_are() -> None:
+def test_the_threat_model_names_existing_tests() -> None:
     import rpcmp.net
 
     shown = re.findall(r"shown +(test_[\w, ]+)", rpcmp.net.__doc__ or "")

@@ -58,7 +58,7 @@ def through(make: Make, use: Callable[[socket.socket, socket.socket], Awaitable[
     async def run() -> None:
         (near, here), (there, far), between = pair(), pair(), pair()
         ends = [Connection(between[0], make_pair[0]), Connection(between[1], make_pair[1])]
-        await asyncio.gather(*(end.shake_hands() for end in ends))
+        await asyncio.gather(*(end.do_handshake() for end in ends))
         for end in ends:
             end.has_frames = True
         carrying = [
@@ -130,7 +130,7 @@ def test_pipelines_in_two_threads_do_not_get_each_others_bytes(sessions: Make) -
         assert all(threads.map(carry, [b"a", b"b"]))
 
 
-def test_one_side_may_close_and_still_be_answered(sessions: Make) -> None:
+def test_a_side_that_has_closed_still_receives(sessions: Make) -> None:
     async def use(near: socket.socket, far: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(near, b"a question")
@@ -153,7 +153,7 @@ def test_one_side_may_close_and_still_be_answered(sessions: Make) -> None:
     through(sessions, use)
 
 
-def test_what_nobody_reads_is_not_piled_up(sessions: Make) -> None:
+def test_data_that_is_not_read_is_not_buffered(sessions: Make) -> None:
     """The sender is held up when the kernel's buffers on the way are full."""
 
     async def use(near: socket.socket, far: socket.socket) -> None:
@@ -174,14 +174,14 @@ def test_what_nobody_reads_is_not_piled_up(sessions: Make) -> None:
     through(sessions, use)
 
 
-def test_a_connection_that_breaks_is_not_an_end(sessions: Make) -> None:
+def test_a_broken_connection_differs_from_an_end_of_stream(sessions: Make) -> None:
     """What was cut off in the middle must not look as if it were all."""
 
     async def run() -> None:
         (near, here), between = pair(), pair()
         sides = sessions()
         ends = [Connection(between[0], sides[0]), Connection(between[1], sides[1])]
-        await asyncio.gather(*(end.shake_hands() for end in ends))
+        await asyncio.gather(*(end.do_handshake() for end in ends))
         ends[0].has_frames = True
         carrying = asyncio.create_task(splice(Connection(here), ends[0]))
         await ends[1].write(HEADER.pack(100) + b"only this much")
@@ -199,7 +199,7 @@ def test_a_connection_that_breaks_is_not_an_end(sessions: Make) -> None:
 @pytest.mark.parametrize(
     "bad", [b"\x7f\xff\xff\xffxxxx", HEADER.pack(3) + b"{]}", HEADER.pack(2) + b"[]"]
 )
-def test_a_first_frame_that_is_none_is_refused(bad: bytes) -> None:
+def test_a_malformed_first_frame_is_refused(bad: bytes) -> None:
     async def run() -> None:
         one, other = pair()
         one.send(bad)
@@ -211,7 +211,7 @@ def test_a_first_frame_that_is_none_is_refused(bad: bytes) -> None:
     asyncio.run(run())
 
 
-def test_bytes_that_somebody_has_changed_break_the_connection(
+def test_tampered_bytes_break_the_connection(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     async def run() -> None:
@@ -221,7 +221,7 @@ def test_bytes_that_somebody_has_changed_break_the_connection(
             Connection(one, TlsState(Credentials(certs / "driver").client(RELAY), HERE)),
             Connection(other, TlsState(Credentials(certs / "stage0").server())),
         ]
-        await asyncio.gather(*(end.shake_hands() for end in ends))
+        await asyncio.gather(*(end.do_handshake() for end in ends))
         session = ends[0].session
         assert session is not None
         session.encrypt(b"a gradient")

@@ -1,4 +1,4 @@
-"""What a supervisor sees of a child: what it does, whether it lives and is connected."""
+"""Activity, heartbeats and keep-alive: what a supervisor observes of a child."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pytest
 from rpcmp.process import activity as activity_module
 from rpcmp.process import descriptors
 from rpcmp.process import liveness as pulse_module
-from rpcmp.process import tcp_stats as links_module
+from rpcmp.process import sockets as links_module
 from rpcmp.process.activity import NO_MICROBATCH, Activity, Doing
 from rpcmp.process.liveness import HeartbeatMonitor
-from rpcmp.process.tcp_stats import SILENT_SECONDS, Links
+from rpcmp.process.sockets import SILENT_SECONDS, Links
 
 
 class Clock:
@@ -72,64 +72,64 @@ def memory() -> Iterator[int]:
     os.close(fd)
 
 
-def test_who_has_done_nothing_waits() -> None:
+def test_a_new_activity_is_waiting() -> None:
     found = Activity().read()
     assert (found.phase, found.step, found.seconds) == ("", 0, 0.0)
 
 
-def test_both_ends_of_one_memory_see_the_same(memory: int, clock: Clock) -> None:
+def test_activity_is_shared_through_memory(memory: int, clock: Clock) -> None:
     here, there = Activity(memory), Activity(memory)
-    here.begin("forward", 2**40, 3)
+    here.start("forward", 2**40, 3)
     clock.now += 2.5
     assert there.read() == here.read() == Doing("forward", 2**40, 3, 2.5)
-    there.begin("backward", 5)
+    there.start("backward", 5)
     assert here.read() == Doing("backward", 5, NO_MICROBATCH, 0.0)
 
 
-def test_it_is_read_after_its_writer_is_gone(memory: int, clock: Clock) -> None:
+def test_activity_outlives_its_writer(memory: int, clock: Clock) -> None:
     writer = Activity(memory)
-    writer.begin("optimizer", 7)
+    writer.start("optimizer", 7)
     del writer
     clock.now += 60
     assert Activity(memory).read() == Doing("optimizer", 7, NO_MICROBATCH, 60.0)
 
 
-def test_activities_without_a_memory_know_nothing_of_each_other() -> None:
+def test_activities_without_shared_memory_are_independent() -> None:
     one, other = Activity(), Activity()
-    one.begin("forward", 1)
+    one.start("forward", 1)
     assert other.read().phase == ""
 
 
 @pytest.mark.parametrize("phase", ["", "x", "evaluation", "sixteen bytes ok", "\N{SNOWMAN}" * 5])
 def test_phases_of_up_to_16_bytes_are_whole(memory: int, phase: str) -> None:
     activity = Activity(memory)
-    activity.begin("another, before!", 1, 1)
-    activity.begin(phase, 2, 3)
+    activity.start("another, before!", 1, 1)
+    activity.start(phase, 2, 3)
     assert Activity(memory).read()[:3] == (phase, 2, 3)
 
 
-def test_what_ends_leaves_a_wait_at_the_same_step(clock: Clock) -> None:
+def test_a_stopped_activity_keeps_its_step(clock: Clock) -> None:
     activity = Activity()
-    with activity.doing("optimizer", 4):
+    with activity.during("optimizer", 4):
         clock.now += 1.0
         assert activity.read() == Doing("optimizer", 4, NO_MICROBATCH, 1.0)
     clock.now += 3.0
     assert activity.read() == Doing("", 4, NO_MICROBATCH, 3.0)
-    activity.begin("forward", 5, 2)
-    activity.end()
+    activity.start("forward", 5, 2)
+    activity.stop()
     assert activity.read() == Doing("", 5, NO_MICROBATCH, 0.0)
 
 
-def test_what_fails_has_ended_too() -> None:
+def test_an_activity_stops_on_an_exception() -> None:
     activity = Activity()
-    with pytest.raises(ValueError, match="no"), activity.doing("build"):
+    with pytest.raises(ValueError, match="no"), activity.during("build"):
         raise ValueError("no")
     assert activity.read().phase == ""
 
 
-def test_a_clock_that_was_turned_back_is_no_negative_time(clock: Clock) -> None:
+def test_activity_seconds_are_never_negative(clock: Clock) -> None:
     activity = Activity()
-    activity.begin("forward", 1)
+    activity.start("forward", 1)
     clock.now -= 5
     assert activity.read().seconds == 0.0
 
@@ -145,24 +145,24 @@ def lost(
     return asyncio.run(pulse.lost())
 
 
-def test_silence_is_noticed_when_it_has_lasted_and_not_before(clock: Clock) -> None:
+def test_a_loss_is_noticed_after_the_timeout(clock: Clock) -> None:
     seconds = lost(HeartbeatMonitor(6.0), clock, [])
     assert 6.0 <= seconds < 7.0
     assert clock.now == 1000.0 + seconds
 
 
-def test_signs_of_life_put_it_off(clock: Clock) -> None:
+def test_heartbeats_postpone_a_loss(clock: Clock) -> None:
     beats = [1000.0 + 0.5 * number for number in range(1, 101)]
     assert 6.0 <= lost(HeartbeatMonitor(6.0), clock, beats) < 7.0
     assert 1056.0 <= clock.now < 1057.0
 
 
-def test_a_sign_that_comes_just_in_time_counts(clock: Clock) -> None:
+def test_a_heartbeat_just_in_time_counts(clock: Clock) -> None:
     assert 6.0 <= lost(HeartbeatMonitor(6.0), clock, [1005.9, 1011.8]) < 7.0
     assert clock.now >= 1017.8
 
 
-def test_what_has_come_while_the_supervisor_was_held_up_is_heard_first(clock: Clock) -> None:
+def test_heartbeats_that_arrived_meanwhile_count(clock: Clock) -> None:
     pulse = HeartbeatMonitor(6.0)
     clock.now += 3600.0  # the machine was suspended; the sign lies in the socket
     seconds = lost(pulse, clock, [clock.now + 0.05])
@@ -170,26 +170,26 @@ def test_what_has_come_while_the_supervisor_was_held_up_is_heard_first(clock: Cl
     assert clock.now >= 4606.05
 
 
-def test_a_supervisor_that_was_held_up_hears_of_a_loss_at_once(clock: Clock) -> None:
+def test_a_loss_is_noticed_at_once_after_a_suspension(clock: Clock) -> None:
     pulse = HeartbeatMonitor(6.0)
     clock.now += 3600.0
     assert 3600.0 <= lost(pulse, clock, []) < 3601.0
 
 
-def test_without_a_timeout_nobody_is_ever_lost(clock: Clock) -> None:
+def test_no_timeout_means_never_lost(clock: Clock) -> None:
     with pytest.raises(TimeoutError):
         lost(HeartbeatMonitor(0), clock, [], limit=1000.0 + 10 * 365 * 86400)
     assert clock.now > 1000.0 + 9 * 365 * 86400
     assert min(clock.slept) > 60
 
 
-def test_waiting_for_silence_never_turns_in_circles(clock: Clock) -> None:
+def test_heartbeat_monitor_never_busy_waits(clock: Clock) -> None:
     lost(HeartbeatMonitor(6.0), clock, [1000.0 + 0.5 * number for number in range(1, 101)])
     assert len(clock.slept) < 40
     assert min(clock.slept) > 0
 
 
-def test_a_pulse_is_waited_for_on_a_real_loop() -> None:
+def test_heartbeat_monitor_runs_on_a_real_loop() -> None:
     assert asyncio.run(HeartbeatMonitor(1e-9).lost()) >= 1e-9
 
 
@@ -229,7 +229,7 @@ def is_watched(connection: socket.socket) -> bool:
     return bool(alive)
 
 
-def test_the_kernel_asks_on_every_tcp_connection(pair: Pair) -> None:
+def test_watch_enables_keep_alive_on_every_connection(pair: Pair) -> None:
     assert not any(map(is_watched, pair))
     Links().watch()
     for end in pair:
@@ -241,7 +241,7 @@ def test_the_kernel_asks_on_every_tcp_connection(pair: Pair) -> None:
         assert timeout == SILENT_SECONDS * 1000
 
 
-def test_connections_work_as_before(pair: Pair) -> None:
+def test_watch_leaves_connections_working(pair: Pair) -> None:
     blocking = [end.gettimeout() for end in pair]
     before = len(os.listdir("/proc/self/fd"))
     links = Links()
@@ -254,7 +254,7 @@ def test_connections_work_as_before(pair: Pair) -> None:
     assert pair[1].recv(4) == b"text"
 
 
-def test_connections_that_are_opened_later_are_found(pair: Pair) -> None:
+def test_watch_finds_connections_that_are_opened_later(pair: Pair) -> None:
     links = Links()
     links.watch()
     later = connected()
@@ -265,7 +265,7 @@ def test_connections_that_are_opened_later_are_found(pair: Pair) -> None:
         end.close()
 
 
-def test_what_is_known_is_left_alone(pair: Pair) -> None:
+def test_watch_leaves_known_connections_alone(pair: Pair) -> None:
     links = Links()
     links.watch()
     pair[0].setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 0)
@@ -273,7 +273,7 @@ def test_what_is_known_is_left_alone(pair: Pair) -> None:
     assert pair[0].getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
 
 
-def test_other_sockets_are_no_problem(pair: Pair) -> None:
+def test_watch_survives_other_kinds_of_sockets(pair: Pair) -> None:
     ours, theirs = socket.socketpair()
     udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     fresh = socket.socket()
@@ -285,7 +285,7 @@ def test_other_sockets_are_no_problem(pair: Pair) -> None:
     assert all(map(is_watched, pair))
 
 
-def test_connections_that_are_closed_are_no_problem() -> None:
+def test_watch_survives_closed_connections() -> None:
     links = Links()
     links.watch()
     first = connected()
@@ -301,7 +301,7 @@ def test_connections_that_are_closed_are_no_problem() -> None:
         end.close()
 
 
-def test_a_descriptor_that_is_used_again_is_another_connection(pair: Pair) -> None:
+def test_watch_finds_a_new_connection_at_a_reused_descriptor(pair: Pair) -> None:
     links = Links()
     links.watch()
     number = pair[0].fileno()
@@ -315,7 +315,7 @@ def test_a_descriptor_that_is_used_again_is_another_connection(pair: Pair) -> No
     later[1].close()
 
 
-def test_a_connection_that_is_closed_meanwhile_is_no_problem(
+def test_watch_survives_a_connection_that_closes_meanwhile(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = connected()
@@ -327,7 +327,7 @@ def test_a_connection_that_is_closed_meanwhile_is_no_problem(
     assert all(map(is_watched, pair))
 
 
-def test_a_descriptor_that_has_become_a_file_meanwhile_is_no_problem(
+def test_watch_survives_a_descriptor_that_becomes_a_file(
     memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(links_module, "_sockets", lambda: [("socket:[1]", memory)])
@@ -336,7 +336,7 @@ def test_a_descriptor_that_has_become_a_file_meanwhile_is_no_problem(
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_programs_that_set_a_timeout_for_all_sockets_keep_those_that_they_have(pair: Pair) -> None:
+def test_watch_ignores_the_default_socket_timeout(pair: Pair) -> None:
     socket.setdefaulttimeout(30)
     try:
         Links().watch()

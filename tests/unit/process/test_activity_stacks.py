@@ -1,4 +1,4 @@
-"""Where a child is in its code, as it writes it down and as its supervisor reads it."""
+"""Stack dumps: written by a child, read by its supervisor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from rpcmp.process.activity import ASKING, INSISTING, MAX_BYTES, Stacks
+from rpcmp.process.activity import DUMP_SIGNAL, FORCED_DUMP_SIGNAL, MAX_BYTES, Stacks
 from tests.support.processes import poll_for
 
 WAITING = """Thread 0x00007f0000000001 (most recent call first):
@@ -29,7 +29,7 @@ def read(text: str | bytes) -> str:
     return stacks.read()
 
 
-def test_a_child_that_has_written_nothing_has_no_stacks() -> None:
+def test_stacks_of_a_child_without_dumps_are_empty() -> None:
     stacks = Stacks()
     assert (stacks.size, stacks.read()) == (0, "")
 
@@ -47,19 +47,19 @@ def test_threads_that_wait_come_after_those_that_work(file: str) -> None:
 
 
 @pytest.mark.parametrize("file", ["my_threading.py", "threading.py.backup", "socketserver.py"])
-def test_files_of_similar_names_are_the_users(file: str) -> None:
+def test_similar_file_names_are_user_code(file: str) -> None:
     busy, waiting = BUSY.format(number=2, file=file), WAITING.format(file="queue.py")
     assert read(f"{waiting}\n{busy}") == f"{busy}\n{waiting}"
 
 
-def test_what_happened_comes_before_where() -> None:
+def test_a_fatal_error_comes_before_the_stacks() -> None:
     waiting, busy = WAITING.format(file="queue.py"), BUSY.format(number=2, file="a.py")
     current = busy.replace("Thread 0x", "Current thread 0x")
     text = f"Fatal Python error: Segmentation fault\n\n{waiting}\n\n{current}\n"
     assert read(text) == f"Fatal Python error: Segmentation fault\n\n{current}\n\n{waiting}"
 
 
-def test_the_last_of_much_is_read() -> None:
+def test_stacks_return_the_last_bytes() -> None:
     busy = BUSY.format(number=2, file="a.py")
     text = "x" * MAX_BYTES + "\n" + WAITING.format(file="queue.py") + "\n" + busy
     found = read(text)
@@ -68,7 +68,7 @@ def test_the_last_of_much_is_read() -> None:
     assert found.index(busy) < found.index(WAITING.format(file="queue.py"))
 
 
-def test_a_character_that_is_cut_in_two_does_no_harm() -> None:
+def test_stacks_replace_a_character_that_is_cut_in_two() -> None:
     snowmen = "\N{SNOWMAN}" * MAX_BYTES
     found = read(snowmen + "end")
     assert found.endswith("\N{SNOWMAN}end")
@@ -101,7 +101,7 @@ main()
 """
 
 
-def test_where_real_threads_are_is_found() -> None:
+def test_stacks_show_real_threads() -> None:
     """In a process of its own: of this one's threads there may be more than are told of."""
     command = [sys.executable, "-c", TWO_THREADS]
     text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
@@ -110,7 +110,7 @@ def test_where_real_threads_are_is_found() -> None:
 
 ASKED = """
 import ctypes, sys, threading
-from rpcmp.process.activity import write_when_asked
+from rpcmp.process.activity import enable_stack_dumps
 
 def rest():
     threading.Event().wait()
@@ -119,16 +119,17 @@ def hold():
     while True:
         ctypes.PyDLL(None).pause()  # does not let go of the interpreter's lock
 
-write_when_asked(int(sys.argv[1]))
+enable_stack_dumps(int(sys.argv[1]))
 print("asked from now on", flush=True)
 {"rest": rest, "hold": hold}[sys.argv[2]]()
 """
 
 
 @pytest.mark.parametrize(
-    ("how", "by"), [("rest", ASKING), ("rest", INSISTING), ("hold", INSISTING)]
+    ("how", "by"),
+    [("rest", DUMP_SIGNAL), ("rest", FORCED_DUMP_SIGNAL), ("hold", FORCED_DUMP_SIGNAL)],
 )
-def test_a_child_writes_where_it_is_when_asked(how: str, by: signal.Signals) -> None:
+def test_a_child_dumps_its_stacks_on_a_signal(how: str, by: signal.Signals) -> None:
     stacks = Stacks()
     with subprocess.Popen(
         [sys.executable, "-c", ASKED, str(stacks.fd), how],

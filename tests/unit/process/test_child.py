@@ -1,4 +1,4 @@
-"""What a supervisor says of a child that it does not hear of any more."""
+"""The errors of children that hang, and of those that exit."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ async def child_that(code: str) -> Child:
     return Child(process, reader, writer, Stacks(), Activity(), Receiver(lambda line: None))
 
 
-def test_why_it_was_to_be_ended_is_told_also_if_asking_it_where_it_is_ends_it() -> None:
+def test_hung_error_survives_a_stack_dump_that_ends_the_child() -> None:
     async def ask() -> None:
         child = await child_that("import time; time.sleep(600)")
-        child.activity.begin("backward", 3, 1)
+        child.activity.start("backward", 3, 1)
         try:
-            asking = asyncio.create_task(child.hung("a", 6.0))
+            asking = asyncio.create_task(child.record_hang("a", 6.0))
             assert await child.wait(60) == -signal.SIGUSR1  # nothing there hears it
-            error = await child.was_hung()
+            error = await child.hung_error()
             assert error is await asking
             assert error is not None
             assert "stage 'a'" in str(error)
@@ -39,12 +39,12 @@ def test_why_it_was_to_be_ended_is_told_also_if_asking_it_where_it_is_ends_it() 
     asyncio.run(ask())
 
 
-def test_one_that_ends_by_itself_was_not_hung() -> None:
+def test_a_child_that_exits_has_no_hung_error() -> None:
     async def end() -> None:
         child = await child_that("raise SystemExit(3)")
         try:
             assert await child.wait(60) == 3
-            assert await child.was_hung() is None
+            assert await child.hung_error() is None
         finally:
             await child.kill()
 

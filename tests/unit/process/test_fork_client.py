@@ -1,4 +1,4 @@
-"""Processes that are forked: they are what spawned ones are, and end when they have to."""
+"""Forked processes equal spawned ones, and end with their supervisor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_modules(tmp_path, monkeypatch)
 
 
-def test_a_forked_child_is_what_a_spawned_one_is() -> None:
+def test_a_forked_child_equals_a_spawned_one() -> None:
     async def found(by: Forks | None) -> dict[str, object]:
         ours, theirs = os.pipe()
         os.write(theirs, b"inherited")
@@ -47,7 +47,7 @@ def test_a_forked_child_is_what_a_spawned_one_is() -> None:
     asyncio.run(run())
 
 
-def test_what_is_preloaded_is_imported_once() -> None:
+def test_preloaded_modules_are_imported_once() -> None:
     async def run() -> None:
         async with forks() as by:
             first, said = await spawn(by)
@@ -63,7 +63,7 @@ def test_what_is_preloaded_is_imported_once() -> None:
 @pytest.mark.parametrize(
     ("order", "code"), [({"op": "exit", "code": 7}, 7), ({"op": "raise"}, 1), (None, -9)]
 )
-def test_the_supervisor_hears_how_a_child_ended(
+def test_a_forked_child_reports_its_exit_code(
     order: dict[str, object] | None, code: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
@@ -84,7 +84,7 @@ def test_the_supervisor_hears_how_a_child_ended(
     assert ("planted" in caplog.text) is (order == {"op": "raise"})
 
 
-def test_a_fork_server_that_dies_takes_its_children_along_and_comes_back() -> None:
+def test_a_fork_server_restarts_after_dying_with_its_children() -> None:
     async def run() -> None:
         async with forks() as by:
             child, said = await spawn(by)
@@ -98,7 +98,7 @@ def test_a_fork_server_that_dies_takes_its_children_along_and_comes_back() -> No
     asyncio.run(run())
 
 
-def test_one_that_dies_before_it_forks_is_an_error(tmp_path: Path) -> None:
+def test_a_fork_server_that_dies_early_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "preloaded.py").write_text("raise RuntimeError('planted')\n")
 
     async def run() -> None:
@@ -111,7 +111,7 @@ def test_one_that_dies_before_it_forks_is_an_error(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_another_environment_takes_another_fork_server() -> None:
+def test_another_environment_restarts_the_fork_server() -> None:
     async def run() -> None:
         async with forks() as by:
             child, said = await spawn(by)
@@ -124,9 +124,9 @@ def test_another_environment_takes_another_fork_server() -> None:
     asyncio.run(run())
 
 
-def test_another_supervisors_children_end_with_its_line_and_no_others() -> None:
+def test_children_end_with_the_line_that_forked_them() -> None:
     async def run() -> None:
-        async with forks() as by, Forks(["preloaded"], await by.another_line()) as borrowed:
+        async with forks() as by, Forks(["preloaded"], await by.new_line()) as borrowed:
             ours, said = await spawn(by)
             theirs, says = await spawn(borrowed)
             assert said["preloaded_in"] == says["preloaded_in"]
@@ -142,7 +142,7 @@ def test_another_supervisors_children_end_with_its_line_and_no_others() -> None:
     asyncio.run(run())
 
 
-def test_a_child_that_nobody_waits_for_any_more_is_ended(token: str) -> None:
+def test_a_child_is_killed_if_its_fork_was_cancelled(token: str) -> None:
     async def run() -> None:
         async with forks() as by:
             first, _ = await spawn(by)

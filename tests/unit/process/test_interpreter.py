@@ -1,4 +1,4 @@
-"""What a supervisor gives its workers to run in."""
+"""The environment of processes that compute."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_the_allocator_keeps_what_is_freed_unless_the_user_says_otherwise(
     assert compute_environment(1)[THRESHOLD] == "4096"
 
 
-def test_threads_are_those_of_the_stage_whatever_the_shell_says(
+def test_threads_override_those_of_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")

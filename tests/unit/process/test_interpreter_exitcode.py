@@ -1,4 +1,4 @@
-"""How a process ended, in words."""
+"""Exit statuses in words."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ from rpcmp.process import interpreter
         (None, "has ended"),
     ],
 )
-def test_an_exit_status_is_told_in_words(code: int | None, words: str) -> None:
-    assert interpreter.told(code) == words
+def test_describe_exit_puts_a_status_in_words(code: int | None, words: str) -> None:
+    assert interpreter.describe_exit(code) == words

@@ -19,7 +19,7 @@ STATE = {
 }
 
 
-def test_the_hash_is_what_the_format_says() -> None:
+def test_the_hash_follows_the_documented_format() -> None:
     bytes_of = {
         "bn.num_batches_tracked": struct.pack("<q", 7),
         "conv.weight": struct.pack("<6f", *range(6)),

@@ -56,7 +56,7 @@ def sent(ends: Ends, message: Any) -> Any:
         {1: "one", "1": "text", None: 2, 1.5: 3},  # keys are no strings only
     ],
 )
-def test_plain_values_arrive_as_they_were_sent(ends: Ends, message: Any) -> None:
+def test_plain_values_arrive_unchanged(ends: Ends, message: Any) -> None:
     received = sent(ends, message)
     assert received == message
     assert repr(received) == repr(message)
@@ -106,7 +106,7 @@ def test_tied_tensors_arrive_as_two(ends: Ends) -> None:
     assert view.tolist() == [1, 2, 3]
 
 
-def test_what_arrives_shares_no_memory_with_what_was_sent(ends: Ends) -> None:
+def test_received_tensors_share_no_memory_with_sent_ones(ends: Ends) -> None:
     tensor = torch.zeros(3)
     received = sent(ends, tensor)
     tensor += 1
@@ -122,7 +122,7 @@ def test_more_than_a_sockets_buffer_arrives(ends: Ends) -> None:
     assert torch.equal(tensor, torch.arange(1_000_000))
 
 
-def test_messages_come_in_order_and_leave_no_descriptors_open(ends: Ends) -> None:
+def test_messages_arrive_in_order_and_leave_no_descriptors_open(ends: Ends) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for index in range(20):
         assert sent(ends, torch.tensor(index)).item() == index
@@ -130,19 +130,21 @@ def test_messages_come_in_order_and_leave_no_descriptors_open(ends: Ends) -> Non
 
 
 @pytest.mark.parametrize("leaf", [object(), b"bytes", {1, 2}, 1j])
-def test_what_cannot_travel_is_refused_and_the_connection_lives(ends: Ends, leaf: object) -> None:
+def test_an_unsupported_leaf_is_refused_and_the_connection_stays_open(
+    ends: Ends, leaf: object
+) -> None:
     with pytest.raises(TypeError, match=f"{type(leaf).__name__} is neither a tensor"):
         ends.here.send([torch.ones(1), leaf])
     assert sent(ends, "next") == "next"
 
 
-def test_the_end_of_the_connection_is_an_eof_error(ends: Ends) -> None:
+def test_a_closed_connection_raises_eof_error(ends: Ends) -> None:
     ends.here.close()
     with pytest.raises(EOFError):
         ends.there.receive()
 
 
-def test_the_end_in_the_middle_of_a_message_is_an_eof_error() -> None:
+def test_a_connection_closed_inside_a_message_raises_eof_error() -> None:
     ours, theirs = socket.socketpair()
     with ours:
         ours.sendall(b"\0\0\0\0\0\0\0\x09{")
@@ -152,7 +154,7 @@ def test_the_end_in_the_middle_of_a_message_is_an_eof_error() -> None:
     receiver.close()
 
 
-def test_sending_to_nobody_is_an_os_error(ends: Ends) -> None:
+def test_sending_to_a_closed_connection_raises_os_error(ends: Ends) -> None:
     ends.there.close()
     with pytest.raises(OSError, match="Broken pipe"):
         ends.here.send(torch.ones(1))

@@ -69,7 +69,7 @@ def test_tensors_are_named_after_the_keys_that_lead_to_them(
         ({"x'": t(1), "x": t(2), "y": {}, "y'": t(3)}, {"x'": 1, "x": 2, "y'": 3}),
     ],
 )
-def test_names_that_collide_are_told_apart(value: Any, names: dict[str, int] | None) -> None:
+def test_colliding_names_get_different_tensors(value: Any, names: dict[str, int] | None) -> None:
     found = numbers(encoded(value))
     assert sorted(found.values()) == list(range(1, len(found) + 1))
     assert names is None or found == names
@@ -86,7 +86,7 @@ def test_several_trees_share_one_set_of_names() -> None:
     assert [decode_tree(spec, tensors) for spec in specs] == [{"a": t(2)}, t(3), []]
 
 
-def test_a_tensor_that_is_there_twice_comes_back_twice() -> None:
+def test_a_tensor_that_occurs_twice_is_decoded_twice() -> None:
     shared = t(1)
     assert numbers(encoded([shared, shared])) == {"0": 1, "1": 1}
 
@@ -109,14 +109,14 @@ class Pair(NamedTuple):
         (defaultdict(list, {1: [2]}), {1: [2]}),
     ],
 )
-def test_what_is_like_a_tuple_or_a_dict_becomes_one(value: Any, found: Any) -> None:
+def test_subclasses_of_tuple_and_dict_become_plain(value: Any, found: Any) -> None:
     decoded = decode_tree(encode_tree(value, {}), {})
     assert decoded == found
     assert type(decoded) is type(found)
 
 
 @pytest.mark.parametrize(
-    "leaf", [object(), b"bytes", {1, 2}, 1j, test_names_that_collide_are_told_apart, range(2)]
+    "leaf", [object(), b"bytes", {1, 2}, 1j, test_colliding_names_get_different_tensors, range(2)]
 )
 @pytest.mark.parametrize("at", ["root", "list", "dict"])
 def test_a_leaf_that_is_not_plain_is_refused(leaf: object, at: str) -> None:
@@ -147,13 +147,13 @@ TREES = st.recursive(
 
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(TREES, st.sampled_from(["", "a", "a.b"]))
-def test_any_tree_comes_back(value: Any, name: str) -> None:
+def test_any_tree_is_decoded_unchanged(value: Any, name: str) -> None:
     assert len(encoded(value, name)) == repr(value).count("tensor(")
 
 
 @settings(deadline=None, derandomize=True)
 @given(st.lists(TREES, max_size=4))
-def test_trees_of_any_keys_never_take_each_others_tensors(trees: list[Any]) -> None:
+def test_trees_with_any_keys_keep_their_own_tensors(trees: list[Any]) -> None:
     tensors: dict[str, Tensor] = {}
     specs = [encode_tree(value, tensors, "a") for value in trees]
     assert [repr(decode_tree(spec, tensors)) for spec in specs] == [repr(value) for value in trees]

@@ -55,7 +55,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Meeting:
     return made
 
 
-def test_nobody_leaves_before_all_are_there(meeting: Meeting) -> None:
+def test_leave_waits_for_all_members(meeting: Meeting) -> None:
     with ThreadPoolExecutor() as members:
         first = [members.submit(transport.leave, SECONDS) for _ in range(2)]
         meeting.wait_for(2)
@@ -65,13 +65,13 @@ def test_nobody_leaves_before_all_are_there(meeting: Meeting) -> None:
             each.result(SECONDS)
 
 
-def test_who_waits_in_vain_leaves_alone(meeting: Meeting) -> None:
+def test_leave_returns_after_its_timeout(meeting: Meeting) -> None:
     transport.leave(0.01)
     meeting.wait_for(1)
     meeting.set("all have left", "")  # so that its thread ends
 
 
-def test_so_does_who_cannot_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leave_returns_if_the_store_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone:
         def add(self, key: str, amount: int) -> int:
             raise JobError("the supervisor is gone")
@@ -92,7 +92,7 @@ def lost() -> Future[Any]:
     return future
 
 
-def test_a_call_brings_back_its_value_or_what_it_raised() -> None:
+def test_a_call_returns_its_value_or_raises_its_error() -> None:
     def refuse() -> None:
         raise JobError("no")
 
@@ -106,7 +106,7 @@ def test_a_lost_connection_names_the_member() -> None:
         result(lost(), "stage1")
 
 
-def test_what_raises_without_an_error_of_ours_brings_its_traceback() -> None:
+def test_a_foreign_error_comes_with_its_traceback() -> None:
     raised = attempt(lambda: [][0])
     assert isinstance(raised, Raised)
     with pytest.raises(JobError, match=r"(?s)IndexError: list index.*Traceback"):

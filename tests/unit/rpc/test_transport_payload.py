@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rpcmp.process.tcp_stats import PeerTraffic
+from rpcmp.process.sockets import PeerTraffic
 from rpcmp.rpc.messages import StageOutputs
 from rpcmp.rpc.transport import Payload
 

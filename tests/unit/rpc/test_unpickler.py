@@ -18,7 +18,7 @@ import torch
 from rpcmp.driver import rounds
 from rpcmp.errors import SecurityError
 from rpcmp.rpc import transport, unpickler
-from rpcmp.rpc.messages import AfterRound, MicrobatchMeta, Mode
+from rpcmp.rpc.messages import AfterRound, Bundle, Mode, RoundHeader
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.stage import Stage
 
@@ -48,25 +48,25 @@ def naming(module: str, name: str) -> bytes:
 @pytest.mark.parametrize(
     "value",
     [
-        MicrobatchMeta(1, 1, 0, 4, 0, 8, 32, Mode.TRAIN, AfterRound.STEP),
+        Bundle(RoundHeader(1, 1, Mode.TRAIN, 32, 4, 4, 0, AfterRound.STEP), 0),
         transport.Raised("x"),
         {"a": [1, 2.5, (None, "text")], "b": OrderedDict(c=1)},
         torch.float32,
         torch.Size([2, 3]),
     ],
 )
-def test_what_the_protocol_is_made_of_arrives(value: Any) -> None:
+def test_messages_of_the_protocol_are_unpickled(value: Any) -> None:
     assert load(value) == value
 
 
-def test_members_of_enums_arrive_from_a_python_that_names_them() -> None:
+def test_enum_members_named_by_getattr_are_unpickled() -> None:
     """As Python 3.11.0 to 3.11.3 do, Debian's among them."""
     assert load(Evil(getattr, Mode, "TRAIN")) is Mode.TRAIN
     with pytest.raises(SecurityError, match="'mro'"):
         load(Evil(getattr, Mode, "mro"))
 
 
-def test_what_is_called_from_afar_arrives_but_cannot_be_called_yet() -> None:
+def test_remote_methods_are_unpickled_but_cannot_be_called() -> None:
     method = load(Stage.train)
     assert method.function is Stage.train
     with pytest.raises(TypeError, match="not callable"):
@@ -92,12 +92,12 @@ class Evil:
         Stage,
         StageOptimizer,
         Stage.__init__,
-        Stage._guard_saving,
+        Stage._snapshot,
         Evil(rounds._root_cause, [], None),
         NoTuple(),
     ],
 )
-def test_everything_else_is_refused(value: Any) -> None:
+def test_all_other_names_are_refused(value: Any) -> None:
     with pytest.raises(SecurityError, match="which nobody may send"):
         load(value)
 
@@ -114,12 +114,12 @@ def test_everything_else_is_refused(value: Any) -> None:
         ("torch.distributed.rpc.internal", "_InternalRPCPickler._script_module_receiver"),
     ],
 )
-def test_what_is_merely_in_reach_of_ours_is_refused(module: str, name: str) -> None:
+def test_names_imported_by_allowed_modules_are_refused(module: str, name: str) -> None:
     with pytest.raises((SecurityError, AttributeError)):
         unpickler.Unpickler(io.BytesIO(naming(module, name))).load()
 
 
-def test_batches_may_be_made_of_named_tuples_of_the_jobs_own_modules(
+def test_named_tuples_of_the_jobs_modules_are_unpickled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(unpickler, "_named", set())
@@ -131,9 +131,7 @@ def test_batches_may_be_made_of_named_tuples_of_the_jobs_own_modules(
         load(NoTuple())
 
 
-def test_nothing_is_imported_because_a_message_says_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_message_cannot_import_a_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "unguarded.py").write_text("raise AssertionError('was imported')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(unpickler, "_named", {"unguarded"})
@@ -141,7 +139,7 @@ def test_nothing_is_imported_because_a_message_says_so(
         unpickler.Unpickler(io.BytesIO(naming("unguarded", "Batch"))).load()
 
 
-def test_a_pickle_that_makes_a_tool_of_our_own_classes_is_refused(tmp_path: Path) -> None:
+def test_a_pickle_that_changes_allowed_classes_is_refused(tmp_path: Path) -> None:
     """It changes classes that it finds, and has one of ours call what a string names."""
     marker = tmp_path / "was-here"
 
@@ -168,7 +166,7 @@ def test_a_pickle_that_makes_a_tool_of_our_own_classes_is_refused(tmp_path: Path
     del transport.Raised.callable  # type: ignore[attr-defined]
 
 
-def test_a_reference_is_to_a_python_object() -> None:
+def test_a_reference_to_another_type_is_refused() -> None:
     from torch.distributed.rpc.internal import _InternalRPCPickler
 
     receive = unpickler._receiver(_InternalRPCPickler, "_py_rref_receiver")
@@ -178,7 +176,7 @@ def test_a_reference_is_to_a_python_object() -> None:
 
 
 @pytest.mark.parametrize("state", [b"]Na", b"N}\x8c\x08functionNs\x86", b"}\x8c\x08functionNs"])
-def test_a_message_does_not_change_what_it_calls(state: bytes) -> None:
+def test_a_message_cannot_change_the_method_that_it_calls(state: bytes) -> None:
     named = b"\x8c\x12rpcmp.worker.stage\x8c\rStage.forward\x93"
     method = unpickler.Unpickler(io.BytesIO(b"\x80\x04" + named + b".")).load()
     with pytest.raises(SecurityError, match=r"changes the method Stage\.forward"):

@@ -27,7 +27,7 @@ GROUP = GroupMembers("j", ["a", "b"], [1, 2])
         (identity.stage(2), False, {2}),
     ],
 )
-def test_what_a_role_may(
+def test_a_role_permits_its_methods(
     holder: Role | None, is_member: bool, may_be: set[int | None], index: int | None
 ) -> None:
     with expected(is_member):
@@ -43,7 +43,7 @@ def expected(is_allowed: bool) -> contextlib.AbstractContextManager[object]:
 
 
 @pytest.mark.parametrize(("stage", "replica"), [(2, 0), (0, 1), (1, 2)])
-def test_a_server_is_not_claimed_for_a_group_that_it_is_not_in(stage: int, replica: int) -> None:
+def test_a_claim_is_refused_for_a_member_outside_the_group(stage: int, replica: int) -> None:
     group = [pb.GroupStage(name="a", replicas=1), pb.GroupStage(name="b", replicas=2)]
     request = pb.PrepareRequest(job="j", stage_index=stage, replica=replica, group=group)
     with pytest.raises(ConfigError, match=f"no stage {stage} replica {replica} in its group of 2"):

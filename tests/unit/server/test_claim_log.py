@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rpcmp.errors import ConfigError
-from rpcmp.job import code
+from rpcmp.job.server_calls import collect_code
 from rpcmp.process import tempdirs
 from rpcmp.server import claim_log
 from rpcmp.v1 import control_pb2 as pb
@@ -35,12 +35,12 @@ def file(path: str, content: bytes = b"") -> pb.CodeFile:
     return pb.CodeFile(path=path, content=content)
 
 
-def test_what_was_collected_is_unpacked_as_it_was(temporary: Path) -> None:
+def test_collected_code_is_unpacked_unchanged(temporary: Path) -> None:
     files = [file("model.py", b"x = 1\r\n"), file("zoo/__init__.py", b"# \xff"), file("zoo/net.py")]
-    assert code.collect(claim_log.unpack(files)) == files
+    assert collect_code(claim_log.unpack(files)) == files
 
 
-def test_every_job_has_a_folder_of_its_own_that_only_its_user_reads(temporary: Path) -> None:
+def test_each_job_has_a_private_code_folder(temporary: Path) -> None:
     folders = [claim_log.unpack([file("model.py")]) for _ in range(2)]
     assert folders[0] != folders[1]
     assert all(folder.parent == temporary for folder in folders)
@@ -90,7 +90,7 @@ def test_removing_leaves_nothing(temporary: Path) -> None:
     assert list(temporary.iterdir()) == []
 
 
-def test_sweeping_removes_what_dead_servers_left_and_nothing_else(temporary: Path) -> None:
+def test_sweep_removes_only_the_folders_of_dead_servers(temporary: Path) -> None:
     left = subprocess.run(
         [sys.executable, "-c", LEAVES], capture_output=True, text=True, check=True
     )

@@ -56,17 +56,17 @@ def why_not(name: str, address: str, insecure: bool) -> str:
 
 
 @pytest.mark.parametrize("insecure", [False, True])
-def test_nobody_is_waited_for_where_nobody_listens(address: str, insecure: bool) -> None:
+def test_connect_fails_at_once_if_the_connection_is_refused(address: str, insecure: bool) -> None:
     assert re.search(f"stage 'a'.* {address}.*refused", why_not("a", address, insecure))
 
 
-def test_a_server_of_no_stage_is_named_by_its_address_alone(address: str) -> None:
+def test_errors_name_a_server_without_stage_by_its_address(address: str) -> None:
     """As `rpcmp drain` is given it; and what to do is said."""
     said = why_not("", address, insecure=False)
     assert said.startswith(f"{address} cannot be reached: Connection refused; is `rpcmp serve`")
 
 
-def test_a_server_that_is_starting_is_waited_for(address: str) -> None:
+def test_connect_waits_for_a_server_that_is_starting(address: str) -> None:
     async def connect() -> str:
         async with StageClient("a", address, Dialer(Security(None))) as client:
             connecting = asyncio.create_task(client.connect(LONG))

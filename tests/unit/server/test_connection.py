@@ -17,7 +17,7 @@ def host(**changed: str | int) -> pb.Versions:
     return pb.Versions(**{**versions, **changed})  # type: ignore[arg-type]
 
 
-def test_this_host_says_what_is_installed() -> None:
+def test_versions_lists_the_installed_packages() -> None:
     found = connection.versions()
     assert (found.rpcmp, found.torch) == (metadata.version("rpcmp"), metadata.version("torch"))
     assert found.python == f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -3,53 +3,167 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import re
 import socket
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rpcmp.net.identity import DRIVER, GRPC, Role, stage
-from rpcmp.net.port import IncomingConnection, Inner
+from rpcmp.net.port import IncomingConnection
 from rpcmp.net.tls import Connection
-from rpcmp.server import hardened_grpc
+from rpcmp.server.access import OnlyPeers
+from rpcmp.server.hardened_grpc import Callers, GrpcServers
+from rpcmp.v1.control_pb2_grpc import (
+    ControlServicer,
+    SnapshotsServicer,
+    add_ControlServicer_to_server,
+    add_SnapshotsServicer_to_server,
+)
 from tests.support.fuzz import http2
 
 
-def test_a_call_comes_from_the_path_that_its_socket_is_bound_to(tmp_path: Path) -> None:
-    """Of gRPC: so a call has the role of the visitor whose connection it came by."""
+def test_a_call_has_the_role_of_the_connection_that_it_came_by(tmp_path: Path) -> None:
+    """Relies on gRPC: the peer is the path that the other end of the socket is bound to."""
 
     async def roles() -> list[Role | None]:
-        inner, seen = Inner(tmp_path), []
+        servers, callers = make(tmp_path)
+        seen: list[Role | None] = []
 
         async def check(_request: object, grpc_context: Any) -> Any:
-            seen.append(inner.role(grpc_context.peer()))
+            seen.append(callers.role(grpc_context.peer()))
             return health_pb2.HealthCheckResponse()
 
-        servicer = health_pb2_grpc.HealthServicer()
-        servicer.Check = check
-
-        made, path = hardened_grpc.make([], [], inner), inner.path()
-        health_pb2_grpc.add_HealthServicer_to_server(servicer, made)
-        made.add_insecure_port(f"unix:{path}")
-        await made.start()
+        add_health(servers, check)
         for role in (stage(7), None, DRIVER):
-            visitor = IncomingConnection(Connection(socket.socket()), role, GRPC)
-            with inner.carrying(visitor) as end:
-                assert await answered(end, path)
-            visitor.end.close()
-        await made.stop(None)
+            async with connected(servers, role) as client:
+                assert b"grpc-status\x010" in await answer_to(client, HEALTH)
         return seen
 
     assert asyncio.run(roles()) == [stage(7), None, DRIVER]
     assert not list(tmp_path.iterdir())
 
 
-async def answered(end: socket.socket, path: Path) -> bytes:
-    """What a gRPC server answers to one call, until it has said how that has ended."""
+def test_a_method_name_that_is_not_utf_8_ends_the_calls_of_its_connection_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> bool:
+        servers, _ = make(tmp_path)
+        arrived, finish, cancelled = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def check(_request: object, _context: object) -> Any:
+            arrived.set()
+            try:
+                await finish.wait()
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+            return health_pb2.HealthCheckResponse()
+
+        add_health(servers, check)
+        async with connected(servers) as other, connected(servers) as client:
+            waiting = asyncio.create_task(answer_to(other, HEALTH))
+            await arrived.wait()
+            await answer_to(client, HEALTH.replace(b"Check", b"Chec\xff"))
+            assert not waiting.done()
+            finish.set()
+            assert b"grpc-status\x010" in await waiting
+        return cancelled.is_set()
+
+    with caplog.at_level("DEBUG"):
+        assert not asyncio.run(run())
+    gc.collect()  # asyncio logs an exception that nothing has retrieved when its task goes
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_method_is_unimplemented(tmp_path: Path) -> None:
+    async def run() -> bytes:
+        servers, _ = make(tmp_path)
+        async with connected(servers) as client:
+            return await answer_to(client, HEALTH)
+
+    assert b"grpc-status\x0212" in asyncio.run(run())
+
+
+@pytest.mark.parametrize("interceptors", [(), (OnlyPeers,)])
+def test_a_call_that_goes_round_the_port_is_refused(
+    interceptors: tuple[type[OnlyPeers], ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process of the user may find a server's socket before it is unlinked."""
+    monkeypatch.setattr(Path, "unlink", lambda *_args, **_options: None)
+
+    async def run() -> None:
+        servers, callers = make(tmp_path)
+        health_pb2_grpc.add_HealthServicer_to_server(
+            health_pb2_grpc.HealthServicer(), servers.services
+        )
+        add_ControlServicer_to_server(ControlServicer(), servers.services)  # type: ignore[abstract]
+        add_SnapshotsServicer_to_server(SnapshotsServicer(), servers.services)  # type: ignore[abstract]
+        async with connected(servers, None, [each(callers) for each in interceptors]) as client:
+            await answer_to(client, HEALTH)
+            for method in ("Control/Drain", "Control/Describe", "Snapshots/Fetch", "Snapshots/Put"):
+                with socket.socket(socket.AF_UNIX) as end:
+                    await connect_to_any(end, tmp_path)
+                    call = http2.opening() + http2.call(f"/rpcmp.v1.{method}", b"")
+                    assert re.search(rb"grpc-status(\x0216|\x017)", await answer_to(end, call)), (
+                        method
+                    )
+                with socket.socket(socket.AF_UNIX) as end:
+                    await connect_to_any(end, tmp_path)
+                    assert re.search(rb"grpc-status\x0216", await answer_to(end, HEALTH))
+
+    asyncio.run(run())
+
+
+async def connect_to_any(end: socket.socket, folder: Path) -> None:
+    """Connect to the socket in a folder that a server listens to."""
+    end.setblocking(False)
+    for path in list(folder.iterdir()):  # noqa: ASYNC240
+        with contextlib.suppress(ConnectionError):
+            await asyncio.get_running_loop().sock_connect(end, str(path))
+            return
+    raise AssertionError("no server listens")
+
+
+HEALTH = http2.opening() + http2.call("/grpc.health.v1.Health/Check", b"")
+
+
+def make(folder: Path) -> tuple[GrpcServers, Callers]:
+    callers = Callers()
+    return GrpcServers(folder, callers), callers
+
+
+def add_health(servers: GrpcServers, check: Any) -> None:
+    servicer = health_pb2_grpc.HealthServicer()
+    servicer.Check = check
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, servers.services)
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    servers: GrpcServers, role: Role | None = None, interceptors: Sequence[OnlyPeers] = ()
+) -> AsyncIterator[socket.socket]:
+    """The client's end of a connection that is served."""
+    client, end = socket.socketpair()
+    client.setblocking(False)
+    connection = IncomingConnection(Connection(end), role, GRPC)
+    serving = asyncio.create_task(servers.serve(connection, interceptors, []))
+    with client:
+        yield client
+    with contextlib.suppress(OSError):  # the server may send to a client that is gone
+        await serving
+
+
+async def answer_to(client: socket.socket, data: bytes) -> bytes:
+    """What a gRPC server sends until it has sent the status of a call."""
     loop, answer = asyncio.get_running_loop(), b""
-    await loop.sock_connect(end, str(path))
-    await loop.sock_sendall(end, http2.opening() + http2.call("/grpc.health.v1.Health/Check", b""))
-    while b"grpc-status" not in answer and (part := await loop.sock_recv(end, 65536)):
+    await loop.sock_sendall(client, data)
+    while b"grpc-status" not in answer and (part := await loop.sock_recv(client, 65536)):
         answer += part
     return answer

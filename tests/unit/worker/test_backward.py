@@ -12,17 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from rpcmp.errors import StageError, from_wire
-from rpcmp.pipelining.schedule import Action, InFlightLimits, policy
-from rpcmp.rpc.messages import Bundle, MicrobatchMeta, Mode, StageOutputs
+from rpcmp.pipelining.schedule import Action, InFlightLimits
+from rpcmp.rpc.messages import Bundle, MicrobatchMeta, StageOutputs
 from rpcmp.worker.backward import Backwards, Failures, NoneGradients, SavedBundle, SavedForward
 from rpcmp.worker.boundary import LocalTape
-from rpcmp.worker.executor import ComputeThread, RoundState, Task
+from rpcmp.worker.executor import Task
 from rpcmp.worker.weight_grad import WeightGradients, splittable
 from tests.support.gradients import lists
+from tests.support.rounds import compute_thread, header
 
 SECONDS = 30.0  # after which a test that hangs fails
 CPU = torch.device("cpu")
-WORK = MicrobatchMeta(1, 7, 0, 1, 0, 1, 1, Mode.TRAIN)
+ROUND = header(1, step=7)
+(META,) = ROUND.microbatches([0])
 
 product = splittable(torch.mul)
 
@@ -42,14 +44,20 @@ class Stage:
         self.failures = Failures()
         self.told: list[tuple[int, list[int]]] = []
         self.ended = threading.Event()
-        self.compute = ComputeThread(policy("zero-bubble" if splits else "1f1b"))
-        limits = InFlightLimits(1, 1, splits)
-        self.compute.begin(1, lambda: RoundState(7, range(1), limits, True, finish=self.ended.set))
-        known = NoneGradients(lambda _bundle, _work, index, which: self.told.append((index, which)))
-        for port, which in (missing or {}).items():
-            known.note(WORK, port, which)
-        self.backwards = Backwards("s", self.compute, splits, known, self.failures)
+        schedule, limits = "zero-bubble" if splits else "1f1b", InFlightLimits(1, 1, splits)
+        self.compute = compute_thread(schedule, limits, lambda _: self.ended.set())
+        self.compute.start_round(ROUND)
+        marks = NoneGradients()
+        for port, tensors in (missing or {}).items():
+            marks.mark(1, 0, port, tensors)
+        self.backwards = Backwards("s", self.compute, marks, self, self.failures)
         self._pool = ThreadPoolExecutor(1)
+
+    def mark_none_gradients(
+        self, meta: MicrobatchMeta, bundle: int, index: int, tensors: list[int]
+    ) -> None:
+        """As of its inputs."""
+        self.told.append((index, tensors))
 
     def forward(
         self, weights: WeightGradients, function: Callable[..., Any], *received: Tensor
@@ -73,8 +81,8 @@ def memory_of(
     tape: LocalTape, weights: WeightGradients, read: list[list[int]], produced: list[Tensor]
 ) -> SavedBundle:
     dtypes = [tensor.dtype for tensor in produced]
-    kept = SavedForward(WORK, tape, weights, dtypes, read, [False] * len(read))
-    return SavedBundle(Bundle(0, 1, (WORK,)), [kept])
+    kept = SavedForward(META, tape, weights, dtypes, read, [False] * len(read))
+    return SavedBundle(Bundle(ROUND, 0), [kept])
 
 
 def plain() -> WeightGradients:
@@ -82,7 +90,7 @@ def plain() -> WeightGradients:
     return WeightGradients(frozenset())
 
 
-def test_a_backward_gives_the_gradients_of_what_was_received() -> None:
+def test_a_backward_returns_the_gradients_of_the_inputs() -> None:
     stage = Stage()
     x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
     memory = stage.forward(plain(), lambda x, y: 2 * x + 3 * y, x, y)
@@ -96,7 +104,7 @@ def test_a_backward_gives_the_gradients_of_what_was_received() -> None:
     ("missing", "expected", "told"),
     [({}, [[6]], []), ({0: [0]}, [[5]], []), ({0: [0], 1: [0]}, [None], [(0, [0])])],
 )
-def test_readers_that_miss_a_gradient_do_not_count_and_producers_hear_of_it(
+def test_none_gradients_are_left_out_of_the_sum_and_reported_to_producers(
     missing: dict[int, list[int]], expected: list[Any], told: list[tuple[int, list[int]]]
 ) -> None:
     stage = Stage(missing=missing)
@@ -106,11 +114,11 @@ def test_readers_that_miss_a_gradient_do_not_count_and_producers_hear_of_it(
     assert stage.told == told
 
 
-def test_what_several_read_gets_the_sum_of_their_gradients() -> None:
+def test_an_output_with_several_readers_gets_the_sum_of_their_gradients() -> None:
     stage = Stage()
     memory = stage.forward(plain(), lambda x: [x * 2, x * 3], torch.ones(1, requires_grad=True))
-    memory.kept[0].read[:] = [[0, 1], [0]]
-    memory.kept[0].has_token[:] = [False, False]
+    memory.forwards[0].read[:] = [[0, 1], [0]]
+    memory.forwards[0].has_token[:] = [False, False]
     gradients = (torch.tensor([value]) for value in (1.0, 10.0, 100.0))
     assert lists(stage.run(memory, *gradients).result(SECONDS)) == [[2 * 101 + 30]]
 
@@ -122,9 +130,9 @@ def bundle(*functions: Callable[[Tensor], Any]) -> SavedBundle:
         tape = LocalTape([StageOutputs(torch.ones(1, requires_grad=True))], CPU)
         dtypes = [tensor.dtype for tensor in tape.leave(function(*tape.inputs))]
         read = [list(range(len(dtypes))), [0]]
-        work = WORK._replace(microbatch=microbatch)
-        kept.append(SavedForward(work, tape, plain(), dtypes, read, [False, False]))
-    return SavedBundle(Bundle(0, 1, tuple(one.work for one in kept)), kept)
+        meta = META._replace(number=microbatch)
+        kept.append(SavedForward(meta, tape, plain(), dtypes, read, [False, False]))
+    return SavedBundle(Bundle(ROUND, 0), kept)
 
 
 def test_gradients_come_reader_by_reader_and_go_micro_batch_by_micro_batch() -> None:
@@ -197,7 +205,7 @@ MESSAGE = "stage 's' failed in backward of micro-batch 0 at step 7: ValueError: 
 
 
 @pytest.mark.parametrize("splits", [False, True])
-def test_a_backward_that_fails_is_told_and_the_round_ends_all_the_same(splits: bool) -> None:
+def test_a_failed_backward_is_recorded_and_its_round_ends(splits: bool) -> None:
     stage = Stage(splits)
     received = torch.ones(1, requires_grad=True)
     memory = stage.forward(plain(), lambda x: planted(x), received)
@@ -211,7 +219,7 @@ def test_a_backward_that_fails_is_told_and_the_round_ends_all_the_same(splits: b
     assert stage.failures.broken is None
 
 
-def test_a_weight_gradient_that_fails_is_told_when_nobody_waits_any_more() -> None:
+def test_a_failed_weight_gradient_breaks_the_stage() -> None:
     stage = Stage(splits=True)
     weight = nn.Parameter(torch.full((1,), 3.0))
     weights = WeightGradients(frozenset([weight]))
@@ -222,13 +230,13 @@ def test_a_weight_gradient_that_fails_is_told_when_nobody_waits_any_more() -> No
     assert str(stage.failures.broken) == MESSAGE
 
 
-def test_an_abort_frees_whoever_waits_and_all_activations() -> None:
+def test_an_abort_frees_waiting_threads_and_all_activations() -> None:
     stage = Stage()
     memory = stage.forward(plain(), lambda x: x * 2, torch.ones(1, requires_grad=True))
     stage.compute.abort(1, 1)
     with pytest.raises(RuntimeError, match="stage 's': the step was aborted"):
         stage.run(memory, torch.ones(1)).result(SECONDS)
-    (kept,) = memory.kept
+    (kept,) = memory.forwards
     assert isinstance(kept.tape, LocalTape)
     assert kept.tape.inputs == []
     assert not stage.failures.take(1, 1)

@@ -44,7 +44,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 # LocalTape: the stage's own part.
 
 
-def test_a_stage_gives_the_gradients_of_plain_autograd() -> None:
+def test_a_stage_computes_the_gradients_of_plain_autograd() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
     received, gradient = random(4, 3).requires_grad_(), random(4, 2, seed=1)
@@ -88,7 +88,7 @@ def test_every_input_gets_its_gradients_in_order_and_its_token_none() -> None:
     assert missing == {}
 
 
-def test_what_no_gradient_reached_stays_none_and_is_said_to_be_missing_by_input() -> None:
+def test_inputs_that_no_gradient_reaches_get_none_and_are_reported_by_input() -> None:
     used, unused, other = (torch.ones(1, requires_grad=True) for _ in range(3))
     index = torch.ones(1, dtype=torch.int64)  # needs no gradient, and so misses none
     idle = nn.Parameter(torch.ones(1))
@@ -104,7 +104,7 @@ def test_what_no_gradient_reached_stays_none_and_is_said_to_be_missing_by_input(
     assert missing == {0: [2], 2: [0]}
 
 
-def test_a_gradient_of_zeros_is_not_missing() -> None:
+def test_a_gradient_of_zeros_is_not_none() -> None:
     tape = LocalTape([StageOutputs(torch.ones(2, requires_grad=True))], CPU)
     tape.leave(tape.inputs[0] * 0)
     found, missing = tape.backward([torch.ones(2)])
@@ -112,7 +112,7 @@ def test_a_gradient_of_zeros_is_not_missing() -> None:
     assert missing == {}
 
 
-def test_without_any_gradient_all_that_was_received_misses_its_own() -> None:
+def test_without_any_gradient_all_inputs_are_reported() -> None:
     idle = nn.Parameter(torch.ones(1))
     received = torch.ones(1, requires_grad=True)
     tape = LocalTape([StageOutputs(received), StageOutputs(torch.ones(1))], CPU)
@@ -133,7 +133,7 @@ def test_integers_and_plain_values_pass_and_get_no_gradient() -> None:
     assert outputs == []  # let go of
 
 
-def test_what_is_received_is_not_copied() -> None:
+def test_inputs_are_not_copied() -> None:
     received, constant = torch.ones(2, requires_grad=True), torch.ones(2)
     tape = LocalTape([StageOutputs((received, constant))], CPU)
     ((received_in, constant_in),) = tape.inputs
@@ -164,7 +164,9 @@ def test_the_gradients_that_leave_a_stage_are_contiguous() -> None:
 @pytest.mark.parametrize(
     "end", [lambda tape: tape.backward([torch.ones(2)]), LocalTape.free], ids=["backward", "abort"]
 )
-def test_nothing_of_a_micro_batch_lives_on_after_its_end(end: Callable[[LocalTape], Any]) -> None:
+def test_nothing_of_a_micro_batch_stays_alive_after_its_backward(
+    end: Callable[[LocalTape], Any],
+) -> None:
     kept: list[weakref.ref[Any]] = []
 
     def save(tensor: Tensor) -> list[Tensor]:
@@ -226,7 +228,7 @@ def test_outputs_of_several_kinds_are_connected_in_order() -> None:
     assert received.grad.tolist() == [20.5, 20.5]
 
 
-def test_an_output_that_nobody_used_has_no_gradient_instead_of_zeros() -> None:
+def test_an_unused_output_has_no_gradient_instead_of_zeros() -> None:
     seen: list[Sequence[Tensor | None]] = []
 
     def run_backward(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -270,7 +272,7 @@ def test_a_token_leads_to_a_stage_whose_answer_has_no_gradient() -> None:
     assert lists(seen[0]) == [None, None]  # nothing to differentiate, but the stage has been told
 
 
-def test_a_stage_is_connected_even_where_gradients_are_switched_off() -> None:
+def test_a_stage_is_connected_even_if_gradients_are_disabled() -> None:
     with torch.no_grad():  # threads of RPC have a mode of their own
         (output,) = connect(lambda gradients: [], [torch.ones(1)], [])
     assert output.requires_grad
@@ -297,7 +299,7 @@ def test_plain_autograd_sums_in_the_same_order() -> None:
     assert not torch.equal(value.grad, torch.stack(factors).sum(dim=0))  # the order does show
 
 
-def test_readers_without_a_gradient_do_not_count() -> None:
+def test_none_gradients_are_not_summed() -> None:
     one = torch.ones(1)
     assert sum_gradients([None, None]) is None
     assert sum_gradients([]) is None
@@ -306,7 +308,7 @@ def test_readers_without_a_gradient_do_not_count() -> None:
     assert one == 1
 
 
-def test_a_backward_is_that_of_torch_without_what_torch_imports_for_it(
+def test_a_backward_equals_torchs_without_importing_sympy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Twice the same output, and one in place of another: gradients are summed in torch's order."""

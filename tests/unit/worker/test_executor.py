@@ -17,9 +17,11 @@ import pytest
 import torch
 
 from rpcmp.errors import BusyError, JobError, from_wire
-from rpcmp.pipelining.schedule import Action, InFlightLimits, policy
+from rpcmp.pipelining.schedule import Action, InFlightLimits
+from rpcmp.rpc.messages import AfterRound, Mode, RoundHeader
 from rpcmp.rpc.transport import Raised
-from rpcmp.worker.executor import ComputeThread, RoundState, Task
+from rpcmp.worker.executor import Task
+from tests.support.rounds import compute_thread, header
 
 F, B, W = Action
 SECONDS = 30.0  # after which a test that hangs fails
@@ -32,11 +34,11 @@ class Stage:
     """A compute thread and what it did: "F0" for what ran, "-F0" for what was cancelled.
 
     Zero-bubble takes a forward before a backward and so gives them in the order of their coming.
-    Of rounds after the first, "F0@2". A round's `finish` is "end", or "end@2".
+    Of rounds after the first, "F0@2". A round's `after_round` is "end", or "end@2".
     """
 
     def __init__(self, schedule: str = "zero-bubble", limits: InFlightLimits = WHOLE) -> None:
-        self.compute = ComputeThread(policy(schedule))
+        self.compute = compute_thread(schedule, limits, self._note_end)
         self.limits = limits
         self.log: list[str] = []
         self._logged = threading.Condition()
@@ -44,18 +46,11 @@ class Stage:
 
     def begin(self, number: int, num_microbatches: int, training: bool = True, **more: Any) -> None:
         """Let a round begin."""
-        end = "end" if number == 1 else f"end@{number}"
-        self.compute.begin(
-            number,
-            lambda: RoundState(
-                number,
-                range(num_microbatches),
-                self.limits,
-                training,
-                finish=lambda: self.note(end),
-                **more,
-            ),
-        )
+        mode = Mode.TRAIN if training else Mode.EVALUATE
+        self.compute.start_round(header(number, num_microbatches, step=number, mode=mode, **more))
+
+    def _note_end(self, header: RoundHeader) -> None:
+        self.note("end" if header.number == 1 else f"end@{header.number}")
 
     def submit(self, *names: str, number: int = 1) -> None:
         """Hand in actions of a round; a backward that is split hands in its weight gradient."""
@@ -204,7 +199,7 @@ def test_micro_batches_are_in_flight_until_their_backward_is_done() -> None:
     assert stage.compute.in_flight == 0
 
 
-def test_where_backwards_are_split_they_are_in_flight_until_the_weight_gradient() -> None:
+def test_split_backwards_are_in_flight_until_the_weight_gradient() -> None:
     stage = Stage("zero-bubble", InFlightLimits(1, 2, True, 0))
     seen: dict[str, int] = {}
 
@@ -224,7 +219,7 @@ def test_where_backwards_are_split_they_are_in_flight_until_the_weight_gradient(
     assert stage.compute.in_flight == 0
 
 
-def test_an_evaluation_keeps_nothing_and_an_abort_forgets() -> None:
+def test_an_evaluation_keeps_nothing_in_flight_and_an_abort_resets_the_count() -> None:
     stage = Stage("gpipe")
     stage.begin(1, 2, training=False)
     stage.submit("F0")
@@ -270,7 +265,7 @@ def test_rounds_run_in_order_even_if_the_later_one_begins_first() -> None:
     stage.expect("F0 B0 end F0@2")
 
 
-def test_a_round_that_has_begun_does_not_begin_again() -> None:
+def test_a_round_that_has_started_does_not_start_again() -> None:
     stage = Stage()
     stage.begin(1, 2)
     stage.submit("F0")
@@ -280,9 +275,9 @@ def test_a_round_that_has_begun_does_not_begin_again() -> None:
     stage.expect("F0 F1")
 
 
-def test_a_round_that_is_held_lets_no_other_begin_before_its_release() -> None:
+def test_a_held_round_lets_no_other_start_before_its_release() -> None:
     stage = Stage(limits=SPLIT)
-    stage.begin(1, 1, is_held=True)
+    stage.begin(1, 1, after=AfterRound.HOLD)
     stage.begin(2, 1)
     stage.submit("F0", number=2)
     stage.submit("F0", "B0")
@@ -291,10 +286,10 @@ def test_a_round_that_is_held_lets_no_other_begin_before_its_release() -> None:
     stage.expect("F0 B0 W0 end F0@2")
 
 
-def test_a_release_where_there_is_no_round_does_nothing() -> None:
+def test_a_release_without_a_round_does_nothing() -> None:
     stage = Stage()
     stage.compute.release()
-    stage.begin(1, 1, is_held=True)
+    stage.begin(1, 1, after=AfterRound.HOLD)
     stage.submit("F0", "B0")
     stage.expect("F0 B0")
 
@@ -302,7 +297,7 @@ def test_a_release_where_there_is_no_round_does_nothing() -> None:
 # Aborts.
 
 
-def test_an_abort_cancels_what_waits_and_what_still_comes() -> None:
+def test_an_abort_cancels_waiting_and_later_tasks() -> None:
     stage = Stage()
     stage.begin(1, 4)
     stage.hold()
@@ -312,7 +307,7 @@ def test_an_abort_cancels_what_waits_and_what_still_comes() -> None:
     stage.expect("-F0 -F2 -B0 -F1 -B1")
 
 
-def test_an_abort_cancels_nothing_twice() -> None:
+def test_an_abort_cancels_each_task_once() -> None:
     stage = Stage()
     stage.begin(1, 1)
     stage.hold()
@@ -350,7 +345,7 @@ def test_an_abort_leaves_the_round_before_to_end() -> None:
 
 def test_an_abort_of_a_round_that_is_held_lets_the_next_begin() -> None:
     stage = Stage()
-    stage.begin(1, 1, is_held=True)
+    stage.begin(1, 1, after=AfterRound.HOLD)
     stage.submit("F0", "B0")
     stage.expect("F0 B0")
     stage.compute.abort(1, 1)
@@ -402,7 +397,7 @@ def test_calls_run_in_order_and_before_actions_that_need_other_stages() -> None:
     stage.expect("scale zero_grad F0")
 
 
-def test_calls_wait_for_all_that_a_round_has_left_to_do_alone() -> None:
+def test_calls_wait_for_the_local_rest_of_a_round() -> None:
     stage = Stage(limits=SPLIT)
     stage.begin(1, 2)
     stage.begin(2, 1)
@@ -420,7 +415,7 @@ def test_calls_wait_for_all_that_a_round_has_left_to_do_alone() -> None:
 @pytest.mark.parametrize(
     ("error", "kind"), [(BusyError("mine"), BusyError), (ValueError("theirs"), JobError)]
 )
-def test_what_a_call_raises_is_its_answer(error: Exception, kind: type[Exception]) -> None:
+def test_an_error_of_a_call_is_its_answer(error: Exception, kind: type[Exception]) -> None:
     def fail() -> Any:
         raise error
 
@@ -435,14 +430,16 @@ def test_what_a_call_raises_is_its_answer(error: Exception, kind: type[Exception
 def test_a_bundle_is_one_action_whose_micro_batches_are_recorded_one_by_one() -> None:
     stage = Stage()
     stage.begin(1, 2)
-    stage.compute.recorder.traces = True
+    stage.compute.recorder.keep(1)
     parts = [functools.partial(stage.note, f"F{microbatch}") for microbatch in range(6)]
     stage.compute.submit(1, F, 1, Task(parts[3:], 3))
     stage.submit("B0")
     stage.compute.submit(1, F, 0, Task(parts[:3], 0))
     stage.expect("F0 F1 F2 F3 F4 F5 B0")
-    spans = stage.call(stage.compute.recorder.take_spans)
-    assert [(span.kind, span.microbatch) for span in spans[:6]] == [(F, i) for i in range(6)]
+    spans = stage.compute.recorder.read(0)[1]
+    assert [(str(span.kind), span.microbatch) for span in spans[:6]] == [
+        ("F", microbatch) for microbatch in range(6)
+    ]
 
 
 # What it leaves behind.
@@ -464,12 +461,12 @@ def test_an_idle_thread_keeps_no_micro_batch_alive() -> None:
 def test_every_action_is_recorded_with_its_step_and_micro_batch() -> None:
     stage = Stage(limits=SPLIT)
     recorder = stage.compute.recorder
-    stage.call(lambda: setattr(recorder, "traces", True))
+    stage.call(lambda: recorder.keep(9))
     for number in (1, 2):
         stage.begin(number, 1)
         stage.submit("F0", "B0", number=number)
     stage.expect("F0 B0 W0 end F0@2 B0@2 W0@2 end@2")
-    spans = stage.call(recorder.take_spans)
+    spans = recorder.read(0)[1]
     names = [(str(span.kind), span.step, span.microbatch) for span in spans]
     assert names == [(kind, step, 0) for step in (1, 2) for kind in "FBW"]
     assert all(span.ready_ns <= span.start_ns <= span.end_ns for span in spans)
@@ -477,7 +474,7 @@ def test_every_action_is_recorded_with_its_step_and_micro_batch() -> None:
 
 
 def test_a_thread_that_is_closed_ends() -> None:
-    thread = ComputeThread(policy("gpipe"))
+    thread = compute_thread("gpipe")
     assert thread.future(lambda: 3).wait() == 3
     thread.close()
     thread._thread.join(30)

@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rpcmp.pipelining.schedule import Action, InFlightLimits
+from rpcmp.rpc.messages import Mode
 from rpcmp.worker.executor import RoundQueue, RoundState, Task
+from tests.support.rounds import header
 
 F, B, W = Action
 
 
 def a_round(num_bundles: int = 1, training: bool = True) -> RoundState:
-    return RoundState(1, range(num_bundles), InFlightLimits(4, 4, splits=True), training)
+    mode = Mode.TRAIN if training else Mode.EVALUATE
+    limits = InFlightLimits(4, 4, splits=True)
+    return RoundState(header(1, num_bundles, mode=mode), range(num_bundles), limits)
 
 
 def begun(*numbers: int) -> RoundQueue:
     """Rounds of which these have begun, in this order."""
     rounds = RoundQueue()
     for number in numbers:
-        rounds.begin(number, a_round)
+        rounds.start(number, a_round)
     return rounds
 
 
@@ -48,7 +52,7 @@ def test_only_the_next_action_of_a_kind_is_ready() -> None:
     assert not found.is_ready(B)
 
 
-def test_progress_says_what_is_done_and_what_could_be() -> None:
+def test_progress_counts_done_and_ready_actions() -> None:
     found = a_round(num_bundles=3)
     finish(found, [F])
     found.ready[B, 0] = task()
@@ -62,16 +66,16 @@ def test_progress_says_what_is_done_and_what_could_be() -> None:
 
 def test_a_training_round_ends_with_its_last_weight_gradient() -> None:
     found = a_round(num_bundles=2)
-    for actions, needs_nobody, is_complete in (([F], 0, 0), ([B], 1, 0), ([W], 1, 1)):
+    for actions, is_local, is_complete in (([F], 0, 0), ([B], 1, 0), ([W], 1, 1)):
         finish(found, actions)
-        assert (found.needs_nobody, found.is_complete) == (needs_nobody, is_complete)
+        assert (found.is_local, found.is_complete) == (is_local, is_complete)
 
 
 def test_an_evaluation_ends_with_its_last_forward() -> None:
     found = a_round(num_bundles=2, training=False)
-    assert not found.needs_nobody
+    assert not found.is_local
     finish(found, [F])
-    assert found.needs_nobody
+    assert found.is_local
     assert found.is_complete
 
 
@@ -81,7 +85,7 @@ def test_an_evaluation_ends_with_its_last_forward() -> None:
 def test_rounds_are_worked_on_in_order_even_if_a_later_one_begins_first() -> None:
     rounds = begun(2)
     assert rounds.current is None
-    rounds.begin(1, a_round)
+    rounds.start(1, a_round)
     assert rounds.current is rounds.get(1)
     rounds.complete()
     assert rounds.current is rounds.get(2)
@@ -89,18 +93,18 @@ def test_rounds_are_worked_on_in_order_even_if_a_later_one_begins_first() -> Non
     assert rounds.current is None
 
 
-def test_a_round_is_made_once_and_never_again_when_it_is_over() -> None:
+def test_a_complete_round_is_not_started_again() -> None:
     rounds = begun(1)
     first = rounds.get(1)
-    rounds.begin(1, a_round)
+    rounds.start(1, a_round)
     assert rounds.get(1) is first
     rounds.complete()
-    rounds.begin(1, a_round)
+    rounds.start(1, a_round)
     assert rounds.get(1) is None
     assert rounds.current is None
 
 
-def test_an_abort_gives_back_all_that_waited_and_the_round_after_it_is_next() -> None:
+def test_an_abort_returns_waiting_tasks_and_goes_on_with_the_next_round() -> None:
     rounds = begun(1, 2, 3)
     waiting = []
     for number in (1, 2, 3):
@@ -119,7 +123,7 @@ def test_an_abort_leaves_an_earlier_round_to_end_and_is_then_skipped() -> None:
     assert rounds.abort(2, 3) == []
     assert rounds.current is rounds.get(1)
     assert rounds.current is not None
-    rounds.begin(4, a_round)
+    rounds.start(4, a_round)
     rounds.complete()
     assert rounds.current is rounds.get(4)
     assert rounds.current is not None
@@ -128,10 +132,10 @@ def test_an_abort_leaves_an_earlier_round_to_end_and_is_then_skipped() -> None:
 def test_an_aborted_round_never_begins() -> None:
     rounds = begun(1)
     rounds.abort(2, 2)
-    rounds.begin(2, a_round)
+    rounds.start(2, a_round)
     assert rounds.get(2) is None
     rounds.complete()
-    rounds.begin(2, a_round)
+    rounds.start(2, a_round)
     assert rounds.get(2) is None
 
 

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,13 +17,14 @@ from torch.nn.modules.module import register_module_forward_hook
 from rpcmp.config.loader import parse_config
 from rpcmp.config.topology import DRIVER, Port
 from rpcmp.pipelining.assignment import assign
-from rpcmp.pipelining.schedule import Action, policy
-from rpcmp.rpc.messages import Bundle, MicrobatchMeta, Mode, StageOutputs
+from rpcmp.pipelining.schedule import Action
+from rpcmp.rpc.messages import Bundle, StageOutputs
 from rpcmp.worker.backward import Backwards, Failures, NoneGradients
-from rpcmp.worker.executor import ComputeThread, RoundState, Task
+from rpcmp.worker.executor import Task
 from rpcmp.worker.forward import Execution
 from rpcmp.worker.model import StageModel
 from tests.support import splitlayers
+from tests.support.rounds import compute_thread, header
 
 FEATURES = 4
 SECONDS = 30.0  # after which a test that hangs fails
@@ -90,33 +91,26 @@ class Stage:
         self.failures = Failures()
         self.ended = threading.Event()
         self.model = StageModel(assignment)
-        self._compute = ComputeThread(policy(config.schedule))
-        self._num_microbatches = num_microbatches
+        self._compute = compute_thread(config.schedule, limits, lambda _: self.ended.set())
         self._pool = ThreadPoolExecutor(num_microbatches)
         self._execution = Execution(
             *(name, self.model, graph.inputs[name]),
             graph.ports(name) or (Port(DRIVER, 0, ()),),
-            Backwards(
-                *(name, self._compute, limits.splits, NoneGradients(lambda *_: None)),
-                self.failures,
-            ),
+            Backwards(name, self._compute, NoneGradients(), cast(Any, None), self.failures),
             recompute=assignment.stage.recompute,
             wire_dtype={None: None, "bfloat16": torch.bfloat16}[config.wire_dtype],
         )
-        self._compute.begin(
-            1, lambda: RoundState(1, range(num_microbatches), limits, True, finish=self.ended.set)
-        )
+        self._header = header(1, num_microbatches)
+        self._compute.start_round(self._header)
 
     def forward(self, microbatch: int, *received: Any) -> Future[list[StageOutputs]]:
         """The answer to the only reader."""
-        work = MicrobatchMeta(
-            *(1, 1, microbatch, self._num_microbatches, 0, 1, self._num_microbatches, Mode.TRAIN)
-        )
-        bundle = Bundle(microbatch, self._num_microbatches, (work,))
+        bundle = Bundle(self._header, microbatch)
+        (meta,) = bundle.microbatches
         answer: Future[list[StageOutputs]] = Future()
 
         def run(received: list[Any]) -> None:
-            computed = self._execution.forward(work, received)
+            computed = self._execution.forward(meta, received)
             (of_port,) = self._execution.answer(bundle, [computed])
             answer.set_result(of_port)
 

@@ -11,6 +11,7 @@ import torch
 
 from rpcmp.checkpoint.stage_state import StageState
 from rpcmp.errors import CheckpointError, ConfigError
+from rpcmp.rpc.transport import result
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.optimizer import StageOptimizer
 from tests.support.stageoptimizers import made, state
@@ -39,7 +40,7 @@ def test_each_stage_steps_by_its_own_rule() -> None:
     assert rates == [0.05, 0.01]
 
 
-def test_an_optimizer_goes_on_where_another_of_its_kind_was() -> None:
+def test_an_optimizer_restores_the_state_of_another_one() -> None:
     model, optimizer = made(OWN)
     train(model, optimizer)
     _, other = made(OWN)
@@ -76,7 +77,7 @@ def test_a_changed_learning_rate_wins_over_the_saved_one() -> None:
     assert all(int(each["step"]) == 2 for each in found.state.values())  # what it has learnt stays
 
 
-def test_a_scheduler_goes_on_from_where_it_was_at_a_changed_rate() -> None:
+def test_a_scheduler_continues_at_a_changed_learning_rate() -> None:
     found = taken_over(own(), own(lr=0.25))
     assert rates(found) == pytest.approx([0.25 * 0.1**2])
     assert found.scheduler["base_lrs"] == [0.25]
@@ -84,7 +85,7 @@ def test_a_scheduler_goes_on_from_where_it_was_at_a_changed_rate() -> None:
     assert found.scheduler["_last_lr"] == rates(found)
 
 
-def test_a_scheduler_that_does_not_keep_where_it_began_goes_on_too() -> None:
+def test_a_scheduler_without_an_initial_rate_continues_too() -> None:
     def plateau(lr: float) -> dict[str, Any]:
         callable_ = "torch.optim.lr_scheduler:ReduceLROnPlateau"
         return {**own(lr=lr), "scheduler": {"callable": callable_, "kwargs": {"patience": 0}}}
@@ -98,7 +99,7 @@ def test_a_scheduler_that_does_not_keep_where_it_began_goes_on_too() -> None:
     assert rates(state(other_model, other)) == pytest.approx([0.25 * 0.1**2])
 
 
-def test_what_differs_from_process_to_process_is_no_change_of_the_config() -> None:
+def test_differences_between_processes_are_not_changes_of_the_config() -> None:
     starting = {"scheduler": {"callable": f"{__name__}:Starting"}}
     model, optimizer = made({**own(), **starting})
     train(model, optimizer)
@@ -130,7 +131,7 @@ def test_changed_arguments_of_a_scheduler_win_over_the_saved_ones() -> None:
     assert rates(found) == pytest.approx([0.005])  # what the old ones have made of it stays
 
 
-def test_a_scheduler_inside_of_another_one_takes_a_changed_rate_over() -> None:
+def test_a_nested_scheduler_takes_a_changed_rate() -> None:
     def warming_up(lr: float) -> dict[str, Any]:
         return {**own(lr=lr), "scheduler": {"callable": f"{__name__}:warm_up"}}
 
@@ -146,7 +147,7 @@ def warm_up(optimizer: torch.optim.Optimizer) -> Any:
     return schedulers.SequentialLR(optimizer, [up, schedulers.StepLR(optimizer, 1)], [2])
 
 
-def test_a_scheduler_that_a_run_has_not_had_finds_what_it_needs() -> None:
+def test_a_new_scheduler_finds_the_options_that_it_needs() -> None:
     cycle = {
         "callable": "torch.optim.lr_scheduler:OneCycleLR",
         "kwargs": {"max_lr": 0.1, "total_steps": 9},
@@ -160,7 +161,7 @@ def test_a_scheduler_that_a_run_has_not_had_finds_what_it_needs() -> None:
     assert other.report.learning_rate is not None
 
 
-def test_what_an_optimizer_keeps_among_its_options_is_no_change() -> None:
+def test_state_among_the_options_is_not_a_change_of_the_config() -> None:
     """As those do that need no schedule: it is not the config that has changed it."""
     counting = {"optimizer": {"callable": f"{__name__}:Counting", "kwargs": {"lr": 0.5}}}
     found = taken_over(counting, {"optimizer": {**counting["optimizer"], "kwargs": {"lr": 0.25}}})
@@ -187,7 +188,7 @@ def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
         other.restore(state(model, optimizer))
 
 
-def test_a_state_that_is_sent_lies_on_the_host_and_is_otherwise_as_it_was() -> None:
+def test_a_sent_state_is_on_the_host_and_otherwise_unchanged() -> None:
     milestones = {"callable": "torch.optim.lr_scheduler:MultiStepLR"}
     steps = {**milestones, "kwargs": {"milestones": [1, 5]}}
     model, optimizer = made({"optimizer": OWN["optimizer"], "scheduler": steps})
@@ -207,6 +208,10 @@ def test_a_stage_without_parameters_has_no_optimizer() -> None:
     assert optimizer.parts() == ({}, None, None, None, None)
 
 
+def load(optimizer: StageOptimizer, state: dict[str, Any]) -> None:
+    result(optimizer.load_state_dict(state), "stage0")
+
+
 FUSED = {"optimizer": {"callable": "torch.optim:AdamW", "kwargs": {"lr": 0.5, "fused": True}}}
 
 
@@ -214,28 +219,28 @@ def test_a_fused_kernel_gets_no_state_of_another_shape() -> None:
     """It writes where its parameter's elements would be, whatever memory there is."""
     model, optimizer = made(FUSED)
     train(model, optimizer)
-    whole = optimizer._state_dict()
+    whole = optimizer.state_dict().wait()
     name = next(iter(whole["state"]))
     for key in ("exp_avg", "exp_avg_sq"):
         short = {**whole["state"][name], key: torch.zeros(1)}
         with pytest.raises(CheckpointError, match=f"{key!r} of parameter {name!r} .* has shape"):
-            optimizer._load_state_dict({**whole, "state": {**whole["state"], name: short}})
-    optimizer._load_state_dict(whole)
+            load(optimizer, {**whole, "state": {**whole["state"], name: short}})
+    load(optimizer, whole)
     train(model, optimizer)
 
 
-def test_what_is_loaded_does_not_choose_the_kernel() -> None:
+def test_a_loaded_state_does_not_choose_the_kernel() -> None:
     model, optimizer = made(OWN)
     train(model, optimizer)
-    whole = optimizer._state_dict()
+    whole = optimizer.state_dict().wait()
     groups = [{**group, "fused": True} for group in whole["param_groups"][optimizer.stage]]
-    optimizer._load_state_dict({**whole, "param_groups": {optimizer.stage: groups}})
+    load(optimizer, {**whole, "param_groups": {optimizer.stage: groups}})
     assert optimizer._optimizer is not None
     assert not optimizer._optimizer.param_groups[0]["fused"]
 
 
 @pytest.mark.parametrize("kept", ["contiguous", "expanded"])
-def test_a_fused_kernel_gets_state_that_lies_as_its_parameter_does(kept: str) -> None:
+def test_a_fused_kernel_gets_state_with_the_strides_of_its_parameter(kept: str) -> None:
     """Files keep no strides, and the kernel goes by those of the parameter alone."""
 
     def laid_out() -> tuple[StageModel, StageOptimizer]:

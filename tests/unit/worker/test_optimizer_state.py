@@ -11,7 +11,7 @@ import torch
 
 from rpcmp.checkpoint.stage_state import _require_agreement, decoded, pack
 from rpcmp.errors import CheckpointError, ConfigError
-from rpcmp.worker import hidden_state
+from rpcmp.worker import optimizer_state
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.rehearsal import LARGEST
@@ -88,27 +88,27 @@ def require_comes_back(stage: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("stage", TORCHS, ids=str)
-def test_every_optimizer_of_torch_comes_back_as_it_was(stage: dict[str, Any]) -> None:
+def test_every_torch_optimizer_is_restored_exactly(stage: dict[str, Any]) -> None:
     require_comes_back(stage)
 
 
 @pytest.mark.parametrize("own", optimizers.RESTORED, ids=lambda own: own.__name__)
-def test_an_own_optimizer_comes_back_as_it_was(own: type) -> None:
+def test_a_users_optimizer_is_restored_exactly(own: type) -> None:
     require_comes_back({"optimizer": f"{own.__module__}:{own.__name__}"})
 
 
 @pytest.mark.parametrize("name", OF_A_PACKAGE)
-def test_an_optimizer_of_a_package_comes_back_as_it_was(name: str) -> None:
+def test_a_packages_optimizer_is_restored_exactly(name: str) -> None:
     require_comes_back({"optimizer": f"pytorch_optimizer:{name}"})
 
 
 @pytest.mark.parametrize("own", optimizers.REFUSED, ids=lambda own: own.__name__)
-def test_one_that_would_not_is_refused_when_it_is_built(own: type) -> None:
+def test_an_optimizer_that_cannot_be_restored_is_refused(own: type) -> None:
     with pytest.raises(ConfigError, match=optimizers.REFUSED[own]):
         made({"optimizer": f"{own.__module__}:{own.__name__}"})
 
 
-def test_one_that_takes_no_smaller_parameters_is_tried_on_those_that_there_are() -> None:
+def test_an_optimizer_that_refuses_smaller_parameters_is_tried_in_full_size() -> None:
     wide = {"layers": "tests.zoo.models:layers", "kwargs": {"width": 200}}
     model, _ = made({"optimizer": "torch.optim:SGD"}, model=wide)
     sizes = [parameter.numel() for _, parameter in model.named_parameters()]
@@ -120,11 +120,11 @@ def test_one_that_takes_no_smaller_parameters_is_tried_on_those_that_there_are()
         made({"optimizer": picky}, model=wide)
 
 
-def test_an_attribute_that_no_file_holds_is_named_once_a_step_has_changed_it(
+def test_a_changed_attribute_that_no_file_holds_causes_one_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Too late for any trial: momentum after a warm-up. What is too large is not looked at."""
-    monkeypatch.setattr(hidden_state, "MOST", 2**16)  # its table has more
+    monkeypatch.setattr(optimizer_state, "MAX_PICKLE_BYTES", 2**16)  # its table has more
     _, optimizer = made({"optimizer": "tests.zoo.ownoptimizers:LaterHidden"})
     said = []
     for number in range(1, optimizers.WARM_UP + 4):
@@ -136,7 +136,7 @@ def test_an_attribute_that_no_file_holds_is_named_once_a_step_has_changed_it(
     assert "LaterHidden has changed its attribute 'helper', which no checkpoint holds" in warning
 
 
-def test_without_recovery_what_cannot_be_restored_may_train() -> None:
+def test_without_recovery_an_optimizer_that_cannot_be_restored_trains() -> None:
     source = {"optimizer": "tests.zoo.ownoptimizers:OwnDice"}
     model, optimizer = made(source, recovery={"enabled": False})
     before = bits(model)
@@ -144,7 +144,7 @@ def test_without_recovery_what_cannot_be_restored_may_train() -> None:
     assert any(not torch.equal(before[name], value) for name, value in bits(model).items())
 
 
-def test_the_trial_leaves_the_stage_as_it_was() -> None:
+def test_the_rehearsal_does_not_change_the_stage() -> None:
     torch.manual_seed(3)
     model, optimizer = made({"optimizer": "tests.zoo.ownoptimizers:Nested"})
     plain, _ = made({"optimizer": "torch.optim:SGD"})
@@ -152,7 +152,7 @@ def test_the_trial_leaves_the_stage_as_it_was() -> None:
     assert optimizer.parts()[0] == {}
 
 
-def test_what_lies_beside_the_parameters_does_not_fit_another_cut() -> None:
+def test_state_beside_the_parameters_does_not_fit_another_balance() -> None:
     model, optimizer = made({"optimizer": "tests.zoo.ownoptimizers:Around"})
     step(optimizer, 1)
     whole = copy.deepcopy(state(model, optimizer))
@@ -161,7 +161,7 @@ def test_what_lies_beside_the_parameters_does_not_fit_another_cut() -> None:
         _require_agreement([whole], "stage0", set(optimizer.names[1:]))
 
 
-def test_an_option_that_all_groups_say_needs_no_default() -> None:
+def test_an_option_of_all_groups_needs_no_default() -> None:
     groups = [
         {"match": ["*.weight"], "use_muon": True, "lr": 0.02},
         {"match": ["*"], "use_muon": False},
@@ -172,13 +172,13 @@ def test_an_option_that_all_groups_say_needs_no_default() -> None:
 @pytest.mark.parametrize(
     "name", ["pytorch_optimizer:ScheduleFreeAdamW", "schedulefree:AdamWScheduleFree"]
 )
-def test_one_with_weights_of_its_own_for_evaluations_is_refused(name: str) -> None:
+def test_an_optimizer_with_other_weights_for_evaluations_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="has to be told"):
         made({"optimizer": name})
 
 
 @pytest.mark.long
-def test_all_optimizers_of_a_package_come_back_as_they_were_or_are_refused() -> None:
+def test_all_optimizers_of_a_package_are_restored_exactly_or_refused() -> None:
     import pytorch_optimizer  # which takes a second
 
     names = [

@@ -109,7 +109,7 @@ def kept(module: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("splits", [False, True])
-def test_gradients_and_buffers_are_those_of_activations_that_were_kept(splits: bool) -> None:
+def test_recompute_changes_no_gradients_or_buffers(splits: bool) -> None:
     module, received = model(), micro_batches()
     expected = kept(copy.deepcopy(module))
     buffers, splitter = Buffers(module.modules()), Splitter()
@@ -127,7 +127,7 @@ def test_gradients_and_buffers_are_those_of_activations_that_were_kept(splits: b
         assert torch.equal(found[name], value), name
 
 
-def test_weight_gradients_of_the_second_forward_wait_as_those_of_a_first_one_do() -> None:
+def test_weight_gradients_of_the_second_forward_are_deferred() -> None:
     linear, splitter = nn.Linear(FEATURES, FEATURES), Splitter()
     late = []
     for tensor in micro_batches()[:2]:
@@ -141,7 +141,7 @@ def test_weight_gradients_of_the_second_forward_wait_as_those_of_a_first_one_do(
 
 
 @pytest.mark.parametrize("recomputes", [True, False])
-def test_between_forward_and_backward_no_activation_is_kept(recomputes: bool) -> None:
+def test_no_activation_is_kept_between_forward_and_backward(recomputes: bool) -> None:
     seen: list[weakref.ref[Tensor]] = []
 
     def compute(inputs: list[Any]) -> Tensor:
@@ -170,7 +170,7 @@ def test_only_buffers_that_a_forward_changes_are_copied() -> None:
     ]
 
 
-def test_buffers_are_as_they_were_after_a_second_forward_that_fails() -> None:
+def test_buffers_are_restored_after_a_failed_second_forward() -> None:
     module, forwards = model(), 0
 
     def compute(inputs: list[Any]) -> Any:
@@ -191,7 +191,7 @@ def test_buffers_are_as_they_were_after_a_second_forward_that_fails() -> None:
     second.free()
 
 
-def test_a_layer_that_differentiates_inside_of_its_forward_is_refused_by_name() -> None:
+def test_a_layer_that_differentiates_in_its_forward_is_refused() -> None:
     def compute(inputs: list[Any]) -> Any:
         (slope,) = torch.autograd.grad(inputs[0].exp().sum(), inputs)
         return slope

@@ -9,10 +9,12 @@ import pytest
 
 from rpcmp.config.topology import ReplicaAssignment, ReplicaShare
 from rpcmp.errors import JobError, from_wire
-from rpcmp.rpc.messages import Bundle, MicrobatchMeta, Mode, StageOutputs
+from rpcmp.rpc.messages import Bundle, MicrobatchMeta, RoundHeader, StageOutputs
 from rpcmp.rpc.transport import Raised
 from rpcmp.worker.backward import Failures
+from rpcmp.worker.forward import Computed
 from rpcmp.worker.requests import ForwardRequests
+from tests.support.rounds import header
 
 NUM_READERS = 2
 
@@ -22,7 +24,7 @@ class _Around:
 
     def __init__(self) -> None:
         self.asked: list[Callable[[list[Any]], None]] = []
-        self.begun: list[Bundle] = []
+        self.begun: list[RoundHeader] = []
         self.computed: list[MicrobatchMeta] = []
         self.tasks: list[Any] = []
         self.exchange = ForwardRequests(
@@ -33,7 +35,6 @@ class _Around:
             cast(Any, self),
             cast(Any, self),
             Failures(),
-            self.begun.append,
             lambda: None,
         )
 
@@ -47,17 +48,20 @@ class _Around:
 
     # Of its compute thread
 
+    def start_round(self, header: RoundHeader) -> None:
+        self.begun.append(header)
+
     def submit(self, round_number: int, action: object, number: int, task: Any) -> None:
         self.tasks.append(task)
 
     # Of its execution
 
-    def forward(self, work: MicrobatchMeta, received: list[StageOutputs]) -> MicrobatchMeta:
-        self.computed.append(work)
-        return work
+    def forward(self, meta: MicrobatchMeta, received: list[StageOutputs]) -> Computed:
+        self.computed.append(meta)
+        return Computed(received, [meta.number])
 
-    def answer(self, _: Bundle, computed: list[MicrobatchMeta]) -> list[list[StageOutputs]]:
-        values = [work.microbatch for work in computed]
+    def answer(self, _: Bundle, computed: list[Computed]) -> list[list[StageOutputs]]:
+        values = [one.answers[0] for one in computed]
         return [[StageOutputs((port, value)) for value in values] for port in range(NUM_READERS)]
 
     # In one go
@@ -76,11 +80,7 @@ def around() -> _Around:
 
 def bundle(round_number: int = 1) -> Bundle:
     """Two micro-batches of two."""
-    works = [
-        MicrobatchMeta(round_number, 1, microbatch, 2, 0, 1, 2, Mode.TRAIN)
-        for microbatch in range(2)
-    ]
-    return Bundle(0, 1, tuple(works))
+    return Bundle(header(round_number, 2, num_bundles=1), 0)
 
 
 def answer_to(port: int) -> list[StageOutputs]:
@@ -88,7 +88,7 @@ def answer_to(port: int) -> list[StageOutputs]:
 
 
 @pytest.mark.parametrize("arrives_after", [1, 2])
-def test_a_reader_that_asks_late_has_what_was_computed_for_the_first(
+def test_a_late_reader_gets_the_answer_computed_for_the_first(
     around: _Around, arrives_after: int
 ) -> None:
     answers = []
@@ -100,7 +100,7 @@ def test_a_reader_that_asks_late_has_what_was_computed_for_the_first(
     assert (len(around.begun), len(around.computed), around.asked) == (1, 2, [])
 
 
-def test_it_is_held_until_it_is_computed_and_all_have_asked(around: _Around) -> None:
+def test_a_request_is_kept_until_computed_and_asked_by_all_readers(around: _Around) -> None:
     around.exchange.ask(bundle(), 0)
     around.arrive()
     assert len(around.exchange) == 1
@@ -113,7 +113,7 @@ def test_it_is_held_until_it_is_computed_and_all_have_asked(around: _Around) -> 
     assert len(around.exchange) == 0
 
 
-def test_what_failed_before_is_the_answer_to_all(around: _Around) -> None:
+def test_a_failed_input_is_the_answer_to_all_readers(around: _Around) -> None:
     failed = Raised("what it was")
     first = around.exchange.ask(bundle(), 0)
     around.asked.pop()([failed])
@@ -121,7 +121,7 @@ def test_what_failed_before_is_the_answer_to_all(around: _Around) -> None:
     assert around.tasks == []
 
 
-def test_a_round_that_was_aborted_is_answered_whether_it_was_asked_before_or_after(
+def test_requests_before_and_after_an_abort_get_an_error(
     around: _Around,
 ) -> None:
     before = around.exchange.ask(bundle(), 0)
@@ -131,5 +131,5 @@ def test_a_round_that_was_aborted_is_answered_whether_it_was_asked_before_or_aft
     for answer in (before, around.exchange.ask(bundle(), 1)):
         with pytest.raises(JobError, match="step 1 was aborted at stage 'stage1'"):
             raise from_wire(answer.value().error)
-    around.exchange.forget()
+    around.exchange.clear()
     assert len(around.exchange) == 0

@@ -438,7 +438,7 @@ def test_a_layer_whose_activations_are_kept_elsewhere_is_not_split() -> None:
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 @pytest.mark.parametrize("layer", [nn.Linear(6, 6), nn.Conv1d(6, 6, 1)], ids=["linear", "conv"])
-def test_hooks_of_a_parameter_fire_once_a_micro_batch(layer: nn.Module, kind: str) -> None:
+def test_hooks_of_a_parameter_fire_once_per_micro_batch(layer: nn.Module, kind: str) -> None:
     layer = copy.deepcopy(layer)
     seen: list[Tensor] = []
     for name in BOTH:
@@ -450,7 +450,7 @@ def test_hooks_of_a_parameter_fire_once_a_micro_batch(layer: nn.Module, kind: st
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(6, 6), nn.Conv1d(6, 6, 1)], ids=["linear", "conv"])
-def test_who_only_hears_of_additions_hears_of_late_ones_too(layer: nn.Module) -> None:
+def test_an_accumulate_grad_hook_runs_at_deferred_additions_too(layer: nn.Module) -> None:
     """And does not keep a parameter from being split."""
     layer = copy.deepcopy(layer)
     plain = copy.deepcopy(layer)
@@ -517,7 +517,7 @@ def test_outside_of_a_stage_that_splits_functions_are_as_they_were() -> None:
     assert "Linear" not in type(output.grad_fn).__name__
 
 
-def test_an_exception_in_a_forward_ends_the_watching() -> None:
+def test_an_exception_in_a_forward_ends_watch() -> None:
     gradients = WeightGradients(frozenset())
     with pytest.raises(ValueError, match="planted"), gradients.watch():
         raise ValueError("planted")
@@ -526,7 +526,7 @@ def test_an_exception_in_a_forward_ends_the_watching() -> None:
     assert layer.weight.grad is not None
 
 
-def test_nothing_waits_after_it_was_added() -> None:
+def test_no_gradient_is_deferred_after_accumulate() -> None:
     layer = square()
     gradients = WeightGradients(frozenset(layer.parameters()))
     with gradients.watch():

@@ -161,8 +161,8 @@ def test_process_is_in_exactly_one_state() -> None:
 def test_metrics_accept_a_driver_that_died_before_its_first_vitals() -> None:
     metrics, known = RunMetrics(), Vitals()
     for generation in (1, 2):
-        known.begin()
-        known.lose(DRIVER)
+        known.start_generation()
+        known.mark_lost(DRIVER)
         metrics.tell(known.event(step=0).stamped(1000.0, generation))
     found = told(metrics)
     assert value(found, "rpcmp_generation") == 2

@@ -11,13 +11,13 @@ import pytest
 
 from rpcmp.config.topology import Member
 from rpcmp.driver.stage_group import StageGroup
-from rpcmp.driver.tracing import StepSampler
+from rpcmp.driver.tracing import STEPS_SAMPLED, StepSampler
 from rpcmp.errors import JobError
 from rpcmp.observability.events import Event, Json
 from rpcmp.observability.trace import chrome
 from rpcmp.observability.trace.analysis import timeline
 from rpcmp.observability.trace.spans import Kind, Span
-from rpcmp.worker.executor import STEPS_KEPT, Recorder
+from rpcmp.worker.measurements import Recorder
 from tests.support.traces import SLOW_LINKS, ZERO_BUBBLE, drawn
 from tests.support.twostages import STAGES, job
 
@@ -89,15 +89,15 @@ def test_timeline_is_none_for_an_incomplete_step(step: int) -> None:
 def test_stage_keeps_the_spans_of_its_last_steps() -> None:
     recorder = Recorder()
     recorder.add("F", 1, 0, 0, 0)
-    recorder.follows = True
+    cursor = recorder.keep(STEPS_SAMPLED)
     for step in range(2, 70):
         for kind in ("F", "B", "O"):
             recorder.add(kind, step, 0, 0, 0)
-    assert recorder.take_spans() == []  # nobody traces
-    assert [span.step for span in recorder.recent(69, 3)] == [67] * 3 + [68] * 3 + [69] * 3
-    assert [span.step for span in recorder.recent(68, 2)] == [67] * 3 + [68] * 3
-    kept = {span.step for span in recorder.recent(69, 1000)}
-    assert kept == set(range(69 - STEPS_KEPT, 70))
+    found = [span.step for span in recorder.read(cursor, 67, 69)[1]]
+    assert found == [67] * 3 + [68] * 3 + [69] * 3
+    assert [span.step for span in recorder.read(cursor, 67, 68)[1]] == [67] * 3 + [68] * 3
+    kept = {span.step for span in recorder.read(cursor)[1]}
+    assert kept == set(range(69 - STEPS_SAMPLED, 70))
 
 
 class Stages:
@@ -111,21 +111,26 @@ class Stages:
         self.may_answer.set()
         self.error: JobError | None = None
 
-    def follow(self) -> dict[str, str]:
-        return dict.fromkeys(STAGES, "host-a")
+    def everywhere(self, method: Callable[..., Any], *args: Any) -> Any:
+        return getattr(self, method.__name__)(*args)
+
+    def record_spans(self, steps: int) -> dict[str, tuple[str, int]]:
+        return dict.fromkeys(STAGES, ("host-a", 0))
 
     def clock(self, worker: Member) -> int:
         return self.AHEAD if worker.stage == STAGES[1] else 0
 
-    def ask_recent(self, step: int, count: int) -> Callable[[], dict[str, list[Span]]]:
-        self.asked.append(step)
+    def request_spans(
+        self, cursors: dict[str, int], first_step: int, last_step: int
+    ) -> Callable[[], dict[str, tuple[int, list[Span]]]]:
+        self.asked.append(last_step)
 
-        def answers() -> dict[str, list[Span]]:
+        def answers() -> dict[str, tuple[int, list[Span]]]:
             self.may_answer.wait()
             if self.error is not None:
                 raise self.error
             return {
-                name: _steps(step, ahead)
+                name: (0, _steps(last_step, ahead))
                 for name, ahead in zip(STAGES, (0, self.AHEAD), strict=True)
             }
 

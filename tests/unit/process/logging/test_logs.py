@@ -1,4 +1,4 @@
-"""What processes say, on its way into one log: kept in order, in bounds, and to the last line."""
+"""Log lines on their way into one log: in order, bounded, and complete to the last line."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpcmp.process.logging import capture
+from rpcmp.process.logging.capture import Sender
 from rpcmp.process.logging.display import Display, RecordSource, unreported
 from rpcmp.process.logging.rate_limit import BURST, FIRST, KINDS, LONGEST, SECONDS, LogRateLimiter
 from rpcmp.process.logging.receiver import Receiver
@@ -37,7 +38,6 @@ from rpcmp.process.logging.records import (
     pass_on,
     unpack,
 )
-from rpcmp.process.logging.sender import Sender
 from rpcmp.server.claim_log import AT_ONCE, KEPT, LogBuffer
 
 
@@ -49,13 +49,13 @@ def info(text: str) -> Line:
 
 
 @given(st.text(max_size=50), st.text(max_size=50), st.integers(0, 10**9))
-def test_a_line_arrives_as_it_was_sent(logger: str, text: str, step: int) -> None:
+def test_a_line_survives_pack_and_unpack(logger: str, text: str, step: int) -> None:
     line = Line("WARNING", logger, text, step, 3)
     assert unpack(line.pack()) == line
 
 
 @pytest.mark.parametrize("character", ["x", "\N{SNOWMAN}", "\0", "\ud800"])
-def test_a_line_of_megabytes_is_cut_with_a_note(character: str) -> None:
+def test_a_line_of_megabytes_loses_its_middle(character: str) -> None:
     whole = f"begin {character * 3_000_000} end"
     text = cut(whole)
     assert text.startswith("begin ")
@@ -69,7 +69,7 @@ def test_a_line_of_megabytes_is_cut_with_a_note(character: str) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"nonsense", b"[1]", b"{}", b'["INFO", "a", "b", 1, "2"]', b"[" * 60_000]
 )
-def test_what_is_no_line_is_refused(data: bytes) -> None:
+def test_unpack_refuses_other_data(data: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - json's own, and ours
         unpack(data)
 
@@ -96,7 +96,7 @@ def test_lines_that_differ_in_words_or_level_are_of_different_kinds() -> None:
     assert fold.take(info("step 9"), 0.0) == []
 
 
-def test_a_kind_that_goes_on_is_told_of_ever_more_rarely() -> None:
+def test_a_continuing_kind_is_summarized_ever_more_rarely() -> None:
     fold, told = LogRateLimiter(), []
     for tenth in range(6000):
         now = tenth / 10
@@ -107,7 +107,7 @@ def test_a_kind_that_goes_on_is_told_of_ever_more_rarely() -> None:
     assert pauses[-1] == pytest.approx(LONGEST, abs=0.2)
 
 
-def test_a_kind_that_was_quiet_is_news_again() -> None:
+def test_a_kind_passes_again_after_a_quiet_window() -> None:
     fold = LogRateLimiter()
     for n in range(2 * FIRST):
         fold.take(info(f"n {n}"), 0.0)
@@ -117,7 +117,7 @@ def test_a_kind_that_was_quiet_is_news_again() -> None:
 
 
 @given(st.lists(st.tuples(st.text("ab 1", max_size=6), st.floats(0, 3)), max_size=400))
-def test_no_line_is_lost_or_told_twice(said: list[tuple[str, float]]) -> None:
+def test_no_line_is_lost_or_counted_twice(said: list[tuple[str, float]]) -> None:
     fold, now, told = LogRateLimiter(), 0.0, []
     for text, pause in said:
         now += pause
@@ -144,7 +144,7 @@ def test_memory_and_rate_are_bounded_whatever_is_said() -> None:
     assert len(told) + len(rest) - len(left_out) + counted == number
 
 
-def test_half_a_character_is_written_out() -> None:
+def test_half_a_surrogate_pair_is_escaped() -> None:
     """As in the name of a file that is not UTF-8: no file, and no message, takes it as it is."""
     text = cut("found a\udc80.txt")
     assert text == "found a\\udc80.txt"
@@ -153,7 +153,7 @@ def test_half_a_character_is_written_out() -> None:
     assert [line.text for line in lines.after(0)] == [text]
 
 
-def test_long_lines_use_up_more_of_the_budget() -> None:
+def test_long_lines_cost_more_of_the_budget() -> None:
     fold = LogRateLimiter()
     told = [line for n in range(50) for line in fold.take(info(words(n) + " " * MAX_TEXT), 0.0)]
     assert 0 < len(told) < 10
@@ -175,11 +175,11 @@ def said_by(speak: Callable[[], None], step: int = 7) -> list[Line]:
                 sys.excepthook, logging.root.handlers = sys.__excepthook__, []
                 line, memory = map(os.dup, receiver.fds)
                 sender = Sender(line, memory, lambda: step)
-                capture.begin(sender)
+                capture.start(sender)
                 speak()
                 sender.flush()
             os._exit(0)
-        receiver.begin()
+        receiver.start()
         await asyncio.to_thread(os.waitpid, pid, 0)
         receiver.close()
         return heard
@@ -225,7 +225,7 @@ def test_prints_warnings_and_records_come_in_order() -> None:
     assert {line.step for line in lines} == {7}
 
 
-def test_what_basic_config_asks_for_holds_and_comes_once() -> None:
+def test_basic_config_has_its_effect_without_a_second_handler() -> None:
     def speak() -> None:
         logging.basicConfig(level=logging.DEBUG, format="%(name)s says %(message)s")
         logging.getLogger("mine").debug("details")
@@ -251,7 +251,7 @@ def test_threads_do_not_mix_their_lines_and_their_errors_are_told() -> None:
     assert lines[1].startswith("in thread 'loader': Traceback")
 
 
-def test_a_progress_bar_is_lines_that_are_alike() -> None:
+def test_updates_of_a_progress_bar_are_lines_of_one_kind() -> None:
     def speak() -> None:
         for percent in range(100):
             sys.stderr.write(f"\r{percent}%|{'█' * (percent // 10):10}| {percent}/100")
@@ -263,7 +263,7 @@ def test_a_progress_bar_is_lines_that_are_alike() -> None:
     assert lines[-1].count == 100 - FIRST
 
 
-def test_what_a_forked_process_says_comes_too() -> None:
+def test_lines_of_forked_processes_arrive() -> None:
     def speak() -> None:
         for n in range(50):
             print("many", n)  # so that there is a thread, which the fork does not have
@@ -296,7 +296,7 @@ def test_the_last_line_before_a_crash_arrives(number: int) -> None:
     assert sum(line.count for line in lines) == number
 
 
-def test_what_was_begun_and_flushed_before_a_crash_arrives() -> None:
+def test_flushed_text_arrives_before_a_crash() -> None:
     def speak() -> None:
         print("loading ...", end="", flush=True)
         crash()
@@ -304,14 +304,14 @@ def test_what_was_begun_and_flushed_before_a_crash_arrives() -> None:
     assert texts(said_by(speak)) == ["loading ..."]
 
 
-def test_nobody_waits_for_a_supervisor_that_does_not_listen() -> None:
+def test_sender_never_waits_for_its_supervisor() -> None:
     receiver = Receiver(lambda line: None)
     sender = connected(receiver)
     for n in range(5000):  # more than any buffer holds; a send that blocked would never return
-        sender.tell("INFO", "stdout", words(n) + "x" * 1000)
+        sender.log("INFO", "stdout", words(n) + "x" * 1000)
     heard: list[Line] = []
-    receiver._hear = heard.append
-    receiver.hear_all()
+    receiver._on_line = heard.append
+    receiver.receive_pending()
     assert 0 < len(heard) < 5000
     receiver.close()
     assert heard[-1].text.endswith("x" * 1000)
@@ -325,20 +325,20 @@ def test_lines_that_found_no_room_are_counted() -> None:
     while sender._lost < 3:
         sender._send(info(words(fits) + "x" * 1000))
         fits += 1
-    receiver.hear_all()
+    receiver.receive_pending()
     sender._send(info("there is room again"))
-    receiver.hear_all()
+    receiver.receive_pending()
     assert texts(heard)[-2].startswith("3 lines were lost")
     assert texts(heard)[-1] == "there is room again"
     receiver.close()
 
 
-def test_nonsense_in_the_socket_is_passed_over() -> None:
+def test_receiver_skips_invalid_datagrams() -> None:
     heard: list[Line] = []
     receiver = Receiver(heard.append)
     sender = connected(receiver)
     sender._socket.send(b"\xff nonsense")
-    sender.tell("INFO", "stdout", "sense")
+    sender.log("INFO", "stdout", "sense")
     receiver.close()
     receiver.close()
     assert texts(heard) == ["sense"]
@@ -347,7 +347,7 @@ def test_nonsense_in_the_socket_is_passed_over() -> None:
 # Numbered lines
 
 
-def test_a_watcher_is_told_each_line_once() -> None:
+def test_a_watcher_gets_each_line_once() -> None:
     lines = LogBuffer()
     told = 0
     heard: list[str] = []
@@ -435,7 +435,7 @@ def test_own_records_and_entries_are_shown_in_one_format() -> None:
     ]
 
 
-def test_own_records_are_folded_and_the_rest_is_told_at_the_end() -> None:
+def test_own_records_are_limited_and_summarized_at_the_end() -> None:
     stream = Reader()
     display = Display(stream)
     for n in range(100):
@@ -447,8 +447,8 @@ def test_own_records_are_folded_and_the_rest_is_told_at_the_end() -> None:
     assert shown[-1].endswith(f"number 99 (... {100 - FIRST - 1} more like it)")
 
 
-def test_nobody_waits_for_a_reader_who_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rpcmp.process.logging.display.MOST", 10)
+def test_display_never_waits_for_a_slow_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rpcmp.process.logging.display.MAX_QUEUED", 10)
     stream = Reader()
     stream.gate.clear()
     display = Display(stream)
@@ -462,7 +462,7 @@ def test_nobody_waits_for_a_reader_who_does_not_read(monkeypatch: pytest.MonkeyP
     assert stream.getvalue().endswith("at last\n")
 
 
-def test_a_reader_who_is_gone_ends_nothing() -> None:
+def test_display_survives_a_closed_stream() -> None:
     stream = Reader()
     stream.close()
     display = Display(stream)
@@ -470,7 +470,7 @@ def test_a_reader_who_is_gone_ends_nothing() -> None:
     display.finish()
 
 
-def test_own_records_are_reported_where_somebody_looks_at_the_run() -> None:
+def test_own_records_are_reported_to_observers() -> None:
     stream, reported = Reader(), list[Entry]()
     display = Display(stream)
     with display.reporting(reported.append):
@@ -480,14 +480,14 @@ def test_own_records_are_reported_where_somebody_looks_at_the_run() -> None:
     assert stream.getvalue() == ""
 
 
-def test_a_program_that_logs_gets_the_lines_of_its_stages(caplog: pytest.LogCaptureFixture) -> None:
+def test_pass_on_uses_the_programs_handlers(caplog: pytest.LogCaptureFixture) -> None:
     pass_on(entry_of(Line("WARNING", "mine", "careful"), "stage0", 1))
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("rpcmp.stages.stage0", "WARNING")
     assert record.getMessage() == "careful"
 
 
-def test_one_that_does_not_log_sees_them_on_standard_error(
+def test_pass_on_prints_without_handlers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(logging.root, "handlers", [])
@@ -495,7 +495,7 @@ def test_one_that_does_not_log_sees_them_on_standard_error(
     assert "INFO generation 1 stage0: printed\n" in capsys.readouterr().err
 
 
-def test_the_end_of_a_log_comes_at_once_however_often() -> None:
+def test_finish_returns_at_once_however_often() -> None:
     stream = Reader()
     display = Display(stream)
     display.show(entry_of(info("said"), "stage0", 1))
@@ -505,7 +505,7 @@ def test_the_end_of_a_log_comes_at_once_however_often() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "rpcmp-log"]
 
 
-def test_a_report_that_fails_stops_no_other_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_display_survives_a_failing_report(capsys: pytest.CaptureFixture[str]) -> None:
     def fail(entry: Entry) -> None:
         raise KeyError("a bug")
 
@@ -519,7 +519,7 @@ def test_a_report_that_fails_stops_no_other_line(capsys: pytest.CaptureFixture[s
     assert "KeyError: 'a bug'" in capsys.readouterr().err
 
 
-def test_lines_that_are_not_reported_are_counted_by_themselves() -> None:
+def test_unreported_lines_have_their_own_rate_limit() -> None:
     stream, reported = Reader(), list[Entry]()
     display = Display(stream)
     record = logging.makeLogRecord({"levelname": "INFO", "levelno": 20, "msg": "again"})

@@ -15,8 +15,7 @@ from rpcmp.config.sections import StageConfig
 from rpcmp.errors import ConfigError, UnsupportedJobError
 from rpcmp.pipelining import assignment
 from rpcmp.pipelining.simulation import ActionTimes
-from rpcmp.tools.bench import benchmark, cases, models
-from rpcmp.tools.bench.peers import trainers
+from rpcmp.tools.bench import benchmark, cases, models, peer_trainers
 from tests.support.nearness import assert_near
 from tests.support.processes import JobFolder
 
@@ -41,14 +40,16 @@ inputs = ["first", "input"]
 """
 
 
-def _layers(config: Config, parts_a_stage: int) -> list[Any]:
+def _layers(config: Config, parts_per_stage: int) -> list[Any]:
     """The built layers of all parts."""
-    names = trainers.layer_names(config, parts_a_stage)
-    built = (trainers.build(config, i // parts_a_stage, layers) for i, layers in enumerate(names))
+    names = peer_trainers.layer_names(config, parts_per_stage)
+    built = (
+        peer_trainers.build(config, i // parts_per_stage, layers) for i, layers in enumerate(names)
+    )
     return [layer for each in built for layer in each.module]
 
 
-def test_the_frozen_cases_are_those_of_the_issue() -> None:
+def test_the_frozen_cases_do_not_change() -> None:
     found = {
         name: (case.num_stages, case.config.num_microbatches, case.nominal)
         for name in cases.frozen()
@@ -62,7 +63,7 @@ def test_the_frozen_cases_are_those_of_the_issue() -> None:
     }
 
 
-def test_a_stage_sleeps_as_long_and_has_as_many_weights_when_it_is_cut_in_two() -> None:
+def test_two_half_stages_sleep_as_long_and_have_as_many_weights_as_one() -> None:
     case = cases.load("sleep", num_stages=2)
     whole = _layers(case.config, 1)
     halves = _layers(case.halves, 2)
@@ -102,22 +103,23 @@ def test_the_first_sleeping_layer_has_an_input_gradient_too(
 
 
 @pytest.mark.parametrize("name", ["activations", "transformer"])
-def test_the_boundary_of_a_case_is_as_large_as_it_says(name: str) -> None:
+def test_activations_are_as_large_as_the_case_promises(name: str) -> None:
     config = cases.load(name).config
     first, second = (
-        trainers.build(config, i, n).module for i, n in enumerate(trainers.layer_names(config))
+        peer_trainers.build(config, i, n).module
+        for i, n in enumerate(peer_trainers.layer_names(config))
     )
-    inputs, targets = next(trainers.endless_batches(config))
+    inputs, targets = next(peer_trainers.endless_batches(config))
     boundary = first(inputs.chunk(config.num_microbatches)[0])
     sizes = {"activations": 4 * 2**20, "transformer": 4 * 64 * 256 * 4}
     assert boundary.numel() * boundary.element_size() == sizes[name]
     assert second(boundary).shape == targets.chunk(config.num_microbatches)[0].shape
 
 
-def test_a_case_without_data_says_what_needs_them() -> None:
+def test_a_case_without_data_is_an_error() -> None:
     config = cases.load("sleep").config.model_copy(update={"data": None})
     with pytest.raises(ConfigError, match=r"\[data\] section, which a benchmark needs: give it"):
-        next(trainers.endless_batches(config))
+        next(peer_trainers.endless_batches(config))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,7 @@ def test_a_case_grows_with_stages_and_micro_batches(
     assert len(assignment.assign(case.config)) == stages
 
 
-def test_the_bound_knows_of_times_that_were_overridden() -> None:
+def test_the_bound_follows_overridden_times() -> None:
     times = "{ forward = 1.0, input_gradient = 2.0, weight_gradient = 3.0 }"
     case = cases.load("sleep", overrides=[f"model.kwargs.times_ms={times}"])
     assert case.nominal == ActionTimes(0.001, 0.002, 0.003)
@@ -142,12 +144,15 @@ def test_the_bound_knows_of_times_that_were_overridden() -> None:
 
 def test_a_part_of_a_cut_stage_keeps_the_order_of_its_layers() -> None:
     config = cases.load("transformer", num_stages=3).config
-    whole, cut = trainers.layer_names(config), trainers.layer_names(config, parts_a_stage=2)
+    whole, cut = (
+        peer_trainers.layer_names(config),
+        peer_trainers.layer_names(config, parts_per_stage=2),
+    )
     assert [len(names) for names in cut] == [1, 2, 1, 2, 1, 1]
     assert list(itertools.chain(*cut)) == list(itertools.chain(*whole))
 
 
-def test_ones_own_config_is_measured_without_what_no_peer_does(job: JobFolder) -> None:
+def test_an_own_config_is_measured_without_features_that_peers_lack(job: JobFolder) -> None:
     path = job.config(OWN)
     case = cases.load(str(path), num_microbatches=5, overrides=["data.batch_size=20"])
     config = case.config
@@ -163,18 +168,18 @@ def test_ones_own_config_is_measured_without_what_no_peer_does(job: JobFolder) -
     assert loader.load_config(path).max_grad_norm == 1.0
 
 
-def test_what_is_no_chain_of_equal_micro_batches_on_the_cpu_is_unfit(job: JobFolder) -> None:
+def test_only_a_chain_of_equal_micro_batches_on_the_cpu_is_supported(job: JobFolder) -> None:
     chain = cases.load("transformer").config
     with pytest.raises(UnsupportedJobError, match="CPU"):
-        trainers.layer_names(
+        peer_trainers.layer_names(
             chain.model_copy(update={"stages": [StageConfig(device="cuda:0"), StageConfig()]})
         )
     with pytest.raises(UnsupportedJobError, match="no chain"):
-        trainers.layer_names(cases.load(str(job.config(GRAPH))).config)
+        peer_trainers.layer_names(cases.load(str(job.config(GRAPH))).config)
     with pytest.raises(UnsupportedJobError, match="one layer cannot be cut"):
-        trainers.layer_names(cases.load("transformer", num_stages=8).config, parts_a_stage=2)
+        peer_trainers.layer_names(cases.load("transformer", num_stages=8).config, parts_per_stage=2)
     with pytest.raises(UnsupportedJobError, match="do not make 5 equal"):
-        trainers.require_equal_microbatches(torch.zeros(32, 1), 5)
+        peer_trainers.require_equal_microbatches(torch.zeros(32, 1), 5)
 
 
 def test_a_config_without_data_cannot_be_measured(tmp_path: Path) -> None:
@@ -187,7 +192,7 @@ def test_a_config_without_data_cannot_be_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "override", ["stages=[{replicas = 2}, {}]", 'tied=[["head.weight", "block0.weight"]]']
 )
-def test_what_no_peer_can_do_is_not_compared(job: JobFolder, override: str) -> None:
+def test_a_config_that_no_peer_supports_is_refused(job: JobFolder, override: str) -> None:
     with pytest.raises(ConfigError, match="replicas or tied parameters"):
         cases.load(str(job.config(OWN)), overrides=[override])
 

@@ -19,10 +19,10 @@ from rpcmp.cli import cli
 from rpcmp.errors import ConfigError, JobError, MismatchError, UnsupportedJobError
 from rpcmp.pipelining.simulation import ActionTimes
 from rpcmp.tools.bench import benchmark as benchmark_module
-from rpcmp.tools.bench import cases, comparison, report
+from rpcmp.tools.bench import cases, comparison
 from rpcmp.tools.bench.benchmark import BenchmarkResult, benchmark
 from rpcmp.tools.bench.cases import Case
-from rpcmp.tools.bench.contestant import Contestant, TimedSegment, TimeLimits
+from rpcmp.tools.bench.comparison import Contestant, TimedSegment, TimeLimits
 from rpcmp.tools.bench.statistics import fill_then_no_bubble
 from tests.support.contestants import Pretender, compare
 
@@ -39,7 +39,7 @@ def measure(case: Case, *contestants: Contestant) -> BenchmarkResult:
     return asyncio.run(run)
 
 
-def test_every_round_runs_everybody_once_and_begins_with_another() -> None:
+def test_every_round_runs_all_contestants_once_and_starts_with_another() -> None:
     log: list[str] = []
     done = compare(Pretender("a", log), Pretender("b", log), Pretender("c", log))
     turns = "".join(line.removeprefix("run ") for line in log if line.startswith("run "))
@@ -49,22 +49,22 @@ def test_every_round_runs_everybody_once_and_begins_with_another() -> None:
     assert log[-3:] == ["close c", "close b", "close a"]
 
 
-def test_who_is_unfit_is_left_out_and_ended_before_the_others_run() -> None:
+def test_an_unsupported_contestant_is_closed_before_the_others_run() -> None:
     log: list[str] = []
     done = compare(Pretender("a", log), Pretender("b", log, why="no chain"))
     assert [one.name for one in done.series] == ["a"]
-    assert done.unfit == {"b": "no chain"}
+    assert done.unsupported == {"b": "no chain"}
     assert log.index("close b") < log.index("run a")
 
 
-def test_whoever_fails_ends_the_benchmark_and_everybody_is_ended() -> None:
+def test_a_failing_contestant_ends_the_benchmark_and_closes_all() -> None:
     log: list[str] = []
     with pytest.raises(JobError, match="broken"):
         compare(Pretender("a", log), Broken("b", log))
     assert log[-2:] == ["close b", "close a"]
 
 
-def test_losses_that_differ_name_who_and_where() -> None:
+def test_different_losses_name_the_contestant_and_the_step() -> None:
     log: list[str] = []
     case = cases.load("sleep")
     message = r"step 1: loss 1\.0 of rpcmp, 1\.001 of torch"
@@ -78,7 +78,7 @@ def test_losses_that_differ_name_who_and_where() -> None:
     assert measure(case, Pretender("rpcmp", log), last_bits).notes == []
 
 
-def test_ours_must_be_fit() -> None:
+def test_a_job_that_rpcmp_does_not_support_is_an_error() -> None:
     with pytest.raises(UnsupportedJobError, match="rpcmp: no chain"):
         measure(cases.load("sleep"), Pretender("rpcmp", [], why="no chain"), Pretender("b", []))
 
@@ -105,7 +105,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_json_is_one_object_a_case_with_the_promised_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_is_one_object_per_case_with_documented_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch)
     arguments = ["bench", "sleep", "overhead", "--stages", "8", "--pairs", "5", "--json"]
     out = CliRunner().invoke(cli, arguments, catch_exceptions=False).stdout
@@ -132,7 +132,7 @@ def test_json_is_one_object_a_case_with_the_promised_keys(monkeypatch: pytest.Mo
     assert second["case"] == "overhead"
 
 
-def test_several_cases_are_a_table_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_cases_give_a_table_each(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch)
     arguments = ["bench", "overhead", "transformer", "activations"]
     result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
@@ -143,13 +143,13 @@ def test_several_cases_are_a_table_each(monkeypatch: pytest.MonkeyPatch) -> None
         assert len(re.findall(rf"(?m)^ {peer} ", out)) == 3
 
 
-def test_the_table_says_who_how_long_and_how_sure() -> None:
+def test_the_table_has_contestants_times_and_intervals() -> None:
     log: list[str] = []
     result = measure(
         cases.load("sleep"), Pretender("rpcmp", log, 0.3), Pretender("torch", log, 0.4)
     )
     console = Console(width=160, file=io.StringIO(), record=True)
-    console.print(report.table(result))
+    console.print(benchmark_module.table(result))
     shown = [line.split() for line in console.export_text().splitlines()]
     assert shown[0][:5] == ["sleep:", "4", "stages,", "16", "micro-batches,"]
     assert shown[2] == ["rpcmp", "max_in_flight", "5", "1200.0", "900.0", "to", "1500.0"]
@@ -187,7 +187,7 @@ def test_a_round_is_as_long_as_the_budget_allows(
     assert comparison._steps(fastest, whole, budget) == found
 
 
-def test_rounds_that_are_stopped_show_what_there_is() -> None:
+def test_stopped_rounds_show_the_results_so_far() -> None:
     log: list[str] = []
 
     async def run() -> comparison.ComparisonRounds:

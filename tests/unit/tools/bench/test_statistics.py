@@ -33,7 +33,7 @@ SECONDS = st.floats(min_value=1e-6, max_value=1e3)
         (20, 6, 15, 0.95861053466796875),  # the tables of Hollander and Wolfe
     ],
 )
-def test_the_interval_is_that_of_the_sign_test(
+def test_the_interval_equals_that_by_the_sign_test(
     count: int, low: int, high: int, confidence: float
 ) -> None:
     values = [float(value) for value in range(count, 0, -1)]
@@ -42,7 +42,7 @@ def test_the_interval_is_that_of_the_sign_test(
     assert found.median == statistics.median(values)
 
 
-def test_the_interval_holds_the_true_median_as_often_as_it_says() -> None:
+def test_the_interval_covers_the_true_median_with_its_confidence() -> None:
     draw = random.Random(0)
     runs = [estimate([draw.expovariate(1.0) for _ in range(11)]) for _ in range(4000)]
     hits = sum(run.low <= math.log(2) <= run.high for run in runs) / len(runs)
@@ -70,7 +70,7 @@ def test_rounds_without_a_partner_are_refused() -> None:
         paired_ratio([1.0, 2.0], [1.0])
 
 
-def test_quartiles_are_interpolated_and_one_value_is_its_own() -> None:
+def test_quartiles_are_interpolated_and_equal_a_single_value() -> None:
     found = spread([1.0, 2.0, 3.0, 4.0])
     assert (found.lower_quartile, found.median, found.upper_quartile) == (1.75, 2.5, 3.25)
     assert spread([7.0]).lower_quartile == spread([7.0]).upper_quartile == 7.0
@@ -86,7 +86,7 @@ def test_the_bound_of_equal_stages_is_fill_and_then_no_bubble(
     assert fill_then_no_bubble(stages, num_microbatches) * 1e3 == pytest.approx(ms)
 
 
-def test_the_slowest_stage_decides_wherever_it_stands() -> None:
+def test_the_slowest_stage_decides_at_every_position() -> None:
     fast, slow = ActionTimes(1, 1, 1), ActionTimes(2, 2, 2)
     assert fill_then_no_bubble([slow, fast, fast], 4) == 24
     assert fill_then_no_bubble([fast, fast, slow], 4) == 26

@@ -1,39 +1,25 @@
-"""What a doctor asks, and what is made of the answers; no processes."""
+"""The findings of `rpcmp doctor`, made of reports without any process."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rpcmp.config import topology
 from rpcmp.config.schema import Config
 from rpcmp.config.sections import StageConfig
-from rpcmp.config.user_code import sha256_of
 from rpcmp.errors import BusyError, RpcmpError, SecurityError, UnreachableError, VersionError
 from rpcmp.net.link_test import LinkSpeed
-from rpcmp.server.host_facts.facts import (
+from rpcmp.server.host_facts import (
     CertificateInfo,
     Device,
     Folder,
     HostFacts,
-    marked,
-    try_out,
 )
-from rpcmp.tools.doctor import checkup
-from rpcmp.tools.doctor.diagnosis import diagnose
-from rpcmp.tools.doctor.findings import (
-    Finding,
-    HostReport,
-    Link,
-    SeenLink,
-    Status,
-    exit_code,
-    links,
-)
-from tests.support.graphs import workers
+from rpcmp.tools.doctor.diagnosis import CheckedLink, Finding, Status, diagnose, exit_code
+from rpcmp.tools.job_hosts import HostReport
+from rpcmp.tools.job_links import Link
 
 NOW = 1_800_000_000.0
 DAY = 86400.0
@@ -83,7 +69,7 @@ def driver() -> HostReport:
 
 
 def findings(stage: HostReport, check: str, job: Config | None = None) -> list[Finding]:
-    """What is said of one stage beside a driver that is in order."""
+    """Findings about one stage beside a driver without problems."""
     found = diagnose(job or config(), driver(), [stage], [], [], NOW)
     return [one for one in found if one.where == "stage0" and one.check == check]
 
@@ -97,7 +83,7 @@ def having(**facts: Any) -> HostReport:
     return seen(FACTS.model_copy(update=facts))
 
 
-def test_all_is_well() -> None:
+def test_a_report_without_problems_gives_only_ok() -> None:
     found = diagnose(config(), driver(), [seen()], [], [], NOW)
     assert {one.status for one in found} == {Status.OK}
     assert exit_code(found) == 0
@@ -114,14 +100,16 @@ def test_all_is_well() -> None:
         (-1.0, Status.FAILED, "it has expired"),
     ],
 )
-def test_certificates_run_out(days: float, status: Status, said: str) -> None:
+def test_an_expiring_certificate_is_a_warning_and_an_expired_one_a_failure(
+    days: float, status: Status, said: str
+) -> None:
     paper = CertificateInfo(role="stage 0", hosts=["host-a"], not_after=NOW + days * DAY)
     found, text = judged(having(certificate=paper), "certificate")
     assert found is status
     assert said in text
 
 
-def test_no_certificate_is_in_order_only_where_nothing_leaves_the_machine() -> None:
+def test_a_missing_certificate_is_ok_unless_traffic_leaves_the_machine_in_the_clear() -> None:
     bare = having(certificate=None)
     assert judged(bare, "certificate")[0] is Status.OK
     insecure = config(security={"insecure": True})
@@ -137,7 +125,9 @@ def test_no_certificate_is_in_order_only_where_nothing_leaves_the_machine() -> N
         (400.0, 0.001, Status.FAILED),
     ],
 )
-def test_clocks(ahead: float, latency: float, status: Status) -> None:
+def test_a_skewed_clock_is_found_unless_latency_explains_it(
+    ahead: float, latency: float, status: Status
+) -> None:
     assert judged(seen(way=LinkSpeed(latency, ahead)), "clock")[0] is status
 
 
@@ -149,20 +139,20 @@ def test_clocks(ahead: float, latency: float, status: Status) -> None:
         ("protobuf", "7.35.0", Status.WARNING),
     ],
 )
-def test_versions(package: str, version: str, status: Status) -> None:
+def test_different_versions_are_found(package: str, version: str, status: Status) -> None:
     stage = having(versions={**FACTS.versions, package: version})
     found, text = judged(stage, "software")
     assert found is status
     assert (version in text) == (status is not Status.OK)
 
 
-def test_other_code_than_the_drivers() -> None:
+def test_code_that_differs_from_the_drivers_is_found() -> None:
     found = findings(having(code={"my_model": "b" * 64}), "code")
     assert [one.status for one in found] == [Status.OK, Status.FAILED]
     assert "'my_model' is other code than that of driver" in found[1].text
 
 
-def test_code_that_is_not_there() -> None:
+def test_a_callable_that_does_not_import_is_found() -> None:
     problem = "loss = 'my_loss:Loss' does not import: No module named 'my_loss'"
     assert judged(having(problems={"loss": problem}), "code") == (
         Status.FAILED,
@@ -177,13 +167,15 @@ def test_code_that_is_not_there() -> None:
         ({"memory": "9 GiB"}, "less than memory = 9.0 GiB"),
     ],
 )
-def test_a_host_that_is_too_small(settings: dict[str, Any], said: str) -> None:
+def test_too_few_processors_or_too_little_memory_is_a_warning(
+    settings: dict[str, Any], said: str
+) -> None:
     found, text = judged(seen(**settings), "device")
     assert found is Status.WARNING
     assert said in text
 
 
-def test_a_device_that_is_not_there() -> None:
+def test_a_device_that_cannot_be_used_is_a_failure() -> None:
     stage = replace(
         having(devices={"cuda:1": Device(problem="no CUDA")}), settings=StageConfig(device="cuda:1")
     )
@@ -191,7 +183,7 @@ def test_a_device_that_is_not_there() -> None:
     assert judged(stage, "device") == expected
 
 
-def test_unlike_processors_do_not_give_equal_bits() -> None:
+def test_unlike_processors_are_a_warning() -> None:
     other = replace(having(devices={"cpu": Device(name="aarch64 DEFAULT")}), name="stage1")
     found = diagnose(config(), driver(), [seen(), other], [], [], NOW)
     (one,) = [each for each in found if each.where == "all stages"]
@@ -208,12 +200,12 @@ def test_unlike_processors_do_not_give_equal_bits() -> None:
         (Folder(problem="Read-only file system"), False, Status.FAILED),
     ],
 )
-def test_folders_of_checkpoints(found: Folder, shared: bool, status: Status) -> None:
+def test_checkpoint_folders_are_judged(found: Folder, shared: bool, status: Status) -> None:
     job = config(checkpoint={"dir": "/data", "shared": shared})
     assert judged(having(folder=found), "checkpoints", job)[0] is status
 
 
-def test_where_the_driver_cannot_write_nobody_can_see_what_it_has_written() -> None:
+def test_a_missing_marker_tells_nothing_if_the_driver_cannot_write() -> None:
     job = config(checkpoint={"dir": "/data", "shared": True})
     home = replace(driver(), facts=FACTS.model_copy(update={"folder": Folder(problem="full")}))
     stage = having(folder=Folder(free_bytes=2**30))
@@ -225,7 +217,7 @@ def test_where_the_driver_cannot_write_nobody_can_see_what_it_has_written() -> N
     ]
 
 
-def test_more_listeners_than_there_should_be() -> None:
+def test_more_than_one_listener_is_a_failure() -> None:
     stage = having(listens=["0.0.0.0:4711", "10.0.0.1:50051"])
     assert judged(stage, "listeners")[0] is Status.FAILED
     figures = having(listens=["0.0.0.0:9465", "10.0.0.1:50051"], metrics_port=9465)
@@ -249,23 +241,25 @@ def test_more_listeners_than_there_should_be() -> None:
         (RpcmpError("else"), "job", 1),
     ],
 )
-def test_refusals(error: RpcmpError, check: str, code: int) -> None:
+def test_an_error_becomes_a_finding_and_an_exit_code(
+    error: RpcmpError, check: str, code: int
+) -> None:
     found = diagnose(config(), driver(), [seen(None, None, error)], [], [], NOW)
     assert exit_code(found) == code
     assert [one.check for one in found if one.where == "stage0"] == [check]
 
 
-def test_what_is_away_does_not_hide_what_is_wrong() -> None:
+def test_a_server_that_is_away_does_not_hide_another_failure() -> None:
     stages = [seen(None, None, UnreachableError("gone")), replace(having(listens=["a:1", "b:1"]))]
     assert exit_code(diagnose(config(), driver(), stages, [], [], NOW)) == 1
 
 
-def test_links_say_what_they_carry() -> None:
+def test_a_link_finding_names_what_it_carries() -> None:
     link = Link("stage0", "stage1", ("activations",))
     ways = [
-        SeenLink(link, LinkSpeed(0.0015, 0.0, 125e6, 60e6)),
-        SeenLink(link),
-        SeenLink(link, error=UnreachableError("cut")),
+        CheckedLink(link, LinkSpeed(0.0015, 0.0, 125e6, 60e6)),
+        CheckedLink(link),
+        CheckedLink(link, error=UnreachableError("cut")),
     ]
     found = diagnose(config(), driver(), [seen()], [], ways, NOW)[-3:]
     assert [one.text for one in found] == [
@@ -274,100 +268,3 @@ def test_links_say_what_they_carry() -> None:
         "cut",
     ]
     assert exit_code(found) == 75
-
-
-def test_the_links_of_a_graph() -> None:
-    shape = topology.build_graph(
-        {"image": ["input.image"], "text": ["input.text"], "head": ["image", "text"]}
-    )
-    found = {
-        (link.one, link.other): set(link.carries)
-        for link in links(shape, workers("image", "text", "head"), [1, 2, 0])
-    }
-    assert found == {
-        ("driver", "image"): {"batches"},
-        ("driver", "text"): {"batches"},
-        ("driver", "head"): {"batches"},
-        ("image", "head"): {"activations", "snapshots", "rendezvous"},
-        ("text", "head"): {"activations", "snapshots"},
-        ("image", "text"): {"snapshots", "rendezvous"},
-    }
-
-
-def test_a_stage_in_the_middle_gets_no_batches() -> None:
-    found = links(topology.chain_graph(["a", "b", "c"]), workers("a", "b", "c"), [None] * 3)
-    assert Link("driver", "b", ("control",)) in found
-    assert not Link("driver", "b", ("control",)).has_tensors
-    assert Link("a", "c", ("rendezvous",)) in found
-
-
-def test_a_driver_sends_no_batches_where_stages_load_their_samples() -> None:
-    found = links(
-        topology.chain_graph(["a", "b"]), workers("a", "b"), [None] * 2, sends_batches=False
-    )
-    assert [link.carries for link in found if link.one == "driver"] == [("control",)] * 2
-
-
-def test_each_is_asked_for_what_will_be_built_there() -> None:
-    job = config(checkpoint={"dir": "/data"})
-    first, last, home = (
-        checkup.of_stage(job, 0, ""),
-        checkup.of_stage(job, 1, "m"),
-        checkup.of_driver(job, ""),
-    )
-    assert set(first.callables) == {"model.layers", "optimizer"}
-    assert set(last.callables) == {"model.layers", "optimizer", "loss", "metrics.accuracy"}
-    assert set(home.callables) == {"model.layers", "data.train"}
-    assert home.metrics == {"metrics.accuracy": "my_metrics:accuracy"}  # it may be the driver's
-    without = checkup.of_stage(job, 1, "m", ["metrics.accuracy"])
-    assert set(last.callables) - set(without.callables) == {"metrics.accuracy"}
-    assert (last.folder, last.marker) == ("/data", "m")
-    assert set(checkup.of_spare(job, "").callables) == set(last.callables)
-
-
-def test_who_loads_the_samples_is_asked_for_the_datasets() -> None:
-    data = {"train": "m:train", "test": "m:test", "at": "stage"}
-    job = config(model={"layers": "m:layers", "balance": [1, 1, 1]}, data=data)
-    first, middle, last = (checkup.of_stage(job, index, "") for index in range(3))
-    asked = [{"data.train", "data.test"} <= set(each.callables) for each in (first, middle, last)]
-    assert asked == [True, False, True]
-    assert set(checkup.of_driver(job, "").callables) == {"model.layers"}
-
-
-def test_a_stage_is_asked_for_the_optimizer_and_the_scheduler_of_its_own() -> None:
-    own = {"optimizer": "m:Own", "scheduler": "m:Rate"}
-    found = checkup.of_stage(
-        config(model={"layers": "m:layers"}, stages=[own, {}]), 0, ""
-    ).callables
-    assert (found["stages.0.optimizer"], found["stages.0.scheduler"]) == ("m:Own", "m:Rate")
-    assert "optimizer" not in found
-
-
-def test_trying_a_folder_out_leaves_nothing_behind(tmp_path: Path) -> None:
-    found = try_out(tmp_path / "a" / "b")
-    assert (found.problem, found.has_marker) == ("", False)
-    assert found.free_bytes > 0
-    assert list(tmp_path.iterdir()) == []
-    with marked(tmp_path) as marker:
-        assert try_out(tmp_path, marker).has_marker
-    (tmp_path / "file").write_text("")
-    assert try_out(tmp_path / "file" / "b").problem == "Not a directory"
-
-
-def test_code_is_all_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "rpcmp_test_package"
-    (package / "inner").mkdir(parents=True)
-    for made in (package, package / "inner"):
-        (made / "__init__.py").write_text("")
-    (package / "inner" / "deep.py").write_text("x = 1\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    first = sha256_of(package.name)
-    (package / "inner" / "deep.py").write_text("x = 2\n")
-    assert sha256_of(package.name) != first
-    (package / "inner" / "deep.py").write_text("x = 1\n")
-    for name in ("notes", ".ipynb_checkpoints"):  # what a job would not send along
-        (package / name).mkdir()
-        (package / name / "deep.py").write_text("x = 3\n")
-    assert sha256_of(package.name) == first
-    with pytest.raises(ImportError, match="no module 'rpcmp_no_such_package'"):
-        sha256_of("rpcmp_no_such_package")

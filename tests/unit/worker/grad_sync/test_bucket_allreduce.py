@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,9 +16,9 @@ from torch.futures import Future
 from rpcmp.errors import JobError
 from rpcmp.rpc.messages import GradientPart
 from rpcmp.worker import weight_grad
-from rpcmp.worker.grad_sync import bucket_allreduce
+from rpcmp.worker.grad_sync import buckets
 from rpcmp.worker.grad_sync.bucket_allreduce import BucketAllReduce
-from rpcmp.worker.grad_sync.ready import GradientReadyTracker
+from rpcmp.worker.grad_sync.buckets import GradientReadyTracker
 from rpcmp.worker.weight_grad import WeightGradients
 
 SHAPES = [(3, 5), (7,), (40, 30), (), (200, 400)]
@@ -44,7 +44,8 @@ class Members:
         self._pool = ThreadPoolExecutor(8)
         self.summing: list[BucketAllReduce] = []
         for rank, mine in enumerate(self.parameters):
-            self.summing.append(BucketAllReduce(mine, rank, num_members, _Caller(self, rank)))
+            peers = [_Peer(self, member) for member in range(num_members)]
+            self.summing.append(BucketAllReduce(mine, rank, cast(Any, peers)))
 
     def later(self, future: Future[Any], answer: Future[Any]) -> None:
         def pass_on(done: Future[Any]) -> None:
@@ -76,18 +77,22 @@ class Members:
         return [[parameter.grad for parameter in mine] for mine in self.parameters]
 
 
-class _Caller:
-    def __init__(self, members: Members, rank: int) -> None:
-        self._members, self._rank = members, rank
+class _Peer:
+    """One of the members, as the others call it."""
 
-    def part(self, member: int, key: int, bucket: int) -> Future[Any]:
-        return self._passed(self._members.summing[member].part(self._rank, key, bucket))
+    def __init__(self, members: Members, member: int) -> None:
+        self.name = f"member {member}"
+        self._members, self._member = members, member
 
-    def total(self, member: int, key: int, bucket: int) -> Future[Any]:
-        return self._passed(self._members.summing[member].sum_of_chunk(key, bucket))
+    def gradient_part(self, rank: int, round_number: int, bucket: int) -> Future[Any]:
+        return self._passed(self._called.part(rank, round_number, bucket))
 
-    def name(self, member: int) -> str:
-        return f"member {member}"
+    def gradient_total(self, round_number: int, bucket: int) -> Future[Any]:
+        return self._passed(self._called.chunk_total(round_number, bucket))
+
+    @property
+    def _called(self) -> BucketAllReduce:
+        return self._members.summing[self._member]
 
     def _passed(self, future: Future[Any]) -> Future[Any]:
         answer: Future[Any] = Future()
@@ -97,8 +102,8 @@ class _Caller:
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_allreduce, "BUCKET_BYTES", 4096)
-    monkeypatch.setattr(bucket_allreduce, "WHOLE_BYTES", 2048)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 4096)
+    monkeypatch.setattr(buckets, "WHOLE_BYTES", 2048)
 
 
 def _sent(value: Any) -> Any:
@@ -113,7 +118,7 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 @pytest.mark.parametrize("num_members", [2, 3, 4])
-def test_all_members_have_the_sum_in_their_order(num_members: int) -> None:
+def test_all_members_get_the_sum_in_the_order_of_ranks(num_members: int) -> None:
     members = Members(num_members, [torch.float32, torch.float64])
     for key in range(1, 4):
         totals = members.give(key)
@@ -123,7 +128,7 @@ def test_all_members_have_the_sum_in_their_order(num_members: int) -> None:
     assert not any(one._sums for one in members.summing)
 
 
-def test_what_a_member_lacks_is_left_out_and_what_all_lack_stays_none() -> None:
+def test_none_gradients_are_left_out_and_stay_none_if_all_are() -> None:
     members = Members(3)
     missing = [(0, 0), (1, 0), (2, 1), (0, 4), *((rank, 2) for rank in range(3))]
     totals = members.give(7, missing)
@@ -137,7 +142,7 @@ def test_what_a_member_lacks_is_left_out_and_what_all_lack_stays_none() -> None:
         assert all(map(same, mine, totals))
 
 
-def test_minus_zero_of_one_member_alone_stays_so() -> None:
+def test_a_single_members_minus_zero_stays_minus_zero() -> None:
     members = Members(2)
     members.give(1, [(1, 4)])
     assert members.parameters[0][4].grad is not None
@@ -148,7 +153,7 @@ def test_minus_zero_of_one_member_alone_stays_so() -> None:
         assert torch.signbit(mine[4]).all()
 
 
-def test_a_sum_that_is_given_up_ends_all_waiting_and_the_next_one_works() -> None:
+def test_an_aborted_sum_fails_all_that_wait_and_the_next_one_works() -> None:
     members = Members(2)
     members.give(1)
     for number in range(len(members.summing[0].buckets)):
@@ -214,24 +219,24 @@ class Watched:
     def round(self, *used: str) -> list[int]:
         """One micro-batch for each text of layers, such as "02"; what was ready before the end."""
         self.ready.clear()
-        self.readiness.begin(len(used), is_early=True)
+        self.readiness.start_round(len(used), is_early=True)
         for layers in used:
             x = torch.ones(1, 2)
             for index in layers:
                 x = self.layers[int(index)](x)
             x.sum().backward()
         ready = list(self.ready)
-        assert sorted([*ready, *self.readiness.end()]) == [0, 1, 2]
+        assert sorted([*ready, *self.readiness.finish_round()]) == [0, 1, 2]
         return ready
 
 
-def test_nothing_is_early_in_the_first_round_and_all_in_the_next() -> None:
+def test_no_bucket_is_early_in_the_first_round_and_all_in_the_next() -> None:
     watched = Watched()
     assert watched.round("012", "012") == []
     assert watched.round("012", "012", "012") == [0, 1, 2]  # the last layer first
 
 
-def test_what_is_split_is_ready_when_it_has_come_and_not_before(
+def test_a_deferred_gradient_is_ready_once_it_is_added(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As at a stage under zero-bubble; a backward that fails halfway does not count."""
@@ -256,13 +261,13 @@ def test_what_is_split_is_ready_when_it_has_come_and_not_before(
 
     for early in ([], [0, 1], [0, 1]):
         ready.clear()
-        readiness.begin(1, is_early=True)
+        readiness.start_round(1, is_early=True)
         gradients = differentiate()
         assert ready == []
         gradients.accumulate()
         assert sorted(ready) == early
-        readiness.end()
-        readiness.begin(1, is_early=True)
+        readiness.finish_round()
+        readiness.start_round(1, is_early=True)
         with pytest.raises(ValueError, match="planted"):
             differentiate(fails=True)
 
@@ -280,12 +285,12 @@ def test_a_layer_that_is_not_always_used_is_never_early() -> None:
     assert watched.round("012") == [0, 1, 2]
 
 
-def test_what_changes_after_it_was_said_to_be_final_is_an_error() -> None:
+def test_a_gradient_that_changes_after_it_was_ready_is_an_error() -> None:
     watched = Watched()
     watched.round("012")
     watched.round("0112")  # twice in one backward is one change
-    watched.readiness.begin(1, is_early=True)
+    watched.readiness.start_round(1, is_early=True)
     for _ in range(2):
         watched.layers[0](torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match="use_reentrant"):
-        watched.readiness.end()
+        watched.readiness.finish_round()

@@ -1,0 +1,251 @@
+"""The sections that say how a run goes: when it ends, what it keeps, who may talk to whom.
+
+`rpcmp.config.schema` puts the sections together.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Literal, Self, TypeAlias
+
+from pydantic import Field, field_validator, model_validator
+
+from rpcmp.config import addresses
+from rpcmp.config.types import FactoryOrName, Positive, Strict
+from rpcmp.errors import ConfigError
+
+Mode: TypeAlias = Literal["min", "max"]
+
+LOWER = {"loss", "error", "mae", "mse", "rmse", "nll", "perplexity", "wer", "cer"}
+"""Words in the names of metrics for which less is better."""
+
+HIGHER = {"accuracy", "acc", "f1", "auroc", "auc", "precision", "recall", "score", "iou", "r2"}
+"""Words in the names of metrics for which more is better."""
+
+
+def guess_direction(metric: str) -> Mode | None:
+    """Return the direction that a metric's name suggests, or None.
+
+    The last known word decides: an "f1_loss" is a loss.
+    """
+    for word in reversed(re.split(r"[^a-z0-9]+", metric.lower())):
+        if word in LOWER:
+            return "min"
+        if word in HIGHER:
+            return "max"
+    return None
+
+
+def is_better(value: float, than: float | None, mode: Mode, by: float = 0.0) -> bool:
+    """Return whether `value` is better than `than` by more than `by`; NaN never is."""
+    if math.isnan(value):
+        return False
+    if than is None:
+        return True
+    return value < than - by if mode == "min" else value > than + by
+
+
+def _direction(key: str, metric: str, mode: Mode | None) -> Mode:
+    """Return the mode that the config gives, or else the one that the metric's name suggests."""
+    direction = mode or guess_direction(metric)
+    if direction is None:
+        raise ValueError(f'is less or more of {metric!r} better? give `{key}` = "min" or "max"')
+    return direction
+
+
+class EarlyStoppingConfig(Strict):
+    """`[early_stopping]`."""
+
+    metric: str = Field(
+        default="loss", description='what is watched: "loss", a metric, or a key of it ("name.key")'
+    )
+    mode: Mode | None = Field(
+        default=None,
+        description="whether less or more of it is better; by its name when omitted",
+    )
+    patience: Positive = Field(
+        default=3, description="evaluations in a row without an improvement that end the run"
+    )
+    min_delta: float = Field(
+        default=0.0, ge=0, description="what an improvement has to be more than"
+    )
+
+    @property
+    def direction(self) -> Mode:
+        return _direction("mode", self.metric, self.mode)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _direction("mode", self.metric, self.mode)
+        return self
+
+
+class LossScalingConfig(Strict):
+    """One scale for the loss of all stages; the defaults are those of `torch.amp.GradScaler`."""
+
+    initial: float = Field(
+        default=2.0**16,
+        ge=1,
+        le=2.0**126,
+        description="what the loss is multiplied by at first",
+    )
+    growth_factor: float = Field(
+        default=2.0,
+        gt=1,
+        allow_inf_nan=False,
+        description="the scale grows by it after `growth_interval` steps without a skipped one",
+    )
+    backoff_factor: float = Field(
+        default=0.5,
+        gt=0,
+        lt=1,
+        description="the scale shrinks by it where a gradient is not finite; that step is skipped",
+    )
+    growth_interval: Positive = Field(
+        default=2000, description="steps in a row, none skipped, after which the scale grows"
+    )
+
+
+class CheckpointConfig(Strict):
+    """Checkpoints on disks."""
+
+    dir: str = Field(description="folder of the checkpoints; relative to the config's")
+    every_steps: Positive | None = Field(default=None, description="steps between checkpoints")
+    every_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="seconds between checkpoints; 300 where neither is given",
+    )
+    keep: Positive = Field(default=3, description="how many are kept; older ones are removed")
+    best: str | None = Field(
+        default=None,
+        description='"loss", a metric, or a key of it ("name.key"): the step with the best '
+        "evaluation by it is kept as well",
+    )
+    best_mode: Mode | None = Field(
+        default=None,
+        description="whether less or more of it is better; by its name when omitted",
+    )
+    shared: bool = Field(
+        default=False,
+        description="`dir` is one folder that all hosts see; else each stage has its files on its "
+        "own host, and on its neighbour's",
+    )
+
+    on_error: Literal["fail", "warn"] = Field(
+        default="fail",
+        description='where checkpoints cannot be written: "fail": the run ends after three in a '
+        'row, and where the last one is missing at its end; "warn": it goes on, and says so',
+    )
+
+    @property
+    def best_direction(self) -> Mode:
+        return _direction("best_mode", self.best or "", self.best_mode)
+
+    @model_validator(mode="after")
+    def _check_best(self) -> Self:
+        if self.best is not None:
+            _direction("best_mode", self.best, self.best_mode)
+        elif self.best_mode is not None:
+            raise ValueError("`best_mode` of what? give `best`, the name of a metric")
+        return self
+
+
+class SecurityConfig(Strict):
+    """`[security]`."""
+
+    certs: str | None = Field(
+        default=None, description="folder with the driver's ca.crt, tls.crt and tls.key"
+    )
+    insecure: bool = Field(default=False, description="talk to other machines without certificates")
+    confine: bool | None = Field(
+        default=None,
+        description="confine the driver's process, and the workers of servers that the job starts; "
+        "the driver's process alone, if it has other servers, when omitted",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.certs is not None and self.insecure:
+            raise ValueError("give `certs` or `insecure`, not both")
+        return self
+
+
+class RecoveryConfig(Strict):
+    """What happens when a worker, a host or a connection is lost."""
+
+    enabled: bool = Field(default=True, description="go on by itself after a fault")
+    mirror_every_steps: int = Field(
+        default=1,
+        ge=0,
+        description="steps between snapshots that another stage's server holds as well: the most "
+        "that a lost host costs; 0: each host holds only its own, after every step",
+    )
+    max_restarts: int = Field(
+        default=5, ge=0, description="restarts without a new step after which a run gives up"
+    )
+    heartbeat_timeout: float = Field(
+        default=6.0,
+        ge=1,
+        description="seconds without a sign of life after which a worker is ended",
+    )
+    watchdog: float = Field(
+        default=600.0,
+        ge=0,
+        description="seconds without any progress that count as a hang; 0: none",
+    )
+    replace_after: float = Field(
+        default=60.0, ge=0, description="seconds after which a spare replaces a lost host"
+    )
+    give_up_after: float = Field(
+        default=600.0, ge=0, description="seconds after which a run without a lost host ends"
+    )
+    keep_days: float = Field(
+        default=14.0,
+        ge=0,
+        description="days after which a later run removes the checkpoint of one that had to give "
+        "up; one that ends well and comes as far removes it at once",
+    )
+    spares: list[str] = Field(
+        default_factory=list, description="HOST:PORT of servers that can take any stage"
+    )
+
+    @model_validator(mode="after")
+    def _check_times(self) -> Self:
+        if self.spares and self.replace_after >= self.give_up_after:
+            raise ValueError(
+                f"a run that gives up after {self.give_up_after:g} s (give_up_after) has no use "
+                f"for spares after {self.replace_after:g} s (replace_after)"
+            )
+        return self
+
+    @field_validator("spares")
+    @classmethod
+    def _check_spares(cls, spares: list[str]) -> list[str]:
+        for address in spares:
+            try:
+                addresses.parse(address)
+            except ConfigError as error:
+                raise ValueError(str(error)) from error
+        return spares
+
+
+class LogConfig(Strict):
+    """What is kept of a run, and which other loggers get its events."""
+
+    folder: str = Field(
+        default="runs",
+        description='each run keeps a folder of its own here, such as NAME-20261122-101500; "": '
+        "none is kept",
+    )
+    tensorboard: str | None = Field(
+        default=None,
+        min_length=1,
+        description="folder for TensorBoard; each run has its own in it",
+    )
+    loggers: list[FactoryOrName] = Field(
+        default_factory=list,
+        description="called with the config on the driver; each returns a function that is told of "
+        "every event",
+    )

@@ -1,0 +1,321 @@
+"""A run of `rpcmp drive`: one job, from its config to its summary, over many generations.
+
+    generation ──fault──> RecoveryLoop ──> servers ready ──> next generation, from the newest step
+        │                    │                                that all stages still have
+        └──done──> summary   └──final──> save what the servers hold, raise the error
+
+Generations are invisible in the reported events: every step and every evaluation is reported once.
+If a replayed step does not give the same loss as before, bit for bit, a warning says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import platform
+import signal
+import statistics
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rpcmp.checkpoint.files import require_place
+from rpcmp.checkpoint.folder import newest_in
+from rpcmp.config.redaction import redacted
+from rpcmp.config.schema import Config
+from rpcmp.errors import InterruptedJobError
+from rpcmp.job.autobalance import balanced, with_saved_shares
+from rpcmp.job.recovery import RecoveryLoop
+from rpcmp.job.restore_planner import Start
+from rpcmp.job.server_pool import ServerPool, forks_for
+from rpcmp.job.telemetry import VITALS_SECONDS, Vitals
+from rpcmp.job.training_workload import TrainingWorkload
+from rpcmp.net.security import INSECURE, WARN_SECONDS, Security, watch
+from rpcmp.observability.events import (
+    Event,
+    PlanEvent,
+    PlanOutcome,
+    RunEvent,
+    SharesEvent,
+    StagePlan,
+    SummaryEvent,
+    WarningEvent,
+)
+from rpcmp.observability.events.stream import EventStream
+from rpcmp.pipelining.cost_model import Prediction
+from rpcmp.process.channel import Message
+from rpcmp.process.fork_client import Forks
+from rpcmp.process.signals import count_stop_requests, handle_stop_signals
+from rpcmp.server.connection import versions
+
+Report = Callable[[Event], None]
+
+
+async def drive(
+    config: Config,
+    report: Report,
+    connect: Sequence[str] | None = None,
+    evaluate: bool = True,
+    save_state: Path | None = None,
+    trace: Path | None = None,
+    start: Start = "either",
+    timeline: float = 0.0,
+    last_steps: Path | None = None,
+    forks: Forks | None = None,
+) -> SummaryEvent:
+    """Train `config` to its end, and recover from faults on the way.
+
+    The first SIGINT, SIGTERM or SIGHUP lets the running step finish. Another SIGINT or SIGTERM ends
+    the job at once.
+
+    Args:
+        config: the job.
+        report: called with every event from `RunEvent` to `SummaryEvent`, stamped, and about once
+            per second with `VitalsEvent`; see rpcmp.observability.events.
+        connect: addresses of running stage servers; see ServerPool.
+        evaluate: whether to evaluate and write the report as well.
+        save_state: where to save the final parameters and buffers, as safetensors.
+        trace: where to write a trace of the run.
+        start: "resume": go on from the newest checkpoint, if there is one; "fresh": start from the
+            config, whatever checkpoints there are; "either": start from the config unless there are
+            checkpoints that a config has asked for.
+        timeline: seconds between two events `timeline`, which show the actions of a step; 0: none.
+        last_steps: where to write a trace of the last steps at the end of the run; needs
+            `timeline`.
+        forks: forks the processes; None: the run has its own.
+
+    Returns:
+        The last event.
+
+    Raises:
+        RpcmpError: why the job did not come to its end; InterruptedJobError for a signal.
+    """
+    own_forks = forks_for(config, connect) if forks is None else contextlib.nullcontext(forks)
+    files = {"save_state": save_state, "trace": trace, "last_steps": last_steps}
+    paths = {key: str(path.absolute()) if path else "" for key, path in files.items()}
+    order = {"op": "train", "evaluate": evaluate, "timeline": timeline, **paths}
+    async with own_forks as processes:
+        run = TrainingRun(config, connect, report, start, processes)
+        task = asyncio.ensure_future(run.train(order))
+        with handle_stop_signals(lambda signum: run.interrupt(signum, task)):
+            try:
+                return await task
+            except asyncio.CancelledError:
+                if not run.signals:
+                    raise
+                # Between two generations there is no step to finish.
+                if count_stop_requests(run.signals) == 1 and run.saves_on(run.signals[0]):
+                    await run.leave()
+                raise InterruptedJobError(run.signals[-1], run.step) from None
+            finally:
+                await run.close()
+
+
+def run_event(config: Config, job_id: str, addresses: Sequence[str]) -> RunEvent:
+    """Return the event `run`: the job, its stages, its workers and their addresses.
+
+    Args:
+        job_id: unique for each run.
+        addresses: of the stage servers, by worker; empty: the run starts them on this machine, and
+            the event `generation` has their addresses.
+    """
+    software = versions()
+    addresses = list(addresses) or [""] * len(config.workers)
+    graph, names = config.graph(), config.stage_names
+    return RunEvent(
+        name=config.name,
+        config=redacted(config.model_dump(mode="json")),
+        versions={
+            "rpcmp": software.rpcmp,
+            "torch": software.torch,
+            "python": software.python,
+        },
+        driver=platform.node(),
+        pid=os.getpid(),
+        job_id=job_id,
+        graph={
+            "stages": [  # in the graph's order, as the rows of a pipeline diagram
+                {
+                    "name": name,
+                    "index": names.index(name),
+                    "inputs": [str(reference) for reference in graph.inputs[name]],
+                    "replicas": config.stage(names.index(name)).num_replicas,
+                    "device": config.stage(names.index(name)).device,
+                    "schedule_row": row,
+                }
+                for row, name in enumerate(graph.stages)
+            ]
+        },
+        workers=[
+            {
+                "label": worker.label,
+                "stage": worker.stage,
+                "stage_index": worker.stage_index,
+                "replica": worker.replica,
+                "address": address,
+            }
+            for worker, address in zip(config.workers, addresses, strict=True)
+        ],
+    )
+
+
+class TrainingRun:
+    """One run: measures what the config leaves open, trains, and stops on signals.
+
+    Args:
+        start: whether to go on from the newest checkpoint.
+
+    Attributes:
+        signals: those that have been received.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        connect: Sequence[str] | None,
+        report: Report,
+        start: Start,
+        forks: Forks,
+    ) -> None:
+        self._config, self._connect = config, connect
+        self._start = start
+        self._forks = forks
+        self._pool: ServerPool | None = None
+        self._workload: TrainingWorkload | None = None
+        self._loop: RecoveryLoop[SummaryEvent] | None = None
+        self._vitals = Vitals()
+        self._events = EventStream(report, self._generation_number)
+        self._report = self._events.emit
+        self.signals: list[int] = []
+
+    @property
+    def step(self) -> int:
+        return self._events.step
+
+    async def train(self, order: Message) -> SummaryEvent:
+        """Train to the end of the run; returns its summary."""
+        config, resumes = self._config, self._start == "resume"
+        if resumes:
+            config = with_saved_shares(config)
+        pool = self._pool = ServerPool(config, self._connect, self._report, self._forks)
+        if resumes and (before := newest_in(config.checkpoint_folder, config.name)) is not None:
+            pool.run_folder = before.name
+        self._report(run_event(config, pool.job_id, pool.addresses))
+        async with (
+            _in_background(self._report_vitals()),
+            _in_background(self._warn_of_security(pool.dialer.security)),
+        ):
+            return await self._train(config, pool, order)
+
+    async def _train(self, config: Config, pool: ServerPool, order: Message) -> SummaryEvent:
+        config, prediction = await balanced(config, self._connect, self._forks)
+        for text in config.warnings:
+            self._report(WarningEvent(text=text))
+        if prediction is not None:
+            self._report(_plan_event(prediction))
+        if config.balance_replicas:
+            self._report(SharesEvent(shares=config.shares))
+        workload = self._workload = TrainingWorkload(
+            config, pool, self._events, self._vitals, self._start, order, self.signals
+        )
+        if config.checkpoint is not None:
+            await asyncio.to_thread(require_place, config.checkpoint_folder)
+        await pool.open()
+        self._loop = RecoveryLoop(config.recovery, pool, workload)
+        summary = await self._loop.run()
+        if prediction is not None:
+            summary = replace(summary, plan=_compared(prediction, self._events.step_seconds))
+        self._report(summary)
+        return summary
+
+    def interrupt(self, signum: int, task: asyncio.Future[SummaryEvent]) -> None:
+        """Stop the run after its step on the first signal while training, else at once."""
+        before = count_stop_requests(self.signals)
+        self.signals.append(signum)
+        if count_stop_requests(self.signals) == before:
+            return
+        if not before and self._workload is not None and self._workload.is_training:
+            self._workload.finish_step(save=self.saves_on(signum))
+        else:
+            task.cancel()
+
+    def saves_on(self, signum: int) -> bool:
+        """Return whether a signal saves: a Ctrl-C does only if the config asks for checkpoints."""
+        return signum != signal.SIGINT or self._config.checkpoint is not None
+
+    async def leave(self) -> None:
+        """Stop at once, with a checkpoint of the snapshots that the servers hold."""
+        if self._loop is None or self._workload is None or self._loop.generation is None:
+            return
+        await self._loop.close()
+        await self._workload.checkpoints.leave()
+
+    async def close(self) -> None:
+        if self._workload is not None:
+            await self._workload.wait_for_removal()
+        if self._loop is not None:
+            await self._loop.close()
+        if self._pool is not None and self._workload is not None:
+            await self._pool.free(self._workload.checkpoints.generation)
+
+    async def _report_vitals(self) -> None:
+        await self._vitals.wait()
+        while True:
+            self._report(self._vitals.event(self.step))
+            await asyncio.sleep(VITALS_SECONDS)
+
+    async def _warn_of_security(self, security: Security) -> None:
+        """Warn each minute that the job is insecure, if it is; otherwise watch its certificates."""
+
+        def warn(text: str) -> None:
+            self._report(WarningEvent(text=text))
+
+        while self._config.security.insecure:
+            warn(INSECURE)
+            await asyncio.sleep(WARN_SECONDS)
+        await watch(security, warn)
+
+    def _generation_number(self) -> int:
+        return 1 if self._workload is None else self._workload.checkpoints.generation
+
+
+@contextlib.asynccontextmanager
+async def _in_background(coroutine: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run a coroutine as a task that is cancelled at the end of the block."""
+    task = asyncio.create_task(coroutine)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _plan_event(prediction: Prediction) -> PlanEvent:
+    stages: dict[str, StagePlan] = {
+        name: {
+            "num_layers": stage.num_layers,
+            "busy_s": stage.busy_s,
+            "bubble": stage.bubble,
+            "memory_bytes": stage.memory_bytes,
+            "limit_bytes": stage.limit_bytes,
+        }
+        for name, stage in prediction.stages.items()
+    }
+    return PlanEvent(
+        balance=prediction.balance,
+        step_s=prediction.step_s,
+        bubble=prediction.bubble,
+        stages=stages,
+    )
+
+
+def _compared(prediction: Prediction, step_seconds: Sequence[float]) -> PlanOutcome:
+    """Compare a prediction with the median of the steps without the first, which warms up."""
+    counted = step_seconds[1:] or step_seconds
+    return {
+        "balance": prediction.balance,
+        "predicted_step_s": prediction.step_s,
+        "measured_step_s": statistics.median(counted) if counted else None,
+    }

@@ -1,0 +1,222 @@
+"""Training as the workload of a job's generations: from the driver's order to its summary."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rpcmp.config.schema import Config
+from rpcmp.config.topology import DRIVER
+from rpcmp.errors import DrainingError, InterruptedJobError, JobError, RpcmpError, SavingError
+from rpcmp.job.checkpoints import Checkpoints
+from rpcmp.job.generation import Generation
+from rpcmp.job.recovery import Progress, Workload
+from rpcmp.job.restore_planner import RestorePlanner, Start
+from rpcmp.job.server_pool import ServerPool
+from rpcmp.job.telemetry import Vitals
+from rpcmp.observability.events import (
+    EvalEvent,
+    Event,
+    FaultEvent,
+    GenerationEvent,
+    LogEvent,
+    RecoveredEvent,
+    StepEvent,
+    SummaryEvent,
+)
+from rpcmp.observability.events.stream import EventStream
+from rpcmp.process.channel import Message
+from rpcmp.process.logging.records import Entry
+
+
+class TrainingWorkload(Workload[SummaryEvent]):
+    """Trains a job; the result is the summary event.
+
+    Args:
+        events: takes the events of the run.
+        signals: those that have been received; grows.
+
+    Attributes:
+        checkpoints: of this run.
+        is_training: whether the driver process trains just now.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        pool: ServerPool,
+        events: EventStream,
+        vitals: Vitals,
+        start: Start,
+        order: Message,
+        signals: Sequence[int],
+    ) -> None:
+        self._pool = pool
+        self._config = config
+        self._events = events
+        self._report = events.emit
+        self._vitals = vitals
+        self._order = order
+        self._signals = signals
+        self.checkpoints = Checkpoints(config, pool, events.emit)
+        self._planner = RestorePlanner(config, pool, self.checkpoints, events.emit, start)
+        self.is_training = False
+        self._generation: Generation | None = None
+        self._has_begun = False
+        self._first_step = 0
+        self._step_at_fault = 0
+        self._first_fault: RpcmpError | None = None
+        self._lost_at: float | None = None
+        self._hosts: dict[str, str] = {}
+        self._removal: asyncio.Task[None] | None = None
+
+    def finish_step(self, save: bool) -> None:
+        """Let the driver process stop after its running step, and save it if `save`."""
+        if self._generation is not None:
+            self._generation.send({"op": "finish_step", "save": save})
+
+    async def wait_for_removal(self) -> None:
+        if self._removal is not None:
+            await asyncio.gather(self._removal, return_exceptions=True)
+
+    def next_generation(self) -> Generation:
+        if self._generation is not None:
+            self.checkpoints.generation += 1
+        self._vitals.start_generation()
+        self._generation = Generation(
+            self._config,
+            self._pool,
+            self.checkpoints.generation,
+            choose=self._planner.choose,
+            vitals=self._vitals,
+            log=self._report_log,
+        )
+        return self._generation
+
+    async def run(self, generation: Generation) -> SummaryEvent:
+        await generation.start()
+        step = generation.restore_point.step
+        self._report_start(generation, step)
+        self._has_begun = True
+        self.checkpoints.remove_elsewhere = generation.workers.remove_checkpoint
+        await self.checkpoints.remove_left_behind(ended_well=False)
+        generation.train({**self._order, "progress": self.checkpoints.progress_of(step)})
+        summary = await self._train(generation)
+        await generation.deliver()
+        await generation.wait_for_end()
+        if self._signals:
+            self._report(summary)
+            raise InterruptedJobError(self._signals[0], self._events.step)
+        try:
+            self.checkpoints.require_saved(has_ended=True)
+        except SavingError:
+            self._report(summary)  # the training itself is complete
+            raise
+        if not summary.is_cut_short:
+            await self.checkpoints.remove_left_behind(ended_well=True)
+        if generation.draining and summary.is_cut_short:
+            raise DrainingError(
+                f"the server of stage {generation.draining!r} is being stopped; the job has paused "
+                f"after step {self._events.step}"
+            )
+        return summary
+
+    def _report_start(self, generation: Generation, step: int) -> None:
+        """Report the group, and the steps up to the restored one that were not reported before."""
+        workers, driver = generation.workers.places, generation.driver_place
+        self._report(GenerationEvent(step=step, workers=workers, driver=driver))
+        if self._lost_at is not None:
+            self._report(RecoveredEvent(step=step, seconds=time.monotonic() - self._lost_at))
+            self._lost_at = None
+            for event in self.checkpoints.step_events_up_to(step):
+                self._events.emit_new(event)
+        else:
+            self._events.step = step
+        if not self._has_begun:
+            self._first_step = step
+
+    async def _train(self, generation: Generation) -> SummaryEvent:
+        self.is_training = True
+        summary: SummaryEvent | None = None
+        try:
+            while not _is_message("done", event := await generation.next_event()):
+                if isinstance(event, SummaryEvent):
+                    best = await asyncio.to_thread(self.checkpoints.best.kept)
+                    summary = replace(event, best=best)
+                else:
+                    await self._handle(event, generation)
+                    self.checkpoints.require_saved(has_ended=False)
+        finally:
+            self.is_training = False
+        if summary is None:
+            raise JobError("the driver process has ended its run without a summary")
+        return summary
+
+    def _report_log(self, entry: Entry) -> None:
+        self._report(LogEvent.from_entry(entry))
+
+    async def _handle(self, event: Event | Message, generation: Generation) -> None:
+        completed = None
+        match event:
+            case Event():
+                self._events.emit_new(event)
+            case {"event": "progress"}:
+                completed = await self.checkpoints.add_progress(event)
+            case {"event": "saved"}:
+                completed = await self.checkpoints.add_part(event["stage"], event["saved"])
+            case {"event": "draining"}:
+                self.finish_step(save=True)
+        if completed is not None:
+            failed = completed != self.checkpoints.saved
+            generation.send({"op": "saved", "step": completed, "failed": failed})
+            self._removal = asyncio.create_task(self.checkpoints.remove_surplus())
+
+    async def settle(
+        self, error: RpcmpError, generation: Generation, unread: list[Event | Message]
+    ) -> Progress:
+        for event in unread:
+            if _is_message("progress", event) or isinstance(event, StepEvent | EvalEvent):
+                await self._handle(event, generation)
+        self.checkpoints.forget_parts()
+        if isinstance(
+            error, InterruptedJobError
+        ):  # the step is complete, and saved if it has to be
+            raise error
+        step = self._events.step
+        is_new, self._step_at_fault = step > self._step_at_fault, step
+        if is_new:
+            self._first_fault = None
+        return Progress(is_new, self._has_begun, step > self._first_step, bool(self._signals))
+
+    def report_fault(self, error: RpcmpError, generation: Generation) -> None:
+        self._first_fault = self._first_fault or error
+        self._lost_at = time.monotonic() if self._lost_at is None else self._lost_at
+        self._hosts |= {label: place["host"] for label, place in generation.workers.places.items()}
+        self._hosts[DRIVER] = generation.driver_place["host"]
+        self._report(
+            FaultEvent(
+                step=self._events.step,
+                error=str(error),
+                kind=type(error).__name__,
+                stage=error.stage,
+                host=self._hosts.get(error.stage, ""),
+            )
+        )
+        self._vitals.mark_lost(error.stage)
+        self._report(self._vitals.event(self._events.step))
+
+    def explain(self, error: RpcmpError) -> RpcmpError:
+        # Why a recovery failed is not why there had to be one.
+        first = self._first_fault
+        if first is not None and str(first) not in str(error):
+            error.add_note(f"this followed a fault after step {self._events.step}: {first}")
+        return error
+
+    async def give_up(self, generation: Generation) -> None:
+        await self.checkpoints.leave()
+
+
+def _is_message(name: str, event: Event | Message) -> bool:
+    return isinstance(event, dict) and event["event"] == name

@@ -1,0 +1,324 @@
+"""Facts about a host that matter to a run: software, processors, devices, disk, network.
+
+`examine` runs in a supervisor, which does not import torch; what needs torch or the user's code is
+looked at by a child process, in `check_devices_and_code`. Requests and answers travel as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import platform
+import shutil
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from pydantic import Field
+
+from rpcmp.checkpoint.files import beneath, require_plain, write_durably
+from rpcmp.config import importing
+from rpcmp.config.types import Strict
+from rpcmp.config.user_code import COMPARED_BY_VERSION, sha256_of
+from rpcmp.errors import CheckpointError, FactoryError, one_line
+from rpcmp.net.security import Security
+from rpcmp.process.channel import Message
+from rpcmp.process.fork_client import Forks
+from rpcmp.process.interpreter import compute_environment
+from rpcmp.process.sandbox import confinement
+from rpcmp.process.sandbox.confinement import Reach
+from rpcmp.process.sockets import listeners
+from rpcmp.process.task import run_task
+from rpcmp.server.connection import PROTOCOL, machine
+
+PACKAGES = ("rpcmp", "torch", "protobuf", "grpcio", "numpy")
+"""Packages whose versions are compared."""
+
+PREFIX = ".rpcmp-doctor-"
+"""Beginning of the names of files that try out a folder."""
+
+
+class CheckRequest(Strict):
+    """Requirements of a stage, or of the driver, on its host.
+
+    Attributes:
+        callables: "module:callable" of everything that will be built there, by config key.
+        devices: torch devices.
+        metrics: "module:callable" of the metrics that the driver may have to compute, by config
+            key.
+        folder: absolute path of the folder for checkpoints; empty if there are none.
+        marker: name of a file that is in `folder` if it is the driver's own folder; empty if it
+            need not be.
+    """
+
+    callables: dict[str, str]
+    devices: list[str]
+    metrics: dict[str, str] = Field(default_factory=dict)
+    folder: str = ""
+    marker: str = ""
+
+
+class Device(Strict):
+    """A torch device.
+
+    Attributes:
+        name: its product name.
+        available_bytes: free memory; None if unknown.
+        problem: why it cannot be used; empty if it can.
+    """
+
+    name: str = ""
+    available_bytes: int | None = None
+    problem: str = ""
+
+
+class Folder(Strict):
+    """A folder for checkpoints.
+
+    Attributes:
+        free_bytes: on its disk.
+        has_marker: whether the driver's marker is in it.
+        problem: why no file can be kept there; empty if one can.
+    """
+
+    free_bytes: int = 0
+    has_marker: bool = False
+    problem: str = ""
+
+
+class CertificateInfo(Strict):
+    """A certificate.
+
+    Attributes:
+        role: what its holder may be; empty: nothing.
+        hosts: names and addresses that it is for.
+        not_after: end of its validity, in seconds since 1970.
+    """
+
+    role: str
+    hosts: list[str]
+    not_after: float
+
+
+class HostFacts(Strict):
+    """One host.
+
+    Attributes:
+        host: its name.
+        machine: equal for all servers on it.
+        versions: of Python, the protocol and `PACKAGES`.
+        processors: number that this user may use.
+        certificate: None if there is none.
+        listens: HOST:PORT of every TCP socket at which the supervisor listens.
+        metrics_port: port of the supervisor's own Prometheus endpoint; 0 if there is none.
+        network: equal for workers that reach each other by loopback.
+        exposed: why other users of the host could reach a worker there; empty if they cannot.
+        confinement: what confines the job's code there; empty if nothing does.
+        unconfined: what the job's code can do all the same, since the kernel lacks a feature.
+        folder: None if the job keeps no checkpoints.
+        devices: by the names in the request.
+        code: SHA-256 of the code that is installed or was sent along, by top-level module.
+        problems: why a callable does not import, by config key.
+        driver_metrics: keys of the request's metrics that keep a state.
+    """
+
+    host: str
+    machine: str
+    versions: dict[str, str]
+    processors: int
+    certificate: CertificateInfo | None
+    listens: list[str]
+    metrics_port: int = 0
+    network: str
+    exposed: str
+    confinement: str = ""
+    unconfined: str = ""
+    folder: Folder | None
+    devices: dict[str, Device]
+    code: dict[str, str]
+    problems: dict[str, str]
+    driver_metrics: list[str] = Field(default_factory=list)
+
+
+async def examine(
+    request: CheckRequest,
+    forks: Forks,
+    security: Security,
+    code_folder: Path | None,
+    threads: int = 1,
+    allowed: Sequence[str] | None = None,
+    checkpoints: Path | None = None,
+    reach: Reach | None = None,
+) -> HostFacts:
+    """Collect the facts about this host.
+
+    Args:
+        request: what the job needs.
+        forks: where the child process that looks at devices and code comes from.
+        security: of this supervisor.
+        code_folder: of the Python files that came with the job; None if none did.
+        threads: compute threads of the worker.
+        allowed: modules that callables may come from, see `rpcmp.config.importing`; None: any.
+        checkpoints: the folder that checkpoints may lie in; None: anywhere.
+        reach: what the child process may open; None: it is not confined.
+    """
+    checked = await run_task(
+        {
+            "op": "examine",
+            "order": request.model_dump_json(),
+            "code_folder": str(code_folder or ""),
+            "allowed": allowed,
+        },
+        compute_environment(threads),
+        forks,
+        reach,
+    )
+    network = await forks.network()
+    return HostFacts(
+        host=platform.node(),
+        machine=machine(),
+        versions=_versions(),
+        processors=len(os.sched_getaffinity(0)),
+        certificate=_certificate(security),
+        listens=sorted(listeners().values()),
+        network=network.name,
+        exposed=network.reason,
+        confinement="" if reach is None else confinement.kernel_support(),
+        unconfined="" if reach is None else confinement.missing_protection(),
+        folder=await _check_folder(request, checkpoints),
+        devices=checked["devices"],
+        code=checked["code"],
+        problems=checked["problems"],
+        driver_metrics=checked["driver_metrics"],
+    )
+
+
+def _versions() -> dict[str, str]:
+    return {
+        **{package: metadata.version(package) for package in PACKAGES},
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "protocol": str(PROTOCOL),
+    }
+
+
+def _certificate(security: Security) -> CertificateInfo | None:
+    if security.credentials is None:
+        return None
+    from rpcmp.net.certificates import Certificate  # imports `cryptography`
+
+    certificate = Certificate.load(security.credentials.folder)
+    return CertificateInfo(
+        role="" if certificate.role is None else str(certificate.role),
+        hosts=certificate.hosts,
+        not_after=certificate.not_after.timestamp(),
+    )
+
+
+async def _check_folder(request: CheckRequest, checkpoints: Path | None) -> Folder | None:
+    if not request.folder:
+        return None
+    try:
+        if checkpoints is not None:
+            beneath(checkpoints, request.folder)
+        if request.marker:
+            require_plain(request.marker)
+    except CheckpointError as error:
+        return Folder(problem=f"{error}: start its server with --checkpoints, or set `dir`")
+    # On a thread: a disk may be slow.
+    return await asyncio.to_thread(try_folder, Path(request.folder), request.marker)
+
+
+def try_folder(path: Path, marker: str = "") -> Folder:
+    """Write a file into `path` as checkpoints are written, by fsync and rename, and remove it.
+
+    A folder that does not exist is not made: the nearest one above it is tried.
+    """
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    try:
+        with marked(existing):
+            has_marker = bool(marker) and (path / marker).exists()
+            return Folder(free_bytes=shutil.disk_usage(existing).free, has_marker=has_marker)
+    except OSError as error:
+        return Folder(problem=error.strerror or one_line(error))
+
+
+@contextlib.contextmanager
+def marked(path: Path) -> Iterator[str]:
+    """Keep a fresh file in the folder `path` for the length of the block; gives its name.
+
+    A missing folder is made, and removed again unless other files are in it by then.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    marker = path / f"{PREFIX}{uuid.uuid4().hex}"
+    try:
+        try:
+            write_durably(marker, [b"rpcmp doctor was here\n"])
+            yield marker.name
+        finally:
+            marker.unlink(missing_ok=True)
+    finally:
+        with contextlib.suppress(OSError):
+            for folder in missing:
+                folder.rmdir()
+
+
+def check_devices_and_code(message: Message) -> Iterator[Message]:
+    """Task: try the devices, import the callables, and hash the code they come from."""
+    if message["code_folder"]:
+        sys.path.insert(0, message["code_folder"])
+    importing.limit(message["allowed"])
+    request = CheckRequest.model_validate_json(message["order"])
+    problems = {key: _import_problem(name, key) for key, name in request.callables.items()}
+    yield {
+        "event": "examined",
+        "devices": {name: _try_device(name).model_dump() for name in request.devices},
+        "problems": {key: problem for key, problem in problems.items() if problem},
+        "code": _code_hashes(request, problems),
+        "driver_metrics": [key for key, name in request.metrics.items() if _keeps_state(name, key)],
+    }
+
+
+def _import_problem(name: str, key: str) -> str:
+    """Return why a callable cannot be imported, or an empty string."""
+    try:
+        importing.resolve(name, key)
+    except FactoryError as error:
+        return str(error)
+    except BaseException as error:  # a module that calls sys.exit()
+        return f"{key} = {name!r} does not import: {one_line(error)}"
+    return ""
+
+
+def _keeps_state(name: str, key: str) -> bool:
+    """Return whether the driver computes a metric; one that does not import here is the sink's."""
+    from rpcmp.metrics import keeps_state  # imports torch
+
+    try:
+        return keeps_state(importing.resolve(name, key))
+    except BaseException:
+        return False
+
+
+def _code_hashes(request: CheckRequest, problems: dict[str, str]) -> dict[str, str]:
+    """Hash rpcmp and the top-level modules of all callables that could be imported."""
+    imported = [name for key, name in request.callables.items() if not problems[key]]
+    modules = {"rpcmp", *(name.partition(":")[0].partition(".")[0] for name in imported)}
+    return {name: sha256_of(name) for name in sorted(modules.difference(COMPARED_BY_VERSION))}
+
+
+def _try_device(name: str) -> Device:
+    import torch
+
+    from rpcmp.pipelining import devices
+
+    try:
+        device = devices.resolve_device(name)
+        torch.ones(2, device=device).sum().item()
+        return Device(
+            name=devices.device_name(device), available_bytes=devices.available_bytes(device)
+        )
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        return Device(problem=one_line(error))

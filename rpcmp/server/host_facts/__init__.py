@@ -1,1 +1,0 @@
-"""What one host is and has, found out before a run for `rpcmp doctor`."""

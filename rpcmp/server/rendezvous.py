@@ -1,0 +1,299 @@
+"""The rendezvous of a group: its key-value store, the service for it, and its end at each worker.
+
+    agent ──ChannelStore──> StoreProxy ──gRPC──> RendezvousServicer ──> KeyValueStore
+
+The server of the first stage has the store. A worker has no connection to other hosts, so its own
+server makes the calls for it.
+
+Any stage of the group may write to the store. The bounds keep a stage that fails, or that an
+attacker controls, from taking up all memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Self
+
+from rpcmp.errors import BusyError, JobError, RpcmpError, one_line, to_wire
+from rpcmp.net.dialer import Dialer
+from rpcmp.process.channel import Message
+from rpcmp.server.client import StageClient
+from rpcmp.server.hardened_grpc import Callers
+from rpcmp.server.services import answers_errors
+from rpcmp.v1 import control_pb2 as pb
+from rpcmp.v1 import control_pb2_grpc
+
+if TYPE_CHECKING:
+    from rpcmp.server.claim import Claim
+    from rpcmp.server.hardened_grpc import GrpcContext
+    from rpcmp.server.stage_server import StageServer
+
+    Job = pb.SetRequest | pb.GetRequest | pb.CompareSetRequest | pb.AddRequest
+
+MAX_KEY = 4096
+"""Characters of a key. Keys contain workers' names, and these contain stages' names."""
+
+MAX_VALUE = 32 * 1024
+"""Bytes of a value; an agent's address has some hundred."""
+
+MAX_KEYS = 16 * 1024
+"""For groups of a thousand: an agent has a few."""
+
+MAX_BYTES = 16 * 2**20
+"""Of all keys and values together."""
+
+MAX_KEYS_PER_GET = 1024
+"""Keys per Get request."""
+
+MAX_WAITING = 16 * 1024
+"""Get requests that wait for keys."""
+
+_LONGEST = len(str(-(2**63)))
+
+
+class KeyValueStore:
+    """A bounded key-value store, for one event loop.
+
+    A task that waits for a key is woken by that key only: in a group of a thousand each member
+    waits for each other.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._bytes = 0
+        # Tasks that wait hold the event of a key; without them it is dropped.
+        self._arrivals: weakref.WeakValueDictionary[str, asyncio.Event] = (
+            weakref.WeakValueDictionary()
+        )
+        self._num_waiting = 0
+        self._is_closed = False
+
+    def get(self, key: str) -> bytes | None:
+        return self._values.get(key)
+
+    async def wait_for(self, keys: Iterable[str]) -> None:
+        """Wait until each key has a value.
+
+        Raises:
+            BusyError: the job ended first.
+            JobError: too many requests wait already.
+        """
+        if self._num_waiting >= MAX_WAITING:
+            raise JobError(f"{MAX_WAITING} questions to the rendezvous are unanswered already")
+        self._num_waiting += 1
+        try:
+            for key in keys:
+                await self._wait_for(key)
+        finally:
+            self._num_waiting -= 1
+
+    async def _wait_for(self, key: str) -> None:
+        while key not in self._values:
+            if self._is_closed:
+                raise BusyError("the job ended while a worker waited for the others")
+            arrival = self._arrivals.setdefault(key, asyncio.Event())
+            await arrival.wait()
+
+    def close(self) -> None:
+        """Fail all requests that wait."""
+        self._is_closed = True
+        for key in list(self._arrivals):
+            self._wake(key)
+
+    def _wake(self, key: str) -> None:
+        if (arrival := self._arrivals.pop(key, None)) is not None:
+            arrival.set()
+
+    def set(self, key: str, value: bytes) -> None:
+        """Set a value.
+
+        Raises:
+            JobError: it is too large, or the store is full.
+        """
+        if len(key) > MAX_KEY:
+            raise JobError(f"a rendezvous takes no key of {len(key)} characters, {MAX_KEY} at most")
+        if len(value) > MAX_VALUE:
+            raise JobError(
+                f"a rendezvous takes no value of {len(value)} bytes, {MAX_VALUE} at most"
+            )
+        held = self._values.get(key)
+        grown = self._bytes + (_size(key, value) - (0 if held is None else _size(key, held)))
+        if grown > MAX_BYTES or (held is None and len(self._values) >= MAX_KEYS):
+            raise JobError("the rendezvous is full")
+        self._values[key] = value
+        self._bytes = grown
+        self._wake(key)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter; return its new value.
+
+        Raises:
+            JobError: the value is not a number, or exceeds 64 bits.
+        """
+        held = self._values.get(key, b"0")
+        if not held.removeprefix(b"-").isdigit() or len(held) > _LONGEST:
+            raise JobError("the value is no number")
+        value = int(held) + amount
+        if not -(2**63) <= value < 2**63:
+            raise JobError(f"{value} is no number of 64 bits")
+        self.set(key, str(value).encode())
+        return value
+
+
+def require_key_count(keys: Iterable[str]) -> None:
+    """Refuse a request for no key, or for too many.
+
+    Raises:
+        JobError: the number of keys is out of range.
+    """
+    if not 1 <= (count := len(list(keys))) <= MAX_KEYS_PER_GET:
+        raise JobError(f"a rendezvous answers no question for {count} keys")
+
+
+def _size(key: str, value: bytes) -> int:
+    return len(key.encode()) + len(value)
+
+
+class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
+    """See protos/rpcmp/v1/control.proto. The values go with the claim."""
+
+    def __init__(self, server: StageServer, callers: Callers) -> None:
+        self._server, self._callers = server, callers
+
+    def _claim_of(self, job: Job, grpc_context: GrpcContext) -> Claim:
+        """Return the current claim; the caller must belong to its group."""
+        role = self._callers.role(grpc_context.peer())
+        claim = self._server.claimed_by(job.job_id, job.generation)
+        claim.group.require_member(role, "use the rendezvous")
+        return claim
+
+    def _require_own(self, claim: Claim, key: str, value: bytes, grpc_context: GrpcContext) -> None:
+        """Refuse a member that would set another's address, or take another's rank.
+
+        torch's agents store their addresses under "addrs/NAME" and their names under "names/RANK",
+        and do not check which agent answers at an address.
+        """
+        kind, _, rest = key.partition("/")
+        if kind in ("addrs", "names"):
+            name = rest if kind == "addrs" else value.decode(errors="replace")
+            claim.group.require_name(self._callers.role(grpc_context.peer()), name)
+
+    @answers_errors
+    async def Set(self, request: pb.SetRequest, grpc_context: GrpcContext) -> pb.SetResponse:
+        claim = self._claim_of(request, grpc_context)
+        self._require_own(claim, request.key, request.value, grpc_context)
+        claim.values.set(request.key, request.value)
+        return pb.SetResponse(generation=claim.generation)
+
+    @answers_errors
+    async def Get(self, request: pb.GetRequest, grpc_context: GrpcContext) -> pb.GetResponse:
+        claim = self._claim_of(request, grpc_context)
+        require_key_count(request.keys)
+        await claim.values.wait_for(request.keys)
+        value = claim.values.get(request.keys[0])
+        return pb.GetResponse(generation=claim.generation, value=value or b"")
+
+    @answers_errors
+    async def CompareSet(
+        self, request: pb.CompareSetRequest, grpc_context: GrpcContext
+    ) -> pb.CompareSetResponse:
+        claim = self._claim_of(request, grpc_context)
+        self._require_own(claim, request.key, request.desired, grpc_context)
+        held = claim.values.get(request.key)
+        if (held or b"") == request.expected:
+            held = request.desired
+            claim.values.set(request.key, held)
+        return pb.CompareSetResponse(generation=claim.generation, value=held or b"")
+
+    @answers_errors
+    async def Add(self, request: pb.AddRequest, grpc_context: GrpcContext) -> pb.AddResponse:
+        claim = self._claim_of(request, grpc_context)
+        self._require_own(claim, request.key, b"", grpc_context)
+        value = claim.values.add(request.key, request.amount)
+        return pb.AddResponse(generation=claim.generation, value=value)
+
+
+MAX_CALLS = 64
+"""Calls of one worker under way; an agent makes one per thread."""
+
+
+class StoreProxy:
+    """Makes the calls for a worker's `rpcmp.rpc.store.ChannelStore`.
+
+    Args:
+        client: of the server that has the store; closed with the proxy.
+        job_id, generation: of the claim.
+        send: sends a message to the worker.
+    """
+
+    def __init__(
+        self, client: StageClient, job_id: str, generation: int, send: Callable[[Message], None]
+    ) -> None:
+        self._client = client
+        self._job = {"job_id": job_id, "generation": generation}
+        self._send = send
+        self._asking: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    def at(
+        cls,
+        address: str,
+        dialer: Dialer,
+        job_id: str,
+        generation: int,
+        send: Callable[[Message], None],
+    ) -> Self:
+        """Return the proxy of the store at `address`, the server of the first stage."""
+        client = StageClient("rendezvous", address, dialer, stage_index=0)
+        return cls(client, job_id, generation, send)
+
+    def handle(self, message: Message) -> None:
+        """Make a call; the answer is sent to the worker.
+
+        Raises:
+            ValueError: the message is malformed, or more calls are under way than an agent makes.
+        """
+        if not isinstance(message.get("id"), int):
+            raise ValueError("a question to the rendezvous has no number")
+        if len(self._asking) >= MAX_CALLS:
+            raise ValueError(f"it asks the rendezvous more than {MAX_CALLS} questions at once")
+        task = asyncio.create_task(self._ask(message))
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+
+    async def close(self) -> None:
+        """Cancel all calls."""
+        for task in self._asking:
+            task.cancel()
+        await asyncio.gather(*self._asking, return_exceptions=True)
+        await self._client.close()
+
+    async def _ask(self, message: Message) -> None:
+        answer: Message = {"op": "stored", "id": message["id"]}
+        try:
+            value = await self._call(message)
+            answer["value"] = base64.b64encode(value).decode()
+        except Exception as error:  # without an answer the child would wait for ever
+            known = error if isinstance(error, RpcmpError) else JobError(one_line(error))
+            answer["error"] = to_wire(known)
+        self._send(answer)
+
+    async def _call(self, message: Message) -> bytes:
+        keys = message["keys"]
+        match message["call"]:
+            case "set":
+                return await self._client.store_set(self._job, keys[0], _data(message["value"]))
+            case "compare_set":
+                expected, desired = _data(message["expected"]), _data(message["value"])
+                return await self._client.store_compare_set(self._job, keys[0], expected, desired)
+            case "add":
+                return await self._client.store_add(self._job, keys[0], message["amount"])
+            case _:
+                return await self._client.store_get(self._job, keys)
+
+
+def _data(text: str) -> bytes:
+    return base64.b64decode(text)

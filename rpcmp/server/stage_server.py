@@ -1,0 +1,374 @@
+"""A stage server: serves one job at a time and keeps its snapshots. Its services: `endpoints`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import platform
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+
+from rpcmp.checkpoint.files import Inside, beneath, require_place
+from rpcmp.errors import BusyError, CheckpointError, ConfigError, DrainingError, VersionError
+from rpcmp.net import dialer
+from rpcmp.net.dialer import Dialer
+from rpcmp.net.security import Security
+from rpcmp.process import liveness, tempdirs
+from rpcmp.process.fork_client import WORKERS, Forks
+from rpcmp.process.logging.display import RecordSource
+from rpcmp.process.logging.records import Entry, pass_on
+from rpcmp.process.sandbox.confinement import SCRATCH, Reach
+from rpcmp.server import claim_log, endpoints, services
+from rpcmp.server.access import GroupMembers
+from rpcmp.server.claim import Claim, State
+from rpcmp.server.connection import differences, machine, versions
+from rpcmp.server.endpoints import NOT_SERVING, Endpoints
+from rpcmp.server.host_facts import CheckRequest, examine
+from rpcmp.server.snapshot_saver import Kept
+from rpcmp.server.snapshot_store import NO_FOLDER, SnapshotStore
+from rpcmp.v1 import control_pb2 as pb
+from rpcmp.v1 import doctor_pb2
+
+UNWATCHED_SECONDS = 5.0
+"""Lifetime of a claim that no driver watches."""
+
+KEEP_SECONDS = 3600.0
+"""Time for a driver that was lost, or that waits for another host, to come back."""
+
+VITALS_SECONDS = 1.0
+"""Interval of vitals in a Watch stream."""
+
+DRAIN_SECONDS = 30.0
+"""Time limit for a job to end after its current step when the server drains."""
+
+
+class StageServer:
+    """One stage's server, from `start` to `stop`.
+
+    Args:
+        stage_index, replica: the stage that it serves; None: any, as a spare.
+        accept_code: whether jobs may bring Python files along.
+        forks: starts workers; closed with the server.
+        security: which connections are accepted; None: this user's processes on this machine.
+        allowed: modules that jobs' callables may come from, besides what every allow list has;
+            None: there is no list.
+        show: called with each line of a worker's output.
+        checkpoints: the folder that jobs' checkpoints may lie in; None: "checkpoints" below the
+            current directory.
+        reach: files that workers may open beyond a job's own; None: they are not confined.
+        works_for: process id of the driver that has started the server for its job; 0: any driver.
+
+    Attributes:
+        draining: whether it takes no new job.
+        claim: the current job's; None if idle.
+        vault: the snapshots that it holds.
+        drain_requested: set as soon as it has to stop.
+        metrics_port: where its metrics are served; 0: nowhere.
+        security, works_for: as given.
+        dialer: connects it to other servers.
+    """
+
+    def __init__(
+        self,
+        stage_index: int | None,
+        replica: int = 0,
+        accept_code: bool = True,
+        forks: Forks | None = None,
+        security: Security | None = None,
+        allowed: Sequence[str] | None = None,
+        show: Callable[[Entry], None] = pass_on,
+        checkpoints: Path | None = None,
+        reach: Reach | None = None,
+        works_for: int = 0,
+    ) -> None:
+        self.works_for = works_for
+        self.stage_index = stage_index
+        self.replica = replica
+        self.draining = False
+        self.metrics_port = 0
+        self.claim: Claim | None = None
+        self.security = security or Security()
+        self.dialer = Dialer(self.security)
+        self.vault = SnapshotStore(self.dialer)
+        self._accept_code = accept_code and allowed is None  # code could take any name of the list
+        self._allowed = None if allowed is None else list(allowed)
+        self._show = show
+        # Links on the way to it are its owner's, and followed once.
+        self._checkpoints = Path(checkpoints or "checkpoints").resolve()
+        self._reach = reach
+        self._forks = forks or Forks([WORKERS])
+        self._forgetting: asyncio.TimerHandle | None = None
+        self._changing = asyncio.Lock()  # held while a claim begins or ends
+        self._examined = ""
+        self._versions = versions()
+        self.drain_requested = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._doors = Endpoints(self)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; return the port, which is a free one for port 0.
+
+        Raises:
+            ConfigError: the port is in use, or the host is not this machine's.
+        """
+        for prefix in (endpoints.PREFIX, dialer.PREFIX, claim_log.PREFIX, SCRATCH):
+            tempdirs.sweep(prefix)
+        return await self._doors.open(host, port)
+
+    async def drain(self) -> None:
+        """Take no new job, and let the current one end after its current step."""
+        self.draining = True
+        self.drain_requested.set()
+        await self._doors.set_health(NOT_SERVING)
+        if self.claim is not None:
+            await self.claim.notify()
+
+    async def stop(self, seconds: float) -> None:
+        """Wait up to `seconds` for the job to end, then end it, and stop listening."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        await self.release(self.claim)
+        await self._doors.close()
+        await self._forks.close()
+
+    async def profile(self, request: pb.ProfileRequest) -> str:
+        """Measure a job's layers; the server takes no job meanwhile.
+
+        Raises:
+            DrainingError, BusyError, VersionError, ConfigError: the job cannot run here.
+            RpcmpError: a layer failed.
+        """
+        async with self._reserved(request.job):
+            return await services.profile(request, self._forks, self._allowed, self._reach)
+
+    async def examine(self, request: doctor_pb2.ExamineRequest) -> str:
+        """Collect facts about this host for a stage of a job; JSON of HostFacts.
+
+        Raises:
+            DrainingError, BusyError, VersionError, ConfigError: the job cannot run here.
+            JobError: the facts cannot be collected.
+        """
+        order, threads = CheckRequest.model_validate_json(request.order), request.job.threads
+        async with self._reserved(request.job):
+            with claim_log.unpacked(request.job.code) as folder:
+                reach = self._reach and self._reach.reading(folder)
+                found = await examine(
+                    order,
+                    self._forks,
+                    self.security,
+                    folder,
+                    threads,
+                    self._allowed,
+                    self._checkpoints,
+                    reach,
+                )
+        return found.model_copy(update={"metrics_port": self.metrics_port}).model_dump_json()
+
+    @contextlib.asynccontextmanager
+    async def _reserved(self, job: pb.PrepareRequest) -> AsyncIterator[None]:
+        """Take no other job while one is being measured or examined."""
+        async with self._changing:
+            self._check(job)
+            if self.claim is not None:  # not even for its own job's next generation
+                raise BusyError(f"busy with job {self.claim.job!r}")
+            self._examined = job.job
+            self._idle.clear()
+        try:
+            yield
+        finally:
+            self._examined = ""
+            if self.claim is None:
+                self._idle.set()
+
+    async def prepare(self, request: pb.PrepareRequest) -> Claim:
+        """Claim this server for a job, or for its next generation.
+
+        Raises:
+            DrainingError, BusyError, VersionError, ConfigError: the job cannot run here.
+        """
+        async with self._changing:
+            return await self._prepare(request)
+
+    async def _prepare(self, request: pb.PrepareRequest) -> Claim:
+        self._check(request)
+        group = GroupMembers.of(request)
+        folder = self._folder_of(request)
+        if isinstance(folder, Inside) and not request.may_keep_nothing and request.generation == 1:
+            await asyncio.to_thread(require_place, folder)
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+        await self._release(self.claim)
+        await self.vault.open(request.job_id, folder, request.checkpoint_run)
+        await self.vault.pause()
+        claim = self.claim = Claim(
+            request,
+            group,
+            self.vault,
+            self._forks,
+            self.dialer,
+            self._allowed,
+            self._show,
+            self._reach,
+        )
+        self._idle.clear()
+        try:
+            await claim.open(list(request.code))
+        except BaseException:
+            await self._release(claim)
+            raise
+        asyncio.get_running_loop().call_later(UNWATCHED_SECONDS, self._release_unwatched, claim)
+        return claim
+
+    async def release(self, claim: Claim | None) -> None:
+        """End a claim, if it is still the current one."""
+        async with self._changing:
+            await self._release(claim)
+
+    async def _release(self, claim: Claim | None) -> None:
+        if claim is not None and claim is self.claim:
+            self.claim = None
+            await asyncio.shield(claim.close())  # a caller may be cancelled
+            loop = asyncio.get_running_loop()
+            self._forgetting = loop.call_later(KEEP_SECONDS, self._forget)
+            self._idle.set()
+
+    async def end(self, job_id: str, generation: int) -> None:
+        """End a job for good, and drop its snapshots.
+
+        Raises:
+            BusyError: the server works for another job.
+        """
+        async with self._changing:
+            if self.claim is not None or self.vault.job_id != job_id:
+                await self._release(self.claimed_by(job_id, generation))
+            await self.vault.clear()
+
+    def claimed_by(self, job_id: str, generation: int) -> Claim:
+        """Return the current claim, which must be the caller's.
+
+        Raises:
+            BusyError: the caller belongs to another job, or to a generation that has ended.
+        """
+        claim = self.claim
+        if claim is None or (claim.job_id, claim.generation) != (job_id, generation):
+            raise BusyError(f"this server does not belong to generation {generation} of the job")
+        return claim
+
+    async def watch(self, claim: Claim) -> AsyncIterator[pb.WatchResponse]:
+        """Yield each change of the claim, with the worker's vitals; then the claim ends."""
+        if claim.watched:
+            raise BusyError("somebody else watches this job already")
+        claim.watched = True
+        try:
+            last, due, last_line = None, float("-inf"), 0
+            clock = asyncio.get_running_loop().time
+            while self.claim is claim:
+                now = claim.snapshot()
+                now.draining = self.draining
+                lines = claim.lines.after(last_line)
+                if lines and lines[-1].number < claim.lines.newest:
+                    now.error = ""  # a watcher stops at an error, and there are more lines
+                is_due = clock() >= due
+                if now != last or lines or is_due:
+                    last = pb.WatchResponse()
+                    last.CopyFrom(now)
+                    if is_due:
+                        due = clock() + VITALS_SECONDS
+                        now.vitals.CopyFrom(claim.vitals())
+                    now.logs.extend(lines)
+                    last_line = lines[-1].number if lines else last_line
+                    yield now
+                    continue  # something may have changed while the stream was busy
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(due), claim.changed:
+                        await claim.changed.wait()
+        finally:
+            await asyncio.shield(self.release(claim))
+
+    @property
+    def log_source(self) -> RecordSource:
+        """The source of this server's own log records."""
+        who = "spare" if self.stage_index is None else f"stage {self.stage_index}"
+        claim = self.claim
+        if claim is None:
+            return RecordSource(who)
+        return RecordSource(claim.stage_name or who, claim.generation, claim.step)
+
+    def describe(self) -> pb.DescribeResponse:
+        answer = pb.DescribeResponse(
+            stage_index=self.stage_index or 0,
+            spare=self.stage_index is None,
+            replica=self.replica,
+            state=State.SERVER_STATE_IDLE,
+            draining=self.draining,
+            versions=self._versions,
+            supervisor_pid=os.getpid(),
+            machine=machine(),
+            holdings_of=self.vault.job_id,
+            holdings=self.vault.holdings(),
+        )
+        if self._examined:
+            answer.state, answer.job = State.SERVER_STATE_PROFILING, self._examined
+        if self.claim is not None:
+            claim = self.claim
+            answer.state = claim.state
+            answer.job, answer.generation = claim.job, claim.generation
+            answer.stage_name, answer.step = claim.stage_name, claim.step
+            answer.num_parameters = claim.num_parameters
+            answer.worker_pid = claim.worker_pid
+            answer.worker_memory = liveness.resident_bytes(claim.worker_pid)
+        return answer
+
+    def _check(self, request: pb.PrepareRequest) -> None:
+        if self.draining:
+            raise DrainingError("the server is being stopped")
+        place = (request.stage_index, request.replica)
+        if self.stage_index is not None and place != (self.stage_index, self.replica):
+            raise ConfigError(
+                f"serves stage {self.stage_index} replica {self.replica}, not stage "
+                f"{request.stage_index} replica {request.replica}; check `addresses`"
+            )
+        if found := differences(self._versions, request.versions):
+            raise VersionError(f"other software than the driver's: {'; '.join(found)}")
+        if request.code and not self._accept_code:
+            option = "--allow" if self._allowed else "--no-code"
+            raise ConfigError(
+                f"was started with {option} and refuses {len(request.code)} Python files; "
+                "install the model's package on the host and set ship_code = false"
+            )
+        for path in request.data_paths:
+            if self._reach is not None and not self._reach.may_read(path):
+                raise ConfigError(
+                    f"does not let jobs read {path}, which is one of `data.paths` or `init`: start "
+                    f"it with --data {path}, or a folder above"
+                )
+        if self.claim is not None and not self.claim.is_followed_by(request):
+            raise BusyError(f"busy with job {self.claim.job!r}")
+        if self._examined:
+            raise BusyError(f"busy measuring for job {self._examined!r}")
+
+    def _folder_of(self, request: pb.PrepareRequest) -> Kept:
+        """Return the folder of the job's checkpoints on this host."""
+        if not request.checkpoint_folder:
+            return NO_FOLDER
+        try:
+            return beneath(self._checkpoints, request.checkpoint_folder)
+        except CheckpointError as error:
+            text = (
+                f"checkpoints cannot lie on {platform.node()}: {error}: start `rpcmp serve` there "
+                "with --checkpoints, or set [checkpoint] dir"
+            )
+            if request.may_keep_nothing:
+                return text
+            raise ConfigError(text) from error
+
+    def _forget(self) -> None:
+        """Drop the snapshots of a driver that has not come back."""
+        if self.claim is None:
+            self._releasing = asyncio.ensure_future(self.vault.clear())
+
+    def _release_unwatched(self, claim: Claim) -> None:
+        if not claim.watched and claim is self.claim:
+            self._releasing = asyncio.ensure_future(self.release(claim))

@@ -1,1 +1,0 @@
-"""The process that counts what a job is made of, for `rpcmp explain`."""

@@ -1,0 +1,270 @@
+"""Ask every host of a job for the facts that matter to a run, as the job itself would reach it.
+
+`rpcmp doctor` judges the reports, and `rpcmp explain` shows where everything is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rpcmp.config.schema import Config
+from rpcmp.config.sections import StageConfig
+from rpcmp.config.topology import DRIVER, Member
+from rpcmp.config.types import Factory, parse_size
+from rpcmp.errors import ConfigError, RpcmpError, UnreachableError, VersionError
+from rpcmp.job.server_calls import collect_code
+from rpcmp.net.dialer import Dialer
+from rpcmp.net.link_test import LinkSpeed
+from rpcmp.process.fork_client import Forks
+from rpcmp.server.client import StageClient
+from rpcmp.server.connection import differences, versions, way_to
+from rpcmp.server.host_facts import CheckRequest, HostFacts, examine, marked
+from rpcmp.v1 import control_pb2 as pb
+from rpcmp.v1 import doctor_pb2
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """Facts about the host of a worker, a spare or the driver.
+
+    Attributes:
+        name: the worker's label, "spare HOST:PORT", or the driver's.
+        settings: the stage's; for a spare those of the most demanding stages, else defaults.
+        address: HOST:PORT of its server; empty for the driver.
+        facts: None if they are unknown.
+        speed: of the link from the driver; None for the driver itself, and if there is no link.
+        error: why facts or speed are missing.
+    """
+
+    name: str
+    settings: StageConfig
+    address: str = ""
+    facts: HostFacts | None = None
+    speed: LinkSpeed | None = None
+    error: RpcmpError | None = None
+
+
+class HostReports(NamedTuple):
+    """Reports on the hosts of the driver, of the workers in order, and of the spares."""
+
+    driver: HostReport
+    workers: list[HostReport]
+    spares: list[HostReport]
+
+
+class HostSurvey:
+    """Collects facts about the hosts of a job.
+
+    Args:
+        clients: connections to the job's servers, one per worker.
+        dialer: opens connections to the spares.
+        forks: where the process comes from that looks at this host.
+    """
+
+    def __init__(
+        self, config: Config, clients: Sequence[StageClient], dialer: Dialer, forks: Forks
+    ) -> None:
+        self._config, self._clients = config, clients
+        self._workers = dict(zip((client.name for client in clients), config.workers, strict=True))
+        self._dialer, self._forks = dialer, forks
+        self._code = collect_code(config.folder) if config.ship_code else []
+
+    async def collect(self) -> HostReports:
+        """Ask all hosts."""
+        config = self._config
+        with contextlib.ExitStack() as stack:
+            marker = ""
+            if config.checkpoint is not None and config.checkpoint.shared:
+                with contextlib.suppress(OSError):  # the driver's own report says why
+                    marker = stack.enter_context(marked(config.checkpoint_folder))
+            driver = await self._ask_driver(marker)
+            own = driver.facts.driver_metrics if driver.facts else []
+            workers = await asyncio.gather(
+                *(self._ask_worker(client, marker, own) for client in self._clients)
+            )
+            spares = await asyncio.gather(
+                *(self._ask_spare(address, marker, own) for address in config.recovery.spares)
+            )
+            return HostReports(driver, workers, spares)
+
+    async def _ask_driver(self, marker: str) -> HostReport:
+        request = driver_request(self._config, marker)
+        facts, error = None, None
+        try:
+            facts = await examine(
+                request, self._forks, self._dialer.security, self._config.folder, threads=1
+            )
+        except RpcmpError as raised:
+            error = raised
+        return HostReport(DRIVER, StageConfig(), facts=facts, error=error)
+
+    async def _ask_worker(
+        self, client: StageClient, marker: str, driver_metrics: Sequence[str]
+    ) -> HostReport:
+        worker = self._workers[client.name]
+        request = stage_request(self._config, worker.stage_index, marker, driver_metrics)
+        return await self._ask(client, client.name, worker, request)
+
+    async def _ask_spare(
+        self, address: str, marker: str, driver_metrics: Sequence[str]
+    ) -> HostReport:
+        request = spare_request(self._config, marker, driver_metrics)
+        async with StageClient("spare", address, self._dialer) as client:
+            return await self._ask(client, f"spare {address}", None, request)
+
+    async def _ask(
+        self, client: StageClient, name: str, worker: Member | None, request: CheckRequest
+    ) -> HostReport:
+        index = None if worker is None else worker.stage_index
+        settings = self._largest_settings() if index is None else self._config.stage(index)
+        speed, facts, error = None, None, None
+        try:
+            speed = await self._reach(client, index)
+            examine_request = doctor_pb2.ExamineRequest(
+                job=pb.PrepareRequest(
+                    job=self._config.name,
+                    versions=versions(),
+                    stage_index=index or 0,
+                    replica=0 if worker is None else worker.replica,
+                    threads=settings.threads,
+                    code=self._code,
+                    data_paths=self._config.data_paths,
+                ),
+                order=request.model_dump_json(),
+            )
+            facts = HostFacts.model_validate_json(await client.examine(examine_request))
+        except RpcmpError as raised:
+            error = raised
+        return HostReport(name, settings, client.address, facts, speed, error)
+
+    async def _reach(self, client: StageClient, index: int | None) -> LinkSpeed:
+        """Return the latency of a server that can take part.
+
+        Raises:
+            UnreachableError, SecurityError: it cannot be reached.
+            VersionError, ConfigError: it has other versions, or serves another stage.
+        """
+        try:  # its errors are more precise than gRPC's
+            speed = await way_to(self._dialer, client.name, client.address, index, seconds=0)
+        except UnreachableError as error:
+            with contextlib.suppress(UnreachableError):
+                _require_suitable(await client.connect(), client.address, index)
+            raise error from None
+        _require_suitable(await client.connect(), client.address, index)
+        return speed
+
+    def _largest_settings(self) -> StageConfig:
+        """Return the most threads and memory of any stage, for a spare that may take each."""
+        stages = [self._config.stage(index) for index in range(self._config.num_stages)]
+        memory = [stage.memory for stage in stages if stage.memory]
+        return StageConfig(
+            threads=max(stage.threads for stage in stages),
+            memory=max(memory, key=parse_size, default=None),
+        )
+
+
+def _require_suitable(server: pb.DescribeResponse, address: str, index: int | None) -> None:
+    if different := differences(versions(), server.versions):
+        raise VersionError(f"{address}: {'; '.join(different)}: install the same everywhere")
+    if index is None and not server.spare:
+        raise ConfigError(
+            f"{address} serves stage {server.stage_index} and no other: start it with --spare"
+        )
+
+
+def stage_request(
+    config: Config, index: int, marker: str, driver_metrics: Collection[str] = ()
+) -> CheckRequest:
+    """Return what one stage needs.
+
+    Args:
+        marker: name of the driver's file in the checkpoint folder; empty if it is not shared.
+        driver_metrics: config keys of the metrics that the driver computes instead of a stage.
+    """
+    sink_metrics = {
+        key: value for key, value in _metrics(config).items() if key not in driver_metrics
+    }
+    graph, name = config.graph(), config.stage_names[index]
+    callables = _names(
+        {
+            **_optimizer_and_scheduler(config, index),
+            **({"loss": config.loss, **sink_metrics} if name == graph.sink else {}),
+            **(_data(config, "stage") if graph.parts(name) else {}),
+        }
+    )
+    devices = [config.stage(index).device]
+    return _request(config, {**_model(config, index), **callables}, marker, devices)
+
+
+def spare_request(
+    config: Config, marker: str, driver_metrics: Collection[str] = ()
+) -> CheckRequest:
+    """Return what a spare server needs, which may take any stage."""
+    stages = [stage_request(config, i, marker, driver_metrics) for i in range(config.num_stages)]
+    callables = {key: name for stage in stages for key, name in stage.callables.items()}
+    devices = sorted({device for stage in stages for device in stage.devices})
+    return _request(config, callables, marker, devices)
+
+
+def driver_request(config: Config, marker: str) -> CheckRequest:
+    """Return what the driver needs: it may load data, lists the layers, computes some metrics."""
+    callables = _names({**_data(config, "driver"), "report": config.report})
+    model = _model(config, 0) if config.model is not None else {}
+    request = _request(config, {**model, **callables}, marker, ["cpu"])
+    return request.model_copy(update={"metrics": _names(_metrics(config))})
+
+
+def _model(config: Config, index: int) -> dict[str, str]:
+    if config.model is not None:
+        return {"model.layers": config.model.layers}
+    module = config.stage(index).module
+    return {} if module is None else {f"stages.{index}.module": module}
+
+
+def _optimizer_and_scheduler(config: Config, index: int) -> dict[str, Factory | None]:
+    """Return both by the config key that names them: the stage's own, or the job's."""
+    stage, prefix = config.stage(index), f"stages.{index}."
+    return {
+        f"{prefix if isinstance(stage.optimizer, Factory) else ''}optimizer": (
+            config.optimizer_of(index)
+        ),
+        f"{prefix if isinstance(stage.scheduler, Factory) else ''}scheduler": (
+            config.scheduler_of(index)
+        ),
+    }
+
+
+def _metrics(config: Config) -> dict[str, Factory]:
+    return {f"metrics.{name}": metric for name, metric in config.metrics.items()}
+
+
+def _data(config: Config, at: str) -> dict[str, Factory | None]:
+    """Return the datasets and what draws from them, if they are loaded `at` this place."""
+    data = config.data
+    if data is None or data.at != at:
+        return {}
+    return {
+        "data.train": data.train,
+        "data.test": data.test,
+        "data.sampler": data.sampler,
+        "data.collate": data.collate,
+    }
+
+
+def _names(factories: Mapping[str, Factory | None]) -> dict[str, str]:
+    return {key: factory.callable for key, factory in factories.items() if factory is not None}
+
+
+def _request(
+    config: Config, callables: dict[str, str], marker: str, devices: list[str]
+) -> CheckRequest:
+    return CheckRequest(
+        callables=callables,
+        devices=devices,
+        folder=str(config.checkpoint_folder) if config.checkpoint is not None else "",
+        marker=marker,
+    )

@@ -1,1 +1,0 @@
-"""The process that measures a model's layers, for `balance = "auto"`."""

@@ -1,0 +1,86 @@
+"""'rpcmp tune' and 'rpcmp bench' that are stopped in the middle."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rpcmp.cli import progress_bar
+from rpcmp.tools.bench import peer_group
+from tests.support.processes import JobFolder, RunningHere, poll_for, rpcmp
+
+
+def said(run: RunningHere, pattern: str) -> None:
+    """Wait until it has said so on standard error."""
+    poll_for(lambda: re.search(pattern, run.err.getvalue()), f"a line like {pattern!r}")
+
+
+@pytest.fixture
+def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary folder of their own; its path is short, as those of sockets have to be."""
+    with tempfile.TemporaryDirectory(prefix="t") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+@pytest.fixture(autouse=True)
+def _told_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each round is told of, and not what is under way every other second."""
+    monkeypatch.setattr(progress_bar, "PLAIN_SECONDS", 0.0)
+
+
+def left_in(folder: Path) -> list[str]:
+    """What is there, besides the cache that torch makes for a user when it is imported."""
+    names = [path.name for path in folder.iterdir()]
+    return [name for name in names if not name.startswith("torchinductor_")]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_sweep_of_a_real_job_that_is_stopped_leaves_nothing_behind(
+    job: JobFolder, scratch: Path, signum: signal.Signals
+) -> None:
+    path = job.config('[model]\nlayers = "zoo:mlp"\nnum_stages = 2')
+    few = ("--microbatches", "2", "--schedules", "gpipe", "--steps", "1")
+
+    def stop(sweep: RunningHere) -> None:
+        said(sweep, r"job: starting .*, then measuring \d+ settings .*, about 10 min left")
+        said(sweep, r"round (?!1 )\d+ of 1000.* left")
+        sweep.signal(signum)
+
+    ended = rpcmp("tune", path, "--budget", "600", "--rounds", "1000", "--json", *few, during=stop)
+    assert ended.code == 128 + signum
+    found = json.loads(ended.out)
+    assert found["is_cut_short"]
+    assert found["recommended"] == found["own"]
+    assert left_in(scratch) == []
+
+
+def test_a_benchmark_that_is_stopped_shows_what_there_is(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What sleeps has no stages to be measured, and this peer is one process."""
+    monkeypatch.setattr(peer_group, "TRIAL_SECONDS", 0.0)
+    peer = "one-process-1-thread"
+    few = ("--peers", peer, "--pairs", "1000", "--steps", "1", "--budget", "600")
+    small = ("--stages", "2", "--microbatches", "2")
+
+    def stop(run: RunningHere) -> None:
+        said(run, r"sleep: starting rpcmp \(1 of 2\), about 10 min left")
+        said(run, r"round (?!1 )\d+ of 1000.* left")
+        run.signal(signal.SIGTERM)
+
+    ended = rpcmp("bench", "sleep", *few, *small, "--json", during=stop)
+    assert ended.code == 128 + signal.SIGTERM
+    found = json.loads(ended.out)
+    assert 1 <= found["pairs"] < 1000
+    assert set(found["spreads"]) == {"rpcmp", peer}
+    assert all(seconds > 0 for seconds in (found["step_s"], found["peers"][peer]))
+    assert "stopped: these are the results so far" in found["notes"]
+    assert left_in(scratch) == []

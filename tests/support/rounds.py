@@ -1,0 +1,41 @@
+"""Headers of rounds and the hooks of a compute thread, for tests of one stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rpcmp.config.topology import ReplicaAssignment, ReplicaShare
+from rpcmp.pipelining.schedule import InFlightLimits, policy
+from rpcmp.rpc.messages import Mode, RoundHeader
+from rpcmp.worker.executor import ComputeThread
+
+ALL_BUNDLES = ReplicaShare(ReplicaAssignment([1]), 0)
+"""What a stage without further replicas computes."""
+
+
+def header(number: int = 1, num_microbatches: int = 1, **keys: Any) -> RoundHeader:
+    """A training round of one sample per micro-batch and one micro-batch per bundle."""
+    usual = RoundHeader(number, 1, Mode.TRAIN, num_microbatches, num_microbatches, num_microbatches)
+    return usual._replace(**keys)
+
+
+class Hooks:
+    """Calls a function after each round."""
+
+    def __init__(self, after_round: Callable[[RoundHeader], None] = lambda header: None) -> None:
+        self._after_round = after_round
+
+    def before_round(self, header: RoundHeader) -> None:
+        pass
+
+    def after_round(self, header: RoundHeader) -> None:
+        self._after_round(header)
+
+
+def compute_thread(
+    schedule: str,
+    limits: InFlightLimits = InFlightLimits(4, 4),  # noqa: B008
+    after_round: Callable[[RoundHeader], None] = lambda header: None,
+) -> ComputeThread:
+    return ComputeThread(policy(schedule), limits, ALL_BUNDLES, Hooks(after_round))

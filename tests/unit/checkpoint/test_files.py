@@ -1,0 +1,109 @@
+"""What a job may reach by the path of a checkpoint: nothing outside of its folder."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rpcmp.checkpoint import files
+from rpcmp.checkpoint.files import Inside, beneath
+from rpcmp.checkpoint.folder import remove
+from rpcmp.errors import CheckpointError
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder of checkpoints with links in it, beside a canary."""
+    base = tmp_path_factory.mktemp("tree")
+    (base / "canary").write_text("SECRET")
+    (base / "step-00000001").mkdir()
+    (base / "step-00000001" / "canary").write_text("SECRET")
+    job = base / "root" / "job"
+    (job / "step-00000002").mkdir(parents=True)
+    (job / "step-00000002" / "a.safetensors").write_text("ours")
+    (job / "out").symlink_to(base)
+    (job / "up").symlink_to("../..")
+    (job / "step-00000001").symlink_to(base / "step-00000001")
+    (job / "circle").symlink_to("circle")
+    (job / "proc").symlink_to("/proc/self/fd")
+    (job / "step-00000002" / "link").symlink_to(base / "canary")
+    os.mkfifo(job / "fifo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: None)  # thousands would take minutes
+        yield base
+
+
+NAMES = (
+    *("..", ".", "", "/", "out", "up", "circle", "proc", "fifo", "canary", "step-00000001", "link"),
+    *("step-00000002", "a.safetensors", "root", "job", "\0", "x" * 300, "~", "é"),
+)
+PIECES = st.one_of(st.sampled_from(NAMES), st.text(st.characters(codec="utf-8"), max_size=5))
+
+
+def require_harmless(tree: Path, start: int, pieces: Sequence[str]) -> None:
+    """Reading, checking, writing and removing by such a path leave all outside as it is."""
+    folder = beneath(tree / "root", str(tree / "root" / "job"))
+    head = ["", "/", f"{folder}/", str(tree)][start]
+    try:
+        place = folder.at(head + "/".join(pieces))
+    except CheckpointError:
+        return
+    try:
+        assert files.check(place, "0" * 64, 6) in ("missing", "damaged")
+        assert files.sha256_of(place) != files.sha256_of(tree / "canary")
+    except OSError:
+        pass
+    for change in (lambda: files.write_durably(place / "new", [b"evil"]), lambda: remove(place)):
+        try:
+            change()
+        except (OSError, CheckpointError):
+            continue
+    (tree / "root" / "job" / "step-00000002").mkdir(exist_ok=True)
+    for outside in (tree / "canary", tree / "step-00000001" / "canary"):
+        assert outside.read_bytes() == b"SECRET"
+    assert sorted(path.name for path in tree.iterdir()) == ["canary", "root", "step-00000001"]
+    assert [path.name for path in (tree / "step-00000001").iterdir()] == ["canary"]
+
+
+@pytest.mark.parametrize("start", range(4))
+def test_no_path_of_two_steps_leads_elsewhere(tree: Path, start: int) -> None:
+    for pieces in itertools.chain(
+        itertools.product(NAMES, repeat=1), itertools.product(NAMES, repeat=2)
+    ):
+        require_harmless(tree, start, pieces)
+
+
+@settings(max_examples=300)
+@given(start=st.integers(0, 3), pieces=st.lists(PIECES, max_size=6))
+def test_no_longer_path_leads_elsewhere(tree: Path, start: int, pieces: list[str]) -> None:
+    require_harmless(tree, start, pieces)
+
+
+@pytest.mark.parametrize(
+    "folder", ["/", "/etc", "relative", "/roots", "/root/../x", "\0", "/root/.."]
+)
+def test_a_folder_elsewhere_is_no_place(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "root").mkdir()
+    given = folder if folder in ("/", "/etc", "relative", "\0") else f"{tmp_path}{folder}"
+    with pytest.raises(CheckpointError):
+        beneath(tmp_path / "root", given)
+
+
+def test_a_link_that_is_made_meanwhile_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    place: Inside = beneath(tmp_path / "root", str(tmp_path / "root" / "job")) / "step" / "file"
+    files.write_durably(place, [b"ours"])
+    assert (tmp_path / "root" / "job").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "root" / "job" / "step" / "file").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "root" / "job" / "step").rename(tmp_path / "away")
+    (tmp_path / "root" / "job" / "step").symlink_to(tmp_path / "away")
+    assert files.check(place, "", 4) == "missing"
+    with pytest.raises(OSError, match="Not a directory"):
+        files.write_durably(place, [b"evil"])
+    assert (tmp_path / "away" / "file").read_bytes() == b"ours"

@@ -1,0 +1,53 @@
+"""What the keys of a config lead to, and the values that they may have."""
+
+from __future__ import annotations
+
+import pytest
+
+from rpcmp.config.keys import Level, kinds
+from rpcmp.config.schema import Config
+from rpcmp.config.sections import DataConfig, StageConfig
+from rpcmp.config.types import Factory, OptimizerFactory
+
+
+def level_at(key: str) -> Level:
+    level = Level(Config)
+    for part in filter(None, key.split(".")):
+        level = level.below(part)
+    return level
+
+
+@pytest.mark.parametrize(
+    ("key", "level"),
+    [
+        ("", Level(Config)),
+        ("data", Level(DataConfig)),
+        ("stages", Level(StageConfig, list)),
+        ("stages.0", Level(StageConfig)),
+        ("stages.first", Level(None)),
+        ("metrics", Level(Factory, dict)),
+        ("metrics.accuracy", Level(Factory)),
+        ("optimizer", Level(OptimizerFactory)),
+        ("stages.0.optimizer", Level(OptimizerFactory)),
+        ("optimizer.kwargs", Level(None, dict)),
+        ("optimizer.kwargs.lr", Level(None)),
+        ("tied", Level(None)),
+        ("epochs", Level(None)),
+        ("no.such.key", Level(None)),
+    ],
+)
+def test_a_dotted_key_leads_to_its_section(key: str, level: Level) -> None:
+    assert level_at(key) == level
+
+
+def test_keys_below_a_list_or_a_table_are_not_those_of_one_section() -> None:
+    assert level_at("stages").fields == {}
+    assert level_at("metrics").fields == {}
+    assert set(level_at("metrics.accuracy").fields) == {"callable", "kwargs"}
+
+
+def test_kinds_take_unions_apart_and_leave_none_out() -> None:
+    fields = level_at("").fields
+    assert kinds(fields["epochs"].annotation) == (int,)
+    assert kinds(int | str | None) == (int, str)
+    assert kinds(type(None)) == ()

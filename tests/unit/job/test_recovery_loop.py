@@ -1,0 +1,195 @@
+"""The loop that forms one generation after another, with fake generations and servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+
+from rpcmp.config.run_sections import RecoveryConfig
+from rpcmp.errors import (
+    ConfigError,
+    InterruptedJobError,
+    RecoveryTimeoutError,
+    RpcmpError,
+    WorkerDiedError,
+)
+from rpcmp.job.generation import Generation
+from rpcmp.job.recovery import Progress, RecoveryLoop, Workload
+from rpcmp.job.server_pool import ServerPool
+from rpcmp.observability.events import Event
+from rpcmp.process.channel import Message
+
+RECOVERY = ["abandon", "settle", "report fault", "release", "wait for servers", "close"]
+"""The steps from a fault to the next generation."""
+
+
+class FakeGeneration:
+    """A generation that only notes what is asked of it."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+        self.workers = self
+
+    async def abandon(self) -> list[Event | Message]:
+        self._log.append("abandon")
+        return []
+
+    def release_draining(self) -> None:
+        self._log.append("release")
+
+    async def close(self) -> None:
+        self._log.append("close")
+
+
+@dataclass
+class FakePool:
+    """Servers that are ready at once, or raise an error."""
+
+    log: list[str]
+    error: RpcmpError | None = None
+
+    async def wait_until_ready(self) -> None:
+        self.log.append("wait for servers")
+        if self.error is not None:
+            raise self.error
+
+
+@dataclass
+class FakeWorkload(Workload[str]):
+    """Raises one fault per generation and then returns."""
+
+    faults: list[RpcmpError]
+    progress: Progress = field(default_factory=lambda: Progress(is_new=False))
+    log: list[str] = field(default_factory=list)
+
+    def next_generation(self) -> Generation:
+        return cast(Generation, FakeGeneration(self.log))
+
+    async def run(self, generation: Generation) -> str:
+        self.log.append("run")
+        if self.faults:
+            raise self.faults.pop(0)
+        return "done"
+
+    async def settle(
+        self, error: RpcmpError, generation: Generation, unread: list[Event | Message]
+    ) -> Progress:
+        self.log.append("settle")
+        if isinstance(error, InterruptedJobError):
+            raise error
+        return self.progress
+
+    def report_fault(self, error: RpcmpError, generation: Generation) -> None:
+        self.log.append("report fault")
+
+    async def give_up(self, generation: Generation) -> None:
+        self.log.append("give up")
+
+
+def lost(count: int = 1) -> list[RpcmpError]:
+    return [WorkerDiedError(f"worker {number} died") for number in range(count)]
+
+
+def run(
+    workload: FakeWorkload, error: RpcmpError | None = None, enabled: bool = True
+) -> RecoveryLoop[str]:
+    """Run a loop to its end."""
+    recovery = RecoveryConfig(enabled=enabled, max_restarts=2)
+    pool = cast(ServerPool, FakePool(workload.log, error))
+    loop = RecoveryLoop(recovery, pool, workload)
+    assert asyncio.run(loop.run()) == "done"
+    return loop
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rpcmp.job.recovery.LONGEST_PAUSE", 0.0)
+
+
+def test_a_run_without_faults_needs_one_generation() -> None:
+    workload = FakeWorkload([])
+    run(workload)
+    assert workload.log == ["run"]
+
+
+def test_a_generation_is_closed_only_when_the_servers_are_ready_for_the_next() -> None:
+    workload = FakeWorkload(lost())
+    run(workload)
+    assert workload.log == ["run", *RECOVERY, "run"]
+
+
+def test_a_second_fault_while_the_next_generation_starts_is_recovered_from_as_well() -> None:
+    workload = FakeWorkload(lost(2))
+    run(workload)
+    assert workload.log == ["run", *RECOVERY, "run", *RECOVERY, "run"]
+
+
+def test_restarts_without_progress_are_limited_and_progress_resets_them() -> None:
+    workload = FakeWorkload(lost(3))
+    with pytest.raises(RecoveryTimeoutError, match="gave up after 2 restarts"):
+        run(workload)
+    assert workload.log[-3:] == ["abandon", "settle", "give up"]
+    run(FakeWorkload(lost(9), Progress(is_new=True)))
+
+
+@pytest.mark.parametrize(
+    ("fault", "is_interrupted", "enabled"),
+    [
+        (ConfigError("wrong"), False, True),
+        (WorkerDiedError("died"), True, True),
+        (WorkerDiedError("died"), False, False),
+    ],
+)
+def test_a_final_fault_saves_what_it_can_and_is_raised(
+    fault: RpcmpError, is_interrupted: bool, enabled: bool
+) -> None:
+    workload = FakeWorkload([fault], Progress(is_new=False, is_interrupted=is_interrupted))
+    with pytest.raises(type(fault)) as raised:
+        run(workload, enabled=enabled)
+    assert raised.value is fault
+    assert workload.log == ["run", "abandon", "settle", "give up"]
+
+
+def test_an_interrupted_run_has_nothing_to_give_up() -> None:
+    workload = FakeWorkload([InterruptedJobError(2, 3)])
+    with pytest.raises(InterruptedJobError):
+        run(workload)
+    assert workload.log == ["run", "abandon", "settle"]
+
+
+def test_servers_that_do_not_come_back_end_the_run() -> None:
+    workload = FakeWorkload(lost())
+    with pytest.raises(RecoveryTimeoutError, match="did not come back"):
+        run(workload, RecoveryTimeoutError("it did not come back"))
+    assert workload.log[-2:] == ["wait for servers", "give up"]
+
+
+def _cancelled_at(step: str, steps: Sequence[str]) -> list[str]:
+    return [*steps[: steps.index(step) + 1], "close"]
+
+
+def test_a_run_that_is_cancelled_while_it_recovers_can_be_closed() -> None:
+    async def cancel(workload: FakeWorkload) -> None:
+        is_waiting = asyncio.Event()
+
+        class Slow(FakePool):
+            async def wait_until_ready(self) -> None:
+                await super().wait_until_ready()
+                is_waiting.set()
+                await asyncio.Event().wait()
+
+        loop = RecoveryLoop(RecoveryConfig(), cast(ServerPool, Slow(workload.log)), workload)
+        task = asyncio.create_task(loop.run())
+        await is_waiting.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await loop.close()
+
+    workload = FakeWorkload(lost())
+    asyncio.run(cancel(workload))
+    assert workload.log == ["run", *_cancelled_at("wait for servers", RECOVERY)]

@@ -1,0 +1,82 @@
+"""The Python files that a job sends to its stage servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rpcmp.errors import ConfigError
+from rpcmp.job import server_calls
+from rpcmp.job.server_calls import collect_code
+
+
+def write(folder: Path, *paths: str, content: str = "") -> None:
+    for path in paths:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(content)
+
+
+def collected(folder: Path) -> list[str]:
+    return [file.path for file in collect_code(folder)]
+
+
+def test_modules_and_packages_beside_the_config_are_collected(tmp_path: Path) -> None:
+    write(tmp_path, "model.py", "data.py", "zoo/__init__.py", "zoo/deep/__init__.py")
+    write(tmp_path, "zoo/deep/net.py")
+    assert collected(tmp_path) == [
+        "data.py",
+        "model.py",
+        "zoo/__init__.py",
+        "zoo/deep/__init__.py",
+        "zoo/deep/net.py",
+    ]
+
+
+def test_other_files_and_folders_are_not_collected(tmp_path: Path) -> None:
+    write(tmp_path, "config.toml", "weights.bin", "model.pyc", "notes.py.txt")
+    write(tmp_path, ".hidden.py", ".venv/__init__.py", ".venv/lib.py")
+    write(tmp_path, "scripts/tool.py")  # no package
+    write(tmp_path, "zoo/__init__.py", "zoo/__pycache__/x.py", "zoo/.cache/__init__.py")
+    (tmp_path / "folder.py").mkdir()
+    assert collected(tmp_path) == ["zoo/__init__.py"]
+
+
+def test_collected_files_keep_their_bytes(tmp_path: Path) -> None:
+    content = "# -*- coding: latin-1 -*-\r\nname = 'é'\r\n".encode("latin-1")
+    (tmp_path / "model.py").write_bytes(content)
+    (file,) = collect_code(tmp_path)
+    assert file.content == content
+
+
+def test_an_empty_folder_has_no_code(tmp_path: Path) -> None:
+    assert collected(tmp_path) == []
+
+
+def test_too_many_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_calls, "MAX_FILES", 2)
+    write(tmp_path, "a.py", "b.py")
+    assert collected(tmp_path) == ["a.py", "b.py"]
+    write(tmp_path, "c.py")
+    with pytest.raises(ConfigError, match=r"more than 2 Python files .*ship_code = false"):
+        collect_code(tmp_path)
+
+
+def test_too_large_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_calls, "MAX_BYTES", 2**20)
+    write(tmp_path, "a.py", "b.py", content="#" * 2**19)
+    assert collected(tmp_path) == ["a.py", "b.py"]
+    write(tmp_path, "c.py", content="#")
+    with pytest.raises(ConfigError, match="1 MiB"):
+        collect_code(tmp_path)
+
+
+def test_a_file_that_vanished_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "model.py")
+
+    def vanish(path: Path) -> bytes:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(Path, "read_bytes", vanish)
+    with pytest.raises(ConfigError, match=r"cannot read .*model\.py: No such file"):
+        collect_code(tmp_path)

@@ -1,0 +1,88 @@
+"""The event `run`, and the stamp on all events."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib import metadata
+from typing import Any
+
+import pytest
+
+from rpcmp.config.loader import parse_config
+from rpcmp.job.training_run import run_event
+
+TOWERS = {
+    "name": "towers",
+    "loss": "torch.nn:MSELoss",
+    "optimizer": {"callable": "torch.optim:SGD", "kwargs": {"lr": 0.5, "token": "hush"}},
+    "stages": [
+        {"name": "top", "module": "m:Top", "inputs": ["left", "right.skip"], "device": "cuda:0"},
+        {"name": "left", "module": "m:Left", "inputs": ["input"]},
+        {"name": "right", "module": "m:Right", "inputs": ["input.image"], "replicas": 2},
+    ],
+}
+
+
+@pytest.fixture
+def told() -> dict[str, Any]:
+    event = run_event(parse_config(TOWERS), "4711", ["a:1", "b:2", "c:3", "d:4"])
+    sent: dict[str, Any] = json.loads(json.dumps(event.to_json()))
+    return sent
+
+
+def test_the_run_event_describes_the_job(told: dict[str, Any]) -> None:
+    assert (told["event"], told["name"], told["job_id"]) == ("run", "towers", "4711")
+    assert (told["driver"], told["pid"]) == (platform.node(), os.getpid())
+    assert told["versions"]["torch"] == metadata.version("torch")
+    assert told["config"]["optimizer"]["kwargs"]["lr"] == 0.5
+
+
+def test_the_run_event_redacts_secrets(told: dict[str, Any]) -> None:
+    assert told["config"]["optimizer"]["kwargs"]["token"].startswith("sha256:")
+    assert "hush" not in json.dumps(told)
+
+
+def test_stages_are_in_the_order_of_the_graph(told: dict[str, Any]) -> None:
+    assert told["graph"]["stages"] == [
+        {
+            "name": "left",
+            "index": 1,
+            "inputs": ["input"],
+            "replicas": 1,
+            "device": "cpu",
+            "schedule_row": 0,
+        },
+        {
+            "name": "right",
+            "index": 2,
+            "inputs": ["input.image"],
+            "replicas": 2,
+            "device": "cpu",
+            "schedule_row": 1,
+        },
+        {
+            "name": "top",
+            "index": 0,
+            "inputs": ["left", "right.skip"],
+            "replicas": 1,
+            "device": "cuda:0",
+            "schedule_row": 2,
+        },
+    ]
+
+
+def test_workers_are_in_the_order_of_the_config(told: dict[str, Any]) -> None:
+    found = [(worker["label"], worker["replica"], worker["address"]) for worker in told["workers"]]
+    assert found == [
+        ("top", 0, "a:1"),
+        ("left", 0, "b:2"),
+        ("right:0", 0, "c:3"),
+        ("right:1", 1, "d:4"),
+    ]
+
+
+def test_workers_have_no_address_before_their_servers_are_started() -> None:
+    event = run_event(parse_config(TOWERS), "4711", [])
+    assert [worker["address"] for worker in event.workers] == [""] * 4

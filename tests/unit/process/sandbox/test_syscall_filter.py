@@ -1,0 +1,69 @@
+"""The system call filter refuses the same calls on every machine; its program is interpreted."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+
+import pytest
+
+from rpcmp.process.sandbox import syscall_filter
+
+
+def verdict(machine: syscall_filter.Machine, call: str | int, *given: int, audit: int = 0) -> int:
+    """The errno that the filter answers a call with; 0: it is allowed. An interpreter of BPF."""
+    number = machine.numbers[call] if isinstance(call, str) else call
+    memory = {0: number, 4: audit or machine.audit}
+    memory |= {16 + 8 * index: argument for index, argument in enumerate(given)}
+    program, at, value = syscall_filter.program(machine), 0, 0
+    while True:
+        operation, if_true, if_false, operand = program[at]
+        at += 1
+        match operation:
+            case 0x20:
+                value = memory[operand]
+            case 0x54:
+                value &= operand
+            case 0x06:
+                return operand & 0xFFFF if operand < 0x7FFF0000 else 0
+            case 0x15:
+                at += if_true if value == operand else if_false
+            case 0x35:
+                at += if_true if value >= operand else if_false
+            case 0x45:
+                at += if_true if value & operand else if_false
+
+
+@pytest.mark.parametrize("machine", syscall_filter.MACHINES.values(), ids=syscall_filter.MACHINES)
+def test_the_filter_refuses_what_it_should_on_every_machine(
+    machine: syscall_filter.Machine,
+) -> None:
+    for name in set(syscall_filter.REFUSED) & set(machine.numbers):
+        assert verdict(machine, name, 0) == errno.EPERM
+    for name in syscall_filter.MISSING:
+        assert verdict(machine, name, 0) == errno.ENOSYS
+    stream, packets, datagrams = socket.SOCK_STREAM, socket.SOCK_SEQPACKET, socket.SOCK_DGRAM
+    for family in (socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK):
+        assert verdict(machine, "socket", family, stream) == 0
+    for kind in (stream, datagrams, socket.SOCK_RAW, stream | socket.SOCK_CLOEXEC):
+        assert verdict(machine, "socket", socket.AF_UNIX, kind) == errno.EPERM
+    assert verdict(machine, "socket", 38, packets) == errno.EPERM  # AF_ALG
+    for kind in (stream, packets | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK):
+        assert verdict(machine, "socketpair", socket.AF_UNIX, kind) == 0
+    for kind in (datagrams, socket.SOCK_RAW):  # the latter is another name of the former
+        assert verdict(machine, "socketpair", socket.AF_UNIX, kind) == errno.EPERM
+    assert verdict(machine, "clone", 0x3D0F00) == 0  # a thread
+    for namespace in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):
+        assert verdict(machine, "clone", namespace | signal.SIGCHLD) == errno.EPERM
+    assert verdict(machine, "ioctl", 0, 0x5401) == 0
+    assert {verdict(machine, "ioctl", 0, command) for command in (0x5412, 0x541C)} == {errno.EPERM}
+    for call in ("setpriority", "ioprio_set"):
+        assert [verdict(machine, call, which) for which in range(3)].count(errno.EPERM) == 2
+    assert verdict(machine, "setpriority", os.PRIO_PROCESS) == 0
+    assert verdict(machine, "prlimit64", 0) == 0
+    assert verdict(machine, "prlimit64", 4711) == errno.EPERM
+    assert verdict(machine, 63, 0) == 0
+    assert verdict(machine, 0x40000000, 0) == errno.EPERM  # x32
+    assert verdict(machine, 63, audit=0x40000003) == errno.EPERM  # 32 bits

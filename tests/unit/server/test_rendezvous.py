@@ -1,0 +1,95 @@
+"""What a rendezvous keeps: small things, and not many."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rpcmp.errors import BusyError, JobError, RpcmpError
+from rpcmp.server.rendezvous import (
+    MAX_BYTES,
+    MAX_KEY,
+    MAX_KEYS,
+    MAX_KEYS_PER_GET,
+    MAX_VALUE,
+    KeyValueStore,
+    require_key_count,
+)
+
+
+def test_a_rendezvous_takes_small_things_and_not_many() -> None:
+    values = KeyValueStore()
+    values.set("k" * MAX_KEY, bytes(MAX_VALUE))
+    for key, value in [("k" * (MAX_KEY + 1), b""), ("k", bytes(MAX_VALUE + 1))]:
+        with pytest.raises(JobError, match="takes no"):
+            values.set(key, value)
+    for number in range(MAX_KEYS - 1):
+        values.set(str(number), b"")
+    with pytest.raises(JobError, match="is full"):
+        values.set("one more", b"")
+    values.set("0", b"changed")
+    assert values.get("0") == b"changed"
+
+
+def test_values_are_limited_in_total() -> None:
+    values = KeyValueStore()
+    count = MAX_BYTES // MAX_VALUE - 1  # keys take room as well
+    for number in range(count):
+        values.set(str(number), bytes(MAX_VALUE))
+    with pytest.raises(JobError, match="is full"):
+        values.set("one more", bytes(MAX_VALUE))
+    values.set("0", b"")
+    values.set("one more", bytes(MAX_VALUE))
+
+
+@pytest.mark.parametrize("held", [b"abc", b"", b"1.5", b"9" * 100, b"--1"])
+def test_add_refuses_a_value_that_is_not_a_number(held: bytes) -> None:
+    values = KeyValueStore()
+    values.set("k", held)
+    with pytest.raises(RpcmpError):
+        values.add("k", 1)
+    assert values.get("k") == held
+
+
+def test_a_counter_stays_within_64_bits() -> None:
+    values = KeyValueStore()
+    assert values.add("k", 2**63 - 1) == 2**63 - 1
+    with pytest.raises(JobError, match="64 bits"):
+        values.add("k", 1)
+    assert values.add("k", -(2**63)) == -1
+    assert values.add("k", -1) == -2
+
+
+def test_a_waiting_task_is_woken_by_its_own_keys_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rpcmp.server.rendezvous.MAX_WAITING", 3)
+
+    async def scene() -> None:
+        values = KeyValueStore()
+        both = asyncio.create_task(values.wait_for(["a", "b"]))
+        given_up = asyncio.create_task(values.wait_for(["c"]))
+        other = asyncio.create_task(values.wait_for(["c"]))
+        await asyncio.sleep(0)
+        with pytest.raises(JobError, match="3 questions to the rendezvous are unanswered"):
+            await values.wait_for(["d"])
+        given_up.cancel()
+        values.set("b", b"")
+        await asyncio.sleep(0)
+        values.set("a", b"")
+        await both
+        assert not other.done()
+        values.close()
+        for wait in (other, asyncio.create_task(values.wait_for(["c"]))):
+            with pytest.raises(BusyError, match="the job ended"):
+                await wait
+        assert not values._arrivals
+        await values.wait_for(["a", "b"])
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("count", [0, MAX_KEYS_PER_GET + 1])
+def test_a_request_is_refused_if_it_names_no_key_or_too_many(count: int) -> None:
+    with pytest.raises(JobError, match=f"for {count} keys"):
+        require_key_count(["k"] * count)
+    require_key_count(["k"] * MAX_KEYS_PER_GET)

@@ -1,0 +1,158 @@
+"""Budgets, stops and the time left, in an event loop whose clock jumps instead of waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+
+from rpcmp.cli import progress_bar
+from rpcmp.tools.bench import cases, comparison
+from rpcmp.tools.bench.benchmark import BenchmarkResult, benchmark
+from rpcmp.tools.bench.comparison import OverBudgetError, StoppedError, TimedSegment, TimeLimits
+from rpcmp.tools.bench.statistics import fill_then_no_bubble
+from tests.support.contestants import Pretender
+from tests.support.pretendedtime import in_pretended_time
+
+
+class Working(Pretender):
+    """Takes the time that it says, and some to start."""
+
+    starting = 0.0
+
+    async def start(self) -> None:
+        await asyncio.sleep(self.starting)
+        await super().start()
+
+    async def run(self, steps: int) -> TimedSegment:
+        segment = await super().run(steps)
+        await asyncio.sleep(segment.seconds_per_step * steps)
+        return segment
+
+
+class Steady(Working):
+    """Always as fast."""
+
+    async def run(self, steps: int) -> TimedSegment:
+        self._segments = 0
+        return await super().run(steps)
+
+
+def compare(
+    *contestants: Pretender, budget: float, pairs: int = 9, steps: int | None = None
+) -> tuple[comparison.ComparisonRounds, float, list[tuple[str, float, float]]]:
+    """The rounds, how long they took, and what was told: what, when, how long it would go on."""
+    told: list[tuple[str, float, float]] = []
+
+    async def run() -> comparison.ComparisonRounds:
+        def tell(what: str, left: float) -> None:
+            told.append((what, asyncio.get_running_loop().time(), left))
+
+        return await comparison.compare(contestants, pairs, steps, tell, TimeLimits(budget))
+
+    return *in_pretended_time(run()), told
+
+
+def measure(*contestants: Pretender, budget: float = math.inf, pairs: int = 9) -> BenchmarkResult:
+    """The first case as compared by them."""
+
+    async def run() -> BenchmarkResult:
+        return await benchmark(
+            *(cases.load("sleep"), contestants, pairs, 2, fill_then_no_bubble),
+            progress=lambda what, left: None,
+            limits=TimeLimits(budget),
+        )
+
+    return in_pretended_time(run())[0]
+
+
+@pytest.mark.parametrize("budget", [2.0, 20.0, 60.0, 600.0])
+@pytest.mark.parametrize("steps", [None, 3])
+def test_rounds_keep_to_their_budget(budget: float, steps: int | None) -> None:
+    both = Steady("a", [], 1.0), Steady("b", [], 0.5)
+    done, took, _ = compare(*both, budget=budget, steps=steps)
+    least = 1.5 * (1 + done.steps)  # a step each to warm up, and a round
+    assert took <= max(budget, least)
+    count = len(done.series[0].seconds)
+    assert 1 <= count <= 9
+    assert count == 9 or took + 1.5 * done.steps > budget
+
+
+def test_a_round_cut_off_by_the_budget_does_not_count() -> None:
+    slower_and_slower = Working("a", []), Working("b", [])
+    done, took, _ = compare(*slower_and_slower, budget=30.0, steps=1)
+    assert took == 30.0
+    assert [one.seconds for one in done.series] == [[1.0, 2.0, 3.0, 4.0]] * 2
+    assert comparison.loss_difference(done.series) is None
+
+
+def test_the_time_of_starting_is_predicted_by_the_starts_before() -> None:
+    contestants = [Steady(name, [], 0.1) for name in "abcd"]
+    for one in contestants:
+        one.starting = 8.0
+    done, took, told = compare(*contestants, budget=20.0)
+    assert [len(one.seconds) for one in done.series] == [1] * 4
+    assert took == pytest.approx(4 * 8.0 + 2 * 0.4)  # a step each to warm up, and a round
+    assert [left for _, _, left in told[:4]] == [20.0, 24.0, 16.0, 8.0]
+
+
+def test_the_predicted_time_of_rounds_is_right() -> None:
+    _, took, told = compare(Steady("a", [], 0.02), Steady("b", [], 0.03), budget=60.0)
+    known = told[4:]  # after the start and a first step of each
+    assert known[0][0] == "warm-up: a"
+    assert took < 60
+    assert [now + left for _, now, left in known] == pytest.approx([took] * len(known))
+
+
+def test_a_result_notes_too_few_rounds() -> None:
+    def said(pairs: int, budget: float = math.inf) -> list[str]:
+        return measure(Steady("a", []), Steady("b", []), pairs=pairs, budget=budget).notes
+
+    assert said(5) == []
+    (few,) = said(4)
+    assert few.startswith("4 rounds are too few to tell contestants apart")
+    (one,) = said(9, budget=1.0)
+    assert one.startswith("1 round is too few to tell contestants apart")
+
+
+def test_limits_cancel_measurements_except_needed_ones() -> None:
+    async def work() -> str:
+        await asyncio.sleep(5)
+        return "done"
+
+    async def run() -> None:
+        limits = TimeLimits(budget=3)
+        assert await limits.run(work(), is_needed=True) == "done"
+        assert (limits.left, limits.at_most) == (-2.0, math.inf)
+        with pytest.raises(OverBudgetError):
+            await limits.run(work())
+        stop = asyncio.Event()
+        stopped = TimeLimits(math.inf, stop)
+        asyncio.get_running_loop().call_later(1, stop.set)
+        with pytest.raises(StoppedError):
+            await stopped.run(work(), is_needed=True)
+        assert stopped.is_stopped
+
+    assert in_pretended_time(run())[1] == 6.0
+
+
+def test_progress_is_repeated_with_the_time_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def run() -> None:
+        with progress_bar.measuring("job") as now:
+            now.tell("starting", 12.0)
+            await asyncio.sleep(16)
+            now.tell("warm-up: a", math.inf)
+            now.tell("warm-up: b", 300.0)  # too soon for another line of the kind
+        await asyncio.sleep(60)
+
+    in_pretended_time(run())
+    assert capsys.readouterr().err.splitlines() == [
+        "job: starting, about 12 s left",
+        "job: starting, about 7 s left",
+        "job: starting, about 2 s left",
+        "job: starting, longer than expected",
+        "job: warm-up: a, time left not known yet",
+    ]

@@ -1,0 +1,121 @@
+"""The settings that a sweep measures."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+from rpcmp.config import loader
+from rpcmp.config.schema import Config, ScheduleOptions
+from rpcmp.errors import ConfigError
+from rpcmp.tools.tune.grid import Axes, Grid, grid
+
+CHAIN = {
+    "model": {"layers": "zoo:mlp", "num_stages": 2},
+    "loss": "torch.nn:MSELoss",
+    "num_microbatches": 4,
+    "data": {"train": "zoo:regression", "batch_size": 16},
+}
+
+
+def config(**changed: Any) -> Config:
+    """A chain of two stages, four micro-batches of 16 samples, 1f1b."""
+    return loader.parse_config({**CHAIN, **changed})
+
+
+def drawn(found: Grid) -> list[str]:
+    """A line for each way: its numbers of micro-batches."""
+    by_way: defaultdict[str, list[int]] = defaultdict(list)
+    for setting in found.settings:
+        by_way[setting.way].append(setting.num_microbatches)
+    return [f"{way}: {numbers}" for way, numbers in by_way.items()]
+
+
+def test_the_largest_max_in_flight_counts_the_replicas_of_a_stage() -> None:
+    behind = config(
+        stages=[{}, {"replicas": 2}], data={"train": "zoo:regression", "batch_size": 64}
+    )
+    most = {setting.max_in_flight for setting in grid(behind, Axes()).settings}
+    assert most == {None, 6}  # three workers from the first stage to the loss, twice
+
+
+def test_the_default_grid_has_both_schedules_and_two_samples_in_each_micro_batch() -> None:
+    found = grid(config(), Axes())
+    assert drawn(found) == [
+        "1f1b: [1, 2, 4, 8]",
+        "zero-bubble: [1, 2, 4, 8]",
+        "zero-bubble, max_in_flight 4: [4, 8]",  # 1 and 2 have no more to keep
+    ]
+    assert list(found.notes()) == [
+        "left out: num_microbatches 1, 2, zero-bubble, max_in_flight 4: the same as zero-bubble"
+    ]
+    large = config(data={"train": "zoo:regression", "batch_size": 5000})
+    assert max(s.num_microbatches for s in grid(large, Axes()).settings) == 128
+    single = config(data={"train": "zoo:regression", "batch_size": 1}, num_microbatches=1)
+    assert {s.num_microbatches for s in grid(single, Axes()).settings} == {1}
+
+
+def test_the_configs_own_setting_is_always_measured() -> None:
+    own = config(num_microbatches=3, schedule="gpipe")
+    found = grid(own, Axes([2], ["1f1b"]))
+    assert drawn(found) == ["1f1b: [2]", "gpipe: [3]"]
+    assert found.own == ScheduleOptions(num_microbatches=3, schedule="gpipe")
+
+
+def test_messages_are_an_axis_which_widens_what_is_in_flight() -> None:
+    found = grid(config(), Axes([2, 8], ["zero-bubble"], None, [1, 4]))
+    assert drawn(found) == [
+        "1f1b: [4]",
+        "zero-bubble: [2, 8]",
+        "zero-bubble, max_in_flight 4: [8]",
+        "zero-bubble, 4 a message: [2, 8]",
+    ]
+    assert "max_in_flight 16, 4 a message: the same" in list(found.notes())[-1]
+    few = grid(config(), Axes([8], ["1f1b"], [3], [4]))
+    assert list(few.notes()) == [
+        "left out: num_microbatches 8, 1f1b, max_in_flight 3, 4 a message: a message has 4 "
+        "micro-batches"
+    ]
+
+
+def test_useless_settings_are_left_out_with_a_reason() -> None:
+    axes = Axes([4, 16, 17, 4], ["1f1b", "gpipe"], [None, 2, 20])
+    found = grid(config(), axes)
+    assert drawn(found) == [
+        "1f1b: [4, 16]",
+        "1f1b, max_in_flight 20: [4, 16]",
+        "gpipe: [4, 16]",
+    ]
+    assert list(found.notes()) == [
+        "left out: num_microbatches 17, 1f1b: a mini-batch has 16 samples",
+        "left out: num_microbatches 4, 16, 1f1b, max_in_flight 2: the same as 1f1b",
+        "left out: num_microbatches 17, 1f1b, max_in_flight 2: a mini-batch has 16 samples",
+        "left out: num_microbatches 17, 1f1b, max_in_flight 20: a mini-batch has 16 samples",
+        "left out: num_microbatches 17, gpipe: a mini-batch has 16 samples",
+        "left out: num_microbatches 4, 16, gpipe, max_in_flight 2: gpipe always holds all "
+        "micro-batches",
+        "left out: num_microbatches 17, gpipe, max_in_flight 2: a mini-batch has 16 samples",
+        "left out: num_microbatches 4, 16, gpipe, max_in_flight 20: gpipe always holds all "
+        "micro-batches",
+        "left out: num_microbatches 17, gpipe, max_in_flight 20: a mini-batch has 16 samples",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("axes", "said"),
+    [
+        (Axes([0]), "num_microbatches: .* greater than or equal to 1 .got 0"),
+        (Axes(max_in_flight=[-1]), "max_in_flight: .* greater than or equal to 1 .got -1"),
+        (Axes(schedules=["zbv"]), "no schedule 'zbv'; there are 'gpipe', '1f1b', 'zero-bubble'"),
+    ],
+)
+def test_values_that_a_config_refuses_are_errors(axes: Axes, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        grid(config(), axes)
+
+
+def test_tuning_without_data_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"no \[data\] section"):
+        grid(config(data=None), Axes())
