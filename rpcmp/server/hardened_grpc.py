@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, cast
 import grpc
 from google.protobuf.message import DecodeError
 
-from rpcmp.errors import SecurityError, one_line
+from rpcmp.errors import ConfigError, SecurityError, one_line
 from rpcmp.net.identity import STRANGER, Role
 from rpcmp.net.port import IncomingConnection
 from rpcmp.net.splice import splice
@@ -131,6 +131,23 @@ class GrpcServers:
         self.services = cast("grpc.aio.Server", self._handlers)
         self._running: set[grpc.aio.Server] = set()
 
+    def require_room_for_sockets(self) -> None:
+        """Bind a socket in the folder, as each connection will.
+
+        Raises:
+            ConfigError: that is not possible; most likely the folder's path is too long.
+        """
+        path = self._path()
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
+                end.bind(str(path))
+            path.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"no Unix socket can lie in {self._folder}: {one_line(error)}; set TMPDIR to a "
+                "folder with a short path"
+            ) from error
+
     async def serve(
         self,
         connection: IncomingConnection,
@@ -142,16 +159,23 @@ class GrpcServers:
         Args:
             interceptors: called in this order.
             options: of gRPC.
+
+        Raises:
+            OSError: the connection broke, or there are too many open files.
         """
         answering = (*interceptors, _AnswerErrors(self._callers))
         server = grpc.aio.server(
             handlers=self._handlers.generic, interceptors=answering, options=list(options)
         )
         path = self._path()
-        server.add_insecure_port(f"unix:{path}")
         self._running.add(server)
         try:
-            await server.start()
+            try:
+                server.add_insecure_port(f"unix:{path}")
+            except RuntimeError as error:
+                raise OSError(one_line(error)) from error
+            finally:
+                await server.start()  # without it stopping does not free the memory
             with self._callers.socket_of(connection, self._path()) as end:
                 await asyncio.get_running_loop().sock_connect(end, str(path))
                 path.unlink()
@@ -159,7 +183,7 @@ class GrpcServers:
         finally:
             path.unlink(missing_ok=True)
             self._running.discard(server)
-            connection.end.close()  # stopping waits for methods that are cancelled
+            connection.end.close()  # the client need not wait for the server to stop
             await _stop(server, grace=None)
 
     async def stop(self, grace: float) -> None:
@@ -179,13 +203,19 @@ async def _stop(server: grpc.aio.Server, grace: float | None) -> None:
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """Return False for what gRPC and asyncio log about bytes of a client that are not UTF-8."""
+    """Return False for what clients can have logged as often as they like.
+
+    That is what gRPC and asyncio log about bytes that are not UTF-8, and gRPC about a method that
+    goes on after its connection, and so its server, has ended.
+    """
     if record.name == "asyncio":
         error = record.exc_info[1] if record.exc_info else None
         traceback = error.__traceback__ if isinstance(error, UnicodeDecodeError) else None
         return traceback is None or "_cygrpc" not in traceback.tb_frame.f_code.co_filename
-    is_header = record.getMessage().startswith("Invalid encoding")
-    return not (is_header or isinstance(record.msg, UnicodeDecodeError))
+    text = record.getMessage()
+    is_stopped = text.startswith("Aborting method") and "server stop" in text
+    is_header = text.startswith("Invalid encoding")
+    return not (is_stopped or is_header or isinstance(record.msg, UnicodeDecodeError))
 
 
 for _name in ("grpc._cython.cygrpc", "asyncio"):

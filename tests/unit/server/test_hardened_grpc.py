@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from rpcmp.errors import ConfigError
 from rpcmp.net.identity import DRIVER, GRPC, Role, stage
 from rpcmp.net.port import IncomingConnection
 from rpcmp.net.tls import Connection
@@ -80,6 +81,60 @@ def test_a_method_name_that_is_not_utf_8_ends_the_calls_of_its_connection_alone(
     gc.collect()  # asyncio logs an exception that nothing has retrieved when its task goes
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_method_that_ends_after_its_connection_logs_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else any client could fill the log: by calls that it leaves."""
+
+    async def run() -> None:
+        servers, _ = make(tmp_path)
+        arrived, is_over, finish = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def check(_request: object, _context: object) -> Any:
+            arrived.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await finish.wait()
+            await finish.wait()
+            is_over.set()
+            return health_pb2.HealthCheckResponse()
+
+        add_health(servers, check)
+        async with connected(servers) as client:
+            await asyncio.get_running_loop().sock_sendall(client, HEALTH)
+            await arrived.wait()
+        finish.set()
+        await is_over.wait()
+        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
+
+    with caplog.at_level("WARNING"):
+        asyncio.run(run())
+    assert not caplog.records
+
+
+def test_a_folder_too_deep_for_sockets_is_a_config_error(tmp_path: Path) -> None:
+    make(tmp_path)[0].require_room_for_sockets()
+    assert not list(tmp_path.iterdir())
+    deep = tmp_path / ("a" * 100)
+    deep.mkdir()
+    with pytest.raises(ConfigError, match="set TMPDIR to a folder with a short path"):
+        make(deep)[0].require_room_for_sockets()
+
+
+def test_a_server_that_cannot_listen_is_an_error_of_its_connection(tmp_path: Path) -> None:
+    """Such as with too many open files; the port expects an OSError."""
+
+    async def run() -> None:
+        servers, _ = make(tmp_path / ("a" * 100))
+        client, end = socket.socketpair()
+        with client:
+            connection = IncomingConnection(Connection(end), None, GRPC)
+            with pytest.raises(OSError, match="Failed to bind"):
+                await servers.serve(connection, [], [])
+            assert client.recv(1) == b""
+
+    asyncio.run(run())
 
 
 def test_an_unknown_method_is_unimplemented(tmp_path: Path) -> None:
