@@ -7,7 +7,7 @@ import contextlib
 import gc
 import re
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -176,10 +176,43 @@ def test_a_call_that_goes_round_the_port_is_refused(
     asyncio.run(run())
 
 
-async def connect_to_any(end: socket.socket, folder: Path) -> None:
-    """Connect to the socket in a folder that a server listens to."""
+def test_a_call_round_the_port_cannot_take_the_name_of_another_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel tells everybody the paths that sockets are bound to, in /proc/net/unix."""
+    monkeypatch.setattr(Path, "unlink", lambda *_args, **_options: None)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+
+    async def run() -> None:
+        servers, callers = make(tmp_path)
+        peers: list[str] = []
+
+        async def check(_request: object, grpc_context: Any) -> Any:
+            peers.append(grpc_context.peer())
+            return health_pb2.HealthCheckResponse()
+
+        add_health(servers, check)
+        async with connected(servers, DRIVER) as driver:
+            await answer_to(driver, HEALTH)
+            taken = set(tmp_path.iterdir())  # noqa: ASYNC240
+            async with connected(servers, stage(0), [OnlyPeers(callers)]) as client:
+                await answer_to(client, HEALTH)
+                with socket.socket(socket.AF_UNIX) as end:
+                    end.bind(str(elsewhere / peers[0].rpartition("/")[2]))
+                    await connect_to_any(end, tmp_path, taken)
+                    assert re.search(rb"grpc-status\x0216", await answer_to(end, HEALTH))
+        assert len(peers) == 2
+
+    asyncio.run(run())
+
+
+async def connect_to_any(
+    end: socket.socket, folder: Path, but: Collection[Path] = frozenset()
+) -> None:
+    """Connect to a socket in a folder that a server listens to."""
     end.setblocking(False)
-    for path in list(folder.iterdir()):  # noqa: ASYNC240
+    for path in set(folder.iterdir()).difference(but):  # noqa: ASYNC240
         with contextlib.suppress(ConnectionError):
             await asyncio.get_running_loop().sock_connect(end, str(path))
             return
