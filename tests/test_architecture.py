@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from tests.support.places import PACKAGE, TESTS
 
 PROTOS = PACKAGE.parent / "protos"
@@ -230,3 +232,10 @@ def test_the_generated_files_are_those_of_the_protos(tmp_path: Path) -> None:
     assert sorted(generated) == sorted(committed)
     for name, text in generated.items():
         assert committed[name] == text, f"{name} is out of date"
+
+
+@pytest.mark.parametrize("package", sorted(path.parent for path in PACKAGE.rglob("__init__.py")))
+def test_the_introduction_of_a_package_names_files_that_it_has(package: Path) -> None:
+    introduction = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
+    named = re.findall(r"`([a-z_0-9]+(?:\.py|/))`", introduction)
+    assert [name for name in named if not (package / name).exists()] == []

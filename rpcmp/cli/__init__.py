@@ -1,5 +1,8 @@
 """The command line: parse, call one library function, map errors to exit codes.
 
+`COMMANDS` names the module of each command. May import every package, but each command only when
+it runs: `--help` and shell completion must not wait for torch.
+
 0  done (a drained server too)      1  failed      2  usage or configuration
 75 temporary: a stage is unreachable or busy       128+n  ended by signal n
 """

@@ -63,7 +63,7 @@ class Claim:
     Args:
         request: the driver's Prepare request.
         group: the request's.
-        vault: holds the worker's snapshots.
+        snapshot_store: holds the worker's snapshots.
         forks: starts the worker.
         dialer: connects this server to others.
         allowed: see StageServer.
@@ -81,7 +81,7 @@ class Claim:
         self,
         request: pb.PrepareRequest,
         group: GroupMembers,
-        vault: SnapshotStore,
+        snapshot_store: SnapshotStore,
         forks: Forks,
         dialer: Dialer,
         allowed: Sequence[str] | None = None,
@@ -102,7 +102,7 @@ class Claim:
         self.changed = asyncio.Condition()
         self.saved: deque[pb.Saved] = deque(maxlen=SAVED_KEPT)
         self.lines = LogBuffer()
-        self._vault = vault
+        self._vault = snapshot_store
         self.listens = ""
         self.servers: dict[str, str] = {}
         self._vitals = WorkerVitals()

@@ -114,19 +114,19 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self, request: pb.PrepareRequest, grpc_context: GrpcContext
     ) -> pb.PrepareResponse:
         claim = await self._server.prepare(request)
-        vault, network = self._server.vault, await claim.network()
+        snapshot_store, network = self._server.snapshot_store, await claim.network()
         return pb.PrepareResponse(
             generation=claim.generation,
             worker_pid=claim.worker_pid,
-            holdings=vault.holdings(),
+            holdings=snapshot_store.holdings(),
             machine=machine(),
             supervisor_pid=os.getpid(),
-            snapshot_fds=vault.slots.fds,
-            snapshot_inodes=[os.fstat(fd).st_ino for fd in vault.slots.fds],
+            snapshot_fds=snapshot_store.slots.fds,
+            snapshot_inodes=[os.fstat(fd).st_ino for fd in snapshot_store.slots.fds],
             network=network.name,
             exposed=network.reason,
             host=platform.node(),
-            keeps_nothing=vault.keeps_nothing,
+            keeps_nothing=snapshot_store.keeps_nothing,
         )
 
     @answers_errors

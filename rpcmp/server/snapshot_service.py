@@ -114,17 +114,17 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
             # A host that was replaced must not speak for its successor.
             claim = self._server.claimed_by(request.job_id, request.generation)
             claim.require_may_fetch(self._callers.role(grpc_context.peer()), request)
-            vault = self._vault_of(request.job_id)
+            snapshot_store = self._store_of(request.job_id)
             with self._one_more():
-                async for part in vault.stream(request):
+                async for part in snapshot_store.stream(request):
                     yield part
         except RpcmpError as error:
             await grpc_context.abort(grpc.StatusCode.FAILED_PRECONDITION, to_wire(error))
 
     @answers_errors
     async def Save(self, request: pb.SaveRequest, grpc_context: GrpcContext) -> pb.SaveResponse:
-        vault = self._vault_of(request.job_id)
-        saved = await vault.save(request.stage_name, request.step)
+        snapshot_store = self._store_of(request.job_id)
+        saved = await snapshot_store.save(request.stage_name, request.step)
         return pb.SaveResponse(saved=saved)
 
     @answers_errors
@@ -132,12 +132,12 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
         self, request: pb.MirrorRequest, grpc_context: GrpcContext
     ) -> pb.MirrorResponse:
         claim = self._server.claimed_by(request.job_id, request.generation)
-        await self._server.vault.hold(request)
+        await self._server.snapshot_store.hold(request)
         return pb.MirrorResponse(generation=claim.generation)
 
     @answers_errors
     async def Check(self, request: pb.CheckRequest, grpc_context: GrpcContext) -> pb.CheckResponse:
-        paths = [self._server.vault.require_ours(file.path) for file in request.files]
+        paths = [self._server.snapshot_store.require_ours(file.path) for file in request.files]
         states = [
             await asyncio.to_thread(files.check, path, file.sha256, file.size)
             for path, file in zip(paths, request.files, strict=True)
@@ -149,7 +149,7 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
         self, requests: AsyncIterator[pb.PutRequest], grpc_context: GrpcContext
     ) -> pb.PutResponse:
         head = await anext(requests, pb.PutRequest())
-        place = self._vault_of(head.job_id).require_ours(head.file.path)
+        place = self._store_of(head.job_id).require_ours(head.file.path)
         await receive_file((request.data async for request in requests), place, head.file.size)
         return pb.PutResponse()
 
@@ -157,7 +157,7 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
     async def Remove(
         self, request: pb.RemoveRequest, grpc_context: GrpcContext
     ) -> pb.RemoveResponse:
-        folder = self._server.vault.require_ours(request.folder)
+        folder = self._server.snapshot_store.require_ours(request.folder)
         await asyncio.to_thread(remove, folder)
         return pb.RemoveResponse()
 
@@ -172,8 +172,8 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
         finally:
             self._fetching -= 1
 
-    def _vault_of(self, job_id: str) -> SnapshotStore:
+    def _store_of(self, job_id: str) -> SnapshotStore:
         """Return the snapshot store, if it holds the caller's job."""
-        if not job_id or self._server.vault.job_id != job_id:
+        if not job_id or self._server.snapshot_store.job_id != job_id:
             raise BusyError("this server holds nothing of the job")
-        return self._server.vault
+        return self._server.snapshot_store

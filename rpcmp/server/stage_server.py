@@ -62,7 +62,7 @@ class StageServer:
     Attributes:
         draining: whether it takes no new job.
         claim: the current job's; None if idle.
-        vault: the snapshots that it holds.
+        snapshot_store: the snapshots that it holds.
         drain_requested: set as soon as it has to stop.
         metrics_port: where its metrics are served; 0: nowhere.
         security, works_for: as given.
@@ -90,7 +90,7 @@ class StageServer:
         self.claim: Claim | None = None
         self.security = security or Security()
         self.dialer = Dialer(self.security)
-        self.vault = SnapshotStore(self.dialer)
+        self.snapshot_store = SnapshotStore(self.dialer)
         self._accept_code = accept_code and allowed is None  # code could take any name of the list
         self._allowed = None if allowed is None else list(allowed)
         self._show = show
@@ -201,12 +201,12 @@ class StageServer:
         if self._forgetting is not None:
             self._forgetting.cancel()
         await self._release(self.claim)
-        await self.vault.open(request.job_id, folder, request.checkpoint_run)
-        await self.vault.pause()
+        await self.snapshot_store.open(request.job_id, folder, request.checkpoint_run)
+        await self.snapshot_store.pause()
         claim = self.claim = Claim(
             request,
             group,
-            self.vault,
+            self.snapshot_store,
             self._forks,
             self.dialer,
             self._allowed,
@@ -242,9 +242,9 @@ class StageServer:
             BusyError: the server works for another job.
         """
         async with self._changing:
-            if self.claim is not None or self.vault.job_id != job_id:
+            if self.claim is not None or self.snapshot_store.job_id != job_id:
                 await self._release(self.claimed_by(job_id, generation))
-            await self.vault.clear()
+            await self.snapshot_store.clear()
 
     def claimed_by(self, job_id: str, generation: int) -> Claim:
         """Return the current claim, which must be the caller's.
@@ -307,8 +307,8 @@ class StageServer:
             versions=self._versions,
             supervisor_pid=os.getpid(),
             machine=machine(),
-            holdings_of=self.vault.job_id,
-            holdings=self.vault.holdings(),
+            holdings_of=self.snapshot_store.job_id,
+            holdings=self.snapshot_store.holdings(),
         )
         if self._examined:
             answer.state, answer.job = State.SERVER_STATE_PROFILING, self._examined
@@ -379,7 +379,7 @@ class StageServer:
     def _forget(self) -> None:
         """Drop the snapshots of a driver that has not come back."""
         if self.claim is None:
-            self._releasing = asyncio.ensure_future(self.vault.clear())
+            self._releasing = asyncio.ensure_future(self.snapshot_store.clear())
 
     def _release_unwatched(self, claim: Claim) -> None:
         if not claim.watched and claim is self.claim:

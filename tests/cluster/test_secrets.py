@@ -142,9 +142,9 @@ def test_a_job_with_a_fault_leaks_no_secret(
     """
     faults = Faults(job).fail_at(1, 3, "backward", "SIGKILL").fail_at(0, 4, "forward", "exception")
     config = faults.config(stages=2)
-    test = f'test = {{ callable = "vault:data", kwargs = {{ token = "{secret}" }} }}'
+    test = f'test = {{ callable = "snapshot_store:data", kwargs = {{ token = "{secret}" }} }}'
     config.write_text(f"{config.read_text()}\n{test}\n{CHECKPOINT}")
-    (job.folder / "vault.py").write_text(VAULT)
+    (job.folder / "snapshot_store.py").write_text(VAULT)
     collected = Collected()
     trace = tmp_path / "trace.json"
     free = ["--no-confine"]  # a fault leaves a mark on the disk
@@ -189,13 +189,13 @@ def assert_complete(collected: Collected) -> None:
 
 
 def test_an_error_of_user_code_does_not_repeat_its_arguments(job: JobFolder, secret: str) -> None:
-    (job.folder / "vault.py").write_text(VAULT)
+    (job.folder / "snapshot_store.py").write_text(VAULT)
     config = job.config(f"""
         [model]
         layers = "zoo:mlp"
         balance = [2, 2]
         [data]
-        train = {{ callable = "vault:broken", kwargs = {{ token = "{secret}" }} }}
+        train = {{ callable = "snapshot_store:broken", kwargs = {{ token = "{secret}" }} }}
     """)
     result = rpcmp("drive", config, "-v")
     assert result.code == 2
