@@ -217,8 +217,8 @@ class RestorePlanner:
             every = await self._checkpoints.left_behind()
             if left := [run for run in every if not self._checkpoints.is_too_old(run)]:
                 text = (
-                    f"an earlier run left a checkpoint in {left[0]}; --resume goes on from it, a "
-                    "run that ends well removes it"
+                    f"an earlier run left a checkpoint in {left[0]}; --resume continues from it; "
+                    "a run that ends well and gets as far removes it"
                 )
                 self._report(WarningEvent(text=text))
         return RestorePoint()

@@ -97,8 +97,7 @@ class Dialer:
         except (OSError, TimeoutError, EOFError, SecurityError):
             return None
         return SecurityError(
-            f"{address} wants TLS, and is spoken to in the open: give --certs, a folder with a "
-            "certificate of its authority"
+            f"{address} requires TLS: give --certs, a folder with a certificate of its authority"
         )
 
     async def _open(self, address: str, protocol: str, stage_index: int | None) -> Connection:

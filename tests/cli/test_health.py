@@ -110,15 +110,15 @@ def test_a_server_that_wants_tls_says_so(
 ) -> None:
     found = rpcmp("health", server.address, *options)
     assert found.code == 2
-    assert f"{server.address} wants TLS, and is spoken to in the open: give --certs" in found.err
+    assert f"{server.address} requires TLS: give --certs" in found.err
     drained = rpcmp("drain", server.address, *options)
     assert drained.err.startswith(
-        f"rpcmp: {server.address} wants TLS, "
+        f"rpcmp: {server.address} requires TLS: "
     )  # of no stage that it knows
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [4]')
     for command in ("drive", "status"):
         found = rpcmp(command, config, "--connect", server.address, *options)
-        assert "wants TLS, and is spoken to in the open: give --certs" in found.err + found.out
+        assert "requires TLS: give --certs" in found.err + found.out
 
 
 @pytest.mark.usefixtures("impatient")
@@ -129,7 +129,7 @@ def test_several_servers_that_want_tls_say_so(
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [1, 3]')
     found = rpcmp("drive", config, "--connect", connect([server, other]), *options)
     assert found.code == 2
-    assert "wants TLS, and is spoken to in the open: give --certs" in found.err
+    assert "requires TLS: give --certs" in found.err
     assert "Error:" not in found.err
 
 

@@ -45,7 +45,7 @@ def test_a_corrected_run_starts_at_once_and_removes_leftovers(failed: Failed) ->
     short = drive(failed.config, *MENDED, "--set", "steps=1", "--set", "seed=1")
     assert short.code == 0
     assert f"(step {failed.step}, written" in warned(short)
-    assert "--resume goes on from it" in warned(short)
+    assert "--resume continues from it" in warned(short)
     assert left_in(failed.folder) == [failed.step] * (failed.step > 1)  # if it has not come as far
     mended = drive(failed.config, *MENDED)
     assert mended.code == 0

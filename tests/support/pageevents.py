@@ -133,7 +133,8 @@ def timeline(step: int) -> Event:
         "step": step,
         "seconds": 0.25,
         "stages": stages,
-        "bottleneck": "bottleneck: coarse computes 130.0 ms of each step's 250.0 ms; largest loss: "
+        "bottleneck": "bottleneck: coarse computes 130.0 ms of each step's 250.0 ms; largest loss "
+        "on the critical path: "
         "bubble at coarse, 30% of a step. More micro-batches, or a schedule with fewer bubbles, "
         "fill it.",
     }

@@ -69,7 +69,7 @@ class Event:
         for field in own_fields(cls):
             key = field.name
             if key == cls.FLAT:
-                taken = {"event", *STAMP, *(each.name for each in own_fields(cls))}
+                taken = {"event", *STAMP, *(each.name for each in own_fields(cls))} - {key}
                 values[key] = {
                     name: _value(cls, "float", name, data) for name in data if name not in taken
                 }

@@ -198,7 +198,8 @@ def _summary(event: SummaryEvent, run: RunContext) -> str:
     skipped = "" if event.skipped_steps is None else f" ({event.skipped_steps} skipped)"
     first = "" if run.first_loss is None else f"{run.first_loss:.4f} -> "
     metrics = f", {_numbers(event.metrics, 'test ')}" if event.metrics else ""
-    return f"done: {event.steps} steps{skipped}, loss {first}{event.loss:.4f}{metrics}"
+    ended = "stopped after" if event.is_cut_short else "done:"
+    return f"{ended} {event.steps} steps{skipped}, loss {first}{event.loss:.4f}{metrics}"
 
 
 def _plan_outcome(plan: PlanOutcome) -> str:

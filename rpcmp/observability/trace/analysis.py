@@ -111,8 +111,8 @@ class Bottleneck:
     def __str__(self) -> str:
         return (
             f"bottleneck: {self.stage} computes {self.busy_s * 1e3:,.1f} ms of each step's "
-            f"{self.step_s * 1e3:,.1f} ms; largest loss: {self.loss} at {self.loss_stage}, "
-            f"{self.loss_share:.0%} of a step. {self.advice}"
+            f"{self.step_s * 1e3:,.1f} ms; largest loss on the critical path: "
+            f"{self.loss} at {self.loss_stage}, {self.loss_share:.0%} of a step. {self.advice}"
         )
 
 

@@ -74,6 +74,13 @@ def test_metrics_are_keys_of_an_evaluation() -> None:
     assert {*event.stamped(1.0, 1).to_json()} - {"fit.samples"} == RESERVED_METRICS
 
 
+def test_a_metric_may_be_called_values() -> None:
+    event = EvalEvent(step=4, epoch=1, values={"loss": 0.5, "values": 0.25})
+    data = {"event": "eval", "step": 4, "epoch": 1, "loss": 0.5, "values": 0.25}
+    assert event.to_json() == data
+    assert parse(data) == event
+
+
 def test_parse_accepts_events_and_keys_of_other_versions() -> None:
     assert parse({"event": "of another version"}) is None
     warning = parse({"event": "warning", "text": "careful", "advice": "none"})

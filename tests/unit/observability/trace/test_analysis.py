@@ -67,7 +67,8 @@ def advice(picture: str) -> str:
 
 def test_bottleneck_names_a_slow_stage_and_advises_to_relieve_it() -> None:
     assert advice(SLOW_LAST) == (
-        "bottleneck: stage1 computes 9.0 ms of each step's 11.0 ms; largest loss: uneven stages "
+        "bottleneck: stage1 computes 9.0 ms of each step's 11.0 ms; largest loss on the "
+        "critical path: uneven stages "
         "at stage1, 23% of a step. Move layers away from stage1, or give it a faster host."
     )
 
@@ -87,4 +88,4 @@ def test_bottleneck_names_a_slow_stage_and_advises_to_relieve_it() -> None:
     ],
 )
 def test_bottleneck_names_the_largest_loss_with_advice(picture: str, said: str) -> None:
-    assert f"largest loss: {said}" in advice(picture)
+    assert f"largest loss on the critical path: {said}" in advice(picture)
