@@ -214,7 +214,7 @@ print([name for name in ("torch", "numpy") if name in sys.modules])
     assert subprocess.check_output(command, text=True, timeout=60).strip() == "[]"
 
 
-def test_the_generated_files_are_those_of_the_protos(tmp_path: Path) -> None:
+def test_the_generated_files_match_the_protos(tmp_path: Path) -> None:
     outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "grpc_python", "mypy")]
     outputs.append(f"--mypy_grpc_out={tmp_path}")
     plugins = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -89,7 +89,7 @@ def offered(folder: Path, line: str) -> list[str]:
         ("rpcmp completion ", ["bash", "zsh", "fish"]),
     ],
 )
-def test_what_is_begun_can_be_completed(folder: Path, line: str, expected: list[str]) -> None:
+def test_started_words_are_completed(folder: Path, line: str, expected: list[str]) -> None:
     assert offered(folder, line) == expected
 
 
@@ -97,7 +97,7 @@ def test_all_commands_are_offered(tmp_path: Path) -> None:
     assert offered(tmp_path, "rpcmp ") == list(COMMANDS)
 
 
-def test_every_key_that_is_offered_is_one(folder: Path) -> None:
+def test_every_completed_key_exists(folder: Path) -> None:
     """Down to the leaves: what is set to nonsense is a wrong value, and never an unknown key."""
     open_, keys = [""], list[str]()
     while open_:
@@ -144,7 +144,7 @@ for line in sys.argv[1:]:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_of_every_shell_asks_rpcmp(shell: str) -> None:
+def test_the_completion_script_of_every_shell_calls_rpcmp(shell: str) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "rpcmp", "completion", shell],
         capture_output=True,
@@ -167,7 +167,7 @@ BECOMES = {
 """What is typed, and the arguments that it becomes."""
 
 
-def test_bash_completes_what_is_typed(folder: Path) -> None:
+def test_bash_completes_a_typed_line(folder: Path) -> None:
     """A real one, with its line editor."""
     assert typed_in_bash(folder, *BECOMES) == list(BECOMES.values())
 

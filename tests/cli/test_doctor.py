@@ -108,7 +108,7 @@ def test_a_job_that_starts_its_own_servers_is_in_order(job: JobFolder) -> None:
     assert sum(line.endswith("within one network") for line in lines) == 3
 
 
-def test_servers_with_certificates_and_the_ways_between_them(
+def test_doctor_checks_servers_with_certificates_and_their_links(
     job: JobFolder, cluster: Cluster
 ) -> None:
     config = job.config(
@@ -133,7 +133,7 @@ def test_servers_with_certificates_and_the_ways_between_them(
     assert links["driver - stage1"].endswith("within one network")
 
 
-def test_what_is_wrong_with_a_job(job: JobFolder, cluster: Cluster) -> None:
+def test_doctor_reports_problems_of_a_job_by_host(job: JobFolder, cluster: Cluster) -> None:
     """Each at the host where it would go wrong, all at once, and nothing else."""
     (job.folder / "kept").write_text("a file in the way")
     (job.folder / "broken.py").write_text("raise SystemExit('I only run on Tuesdays')\n")
@@ -165,7 +165,9 @@ dir = "kept"
     assert "1000 of" in texts
 
 
-def test_who_cannot_be_trusted(job: JobFolder, cluster: Cluster, tmp_path: Path) -> None:
+def test_doctor_reports_peers_that_cannot_be_trusted(
+    job: JobFolder, cluster: Cluster, tmp_path: Path
+) -> None:
     """Stage 1's certificate has expired meanwhile; in stage 0's place is stage 1's server."""
     old = tmp_path / "old"
     shutil.copytree(cluster.certs, old)

@@ -167,7 +167,7 @@ def test_explain_without_measuring_needs_no_servers(job: JobFolder) -> None:
     assert [one["exposed"] for one in said["listeners"]] == [None, None]
 
 
-def test_the_balance_is_the_one_that_a_run_will_measure(job: JobFolder) -> None:
+def test_the_shown_balance_equals_the_one_that_a_run_measures(job: JobFolder) -> None:
     body = SLOW_LAST.replace("balance = [1, 1, 3]", 'balance = "auto"\nnum_stages = 3')
     result = rpcmp("explain", job.config(body), "--json", "--set", "data.batch_size=2")
     assert result.code == 0, result.err
@@ -179,7 +179,7 @@ def test_the_balance_is_the_one_that_a_run_will_measure(job: JobFolder) -> None:
         assert stage["busy_s"] <= said["prediction"]["step_s"]
 
 
-def test_what_may_be_in_flight_is_judged_by_what_the_config_says(job: JobFolder) -> None:
+def test_the_in_flight_limit_is_checked_against_the_config(job: JobFolder) -> None:
     given = ["schedule=gpipe", "max_in_flight=2", "data.batch_size=2", "model.balance=[2, 2]"]
     sets = [part for one in given for part in ("--set", one)]
     config = job.config('[model]\nlayers = "zoo:mlp"')
@@ -196,7 +196,7 @@ def test_what_may_be_in_flight_is_judged_by_what_the_config_says(job: JobFolder)
         ('data.train="zoo:nowhere"', "data.train = 'zoo:nowhere' does not import"),
     ],
 )
-def test_what_a_run_would_refuse_is_refused_in_its_words(
+def test_a_job_that_a_run_would_refuse_gets_the_same_message(
     job: JobFolder, override: str, message: str
 ) -> None:
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
@@ -210,7 +210,7 @@ def test_what_a_run_would_refuse_is_refused_in_its_words(
     assert explained.out == ""
 
 
-def test_a_balance_that_is_measured_needs_a_measurement(job: JobFolder) -> None:
+def test_a_measured_balance_needs_a_measurement(job: JobFolder) -> None:
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = "auto"\nnum_stages = 2')
     result = CliRunner().invoke(cli, ["explain", str(config), "--no-measure"])
     assert isinstance(result.exception, ConfigError)

@@ -37,7 +37,7 @@ def guide(*arguments: str) -> Result:
     return rpcmp("guide", *arguments)
 
 
-def test_without_a_topic_it_lists_each_with_a_line_below_its_heading() -> None:
+def test_guide_without_a_topic_lists_each_with_its_first_line() -> None:
     result = guide()
     assert result.code == 0
     for page in pages().values():
@@ -46,7 +46,7 @@ def test_without_a_topic_it_lists_each_with_a_line_below_its_heading() -> None:
 
 
 @pytest.mark.parametrize("topic", pages())
-def test_a_piped_page_is_its_markdown(topic: str) -> None:
+def test_a_piped_page_is_printed_as_markdown(topic: str) -> None:
     result = guide(topic)
     assert (result.code, result.out) == (0, pages()[topic].path.read_text())
 
@@ -125,7 +125,7 @@ def test_a_misspelt_topic_suggests_the_nearest() -> None:
         ("config", "; see 'configuration'"),
     ],
 )
-def test_a_word_that_is_no_topic_leads_to_the_pages_about_it(word: str, expected: str) -> None:
+def test_an_unknown_topic_lists_the_pages_that_mention_it(word: str, expected: str) -> None:
     assert expected in guide(word).err
 
 

@@ -105,7 +105,7 @@ def test_health_of_a_silent_server_exits_75(certs: Path, options: list[str]) -> 
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("options", [[], ["--insecure"]])
-def test_a_server_that_wants_tls_says_so(
+def test_a_server_that_requires_tls_is_named(
     job: JobFolder, server: Server, options: list[str]
 ) -> None:
     found = rpcmp("health", server.address, *options)
@@ -123,7 +123,7 @@ def test_a_server_that_wants_tls_says_so(
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("options", [[], ["--insecure"]])
-def test_several_servers_that_want_tls_say_so(
+def test_several_servers_that_require_tls_are_named(
     job: JobFolder, server: Server, other: Server, options: list[str]
 ) -> None:
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [1, 3]')
@@ -133,7 +133,7 @@ def test_several_servers_that_want_tls_say_so(
     assert "Error:" not in found.err
 
 
-def test_no_server_begins_with_a_certificate_that_nobody_accepts(tmp_path: Path) -> None:
+def test_no_server_starts_with_a_certificate_that_every_peer_refuses(tmp_path: Path) -> None:
     cli(tmp_path, "init")
     for days, said, state in ((-5, "has expired on", "expired"), (5, "is valid from", "not yet")):
         begin = datetime.now(UTC) + timedelta(days=days)

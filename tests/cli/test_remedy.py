@@ -191,7 +191,7 @@ def test_steps_become_smaller_by_what_the_config_has(
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
 @pytest.mark.parametrize("more", [[], ["--set", "max_grad_norm=1.0"]], ids=["", "clipped"])
-def test_what_is_offered_for_a_config_is_one_that_loads(path: Path, more: list[str]) -> None:
+def test_overrides_that_a_remedy_suggests_for_a_config_load(path: Path, more: list[str]) -> None:
     offered = set()
     for name in ("doctor", "drive", "verify"):
         command = typed(path, *more, name=name)
@@ -244,7 +244,7 @@ def test_health_asks_the_address_of_the_listener(
     )
 
 
-def test_a_host_that_is_not_this_machines_has_nobody_to_ask() -> None:
+def test_a_listen_address_of_another_machine_suggests_the_help() -> None:
     command = cli.get_command(click.Context(cli), "serve")
     assert command is not None
     words = ["--stage", "1", "--insecure", "--listen", "192.0.2.7:0"]
@@ -283,7 +283,7 @@ def test_a_misspelt_key_ends_with_the_table_of_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_server_that_is_not_there_ends_with_the_doctor(tmp_path: Path) -> None:
+def test_an_absent_server_is_reported_with_the_doctor(tmp_path: Path) -> None:
     config = tmp_path / "job.toml"
     shutil.copy(EXAMPLES / "digits.toml", config)
     shutil.copy(EXAMPLES / "digits.py", tmp_path)
@@ -296,7 +296,7 @@ def test_a_server_that_is_not_there_ends_with_the_doctor(tmp_path: Path) -> None
     )
 
 
-def test_a_port_that_is_taken_ends_with_who_listens_there() -> None:
+def test_a_port_that_is_taken_is_reported_with_its_listener() -> None:
     with lent(1) as (first,):
         require_who_listens("--listen", first.address)
 

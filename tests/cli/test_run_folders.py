@@ -42,7 +42,7 @@ def bad(config):
 """
 
 
-def test_all_that_looks_at_a_run(job: JobFolder) -> None:
+def test_observing_commands_work_on_a_run(job: JobFolder) -> None:
     (job.folder / "my_logs.py").write_text(LOGGERS)
     config = job.config("""
         steps = 4

@@ -85,7 +85,7 @@ def test_a_picture_that_cannot_be_written_fails_before_the_trace_is_read(tmp_pat
     assert result.output == ""
 
 
-def test_a_picture_that_was_there_survives_a_failure(file: Path) -> None:
+def test_an_existing_picture_survives_a_failure(file: Path) -> None:
     picture = file.with_suffix(".png")
     picture.write_text("old")
     assert isinstance(trace(file.parent / "no.json", "--png", picture).exception, ConfigError)

@@ -32,7 +32,7 @@ def test_bad_input_fails_before_anything_starts(
         CliRunner().invoke(cli, ["tune", str(path), *options], catch_exceptions=False)
 
 
-def test_it_measures_a_real_job(job: JobFolder, tmp_path: Path) -> None:
+def test_tune_measures_a_real_job(job: JobFolder, tmp_path: Path) -> None:
     path = job.config('schedule = "zero-bubble"\n[model]\nlayers = "zoo:mlp"\nnum_stages = 2')
     picture = tmp_path / "curve.png"
     sweep = ["--microbatches", "2", "--schedules", "gpipe", "--rounds", "1", "--steps", "1"]

@@ -113,7 +113,7 @@ def test_a_truncated_snapshot_is_an_error(tmp_path: Path) -> None:
     slots.close()
 
 
-def test_memory_of_a_server_that_is_no_neighbour_is_not_opened() -> None:
+def test_memory_of_a_server_that_is_not_a_neighbour_is_not_opened() -> None:
     async def opened_of(pid: int, address: str) -> bool:
         wanted = request(list(slots.fds), pid)
         wanted.machine, wanted.address = machine(), address

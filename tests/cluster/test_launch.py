@@ -101,7 +101,7 @@ def test_nothing_is_left_behind_after_a_step(
     poll_for(clean, "contexts, memoized outputs and RRefs to be gone")
 
 
-def test_predictions_are_those_of_the_unsplit_model(
+def test_predictions_equal_those_of_the_unsplit_model(
     pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor]
 ) -> None:
     unsplit = torch.nn.Sequential()

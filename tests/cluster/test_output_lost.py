@@ -110,7 +110,7 @@ def test_the_exit_code_is_right_with_all_streams_closed(job: JobFolder, server: 
         assert failed.returncode == 2, closed
 
 
-def test_lost_output_that_was_asked_for_is_an_error(job: JobFolder) -> None:
+def test_lost_output_that_was_requested_is_an_error(job: JobFolder) -> None:
     lost = shell("$RPCMP explain $CONFIG --no-measure > /dev/full", job.config(SHORT))
     assert lost.returncode == 1
     assert "No space left on device" in lost.stderr

@@ -148,7 +148,7 @@ def are_finite(steps: list[Message]) -> list[bool]:
     return [math.isfinite(step["loss"]) for step in steps]
 
 
-def test_a_step_that_one_replica_cannot_do_is_skipped_by_all(job: JobFolder) -> None:
+def test_a_step_that_fails_in_one_replica_is_skipped_by_all(job: JobFolder) -> None:
     config = loader.load_config(Faults(job).config(SPIKED, stages=2, sections=PIPELINES))
     with local_group(config) as local:
         local.train()

@@ -31,7 +31,7 @@ def test_the_real_peers_train_the_same_from_the_same_weights(
     assert done.series[1].settings["schedule"] in benchmark.BEST_SCHEDULES
 
 
-def test_an_own_chain_is_measured_on_equal_micro_batches(job: JobFolder) -> None:
+def test_a_users_chain_is_measured_on_equal_micro_batches(job: JobFolder) -> None:
     chain = job.config('[model]\nlayers = "zoo:mlp"\nnum_stages = 2\n')
     times = asyncio.run(stage_times(cases.load(str(chain), overrides=["data.batch_size=20"])))
     assert [each.forward > 0 and each.total > each.forward for each in times] == [True, True]

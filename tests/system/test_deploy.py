@@ -51,7 +51,7 @@ def test_the_unit_has_a_low_exposure_score(unit: Path) -> None:
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-def test_the_units_command_is_one_that_rpcmp_has(unit: Path) -> None:
+def test_the_command_of_the_unit_exists_in_rpcmp(unit: Path) -> None:
     line = re.search(r"(?m)^ExecStart=(.*)$", unit.read_text())
     assert line is not None
     program, command, *options = line[1].split()

@@ -64,7 +64,7 @@ def parameters() -> str:
     return str(result.event("summary")["parameters_sha256"])
 
 
-def test_the_bits_are_those_of_one_process(cluster: Cluster) -> None:
+def test_verify_finds_the_bits_of_one_process(cluster: Cluster) -> None:
     options = ("--steps", "3", "--certs", str(cluster.certs / "driver"), *cluster.connect)
     with running("verify", EXAMPLE, *options, under=cluster.driver.inside) as run:
         result = run.wait()

@@ -67,7 +67,7 @@ def newcomer(tmp_path: Path) -> Iterator[Newcomer]:
         yield Newcomer(dict(zip(names, hosts, strict=True)), homes, started)
 
 
-def test_from_nothing_to_two_hosts(
+def test_the_quickstart_trains_on_two_hosts(
     newcomer: Newcomer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = tmp_path / "host-a"

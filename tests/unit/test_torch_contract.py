@@ -217,7 +217,7 @@ def test_the_transport_can_be_chosen(found: Findings) -> None:
     assert found["unknown_transport"] == "RuntimeError: Unknown transport: nonsense"
 
 
-def test_a_timeout_of_zero_is_none_at_all() -> None:
+def test_torch_accepts_an_rpc_timeout_of_zero() -> None:
     options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=0, _transports=["uv"])
     assert options.rpc_timeout == 0
 
@@ -230,7 +230,7 @@ def test_an_agent_that_was_built_directly_becomes_current(found: Findings) -> No
     assert found["agent_is_current"]
 
 
-def test_the_counts_that_we_read_exist(found: Findings) -> None:
+def test_the_counts_of_the_agent_that_rpcmp_reads_exist(found: Findings) -> None:
     assert set(found["left_behind"]) <= set(found["debug_info"])
 
 
@@ -265,7 +265,7 @@ def test_a_reference_names_its_owner_and_gives_its_object_there(found: Findings)
     assert found["reference"] == [ALONE, {"served": True}]
 
 
-def test_what_a_callback_raises_stays_in_a_future_that_nobody_waits_for() -> None:
+def test_an_error_in_a_callback_stays_in_its_unawaited_future() -> None:
     future = Future[int]()
     after = future.then(lambda done: 1 // done.value())
     future.set_result(0)

@@ -204,7 +204,7 @@ def test_the_newest_whole_checkpoint_is_taken(three: list[Path], tmp_path: Path)
 
 
 @pytest.mark.parametrize("size", [0, 7, 100, -1])
-def test_a_cut_off_file_is_seen(three: list[Path], tmp_path: Path, size: int) -> None:
+def test_a_truncated_file_is_detected(three: list[Path], tmp_path: Path, size: int) -> None:
     file = three[0] / "stage0.safetensors"
     os.truncate(file, size % file.stat().st_size)
     with pytest.raises(CheckpointError, match=r"stage0\.safetensors of stage 'stage0' is damaged"):
@@ -320,7 +320,7 @@ def entry(begin: int, end: int, **changes: Any) -> dict[str, Any]:
         (encoded({}, b"a"), "do not fill it"),
     ],
 )
-def test_what_is_no_safetensors_file_is_refused(
+def test_a_file_that_is_not_safetensors_is_refused(
     tmp_path: Path, content: bytes, message: str
 ) -> None:
     path = tmp_path / "file"
@@ -332,7 +332,7 @@ def test_what_is_no_safetensors_file_is_refused(
         safetensors_header.read(file, path)
 
 
-def test_a_file_that_shrinks_while_it_is_copied_is_seen(tmp_path: Path) -> None:
+def test_a_file_that_shrinks_while_it_is_copied_is_detected(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(encoded({"a": entry(0, 100_000)}, bytes(100_000)))
     with path.open("rb") as file:
@@ -350,7 +350,7 @@ def command(*arguments: str | Path) -> Result:
     return CliRunner().invoke(cli, ["export", *map(str, arguments)])
 
 
-def test_the_command_says_what_it_wrote(three: list[Path], tmp_path: Path) -> None:
+def test_the_command_names_the_file_that_it_wrote(three: list[Path], tmp_path: Path) -> None:
     flip(three[0] / "stage0.safetensors")
     target = tmp_path / "model.safetensors"
     result = command(tmp_path / "ck", target)
@@ -362,13 +362,13 @@ def test_the_command_says_what_it_wrote(three: list[Path], tmp_path: Path) -> No
     assert result.stderr == f"skipped: {file} of stage 'stage0' is damaged\n"
 
 
-def test_the_command_fails_where_nothing_can_be_exported(tmp_path: Path) -> None:
+def test_the_command_fails_if_nothing_can_be_exported(tmp_path: Path) -> None:
     error = command(tmp_path, tmp_path / "out").exception
     assert isinstance(error, CheckpointError)
     assert error.exit_code == 2
 
 
-def test_the_best_is_taken_and_no_other_in_its_place(three: list[Path], tmp_path: Path) -> None:
+def test_export_takes_the_marked_best_or_fails(three: list[Path], tmp_path: Path) -> None:
     middle, target = three[1], tmp_path / "model.safetensors"
     with pytest.raises(CheckpointError, match=r"is marked as the best: set `best` in \[checkpoint"):
         export(middle.parent, target, best=True)

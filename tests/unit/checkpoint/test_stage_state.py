@@ -150,7 +150,7 @@ TENSORS = st.builds(any_bits, st.sampled_from(list(DTYPES)), SHAPES, st.integers
 
 @settings(deadline=None, derandomize=True)
 @given(st.lists(st.dictionaries(st.text(max_size=5), TENSORS, max_size=6), max_size=6))
-def test_whatever_follows_each_other_in_the_same_slots_is_what_was_written(
+def test_slots_return_what_was_written_after_any_sequence_of_writes(
     snapshots: list[dict[str, Tensor]],
 ) -> None:
     memory = Memory()
@@ -204,20 +204,20 @@ def test_a_dtype_that_the_format_does_not_have_is_refused_by_its_name(memory: Me
     assert memory.tensors(2)["w"].tolist() == [0]
 
 
-def test_a_snapshot_is_pinned_where_that_is_asked_for(memory: Memory) -> None:
+def test_a_snapshot_is_pinned_on_request(memory: Memory) -> None:
     assert not memory.write({}, 1).is_pinned
     assert memory.write({}, 2, pin=True).is_pinned
     assert [found.is_pinned for found in memory.slots.all()] == [False, True]
 
 
-def test_training_goes_on_without_a_snapshot_changing(memory: Memory) -> None:
+def test_a_snapshot_does_not_change_while_training_continues(memory: Memory) -> None:
     weight = torch.zeros(3)
     memory.write({"w": weight})
     weight += 1
     assert memory.tensors(1)["w"].tolist() == [0, 0, 0]
 
 
-def test_what_is_restored_does_not_change_when_its_slot_is_written_again(memory: Memory) -> None:
+def test_restored_tensors_do_not_change_when_their_slot_is_overwritten(memory: Memory) -> None:
     found = unpack(
         [memory.keep(state(model={"w": torch.ones(2)}, optimizer={"w": {"m": torch.ones(2)}}))],
         "stage0",
@@ -274,7 +274,7 @@ def test_metadata_of_any_length_fits(memory: Memory) -> None:
             assert file.get_tensor("w").item() == 1
 
 
-def test_what_appears_after_the_first_step_is_in_the_snapshots_after_it(memory: Memory) -> None:
+def test_state_that_appears_after_the_first_step_is_in_later_snapshots(memory: Memory) -> None:
     weight = torch.ones(2, 3)
     memory.write({"w": weight}, 1)
     memory.write({"w": weight, "m": torch.ones(2, 3), "step": torch.tensor(1.0)}, 2)
@@ -290,7 +290,7 @@ def test_what_appears_after_the_first_step_is_in_the_snapshots_after_it(memory: 
     ]
 
 
-def test_a_fresh_writer_goes_on_where_a_dead_one_was(memory: Memory) -> None:
+def test_a_new_writer_continues_after_a_dead_one(memory: Memory) -> None:
     for step in (1, 2, 3):
         memory.write({"w": torch.full((2,), step)}, step)
     memory.writer = SnapshotWriter(memory.slots)
@@ -303,7 +303,7 @@ def test_a_fresh_writer_goes_on_where_a_dead_one_was(memory: Memory) -> None:
 # The state
 
 
-def test_a_state_comes_back_whole(memory: Memory) -> None:
+def test_a_state_is_restored_completely(memory: Memory) -> None:
     optimizer = {
         "a.weight": {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "max": None},
         "a.bias": {"count": 3, "decay": 0.1, "flag": True, "name": "x", "limit": math.inf},
@@ -333,7 +333,7 @@ def test_a_state_comes_back_whole(memory: Memory) -> None:
     assert found.state["a.bias"]["flag"] is True
 
 
-def test_the_files_names_say_what_each_tensor_is(memory: Memory) -> None:
+def test_the_names_in_the_file_tell_what_each_tensor_is(memory: Memory) -> None:
     memory.keep(
         state(
             model={"a.weight": torch.ones(1)},
@@ -358,7 +358,7 @@ def test_names_that_collide_are_told_apart(memory: Memory) -> None:
     assert (found.state, found.groups) == (optimizer, written.groups)
 
 
-def test_tensors_come_back_as_they_lay_and_as_one_where_they_were_one(memory: Memory) -> None:
+def test_tensors_keep_their_layout_and_shared_tensors_stay_shared(memory: Memory) -> None:
     columns = torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1)
     shared = torch.ones(3)
     holed, expanded = torch.arange(12.0).reshape(3, 4)[:, :2], torch.ones(1).expand(2, 2)
@@ -385,7 +385,7 @@ def test_tensors_come_back_as_they_lay_and_as_one_where_they_were_one(memory: Me
 
 
 @pytest.mark.parametrize("what", ["groups", "scheduler", "optimizer"])
-def test_what_cannot_be_stored_is_refused(what: str) -> None:
+def test_a_value_that_cannot_be_stored_is_refused(what: str) -> None:
     with pytest.raises(TypeError, match="function is neither a tensor nor a plain value"):
         pack(state(**{what: {"w": {"f": bits}}}))  # type: ignore[arg-type]
 
@@ -449,7 +449,7 @@ def test_one_stages_layers_go_to_several_from_one_file(files: Files) -> None:
         assert found.groups == [{"lr": 0.1}]
 
 
-def test_only_what_is_trained_has_an_optimizer_state(files: Files) -> None:
+def test_only_trained_parameters_have_an_optimizer_state(files: Files) -> None:
     path = files(part("s0", "a", "b"))
     found = unpack([path], "new", names("a", "b"), names("b"))
     assert sorted(found.model) == names("a", "b")
@@ -490,7 +490,7 @@ def test_schedulers_that_do_not_agree_are_named(files: Files) -> None:
         unpack([files(one), files(other)], "new", names("a", "b"), names("a", "b"))
 
 
-def test_options_that_are_tensors_agree_where_they_are_equal(files: Files) -> None:
+def test_options_that_are_tensors_agree_if_they_are_equal(files: Files) -> None:
     paths = [
         files(part("s0", "a", options=torch.tensor(0.1))),
         files(part("s1", "b", options=torch.tensor(0.1))),
@@ -499,7 +499,7 @@ def test_options_that_are_tensors_agree_where_they_are_equal(files: Files) -> No
     assert bits(found.groups[0]["lr"]) == bits(torch.tensor(0.1))
 
 
-def test_options_that_are_several_numbers_agree_where_they_are_equal(files: Files) -> None:
+def test_options_of_several_numbers_agree_if_they_are_equal(files: Files) -> None:
     paths = [
         files(part("s0", "a", options=(torch.tensor([0.1, 0.2]),))),
         files(part("s1", "b", options=(torch.tensor([0.1, 0.2]),))),
@@ -545,7 +545,9 @@ def broken_files(tmp_path: Path, whole: bytes) -> dict[str, bytes | None]:
         "without its metadata",
     ],
 )
-def test_what_is_no_stages_state_is_named(files: Files, tmp_path: Path, kind: str) -> None:
+def test_a_file_without_the_state_of_a_stage_is_named(
+    files: Files, tmp_path: Path, kind: str
+) -> None:
     whole = Path(files(part("s0", "a"))).read_bytes()
     content = broken_files(tmp_path, whole)[kind]
     path = tmp_path / "broken.safetensors"
@@ -635,14 +637,14 @@ class Trained:
     ],
     ids=["SGD", "SGD nesterov", "Adam", "AdamW fused", "AdamW tensor lr"],
 )
-def test_training_goes_on_from_a_snapshot_with_the_same_bits(
+def test_training_resumes_from_a_snapshot_with_the_same_bits(
     memory: Memory, optimizer: Callable[..., Optimizer], scheduler: Callable[..., Any] | None
 ) -> None:
     check_that_training_goes_on(memory, optimizer, scheduler, 4)
 
 
 @pytest.mark.parametrize("before", [0, 1])
-def test_training_goes_on_from_before_and_after_the_first_step(memory: Memory, before: int) -> None:
+def test_training_resumes_from_before_and_after_the_first_step(memory: Memory, before: int) -> None:
     scheduler = partial(OneCycleLR, max_lr=0.1, total_steps=12)
     check_that_training_goes_on(memory, partial(Adam, lr=0.01), scheduler, before)
 

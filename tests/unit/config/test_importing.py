@@ -61,7 +61,7 @@ def test_a_factory_that_raises_shows_the_users_lines_only() -> None:
     assert "importing.py" not in message
 
 
-def test_wrong_arguments_are_the_factorys_error() -> None:
+def test_wrong_arguments_raise_a_factory_error() -> None:
     with pytest.raises(FactoryError, match="unexpected keyword argument 'depth'"):
         importing.create(named("layers", depth=3), "model.layers")
 
@@ -77,7 +77,7 @@ def test_wrong_arguments_are_the_factorys_error() -> None:
         (named("returned", lr=1), 0, "unexpected keyword argument 'lr'$"),
     ],
 )
-def test_a_misspelt_argument_is_told_with_the_nearest(
+def test_a_misspelt_argument_suggests_the_nearest(
     source: Factory, num_args: int, said: str
 ) -> None:
     with pytest.raises(FactoryError, match=said):
@@ -89,7 +89,7 @@ def test_a_function_that_lacks_an_argument_is_refused_before_it_is_called() -> N
         importing.function(named("mean_absolute_error", scael=2.0), "loss")
 
 
-def test_what_a_decorator_takes_is_its_own_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_a_decorator_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     @functools.wraps(models.dataset)
     def decorated(*args: Any, verbose: bool = False, **kwargs: Any) -> Any:
         return models.dataset(*args, **kwargs)

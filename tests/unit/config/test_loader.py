@@ -198,7 +198,7 @@ def test_a_file_that_does_not_exist_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"seed = ", b"seed = 1\nseed = 2", b"name = '\xff'"])
-def test_a_file_that_is_no_toml_is_named(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_toml_is_named(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "bad.toml"
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=r"bad.toml is not valid TOML: "):

@@ -60,7 +60,7 @@ def links(vitals: Vitals) -> dict[tuple[str, str], dict[str, Any]]:
     return {(link["from"], link["to"]): link for link in told(vitals)["links"]}
 
 
-def test_a_workers_vitals_are_those_that_its_server_reports() -> None:
+def test_a_workers_vitals_equal_those_that_its_server_reports() -> None:
     vitals = Vitals()
     vitals.start_generation()
     vitals.update_worker("a", said())
@@ -173,7 +173,7 @@ def test_a_process_lost_before_its_first_vitals_is_not_reported() -> None:
             assert (told(vitals)["workers"], told(vitals)["driver"]) == ({}, {})
 
 
-def test_the_driver_has_vitals_too() -> None:
+def test_the_driver_reports_vitals() -> None:
     vitals = Vitals()
     vitals.start_generation()
     vitals.update_driver(9, Doing("plan", 0, -1, 0.1), [], {}, [])

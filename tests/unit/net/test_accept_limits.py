@@ -29,7 +29,7 @@ class Door:
         return guest
 
 
-def test_the_oldest_stranger_of_the_greediest_peer_goes() -> None:
+def test_the_oldest_unauthenticated_connection_of_the_busiest_peer_is_closed() -> None:
     door = Door(Budget(most=100, unauthenticated=4))
     for peer, name in [("b", "b1"), ("a", "a1"), ("a", "a2"), ("a", "a3")]:
         assert door.open(peer, name) is not None
@@ -50,7 +50,7 @@ def test_an_authenticated_connection_stays() -> None:
     assert door.ended == ["stranger0", "stranger1", "stranger2", "stranger3"]
 
 
-def test_where_all_are_proven_the_next_is_refused() -> None:
+def test_a_connection_is_refused_if_all_open_ones_are_authenticated() -> None:
     budget = Budget(most=1, unauthenticated=1)
     door = Door(budget)
     guest = door.open("a", "first")
@@ -85,7 +85,7 @@ def test_an_ended_connection_counts_until_it_is_removed() -> None:
     assert budget.has_room()
 
 
-def test_strangers_have_their_time() -> None:
+def test_connections_without_a_certificate_have_a_deadline() -> None:
     budget = Budget(most=5, unauthenticated=5, seconds=-1.0)  # it is over at once
     ended: list[str] = []
     guest = budget.admit("a", lambda: ended.append("proven"))

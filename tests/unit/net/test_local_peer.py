@@ -58,7 +58,7 @@ def test_a_connection_that_is_reset_meanwhile_has_no_owner(
         assert len(asked) == 2
 
 
-def test_so_it_does_through_a_socket_for_both_protocols() -> None:
+def test_the_kernel_names_the_owner_of_a_socket_of_both_protocols() -> None:
     with socket.create_server((HERE, 0)) as listener, socket.socket(socket.AF_INET6) as near:
         near.connect(("::ffff:127.0.0.1", listener.getsockname()[1]))
         far, _ = listener.accept()

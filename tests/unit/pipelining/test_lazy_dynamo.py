@@ -149,7 +149,7 @@ def test_every_optimizer_of_torch_steps_without_it_and_to_the_same_bits(found: F
     assert found.facts["same bits"]
 
 
-def test_who_compiles_gets_the_real_one(found: Found) -> None:
+def test_compiling_loads_the_real_dynamo(found: Found) -> None:
     assert found.facts["is there"]
     assert found.facts["is real"] == [True, "module"]
 
@@ -168,16 +168,16 @@ def test_a_function_is_kept_out_of_graphs_without_it_and_anything_else_by_it(fou
     assert others == [[True] * 4, True]
 
 
-def test_what_stands_in_its_place_is_called_as_it_is(found: Found) -> None:
+def test_a_replacement_is_called_unchanged(found: Found) -> None:
     disable, ours, graph_break, our_graph_break = found.facts["calls"]
     assert ours == disable == [["fn", None], ["recursive", True]]
     assert our_graph_break == graph_break == [["msg", ""]]
 
 
-def test_it_takes_its_place_for_whoever_asks_before_and_after_a_step(found: Found) -> None:
+def test_the_lazy_module_replaces_dynamo_before_and_after_a_step(found: Found) -> None:
     assert found.asked == REAL * len(IMPORTS) * len(BEFORE)
 
 
-def test_where_it_is_imported_already_it_stays(found: Found) -> None:
+def test_an_already_imported_dynamo_stays(found: Found) -> None:
     assert found.imported_first == [True, "module", False]
     assert found.imported_later == [True, "module", True]

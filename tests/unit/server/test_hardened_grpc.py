@@ -92,7 +92,7 @@ def test_an_unknown_method_is_unimplemented(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("interceptors", [(), (OnlyPeers,)])
-def test_a_call_that_goes_round_the_port_is_refused(
+def test_a_call_that_bypasses_the_port_is_refused(
     interceptors: tuple[type[OnlyPeers], ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process of the user may find a server's socket before it is unlinked."""

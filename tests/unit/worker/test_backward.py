@@ -135,7 +135,7 @@ def bundle(*functions: Callable[[Tensor], Any]) -> SavedBundle:
     return SavedBundle(Bundle(ROUND, 0), kept)
 
 
-def test_gradients_come_reader_by_reader_and_go_micro_batch_by_micro_batch() -> None:
+def test_gradients_arrive_per_reader_and_are_sent_per_micro_batch() -> None:
     stage = Stage(missing={1: [0]})
     memory = bundle(lambda x: [2 * x, 3 * x], lambda x: [5 * x])
     gradients = (torch.tensor([value]) for value in (1.0, 10.0, 100.0, 0.0, 0.0))

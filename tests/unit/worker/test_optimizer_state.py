@@ -161,7 +161,7 @@ def test_state_beside_the_parameters_does_not_fit_another_balance() -> None:
         _require_agreement([whole], "stage0", set(optimizer.names[1:]))
 
 
-def test_an_option_of_all_groups_needs_no_default() -> None:
+def test_an_option_that_every_group_sets_needs_no_default() -> None:
     groups = [
         {"match": ["*.weight"], "use_muon": True, "lr": 0.02},
         {"match": ["*"], "use_muon": False},

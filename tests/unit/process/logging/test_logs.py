@@ -132,7 +132,7 @@ def words(number: int) -> str:
     return "".join(chr(ord("a") + int(digit)) for digit in str(number))
 
 
-def test_memory_and_rate_are_bounded_whatever_is_said() -> None:
+def test_memory_and_rate_are_bounded_for_any_lines() -> None:
     fold = LogRateLimiter()
     number = 20 * KINDS
     told = [line for n in range(number) for line in fold.take(info(words(n)), 0.0)]
@@ -225,7 +225,7 @@ def test_prints_warnings_and_records_come_in_order() -> None:
     assert {line.step for line in lines} == {7}
 
 
-def test_basic_config_has_its_effect_without_a_second_handler() -> None:
+def test_basic_config_works_without_a_second_handler() -> None:
     def speak() -> None:
         logging.basicConfig(level=logging.DEBUG, format="%(name)s says %(message)s")
         logging.getLogger("mine").debug("details")
@@ -233,7 +233,7 @@ def test_basic_config_has_its_effect_without_a_second_handler() -> None:
     assert said_by(speak) == [Line("DEBUG", "mine", "details", 7)]
 
 
-def test_threads_do_not_mix_their_lines_and_their_errors_are_told() -> None:
+def test_threads_do_not_mix_their_lines_and_report_their_errors() -> None:
     def fail() -> None:
         print("from the", end=" ")
         print("thread")
@@ -317,7 +317,7 @@ def test_sender_never_waits_for_its_supervisor() -> None:
     assert heard[-1].text.endswith("x" * 1000)
 
 
-def test_lines_that_found_no_room_are_counted() -> None:
+def test_dropped_lines_are_counted() -> None:
     heard: list[Line] = []
     receiver = Receiver(heard.append)
     sender = connected(receiver)
@@ -420,7 +420,7 @@ class Reader(io.StringIO):
         return super().write(text)
 
 
-def test_own_records_and_entries_are_shown_in_one_format() -> None:
+def test_records_of_this_process_and_entries_have_one_format() -> None:
     stream = Reader()
     display = Display(stream)
     display.place = lambda: RecordSource("stage 1", 3, 4)
@@ -435,7 +435,7 @@ def test_own_records_and_entries_are_shown_in_one_format() -> None:
     ]
 
 
-def test_own_records_are_limited_and_summarized_at_the_end() -> None:
+def test_records_of_this_process_are_limited_and_summarized_at_the_end() -> None:
     stream = Reader()
     display = Display(stream)
     for n in range(100):
@@ -470,7 +470,7 @@ def test_display_survives_a_closed_stream() -> None:
     display.finish()
 
 
-def test_own_records_are_reported_to_observers() -> None:
+def test_records_of_this_process_are_reported_to_observers() -> None:
     stream, reported = Reader(), list[Entry]()
     display = Display(stream)
     with display.reporting(reported.append):
@@ -495,7 +495,7 @@ def test_pass_on_prints_without_handlers(
     assert "INFO generation 1 stage0: printed\n" in capsys.readouterr().err
 
 
-def test_finish_returns_at_once_however_often() -> None:
+def test_finish_returns_at_once_on_every_call() -> None:
     stream = Reader()
     display = Display(stream)
     display.show(entry_of(info("said"), "stage0", 1))

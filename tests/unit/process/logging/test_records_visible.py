@@ -34,7 +34,7 @@ def test_visible_escapes_control_characters(text: str, shown: str) -> None:
     assert visible(shown) == shown
 
 
-def test_tables_have_no_markup_nor_controls_but_their_own_colours() -> None:
+def test_tables_have_no_markup_or_controls_except_colours() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, color_system="standard", width=200)
     table = Table("head", header_style="bold")

@@ -87,7 +87,7 @@ def test_a_round_cut_off_by_the_budget_does_not_count() -> None:
     assert comparison.loss_difference(done.series) is None
 
 
-def test_the_time_of_starting_is_predicted_by_the_starts_before() -> None:
+def test_the_start_time_is_predicted_from_earlier_starts() -> None:
     contestants = [Steady(name, [], 0.1) for name in "abcd"]
     for one in contestants:
         one.starting = 8.0

@@ -205,7 +205,7 @@ def test_checkpoint_folders_are_judged(found: Folder, shared: bool, status: Stat
     assert judged(having(folder=found), "checkpoints", job)[0] is status
 
 
-def test_a_missing_marker_tells_nothing_if_the_driver_cannot_write() -> None:
+def test_a_missing_marker_is_ignored_if_the_driver_cannot_write() -> None:
     job = config(checkpoint={"dir": "/data", "shared": True})
     home = replace(driver(), facts=FACTS.model_copy(update={"folder": Folder(problem="full")}))
     stage = having(folder=Folder(free_bytes=2**30))

@@ -175,7 +175,7 @@ def test_settings_as_fast_as_the_best_are_not_dropped() -> None:
 
 
 @pytest.mark.parametrize("budget", [1.0, 5.0, 10.0, 30.0, 60.0, 600.0])
-def test_a_sweep_keeps_to_its_budget_and_chooses_well(budget: float) -> None:
+def test_a_sweep_keeps_its_budget_and_chooses_the_fastest_setting(budget: float) -> None:
     """24 settings, whose steps take 1 to 128 ms."""
     done = sweep(
         lambda s, run: 0.01 * fewer_is_faster(s, run),
