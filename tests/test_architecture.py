@@ -71,14 +71,14 @@ def imported_names(module: str) -> set[str]:
     return names_imported_by(nodes(module), module)
 
 
-def names_imported_by(nodes: Iterable[ast.AST], whose: str) -> set[str]:
+def names_imported_by(nodes: Iterable[ast.AST], importer: str) -> set[str]:
     """The dotted names that nodes import; fails if they do so relatively."""
     names: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{whose} imports relatively"
+            assert node.level == 0, f"{importer} imports relatively"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
 

@@ -44,12 +44,12 @@ def folder(tmp_path: Path) -> Path:
 def offered(folder: Path, line: str) -> list[str]:
     """What the shell fish is told for the last word of a line."""
     words = line.split(" ")
-    told = {"COMP_WORDS": line, "COMP_CWORD": words[-1]}
+    environment = {"COMP_WORDS": line, "COMP_CWORD": words[-1]}
     shell = get_completion_class("fish")
     assert shell is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        for name, value in told.items():
+        for name, value in environment.items():
             patch.setenv(name, value)
         answer = shell(cli, {}, "rpcmp", "_RPCMP_COMPLETE").complete()
     lines = [each.split("\t")[0].split(",", 1) for each in answer.splitlines()]
@@ -105,8 +105,8 @@ def test_every_completed_key_exists(folder: Path) -> None:
             (open_ if found.endswith(".") else keys).append(found)
     assert {"steps=", "data.train.callable=", "stages.0.device=", "recovery.enabled="} <= {*keys}
     for key in keys:
-        said = complaint(folder / "first.toml", f"{key}{{ nonsense = 1 }}")
-        assert f"{key.removesuffix('=')}: unknown key" not in said
+        message = complaint(folder / "first.toml", f"{key}{{ nonsense = 1 }}")
+        assert f"{key.removesuffix('=')}: unknown key" not in message
     assert "stages.0.nam: unknown key" in complaint(folder / "first.toml", "stages.0.nam=1")
 
 
@@ -187,13 +187,13 @@ def typed_in_bash(folder: Path, *lines: str) -> list[str]:
     bin_.mkdir()
     (bin_ / "rpcmp").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m rpcmp "$@"\n')
     (bin_ / "rpcmp").chmod(0o755)
-    said = folder / "said"
+    calls = folder / "calls"
     setup = folder / "setup.bash"
     setup.write_text(
         f'PATH={shlex.quote(str(bin_))}:"$PATH"\n'
         'eval "$(rpcmp completion bash)"\n'
         # From now on the command only says what it got; to complete it, bash asks the program.
-        f'rpcmp() {{ echo "$*" >> {said}; }}\n'
+        f'rpcmp() {{ echo "$*" >> {calls}; }}\n'
     )
     master, slave = pty.openpty()
     process = subprocess.Popen(
@@ -215,8 +215,8 @@ def typed_in_bash(folder: Path, *lines: str) -> list[str]:
             break
     os.close(master)
     process.wait(30)
-    assert said.exists(), shown.decode(errors="replace")
-    return [line.strip() for line in said.read_text().splitlines()]
+    assert calls.exists(), shown.decode(errors="replace")
+    return [line.strip() for line in calls.read_text().splitlines()]
 
 
 def test_the_examples_can_be_completed(tmp_path: Path) -> None:

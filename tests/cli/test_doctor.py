@@ -71,13 +71,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         authority.issue(certs, f"stage{index}", identity.stage(index), [HOST], days=90)
     with contextlib.ExitStack() as started:
 
-        def serve(name: str, *options: str, whose: str = DRIVE) -> Server:
+        def serve(name: str, *options: str, owner: str = DRIVE) -> Server:
             place = ("--listen", f"{HOST}:0", "--certs", certs / name)
-            return started.enter_context(running_server(*options, *place, whose=whose))
+            return started.enter_context(running_server(*options, *place, owner=owner))
 
         # The second as the guide has it, for Prometheus on another machine.
         metrics = ("--metrics", "0.0.0.0:0")
-        stages = [serve("stage0", "--stage", "0", whose="stage 0")]
+        stages = [serve("stage0", "--stage", "0", owner="stage 0")]
         stages += [serve("stage1", "--stage", "1", *metrics)]
         yield Cluster(certs, stages, serve("spare", "--spare").address)
 
@@ -92,9 +92,9 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def doctor(config: Path, *options: str | Path) -> tuple[Result, list[dict[str, Any]]]:
     """How it ends, and what it finds."""
     result = rpcmp("doctor", config, "--json", *options)
-    said = json.loads(result.out)
-    assert said["exit_code"] == result.code
-    found: list[dict[str, Any]] = said["findings"]
+    report = json.loads(result.out)
+    assert report["exit_code"] == result.code
+    found: list[dict[str, Any]] = report["findings"]
     return result, found
 
 

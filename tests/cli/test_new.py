@@ -27,14 +27,14 @@ def test_the_new_job_trains_with_the_bits_of_one_process(
     made = rpcmp("new", "spirals")
     assert made.code == 0, made.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["spirals.py", "spirals.toml"]
-    said = re.findall(r"(?m)^  rpcmp (.*?) +#", made.out)
-    assert [command.split()[:2] for command in said] == [
+    commands = re.findall(r"(?m)^  rpcmp (.*?) +#", made.out)
+    assert [command.split()[:2] for command in commands] == [
         [command, "spirals.toml"] for command in ("drive", "verify", "doctor")
     ]
-    driven = rpcmp(*said[0].split(), "--json", "--set", "epochs=1")
+    driven = rpcmp(*commands[0].split(), "--json", "--set", "epochs=1")
     assert driven.code == 0, driven.err
     assert driven.event("summary")["metrics"]["accuracy"] > 1 / 3
-    verified = rpcmp(*said[1].split())
+    verified = rpcmp(*commands[1].split())
     assert verified.code == 0, verified.err
 
 

@@ -16,7 +16,7 @@ from rpcmp.tools.bench import peer_group
 from tests.support.processes import JobFolder, RunningHere, poll_for, rpcmp
 
 
-def said(run: RunningHere, pattern: str) -> None:
+def wait_for_output(run: RunningHere, pattern: str) -> None:
     """Wait until it has said so on standard error."""
     poll_for(lambda: re.search(pattern, run.err.getvalue()), f"a line like {pattern!r}")
 
@@ -31,7 +31,7 @@ def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def _told_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def _progress_without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each round is told of, and not what is under way every other second."""
     monkeypatch.setattr(progress_bar, "PLAIN_SECONDS", 0.0)
 
@@ -50,8 +50,10 @@ def test_a_sweep_of_a_real_job_that_is_stopped_leaves_nothing_behind(
     few = ("--microbatches", "2", "--schedules", "gpipe", "--steps", "1")
 
     def stop(sweep: RunningHere) -> None:
-        said(sweep, r"job: starting .*, then measuring \d+ settings .*, about 10 min left")
-        said(sweep, r"round (?!1 )\d+ of 1000.* left")
+        wait_for_output(
+            sweep, r"job: starting .*, then measuring \d+ settings .*, about 10 min left"
+        )
+        wait_for_output(sweep, r"round (?!1 )\d+ of 1000.* left")
         sweep.signal(signum)
 
     ended = rpcmp("tune", path, "--budget", "600", "--rounds", "1000", "--json", *few, during=stop)
@@ -72,8 +74,8 @@ def test_a_benchmark_that_is_stopped_shows_what_there_is(
     small = ("--stages", "2", "--microbatches", "2")
 
     def stop(run: RunningHere) -> None:
-        said(run, r"sleep: starting rpcmp \(1 of 2\), about 10 min left")
-        said(run, r"round (?!1 )\d+ of 1000.* left")
+        wait_for_output(run, r"sleep: starting rpcmp \(1 of 2\), about 10 min left")
+        wait_for_output(run, r"round (?!1 )\d+ of 1000.* left")
         run.signal(signal.SIGTERM)
 
     ended = rpcmp("bench", "sleep", *few, *small, "--json", during=stop)

@@ -24,7 +24,7 @@ from tests.support.everyerror import tree
 from tests.support.lan import cli as run_certs
 from tests.support.lan import issue
 from tests.support.places import EXAMPLES
-from tests.support.pool import lent
+from tests.support.pool import lend_servers
 from tests.support.processes import Result, rpcmp, running_server
 
 LONG_AGO = datetime.min.replace(tzinfo=UTC)
@@ -133,9 +133,9 @@ def test_remedy_hides_confidential_values(override: str, offered: str) -> None:
         f"job.toml {shlex.quote(f'--set={override}')}",
     ):
         for error in ERRORS:
-            said = remedy(error, drive(one, has_checkpoint=True, max_grad_norm=1.0)) or ""
-            assert "SECRET" not in said
-            assert "7777" not in said
+            message = remedy(error, drive(one, has_checkpoint=True, max_grad_norm=1.0)) or ""
+            assert "SECRET" not in message
+            assert "7777" not in message
     command = drive(f"job.toml --set {shlex.quote(override)}", has_checkpoint=True)
     assert remedy(an(errors.WorkerDiedError), command) == (
         f"rpcmp drive job.toml --set {offered} --resume"
@@ -297,7 +297,7 @@ def test_an_absent_server_is_reported_with_the_doctor(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_reported_with_its_listener() -> None:
-    with lent(1) as (first,):
+    with lend_servers(1) as (first,):
         require_who_listens("--listen", first.address)
 
 
@@ -314,7 +314,7 @@ def require_who_listens(*options: str) -> None:
     """A server that cannot listen there offers to ask who does, and that one answers."""
     second = rpcmp("serve", "--stage", "1", *options)
     assert second.code == 2
-    said = last_line(second).removeprefix("try: rpcmp ")
-    assert said.startswith("health ")
-    found = rpcmp(*shlex.split(said))
+    command = last_line(second).removeprefix("try: rpcmp ")
+    assert command.startswith("health ")
+    found = rpcmp(*shlex.split(command))
     assert (found.code, found.out[-12:]) == (0, " is SERVING\n"), found.err

@@ -133,8 +133,11 @@ def test_a_host_without_a_checkpoint_folder_refuses_the_job(guarded: tuple[Serve
     (base / "saved").mkdir(exist_ok=True)
     (base / "saved" / "full").write_text("a file in the way")
     job = prepared(server, f"{base}/saved/full/kept")
-    said = r"checkpoints cannot be written to .*/full/kept on"
-    with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError, match=said):
+    message = r"checkpoints cannot be written to .*/full/kept on"
+    with (
+        grpc.insecure_channel(server.address) as channel,
+        pytest.raises(grpc.RpcError, match=message),
+    ):
         ControlStub(channel).Prepare(job, timeout=120)
     (base / "saved" / "full").unlink()
 

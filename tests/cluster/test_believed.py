@@ -188,8 +188,8 @@ GARBAGE = st.binary(min_size=40, max_size=40)
 def test_any_bytes_in_shared_memory_give_a_readable_message(garbage: bytes) -> None:
     fd = descriptors.memory("test", mmap.PAGESIZE)
     os.pwrite(fd, garbage, 0)
-    told = pb.Doing(**Activity(fd).read()._asdict())
-    assert 0.0 <= told.seconds <= time.monotonic()
+    doing = pb.Doing(**Activity(fd).read()._asdict())
+    assert 0.0 <= doing.seconds <= time.monotonic()
     os.close(fd)
 
 

@@ -190,9 +190,9 @@ async def main():
 
 asyncio.run(main())
 """
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    first, *refused = said.stdout.splitlines()
-    assert first == "0", said.stderr
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    first, *refused = ran.stdout.splitlines()
+    assert first == "0", ran.stderr
     assert len(refused) == 2
     for line in refused:
         assert line.startswith("SecurityError stage 'a'")
@@ -263,14 +263,14 @@ async def slow_drain(self, request, grpc_context):
         await asyncio.sleep(0)
     return answer
 
-async def noted_close(self):
+async def logged_close(self):
     closes.set()
     await close(self)
 
 async def main():
     await serve(StageServer(0), "{HERE}", 0, lambda port: print(port, flush=True))
 
-ControlServicer.Drain, Endpoints.close = slow_drain, noted_close
+ControlServicer.Drain, Endpoints.close = slow_drain, logged_close
 asyncio.run(main())
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as run:

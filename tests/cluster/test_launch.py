@@ -18,7 +18,7 @@ from rpcmp.config.schema import Config
 from rpcmp.driver.operations import Operations
 from rpcmp.errors import ConfigError, NonFiniteLossError, StageError, WorkerDiedError
 from tests.support.places import ZOO
-from tests.support.pool import POOL, lent
+from tests.support.pool import POOL, lend_servers
 from tests.support.processes import FORKS, describe, forked, poll_for
 from tests.zoo import zoo
 
@@ -305,7 +305,7 @@ def test_a_worker_that_dies_ends_the_pipeline_and_the_next_one_works(
 ) -> None:
     kwargs = {"phase": "forward", "step": 2, "kind": "kill"}
     troubled = {"layers": "zoo:troubled", "balance": [2, 2], "kwargs": kwargs}
-    with lent(2) as servers:
+    with lend_servers(2) as servers:
         where = [server.address for server in servers]
         off = {"enabled": False}
         with rpcmp.launch(config(model=troubled, recovery=off), connect=where) as pipeline:
@@ -347,8 +347,8 @@ def test_a_pipeline_recovers_from_every_lost_process(batch: tuple[Tensor, Tensor
         else:
             next(process for process in forked(which) if process not in others).kill()
 
-    with rpcmp.launch(config(optimizer=momentum)) as undisturbed:
-        expected = use(undisturbed, batch, lambda: None)
+    with rpcmp.launch(config(optimizer=momentum)) as fault_free:
+        expected = use(fault_free, batch, lambda: None)
     with rpcmp.launch(config(optimizer=momentum)) as pipeline:
         assert use(pipeline, batch, lose) == expected
 
@@ -363,7 +363,7 @@ def test_two_pipelines_run_side_by_side(batch: tuple[Tensor, Tensor]) -> None:
 
 
 def test_an_interrupt_while_launching_frees_the_servers(caplog: pytest.LogCaptureFixture) -> None:
-    with lent(2) as servers, warnings.catch_warnings(record=True) as caught:
+    with lend_servers(2) as servers, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         where = [server.address for server in servers]
 

@@ -14,7 +14,7 @@ import pytest
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1.control_pb2_grpc import ControlStub, RendezvousStub, SnapshotsStub
 from tests.support.fuzz import http2
-from tests.support.pool import lent
+from tests.support.pool import lend_servers
 from tests.support.processes import JobFolder, Server, connect, describe, running, running_servers
 
 
@@ -76,7 +76,7 @@ def member(job: JobFolder) -> Iterator[tuple[RendezvousStub, SnapshotsStub, str]
     """What a member of a group can call, and the group's job."""
     config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [4]')
     with (
-        lent(1) as servers,
+        lend_servers(1) as servers,
         running("drive", config, "--connect", connect(servers), "--json") as run,
         grpc.insecure_channel(servers[0].address) as channel,
     ):

@@ -61,9 +61,9 @@ def test_a_server_refuses_calls_from_a_jobs_code(job: JobFolder) -> None:
         )
         result = rpcmp("drive", config, "--json", "--connect", connect(servers))
         assert result.code == 0, result.err
-        said = [event["text"] for event in result.events if event["event"] == "log"]
-        assert "CALLED Describe 0" in said  # no more than health says
-        assert "CALLED Drain PERMISSION_DENIED" in said
+        logged = [event["text"] for event in result.events if event["event"] == "log"]
+        assert "CALLED Describe 0" in logged  # no more than health says
+        assert "CALLED Drain PERMISSION_DENIED" in logged
         assert describe(other).supervisor_pid == other.run.process.pid
 
 

@@ -47,7 +47,7 @@ def test_a_worker_killed_in_a_skipped_step_changes_nothing(job: JobFolder) -> No
     faults = Faults(job).fail_at(1, 2, "backward", "SIGKILL").fail_at(2, 5, "saving", "SIGKILL")
     result = drive(faults.config(SCALED))
     assert committed(result) == expected
-    assert len(faults.struck) == 2
+    assert len(faults.triggered) == 2
     assert "warning" not in {event["event"] for event in result.events}
     summary = result.event("summary")
     assert (summary["loss_scale"], summary["skipped_steps"]) == (8750.0, 3)
@@ -60,7 +60,7 @@ def test_a_step_skipped_by_one_replica_is_skipped_by_all_whichever_worker_is_los
     # A replica has half of the forwards that faults are timed by: this is in step 3.
     faults = Faults(job).fail_at(0, 2, "backward", "SIGKILL").fail_at(1, 6, "saving", "SIGKILL")
     disturbed = drive(faults.config(SPIKED, stages=2, sections=PIPELINES))
-    assert len(faults.struck) == 2
+    assert len(faults.triggered) == 2
     first, _ = [event for event in disturbed.events if event["event"] == "fault"]
     assert "in backward of micro-batch" in first["error"]
     assert first["step"] == 2
@@ -134,7 +134,7 @@ def test_losing_a_worker_does_not_reset_the_loss_scale() -> None:
 
 def test_library_calls_skip_and_scale_whichever_process_is_lost() -> None:
     victims = iter(["rpcmp.worker", "rpcmp.driver", "rpcmp.worker"])
-    with local_pipeline(launched()) as undisturbed:
-        expected = use(undisturbed, lambda: None)
+    with local_pipeline(launched()) as fault_free:
+        expected = use(fault_free, lambda: None)
     with library.launch(launched()) as pipeline:
         assert use(pipeline, lambda: lose(next(victims))) == expected

@@ -98,9 +98,9 @@ def test_a_closed_output_pipe_does_not_end_the_run(job: JobFolder, server: Serve
 def test_the_exit_code_is_right_with_all_streams_closed(job: JobFolder, server: Server) -> None:
     """Where all three streams are closed, the run starts its server: that inherits them closed."""
     config, failing = job.config(SHORT), job.config(FAILING, "failing.toml")
-    told = rpcmp("drive", failing, "--connect", server.address)
-    assert told.code == 2
-    assert "stage 'stage0' failed in build: layer 'bad'" in told.err
+    driven = rpcmp("drive", failing, "--connect", server.address)
+    assert driven.code == 2
+    assert "stage 'stage0' failed in build: layer 'bad'" in driven.err
     for closed in ("> /dev/full 2> /dev/full", "2>&-", "<&- >&- 2>&-"):
         alone = "<&-" in closed
         command = f"$RPCMP drive $CONFIG {closed}"

@@ -19,30 +19,30 @@ from rpcmp import parameters_sha256
 from rpcmp.config import loader
 from tests.support.faults import STEP, Faults, committed, drive
 from tests.support.localgroup import unsplit
-from tests.support.pool import lent
+from tests.support.pool import lend_servers
 from tests.support.processes import JobFolder, connect, rpcmp, running, running_server
-from tests.support.replicated import ALONE, MIDDLE, PIPELINES, replicated, undisturbed_in
+from tests.support.replicated import ALONE, MIDDLE, PIPELINES, committed_without_fault, replicated
 from tests.support.runs import checkpoints_in
 
 # Recovery
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, str]], str]:
+def fault_free(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, str]], str]:
     """Losses and parameters of the job without a fault."""
-    return undisturbed_in(tmp_path_factory.mktemp("undisturbed"))
+    return committed_without_fault(tmp_path_factory.mktemp("fault_free"))
 
 
 @pytest.mark.parametrize(("phase", "how"), [("backward", "SIGKILL"), ("saving", "host")])
 def test_losing_a_replica_changes_no_bit(
     job: JobFolder,
-    undisturbed: tuple[list[tuple[int, str]], str],
+    fault_free: tuple[list[tuple[int, str]], str],
     phase: str,
     how: str,
 ) -> None:
     faults = Faults(job).fail_at(MIDDLE, STEP, phase, how)
     result = drive(replicated(faults))
-    assert committed(result) == undisturbed
+    assert committed(result) == fault_free
     assert len([event for event in result.events if event["event"] == "recovered"]) == 1
     assert not [event for event in result.events if event["event"] == "resumed"]  # from no disk
     if how == "host":  # its twin had all that it had
@@ -127,7 +127,7 @@ def on_path(*folders: Path) -> dict[str, str]:
 def test_a_server_of_another_replica_is_refused(job: JobFolder) -> None:
     config = job.config(ALONE.replace("replicas = 3", "replicas = 2"))
     third = ("--stage", "0", "--replica", "2", "--listen", "127.0.0.1:0")
-    with lent(1) as (first,), running_server(*third) as second:
+    with lend_servers(1) as (first,), running_server(*third) as second:
         result = rpcmp("drive", config, "--connect", connect([first, second]))
     assert result.code == 2
     assert "serves stage 0 replica 2, not stage 0 replica 1; check `addresses`" in result.err
@@ -165,12 +165,12 @@ def test_replicas_with_another_loss_or_package_are_refused_before_the_first_step
     }
     options = ("--set", "ship_code=false", "--set", "steps=1")
     with servers_of_replicas(*paths) as addresses:
-        for name, (more, said) in changes.items():
+        for name, (more, message) in changes.items():
             (other / name).write_text(FILES[name] + more)
             result = rpcmp("drive", config, "--json", "--connect", addresses, *options)
             assert result.code == 2, result.out
             assert not result.losses
-            assert f"replicas 0 and 1 of stage 'stage0' are not the same model: {said}" in (
+            assert f"replicas 0 and 1 of stage 'stage0' are not the same model: {message}" in (
                 result.err
             )
             assert f"replica 1 on {platform.node()}: install the same on" in result.err

@@ -44,10 +44,10 @@ def test_a_run_keeps_its_newest_checkpoints(whole: tuple[JobFolder, Result]) -> 
     newest = checkpoints(job).valid()[0]
     assert newest.layers == ["block0", "block1", "block2", "head"]
     assert (newest.cursor.epoch, newest.cursor.batch) == (3, 4)
-    told = [event for event in result.events if event["event"] == "checkpoint"]
-    assert [event["step"] for event in told] == [3, 6, 9, 12, STEPS]
-    assert all(event["seconds"] > 0 for event in told)
-    assert told[-1]["bytes"] == sum(stage.size for stage in newest.stages)
+    saved = [event for event in result.events if event["event"] == "checkpoint"]
+    assert [event["step"] for event in saved] == [3, 6, 9, 12, STEPS]
+    assert all(event["seconds"] > 0 for event in saved)
+    assert saved[-1]["bytes"] == sum(stage.size for stage in newest.stages)
 
 
 @pytest.mark.parametrize(

@@ -179,11 +179,11 @@ def test_a_member_can_read_what_members_need(job: Job) -> None:
 def test_a_snapshot_is_served_only_to_servers_of_its_stage(job: Job) -> None:
     with pytest.raises(SecurityError, match="stage 1, which may not read snapshots of 'stage0'"):
         job.ask("stage1", lambda client: snapshot(job, client, "stage0", 1))
-    poll_for(lambda: its_snapshot(job, "stage0") > 0, "a snapshot for its stage")
-    poll_for(lambda: its_snapshot(job, "spare") > 0, "a snapshot for a spare")
+    poll_for(lambda: snapshot_size(job, "stage0") > 0, "a snapshot for its stage")
+    poll_for(lambda: snapshot_size(job, "spare") > 0, "a snapshot for a spare")
 
 
-def its_snapshot(job: Job, name: str) -> int:
+def snapshot_size(job: Job, name: str) -> int:
     """The bytes of stage 0's newest snapshot; 0 if later ones have overwritten it meanwhile."""
     step = job.steps(0)[-1]
     try:

@@ -165,10 +165,10 @@ def test_a_job_with_a_fault_leaks_no_secret(
         }.items():
             assert result.code == 0, result.err
             collected.add(f"output of {command}", (result.out + result.err).encode())
-        assert len(faults.struck) == 2
+        assert len(faults.triggered) == 2
     for server in (first, second):
-        said = "".join([*server.run.out, *server.run.err])
-        collected.add(f"output of the server at {server.address}", said.encode())
+        output = "".join([*server.run.out, *server.run.err])
+        collected.add(f"output of the server at {server.address}", output.encode())
     collected.add("trace", trace.read_bytes())
     for manifest in job.folder.glob("saved/**/*"):
         if manifest.is_file():
@@ -212,10 +212,10 @@ def test_a_manifest_holds_only_hashes_of_arguments() -> None:
             {"optimizer": {"callable": "m:Own", "kwargs": {"mode": "secret"}}},
         ],
     }
-    told = redacted(given)
-    assert "secret" not in str(told)
-    assert (told["name"], told["optimizer"]["callable"]) == ("job", "torch.optim:SGD")
-    assert told["stages"][0]["device"] == "cpu"
-    assert told["optimizer"]["kwargs"]["mode"] == told["stages"][0]["optimizer"]["mode"]
-    assert told["stages"][1]["optimizer"]["callable"] == "m:Own"
-    assert redacted(told) == told
+    hashed = redacted(given)
+    assert "secret" not in str(hashed)
+    assert (hashed["name"], hashed["optimizer"]["callable"]) == ("job", "torch.optim:SGD")
+    assert hashed["stages"][0]["device"] == "cpu"
+    assert hashed["optimizer"]["kwargs"]["mode"] == hashed["stages"][0]["optimizer"]["mode"]
+    assert hashed["stages"][1]["optimizer"]["callable"] == "m:Own"
+    assert redacted(hashed) == hashed

@@ -35,9 +35,9 @@ def refused(config: Config, which: str = "first") -> str:
         with pytest.raises(ConfigError) as raised:
             local.train(evaluate=True)
         assert not local.of("step")
-    said = str(raised.value)
-    assert f"tried on the {which} mini-batch of data.test before the first step" in said
-    return said
+    message = str(raised.value)
+    assert f"tried on the {which} mini-batch of data.test before the first step" in message
+    return message
 
 
 def test_evaluating_does_not_change_training(job: JobFolder) -> None:
@@ -73,26 +73,28 @@ def test_an_unknown_metric_key_fails_before_the_first_step(
     job: JobFolder,
 ) -> None:
     stopping = 'early_stopping={metric="fit.mse"}'
-    said = "early_stopping.metric = 'fit.mse': an evaluation gives loss, error, fit.r2, fit.samples"
+    message = (
+        "early_stopping.metric = 'fit.mse': an evaluation gives loss, error, fit.r2, fit.samples"
+    )
     with local_group(loader.load_config(job.config(EVALUATED), [stopping])) as local:
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             local.train(evaluate=True)
         assert not local.of("step")
 
 
 @AT
 @pytest.mark.parametrize(
-    ("metric", "said"),
+    ("metric", "message"),
     [
         ("torch.nn.functional:cosine_similarity", "ValueError: only one element tensors"),
         ("torch.nn.functional:nll_loss", "nll_loss"),
     ],
 )
 def test_a_broken_metric_fails_before_the_first_step(
-    job: JobFolder, at: str, metric: str, said: str
+    job: JobFolder, at: str, metric: str, message: str
 ) -> None:
     wrong = [f"metrics.wrong={metric}", f"data.at={at}"]
-    assert said in refused(loader.load_config(job.config(EVALUATED), wrong))
+    assert message in refused(loader.load_config(job.config(EVALUATED), wrong))
 
 
 @AT
@@ -127,8 +129,8 @@ def test_an_evaluation_whose_last_mini_batch_is_too_small_fails_before_the_first
         batch_size = 8
         at = "{at}"
     """)
-    said = refused(loader.load_config(path), "last")
-    assert "Expected more than 1 value per channel" in said
+    message = refused(loader.load_config(path), "last")
+    assert "Expected more than 1 value per channel" in message
 
 
 def test_a_metric_that_needs_more_than_one_mini_batch_is_a_warning(job: JobFolder) -> None:

@@ -120,8 +120,8 @@ def test_skipped_steps_are_counted_and_a_run_resumes_after_one_with_another_bala
         assert scaling(local) == STEPS
     with local_group(loader.load_config(path, ["steps=2"])) as local:
         local.train()
-        begin = local.kept(tmp_path / "kept")
-    with local_group(loader.load_config(path, ["model.balance=[2, 1]"]), begin) as local:
+        saved = local.save(tmp_path / "kept")
+    with local_group(loader.load_config(path, ["model.balance=[2, 1]"]), saved) as local:
         resumed = local.train()
         assert scaling(local) == STEPS[2:]
     assert resumed.losses == whole.losses[2:]

@@ -106,12 +106,12 @@ def test_no_stage_waits_for_an_owner_with_a_failed_optimizer(job: JobFolder, own
     config = loader.load_config(job.config(text)).without_recovery()
     with local_group(config) as local, pytest.raises(StageError) as raised:
         local.train()
-    said = f"stage 'stage{owner}' failed in optimizer at step 2: ValueError: planted"
-    assert said in str(raised.value)
+    message = f"stage 'stage{owner}' failed in optimizer at step 2: ValueError: planted"
+    assert message in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("tied", "said"),
+    ("tied", "message"),
     [
         ('[["embed.weight", "head.weigth"]]', "no parameter 'head.weigth'; did you mean 'head.w"),
         (
@@ -124,18 +124,18 @@ def test_no_stage_waits_for_an_owner_with_a_failed_optimizer(job: JobFolder, own
     ],
 )
 def test_parameters_that_cannot_be_tied_are_refused_before_anything_starts(
-    job: JobFolder, tied: str, said: str
+    job: JobFolder, tied: str, message: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
         plan_job(loader.load_config(job.config(BODY), [f"tied={tied}"]))
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_a_frozen_stage_cannot_share_a_weight_with_a_trained_one(job: JobFolder) -> None:
     text = BODY + "\n[[stages]]\nfrozen = true\n[[stages]]\n[[stages]]\n"
-    said = "'head.weight' is torch.float32 of shape .11, 8., trained, but"
+    message = "'head.weight' is torch.float32 of shape .11, 8., trained, but"
     with (
-        pytest.raises(ConfigError, match=said),
+        pytest.raises(ConfigError, match=message),
         local_group(loader.load_config(job.config(text))),
     ):
         pass

@@ -27,7 +27,7 @@ def test_a_fault_while_saving_the_best_step_changes_no_bit(
     assert best % 3
     faults = Faults(job).fail_at(1, best, "saving", "SIGKILL")
     result = drive(faults.config(text, stages=2, sections=SECTIONS), *FAST, *rare)
-    assert len(faults.struck) == 1
+    assert len(faults.triggered) == 1
     assert committed(result) == committed(expected)
     assert decided(result) == decided(expected)
     assert checkpoints_in(job.folder / "saved").path_of(best).is_dir()

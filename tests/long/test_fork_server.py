@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hosts import LOSING, assert_went_on, slow_config, undisturbed_in
+from tests.support.hosts import LOSING, assert_went_on, committed_without_fault, slow_config
 from tests.support.processes import JobFolder, RunningHere, rpcmp, runs, with_token
 
 
@@ -19,5 +19,5 @@ def test_a_killed_fork_server_is_restarted(job: JobFolder, tmp_path: Path, token
         [victim] = [process for process in with_token(token) if runs(process, "rpcmp.process")]
         victim.kill()
 
-    undisturbed = undisturbed_in(tmp_path / "undisturbed")
-    assert_went_on(rpcmp("drive", slow_config(job), "--json", during=lose), undisturbed)
+    fault_free = committed_without_fault(tmp_path / "fault_free")
+    assert_went_on(rpcmp("drive", slow_config(job), "--json", during=lose), fault_free)

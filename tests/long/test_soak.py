@@ -41,7 +41,7 @@ LONG = Length(steps=5000, settled=500, every=50, slope=0.5 * KIB, leak=1 * KIB)
 
 
 @dataclass(frozen=True)
-class Seen:
+class ResourceUsage:
     """What one process had at one step."""
 
     step: int
@@ -49,7 +49,7 @@ class Seen:
     descriptors: int
 
 
-def watch(job: JobFolder, length: Length, leak: int) -> dict[str, list[Seen]]:
+def watch(job: JobFolder, length: Length, leak: int) -> dict[str, list[ResourceUsage]]:
     """What every process of a run has, by its kind and number."""
     config = job.config(
         f"""
@@ -61,7 +61,7 @@ def watch(job: JobFolder, length: Length, leak: int) -> dict[str, list[Seen]]:
         balance = [1, 2]
         """
     )
-    seen: defaultdict[str, list[Seen]] = defaultdict(list)
+    seen: defaultdict[str, list[ResourceUsage]] = defaultdict(list)
     with running("drive", config, "--json") as run:
         run.wait_for_line('"start"')
         processes = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
@@ -70,7 +70,7 @@ def watch(job: JobFolder, length: Length, leak: int) -> dict[str, list[Seen]]:
             run.wait_for_line(f'"event": "step", "step": {step},', timeout=240)
             for name, process in zip(names, processes, strict=True):
                 with process.oneshot():
-                    found = Seen(step, process.memory_info().rss, process.num_fds())
+                    found = ResourceUsage(step, process.memory_info().rss, process.num_fds())
                 seen[name].append(found)
         assert run.wait(240).code == 0
     return seen
@@ -81,7 +81,7 @@ def _kind(process: psutil.Process) -> str:
     return next(kind for kind in kinds if runs(process, kind))
 
 
-def slope(seen: list[Seen]) -> float:
+def slope(seen: list[ResourceUsage]) -> float:
     """Bytes gained a step: the median of all pairs' slopes (Theil and Sen), so that a single jump
     of the allocator does not count."""
     return statistics.median(
@@ -91,7 +91,7 @@ def slope(seen: list[Seen]) -> float:
     )
 
 
-def growing(seen: dict[str, list[Seen]], length: Length) -> list[str]:
+def growing(seen: dict[str, list[ResourceUsage]], length: Length) -> list[str]:
     """The processes that gain memory with every step, or more than 2 %."""
     found = []
     for name, values in seen.items():

@@ -13,7 +13,7 @@ from tests.support.needs import needs
 
 
 @dataclass
-class Seen:
+class PageActivity:
     """What a page did that nobody sees: errors, and addresses that it has asked for."""
 
     errors: list[str] = field(default_factory=list)
@@ -49,7 +49,7 @@ def chromium() -> Iterator[Browser]:
 @contextlib.contextmanager
 def opened(
     browser: Browser, url: str, phone: bool = False, dark: bool = False, still: bool = False
-) -> Iterator[tuple[Page, Seen]]:
+) -> Iterator[tuple[Page, PageActivity]]:
     """A page in a window of its own, and what it does.
 
     Args:
@@ -64,7 +64,7 @@ def opened(
         reduced_motion="reduce" if still else "no-preference",
         ignore_https_errors=True,
     )
-    seen = Seen()
+    seen = PageActivity()
     try:
         page = context.new_page()
         seen.watch(page)

@@ -27,7 +27,7 @@ def optimizer(kind=torch.optim.AdamW):
 DEFER = "lazydynamo.defer()\n"
 
 
-def told(code: str, *arguments: str) -> list[Any]:
+def output_of(code: str, *arguments: str) -> list[Any]:
     """What a process prints, a line of JSON each."""
     command = [sys.executable, "-c", BEGIN + code, *arguments]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -63,4 +63,4 @@ REAL = [False, [True, True, "module", True]]
 
 def require_real(use: str, before: str) -> None:
     """Have `found` be real in a process that does one thing after the other."""
-    assert told(DEFER + ASK.format(before=before, use=use)) == REAL
+    assert output_of(DEFER + ASK.format(before=before, use=use)) == REAL

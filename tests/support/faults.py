@@ -36,7 +36,7 @@ class Faults:
             again: whether it strikes every time that this is reached, or once.
         """
         fault = {"stage": stage, "step": step, "phase": phase, "how": how, "again": again}
-        marker = self.job.folder / f"struck-{len(self.planted)}"
+        marker = self.job.folder / f"triggered-{len(self.planted)}"
         self.planted.append({**fault, "marker": str(marker)})
         return self
 
@@ -46,7 +46,7 @@ class Faults:
         return [[fault[key] for key in ("stage", "phase", "step")] for fault in self.planted]
 
     @property
-    def struck(self) -> list[dict[str, Any]]:
+    def triggered(self) -> list[dict[str, Any]]:
         """What those that have struck say: process, phase, step."""
         markers = [Path(fault["marker"]) for fault in self.planted]
         return [json.loads(marker.read_text()) for marker in markers if marker.exists()]
@@ -115,20 +115,20 @@ def committed(result: Result) -> Committed:
     return steps, result.event("summary")["parameters_sha256"]
 
 
-def undisturbed_in(folder: Path) -> Committed:
+def committed_without_fault(folder: Path) -> Committed:
     """What a job commits that no fault strikes."""
     return committed(drive(Faults(JobFolder(folder / "job")).config()))
 
 
 def assert_recovered(faults: Faults, result: Result) -> None:
     """One process was hit, in the phase that was planned, and one more generation was formed."""
-    (planned,), (struck,) = faults.planned, faults.struck
-    assert [struck[key] for key in ("stage", "phase", "step")] == planned
+    (planned,), (triggered,) = faults.planned, faults.triggered
+    assert [triggered[key] for key in ("stage", "phase", "step")] == planned
     (fault,) = [event for event in result.events if event["event"] == "fault"]
     (recovered,) = [event for event in result.events if event["event"] == "recovered"]
     assert fault["generation"] == 1
-    if struck["how"] != "cut":  # who is cut off and who cuts off is a matter of view
-        where = (f"stage{struck['stage']}", platform.node())
+    if triggered["how"] != "cut":  # who is cut off and who cuts off is a matter of view
+        where = (f"stage{triggered['stage']}", platform.node())
         assert (fault["stage"], fault["host"]) == where, fault["error"]
     groups = [event for event in result.events if event["event"] == "generation"]
     assert [(group["generation"], group["step"]) for group in groups] == [
@@ -149,12 +149,12 @@ def name_of(cell: Cell) -> str:
 
 
 def assert_cell(
-    job: JobFolder, undisturbed: Committed, cell: Cell, under: tuple[str, ...] = ()
+    job: JobFolder, fault_free: Committed, cell: Cell, under: tuple[str, ...] = ()
 ) -> None:
     """A run that such a fault strikes goes on by itself, and ends with the same bits."""
     how, phase, stage = cell
     faults = Faults(job).fail_at(stage, 0 if phase == "joining" else STEP, phase, how)
     silent = ("--set", "recovery.heartbeat_timeout=2.0")
     result = drive(faults.config(), *silent, under=under, timeout=90)
-    assert committed(result) == undisturbed
+    assert committed(result) == fault_free
     assert_recovered(faults, result)

@@ -31,8 +31,8 @@ def in_a_fork(function: Callable[..., None], *arguments: str) -> None:
         with theirs:
             ask_for_fork(line, __name__, theirs.fileno())
         ours.send(json.dumps([function.__module__, function.__name__, *arguments]).encode())
-        said = ours.recv(MAX_BYTES)
-    assert said == DONE, said.decode() or "its process ended"
+        reply = ours.recv(MAX_BYTES)
+    assert reply == DONE, reply.decode() or "its process ended"
 
 
 def main() -> None:

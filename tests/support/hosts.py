@@ -21,14 +21,14 @@ def slow_config(job: JobFolder, milliseconds: float = SLOW) -> Path:
     return Faults(job).config(f"steps = {STEPS}", 2, milliseconds)
 
 
-def undisturbed_in(folder: Path) -> Committed:
+def committed_without_fault(folder: Path) -> Committed:
     """What a run commits that loses nothing."""
     return committed(rpcmp("drive", slow_config(JobFolder(folder / "job")), "--json"))
 
 
-def assert_went_on(result: Result, undisturbed: Committed, steps: int = 1) -> None:
+def assert_went_on(result: Result, fault_free: Committed, steps: int = 1) -> None:
     """One generation more, from memory, the same bits, and at most `steps` done again."""
-    assert committed(result) == undisturbed
+    assert committed(result) == fault_free
     (recovered,) = [event for event in result.events if event["event"] == "recovered"]
     (fault,) = [event for event in result.events if event["event"] == "fault"]
     assert recovered["generation"] == 2

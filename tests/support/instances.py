@@ -9,7 +9,7 @@ import pytest
 Instance = TypeVar("Instance")
 
 
-def noted(patch: pytest.MonkeyPatch, kind: type[Instance]) -> list[Instance]:
+def record_instances(patch: pytest.MonkeyPatch, kind: type[Instance]) -> list[Instance]:
     """All of a class that are made from now on, until `patch` is undone."""
     made: list[Instance] = []
     construct = kind.__init__

@@ -141,7 +141,7 @@ def serving(
     command = ["--stage", str(stage), "--listen", host, *options]
     command += ["--certs", str(certs / f"stage{stage}")]
     if not under:
-        with running_server(*command, whose=f"stage {stage}") as server:
+        with running_server(*command, owner=f"stage {stage}") as server:
             yield server
         return
     with running("serve", *command, under=under) as run:

@@ -58,7 +58,7 @@ from rpcmp.worker.forward import Execution
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.stage import Stage
 from tests.support.faults import Committed
-from tests.support.instances import noted
+from tests.support.instances import record_instances
 from tests.support.localtransport import LocalTransport
 from tests.support.places import ZOO
 
@@ -89,7 +89,7 @@ def _meanwhile_others(function: Callable[[int], None]) -> Callable[[int], None]:
     return call
 
 
-class Begin(NamedTuple):
+class SavedGroup(NamedTuple):
     """What a group may go on from.
 
     Attributes:
@@ -183,7 +183,7 @@ class LocalGroup:
     planned: Planned
     workers: list[LocalWorker]
     group: StageGroup
-    begin: Begin | None = None
+    saved: SavedGroup | None = None
     events: list[Json] = field(default_factory=list)
 
     @cached_property
@@ -194,7 +194,7 @@ class LocalGroup:
             datasets = Datasets.at_stages(self.config, self.group)
         if datasets is None:
             raise JobError("this group has no data to train with")
-        progress = None if self.begin is None else self.begin.progress
+        progress = None if self.saved is None else self.saved.progress
         if progress is not None and progress.scaler is not None:
             self.group.optimizer.load_scaler(progress.scaler)
         return Training(
@@ -231,7 +231,7 @@ class LocalGroup:
         steps = [(event["step"], event["loss"].hex()) for event in self.of("step")]
         return steps, self.group.parameters_sha256()
 
-    def kept(self, folder: Path) -> Begin:
+    def save(self, folder: Path) -> SavedGroup:
         """What the stages keep of the last step, in files, for another group.
 
         What the driver keeps is what it reads in a checkpoint's manifest, JSON.
@@ -243,8 +243,8 @@ class LocalGroup:
             assert snapshot is not None, f"{worker.part.member.label} keeps nothing of step {step}"
             files.append(str(folder / f"{worker.part.member.name}.safetensors"))
             shutil.copyfile(worker.slots.path(snapshot.slot), files[-1])
-        told = json.loads(json.dumps(self.training.progress.message()))
-        return Begin(TrainingProgress.from_message(told), files)
+        message = json.loads(json.dumps(self.training.progress.message()))
+        return SavedGroup(TrainingProgress.from_message(message), files)
 
 
 def _end(executors: Sequence[ThreadPoolExecutor]) -> None:
@@ -255,7 +255,7 @@ def _end(executors: Sequence[ThreadPoolExecutor]) -> None:
 
 @contextlib.contextmanager
 def local_group(
-    config: Config, begin: Begin | None = None, load_data: bool = True
+    config: Config, saved: SavedGroup | None = None, load_data: bool = True
 ) -> Iterator[LocalGroup]:
     """A job's group, joined and ready to train.
 
@@ -265,7 +265,7 @@ def local_group(
     """
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        stack.callback(_end, noted(patch, ThreadPoolExecutor))
+        stack.callback(_end, record_instances(patch, ThreadPoolExecutor))
         for owner, name in (
             (Execution, "_compute"),
             (Execution, "_infer"),
@@ -286,14 +286,14 @@ def local_group(
         patch.setattr(process, "TorchRpc", lambda: peers)
         workers = []
         for part in planned.assignments:
-            workers.append(LocalWorker(part, [] if begin is None else begin.files))
+            workers.append(LocalWorker(part, [] if saved is None else saved.files))
             stack.callback(workers[-1].end)
             services[part.member.name] = workers[-1].stage
         group = StageGroup(config, services[DRIVER], peers)
         stack.callback(group.close)
         # Nobody may wait in a step that was begun and not ended: threads are joined at the exit.
         stack.callback(group._rounds.abort, JobError("the group has ended"), 1)
-        yield LocalGroup(config, planned, workers, group, begin)
+        yield LocalGroup(config, planned, workers, group, saved)
 
 
 def unsplit(config: Config) -> ComparedRun:

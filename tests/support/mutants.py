@@ -228,17 +228,17 @@ def _failed(copy: Path, options: Sequence[str], limit: float) -> str:
         start_new_session=True,
     ) as run:
         try:
-            said, _ = run.communicate(timeout=limit)
+            output, _ = run.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
             os.killpg(run.pid, signal.SIGKILL)
-            said, _ = run.communicate()
-            return _first(said) or f"not ended after {limit:.0f} s"
-    return _first(said) or ("" if run.returncode in (0, 5) else f"exit code {run.returncode}")
+            output, _ = run.communicate()
+            return _first(output) or f"not ended after {limit:.0f} s"
+    return _first(output) or ("" if run.returncode in (0, 5) else f"exit code {run.returncode}")
 
 
-def _first(said: str) -> str:
+def _first(output: str) -> str:
     """The first test that failed, from what pytest says."""
-    failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", said, re.M)
+    failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", output, re.M)
     return failed[1] if failed else ""
 
 

@@ -68,11 +68,11 @@ class PooledServer:
                 start_new_session=True,
             )
             assert self.process.stdout is not None
-            told = self.process.stdout.readline().decode()
-            if (found := re.search(r"127\.0\.0\.1:\d+", told)) is None:
+            output = self.process.stdout.readline().decode()
+            if (found := re.search(r"127\.0\.0\.1:\d+", output)) is None:
                 self.end()
                 err.seek(0)
-                raise AssertionError(f"a stage server did not start: {told}{err.read().decode()}")
+                raise AssertionError(f"a stage server did not start: {output}{err.read().decode()}")
         self.address = found[0]
 
     @property
@@ -162,7 +162,7 @@ POOL = ServerPool()
 
 
 @contextlib.contextmanager
-def lent(count: int) -> Iterator[list[PooledServer]]:
+def lend_servers(count: int) -> Iterator[list[PooledServer]]:
     """As many servers of the pool, for one test that has a job connect to them.
 
     They must be idle again at the end. One may be stopped or killed: the next test has another.
@@ -177,7 +177,7 @@ def lent(count: int) -> Iterator[list[PooledServer]]:
 
 
 @contextlib.contextmanager
-def lent_at(address: str) -> Iterator[PooledServer]:
+def lend_server_at(address: str) -> Iterator[PooledServer]:
     """A new one in the place of one that has ended."""
     server = POOL.start(address)
     try:

@@ -76,7 +76,7 @@ def makes_networks() -> bool:
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
-def of_any_machine(text: str, *begins: str) -> str:
+def without_network_warning(text: str, *begins: str) -> str:
     """What a command says, but for the warning of a machine that makes no networks.
 
     Args:
@@ -129,9 +129,11 @@ class Result:
         return [event["loss"] for event in self.events if event["event"] == "step"]
 
 
-def said(code: int, out: str, err: str) -> Result:
+def result_on_any_machine(code: int, out: str, err: str) -> Result:
     """How a command ended, on any machine."""
-    return Result(code, of_any_machine(out, "warning: ", '{"event": "'), of_any_machine(err))
+    return Result(
+        code, without_network_warning(out, "warning: ", '{"event": "'), without_network_warning(err)
+    )
 
 
 def unstamped(event: dict[str, Any]) -> dict[str, Any]:
@@ -200,7 +202,7 @@ class Running(Watched):
 
     def result(self) -> Result:
         out, err = ("".join(lines) for lines in (self.out, self.err))
-        return said(self.process.returncode, out, err)
+        return result_on_any_machine(self.process.returncode, out, err)
 
 
 class RunningHere(Watched):
@@ -230,7 +232,7 @@ class RunningHere(Watched):
     def result(self) -> Result:
         """See Watched."""
         code = -1 if self.code is None else self.code
-        return said(code, self.out.getvalue(), self.err.getvalue())
+        return result_on_any_machine(code, self.out.getvalue(), self.err.getvalue())
 
 
 @contextlib.contextmanager
@@ -276,9 +278,9 @@ def _in_a_test(*command: str | Path) -> tuple[str | Path, ...]:
 
 
 @contextlib.contextmanager
-def _line(whose: str) -> Iterator[list[int]]:
+def _line(owner: str) -> Iterator[list[int]]:
     """The descriptor of a line of FORKS; none where nothing is shared."""
-    line = FORKS.line(whose) if whose else None
+    line = FORKS.line(owner) if owner else None
     if line is None:
         yield []
         return
@@ -436,14 +438,14 @@ def running_servers(num_stages: int, *options: str, apart: bool = True) -> Itera
         runs = []
         for index in range(num_stages):
             place = ("--stage", str(index), "--listen", "127.0.0.1:0")
-            whose = f"stage {index}" if apart else DRIVE
-            runs.append(stack.enter_context(_serving(whose, *place, *options)))
+            owner = f"stage {index}" if apart else DRIVE
+            runs.append(stack.enter_context(_serving(owner, *place, *options)))
         yield [Server(run, run.wait_for_line(r"SERVING on (\S+)")[1]) for run in runs]
 
 
 @contextlib.contextmanager
 def running_server(
-    *options: str | Path, whose: str = DRIVE, under: Sequence[str] = ()
+    *options: str | Path, owner: str = DRIVE, under: Sequence[str] = ()
 ) -> Iterator[Server]:
     """A stage server: `rpcmp serve OPTIONS...`.
 
@@ -451,13 +453,13 @@ def running_server(
         whose: fork server and network its workers have, see FORKS: those of drivers, or others.
         under: a program and its arguments that runs it; its workers are not beneath that.
     """
-    with _serving(whose, *options, under=under) as run:
+    with _serving(owner, *options, under=under) as run:
         yield Server(run, run.wait_for_line(r"SERVING on (\S+)")[1])
 
 
 @contextlib.contextmanager
-def _serving(whose: str, *options: str | Path, under: Sequence[str] = ()) -> Iterator[Running]:
-    with _line(whose) as fds:
+def _serving(owner: str, *options: str | Path, under: Sequence[str] = ()) -> Iterator[Running]:
+    with _line(owner) as fds:
         shared = [part for fd in fds for part in ("--forks", str(fd))]
         command = ["-m", "rpcmp", *_in_a_test("serve", *shared, *options)]
         run = _start([*under, sys.executable, *command], fds, None)

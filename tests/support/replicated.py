@@ -66,6 +66,6 @@ def replicated(faults: Faults) -> Path:
     return path
 
 
-def undisturbed_in(folder: Path) -> Committed:
+def committed_without_fault(folder: Path) -> Committed:
     """What the job commits without a fault."""
     return committed(drive(replicated(Faults(JobFolder(folder / "job")))))

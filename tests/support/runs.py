@@ -89,7 +89,7 @@ def step(number: int, loss: float) -> Message:
 def events(of: Config, losses: Sequence[float]) -> list[Message]:
     """A whole run with these losses, one evaluation and one fault."""
     ended = BEGIN + len(losses) + 1
-    told = {"time": ended, "generation": 1}
+    common = {"time": ended, "generation": 1}
     metrics = {"loss": 0.5, "accuracy": 0.9}
     stages = [{"label": label, "host": "here", "spans": [], "lost": LOST} for label in STAGES]
     memory = {label: {"idle": 2**20, "peak": 3 * 2**20} for label in STAGES}
@@ -97,9 +97,9 @@ def events(of: Config, losses: Sequence[float]) -> list[Message]:
         run(of),
         {"event": "start", "steps": len(losses), "time": BEGIN, "generation": 1},
         *(step(number, loss) for number, loss in enumerate(losses, start=1)),
-        {"event": "timeline", "step": 1, "seconds": 0.5, "stages": stages, **told},
-        {"event": "fault", "step": 1, "error": "it was killed", "stage": "head", **told},
-        {"event": "eval", "step": len(losses), "epoch": 1, **metrics, **told},
+        {"event": "timeline", "step": 1, "seconds": 0.5, "stages": stages, **common},
+        {"event": "fault", "step": 1, "error": "it was killed", "stage": "head", **common},
+        {"event": "eval", "step": len(losses), "epoch": 1, **metrics, **common},
         {
             "event": "summary",
             "steps": len(losses),
@@ -107,17 +107,17 @@ def events(of: Config, losses: Sequence[float]) -> list[Message]:
             "metrics": metrics,
             "memory": memory,
             "parameters_sha256": "0" * 64,
-            **told,
+            **common,
         },
-        {"event": "end", "outcome": "done", "error": "", **told},
+        {"event": "end", "outcome": "done", "error": "", **common},
     ]
 
 
-def kept(of: Config, told: Sequence[Message]) -> Path:
+def write_run_folder(config: Config, events: Sequence[Message]) -> Path:
     """The folder that a run with these events leaves behind."""
-    folder = RunFolder(of, lambda write: lambda event: write(event.event))
+    folder = RunFolder(config, lambda write: lambda event: write(event.event))
     folder.make()
-    for event in told:
+    for event in events:
         folder.tell(typed(event))
     folder.close()
     assert folder.path is not None

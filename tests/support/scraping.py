@@ -44,8 +44,8 @@ def url_of(run: Running | RunningHere) -> str:
     """Where a command says that its metrics are."""
 
     def found() -> str | None:
-        said = "".join(run.err) if isinstance(run, Running) else run.err.getvalue()
-        urls = re.findall(r"metrics at (\S+)", said)
+        output = "".join(run.err) if isinstance(run, Running) else run.err.getvalue()
+        urls = re.findall(r"metrics at (\S+)", output)
         return urls[0] if urls else None
 
     url: str = poll_for(found, "the address of the metrics")

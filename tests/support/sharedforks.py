@@ -76,7 +76,7 @@ class SharedForks:
         self._line: socket.socket | None = None
         self._err = tempfile.TemporaryFile()  # noqa: SIM115
 
-    def said(self) -> bytes:
+    def standard_error(self) -> bytes:
         """All that it, and what it has forked, wrote to their standard error."""
         size = os.fstat(self._err.fileno()).st_size
         return os.pread(self._err.fileno(), size, 0)
@@ -154,14 +154,14 @@ class SharedByAll:
         # They end with the thread that has started them, so it must be one that stays.
         self._starter = ThreadPoolExecutor(1, "shared-forks")
 
-    def line(self, whose: str) -> socket.socket | None:
+    def line(self, owner: str) -> socket.socket | None:
         """A line to one; None where nothing is shared."""
-        return self.line_of(whose) if self.in_use else None
+        return self.line_of(owner) if self.in_use else None
 
-    def line_of(self, whose: str) -> socket.socket:
+    def line_of(self, owner: str) -> socket.socket:
         """A line to one, even if no job of this test shares it."""
         first = self._all.setdefault(DRIVE, SharedForks(self._without))
-        forks = self._all.setdefault(whose, SharedForks(self._without, first))
+        forks = self._all.setdefault(owner, SharedForks(self._without, first))
         return self._starter.submit(forks.line).result()
 
     @property
@@ -174,9 +174,9 @@ class SharedByAll:
         own, forked = self.pids, [c for each in self._all.values() for c in each.children()]
         return [child for child in forked if child.pid not in own]
 
-    def said(self) -> dict[str, bytes]:
+    def standard_error(self) -> dict[str, bytes]:
         """What was written to the standard error of each and of what it has forked."""
-        return {whose: each.said() for whose, each in self._all.items()}
+        return {owner: each.standard_error() for owner, each in self._all.items()}
 
     def close(self) -> None:
         """End them, and all that they have forked."""

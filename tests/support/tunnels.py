@@ -46,10 +46,10 @@ def require_alone(
                 await HealthStub(channel).Check(HealthCheckRequest())
             path = tunnel.target.removeprefix("unix:")
             command = [*under, sys.executable, "-c", OTHER, path]
-            said = await asyncio.to_thread(subprocess.check_output, command, timeout=60)
+            output = await asyncio.to_thread(subprocess.check_output, command, timeout=60)
         finally:
             await tunnel.close()
-        return int(said)
+        return int(output)
 
     with serving(0, f"{HERE}:0", certs) as server, caplog.at_level(logging.WARNING):
         assert asyncio.run(heard(server.address)) == 0

@@ -217,8 +217,8 @@ def test_a_confined_child_writes_to_no_terminal(job: JobFolder) -> None:
     text = shown.decode()
     assert process.returncode == 0, text
     assert "KINDS /dev/null pipe pipe" in text
-    for said in ("by descriptor", "by a program", "the last"):
-        assert said in text
+    for line in ("by descriptor", "by a program", "the last"):
+        assert line in text
     assert "\x1b]0;title" not in text
     assert text.count("again") < 100  # counted, and not shown
 

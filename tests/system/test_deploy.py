@@ -74,7 +74,7 @@ def test_the_server_notifies_systemd_of_ready_alive_and_stopping(
                 b"WATCHDOG=1",
             ]
             os.kill(run.pid, signal.SIGTERM)
-            while (said := systemd.recv(100)) == b"WATCHDOG=1":
+            while (reply := systemd.recv(100)) == b"WATCHDOG=1":
                 pass
-            assert said == b"STOPPING=1"
+            assert reply == b"STOPPING=1"
             assert run.wait().code == 0

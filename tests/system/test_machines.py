@@ -10,16 +10,16 @@ import psutil
 import pytest
 
 from tests.support.faults import Committed, committed
-from tests.support.hosts import LOSING, assert_went_on, slow_config, undisturbed_in
+from tests.support.hosts import LOSING, assert_went_on, committed_without_fault, slow_config
 from tests.support.needs import needs, needs_root
 from tests.support.processes import JobFolder, Server, connect, rpcmp, running, running_server
 from tests.support.runs import checkpoints_in
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Committed:
+def fault_free(tmp_path_factory: pytest.TempPathFactory) -> Committed:
     """What a run commits that loses nothing."""
-    return undisturbed_in(tmp_path_factory.mktemp("undisturbed"))
+    return committed_without_fault(tmp_path_factory.mktemp("fault_free"))
 
 
 @contextlib.contextmanager
@@ -28,7 +28,7 @@ def server(
 ) -> Iterator[Server]:
     """A stage server; it alone reads and writes files, and so its workers may be from anywhere."""
     which = ("--stage", str(stage), "--listen", address)
-    with running_server(*which, whose=f"stage {stage}", under=under) as started:
+    with running_server(*which, owner=f"stage {stage}", under=under) as started:
         yield started
 
 
@@ -52,7 +52,7 @@ def elsewhere(another_machine: tuple[str, ...], job: JobFolder) -> tuple[str, ..
 
 
 def test_a_lost_machine_costs_one_step_at_most(
-    job: JobFolder, undisturbed: Committed, elsewhere: tuple[str, ...]
+    job: JobFolder, fault_free: Committed, elsewhere: tuple[str, ...]
 ) -> None:
     """The machines do not share memory: snapshots travel from one to the other."""
     with (
@@ -64,11 +64,11 @@ def test_a_lost_machine_costs_one_step_at_most(
         psutil.Process(there.pid).kill()
         run.wait_for_line('"waiting"')
         with server(1, there.address, under=elsewhere):
-            assert_went_on(run.wait(), undisturbed)
+            assert_went_on(run.wait(), fault_free)
 
 
 def test_a_machine_with_an_empty_disk_fetches_its_checkpoint_files(
-    job: JobFolder, undisturbed: Committed, elsewhere: tuple[str, ...]
+    job: JobFolder, fault_free: Committed, elsewhere: tuple[str, ...]
 ) -> None:
     config = slow_config(job)
     saves = ("--set", "checkpoint.dir=saved", "--set", "checkpoint.every_steps=10")
@@ -80,11 +80,11 @@ def test_a_machine_with_an_empty_disk_fetches_its_checkpoint_files(
         with server(1, under=elsewhere) as fresh:
             where = ("--connect", connect([here, fresh]))
             result = rpcmp("drive", config, "--resume", "--json", *saves, *where)
-    assert committed(result) == (undisturbed[0][10:], undisturbed[1])
+    assert committed(result) == (fault_free[0][10:], fault_free[1])
 
 
 def test_machines_with_empty_disks_get_the_drivers_files(
-    job: JobFolder, undisturbed: Committed, elsewhere: tuple[str, ...]
+    job: JobFolder, fault_free: Committed, elsewhere: tuple[str, ...]
 ) -> None:
     config = slow_config(job)
     saves = ("--set", "checkpoint.dir=saved", "--set", "checkpoint.every_steps=10")
@@ -92,11 +92,11 @@ def test_machines_with_empty_disks_get_the_drivers_files(
     with server(0, under=elsewhere) as first, server(1, under=elsewhere) as second:
         where = ("--connect", connect([first, second]))
         result = rpcmp("drive", config, "--resume", "--json", *saves, *where)
-    assert committed(result) == (undisturbed[0][10:], undisturbed[1])
+    assert committed(result) == (fault_free[0][10:], fault_free[1])
 
 
 def test_machines_may_share_a_disk(
-    job: JobFolder, undisturbed: Committed, another_machine: tuple[str, ...]
+    job: JobFolder, fault_free: Committed, another_machine: tuple[str, ...]
 ) -> None:
     config = slow_config(job)
     section = {"dir": '"saved"', "every_steps": 4, "keep": 2, "shared": "true"}
@@ -111,7 +111,7 @@ def test_machines_may_share_a_disk(
         assert not folder.path_of(4).exists()
         assert not [event for event in first.events if event["event"] == "warning"]
         result = rpcmp("drive", config, "--resume", "--json", *saves, *where)
-    assert committed(result) == (undisturbed[0][12:], undisturbed[1])
+    assert committed(result) == (fault_free[0][12:], fault_free[1])
 
 
 def test_leftovers_of_a_failed_run_are_removed_on_every_machine(

@@ -83,9 +83,9 @@ def test_an_ordinary_users_process_is_confined_as_well(tmp_path: Path) -> None:
         scratch.chmod(0o777)
         os.chmod(folder, 0o777)
         command = [sys.executable, "-c", ORDINARY, f"{folder}/own", str(scratch)]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert said.returncode == 0, said.stderr
-    assert json.loads(said.stdout) == {
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout) == {
         **dict.fromkeys(
             ("own file", "environment", "signal", "services", "mode"), "PermissionError"
         ),

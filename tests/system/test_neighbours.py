@@ -150,11 +150,11 @@ def test_another_user_of_a_host_finds_one_tls_port_per_server(
         found = [f"{address}:{port}" for address, port in listening(host)]
         assert sorted(found) == sorted([first.address, second.address])
         tmp_path.chmod(0o777)
-        said = host.run(
+        probe = host.run(
             sys.executable, "-c", PROBE.replace(MODULES, MODULES + NOBODY), str(marker), *found
         )
-        assert said.returncode == 0, said.stderr
-        lines = [line.split() for line in said.stdout.splitlines()]
+        assert probe.returncode == 0, probe.stderr
+        lines = [line.split() for line in probe.stdout.splitlines()]
         ports = [line for line in lines if line[0] in found]
         assert len(ports) == 4 * len(found)
         for _, heard in ports:
@@ -180,10 +180,10 @@ def test_a_pickle_sent_to_a_reachable_worker_executes_nothing(
         run.wait_for_line('"step": 2,')
         tmp_path.chmod(0o777)
         ports = [str(port) for _, port in listening(host)]
-        said = host.run(sys.executable, "-c", AGENT, str(marker), *ports)
-        print(said.stdout, said.stderr)
-        assert said.returncode == 0, said.stderr
-        answers = said.stdout.splitlines()
+        probe = host.run(sys.executable, "-c", AGENT, str(marker), *ports)
+        print(probe.stdout, probe.stderr)
+        assert probe.returncode == 0, probe.stderr
+        answers = probe.stdout.splitlines()
         assert len(answers) == 2 * len(ports)
         # Two workers and the driver have read it, and the two servers have not.
         assert len([answer for answer in answers if "which nobody may send" in answer]) == 6

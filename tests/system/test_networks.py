@@ -61,8 +61,8 @@ def test_without_network_namespaces_a_job_runs_with_a_warning(job: JobFolder) ->
     under = (needs("unshare"), "--user", "--map-root-user", "sh", "-c", NO_NAMESPACES, "sh")
     with running("drive", config, "--json", under=under) as run:
         result = run.wait()
-    said = result.event("warning")["text"]
-    assert "other users of their hosts can reach the processes of stage0, stage1, driver" in said
+    message = result.event("warning")["text"]
+    assert "other users of their hosts can reach the processes of stage0, stage1, driver" in message
     expected = rpcmp("drive", config, "--json").event("summary")["parameters_sha256"]
     assert result.event("summary")["parameters_sha256"] == expected
 

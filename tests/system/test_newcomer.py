@@ -84,7 +84,7 @@ def test_the_quickstart_trains_on_two_hosts(
     for line in certificates:
         ended = newcomer.type(line)
         assert ended is None or ended.code == 0, line
-    said = {}
+    outputs = {}
     for line in together:
         name, _, value = line.partition("=")
         if name.startswith("export "):
@@ -93,9 +93,9 @@ def test_the_quickstart_trains_on_two_hosts(
         ended = newcomer.type(line)
         assert ended is not None
         assert ended.code == 0, f"{line}\n{ended.err}"
-        said[line.split()[1]] = ended.out
-    assert "0 failed" in said["doctor"]
-    assert "done: 20 steps" in said["drive"]
-    assert "bottleneck:" in said["trace"]
+        outputs[line.split()[1]] = ended.out
+    assert "0 failed" in outputs["doctor"]
+    assert "done: 20 steps" in outputs["drive"]
+    assert "bottleneck:" in outputs["trace"]
     assert (home / "my_model.safetensors").exists()
     assert newcomer.servers[1].wait().code == 0  # it was drained

@@ -45,6 +45,6 @@ def test_a_name_outside_the_name_constraints_is_refused(
     assert verified(certs, "stage0").returncode == 0
     authority.issue(certs, "liar", Any("stage"), [host], 1)
     (certs / CA).write_bytes(ca)
-    said = verified(certs, "liar")
-    assert said.returncode != 0
-    assert "permitted subtree violation" in said.stderr
+    verification = verified(certs, "liar")
+    assert verification.returncode != 0
+    assert "permitted subtree violation" in verification.stderr

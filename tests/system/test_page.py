@@ -414,11 +414,11 @@ def test_a_report_is_one_self_contained_file(browser: Browser, tmp_path: Path) -
 
 def test_a_report_of_two_runs_overlays_their_curves(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "comparison.html"
-    told = {"first": [*pageevents.run(60)], "second": [*pageevents.run(90, 30)]}
-    for event in told["second"]:
+    events_by_run = {"first": [*pageevents.run(60)], "second": [*pageevents.run(90, 30)]}
+    for event in events_by_run["second"]:
         if event["event"] == "eval":
             event["loss"] = 0.5
-    runs = [pageevents.record(name, events) for name, events in told.items()]
+    runs = [pageevents.record(name, events) for name, events in events_by_run.items()]
     path.write_text(html(runs), encoding="utf-8")
     with opened(browser, path.as_uri()) as (tab, seen):
         expect(tab.locator("#curves-legend")).to_have_text(re.compile(r"first\s*second"))

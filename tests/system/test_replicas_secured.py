@@ -21,8 +21,8 @@ STAGES = """
 def serving(host: Host, stage: int, replica: int, certs: Path) -> Iterator[None]:
     """A stage server at its default port."""
     who = ("--stage", str(stage), "--replica", str(replica))
-    whose = f"stage {stage + replica}"  # each is in a network of its own
-    with running_server(*who, "--certs", certs, whose=whose, under=host.inside):
+    owner = f"stage {stage + replica}"  # each is in a network of its own
+    with running_server(*who, "--certs", certs, owner=owner, under=host.inside):
         yield
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.instances import noted
+from tests.support.instances import record_instances
 
 
 def pytest_collection_finish() -> None:
@@ -26,7 +26,7 @@ def _threads_end(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         return
     from rpcmp.worker.executor import ComputeThread
 
-    started = noted(monkeypatch, ComputeThread)
+    started = record_instances(monkeypatch, ComputeThread)
     yield
     for each in started:
         each.close()

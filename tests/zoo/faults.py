@@ -60,10 +60,10 @@ class Planted:
 
 def _mark(marker: Path, stage: int, phase: str, step: int, how: str) -> bool:
     """Whether this is the first time."""
-    said = {"pid": os.getpid(), "stage": stage, "phase": phase, "step": step, "how": how}
-    said["time"] = time.time()
+    message = {"pid": os.getpid(), "stage": stage, "phase": phase, "step": step, "how": how}
+    message["time"] = time.time()
     temporary = marker.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps(said))
+    temporary.write_text(json.dumps(message))
     try:
         os.link(temporary, marker)
     except FileExistsError:

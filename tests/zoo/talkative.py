@@ -77,9 +77,9 @@ class Talker(nn.Linear):
 def layers(says: dict[str, str] | None = None, at: int = 3, marker: str = "") -> Layers:
     """Three talkers and a head; `says` of some of them, by name."""
     names = ("first", "second", "third")
-    said = {name: (says or {}).get(name, "") for name in names}
+    message = {name: (says or {}).get(name, "") for name in names}
     talkers: Layers = [
-        (name, lambda name=name: Talker(said[name], at, marker))  # type: ignore[misc]
+        (name, lambda name=name: Talker(message[name], at, marker))  # type: ignore[misc]
         for name in names
     ]
     return [*talkers, ("head", lambda: nn.Linear(FEATURES, 1))]

@@ -18,8 +18,8 @@ def grpc_calls(draw: random.Random, job: Job, is_driver: bool) -> Iterator[bytes
     source = calls(draw, job, is_driver)
     while True:
         some = (next(source) for _ in range(draw.randrange(1, 4)))
-        said = (http2.call(*call, 2 * number + 1) for number, call in enumerate(some))
-        yield http2.opening() + b"".join(said)
+        frames = (http2.call(*call, 2 * number + 1) for number, call in enumerate(some))
+        yield http2.opening() + b"".join(frames)
 
 
 def greetings(draw: random.Random, job: Job, is_driver: bool) -> Iterator[bytes]:

@@ -11,7 +11,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from tests.support.fuzz.doors import Door
+from tests.support.fuzz.entry_points import EntryPoint
 from tests.support.fuzz.inputs import Input, Pace, inputs
 from tests.support.fuzz.messages import Job
 
@@ -44,13 +44,14 @@ class Sender:
     """
 
     def __init__(
-        self, doors: Sequence[Door], addresses: Sequence[str], job: Job, seed: int
+        self, entry_points: Sequence[EntryPoint], addresses: Sequence[str], job: Job, seed: int
     ) -> None:
         self._draw = random.Random(seed)
-        self._doors = list(doors)
+        self._entry_points = list(entry_points)
         self._addresses = itertools.cycle(addresses)
         self._inputs: dict[str, Iterator[Input]] = {
-            door.name: inputs(self._draw, door.conversations(self._draw, job)) for door in doors
+            entry_point.name: inputs(self._draw, entry_point.conversations(self._draw, job))
+            for entry_point in entry_points
         }
         self._lingering: dict[asyncio.Task[None], None] = {}  # the oldest first
         self.sent: Counter[str] = Counter()
@@ -69,11 +70,13 @@ class Sender:
 
     async def _send_some(self, left: Iterator[int]) -> None:
         for _ in left:
-            (door,) = self._draw.choices(self._doors, [door.share for door in self._doors])
-            one = next(self._inputs[door.name])
-            self.sent[door.name] += 1
+            (entry_point,) = self._draw.choices(
+                self._entry_points, [entry_point.share for entry_point in self._entry_points]
+            )
+            one = next(self._inputs[entry_point.name])
+            self.sent[entry_point.name] += 1
             self.kinds[one.kind if one.pace is Pace.AT_ONCE else one.pace.value] += 1
-            sending = asyncio.create_task(send_one(door, next(self._addresses), one))
+            sending = asyncio.create_task(send_one(entry_point, next(self._addresses), one))
             if one.pace is Pace.AT_ONCE:
                 await sending
             else:
@@ -88,10 +91,10 @@ class Sender:
             await asyncio.wait([oldest])
 
 
-async def send_one(door: Door, address: str, one: Input) -> None:
+async def send_one(entry_point: EntryPoint, address: str, one: Input) -> None:
     """Send one input, and hear what the server says at first."""
     with contextlib.suppress(OSError, EOFError):  # a server that hangs up is in its right
-        reader, writer = await door.open(address)
+        reader, writer = await entry_point.open(address)
         try:
             await _say(reader, writer, one)
         finally:

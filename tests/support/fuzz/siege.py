@@ -20,7 +20,7 @@ from rpcmp.net.dialer import Dialer
 from rpcmp.net.security import Security
 from rpcmp.server.client import StageClient
 from tests.support.fuzz import http2
-from tests.support.fuzz.doors import Door
+from tests.support.fuzz.entry_points import EntryPoint
 from tests.support.fuzz.inputs import Input
 from tests.support.fuzz.messages import Job
 from tests.support.fuzz.sender import Sender, send_one
@@ -37,7 +37,7 @@ FILLING = 50
 
 
 @dataclass(frozen=True)
-class Seen:
+class Resources:
     """What a server has while it works for nobody.
 
     Attributes:
@@ -62,21 +62,22 @@ class Report:
         seconds: how long it took.
     """
 
-    seen: list[list[Seen]]
+    seen: list[list[Resources]]
     parameters: list[str] = field(default_factory=list)
     sent: Counter[str] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        doors = ", ".join(f"{name}: {count}" for name, count in self.sent.items())
+        entry_points = ", ".join(f"{name}: {count}" for name, count in self.sent.items())
         memory = [
             " -> ".join(f"{seen.resident / 2**20:.1f}" for seen in server)
             for server in zip(*self.seen, strict=True)
         ]
         return (
-            f"{self.sent.total()} inputs in {self.seconds:.0f} s ({doors}); {dict(self.kinds)}; "
-            f"{len(self.parameters)} jobs; MiB of each server {'; '.join(memory)}"
+            f"{self.sent.total()} inputs in {self.seconds:.0f} s ({entry_points}); "
+            f"{dict(self.kinds)}; {len(self.parameters)} jobs; "
+            f"MiB of each server {'; '.join(memory)}"
         )
 
 
@@ -93,7 +94,7 @@ class Siege:
 
     servers: Sequence[Server]
     config: Path
-    doors: Sequence[Door]
+    entry_points: Sequence[EntryPoint]
     certs: Path | None = None
 
     def drive(self) -> str:
@@ -116,7 +117,7 @@ class Siege:
         report.seconds = time.monotonic() - began
         return report
 
-    def look(self) -> list[Seen]:
+    def look(self) -> list[Resources]:
         """What each server has."""
         return [_look(server) for server in self.servers]
 
@@ -124,12 +125,12 @@ class Siege:
         """Bring each gRPC server's queue for calls that nobody takes to the end of its growth."""
         calls = (http2.call("/nobody/takes", b"", 2 * number + 1) for number in range(FILLING))
         one = Input("filling", http2.opening() + b"".join(calls))
-        doors = [door for door in self.doors if door.speaks_grpc]
-        for door, server in itertools.product(doors, self.servers):
+        entry_points = [entry_point for entry_point in self.entry_points if entry_point.speaks_grpc]
+        for entry_point, server in itertools.product(entry_points, self.servers):
             for _ in range(1000 // FILLING):
-                await send_one(door, server.address, one)
+                await send_one(entry_point, server.address, one)
 
-    def _settled(self, before: Sequence[Seen]) -> list[Seen]:
+    def _settled(self, before: Sequence[Resources]) -> list[Resources]:
         """What each server has once it has no more connections and tasks than before."""
 
         def is_settled() -> bool:
@@ -142,13 +143,13 @@ class Siege:
         try:
             poll_for(is_settled, "all connections to be closed, and all tasks to end")
         except AssertionError as error:
-            said = [server.run.err[-1] for server in self.servers]
-            raise AssertionError(f"{before} before, {self.look()} now; {said}") from error
+            last_lines = [server.run.err[-1] for server in self.servers]
+            raise AssertionError(f"{before} before, {self.look()} now; {last_lines}") from error
         return self.look()
 
     async def _attack(self, count: int, seed: int, report: Report) -> None:
         job = Job()
-        sender = Sender(self.doors, [server.address for server in self.servers], job, seed)
+        sender = Sender(self.entry_points, [server.address for server in self.servers], job, seed)
         asking = asyncio.create_task(self._ask(job))
         sending = asyncio.create_task(sender.send(count))
         try:
@@ -175,18 +176,18 @@ class Siege:
                 await asyncio.sleep(ASK_SECONDS)
 
 
-def _look(server: Server) -> Seen:
+def _look(server: Server) -> Resources:
     process = psutil.Process(server.pid)
     tasks = _tasks(server)
-    return Seen(process.num_fds(), tasks, process.memory_info().rss)
+    return Resources(process.num_fds(), tasks, process.memory_info().rss)
 
 
 def _tasks(server: Server) -> int:
-    said = [line for line in server.run.err if line.startswith(BEGINNING)]
+    lines = [line for line in server.run.err if line.startswith(BEGINNING)]
     server.run.process.send_signal(signal.SIGUSR2)
 
     def answers() -> list[str]:
-        return [line for line in server.run.err if line.startswith(BEGINNING)][len(said) :]
+        return [line for line in server.run.err if line.startswith(BEGINNING)][len(lines) :]
 
     return int(poll_for(answers, "the number of tasks")[0].removeprefix(BEGINNING).split()[0])
 
@@ -199,6 +200,6 @@ def besieged(num_stages: int, certs: Path | None = None) -> Iterator[list[Server
         for index in range(num_stages):
             options = [] if certs is None else ["--certs", str(certs / f"stage{index}")]
             place = ("--stage", str(index), "--listen", "127.0.0.1:0")
-            server = running_server(*place, *options, whose=f"stage {index}", under=UNDER)
+            server = running_server(*place, *options, owner=f"stage {index}", under=UNDER)
             servers.append(stack.enter_context(server))
         yield servers

@@ -183,13 +183,13 @@ def test_memory_is_copied_without_the_page_cache_except_for_partial_pages(
     (tmp_path / "memory").write_bytes(data)
     asked, control = [], fcntl.fcntl
 
-    def noted_control(fd: int, command: int, flags: int = 0) -> int:
+    def recorded_fcntl(fd: int, command: int, flags: int = 0) -> int:
         if command == fcntl.F_SETFL:  # that a file system may refuse
             asked.append(bool(flags & os.O_DIRECT))
         return control(fd, command, flags)
 
     with (tmp_path / "memory").open("rb") as memory, monkeypatch.context() as patch:
-        patch.setattr(fcntl, "fcntl", noted_control)
+        patch.setattr(fcntl, "fcntl", recorded_fcntl)
         for length in (len(data), len(data) - 7):
             found = files.copy_durably(tmp_path / "file", memory.fileno(), length)
             assert (tmp_path / "file").read_bytes() == data[:length]

@@ -67,7 +67,7 @@ def test_wrong_arguments_raise_a_factory_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "num_args", "said"),
+    ("source", "num_args", "message"),
     [
         (named("tests.zoo.ownoptimizers:MyOpt", lrr=1), 1, r"'lrr'; did you mean 'lr'\? \(there "),
         (named("torch.optim.lr_scheduler:StepLR", stepsize=1), 1, "did you mean 'step_size'"),
@@ -78,9 +78,9 @@ def test_wrong_arguments_raise_a_factory_error() -> None:
     ],
 )
 def test_a_misspelt_argument_suggests_the_nearest(
-    source: Factory, num_args: int, said: str
+    source: Factory, num_args: int, message: str
 ) -> None:
-    with pytest.raises(FactoryError, match=said):
+    with pytest.raises(FactoryError, match=message):
         importing.accepting(source, "it", num_args)
 
 

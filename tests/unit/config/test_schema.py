@@ -543,7 +543,7 @@ def test_tuples_in_arguments_become_lists() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "more", "said"),
+    ("stage", "more", "message"),
     [
         ({"replicas": 3}, {"num_microbatches": 3}, None),
         (
@@ -576,7 +576,7 @@ def test_tuples_in_arguments_become_lists() -> None:
     ],
 )
 def test_replicas_whose_turn_never_comes_are_a_warning(
-    stage: dict[str, Any], more: dict[str, Any], said: str | None
+    stage: dict[str, Any], more: dict[str, Any], message: str | None
 ) -> None:
-    expected = [] if said is None else [f"stage 'stage0': {said}"]
+    expected = [] if message is None else [f"stage 'stage0': {message}"]
     assert parse_config({**LAYERS, "stages": [stage], **more}).warnings == expected

@@ -148,8 +148,8 @@ def test_an_authority_of_rpcmp_0_1_0_can_still_issue_and_revoke(
     shutil.copytree(certs / "driver", tmp_path / "before")
     cli(certs, "renew", "driver")
     cli(certs, "revoke", "driver")
-    assert "2 certificates of driver revoked" in (said := capsys.readouterr().out)
-    assert "which kept no record" in said
+    assert "2 certificates of driver revoked" in (output := capsys.readouterr().out)
+    assert "which kept no record" in output
     assert between(tmp_path / "before", certs / "stage0") == "certificate revoked"
 
 

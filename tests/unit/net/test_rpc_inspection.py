@@ -450,12 +450,12 @@ CALL = message(
 
 
 def test_a_tensor_must_have_its_announced_length() -> None:
-    for said, passes in ((96, True), (97, False), (95, False), (2**63, False), (0, False)):
+    for length, passes in ((96, True), (97, False), (95, False), (2**63, False), (0, False)):
         pipes = Pipes(print)
         pipe = established(pipes, "stage1:0", 4)
         assert bytes(pipe.received(CALL)) == CALL
         channel = requested(pipes, "stage1:0", 4)
-        data = struct.pack("<Q", said) + bytes(96)
+        data = struct.pack("<Q", length) + bytes(96)
         if passes:
             assert bytes(channel.received(data)) == data
             channel.received(struct.pack("<Q", 96))  # one more, which nobody has announced

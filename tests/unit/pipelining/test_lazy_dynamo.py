@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.support.dynamo import ASK, BEFORE, DEFER, IMPORTS, REAL, told
+from tests.support.dynamo import ASK, BEFORE, DEFER, IMPORTS, REAL, output_of
 
 # With the real one
 
@@ -75,9 +75,9 @@ module, disable = Doubled(1, 1), torch.compiler.disable
 calls = [disable(doubled), disable(doubled, recursive=False), disable(module.twice)]
 print(json.dumps([[call(3) for call in calls], [call.__name__ for call in calls], is_there()]))
 others = [((), {}), ((), {"recursive": False}), ((Doubled,), {}), ((module,), {"reason": "none"})]
-told = [disable(*others, **more) == (*(others or [None]), more.get("recursive", True),
+same = [disable(*others, **more) == (*(others or [None]), more.get("recursive", True),
                                      {"reason": more.get("reason")}) for others, more in others]
-print(json.dumps([told, is_there()]))
+print(json.dumps([same, is_there()]))
 """
 """What may be kept out: functions, which need no real one, and all else, which that one knows."""
 
@@ -137,7 +137,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         (package / name).write_text(text)
     asked = [DEFER + ASK.format(before=before, use=use) for use in IMPORTS for before in BEFORE]
     codes = [*asked, DISABLE, IMPORTED, DEFER + IMPORTED]
-    *answers, functions, others, first, later, facts = told(
+    *answers, functions, others, first, later, facts = output_of(
         FORK_EACH + DEFER + WHOLE, str(package.parent), json.dumps(codes)
     )
     return Found(answers, [functions, others], first, later, facts)

@@ -79,7 +79,7 @@ def test_the_first_group_with_a_matching_name_applies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "said"),
+    ("group", "message"),
     [
         ({"match": ["*.biass"], "lr": 0.1}, r"'\*.biass' matches no parameter of the unsplit mod"),
         ({"match": ["*.bias"], "weight_decy": 0.1}, "no option 'weight_decy'; did you mean 'weig"),
@@ -92,9 +92,9 @@ def test_the_first_group_with_a_matching_name_applies() -> None:
     ],
 )
 def test_a_group_that_does_not_fit_is_refused_before_anything_starts(
-    group: dict[str, Any], said: str
+    group: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         assignment.assign(job({}, {}, optimizer=adamw(group)))
 
 
@@ -108,7 +108,7 @@ OWN = {"callable": "torch.optim:SGD", "groups": [{"match": ["first.*", "last.*"]
 
 
 @pytest.mark.parametrize(
-    ("stages", "more", "said"),
+    ("stages", "more", "message"),
     [
         (
             [{}, {"frozen": True}],
@@ -138,9 +138,9 @@ OWN = {"callable": "torch.optim:SGD", "groups": [{"match": ["first.*", "last.*"]
     ],
 )
 def test_a_pattern_without_a_parameter_in_its_optimizer_is_refused_with_the_owner(
-    stages: list[dict[str, Any]], more: dict[str, Any], said: str
+    stages: list[dict[str, Any]], more: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         assignment.assign(job(*stages, **more))
 
 
@@ -167,8 +167,8 @@ def test_an_optimizer_of_matrices_or_sparse_gradients_resumes_exactly(name: str,
 
 
 def test_the_parameter_is_named_that_an_optimizer_does_not_take() -> None:
-    said = r"only supports 2D .*; it does not take 'first.0.bias': give this stage an"
-    with pytest.raises(ConfigError, match=said):
+    message = r"only supports 2D .*; it does not take 'first.0.bias': give this stage an"
+    with pytest.raises(ConfigError, match=message):
         made({}, {}, optimizer="torch.optim:Muon")
     with pytest.raises(ConfigError, match=r"'middle.0.bias' and 1 more: give"):
         made({}, {}, of=1, optimizer={"callable": "torch.optim:Muon", "groups": [LAST]})

@@ -28,7 +28,7 @@ def assigned(*prefixes: str | None, tied: list[list[str]] | None = None, **more:
 
 
 @pytest.mark.parametrize(
-    ("prefixes", "tied", "said"),
+    ("prefixes", "tied", "message"),
     [
         (("", "", ""), None, "'b' and 'c' both have '0.weight' in the unsplit model"),
         (("", "x", "y"), ["embed.weight", "x.2.weight"], r"'x.2.weight'; did you .*\(there are 'e"),
@@ -39,9 +39,9 @@ def assigned(*prefixes: str | None, tied: list[list[str]] | None = None, **more:
     ],
 )
 def test_names_that_do_not_fit_are_refused_before_anything_starts(
-    prefixes: tuple[str, ...], tied: list[str] | None, said: str
+    prefixes: tuple[str, ...], tied: list[str] | None, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         assigned(*prefixes, tied=[tied] if tied else None)
 
 

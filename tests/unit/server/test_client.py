@@ -62,8 +62,8 @@ def test_connect_fails_at_once_if_the_connection_is_refused(address: str, insecu
 
 def test_errors_name_a_server_without_stage_by_its_address(address: str) -> None:
     """As `rpcmp drain` is given it; and what to do is said."""
-    said = why_not("", address, insecure=False)
-    assert said.startswith(f"{address} cannot be reached: Connection refused; is `rpcmp serve`")
+    message = why_not("", address, insecure=False)
+    assert message.startswith(f"{address} cannot be reached: Connection refused; is `rpcmp serve`")
 
 
 def test_connect_waits_for_a_server_that_is_starting(address: str) -> None:

@@ -20,7 +20,7 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @dataclass(frozen=True)
-class Door:
+class EntryPoint:
     """A way in.
 
     Attributes:
@@ -68,19 +68,19 @@ class Door:
         return grpc_calls(draw, job, self.is_driver)
 
 
-def plain_doors() -> list[Door]:
+def plain_entry_points() -> list[EntryPoint]:
     """Those of a server without certificates: whoever comes from this machine may drive."""
-    return [Door("plain port", 1, is_driver=True)]
+    return [EntryPoint("plain port", 1, is_driver=True)]
 
 
-def tls_doors(certs: Path) -> list[Door]:
+def tls_entry_points(certs: Path) -> list[EntryPoint]:
     """Those of a server with certificates; few handshakes for what costs them."""
     return [
-        Door("TLS port, no handshake", 4),
-        Door("stage's certificate, relay", 1, certs / "stage1", RELAY),
-        Door("stage's certificate, gRPC", 3, certs / "stage1", GRPC),
-        Door("driver's certificate, relay", 1, certs / "driver", RELAY, True),
-        Door("driver's certificate, gRPC", 1, certs / "driver", GRPC, True),
+        EntryPoint("TLS port, no handshake", 4),
+        EntryPoint("stage's certificate, relay", 1, certs / "stage1", RELAY),
+        EntryPoint("stage's certificate, gRPC", 3, certs / "stage1", GRPC),
+        EntryPoint("driver's certificate, relay", 1, certs / "driver", RELAY, True),
+        EntryPoint("driver's certificate, gRPC", 1, certs / "driver", GRPC, True),
     ]
 
 
