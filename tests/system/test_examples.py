@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rpcmp.config import loader
+from rpcmp.config import addresses, loader
 from rpcmp.examples import stdlib_gpt
 from tests.support.docs import PAGES, README
 from tests.support.places import EXAMPLES, PACKAGE
@@ -52,8 +52,8 @@ def test_addresses_in_comments_are_the_default_addresses() -> None:
     found = {}
     for path in [*EXAMPLES.glob("*.toml"), PACKAGE / "tools/new/my_model.toml"]:
         comments = "\n".join(re.findall(r"#.*", path.read_text()))
-        for stage, addresses in enumerate(re.findall(r"addresses = \[(.*?)\]", comments)):
-            ports = [int(port) for port in re.findall(r":(\d+)", addresses)]
+        for stage, listed in enumerate(re.findall(r"addresses = \[(.*?)\]", comments)):
+            ports = [int(port) for port in re.findall(r":(\d+)", listed)]
             expected = [addresses.default_port(stage, replica) for replica in range(len(ports))]
             found[path.stem, stage] = ports
             assert ports == expected, path.name
