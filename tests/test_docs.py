@@ -1,4 +1,4 @@
-"""What the pages say is so: every command is run by a test, every link leads somewhere."""
+"""The pages are correct: a test runs every command, and every link has a target."""
 
 from __future__ import annotations
 
@@ -357,7 +357,7 @@ def test_the_guide_and_the_readme_show_the_same_model(language: str, starts_with
 
 
 def keys(config: dict[str, Any]) -> Iterator[str]:
-    """Return the keys of a part of a config as the table of keys has them."""
+    """Return the keys of a part of a config as in the table of keys."""
     table = reference.table()
     for name, value in config.items():
         if f"**`{name}`**" in table:

@@ -1,4 +1,4 @@
-"""A function, called in a fork of what the tests share: a process with torch, and with one thread.
+"""Call a function in a fork of a shared fork server: a process with torch and one thread.
 
 A process of tests has had threads, of gRPC among others; what is forked from one may not come far.
 """
@@ -21,7 +21,7 @@ DONE = b"done"
 
 
 def in_a_fork(function: Callable[..., None], *arguments: str) -> None:
-    """Call it there, by its name in its module, and wait until it returns.
+    """Call a function of a module by name in a fork, and wait until it returns.
 
     Raises:
         AssertionError: it raised something, which is told, or its process ended.
@@ -36,7 +36,7 @@ def in_a_fork(function: Callable[..., None], *arguments: str) -> None:
 
 
 def main() -> None:
-    """Be the fork."""
+    """Run as the fork."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     module, name, *arguments = json.loads(channel.recv(MAX_BYTES))
     try:

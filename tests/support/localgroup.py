@@ -1,4 +1,4 @@
-"""A job whose stages and driver are in this process: real but for torch RPC and the processes.
+"""A job whose stages and driver are in this process: real except for torch RPC and processes.
 
     driver's Group, Training ──LocalTransport──> Stage, Stage, ...    each with its compute thread
                                     └── one thread pool; plain autograd in place of the distributed
@@ -77,7 +77,7 @@ def _one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _meanwhile_others(function: Callable[[int], None]) -> Callable[[int], None]:
-    """`function`, which waits for other stages, called by one whose turn it is."""
+    """Wrap `function`, which waits for other stages, to release its turn meanwhile."""
 
     def call(step: int) -> None:
         _computing.release()
@@ -90,7 +90,7 @@ def _meanwhile_others(function: Callable[[int], None]) -> Callable[[int], None]:
 
 
 class SavedGroup(NamedTuple):
-    """What a group may go on from.
+    """State that a group can resume from.
 
     Attributes:
         progress: the driver's.
@@ -102,14 +102,14 @@ class SavedGroup(NamedTuple):
 
 
 class _Supervisor:
-    """In the place of a worker's channel: there is nobody to be told."""
+    """Stand-in for a worker's channel; ignores all messages."""
 
     def send(self, message: Message) -> None:
-        """Take no notice."""
+        """Ignore the message."""
 
 
 class LocalLoaders(LoaderPool):
-    """What loads a stage's samples, in a thread instead of processes."""
+    """Loaders of a stage's samples, in a thread instead of processes."""
 
     def __init__(self, config: Config, stage: str) -> None:
         self._stage = stage
@@ -159,7 +159,7 @@ class LocalWorker:
         optimizer._after_step = _meanwhile_others(optimizer._after_step)
 
     def end(self) -> None:
-        """End its threads, and free its memory."""
+        """Stop its threads and free its memory."""
         self.stage._compute.close()
         if self._loaders is not None:
             self._loaders.close()
@@ -213,7 +213,7 @@ class LocalGroup:
         return self.planned.metrics
 
     def of(self, kind: str) -> list[Json]:
-        """The events of a kind."""
+        """Return the events of a kind."""
         return [event for event in self.events if event["event"] == kind]
 
     def train(self, evaluate: bool = False) -> ComparedRun:
@@ -227,12 +227,12 @@ class LocalGroup:
         return ComparedRun(losses, state, skipped=skipped)
 
     def committed(self) -> Committed:
-        """As `tests.support.faults.committed` of a run."""
+        """Return the same as `tests.support.faults.committed` of a run."""
         steps = [(event["step"], event["loss"].hex()) for event in self.of("step")]
         return steps, self.group.parameters_sha256()
 
     def save(self, folder: Path) -> SavedGroup:
-        """What the stages keep of the last step, in files, for another group.
+        """Copy the stages' snapshots of the last step to files, for another group.
 
         What the driver keeps is what it reads in a checkpoint's manifest, JSON.
         """
@@ -248,7 +248,7 @@ class LocalGroup:
 
 
 def _end(executors: Sequence[ThreadPoolExecutor]) -> None:
-    """Those that members have made: in a worker they live as long as its process."""
+    """Shut down the members' thread pools, which in a worker live as long as its process."""
     for each in executors:
         each.shutdown(wait=False)
 
@@ -257,7 +257,7 @@ def _end(executors: Sequence[ThreadPoolExecutor]) -> None:
 def local_group(
     config: Config, saved: SavedGroup | None = None, load_data: bool = True
 ) -> Iterator[LocalGroup]:
-    """A job's group, joined and ready to train.
+    """Build a job's group, joined and ready to train.
 
     Args:
         begin: what it goes on from.
@@ -297,7 +297,7 @@ def local_group(
 
 
 def unsplit(config: Config) -> ComparedRun:
-    """The same job in one process, by code that shares nothing with the stages'."""
+    """Train the same job in one process, by code that shares nothing with the stages."""
     section = config.require_data("training the unsplit model")
     batches = load_batches(section.train, "data.train", section, config.seed, training=True)
     model = UnsplitModel(

@@ -1,4 +1,4 @@
-"""Which tests catch which fault: one-line mutations of rpcmp, planted one after the other.
+"""Find out which tests catch which fault: plant one-line mutations of rpcmp one by one.
 
     python -m tests.support.mutants --seed 1 --count 40 > mutants.jsonl
 
@@ -93,7 +93,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of it: the test that failed first; empty: all passed, or it was not planted."""
+    """The first test that failed; empty if all passed, or if the mutant was not planted."""
 
     mutant: Mutant
     caught_by: str
@@ -101,7 +101,7 @@ class Verdict:
 
 
 def mutants_of(area: str, path: Path) -> list[Mutant]:
-    """All mutants of one module that this knows to make."""
+    """Return all mutants of one module."""
     source = path.read_text(encoding="utf-8")
     lines = source.splitlines()
     found = []
@@ -119,7 +119,7 @@ def mutants_of(area: str, path: Path) -> list[Mutant]:
 
 
 def _replacements(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
-    """Expressions and statements, each with what it may be changed to."""
+    """Yield expressions and statements, each with a replacement."""
     for node in ast.walk(tree):
         match node:
             case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in COMPARISONS:
@@ -150,7 +150,7 @@ def _text(left: ast.expr, op: str, right: ast.expr) -> str:
 
 
 def drawn(seed: int, count: int) -> list[Mutant]:
-    """`count` mutants, as many of each area; the same for the same seed and tree."""
+    """Draw `count` mutants, equally many per area; the same for the same seed and tree."""
     draw = random.Random(seed)
     by_area = {
         area: [
@@ -170,7 +170,7 @@ def drawn(seed: int, count: int) -> list[Mutant]:
 
 
 def tests_near(module: str, folder: Path) -> list[str]:
-    """Test files that are named after a module, or import it; the former first."""
+    """Return test files that are named after a module, then those that import it."""
     dotted = ".".join(("rpcmp", *Path(module).with_suffix("").parts))
     package, _, name = dotted.rpartition(".")
     imports = re.compile(
@@ -214,7 +214,7 @@ def tried(mutant: Mutant, copy: Path, options: Sequence[str], limit: float) -> V
 
 
 def _failed(copy: Path, options: Sequence[str], limit: float) -> str:
-    """The first test that fails; empty if all pass."""
+    """Return the first test that fails, or an empty string if all pass."""
     plugin = ["-p", "tests.support.mutants"]
     command = [sys.executable, "-m", "pytest", *plugin, "-x", "-q", "--timeout", "60", *options]
     environment = {**os.environ, "PYTHONPATH": str(copy)}
@@ -237,13 +237,13 @@ def _failed(copy: Path, options: Sequence[str], limit: float) -> str:
 
 
 def _first(output: str) -> str:
-    """The first test that failed, from what pytest says."""
+    """Return the first failed test in the output of pytest."""
     failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", output, re.M)
     return failed[1] if failed else ""
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the process once a test has failed: a thread that waits for ever would keep it."""
+    """Exit once a test has failed: a thread that waits forever would block the exit."""
     session = config.pluginmanager.get_plugin("session")
     if session is not None and session.testsfailed and not hasattr(config, "workerinput"):
         sys.stdout.flush()
@@ -251,7 +251,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def main() -> None:
-    """Print a line of JSON a mutant."""
+    """Print one line of JSON per mutant."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=40)

@@ -1,4 +1,4 @@
-"""Stage servers that the jobs of this process share, each with the next job: started once.
+"""Stage servers that the jobs of this process share one after the other; started once.
 
     in the place of rpcmp.job.server_pool.LocalServers
     job ──start──> takes servers from the pool, which starts what is missing
@@ -77,23 +77,21 @@ class PooledServer:
 
     @property
     def pid(self) -> int:
-        """Of the server."""
         return self.process.pid
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is gone."""
         return self.process.poll() is not None
 
     def is_idle(self) -> bool:
-        """Whether it has forgotten the last job, or has ended."""
+        """Whether it has no job, or has ended."""
         if self.has_ended:
             return True
         found = processes.describe(self)
         return found.state == pb.SERVER_STATE_IDLE and not found.job and not found.draining
 
     def end(self) -> None:
-        """Kill it, with what it has had forked."""
+        """Kill it and the workers forked for it."""
         self.process.kill()
         self.process.wait()
         if self.process.stdout is not None:
@@ -101,7 +99,7 @@ class PooledServer:
 
 
 class ServerPool:
-    """Servers that no job has. Thread-safe."""
+    """Idle servers. Thread-safe."""
 
     def __init__(self) -> None:
         self._all: list[PooledServer] = []
@@ -111,7 +109,7 @@ class ServerPool:
         self._starter = ThreadPoolExecutor(1, "pooled-servers")
 
     def take(self) -> PooledServer:
-        """One that runs."""
+        """Return an idle server, or start one."""
         with self._lock:
             while self._idle:
                 server = self._idle.pop()
@@ -120,11 +118,11 @@ class ServerPool:
         return self.start()
 
     def start(self, listen: str = "127.0.0.1:0") -> PooledServer:
-        """A new one."""
+        """Start a new server."""
         return self._starter.submit(self._start, listen).result()
 
     def put(self, server: PooledServer) -> None:
-        """Give one back that is to be idle, or has ended.
+        """Return a server to the pool, which must be idle or ended.
 
         Raises:
             AssertionError: it is not, and was killed.
@@ -140,12 +138,12 @@ class ServerPool:
             self._idle.append(server)
 
     def taken(self) -> list[PooledServer]:
-        """Those that some job has."""
+        """The servers that jobs use."""
         with self._lock:
             return [each for each in self._all if not (each in self._idle or each.has_ended)]
 
     def close(self) -> None:
-        """End all of them."""
+        """Stop all servers."""
         with self._lock:
             for server in self._all:
                 server.end()
@@ -163,7 +161,7 @@ POOL = ServerPool()
 
 @contextlib.contextmanager
 def lend_servers(count: int) -> Iterator[list[PooledServer]]:
-    """As many servers of the pool, for one test that has a job connect to them.
+    """Lend servers of the pool to one test, whose jobs connect to them.
 
     They must be idle again at the end. One may be stopped or killed: the next test has another.
     They share the driver's network. See `running_servers` for those of several hosts.
@@ -178,7 +176,7 @@ def lend_servers(count: int) -> Iterator[list[PooledServer]]:
 
 @contextlib.contextmanager
 def lend_server_at(address: str) -> Iterator[PooledServer]:
-    """A new one in the place of one that has ended."""
+    """Start a new server at the address of one that has ended."""
     server = POOL.start(address)
     try:
         yield server
@@ -187,7 +185,7 @@ def lend_server_at(address: str) -> Iterator[PooledServer]:
 
 
 class PooledServers(LocalServers):
-    """Servers of the pool, for one job; see LocalServers."""
+    """Servers of the pool for one job; see LocalServers."""
 
     def __init__(self, forks: Forks, options: Sequence[str] = ()) -> None:
         super().__init__(forks, options)

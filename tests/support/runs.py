@@ -1,4 +1,4 @@
-"""Events of made-up runs, for tests of what looks at runs; the checkpoints that a run has left."""
+"""Events of made-up runs, for tests of tools that read runs; checkpoints of a real run."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ BEGIN = 1_800_000_000.0
 
 
 def checkpoints_in(folder: Path) -> CheckpointFolder:
-    """Those of the run that wrote last."""
+    """Return the checkpoints of the run that wrote last."""
     run = newest_in(folder)
     assert run is not None, f"no run has left a checkpoint in {folder}"
     return run.folder
 
 
 def config(folder: Path, **more: Any) -> Config:
-    """Of a run whose config lies in `folder`."""
+    """Return the config of a run in `folder`."""
     data = {
         "name": "job",
         "loss": "torch.nn:MSELoss",
@@ -40,7 +40,7 @@ def config(folder: Path, **more: Any) -> Config:
 
 
 def run(of: Config) -> Message:
-    """The first event."""
+    """Return the first event."""
     stages = [
         {
             "name": name,
@@ -68,7 +68,7 @@ def run(of: Config) -> Message:
 
 
 def step(number: int, loss: float) -> Message:
-    """One step's event."""
+    """Return one step's event."""
     return {
         "event": "step",
         "step": number,
@@ -87,7 +87,7 @@ def step(number: int, loss: float) -> Message:
 
 
 def events(of: Config, losses: Sequence[float]) -> list[Message]:
-    """A whole run with these losses, one evaluation and one fault."""
+    """Return the events of a run with these losses, one evaluation and one fault."""
     ended = BEGIN + len(losses) + 1
     common = {"time": ended, "generation": 1}
     metrics = {"loss": 0.5, "accuracy": 0.9}
@@ -114,7 +114,7 @@ def events(of: Config, losses: Sequence[float]) -> list[Message]:
 
 
 def write_run_folder(config: Config, events: Sequence[Message]) -> Path:
-    """The folder that a run with these events leaves behind."""
+    """Return the folder that a run with these events leaves behind."""
     folder = RunFolder(config, lambda write: lambda event: write(event.event))
     folder.make()
     for event in events:

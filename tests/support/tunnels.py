@@ -1,4 +1,4 @@
-"""A process that tries to use the socket by which another reaches a server."""
+"""A process that tries to use another process's socket to a server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ with socket.socket(socket.AF_UNIX) as connection:
 def require_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, under: Sequence[str] = ()
 ) -> None:
-    """Have a process try it, run by a program and its arguments."""
+    """Check that a process, run by this command, cannot use the socket."""
     certs = issue(tmp_path / "certs", HERE)
 
     async def heard(address: str) -> int:

@@ -1,4 +1,4 @@
-"""The ways into a stage server, and what is said at each."""
+"""Ports of a stage server by certificate and protocol, and the valid messages for each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @dataclass(frozen=True)
 class EntryPoint:
-    """A way in.
+    """One way to connect to a stage server.
 
     Attributes:
         name: for reports.
@@ -43,7 +43,7 @@ class EntryPoint:
         return self.protocol == GRPC or (self.folder is None and self.is_driver)
 
     async def open(self, address: str) -> Connection:
-        """A connection to a server, with its handshake done.
+        """Connect to a server and complete the handshake.
 
         Raises:
             OSError: it has hung up.
@@ -58,7 +58,7 @@ class EntryPoint:
         return reader, writer
 
     def conversations(self, draw: random.Random, job: Job) -> Iterator[bytes]:
-        """What is said here when all is in order."""
+        """Yield valid messages for this entry point."""
         if self.folder is None:
             plain = [grpc_calls(draw, job, True), greetings(draw, job, True), other_protocols(draw)]
             outside = [hellos(draw), other_protocols(draw)]
@@ -69,12 +69,14 @@ class EntryPoint:
 
 
 def plain_entry_points() -> list[EntryPoint]:
-    """Those of a server without certificates: whoever comes from this machine may drive."""
+    """Return the entry points of a server without certificates: any local process may drive."""
     return [EntryPoint("plain port", 1, is_driver=True)]
 
 
 def tls_entry_points(certs: Path) -> list[EntryPoint]:
-    """Those of a server with certificates; few handshakes for what costs them."""
+    """Return the entry points of a server with certificates; few inputs where handshakes are
+    costly.
+    """
     return [
         EntryPoint("TLS port, no handshake", 4),
         EntryPoint("stage's certificate, relay", 1, certs / "stage1", RELAY),
@@ -85,7 +87,7 @@ def tls_entry_points(certs: Path) -> list[EntryPoint]:
 
 
 def context_of(folder: Path, protocol: str) -> ssl.SSLContext:
-    """TLS of a client that shows a certificate."""
+    """Return a TLS context for a client with this certificate."""
     if (folder, protocol) not in _contexts:
         context = ssl.create_default_context(cafile=str(folder / CA))
         context.load_cert_chain(folder / CERTIFICATE, folder / KEY)

@@ -1,4 +1,4 @@
-"""Many connections at once, each with one input; the slow ones stay until others push them out."""
+"""Many connections at once with one input each; slow ones stay until others replace them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Sender:
         self.kinds: Counter[str] = Counter()
 
     async def send(self, count: int) -> None:
-        """Send so many inputs, and close all connections."""
+        """Send `count` inputs, then close all connections."""
         left = iter(range(count))
         async with asyncio.TaskGroup() as group:
             for _ in range(AT_ONCE):
@@ -92,7 +92,7 @@ class Sender:
 
 
 async def send_one(entry_point: EntryPoint, address: str, one: Input) -> None:
-    """Send one input, and hear what the server says at first."""
+    """Send one input, and read the start of the server's response."""
     with contextlib.suppress(OSError, EOFError):  # a server that hangs up is in its right
         reader, writer = await entry_point.open(address)
         try:
@@ -122,7 +122,7 @@ async def _say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, one: 
 
 
 def _hang_up(writer: asyncio.StreamWriter) -> None:
-    """At once: a goodbye would leave a connection behind, on our side of the machine."""
+    """Abort at once: a TLS shutdown would leave a connection behind on the client's side."""
     connection = writer.get_extra_info("socket")
     with contextlib.suppress(OSError):
         if connection is not None:  # asyncio has let go of it already

@@ -1,4 +1,4 @@
-"""Servers under siege: a job trains on them while malformed inputs come from all sides."""
+"""Servers under attack: a job trains on them while all ports receive malformed inputs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FILLING = 50
 
 @dataclass(frozen=True)
 class Resources:
-    """What a server has while it works for nobody.
+    """Resources of an idle server.
 
     Attributes:
         descriptors, tasks: how many are open.
@@ -52,7 +52,7 @@ class Resources:
 
 @dataclass
 class Report:
-    """What came of it.
+    """Results of a siege.
 
     Attributes:
         seen: what each server had before, after the first half and after the second.
@@ -83,7 +83,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Siege:
-    """Servers, a job for them, and the ways in.
+    """Servers, a job for them, and their entry points.
 
     Attributes:
         servers: started under `UNDER`.
@@ -98,7 +98,9 @@ class Siege:
     certs: Path | None = None
 
     def drive(self) -> str:
-        """The parameters of one run, in a process of its own: it may not be the main thread's."""
+        """Run the job once in its own process, as this may not be the main thread; returns its
+        parameters.
+        """
         options = ["--json", "--connect", connect(self.servers)]
         certs = [] if self.certs is None else ["--certs", str(self.certs)]
         result = rpcmp_process("drive", self.config, *options, *certs)
@@ -107,7 +109,7 @@ class Siege:
         return str(result.event("summary")["parameters_sha256"])
 
     def run(self, count: int, seed: int) -> Report:
-        """Send so many inputs while jobs run, one after the other."""
+        """Send `count` inputs while jobs run one after the other."""
         asyncio.run(self._fill())
         report = Report([self.look()])
         began = time.monotonic()
@@ -118,11 +120,11 @@ class Siege:
         return report
 
     def look(self) -> list[Resources]:
-        """What each server has."""
+        """Return the resources of each server."""
         return [_look(server) for server in self.servers]
 
     async def _fill(self) -> None:
-        """Bring each gRPC server's queue for calls that nobody takes to the end of its growth."""
+        """Fill each gRPC server's queue for unclaimed calls to its final size."""
         calls = (http2.call("/nobody/takes", b"", 2 * number + 1) for number in range(FILLING))
         one = Input("filling", http2.opening() + b"".join(calls))
         entry_points = [entry_point for entry_point in self.entry_points if entry_point.speaks_grpc]
@@ -131,7 +133,7 @@ class Siege:
                 await send_one(entry_point, server.address, one)
 
     def _settled(self, before: Sequence[Resources]) -> list[Resources]:
-        """What each server has once it has no more connections and tasks than before."""
+        """Return each server's resources once its connections and tasks are back to `before`."""
 
         def is_settled() -> bool:
             pairs = zip(self.look(), before, strict=True)
@@ -166,7 +168,7 @@ class Siege:
         report.kinds += sender.kinds
 
     async def _ask(self, job: Job) -> None:
-        """Find out which job runs, as any peer can."""
+        """Ask the server which job runs, as any peer can."""
         dialer = Dialer(Security(self.certs))
         async with StageClient("stage0", self.servers[0].address, dialer) as client:
             while True:
@@ -194,7 +196,7 @@ def _tasks(server: Server) -> int:
 
 @contextlib.contextmanager
 def besieged(num_stages: int, certs: Path | None = None) -> Iterator[list[Server]]:
-    """Servers on loopback that can be looked into."""
+    """Start servers on loopback that report their tasks."""
     with contextlib.ExitStack() as stack:
         servers = []
         for index in range(num_stages):
