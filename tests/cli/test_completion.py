@@ -1,4 +1,4 @@
-"""Shell completion, asked as shells ask, and by a real shell."""
+"""Shell completion, requested as shells do, and by a real shell."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def offered(folder: Path, line: str) -> list[str]:
-    """What the shell fish is told for the last word of a line."""
+    """Return the completions of a line's last word, as requested by fish."""
     words = line.split(" ")
     environment = {"COMP_WORDS": line, "COMP_CWORD": words[-1]}
     shell = get_completion_class("fish")
@@ -98,7 +98,7 @@ def test_all_commands_are_offered(tmp_path: Path) -> None:
 
 
 def test_every_completed_key_exists(folder: Path) -> None:
-    """Down to the leaves: what is set to nonsense is a wrong value, and never an unknown key."""
+    """Down to the leaves: a nonsense value causes a wrong value, never an unknown key."""
     open_, keys = [""], list[str]()
     while open_:
         for found in offered(folder, f"rpcmp drive first.toml --set {open_.pop()}"):
@@ -111,7 +111,7 @@ def test_every_completed_key_exists(folder: Path) -> None:
 
 
 def complaint(config: Path, override: str) -> str:
-    """What is wrong with it."""
+    """Return the error of a config."""
     try:
         load_config(config, [override])
     except ConfigError as error:
@@ -168,7 +168,7 @@ BECOMES = {
 
 
 def test_bash_completes_a_typed_line(folder: Path) -> None:
-    """A real one, with its line editor."""
+    """A real bash with its line editor."""
     assert typed_in_bash(folder, *BECOMES) == list(BECOMES.values())
 
 
@@ -180,7 +180,7 @@ def test_a_files_name_is_no_command(folder: Path) -> None:
 
 
 def typed_in_bash(folder: Path, *lines: str) -> list[str]:
-    """The arguments that each command gets that is typed on a terminal."""
+    """Return the arguments of each command that is typed on a terminal."""
     import pty
 
     bin_ = folder / "bin"

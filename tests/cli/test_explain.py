@@ -1,4 +1,4 @@
-"""`rpcmp explain` as a command: its output, and that a run then does the same."""
+"""`rpcmp explain` as a command: its output, and that a run matches it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def three() -> Iterator[list[Server]]:
 
 
 def test_a_run_does_what_was_explained(job: JobFolder, three: list[Server]) -> None:
-    """Every number and name that is said before is that of the run that follows."""
+    """Every explained number and name equals that of the run that follows."""
     config, path = job.config(SLOW_LAST), job.folder / "run.json"
     where = ("--connect", connect(three))
     explained = rpcmp("explain", config, "--json", *where)
@@ -123,13 +123,13 @@ def test_a_run_does_what_was_explained(job: JobFolder, three: list[Server]) -> N
 
 
 def listeners(pid: int) -> list[str]:
-    """Where a process listens for TCP."""
+    """Return the TCP addresses that a process listens at."""
     found = psutil.Process(pid).net_connections(kind="tcp")
     return [f"{c.laddr.ip}:{c.laddr.port}" for c in found if c.status == psutil.CONN_LISTEN]
 
 
 def dials(labels: dict[int, str], servers: Sequence[Server]) -> Iterator[tuple[str, str]]:
-    """Who has a connection to whose port, apart from itself."""
+    """Return who is connected to whose port, except to its own."""
     ports = {int(s.address.rpartition(":")[2]): f"stage{i}" for i, s in enumerate(servers)}
     for pid, label in labels.items():
         for connection in psutil.Process(pid).net_connections(kind="tcp"):

@@ -1,4 +1,4 @@
-"""`rpcmp health`: the exit code and the words with which a stage server is probed."""
+"""`rpcmp health`: its exit code and its message for a stage server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NAME = "stage-a.example.org"
 
 @pytest.fixture(scope="module")
 def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a stage that is reached by a name, and of another that is not."""
+    """Certificates of a stage with a host name, and of another without."""
     return issue(tmp_path_factory.mktemp("certs"), NAME, HERE)
 
 

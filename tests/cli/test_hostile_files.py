@@ -1,4 +1,4 @@
-"""Commands that read hostile files take no more memory than they may."""
+"""Commands that read hostile files stay within their memory limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rpcmp new`: files that run as they are, and names that cannot be."""
+"""`rpcmp new`: files that run unchanged, and names that are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_new_job_trains_with_the_bits_of_one_process(
 
 
 def test_the_new_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the end as it stands; in one process, whose bits are those of a run."""
+    """The whole training as configured; in one process, whose bits equal those of a run."""
     _, path = create("learning", tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "learning", raising=False)

@@ -1,4 +1,4 @@
-"""Errors end with the command that helps next, with the user's own config and addresses in it."""
+"""Errors end with the next command to run, with the user's config and addresses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ABOUT = "'my job.toml' --set seed=3 --certs . --connect a:1,b:2"
 
 
 def drive(arguments: str = DRIVE, **known: Any) -> Command:
-    """A `rpcmp drive` that has failed."""
+    """Return a failed `rpcmp drive`."""
     words = shlex.split(arguments)
     command = cli.get_command(click.Context(cli), "drive")
     assert command is not None
@@ -44,7 +44,7 @@ def drive(arguments: str = DRIVE, **known: Any) -> Command:
 
 
 def an(error: type[errors.RpcmpError]) -> errors.RpcmpError:
-    """An error of that class."""
+    """Return an error of this class."""
     return next(each for each in ERRORS if type(each) is error)
 
 
@@ -161,7 +161,7 @@ OPTIMIZER = 'optimizer = { callable = "torch.optim:SGD", kwargs = { lr = 0.5 } }
 
 
 def of_stages(config: Config) -> list[float]:
-    """The learning rate of each stage."""
+    """Return the learning rate of each stage."""
     return [config.optimizer_of(index).kwargs["lr"] for index in range(config.num_stages)]
 
 
@@ -203,14 +203,14 @@ def test_overrides_that_a_remedy_suggests_for_a_config_load(path: Path, more: li
 
 
 def typed(path: Path, *more: str, name: str = "drive") -> Command:
-    """`rpcmp NAME PATH MORE...`, which has failed."""
+    """Return a failed `rpcmp NAME PATH MORE...`."""
     command = cli.get_command(click.Context(cli), name)
     assert command is not None
     return failed(command, name, [str(path), *more], COMMANDS, LONG_AGO)
 
 
 def overrides(words: list[str]) -> list[str]:
-    """What a command line sets."""
+    """Return the overrides on a command line."""
     found: list[str] = parsed(words[1:]).get("overrides", [])
     return found
 
@@ -256,7 +256,7 @@ def test_a_listen_address_of_another_machine_suggests_the_help() -> None:
 
 @pytest.fixture(scope="module")
 def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of stage 1, which is not reached by a name of loopback."""
+    """A certificate of stage 1, which has no name for loopback."""
     folder = issue(tmp_path_factory.mktemp("certs"), "host-a")
     run_certs(folder, "issue", "--name", "stage1", "--host", "host-b", "--host", "192.0.2.7")
     return folder / "stage1"
@@ -311,7 +311,9 @@ def test_a_port_taken_on_all_interfaces_suggests_its_health(options: str, certs:
 
 
 def require_who_listens(*options: str) -> None:
-    """A server that cannot listen there offers to ask who does, and that one answers."""
+    """Check that a server whose address is taken suggests `rpcmp health`, which then gets an
+    answer.
+    """
     second = rpcmp("serve", "--stage", "1", *options)
     assert second.code == 2
     command = last_line(second).removeprefix("try: rpcmp ")

@@ -1,4 +1,4 @@
-"""'rpcmp report' of runs that are kept."""
+"""`rpcmp report` of recorded runs."""
 
 from __future__ import annotations
 

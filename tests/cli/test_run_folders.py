@@ -1,4 +1,4 @@
-"""Run folders of real runs, and of disks that fail."""
+"""Run folders of real runs, also on failing disks."""
 
 from __future__ import annotations
 

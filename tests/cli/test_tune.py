@@ -1,4 +1,4 @@
-"""'rpcmp tune' of real jobs."""
+"""`rpcmp tune` with real jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`balance = "auto"` from the outside: measured, chosen, trained, and the same bits."""
+"""`balance = "auto"` end to end: measured, chosen and trained, with the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a supervisor believes of its children and of other servers: no more than it has seen."""
+"""A supervisor trusts its children and other servers only as far as it can check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rpcmp drive` from the outside: what it shows, and one hash for every way to cut a model."""
+"""`rpcmp drive` end to end: its output, and one hash for every way to cut a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real runs that decide by their evaluations: early stopping, and the best step that is kept."""
+"""Real runs that depend on evaluations: early stopping, and the best checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.runs import checkpoints_in
 
 @pytest.fixture(scope="module")
 def fault_free(tmp_path_factory: pytest.TempPathFactory) -> tuple[JobFolder, Result]:
-    """A run that lost nothing, and its files; not to be changed."""
+    """A run without faults, and its files; do not change them."""
     job = JobFolder(tmp_path_factory.mktemp("fault_free") / "job")
     return job, drive(config(Faults(job)), *FAST)
 
@@ -81,7 +81,7 @@ def test_a_run_killed_after_its_best_step_finds_it_again(
 def test_an_unknown_metric_key_fails_before_the_first_step(
     job: JobFolder,
 ) -> None:
-    """And the module of a metric with a state is needed by the driver alone."""
+    """Only the driver needs the module of a metric with a state."""
     path = job.config("""
         ship_code = false
         evaluate_every_steps = 2

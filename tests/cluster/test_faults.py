@@ -1,4 +1,4 @@
-"""Faults on real processes: a clear error, and the stage servers are free again afterwards.
+"""Faults of real processes: a clear error, and stage servers that are free again afterwards.
 
 Recovery is off in most of these, so that the first error ends the job; see test_recovery.py.
 """
@@ -36,14 +36,14 @@ from tests.support.processes import (
 
 @pytest.fixture
 def shared_servers() -> Iterator[list[PooledServer]]:
-    """Servers that outlive all faults of this module, which is the point of it."""
+    """Servers that all tests of this module share, since they must survive every fault."""
     with lend_servers(2) as servers:
         yield servers
         assert not any(server.has_ended for server in servers)
 
 
 def drive(job: JobFolder, servers: list[PooledServer], text: str, *options: str) -> tuple[int, str]:
-    """Exit code and standard error of a job on `servers`, which must be idle afterwards."""
+    """Run a job on `servers`, which must be idle afterwards; returns exit code and standard error."""
     config = job.config(text)
     at_once = ("--set", "recovery.enabled=false")
     result = rpcmp("drive", config, "--connect", connect(servers), *at_once, *options)
@@ -64,7 +64,7 @@ ENDLESS = "steps = 100000\nrecovery = { enabled = false }"
 def test_an_exception_in_the_model_names_stage_step_and_microbatch(
     job: JobFolder, shared_servers: list[PooledServer]
 ) -> None:
-    """One of many that tests/group/test_failures.py has, with what the command line shows."""
+    """One of the cases of tests/group/test_failures.py, through the command line."""
     text = troubled("[2, 2]", phase="backward", position=2, step=2)
     code, err = drive(job, shared_servers, text, "--set", "schedule=zero-bubble")
     assert code == 1

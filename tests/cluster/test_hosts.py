@@ -1,4 +1,4 @@
-"""Hosts that go, with all that they held, and come back or do not: the run goes on all the same.
+"""Lost hosts, with all their data, that come back or do not: the run recovers in both cases.
 
 tests/system/test_machines.py has hosts that share neither memory nor disks.
 """
@@ -91,7 +91,7 @@ def _serves(process: psutil.Process, stage: int) -> bool:
 def test_a_spare_takes_the_stage_of_a_lost_host(
     job: JobFolder, fault_free: Committed, tmp_path: Path, is_secured: bool
 ) -> None:
-    """With certificates too a neighbour gives it the stage's snapshot: it may be any stage."""
+    """Neighbours with certificates serve it the snapshot too: a spare may be any stage."""
     certs = made_certs(tmp_path) if is_secured else None
     with lend_servers(3) if certs is None else secured(certs) as (first, second, spare):
         options = [f"recovery.spares=['{spare.address}']", "recovery.replace_after=0.5"]
@@ -111,7 +111,7 @@ def test_a_spare_takes_the_stage_of_a_lost_host(
 
 @contextlib.contextmanager
 def secured(certs: Path) -> Iterator[list[Server]]:
-    """Servers of two stages and a spare, which let in who has a certificate."""
+    """Start servers of two stages and a spare, which accept only peers with certificates."""
     with contextlib.ExitStack() as stack:
         servers = []
         for which in ("--stage 0", "--stage 1", "--spare"):
@@ -122,7 +122,7 @@ def secured(certs: Path) -> Iterator[list[Server]]:
 
 
 def made_certs(folder: Path) -> Path:
-    """Certificates for two stages, a spare and a driver."""
+    """Issue certificates for two stages, a spare and a driver."""
     certs = issue(folder / "certs", "127.0.0.1", "127.0.0.1")
     cli(certs, "issue", "--spare", "--host", "127.0.0.1")
     return certs

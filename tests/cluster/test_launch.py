@@ -1,4 +1,4 @@
-"""The library: launch, train, evaluate, predict, go on after faults."""
+"""The library: launch, train, evaluate, predict, recover from faults."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def config(**more: object) -> Config:
 
 @pytest.fixture(scope="module")
 def pipeline() -> Iterator[rpcmp.Pipeline]:
-    """One pipeline for the tests of this module that leave it usable."""
+    """One pipeline for all tests of this module that leave it usable."""
     with rpcmp.launch(config(metrics=METRICS)) as launched:
         yield launched
 
@@ -210,7 +210,7 @@ SETTINGS = pytest.mark.parametrize(
 
 
 def troubled(schedule: str, per_message: int, **kwargs: object) -> Config:
-    """Two stages of two layers; in the second step's last micro-batch one of them is in trouble."""
+    """Return a job of two stages with two layers each; one fails in the last micro-batch of step 2."""
     last = {"step": 2, "microbatches": 7, **kwargs}  # counted from 1, it is forward 8 of 4 a step
     model = {"layers": "zoo:troubled", "balance": [2, 2], "kwargs": last}
     return config(model=model, schedule=schedule, microbatches_per_message=per_message)
@@ -254,7 +254,7 @@ def test_no_stage_steps_on_a_loss_that_is_not_finite(
 
 
 def test_dropout_goes_on_drawing_while_gradients_accumulate() -> None:
-    """Checked on a model without batch normalization, whose statistics would differ anyway."""
+    """The model has no batch normalization, whose statistics would differ anyway."""
     stages = [{"name": "encoder", "module": "zoo:Encoder", "inputs": ["input"]}]
     inputs = torch.ones(BATCH, zoo.FEATURES)
     targets = torch.zeros(BATCH, zoo.FEATURES)
@@ -319,7 +319,7 @@ def test_a_worker_that_dies_ends_the_pipeline_and_the_next_one_works(
 
 
 def use(pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor], lose: Callable[[], None]) -> str:
-    """All kinds of calls, with something lost before some of them; the parameters in the end."""
+    """Make all kinds of calls and lose something before some of them; returns the final parameters."""
     pipeline.train_step(*batch)
     lose()
     pipeline.train_step(*batch)

@@ -1,4 +1,4 @@
-"""Mixed precision on real workers that are lost; see tests/group/test_precision.py for the bits."""
+"""Mixed precision with lost workers; see tests/group/test_precision.py for the bits."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.support.processes import JobFolder, Result, forked
 
 
 def in_this_process(config: Path) -> list[Any]:
-    """The steps of a job that loses nothing, as `steps_of` tells them, and its parameters."""
+    """Return the steps of a job without faults, in the form of `steps_of`, and its parameters."""
     with local_group(loader.load_config(config)) as local:
         local.train()
         return [*steps_of(local.of("step")), local.group.parameters_sha256()]
 
 
 def steps_of(events: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """Loss and scale of each step, whether it was skipped, and how many were so far."""
+    """Return loss and scale of each step, whether it was skipped, and the number skipped so far."""
     keys = ("step", "loss_scale", "is_skipped", "skipped_steps")
     losses = [math.nan if event["loss"] is None else event["loss"] for event in events]
     return [
@@ -36,7 +36,7 @@ def steps_of(events: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 def committed(result: Result) -> list[tuple[Any, ...]]:
-    """What must not depend on faults."""
+    """Return what must not depend on faults."""
     assert result.code == 0, result.err
     steps = steps_of([event for event in result.events if event["event"] == "step"])
     return [*steps, result.event("summary")["parameters_sha256"]]
@@ -113,7 +113,7 @@ def test_a_run_is_resumed_after_a_skipped_step_with_another_cut_and_other_number
 
 
 def lose(which: str) -> None:
-    """Kill one process of the job that runs."""
+    """Kill one process of the running job."""
     forked(which)[0].kill()
 
 

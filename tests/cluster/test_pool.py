@@ -1,4 +1,4 @@
-"""The stage servers that tests share: none is handed on that still has something of a job."""
+"""The stage servers that tests share are never reused with state of an earlier job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that loses something goes on by itself and ends with the bits of one that has not.
+"""A run recovers from any lost process, and ends with the bits of a run without faults.
 
 tests/long/test_recovery_matrix.py has the whole matrix, {how} x {phase} x {stage}; here are some of
 its cells: every way to fail but that of tests/system/test_cut.py, every phase, every stage.

@@ -1,4 +1,4 @@
-"""Replicas of a stage on real workers: whatever is lost, and what is wrong with them.
+"""Replicas of a stage on real workers: lost ones, and ones that do not match.
 
 That they have the bits of one process is proved for more jobs in tests/group/test_replicas.py.
 """
@@ -103,7 +103,7 @@ def test_a_slow_replica_gets_a_smaller_share_that_survives_resuming(job: JobFold
 
 @contextlib.contextmanager
 def servers_of_replicas(*environments: dict[str, str]) -> Iterator[str]:
-    """Servers of the replicas of stage 0, each with this in its environment; their addresses."""
+    """Start servers of the replicas of stage 0 with these environments; yields their addresses."""
     with contextlib.ExitStack() as stack:
         runs = []
         for replica, environment in enumerate(environments):
@@ -116,7 +116,7 @@ def servers_of_replicas(*environments: dict[str, str]) -> Iterator[str]:
 
 
 def on_path(*folders: Path) -> dict[str, str]:
-    """The environment of a process that finds modules there first."""
+    """Return an environment in which a process finds modules in this folder first."""
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return {"PYTHONPATH": os.pathsep.join([*map(str, folders), *filter(None, before)])}
 
@@ -147,7 +147,7 @@ FILES = {
 def test_replicas_with_another_loss_or_package_are_refused_before_the_first_step(
     job: JobFolder, tmp_path: Path
 ) -> None:
-    """What the config names, and what is installed; all that counts is in test_examined_code."""
+    """Both code that the config names and installed packages are compared."""
     for name, text in FILES.items():
         (job.folder / name).parent.mkdir(exist_ok=True)
         (job.folder / name).write_text(text)

@@ -1,4 +1,4 @@
-"""Checkpoints of real runs: resumed with identical bits, exported, damaged, on disks that fail."""
+"""Checkpoints of real runs: resumed bit by bit, exported, damaged, on failing disks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.support.runs import checkpoints_in
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[JobFolder, Result]:
-    """A run from its beginning to its end, and its files; not to be changed."""
+    """An uninterrupted run and its files; do not change them."""
     return whole_in(tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture
 def left(whole: tuple[JobFolder, Result], job: JobFolder) -> Path:
-    """The config of a job that has the checkpoints of the whole run up to step 9."""
+    """The config of a job with the checkpoints of the whole run up to step 9."""
     config = job.config(BODY)
     shutil.copytree(whole[0].folder / "saved", job.folder / "saved")
     for step in (12, STEPS):

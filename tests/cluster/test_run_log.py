@@ -1,4 +1,4 @@
-"""What a job's processes say reaches the driver's log and events, and its servers' logs."""
+"""Output of a job's processes reaches the driver's log and events, and the servers' logs."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def config(job: JobFolder, says: dict[str, str], stages: int = 3, more: str = ""
 
 
 def lines(result: Result, stage: str) -> list[dict[str, Any]]:
-    """The events for what a stage has said."""
+    """Return the log events of a stage."""
     return [each for each in result.events if each["event"] == "log" and each["stage"] == stage]
 
 
 def test_an_ordinary_end_logs_nothing_on_any_host(job: JobFolder) -> None:
-    """Not a warning of TensorPipe's, of which each connection that closes is worth one to it."""
+    """Not even TensorPipe's warnings about closed connections."""
     path = config(job, {}, stages=2)
     text = path.read_text().replace("talkative:dataset", "zoo:regression")
     path.write_text(text)

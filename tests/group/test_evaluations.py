@@ -1,4 +1,4 @@
-"""Evaluations: they change nothing that is trained, and what fails in one does so beforehand."""
+"""Evaluations do not change the training, and their errors appear before the first step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ batch_size = 10
 
 
 def refused(config: Config, which: str = "first") -> str:
-    """Why a run ends before its first step: a mini-batch could not be evaluated."""
+    """Return the error of a run whose first mini-batch could not be evaluated."""
     with local_group(config) as local:
         with pytest.raises(ConfigError) as raised:
             local.train(evaluate=True)
@@ -54,7 +54,7 @@ def test_evaluating_does_not_change_training(job: JobFolder) -> None:
 
 
 def evaluations(local: LocalGroup) -> list[tuple[object, ...]]:
-    """What each of them gave, to the last bit."""
+    """Return the exact results of all evaluations."""
     return [tuple(sorted(event.items())) for event in local.of("eval")]
 
 
@@ -101,7 +101,7 @@ def test_a_broken_metric_fails_before_the_first_step(
 def test_a_broken_evaluation_without_metrics_fails_before_the_first_step(
     job: JobFolder, at: str
 ) -> None:
-    """Samples with 7 features instead of 8."""
+    """The samples have 7 features instead of 8."""
     path = job.config(f"""
         [model]
         layers = "zoo:mlp"
@@ -118,7 +118,7 @@ def test_a_broken_evaluation_without_metrics_fails_before_the_first_step(
 def test_an_evaluation_whose_last_mini_batch_is_too_small_fails_before_the_first_step(
     job: JobFolder, at: str
 ) -> None:
-    """Without running statistics batch normalization needs two samples there as well."""
+    """Batch normalization without running statistics needs two samples there as well."""
     path = job.config(f"""
         [model]
         layers = "untrained:layers"

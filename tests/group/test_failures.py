@@ -1,4 +1,4 @@
-"""Exceptions of the user's code at a stage: where they come from, and that no stage waits on."""
+"""Exceptions in the user's code at a stage: their location, and that no stage keeps waiting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCHEDULES = pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"]
 
 
 def failed(job: JobFolder, text: str, *overrides: str) -> JobError:
-    """What a job ends with, none of whose stages waits for anything then."""
+    """Return the error of a job, none of whose stages may keep waiting."""
     config = loader.load_config(job.config(text), overrides).without_recovery()
     with local_group(config) as local:
         with pytest.raises(JobError) as raised:
@@ -87,7 +87,7 @@ def test_an_output_that_cannot_be_sent_is_refused(job: JobFolder) -> None:
 
 
 def unbuilt(job: JobFolder, text: str, *overrides: str) -> StageConfigError:
-    """Why a stage of a job cannot be built."""
+    """Return the error of a stage that cannot be built."""
     config = loader.load_config(job.config(text), overrides)
     with pytest.raises(StageConfigError, match="failed in build") as raised, local_group(config):
         pass

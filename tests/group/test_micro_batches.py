@@ -1,4 +1,4 @@
-"""Mini-batches that are not the usual: short, merged, sampled, collated, dicts; all bit for bit."""
+"""Unusual mini-batches, bit by bit: short, merged, sampled, collated, dicts."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ AT = pytest.mark.parametrize("at", ["driver", "stage"])
 
 
 def normalized(job: JobFolder, samples: int, *overrides: str) -> Config:
-    """A job with batch normalization; 8 samples a mini-batch, in 4 micro-batches."""
+    """Return a job with batch normalization; 8 samples per mini-batch, in 4 micro-batches."""
     return loader.load_config(job.config(NORMALIZED.replace("SAMPLES", str(samples))), overrides)
 
 
 def refused(config: Config) -> str:
-    """Why a run ends before its first step."""
+    """Return the error of a run before its first step."""
     with local_group(config) as local:
         with pytest.raises(ConfigError) as raised:
             local.train()
@@ -48,7 +48,7 @@ def require_trains(config: Config) -> None:
 
 @pytest.mark.parametrize("samples", [11, 13, 15])
 def test_the_last_mini_batch_has_the_bits_of_one_process(job: JobFolder, samples: int) -> None:
-    """3, 5 and 7 samples left for 4 micro-batches, each of which needs 2."""
+    """3, 5 and 7 samples remain for 4 micro-batches that need 2 each."""
     assert len(require_same_bits(normalized(job, samples)).losses) == 4
 
 
@@ -78,7 +78,7 @@ def test_mini_batches_of_one_sample_are_refused_in_a_run_of_less_than_an_epoch(
 def test_batch_normalization_refuses_one_sample_unless_the_config_allows_it(
     job: JobFolder,
 ) -> None:
-    """What a map of one value per channel would fail with, after a whole epoch."""
+    """One value per channel would otherwise fail after a whole epoch."""
     path = job.config(
         NORMALIZED.replace("SAMPLES", "17").replace("zoo:mlp", "zoo:cnn").replace("2, 2", "3, 3")
     )

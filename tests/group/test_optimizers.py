@@ -1,4 +1,4 @@
-"""Optimizers that are not ours, and groups: the bits of one process, and what cannot be kept."""
+"""Foreign optimizers and parameter groups: the bits of one process, and state that cannot be saved."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.zoo import ownoptimizers as optimizers
 
 
 def config(job: JobFolder, optimizer: str, *overrides: str) -> Config:
-    """The job, without the files of checkpoints."""
+    """Return the job without checkpoints."""
     path = job.config(JOB.replace("MORTAL", "") + optimizer)
     return loader.load_config(path, overrides).model_copy(update={"checkpoint": None})
 

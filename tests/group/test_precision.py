@@ -1,4 +1,4 @@
-"""Mixed precision: the bits of one process, whatever is skipped."""
+"""Mixed precision: the bits of one process, whichever steps are skipped."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ CELLS = [
 
 
 def prove(job: JobFolder, text: str, *overrides: str) -> int:
-    """Six steps have the losses and the parameters of one process; how many were skipped."""
+    """Check losses and parameters of six steps against one process; returns the number skipped."""
     found = require_same_bits(loader.load_config(job.config(text), ["steps=6", *overrides]))
     assert len(found.losses) == 6
     return found.skipped
@@ -96,7 +96,7 @@ def test_every_model_gives_the_bits_of_one_process(
 
 
 def scaling(local: LocalGroup) -> list[tuple[Any, ...]]:
-    """The scale of each step, whether it was skipped, and how many were so far."""
+    """Return scale, skipped flag and number skipped so far of each step."""
     keys = ("step", "loss_scale", "is_skipped", "skipped_steps")
     return [tuple(event[key] for key in keys) for event in local.of("step")]
 

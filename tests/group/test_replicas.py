@@ -1,4 +1,4 @@
-"""Replicas of a stage: the bits of one process, however often each part of the model is there."""
+"""Replicas of a stage: the bits of one process for every number of replicas."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_resumed_run_of_replicas_has_the_bits_of_an_uninterrupted_one(
 def test_a_run_resumes_with_another_number_of_replicas(
     job: JobFolder, tmp_path: Path, first: int, second: int
 ) -> None:
-    """Another number is another sum, so it is the same run but for its last bits."""
+    """Another number sums in another order, so the last bits differ."""
     path = job.config(PIPELINES)
     with local_group(loader.load_config(path, ["steps=6"])) as local:
         whole = local.train()

@@ -1,4 +1,4 @@
-"""The real contestants of 'rpcmp bench' train the same."""
+"""The real contestants of `rpcmp bench` train the same."""
 
 from __future__ import annotations
 

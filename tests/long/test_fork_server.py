@@ -1,4 +1,4 @@
-"""A fork server that is lost with all that it has forked."""
+"""A fork server that is lost with all its forks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.processes import JobFolder, RunningHere, rpcmp, runs, with_to
 
 @pytest.mark.usefixtures("own_forks")
 def test_a_killed_fork_server_is_restarted(job: JobFolder, tmp_path: Path, token: str) -> None:
-    """With it go the driver process and all workers, and every server is as it was."""
+    """The driver process and all workers die with it; the servers stay."""
 
     def lose(run: RunningHere) -> None:
         run.wait_for_line(LOSING)

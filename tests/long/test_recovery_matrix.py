@@ -1,4 +1,4 @@
-"""Every fault in every phase at every stage: the run goes on and ends with the same bits.
+"""Every fault in every phase at every stage: the run recovers and ends with the same bits.
 
 Cables are cut in a network namespace of the test's, which takes root.
 """

@@ -1,4 +1,4 @@
-"""Replicas that are lost in every phase in every way; see tests/cluster/test_replicas.py."""
+"""Replicas lost in every phase and in every way; see tests/cluster/test_replicas.py."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Length:
-    """How long a run is, and what it may gain.
+    """Length of a run, and limits of its growth.
 
     Attributes:
         steps: how many.
@@ -42,7 +42,7 @@ LONG = Length(steps=5000, settled=500, every=50, slope=0.5 * KIB, leak=1 * KIB)
 
 @dataclass(frozen=True)
 class ResourceUsage:
-    """What one process had at one step."""
+    """Resources of one process at one step."""
 
     step: int
     resident: int
@@ -50,7 +50,7 @@ class ResourceUsage:
 
 
 def watch(job: JobFolder, length: Length, leak: int) -> dict[str, list[ResourceUsage]]:
-    """What every process of a run has, by its kind and number."""
+    """Return the resources of every process of a run, by kind and number."""
     config = job.config(
         f"""
         steps = {length.steps}
@@ -92,7 +92,7 @@ def slope(seen: list[ResourceUsage]) -> float:
 
 
 def growing(seen: dict[str, list[ResourceUsage]], length: Length) -> list[str]:
-    """The processes that gain memory with every step, or more than 2 %."""
+    """Return the processes that gain memory with every step, or more than 2 %."""
     found = []
     for name, values in seen.items():
         first, last = values[0].resident, values[-1].resident

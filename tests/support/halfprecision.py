@@ -57,7 +57,7 @@ def batch(scale: float = 1.0) -> tuple[Tensor, Tensor]:
 
 
 def use(pipeline: Pipeline, lose: Any) -> tuple[list[Any], str]:
-    """Make all kinds of calls, some of which skip; returns their results and the final parameters."""
+    """Make all kinds of calls, some of which skip; returns their results and the final model."""
     optimizer = pipeline.optimizer
     found: list[Any] = [pipeline.train_step(*batch())]
     lose()

@@ -175,8 +175,8 @@ class LocalGroup:
         workers: their stages.
         group: the driver's side.
         metrics: those that the driver computes.
-        begin: what it goes on from.
-        events: what the driver has told.
+        saved: what it resumes from.
+        events: reported by the driver.
     """
 
     config: Config
@@ -260,7 +260,7 @@ def local_group(
     """Build a job's group, joined and ready to train.
 
     Args:
-        begin: what it goes on from.
+        saved: what it resumes from.
         load_data: whether it trains on the config's data.
     """
     with contextlib.ExitStack() as stack:

@@ -4,7 +4,7 @@
     job ──start──> takes servers from the pool, which starts what is missing
         ──stop───> puts them back, once they are idle and hold nothing of it any more
 
-    with lent(2) as servers: rpcmp("drive", config, "--connect", connect(servers))
+    with lend_servers(2) as servers: rpcmp("drive", config, "--connect", connect(servers))
 
 They are what `rpcmp drive` would start: children of this process that fork by its shared fork
 server; but any of them serves any stage, and writes checkpoints anywhere. A job that is confined,

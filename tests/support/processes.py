@@ -80,7 +80,7 @@ def without_network_warning(text: str, *begins: str) -> str:
     """Remove the warning of a machine that cannot create network namespaces.
 
     Args:
-        begins: how the line of it may begin; nothing: anyhow.
+        begins: prefixes that the line may have; empty: any.
     """
     if NO_NETWORKS not in text or makes_networks():
         return text
@@ -89,7 +89,7 @@ def without_network_warning(text: str, *begins: str) -> str:
 
 
 def with_token(token: str) -> list[psutil.Process]:
-    """Return the living processes, except this one, whose environment has a token with this prefix."""
+    """Return the living processes, except this one, with this prefix of a token in the environment."""
     found = []
     for pid in carrying(token):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -451,7 +451,8 @@ def running_server(
     """Start a stage server: `rpcmp serve OPTIONS...`.
 
     Args:
-        whose: fork server and network its workers have, see FORKS: those of drivers, or others.
+        owner: selects the fork server and network of its workers, see FORKS: those of drivers, or
+            others.
         under: a program and its arguments that runs it; its workers are not beneath that.
     """
     with _serving(owner, *options, under=under) as run:

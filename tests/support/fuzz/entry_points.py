@@ -25,10 +25,10 @@ class EntryPoint:
 
     Attributes:
         name: for reports.
-        share: how many of all inputs come here, relative to the other doors.
-        folder: the certificate that is shown; None: none, and no TLS.
-        protocol: what is said that will be spoken.
-        is_driver: whether those who come may steer a job.
+        share: how many of all inputs come here, relative to the other entry points.
+        folder: of the client's certificate; None: no TLS.
+        protocol: the announced protocol (ALPN).
+        is_driver: whether its peers may steer a job.
     """
 
     name: str

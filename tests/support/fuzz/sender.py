@@ -33,13 +33,13 @@ class Sender:
     """Sends inputs to servers.
 
     Args:
-        doors: the ways in.
+        entry_points: the ways to connect.
         addresses: of the servers, in turn.
         job: which runs, as it is found out.
         seed: of all that is random.
 
     Attributes:
-        sent: how many inputs, by the name of the door.
+        sent: how many inputs, by the name of the entry point.
         kinds: how many, by how they were made.
     """
 

@@ -57,7 +57,7 @@ class Report:
     Attributes:
         seen: what each server had before, after the first half and after the second.
         parameters: those of each job that ran meanwhile.
-        sent: inputs by door.
+        sent: inputs by entry point.
         kinds: inputs by how they were made.
         seconds: how long it took.
     """
@@ -88,7 +88,7 @@ class Siege:
     Attributes:
         servers: started under `UNDER`.
         config: the job.
-        doors: the ways in.
+        entry_points: the ways to connect.
         certs: the driver's; None: none.
     """
 
