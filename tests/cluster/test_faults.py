@@ -43,7 +43,7 @@ def shared_servers() -> Iterator[list[PooledServer]]:
 
 
 def drive(job: JobFolder, servers: list[PooledServer], text: str, *options: str) -> tuple[int, str]:
-    """Run a job on `servers`, which must be idle afterwards; returns exit code and standard error."""
+    """Run a job on `servers`, which must then be idle; returns exit code and standard error."""
     config = job.config(text)
     at_once = ("--set", "recovery.enabled=false")
     result = rpcmp("drive", config, "--connect", connect(servers), *at_once, *options)

@@ -210,7 +210,7 @@ SETTINGS = pytest.mark.parametrize(
 
 
 def troubled(schedule: str, per_message: int, **kwargs: object) -> Config:
-    """Return a job of two stages with two layers each; one fails in the last micro-batch of step 2."""
+    """Return a job of two stages, one of which fails in the last micro-batch of step 2."""
     last = {"step": 2, "microbatches": 7, **kwargs}  # counted from 1, it is forward 8 of 4 a step
     model = {"layers": "zoo:troubled", "balance": [2, 2], "kwargs": last}
     return config(model=model, schedule=schedule, microbatches_per_message=per_message)
@@ -319,7 +319,7 @@ def test_a_worker_that_dies_ends_the_pipeline_and_the_next_one_works(
 
 
 def use(pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor], lose: Callable[[], None]) -> str:
-    """Make all kinds of calls and lose something before some of them; returns the final parameters."""
+    """Make all kinds of calls, losing something before some of them; returns the final model."""
     pipeline.train_step(*batch)
     lose()
     pipeline.train_step(*batch)

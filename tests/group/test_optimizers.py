@@ -1,4 +1,4 @@
-"""Foreign optimizers and parameter groups: the bits of one process, and state that cannot be saved."""
+"""Foreign optimizers and parameter groups: the bits of one process, and unsavable state."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def without_network_warning(text: str, *begins: str) -> str:
 
 
 def with_token(token: str) -> list[psutil.Process]:
-    """Return the living processes, except this one, with this prefix of a token in the environment."""
+    """Return the living processes, except this one, with this token prefix in their environment."""
     found = []
     for pid in carrying(token):
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -51,7 +51,7 @@ def ask_for_fork(line: socket.socket, module: str, *fds: int) -> None:
 
 
 def children_of(pid: int) -> list[psutil.Process]:
-    """Return the children of one process from the kernel's list; psutil would scan all processes."""
+    """Return a process's children from the kernel's list; psutil would scan all processes."""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
@@ -185,7 +185,7 @@ class SharedByAll:
 
 
 def borrowing(lend: Callable[[], socket.socket | None]) -> Callable[..., None]:
-    """Return a constructor of Forks that uses a lent line, if any, for forks of driver processes."""
+    """Return a constructor of Forks that uses a lent line, if any, to fork driver processes."""
     construct = Forks.__init__
 
     def borrow(self: Forks, preloaded: Sequence[str], line: socket.socket | None = None) -> None:

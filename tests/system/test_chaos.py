@@ -20,7 +20,7 @@ STAGES = 3
 
 
 def plant(faults: Faults, seed: int, count: int, steps: int) -> None:
-    """`count` faults, all over the run; a few of them while its groups join."""
+    """Plant `count` faults all over the run, a few of them while its groups join."""
     draw = random.Random(seed)
     for number in range(count):
         how = draw.choice([*HOWS, "host"])

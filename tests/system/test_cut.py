@@ -1,4 +1,4 @@
-"""A worker whose links are cut: the run goes on by itself and ends with the same bits."""
+"""A worker whose links are cut: the run recovers by itself and ends with the same bits."""
 
 from __future__ import annotations
 

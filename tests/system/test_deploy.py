@@ -1,4 +1,4 @@
-"""What lies in deploy/ is valid, by the strictest check that there is for it."""
+"""The files in deploy/ are valid by the strictest check available."""
 
 from __future__ import annotations
 

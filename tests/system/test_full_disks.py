@@ -1,4 +1,4 @@
-"""Checkpoints on a disk that is full: a run says so, and keeps what the last one has left."""
+"""Checkpoints on a full disk: the run reports it, and keeps the leftovers of the last run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.resuming import BODY, STEPS, after, checkpoints, whole_in
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[JobFolder, Result]:
-    """A run from its beginning to its end, and its files; not to be changed."""
+    """An uninterrupted run and its files; do not change them."""
     return whole_in(tmp_path_factory.mktemp("whole"))
 
 

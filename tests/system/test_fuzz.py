@@ -1,4 +1,4 @@
-"""Malformed inputs at every door of the servers of a job: it ends as if there had been none.
+"""Malformed inputs at every port of a job's servers: the job ends as without them.
 
 A failure says its seed; `FUZZ_SEED=n pytest -m system tests/system/test_fuzz.py` repeats it.
 `FUZZ_INPUTS` sets how many there are.
@@ -54,14 +54,14 @@ def test_fuzzing_a_running_job_does_not_disturb_it(
 
 
 def assert_has_not_grown(report: Report) -> None:
-    """The servers have not grown with the inputs."""
+    """Check that the servers' resources have not grown with the inputs."""
     _, first, second = report.seen
     for one, other in zip(first, second, strict=True):
         assert other.resident - one.resident <= GROWTH, report
 
 
 def assert_silent(servers: list[Server]) -> None:
-    """What is malformed is no news: no traceback, and not a line for each."""
+    """Check that malformed inputs log no traceback, and not one line each."""
     for server in servers:
         lines = [line for line in server.run.err if not line.startswith("tasks: ")]
         assert not [line for line in lines if "Traceback" in line], "".join(lines)

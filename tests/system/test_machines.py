@@ -1,4 +1,4 @@
-"""Machines that share neither memory nor disks: what one of them holds and loses."""
+"""Machines that share neither memory nor disks: what they store and lose."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fault_free(tmp_path_factory: pytest.TempPathFactory) -> Committed:
 def server(
     stage: int, address: str = "127.0.0.1:0", under: tuple[str, ...] = ()
 ) -> Iterator[Server]:
-    """A stage server; it alone reads and writes files, and so its workers may be from anywhere."""
+    """Start a stage server; only the server accesses files, so its workers may run anywhere."""
     which = ("--stage", str(stage), "--listen", address)
     with running_server(*which, owner=f"stage {stage}", under=under) as started:
         yield started
@@ -34,7 +34,7 @@ def server(
 
 @pytest.fixture
 def another_machine(tmp_path: Path) -> tuple[str, ...]:
-    """A command that runs another as if on another machine, that has been booted for itself."""
+    """Return a command that runs another one as if on a machine with its own boot."""
     needs_root("mount")
     needs("mount")
     boot = tmp_path / "boot_id"
@@ -45,7 +45,7 @@ def another_machine(tmp_path: Path) -> tuple[str, ...]:
 
 @pytest.fixture
 def elsewhere(another_machine: tuple[str, ...], job: JobFolder) -> tuple[str, ...]:
-    """On another machine, with a disk of its own where the checkpoints go."""
+    """Return a command that runs another one on a machine with its own disk for checkpoints."""
     disk = job.folder / "saved"
     disk.mkdir()
     return (*another_machine, "sh", "-c", f'mount -t tmpfs rpcmp {disk} && exec "$@"', "sh")
@@ -54,7 +54,7 @@ def elsewhere(another_machine: tuple[str, ...], job: JobFolder) -> tuple[str, ..
 def test_a_lost_machine_costs_one_step_at_most(
     job: JobFolder, fault_free: Committed, elsewhere: tuple[str, ...]
 ) -> None:
-    """The machines do not share memory: snapshots travel from one to the other."""
+    """The machines share no memory, so snapshots travel between them."""
     with (
         server(0) as here,
         server(1, under=elsewhere) as there,

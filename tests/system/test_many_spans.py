@@ -1,4 +1,4 @@
-"""A trace of as many spans as are read takes no more memory than it may: a million take seconds."""
+"""A trace with the maximum number of spans stays within its memory limit; it takes seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who shares a host with a job: other users find nothing on it that would do what they say."""
+"""Other users of a job's host find nothing on it that executes their orders."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ os._exit(0)
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Host]:
-    """A host with nobody else on it."""
+    """A host without other processes."""
     with lan(1, tmp_path) as (only,):
         yield only
 
@@ -173,7 +173,7 @@ NO_NAMESPACES = 'echo 0 > /proc/sys/user/max_net_namespaces && exec "$@"'
 def test_a_pickle_sent_to_a_reachable_worker_executes_nothing(
     host: Host, job: JobFolder, tmp_path: Path, token: str
 ) -> None:
-    """Where the kernel makes no networks: a real agent of another user, at each port there is."""
+    """Without network namespaces: another user's real agent tries every port."""
     marker = tmp_path / "was-here"
     refusing = (needs("unshare"), "--user", "--map-root-user", "sh", "-c", NO_NAMESPACES, "sh")
     with running("drive", job.config(LONG), "--json", under=(*host.inside, *refusing)) as run:
@@ -192,7 +192,7 @@ def test_a_pickle_sent_to_a_reachable_worker_executes_nothing(
 
 
 def assert_goes_on(run: Running) -> None:
-    """That the job makes more steps, without a fault."""
+    """Check that the job makes more steps without a fault."""
     count = len(run.out)
     poll_for(lambda: len(run.out) > count + 3, "more steps")
     assert not [event for event in run.result().events if event["event"] == "fault"]

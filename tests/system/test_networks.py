@@ -1,4 +1,4 @@
-"""Networks of one's own, where the kernel makes them for an ordinary process."""
+"""Network namespaces, on kernels that let an ordinary process create them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.processes import (
 
 
 def private_listeners(process: psutil.Process) -> set[str]:
-    """Where anybody listens in the network of a process's RPC agent, which is not the host's."""
+    """Return the listeners in the network namespace of a process's RPC agent."""
     found = set()
     for thread in Path(f"/proc/{process.pid}/task").iterdir():
         if (thread / "ns/net").readlink() != Path("/proc/self/ns/net").readlink():

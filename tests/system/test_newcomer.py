@@ -1,4 +1,4 @@
-"""A new user's way from nothing to a model on two hosts: the README's commands, word for word.
+"""A new user's first model on two hosts, by the exact commands of the README.
 
 The commands of the section are run in their order, each on the host that its comment names. Only
 `scp` is replaced, by a copy between two folders.
@@ -23,7 +23,7 @@ SECTION = "From nothing to two hosts"
 
 
 class Newcomer:
-    """A user who has read nothing but the README.
+    """A user who follows the README alone.
 
     Args:
         hosts: by name; commands run on the first unless their comment names another.

@@ -1,4 +1,4 @@
-"""The page in a real browser: what one sees of a run that trains, and of runs that never were."""
+"""The page in a real browser, for a real run and for made-up ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def browser() -> Iterator[Browser]:
 
 @contextlib.contextmanager
 def serving(events: Iterable[Event], place: Endpoint | None = None) -> Iterator[tuple[Page, str]]:
-    """A page that has been told of `events`, and its address."""
+    """Serve a page with these events; yields it and its address."""
     place = place or Endpoint.open("127.0.0.1:0", None)
     page = Page(place)
     try:
@@ -48,7 +48,7 @@ def serving(events: Iterable[Event], place: Endpoint | None = None) -> Iterator[
 
 
 def going_on(num_steps: int, lost_after: int | None = None) -> list[Event]:
-    """The events of a run that has not ended yet."""
+    """Return the events of an unfinished run."""
     found = pageevents.run(num_steps, lost_after)
     return [event for event in found if event["event"] not in ("summary", "end")]
 
@@ -58,7 +58,7 @@ def node(tab: Tab, name: str) -> Locator:
 
 
 def picture(tab: Tab, chart: str) -> str:
-    """What a chart shows, as an image."""
+    """Return a chart as an image."""
     found: str = tab.locator(f"{chart} canvas").evaluate("canvas => canvas.toDataURL()")
     return found
 

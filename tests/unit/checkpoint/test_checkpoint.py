@@ -1,4 +1,4 @@
-"""Checkpoints on disk: what is written whole, what is found to be damaged, and what may go."""
+"""Checkpoints on disk: whole writes, detected damage, and removal."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.support.manifests import SHA, manifest, stage
 
 
 def resealed(**changes: Any) -> str:
-    """A manifest with other content, and the hash that belongs to that."""
+    """Return a manifest with other content and a matching hash."""
     data = {**json.loads(dumps(manifest())), **changes}
     del data["sha256"]
     canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
@@ -143,7 +143,7 @@ def test_a_checkpoint_of_another_model_names_the_difference() -> None:
 
 @contextlib.contextmanager
 def unsynced() -> Iterator[None]:
-    """Files need not be on the disk, for which hundreds would wait long."""
+    """Skip syncing files to disk, which would take long for hundreds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda fd: None)
         yield
@@ -198,7 +198,7 @@ def test_memory_is_copied_without_the_page_cache_except_for_partial_pages(
 
 
 def fails(*_: Any, **__: Any) -> None:
-    """Stands for a system call."""
+    """Replace a system call."""
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -299,7 +299,7 @@ def test_a_disk_that_cannot_read_a_file_has_damaged_it(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> CheckpointFolder:
-    """An empty one, which is not there yet."""
+    """An empty folder that does not exist yet."""
     return CheckpointFolder(tmp_path / "checkpoints")
 
 
@@ -312,7 +312,7 @@ def damage(folder: CheckpointFolder, step: int) -> None:
 
 
 def steps(paths: list[Path]) -> list[int | None]:
-    """Which step folders these are."""
+    """Return the steps of these folders."""
     return [step_of(path) for path in paths]
 
 
@@ -473,7 +473,7 @@ def test_only_step_folders_are_removed(folder: CheckpointFolder) -> None:
 
 
 def left(folder: Path, name: str, step: int = 120, **fields: Any) -> Path:
-    """A run that has left a checkpoint which nobody had asked for."""
+    """Create the checkpoint of a run without a [checkpoint] section."""
     fields = {"job": "job", "is_asked_for": False, **fields}
     CheckpointFolder(folder / name).commit(manifest(step, **fields))
     return folder / name

@@ -31,7 +31,7 @@ Stages = dict[str, dict[str, Tensor]]
 
 
 def model() -> nn.Module:
-    """One of several types, with a buffer that has no dimensions."""
+    """Return a model of several dtypes, with a buffer without dimensions."""
     found = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2).bfloat16())
     found[2].register_buffer("mask", torch.tensor([True, False, True]))
     found[2].register_buffer("empty", torch.empty(0, 4))
@@ -39,7 +39,7 @@ def model() -> nn.Module:
 
 
 def split(whole: nn.Module) -> Stages:
-    """The model's tensors as two stages save them, by their names in a stage's file."""
+    """Return the model's tensors as two stages save them, by their names in a stage's file."""
     state = {f"model.{name}": value for name, value in whole.state_dict().items()}
     return {
         "stage0": {name: value for name, value in state.items() if not name.startswith("model.2")},
@@ -61,7 +61,7 @@ def save(folder: Path, stages: Stages, step: int = 120) -> Path:
 
 
 def manifest(path: Path, names: list[str], step: int) -> Manifest:
-    """Of the files in `path`."""
+    """Return the manifest of the files in `path`."""
     files = [path / f"{name}.safetensors" for name in names]
     parts = [
         StageFile(
@@ -287,13 +287,13 @@ def test_a_full_disk_leaves_the_old_file(
 
 
 def encoded(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
-    """A file with this header."""
+    """Return a file with this header."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return (len(text) if length is None else length).to_bytes(8, "little") + text + data
 
 
 def entry(begin: int, end: int, **changes: Any) -> dict[str, Any]:
-    """A tensor's in a header."""
+    """Return a tensor's entry in a header."""
     return {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end], **changes}
 
 

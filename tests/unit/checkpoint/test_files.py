@@ -1,4 +1,4 @@
-"""What a job may reach by the path of a checkpoint: nothing outside of its folder."""
+"""The path of a checkpoint gives a job access to nothing outside of its folder."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PIECES = st.one_of(st.sampled_from(NAMES), st.text(st.characters(codec="utf-8"),
 
 
 def require_harmless(tree: Path, start: int, pieces: Sequence[str]) -> None:
-    """Reading, checking, writing and removing by such a path leave all outside as it is."""
+    """Check that reading, checking, writing and removing this path affect nothing outside."""
     folder = beneath(tree / "root", str(tree / "root" / "job"))
     head = ["", "/", f"{folder}/", str(tree)][start]
     try:

@@ -1,4 +1,4 @@
-"""Snapshots in shared memory: what stays whole while the next one is written."""
+"""Snapshots in shared memory stay whole while the next one is written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def slots() -> Iterator[Slots]:
 
 
 def begun(slots: Slots) -> int:
-    """A slot to write to."""
+    """Start writing to a slot; returns it."""
     slot = slots.begin()
     assert slot is not None
     return slot
@@ -37,14 +37,14 @@ def write(slots: Slots, step: int, pin: bool = False, content: bytes | None = No
 
 
 def read(slots: Slots, step: int) -> bytes:
-    """The bytes of a snapshot."""
+    """Return the bytes of a snapshot."""
     found = slots.get(step)
     assert found is not None
     return os.pread(slots.fd(found.slot), found.length, 0)
 
 
 def steps(slots: Slots) -> list[int]:
-    """Which snapshots there are."""
+    """Return the steps of all snapshots."""
     return [snapshot.step for snapshot in slots.all()]
 
 
@@ -260,7 +260,7 @@ def test_a_later_writer_finds_the_files_of_a_dead_one(slots: Slots) -> None:
 
 @dataclass
 class Model:
-    """What the slots should hold: content and pin of each step."""
+    """Expected state of the slots: content and pin of each step."""
 
     content: dict[int, bytes] = field(default_factory=dict)
     pinned: set[int] = field(default_factory=set)
@@ -320,7 +320,7 @@ def test_nothing_that_is_needed_is_ever_lost(operations: list[tuple[str, int]]) 
 
 
 def _write(slots: Slots, model: Model, step: int, content: bytes, operation: str) -> None:
-    """Write a snapshot, or begin to; what was lost for it is noted."""
+    """Write a snapshot, or only start to; records which one it replaced."""
     slot = slots.begin()
     if slot is None:
         assert len(model.needed) == NUM_SLOTS

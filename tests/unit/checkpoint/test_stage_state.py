@@ -1,4 +1,4 @@
-"""A stage's state into shared memory and back, bit for bit, also under other cuts."""
+"""A stage's state in shared memory and back, bit for bit, also for other balances."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from rpcmp.pipelining import pytree
 
 
 class Memory:
-    """Slots and who writes them."""
+    """Slots and their writer."""
 
     def __init__(self) -> None:
         self.slots = Slots.create()
@@ -48,18 +48,18 @@ class Memory:
         return self.writer.write(slot, step, tensors, about, pin)
 
     def keep(self, state: StageState) -> str:
-        """Write a stage's state; the path of where it is."""
+        """Write a stage's state; returns its path."""
         tensors, about = pack(state)
         return self.slots.path(self.write(tensors, state.step, about).slot)
 
     def bytes(self, snapshot: Snapshot) -> bytes:
-        """All of a snapshot."""
+        """Return a snapshot's bytes."""
         fd = self.slots.fd(snapshot.slot)
         assert os.fstat(fd).st_size == snapshot.length
         return os.pread(fd, snapshot.length, 0)
 
     def tensors(self, step: int) -> dict[str, Tensor]:
-        """A snapshot as the library for such files reads it."""
+        """Return a snapshot as loaded by the safetensors library."""
         found = self.slots.get(step)
         assert found is not None
         loaded: dict[str, Tensor] = safetensors.torch.load(self.bytes(found))
@@ -74,18 +74,18 @@ def memory() -> Iterator[Memory]:
 
 
 def bits(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
-    """All that a tensor is."""
+    """Return everything that defines a tensor."""
     storage = tensor.detach().clone(memory_format=torch.contiguous_format).untyped_storage()
     return tensor.dtype, tensor.shape, bytes(storage)
 
 
 def bits_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """All that tensors are."""
+    """Return everything that defines the tensors."""
     return {name: bits(tensor) for name, tensor in tensors.items()}
 
 
 def any_bits(dtype: torch.dtype, shape: Sequence[int], seed: int = 0) -> Tensor:
-    """A tensor of random bits: NaNs with whatever they carry, infinities, subnormal numbers."""
+    """Draw a tensor of random bits: NaNs with payloads, infinities, subnormal numbers."""
     count = math.prod(shape)
     if count == 0:
         return torch.empty(*shape, dtype=dtype)
@@ -235,7 +235,7 @@ def test_restored_tensors_do_not_change_when_their_slot_is_overwritten(memory: M
 
 
 def starts(memory: Memory) -> list[int]:
-    """Where the tensors of each snapshot begin."""
+    """Return the offset of the tensors in each snapshot."""
     found = []
     for snapshot in memory.slots.all():
         head = os.pread(memory.slots.fd(snapshot.slot), 8, 0)
@@ -394,7 +394,7 @@ def test_a_value_that_cannot_be_stored_is_refused(what: str) -> None:
 
 
 def part(stage: str, *layers: str, options: Any = 0.1, step: int = 7) -> StageState:
-    """A stage with some layers; `options` of its optimizer, None: it has none."""
+    """Return a stage with some layers; `options` of its optimizer, None: no optimizer."""
     return state(
         stage,
         {f"{layer}.w": torch.full((2,), float(ord(layer))) for layer in layers},
@@ -406,13 +406,13 @@ def part(stage: str, *layers: str, options: Any = 0.1, step: int = 7) -> StageSt
 
 
 def names(*layers: str) -> list[str]:
-    """Of the layers' parameters."""
+    """Return the names of the layers' parameters."""
     return [f"{layer}.w" for layer in layers]
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> Callable[[StageState], str]:
-    """Writes states to files of their own."""
+    """Write states to separate files."""
 
     def write(written: StageState) -> str:
         path = tmp_path / f"{written.stage}.safetensors"
@@ -516,7 +516,7 @@ def test_tensors_that_are_missing_are_named(files: Files) -> None:
 
 
 def broken_files(tmp_path: Path, whole: bytes) -> dict[str, bytes | None]:
-    """What is no stage's state."""
+    """Yield files that are not a stage's state."""
     other = tmp_path / "other"
     safetensors.torch.save_file({"a.w": torch.ones(1)}, other)
     safetensors.torch.save_file({"a.w": torch.ones(1)}, tmp_path / "alien", {"rpcmp": "[]"})
@@ -561,7 +561,7 @@ def test_a_file_without_the_state_of_a_stage_is_named(
 
 
 class Trained:
-    """A small model, its optimizer and its scheduler, as a stage has them."""
+    """A small model with optimizer and scheduler, as in a stage."""
 
     def __init__(self, optimizer: Callable[..., Optimizer], scheduler: Callable[..., Any] | None):
         torch.manual_seed(1)
@@ -571,7 +571,7 @@ class Trained:
         self.scheduler = scheduler(self.optimizer) if scheduler else None
 
     def train(self, first: int, last: int) -> list[float]:
-        """The losses of steps, each with data of its own."""
+        """Return the losses of steps with different data."""
         losses = []
         for step in range(first, last + 1):
             inputs = torch.randn(5, 3, generator=torch.Generator().manual_seed(step))
@@ -598,7 +598,7 @@ class Trained:
         return StageState(step, "stage0", self.model.state_dict(), by_name, groups, scheduler)
 
     def take_over(self, found: StageState) -> None:
-        """Be what `found` says."""
+        """Restore `found`."""
         own = self.optimizer.state_dict()["param_groups"]
         self.model.load_state_dict(found.model)
         self.optimizer.load_state_dict(
@@ -655,7 +655,7 @@ def check_that_training_goes_on(
     scheduler: Callable[..., Any] | None,
     before: int,
 ) -> None:
-    """Train after `before` steps, without and with a snapshot in between."""
+    """Train with and without a snapshot after `before` steps, and compare."""
     there = Trained(optimizer, scheduler)
     there.train(1, before)
     path = memory.keep(there.state(before))

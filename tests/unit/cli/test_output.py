@@ -1,4 +1,4 @@
-"""The lines that `rpcmp drive` shows where there is no terminal."""
+"""The lines that `rpcmp drive` prints without a terminal."""
 
 from __future__ import annotations
 

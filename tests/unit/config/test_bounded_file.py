@@ -1,4 +1,4 @@
-"""Files that somebody else wrote: what they say is bounded before it is believed."""
+"""Files from other parties are read within bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resolving "module:callable" and calling what it names."""
+"""Resolve "module:callable" and call the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job may name on a host: what is allowed there, and nothing that is defined elsewhere."""
+"""A job may name only what its host allows, and nothing that is defined elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the keys of a config lead to, and the values that they may have."""
+"""Dotted keys of a config, and their values."""
 
 from __future__ import annotations
 

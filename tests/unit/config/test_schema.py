@@ -1,4 +1,4 @@
-"""What a config may say, and what it means."""
+"""Valid and invalid configs, and their defaults."""
 
 from __future__ import annotations
 
@@ -512,7 +512,7 @@ def test_a_config_without_evaluation_is_valid() -> None:
 
 
 def keys_with_wrong_values() -> list[tuple[str, object]]:
-    """Every key of a job, with a value of a type that none of them takes."""
+    """Yield every key of a job with a value of a type that no key takes."""
     wrong: dict[str, object] = dict.fromkeys(Config.model_fields, 1.5)
     wrong["max_grad_norm"] = "1.5"
     return list(wrong.items())

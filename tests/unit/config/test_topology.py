@@ -1,4 +1,4 @@
-"""Graphs of stages: who reads what, in which order the stages run, and what is refused."""
+"""Graphs of stages: edges, the order of the stages, and invalid graphs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rpcmp.errors import ConfigError
 
 @pytest.fixture
 def two_branches() -> Graph:
-    """The drawing in the module's docstring."""
+    """Return the graph in the module's docstring."""
     return topology.build_graph(
         {
             "image": ["input"],
@@ -100,7 +100,7 @@ def test_a_graph_without_exactly_one_end_is_refused(
 
 @st.composite
 def shuffled_chains_with_skips(draw: st.DrawFn) -> dict[str, list[str]]:
-    """A chain in which stages may also read any earlier one, listed in any order."""
+    """Draw a chain with skip connections, listed in any order."""
     count = draw(st.integers(1, 7))
     inputs = {"s0": ["input"]}
     for index in range(1, count):

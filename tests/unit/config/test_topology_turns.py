@@ -1,4 +1,4 @@
-"""Which replica computes which bundle, and how unequal replicas share."""
+"""The replica that computes each bundle, and the shares of unequal replicas."""
 
 from __future__ import annotations
 

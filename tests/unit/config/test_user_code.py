@@ -1,4 +1,4 @@
-"""Which code a process computes with: what counts, and what does not."""
+"""Hashes of the code that a process computes with."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_a_random_transform_does_not_depend_on_what_happens_between_mini_batches
 
 
 class Counted(Transformed):
-    """Tells which samples were loaded."""
+    """Records which samples were loaded."""
 
     def __init__(self) -> None:
         self.loaded: list[int] = []
@@ -179,7 +179,7 @@ def test_a_dataset_without_a_mini_batch_is_refused(options: dict[str, Any], samp
 
 
 def load_returned(monkeypatch: pytest.MonkeyPatch, dataset: object) -> Batches:
-    """The mini-batches of any object."""
+    """Return the mini-batches of any object."""
     monkeypatch.setattr(models, "returned", lambda: dataset)
     train = Factory(callable="tests.zoo.models:returned")
     return load_batches(train, "data.train", DataConfig(train=train), 0, training=False)

@@ -1,4 +1,4 @@
-"""Mini-batches that the driver only draws: the order is that of those that it loads."""
+"""Mini-batches of indices, in the same order as loaded ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def section(**options: Any) -> DataConfig:
 
 
 class RecordedMessages:
-    """What the stages were told."""
+    """Records the announcements to the stages."""
 
     def __init__(self) -> None:
         self.drawn: list[BatchIndices] = []
@@ -126,7 +126,7 @@ class Stages:
         return self._holdings
 
     def prefetch(self, drawn: Sequence[BatchIndices]) -> None:
-        """Hear nothing."""
+        """Ignore the announcement."""
 
 
 def job(**more: Any) -> Config:
@@ -136,7 +136,7 @@ def job(**more: Any) -> Config:
 
 
 def datasets(config: Config, *sizes: dict[str, int]) -> Datasets:
-    """Those of stages "a", "b", ... on hosts "host-a", "host-b", ..."""
+    """Return the datasets of stages "a", "b", ... on hosts "host-a", "host-b", ..."""
     stages = Stages(
         **{name: DatasetInfo(f"host-{name}", size) for name, size in zip("ab", sizes, strict=False)}
     )

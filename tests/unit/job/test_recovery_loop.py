@@ -1,4 +1,4 @@
-"""The loop that forms one generation after another, with fake generations and servers."""
+"""The loop that forms one generation after another, with fakes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RECOVERY = ["abandon", "settle", "report fault", "release", "wait for servers", 
 
 
 class FakeGeneration:
-    """A generation that only notes what is asked of it."""
+    """A generation that only records its calls."""
 
     def __init__(self, log: list[str]) -> None:
         self._log = log

@@ -36,7 +36,7 @@ def server_state(
     listens: str = "",
     pid: int = 7,
 ) -> pb.WatchResponse:
-    """What a server says of its worker."""
+    """Return a server's report on its worker."""
     return pb.WatchResponse(
         state=state,
         listens=listens,
