@@ -46,7 +46,7 @@ balance = [5]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """A server that several runs share; not of the pool, since it must accept a shell's processes."""
+    """A server shared by several runs; not of the pool, as it must accept a shell's processes."""
     with running_server("--stage", "0", "--listen", "127.0.0.1:0") as started:
         yield started
 

@@ -49,7 +49,7 @@ class Unreadable(Dataset[tuple[Tensor, ...]]):
 
 
 def lost(marker: str) -> Unreadable:
-    """Return `regression` on a disk that is lost once the dataset is opened; `marker` records it."""
+    """Return `regression` on a disk that is lost once the data is opened; `marker` records it."""
     if Path(marker).exists():
         raise OSError("the disk is gone")
     Path(marker).touch()
@@ -64,7 +64,7 @@ def tokens(samples: int = 40, length: int = 6, vocabulary: int = 11) -> TensorDa
 
 
 def mlp(blocks: int = 3) -> Layers:
-    """Return linear layers with dropout and batch normalization, which depend on order and seeds."""
+    """Return linear layers with dropout and batch normalization: order and seeds matter."""
     hidden: Layers = [(f"block{index}", lambda: Block(FEATURES)) for index in range(blocks)]
     return [*hidden, ("head", lambda: nn.Linear(FEATURES, 1))]
 
