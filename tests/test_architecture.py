@@ -167,7 +167,7 @@ def test_only_two_modules_print_on_a_terminal_and_they_make_it_visible() -> None
 PRIVATE = {
     "rpcmp.worker.weight_grad uses torch._C._autograd._top_saved_tensors_default_hooks",
 }
-"""What is private in torch and cannot be had in the transport; see unit/test_torch_contract.py."""
+"""Private names of torch outside of the transport; see unit/test_torch_contract.py."""
 
 
 def test_only_the_transport_touches_rpc_and_what_is_private_in_torch() -> None:

@@ -41,7 +41,7 @@ SLOW_LAST = f"""
     [checkpoint]
     dir = "kept"
 """
-"""The last stage takes all of the time, so that nobody's order is left to chance."""
+"""The last stage takes all of the time, so that the order of actions does not depend on chance."""
 
 JOINED = """
     steps = 2

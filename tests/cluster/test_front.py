@@ -33,7 +33,7 @@ HERE = "127.0.0.1"
 
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""What every HTTP/2 client says first."""
+"""The first bytes of every HTTP/2 client."""
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ num_microbatches = 1
 layers = "zoo:lopsided"
 balance = [5]
 """
-"""It takes two seconds, in most of which it sleeps."""
+"""It takes two seconds, and sleeps for most of them."""
 
 
 @pytest.fixture(scope="module")

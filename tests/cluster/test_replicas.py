@@ -93,7 +93,7 @@ def test_a_slow_replica_gets_a_smaller_share_that_survives_resuming(job: JobFold
     assert fast > slow
     kept: Any = checkpoints_in(job.folder / "saved").valid()[0].config["stages"]
     assert kept[0]["shares"] == shares
-    resumed = rpcmp("drive", config, "--json", "--resume", "--set", "steps=4")  # nobody sleeps
+    resumed = rpcmp("drive", config, "--json", "--resume", "--set", "steps=4")  # no stage sleeps
     assert resumed.code == 0, resumed.err
     assert resumed.event("shares")["shares"] == {"stage0": shares}
     shared = ["balance_replicas=false", f"stages.0.shares={shares}"]

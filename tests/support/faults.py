@@ -15,7 +15,7 @@ HOWS = ("SIGKILL", "SIGSTOP", "SIGSEGV", "exception", "deadlock", "cut")
 
 NUM_STEPS = 6
 STEP = 3
-"""In which faults strike, unless a test says otherwise."""
+"""The default step of a fault."""
 
 
 @dataclass

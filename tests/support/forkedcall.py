@@ -42,7 +42,7 @@ def main() -> None:
     try:
         getattr(importlib.import_module(module), name)(*arguments)
     except BaseException:
-        with contextlib.suppress(OSError):  # nobody waits for it
+        with contextlib.suppress(OSError):  # the parent may be gone
             channel.send(traceback.format_exc().encode()[-MAX_BYTES:])
         raise
     channel.send(DONE)

@@ -55,7 +55,7 @@ def poll_for(condition: Callable[[], Any], what: str, timeout: float = DEADLINE)
 
 
 NO_NETWORKS = "no network namespace can be made"
-"""What a run warns of where the kernel, or a container's profile, makes none."""
+"""The warning of a run if the kernel, or a container's profile, creates no network namespaces."""
 
 
 MAKES_A_NETWORK = """
@@ -63,7 +63,7 @@ import ctypes, fcntl, socket, struct
 USER, NETWORK, SET_FLAGS, UP = 0x10000000, 0x40000000, 0x8914, 1
 unshare = ctypes.CDLL(None).unshare
 made = unshare(NETWORK) == 0 or unshare(USER | NETWORK) == 0
-if made:  # some kernels let a user make one in which he may do nothing
+if made:  # some kernels create one without any rights in it
     fcntl.ioctl(socket.socket(), SET_FLAGS, struct.pack("16sh14x", b"lo", UP))
 raise SystemExit(not made)
 """

@@ -30,7 +30,7 @@ from rpcmp.process.fork_client import DRIVERS, MAX_BYTES, WORKERS, Forks
 from rpcmp.process.interpreter import compute_environment
 
 BEFORE = dict(os.environ)
-"""The environment before any test: what all share must not have that of the test which is first."""
+"""The environment before any test: shared servers must not get that of the first test."""
 
 DRIVE = "drive"
 """The fork server of drivers, and of the servers that they start."""

@@ -37,7 +37,7 @@ MODELS: dict[str, type[pydantic.BaseModel]] = {
     "cert-manager.io/v1 Issuer": cert_manager.Issuer,
     "cert-manager.io/v1 Certificate": cert_manager.Certificate,
 }
-"""What is no part of Kubernetes itself."""
+"""Kinds that are not part of Kubernetes itself."""
 
 
 def load() -> list[Resource]:

@@ -197,14 +197,14 @@ def test_a_server_with_many_foreign_connections_answers() -> None:
 
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""What every HTTP/2 client says first."""
+"""The first bytes of every HTTP/2 client."""
 
 
 def test_another_user_of_this_machine_is_refused() -> None:
     """Without certificates a server accepts calls only from its own user and from root."""
     with running_servers(1) as (server,):
         host, port = server.address.rsplit(":", 1)
-        with acting_as(MALLORY):  # whoever makes a socket owns it
+        with acting_as(MALLORY):  # the creator of a socket owns it
             connection = socket.socket()
         with connection:
             connection.settimeout(20)

@@ -24,7 +24,7 @@ from tests.support.places import ROOT
 DIST_INFO = f"rpcmp-{rpcmp.__version__}.dist-info"
 
 LEFT_BY_RUNS = ("runs",)
-"""Folders beside a config, where somebody has run an example of this tree."""
+"""Folders beside a config after a run of an example in this tree."""
 
 EPOCH = 1_000_000_000
 """September 9, 2001, 01:46:40 UTC."""

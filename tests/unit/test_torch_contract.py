@@ -36,7 +36,7 @@ Findings = dict[str, Any]
 
 
 class RecordingStore(Store):
-    """A store in Python that notes which operations the agent uses."""
+    """A store in Python that records which operations the agent uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class RecordingStore(Store):
 
 
 class TwoOutputs(torch.autograd.Function):
-    """Two outputs of which the caller will use one; notes the gradients that arrive."""
+    """Two outputs, one of which the caller uses; records the arriving gradients."""
 
     seen: list[Any] = []  # noqa: RUF012
     fails = False
@@ -84,7 +84,7 @@ class TwoOutputs(torch.autograd.Function):
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def answer_later() -> Future[Any]:
-    """The outputs, from a thread that has no autograd context."""
+    """Return the outputs from a thread without an autograd context."""
     future: Future[Any] = Future()
 
     def fulfil() -> None:
@@ -108,7 +108,7 @@ def raise_in_handler() -> None:
 
 
 def find() -> Findings:
-    """All findings of a group of one."""
+    """Return all findings of a group of one."""
     store = RecordingStore()
     transport.reserve_threads(in_flight=3)
     found: Findings = {"unknown_transport": _error(lambda: _agent_with_transport("nonsense"))}
@@ -277,7 +277,7 @@ def test_an_error_in_a_callback_stays_in_its_unawaited_future() -> None:
 
 
 class Untold(torch.autograd.Function):
-    """Uses a parameter and says nothing of its gradient."""
+    """Uses a parameter without reporting its gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -289,7 +289,7 @@ class Untold(torch.autograd.Function):
 
 
 def use(parameter: torch.Tensor) -> torch.Tensor:
-    """A loss in which `parameter` gets a gradient of None."""
+    """Return a loss in which `parameter` gets a gradient of None."""
     output: torch.Tensor = Untold.apply(torch.ones(2, requires_grad=True), parameter)  # type: ignore[no-untyped-call]
     return output.sum()
 

@@ -78,7 +78,7 @@ def _strike(how: str) -> None:
         case "SIGKILL" | "SIGSTOP":
             os.kill(os.getpid(), getattr(signal, how))
             threading.Event().wait()  # the kernel stops the threads one after the other
-        case "brittle":  # stopped, and whoever asks where it is ends it
+        case "brittle":  # stopped, and a request for its stacks ends it
             ctypes.CDLL(None).signal(signal.SIGUSR1, 0)
             _strike("SIGSTOP")
         case "host":  # its supervisor, and with it this process and all that they hold

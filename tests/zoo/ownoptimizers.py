@@ -327,4 +327,4 @@ REFUSED = {
     Closing: "needs a closure",
     Afraid: "gradients explode.*recovery.enabled = false",
 }
-"""Those that do not, by what is said of them."""
+"""Optimizers that cannot be restored, by the error message."""

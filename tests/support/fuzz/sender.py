@@ -22,7 +22,7 @@ LINGERING = 100
 """Connections that are slow, or that say nothing."""
 
 ANSWER_SECONDS = 0.05
-"""How long an answer is waited for: most inputs get none."""
+"""How long to wait for an answer: most inputs get none."""
 
 DRIP_SECONDS = 0.02
 

@@ -40,7 +40,7 @@ def test_every_bundle_has_one_owner_and_every_member_a_share(shares: list[int], 
     [
         ([1.0, 1.0], 8, [4, 4]),
         ([1.0, 3.0], 8, [6, 2]),
-        ([1.0, 100.0], 4, [4, 1]),  # whoever is there takes part
+        ([1.0, 100.0], 4, [4, 1]),  # every replica takes part
         ([1.0, 1.0, 1.0], 4, [2, 1, 1]),
         ([0.0, 0.0], 4, [4, 1]),
     ],

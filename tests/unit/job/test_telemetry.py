@@ -122,7 +122,7 @@ def test_rates_use_the_time_between_counts_and_not_between_reports(clock: Clock)
     vitals.start_generation()
     vitals.update_worker("b", server_state(listens=B))
     for counted, heard, count, rate in (
-        (10.0, 10.4, 1000, 0.0),  # of the first nobody knows since when
+        (10.0, 10.4, 1000, 0.0),  # the first has no start time
         (12.0, 12.1, 1100, 50.0),
         (12.0, 12.9, 1100, 50.0),  # the same once more
         (14.0, 14.2, 1100, 0.0),

@@ -1,4 +1,4 @@
-"""How many connections a door takes, and which one goes."""
+"""Limits of the number of connections, and which connection is closed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from rpcmp.net.accept import Budget, Guest
 
 
 class LimitedPort:
-    """Admits connections as doors do, and notes which were ended."""
+    """Admits connections within a budget, and records which were closed."""
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
         self.ended: list[str] = []
 
     def open(self, peer: str, name: str) -> Guest | None:
-        """A connection; one that is ended leaves at once."""
+        """Open a connection; a closed one leaves the budget at once."""
         while not self.budget.has_room():
             assert self.ended, "there is no room, and no connection was ended"
         found: list[Guest] = []

@@ -142,7 +142,7 @@ def test_torchs_own_messages_pass_unchanged(recorded: list[Conversation]) -> Non
     main, *others = recorded
     sent, passed = frames(main.from_outside), frames(main.passed)
     assert b"cma" in sent[1]
-    assert passed[1] == rpc_format.BROCHURE  # nobody's memory is read because a peer says so
+    assert passed[1] == rpc_format.BROCHURE  # a peer cannot make this process read memory
     assert passed[:1] + passed[2:] == sent[:1] + sent[2:]
     assert all(other.passed == other.from_outside for other in others)
     kinds = {int.from_bytes(part, "little") for part in sent[2:] if len(part) == 4}
@@ -458,7 +458,7 @@ def test_a_tensor_must_have_its_announced_length() -> None:
         data = struct.pack("<Q", length) + bytes(96)
         if passes:
             assert bytes(channel.received(data)) == data
-            channel.received(struct.pack("<Q", 96))  # one more, which nobody has announced
+            channel.received(struct.pack("<Q", 96))  # one more, which was not announced
             assert channel.is_held
         else:
             with pytest.raises(SecurityError, match="bytes for a tensor of 96"):

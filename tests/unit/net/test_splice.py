@@ -1,4 +1,4 @@
-"""Bytes through two ends of the relay, over real sockets: none lost, none held, halves closed."""
+"""Bytes through two ends of the relay over real sockets: none lost or held back, halves closed."""
 
 from __future__ import annotations
 

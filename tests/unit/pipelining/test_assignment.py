@@ -1,4 +1,4 @@
-"""What each worker is told."""
+"""The assignment of each worker."""
 
 from __future__ import annotations
 

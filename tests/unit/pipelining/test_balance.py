@@ -1,4 +1,4 @@
-"""Where a measured model is cut, and what is promised of it."""
+"""Balances of a measured model, and their predicted times."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def host(
 
 
 def hosts(times: list[list[float]]) -> list[StageHost]:
-    """One a row, which says how long it takes for each layer."""
+    """Return hosts, one per row of seconds per layer."""
     return [host([layer(each) for each in row], index) for index, row in enumerate(times)]
 
 

@@ -1,4 +1,4 @@
-"""Which device a config's name stands for."""
+"""Devices by their name in a config."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_compiling_loads_the_real_dynamo(found: Found) -> None:
 def test_an_optimizer_that_was_made_before_is_kept_out_of_a_graph_that_is_made_later(
     found: Found,
 ) -> None:
-    """As with the real one: its zero_grad is no part of what is compiled."""
+    """As with the real module, its zero_grad is not compiled."""
     assert found.facts["computed"] == 4.0
     assert found.facts["graphs"] == 2
 

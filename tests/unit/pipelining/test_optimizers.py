@@ -1,4 +1,4 @@
-"""Parameter groups of the config: whose they are, what they say, and what is refused."""
+"""Parameter groups of the config: their stages, options and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages whose parameters are called as in the model that their user has already."""
+"""Stages with the parameter names of the user's existing model."""
 
 from __future__ import annotations
 

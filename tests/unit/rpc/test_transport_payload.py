@@ -1,4 +1,4 @@
-"""What members have answered each other, however it travels."""
+"""Bytes of the answers between members, for every transport."""
 
 from __future__ import annotations
 

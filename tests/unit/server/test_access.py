@@ -1,4 +1,4 @@
-"""Who is a member of a group, and of which stage, by the role of a certificate."""
+"""Membership in a group and its stages by the role of a certificate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a job's Python files are unpacked to, and what is left of them."""
+"""The folder of a job's unpacked Python files, and its removal."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_each_job_has_a_private_code_folder(temporary: Path) -> None:
         "../model.py",
         "zoo/../../model.py",
         "zoo/..",
-        "zoo/../model.py",  # would stay inside, but nobody writes this honestly
+        "zoo/../model.py",  # would stay inside, but no honest sender writes this
         "./../model.py",
     ],
 )

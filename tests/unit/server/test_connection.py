@@ -1,4 +1,4 @@
-"""What two hosts must have in common."""
+"""Properties that two hosts must share."""
 
 from __future__ import annotations
 

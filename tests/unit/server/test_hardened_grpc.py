@@ -1,4 +1,4 @@
-"""What clients may say to a gRPC server of ours: it answers, and lives through all of it."""
+"""Arbitrary messages to one of our gRPC servers, which answers and survives them."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ async def connected(
 
 
 async def answer_to(client: socket.socket, data: bytes) -> bytes:
-    """What a gRPC server sends until it has sent the status of a call."""
+    """Return a gRPC server's bytes up to the status of a call."""
     loop, answer = asyncio.get_running_loop(), b""
     await loop.sock_sendall(client, data)
     while b"grpc-status" not in answer and (part := await loop.sock_recv(client, 65536)):

@@ -1,4 +1,4 @@
-"""What a rendezvous keeps: small things, and not many."""
+"""A rendezvous stores only small values, and few of them."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_no_line_is_lost_or_counted_twice(texts_and_pauses: list[tuple[str, floa
 
 
 def words(number: int) -> str:
-    """A text of words alone, another for each number."""
+    """Return a text of words without digits that differs by number."""
     return "".join(chr(ord("a") + int(digit)) for digit in str(number))
 
 
@@ -163,7 +163,7 @@ def test_long_lines_cost_more_of_the_budget() -> None:
 
 
 def logged_lines(speak: Callable[[], None], step: int = 7) -> list[Line]:
-    """What a supervisor hears of a child that captures all, and runs `speak`, to its end."""
+    """Return the supervisor's log of a child that captures all output and runs `speak`."""
 
     async def hear() -> list[Line]:
         heard: list[Line] = []
@@ -188,7 +188,7 @@ def logged_lines(speak: Callable[[], None], step: int = 7) -> list[Line]:
 
 
 def connected(receiver: Receiver) -> Sender:
-    """The other end, in this process."""
+    """Return a sender that is connected to `receiver` in this process."""
     line, memory = map(os.dup, receiver.fds)
     return Sender(line, memory)
 

@@ -275,7 +275,7 @@ def test_a_confined_process_reaches_only_what_it_needs(
     assert (reply["networks"][0] != reply["networks"][1]) is makes_networks()
     restricted = {"Seccomp": "2", "NoNewPrivs": "1"}
     none = dict.fromkeys(("CapPrm", "CapEff", "CapInh", "CapBnd", "CapAmb"), NONE)
-    if not makes_networks():  # who is not root may then not lower his bounds, which bind nobody
+    if not makes_networks():  # only root could lower the bounding set, which is without effect
         none["CapBnd"] = reply["status"]["CapBnd"]
     assert reply["status"] == {**none, **restricted}
     assert reply["inside"] == {"CapEff": NONE, **restricted}

@@ -84,7 +84,7 @@ def test_a_job_that_rpcmp_does_not_support_is_an_error() -> None:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the command compare pretenders, whose stages nobody measures alone."""
+    """Let the command compare pretenders, whose stages are not measured alone."""
 
     async def pretended(case: Case) -> list[ActionTimes]:
         return [case.nominal or ActionTimes(1.0, 1.0, 1.0)] * case.num_stages

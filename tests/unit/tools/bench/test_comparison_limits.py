@@ -17,7 +17,7 @@ from tests.support.pretendedtime import in_pretended_time
 
 
 class Working(Pretender):
-    """Takes the time that it says, and some to start."""
+    """A contestant that takes the given time per step, and some to start."""
 
     starting = 0.0
 
@@ -32,7 +32,7 @@ class Working(Pretender):
 
 
 class Steady(Working):
-    """Always as fast."""
+    """A contestant with constant speed."""
 
     async def run(self, steps: int) -> TimedSegment:
         self._segments = 0
@@ -42,7 +42,7 @@ class Steady(Working):
 def compare(
     *contestants: Pretender, budget: float, pairs: int = 9, steps: int | None = None
 ) -> tuple[comparison.ComparisonRounds, float, list[tuple[str, float, float]]]:
-    """The rounds, how long they took, and what was told: what, when, how long it would go on."""
+    """Return the rounds, their duration, and the progress reports: text, time, seconds left."""
     reported: list[tuple[str, float, float]] = []
 
     async def run() -> comparison.ComparisonRounds:

@@ -121,7 +121,7 @@ def test_a_missing_certificate_is_ok_unless_traffic_leaves_the_machine_in_the_cl
     [
         (0.5, 0.001, Status.OK),
         (-9.0, 0.001, Status.WARNING),
-        (9.0, 8.0, Status.OK),  # as far as anybody can tell
+        (9.0, 8.0, Status.OK),  # as far as a peer can tell
         (400.0, 0.001, Status.FAILED),
     ],
 )

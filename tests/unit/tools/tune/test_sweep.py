@@ -45,7 +45,7 @@ def test_tuning_measures_train_steps_on_full_mini_batches() -> None:
 
 
 class Pretender:
-    """A runner whose steps take what `seconds` says of a setting, and of how often it was run."""
+    """A runner whose steps take `seconds` of the setting and of the number of its earlier runs."""
 
     def __init__(self, seconds: Callable[[ScheduleOptions, int], float], stops_at: int = 0) -> None:
         self._seconds, self._stops_at = seconds, stops_at
@@ -74,7 +74,7 @@ def short(setting: ScheduleOptions) -> str:
 
 @dataclass
 class Sweep:
-    """What was found, and how: what took how long, and what was told when of the time left."""
+    """The result of a sweep, with its duration and the reported estimates of the time left."""
 
     tuned: Tuned
     runner: Pretender
@@ -199,7 +199,7 @@ TEN = Axes([1, 2, 4, 8, 16], ["1f1b", "zero-bubble"], [None])
 def test_a_sweep_of_a_large_job_keeps_to_its_budget(
     steps: int | None, budget: float, count: int
 ) -> None:
-    """Five seconds a step; the warm-up has two of each setting, one of which is timed."""
+    """A step takes five seconds; the warm-up has two steps per setting, and times one of them."""
     done = sweep(lambda s, run: 5.0, axes=TEN, steps=steps, budget=budget)
     assert done.took == count * (SETTLE_STEPS + 1) * 5.0
     assert [len(one.measured) for one in done.tuned.series] == [0] * count
@@ -367,7 +367,7 @@ def test_json_has_everything_in_the_table() -> None:
     assert found["recommended"] == found["best"]
     assert found["own"] == {"num_microbatches": 4, **own}
     slower = [one["is_slower_than_best"] for one in found["settings"]]
-    assert slower == [False, True, False, False]  # the last was dropped, and nobody knows
+    assert slower == [False, True, False, False]  # the last was dropped before it was known
     first = found["settings"][0]
     assert first["samples_per_s"] == pytest.approx(16 / first["step_s"])
     assert first["spread"]["median"] == first["step_s"] == 2 * first["busiest_stage_s"]
