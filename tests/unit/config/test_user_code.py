@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def test_what_is_named_what_lies_beside_it_and_versions_of_what_it_uses(folder: Path) -> None:
+def test_the_hash_covers_named_modules_their_siblings_and_versions_of_imports(folder: Path) -> None:
     for name in ("model_a", "loss_g"):
         importlib.import_module(name)
     found = user_code.of_job({"model_a", "loss_g", "torch.nn", "functools"})
