@@ -41,7 +41,7 @@ _unexpected_skips: list[str] = []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What lies in a folder that is called like a marker has it; see pyproject.toml.
+    """Mark tests by the folder that they are in, if it is named after a marker; see pyproject.toml.
 
     What is long in tests/system is that alone: `pytest -m system` leaves it out.
     """
@@ -52,7 +52,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What a run leaves out is not imported either, with all its libraries; None: others decide."""
+    """Do not import modules that a run deselects, with all their libraries; None: other plugins
+    decide.
+    """
     if collection_path.parent != TESTS:
         return None
     asked, name = config.option.markexpr, collection_path.name
@@ -62,26 +64,26 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Note a skip that nobody has given a reason for."""
+    """Record skips that have no allowed reason."""
     if report.skipped and not hasattr(report, "wasxfail") and report.nodeid not in ALLOWED_SKIPS:
         _unexpected_skips.append(report.nodeid)
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """Note a module that is skipped whole, likewise."""
+    """Record modules that are skipped as a whole."""
     if report.skipped and report.nodeid not in ALLOWED_SKIPS:
         _unexpected_skips.append(report.nodeid)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail the run for it: a test that never runs proves nothing."""
+    """Fail the run if tests were skipped: a test that never runs proves nothing."""
     if _unexpected_skips:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say which."""
+    """List the skipped tests."""
     for nodeid in _unexpected_skips:
         terminalreporter.write_line(f"skipped, but not in ALLOWED_SKIPS: {nodeid}", red=True)
 
@@ -92,7 +94,7 @@ RUN = uuid.uuid4().hex
 
 @pytest.fixture(autouse=True)
 def token(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The token of this test's processes; fails the test where one is left behind.
+    """The token of this test's processes; fails the test if one of them is left.
 
     Thousands of tests start none but children that they wait for. What those leave behind by way of
     others is found at the end of the module.
@@ -118,14 +120,14 @@ def token(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    """Fail the last test of a module that has left a process behind."""
+    """Fail the last test of a module if a process is left behind."""
     yield
     processes.require_ended(lambda: processes.with_token(RUN), "all processes of a module")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _shared() -> Iterator[None]:
-    """Have jobs of this process fork by a line of what the tests share, and share stage servers."""
+    """Let jobs of this process use the shared fork servers and the shared stage servers."""
     with reaping(RUN), pytest.MonkeyPatch.context() as patch:
         forks = processes.FORKS
         borrow = borrowing(lambda: forks.line(DRIVE))
@@ -138,13 +140,13 @@ def _shared() -> Iterator[None]:
 
 @pytest.fixture
 def own_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every job of this test start a fork server of its own, as jobs do."""
+    """Let every job of this test start its own fork server, as jobs do outside of tests."""
     monkeypatch.setattr(processes.FORKS, "in_use", False)
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> processes.JobFolder:
-    """A folder with the test models, to write configs into."""
+    """A folder with the test models, for configs."""
     return processes.JobFolder(tmp_path / "job")
 
 
@@ -157,7 +159,7 @@ def servers() -> Iterator[list[Server]]:
 
 @pytest.fixture
 def namespace() -> Iterator[tuple[str, ...]]:
-    """A command that runs another in a network namespace of its own, where links can be cut."""
+    """A command that runs another one in its own network namespace, whose links can be cut."""
     name = f"rpcmp-{uuid.uuid4().hex[:8]}"
     needs_root("make a network")
     for program in ("nsenter", "ss"):  # by which tests/zoo/faults.py cuts links

@@ -1,4 +1,4 @@
-"""Who may import whom, tests as well, and that what is generated is up to date."""
+"""The import order of packages and tests, and that generated files are up to date."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ROWS = {
 
 @cache
 def modules() -> dict[str, ast.Module]:
-    """Every module of rpcmp, parsed, by name, "rpcmp.worker.stage"."""
+    """Parse every module of rpcmp, by name: "rpcmp.worker.stage"."""
     return {
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): ast.parse(
             path.read_text(encoding="utf-8")
@@ -56,7 +56,7 @@ def modules() -> dict[str, ast.Module]:
 
 @cache
 def nodes(module: str) -> list[ast.AST]:
-    """All nodes of a module but for what only type checkers see."""
+    """Return all nodes of a module except imports for type checkers only."""
     found: list[ast.AST] = [modules()[module]]
     for node in found:  # which grows
         found += [
@@ -69,31 +69,31 @@ def nodes(module: str) -> list[ast.AST]:
 
 @cache
 def imported_names(module: str) -> set[str]:
-    """The dotted names that a module imports, at its top or inside of functions."""
+    """Return the dotted names that a module imports, at its top or inside functions."""
     return names_imported_by(nodes(module), module)
 
 
-def names_imported_by(nodes: Iterable[ast.AST], whose: str) -> set[str]:
-    """The dotted names that nodes import; fails if they do so relatively."""
+def names_imported_by(nodes: Iterable[ast.AST], importer: str) -> set[str]:
+    """Return the dotted names that nodes import; fails on relative imports."""
     names: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{whose} imports relatively"
+            assert node.level == 0, f"{importer} imports relatively"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
 
 
 @cache
 def attributes(module: str) -> set[str]:
-    """The dotted expressions of a module, "torch.nn.Linear"."""
+    """Return the dotted expressions of a module, such as "torch.nn.Linear"."""
     found = (dotted(node) for node in nodes(module) if isinstance(node, ast.Attribute))
     return {name for name in found if name}
 
 
 def dotted(node: ast.expr) -> str:
-    """What a name or an attribute of one is called; "" of any other expression."""
+    """Return the dotted name of an expression; empty for any other expression."""
     if not isinstance(node, ast.Attribute):
         return node.id if isinstance(node, ast.Name) else ""
     above = dotted(node.value)
@@ -102,27 +102,27 @@ def dotted(node: ast.expr) -> str:
 
 @cache
 def imports(module: str) -> frozenset[str]:
-    """The modules of rpcmp that a module imports."""
+    """Return the modules of rpcmp that a module imports."""
     found = (_module_of(name) for name in imported_names(module) if name.split(".")[0] == "rpcmp")
     return frozenset(found) - {module}
 
 
 def _module_of(name: str) -> str:
-    """The module that a dotted name lies in: "rpcmp.errors.JobError" in rpcmp.errors."""
+    """Return the module of a dotted name: "rpcmp.errors" for "rpcmp.errors.JobError"."""
     while name not in modules() and f"{name}.__init__" not in modules():
         name = name.rpartition(".")[0]
     return name if name in modules() else f"{name}.__init__"
 
 
 def needs(module: str, found: frozenset[str] = frozenset()) -> frozenset[str]:
-    """All that a module imports, directly or not."""
+    """Return all that a module imports, directly or not."""
     for other in imports(module) - found:
         found = needs(other, found | {other})
     return found
 
 
 def part(module: str) -> str:
-    """The entry of LAYERS that a module belongs to."""
+    """Return the entry of LAYERS that a module belongs to."""
     return module.split(".")[1]
 
 
@@ -145,7 +145,7 @@ def test_every_module_has_its_place_and_every_place_its_module() -> None:
 
 
 def test_no_module_of_tests_imports_another_test() -> None:
-    """What several share is in tests/support, or in tests/zoo where a job imports it."""
+    """Shared helpers are in tests/support, or in tests/zoo if a job imports them."""
     tests = re.compile(r"tests\.(\w+\.)*(test_\w|conftest\b)")
     uses = []
     for path in sorted(TESTS.rglob("*.py")):
@@ -169,7 +169,7 @@ def test_only_two_modules_print_on_a_terminal_and_they_make_it_visible() -> None
 PRIVATE = {
     "rpcmp.worker.weight_grad uses torch._C._autograd._top_saved_tensors_default_hooks",
 }
-"""What is private in torch and cannot be had in the transport; see unit/test_torch_contract.py."""
+"""Private names of torch outside of the transport; see unit/test_torch_contract.py."""
 
 
 def test_only_the_transport_touches_rpc_and_what_is_private_in_torch() -> None:
@@ -216,7 +216,7 @@ print([name for name in ("torch", "numpy") if name in sys.modules])
     assert subprocess.check_output(command, text=True, timeout=60).strip() == "[]"
 
 
-def test_the_generated_files_are_those_of_the_protos(tmp_path: Path) -> None:
+def test_the_generated_files_match_the_protos(tmp_path: Path) -> None:
     outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "grpc_python", "mypy")]
     outputs.append(f"--mypy_grpc_out={tmp_path}")
     plugins = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -1,4 +1,4 @@
-"""What the pages say is so: every command is run by a test, every link leads somewhere."""
+"""The pages are correct: a test runs every command, and every link has a target."""
 
 from __future__ import annotations
 
@@ -124,10 +124,10 @@ RUN_BY = {
     "cluster/test_resume.py::test_a_run_can_start_from_given_weights": [
         "rpcmp drive config.toml --set init=model.safetensors",
     ],
-    "unit/checkpoint/test_export.py::test_the_best_is_taken_and_no_other_in_its_place": [
+    "unit/checkpoint/test_export.py::test_export_takes_the_marked_best_or_fails": [
         "rpcmp export --best checkpoints model.safetensors",
     ],
-    "cli/test_tune.py::test_it_measures_a_real_job": [
+    "cli/test_tune.py::test_tune_measures_a_real_job": [
         "rpcmp tune config.toml --png curve.png",
         "rpcmp tune config.toml --microbatches-per-message 1,4",
     ],
@@ -142,7 +142,7 @@ RUN_BY = {
         "rpcmp bench sleep --stages 8 --microbatches 16",
         "rpcmp bench transformer --json --peers torch-1f1b",
     ],
-    "system/test_benchmarks.py::test_bench_compares_an_own_job": [
+    "system/test_benchmarks.py::test_bench_compares_the_users_job": [
         "rpcmp bench config.toml",
         "rpcmp bench config.toml --peers torch-best --json",
     ],
@@ -185,7 +185,7 @@ CHECKED_BY = {
     "test_ci.py::test_commits_that_blame_passes_over_are_written_in_full": [
         "git config blame.ignoreRevsFile .git-blame-ignore-revs",
     ],
-    "test_docs.py::test_the_tiers_are_the_markers_of_pytest": ["pytest -m long"],
+    "test_docs.py::test_the_tiers_equal_the_markers_of_pytest": ["pytest -m long"],
     "test_docs.py::test_paths_and_modules_that_pages_name_exist": [
         "pytest -n0 -q tests/unit/worker",
         "pytest -n0 -q tests/test_architecture.py tests/test_layout.py tests/test_docs.py",
@@ -224,7 +224,7 @@ def test_every_command_has_its_test() -> None:
             assert "pytest.mark.long" not in marks or table is CHECKED_BY, f"{test} runs nowhere"
 
 
-def test_the_tiers_are_the_markers_of_pytest() -> None:
+def test_the_tiers_equal_the_markers_of_pytest() -> None:
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     markers = {marker.partition(":")[0] for marker in options["markers"]}
     tiers = re.findall(r"(?m)^\| `pytest -m (\w+)` \|", PAGES["tests/README.md"])
@@ -252,7 +252,7 @@ COMMAND_LINES = list(dict.fromkeys([*(c for c in ALL if c.startswith("rpcmp ")),
 
 
 @pytest.mark.parametrize("command", COMMAND_LINES)
-def test_every_command_line_is_one_that_rpcmp_takes(command: str) -> None:
+def test_rpcmp_accepts_every_documented_command_line(command: str) -> None:
     name, *rest = shlex.split(command)[1:]
     found = cli.get_command(click.Context(cli), name)
     if isinstance(found, click.Group) and rest:
@@ -302,7 +302,7 @@ OTHERS = {"--build-arg"}
 
 
 @pytest.mark.parametrize("path", CURRENT)
-def test_every_option_that_a_page_names_is_one(path: str) -> None:
+def test_every_option_that_a_page_names_exists(path: str) -> None:
     named = re.findall(r"`(--?[a-z][\w-]*)[^`]*`", without_blocks(CURRENT[path]))
     assert set(named) - set(options(cli)) - OTHERS == set()
 
@@ -319,7 +319,7 @@ def test_the_table_of_commands_has_each_with_its_one_line() -> None:
         assert re.search(rf"(?m)^  {name} +{re.escape(line)}$", shown), f"{name} is cut off"
 
 
-def test_the_table_of_keys_is_that_of_the_models() -> None:
+def test_the_table_of_keys_equals_the_schema() -> None:
     assert reference.table() in guide("configuration"), (
         "run `python -m rpcmp.config.reference` and paste its table"
     )
@@ -357,7 +357,7 @@ def test_the_guide_and_the_readme_show_the_same_model(language: str, starts_with
 
 
 def keys(config: dict[str, Any]) -> Iterator[str]:
-    """Return the keys of a part of a config as the table of keys has them."""
+    """Return the keys of a part of a config as in the table of keys."""
     table = reference.table()
     for name, value in config.items():
         if f"**`{name}`**" in table:

@@ -1,4 +1,4 @@
-"""Where the tests of a module are: a newcomer finds them by its path.
+"""Location of each module's test, which follows from its path.
 
     rpcmp/worker/backward.py    tests/unit/worker/test_backward.py
     rpcmp/cli/health.py         tests/cli/test_health.py
@@ -113,7 +113,7 @@ PROVED_BY = {module: test for test, names in ELSEWHERE.items() for module in nam
 
 
 def all_modules() -> list[str]:
-    """Those of rpcmp that need a test, as "worker/backward"."""
+    """Return the modules of rpcmp that need a test, such as "worker/backward"."""
     return [
         str(path.relative_to(PACKAGE).with_suffix(""))
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -123,7 +123,7 @@ def all_modules() -> list[str]:
 
 
 def owner(test: Path) -> str | None:
-    """The module whose test this is, by its path below tests/unit or tests/cli.
+    """Return the module that a test belongs to, by its path below tests/unit or tests/cli.
 
     A module of several subjects may have a test for each: `test_files_jsonlines.py` is of `files`.
     """
@@ -134,7 +134,7 @@ def owner(test: Path) -> str | None:
 
 
 def with_tests() -> set[str | None]:
-    """The modules that have one of their own; of a command it is beside those of other commands."""
+    """Return the modules with a test of their own, in tests/unit or, for commands, tests/cli."""
     unit = {owner(path.relative_to(TESTS / "unit")) for path in TESTS.glob("unit/**/test_*.py")}
     return unit | {owner(path.relative_to(TESTS)) for path in TESTS.glob("cli/test_*.py")}
 

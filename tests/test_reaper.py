@@ -1,4 +1,4 @@
-"""Nothing that a test starts outlives it, also when the tests themselves are killed."""
+"""No process of a test outlives it, even if the tests themselves are killed."""
 
 from __future__ import annotations
 

@@ -50,18 +50,18 @@ def times(rounds: int) -> None:
 
 
 def _recovery_seconds(which: str, signum: signal.Signals, at: int) -> float:
-    struck = 0.0
+    triggered = 0.0
     with _drive("digits", [], steps=at + 200) as process:
         for event in _events(process):
             if event["event"] == "step" and event["step"] == at:
                 victims = psutil.Process(process.pid).children(recursive=True)
                 os.kill(next(v.pid for v in victims if runs(v, which)), signum)
-                struck = time.monotonic()
+                triggered = time.monotonic()
                 recovered = False
             elif event["event"] == "recovered":
                 recovered = True
-            elif event["event"] == "step" and struck and recovered:
-                seconds = time.monotonic() - struck
+            elif event["event"] == "step" and triggered and recovered:
+                seconds = time.monotonic() - triggered
                 process.send_signal(signal.SIGINT)
                 process.wait()
                 return seconds

@@ -71,9 +71,9 @@ def measure(size: int, relays: int, certs: str) -> float:
     """Return gigabytes per second."""
     command = [sys.executable, "-m", "tests.benchmarks.relay", "sink", str(size)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True)]
-    said = processes[0].stdout
-    assert said is not None
-    port = int(said.readline())
+    stdout = processes[0].stdout
+    assert stdout is not None
+    port = int(stdout.readline())
     for side in ("far", "near")[:relays]:
         process, port = start(side, port, certs)
         processes.append(process)
@@ -81,7 +81,7 @@ def measure(size: int, relays: int, certs: str) -> float:
     with socket.create_connection((HERE, port)) as source:
         for _ in range(0, size, BLOCK):
             source.sendall(block)
-        seconds = float(said.readline())
+        seconds = float(stdout.readline())
     for process in processes:
         process.wait()
     return size / seconds / 1e9

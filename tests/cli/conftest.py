@@ -1,4 +1,4 @@
-"""What tests of commands share."""
+"""Fixtures of the tests of commands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECONDS = 0.2
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands of this process do not wait two or six seconds for a server to answer."""
+    """Make commands in this process wait less than the usual two or six seconds for a server."""
     monkeypatch.setattr(StageClient.connect, "__defaults__", (SECONDS,))
     for module in (server_pool, server_calls):
         monkeypatch.setattr(module, "ANSWER_SECONDS", SECONDS)

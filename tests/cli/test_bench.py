@@ -1,4 +1,4 @@
-"""`rpcmp bench` with cases that it cannot measure, and stopped in the middle."""
+"""`rpcmp bench` stopped midway, and with cases that it cannot measure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shell completion, asked as shells ask, and by a real shell."""
+"""Shell completion, requested as shells do, and by a real shell."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def offered(folder: Path, line: str) -> list[str]:
-    """What the shell fish is told for the last word of a line."""
+    """Return the completions of a line's last word, as requested by fish."""
     words = line.split(" ")
-    told = {"COMP_WORDS": line, "COMP_CWORD": words[-1]}
+    environment = {"COMP_WORDS": line, "COMP_CWORD": words[-1]}
     shell = get_completion_class("fish")
     assert shell is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        for name, value in told.items():
+        for name, value in environment.items():
             patch.setenv(name, value)
         answer = shell(cli, {}, "rpcmp", "_RPCMP_COMPLETE").complete()
     lines = [each.split("\t")[0].split(",", 1) for each in answer.splitlines()]
@@ -89,7 +89,7 @@ def offered(folder: Path, line: str) -> list[str]:
         ("rpcmp completion ", ["bash", "zsh", "fish"]),
     ],
 )
-def test_what_is_begun_can_be_completed(folder: Path, line: str, expected: list[str]) -> None:
+def test_started_words_are_completed(folder: Path, line: str, expected: list[str]) -> None:
     assert offered(folder, line) == expected
 
 
@@ -97,21 +97,21 @@ def test_all_commands_are_offered(tmp_path: Path) -> None:
     assert offered(tmp_path, "rpcmp ") == list(COMMANDS)
 
 
-def test_every_key_that_is_offered_is_one(folder: Path) -> None:
-    """Down to the leaves: what is set to nonsense is a wrong value, and never an unknown key."""
+def test_every_completed_key_exists(folder: Path) -> None:
+    """Down to the leaves: a nonsense value causes a wrong value, never an unknown key."""
     open_, keys = [""], list[str]()
     while open_:
         for found in offered(folder, f"rpcmp drive first.toml --set {open_.pop()}"):
             (open_ if found.endswith(".") else keys).append(found)
     assert {"steps=", "data.train.callable=", "stages.0.device=", "recovery.enabled="} <= {*keys}
     for key in keys:
-        said = complaint(folder / "first.toml", f"{key}{{ nonsense = 1 }}")
-        assert f"{key.removesuffix('=')}: unknown key" not in said
+        message = complaint(folder / "first.toml", f"{key}{{ nonsense = 1 }}")
+        assert f"{key.removesuffix('=')}: unknown key" not in message
     assert "stages.0.nam: unknown key" in complaint(folder / "first.toml", "stages.0.nam=1")
 
 
 def complaint(config: Path, override: str) -> str:
-    """What is wrong with it."""
+    """Return the error of a config."""
     try:
         load_config(config, [override])
     except ConfigError as error:
@@ -144,7 +144,7 @@ for line in sys.argv[1:]:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_of_every_shell_asks_rpcmp(shell: str) -> None:
+def test_the_completion_script_of_every_shell_calls_rpcmp(shell: str) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "rpcmp", "completion", shell],
         capture_output=True,
@@ -167,8 +167,8 @@ BECOMES = {
 """What is typed, and the arguments that it becomes."""
 
 
-def test_bash_completes_what_is_typed(folder: Path) -> None:
-    """A real one, with its line editor."""
+def test_bash_completes_a_typed_line(folder: Path) -> None:
+    """A real bash with its line editor."""
     assert typed_in_bash(folder, *BECOMES) == list(BECOMES.values())
 
 
@@ -180,20 +180,20 @@ def test_a_files_name_is_no_command(folder: Path) -> None:
 
 
 def typed_in_bash(folder: Path, *lines: str) -> list[str]:
-    """The arguments that each command gets that is typed on a terminal."""
+    """Return the arguments of each command that is typed on a terminal."""
     import pty
 
     bin_ = folder / "bin"
     bin_.mkdir()
     (bin_ / "rpcmp").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m rpcmp "$@"\n')
     (bin_ / "rpcmp").chmod(0o755)
-    said = folder / "said"
+    calls = folder / "calls"
     setup = folder / "setup.bash"
     setup.write_text(
         f'PATH={shlex.quote(str(bin_))}:"$PATH"\n'
         'eval "$(rpcmp completion bash)"\n'
         # From now on the command only says what it got; to complete it, bash asks the program.
-        f'rpcmp() {{ echo "$*" >> {said}; }}\n'
+        f'rpcmp() {{ echo "$*" >> {calls}; }}\n'
     )
     master, slave = pty.openpty()
     process = subprocess.Popen(
@@ -215,8 +215,8 @@ def typed_in_bash(folder: Path, *lines: str) -> list[str]:
             break
     os.close(master)
     process.wait(30)
-    assert said.exists(), shown.decode(errors="replace")
-    return [line.strip() for line in said.read_text().splitlines()]
+    assert calls.exists(), shown.decode(errors="replace")
+    return [line.strip() for line in calls.read_text().splitlines()]
 
 
 def test_the_examples_can_be_completed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`rpcmp doctor` at real servers: what is in order, and what is not."""
+"""`rpcmp doctor` with real servers, with and without problems."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Cluster:
-    """Two stage servers and a spare, which only let in who has a certificate.
+    """Two stage servers and a spare, which accept only peers with certificates.
 
     The first is in a network of its own; the others are in that of drivers.
     """
@@ -57,7 +57,7 @@ class Cluster:
 
     @property
     def options(self) -> tuple[str | Path, ...]:
-        """What leads a driver there."""
+        """Options that connect a driver to the servers."""
         return ("--connect", connect(self.stages), "--certs", self.certs / "driver")
 
 
@@ -71,30 +71,30 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         authority.issue(certs, f"stage{index}", identity.stage(index), [HOST], days=90)
     with contextlib.ExitStack() as started:
 
-        def serve(name: str, *options: str, whose: str = DRIVE) -> Server:
+        def serve(name: str, *options: str, owner: str = DRIVE) -> Server:
             place = ("--listen", f"{HOST}:0", "--certs", certs / name)
-            return started.enter_context(running_server(*options, *place, whose=whose))
+            return started.enter_context(running_server(*options, *place, owner=owner))
 
         # The second as the guide has it, for Prometheus on another machine.
         metrics = ("--metrics", "0.0.0.0:0")
-        stages = [serve("stage0", "--stage", "0", whose="stage 0")]
+        stages = [serve("stage0", "--stage", "0", owner="stage 0")]
         stages += [serve("stage1", "--stage", "1", *metrics)]
         yield Cluster(certs, stages, serve("spare", "--spare").address)
 
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ways are measured for a moment, and servers that are away given up soon."""
+    """Measure links only briefly, and give up absent servers soon."""
     monkeypatch.setattr(checkup, "SECONDS", 0.01)
     monkeypatch.setattr(StageClient.connect, "__defaults__", (2.0,))
 
 
 def doctor(config: Path, *options: str | Path) -> tuple[Result, list[dict[str, Any]]]:
-    """How it ends, and what it finds."""
+    """Run the command; returns its result and its findings."""
     result = rpcmp("doctor", config, "--json", *options)
-    said = json.loads(result.out)
-    assert said["exit_code"] == result.code
-    found: list[dict[str, Any]] = said["findings"]
+    report = json.loads(result.out)
+    assert report["exit_code"] == result.code
+    found: list[dict[str, Any]] = report["findings"]
     return result, found
 
 
@@ -108,7 +108,7 @@ def test_a_job_that_starts_its_own_servers_is_in_order(job: JobFolder) -> None:
     assert sum(line.endswith("within one network") for line in lines) == 3
 
 
-def test_servers_with_certificates_and_the_ways_between_them(
+def test_doctor_checks_servers_with_certificates_and_their_links(
     job: JobFolder, cluster: Cluster
 ) -> None:
     config = job.config(
@@ -133,8 +133,8 @@ def test_servers_with_certificates_and_the_ways_between_them(
     assert links["driver - stage1"].endswith("within one network")
 
 
-def test_what_is_wrong_with_a_job(job: JobFolder, cluster: Cluster) -> None:
-    """Each at the host where it would go wrong, all at once, and nothing else."""
+def test_doctor_reports_problems_of_a_job_by_host(job: JobFolder, cluster: Cluster) -> None:
+    """All problems at once, each at the host that has it, and no others."""
     (job.folder / "kept").write_text("a file in the way")
     (job.folder / "broken.py").write_text("raise SystemExit('I only run on Tuesdays')\n")
     text = f"""
@@ -165,8 +165,10 @@ dir = "kept"
     assert "1000 of" in texts
 
 
-def test_who_cannot_be_trusted(job: JobFolder, cluster: Cluster, tmp_path: Path) -> None:
-    """Stage 1's certificate has expired meanwhile; in stage 0's place is stage 1's server."""
+def test_doctor_reports_peers_that_cannot_be_trusted(
+    job: JobFolder, cluster: Cluster, tmp_path: Path
+) -> None:
+    """Stage 1's certificate has expired; stage 1's server runs at the address of stage 0."""
     old = tmp_path / "old"
     shutil.copytree(cluster.certs, old)
     begin = datetime.now(UTC) - timedelta(days=5)

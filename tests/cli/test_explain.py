@@ -1,4 +1,4 @@
-"""`rpcmp explain` as a command: its output, and that a run then does the same."""
+"""`rpcmp explain` as a command: its output, and that a run matches it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SLOW_LAST = f"""
     [checkpoint]
     dir = "kept"
 """
-"""The last stage takes all of the time, so that nobody's order is left to chance."""
+"""The last stage takes all of the time, so that the order of actions does not depend on chance."""
 
 JOINED = """
     steps = 2
@@ -71,18 +71,18 @@ def three() -> Iterator[list[Server]]:
 
 
 def test_a_run_does_what_was_explained(job: JobFolder, three: list[Server]) -> None:
-    """Every number and name that is said before is that of the run that follows."""
+    """Every explained number and name equals that of the run that follows."""
     config, path = job.config(SLOW_LAST), job.folder / "run.json"
     where = ("--connect", connect(three))
     explained = rpcmp("explain", config, "--json", *where)
     assert explained.code == 0, explained.err
-    said: dict[str, Any] = json.loads(explained.out)
+    report: dict[str, Any] = json.loads(explained.out)
     with running("drive", config, "--json", "--trace", path, *where) as drive:
         drive.wait_for_line('"step": 7,')
         labels = {drive.pid: "driver", **{s.pid: f"stage{i}" for i, s in enumerate(three)}}
         listening = {labels[pid]: listeners(pid) for pid in labels}
         parameters = [one["parameters"] for one in status(config, three)]
-        predicted = {tuple(pair) for link in said["links"] for pair in link["dials"]}
+        predicted = {tuple(pair) for link in report["links"] for pair in link["dials"]}
         seen: set[tuple[str, str]] = set()
 
         def dialled() -> bool:
@@ -96,25 +96,25 @@ def test_a_run_does_what_was_explained(job: JobFolder, three: list[Server]) -> N
     assert seen == predicted
     assert listening == {
         "driver": [],
-        **{one["stage"]: [one["address"]] for one in said["listeners"]},
+        **{one["stage"]: [one["address"]] for one in report["listeners"]},
     }
-    assert [stage["addresses"] for stage in said["stages"]] == [[s.address] for s in three]
-    assert [stage["parameters"] for stage in said["stages"]] == parameters
-    assert said["steps"] == result.event("start")["steps"] == 100000
+    assert [stage["addresses"] for stage in report["stages"]] == [[s.address] for s in three]
+    assert [stage["parameters"] for stage in report["stages"]] == parameters
+    assert report["steps"] == result.event("start")["steps"] == 100000
     for track in chrome.read(path).tracks:
-        actions = [action[1:] for action in said["actions"][track.stage]]
+        actions = [action[1:] for action in report["actions"][track.stage]]
         for step in range(2, 7):
             mine = [s for s in track.spans if s.step == step and s.microbatch >= 0]
             assert [span.label for span in mine] == actions, f"step {step} of {track.stage}"
     steps = [event["step_s"] for event in result.events if event["event"] == "step"]
-    for seconds in (said["prediction"]["step_s"], statistics.median(steps)):
+    for seconds in (report["prediction"]["step_s"], statistics.median(steps)):
         assert seconds >= 4 * 2 * SLEEPS_S  # nothing can be faster
     peaks = result.event("summary")["memory"]
-    for stage in said["stages"]:
+    for stage in report["stages"]:
         assert 0.5 < stage["memory"]["total"] / peaks[stage["name"]]["peak"] < 2
     (checkpoint,) = checkpoints_in(job.folder / "kept").valid()
     folder = checkpoints_in(job.folder / "kept").path_of(checkpoint.step)
-    for stage in said["stages"]:
+    for stage in report["stages"]:
         length = (folder / f"{stage['name']}.safetensors").stat().st_size
         assert 0 <= 3 * length - stage["memory"]["snapshots"] < 3 * 8192  # names and shapes
     again = rpcmp("explain", config, "--json", "--no-measure", *where)
@@ -123,13 +123,13 @@ def test_a_run_does_what_was_explained(job: JobFolder, three: list[Server]) -> N
 
 
 def listeners(pid: int) -> list[str]:
-    """Where a process listens for TCP."""
+    """Return the TCP addresses that a process listens at."""
     found = psutil.Process(pid).net_connections(kind="tcp")
     return [f"{c.laddr.ip}:{c.laddr.port}" for c in found if c.status == psutil.CONN_LISTEN]
 
 
 def dials(labels: dict[int, str], servers: Sequence[Server]) -> Iterator[tuple[str, str]]:
-    """Who has a connection to whose port, apart from itself."""
+    """Return who is connected to whose port, except to its own."""
     ports = {int(s.address.rpartition(":")[2]): f"stage{i}" for i, s in enumerate(servers)}
     for pid, label in labels.items():
         for connection in psutil.Process(pid).net_connections(kind="tcp"):
@@ -160,26 +160,26 @@ def test_explain_without_measuring_needs_no_servers(job: JobFolder) -> None:
     model = '[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]'
     result = rpcmp("explain", job.config(model), *away)
     assert result.code == 0, result.err
-    said = json.loads(result.out)
-    assert said["prediction"] is None
-    assert said["actions"]["stage0"][:3] == ["0F0", "0F1", "0B0"]
-    assert [one["address"] for one in said["listeners"]] == ["127.0.0.1:1", "127.0.0.1:2"]
-    assert [one["exposed"] for one in said["listeners"]] == [None, None]
+    report = json.loads(result.out)
+    assert report["prediction"] is None
+    assert report["actions"]["stage0"][:3] == ["0F0", "0F1", "0B0"]
+    assert [one["address"] for one in report["listeners"]] == ["127.0.0.1:1", "127.0.0.1:2"]
+    assert [one["exposed"] for one in report["listeners"]] == [None, None]
 
 
-def test_the_balance_is_the_one_that_a_run_will_measure(job: JobFolder) -> None:
+def test_the_shown_balance_equals_the_one_that_a_run_measures(job: JobFolder) -> None:
     body = SLOW_LAST.replace("balance = [1, 1, 3]", 'balance = "auto"\nnum_stages = 3')
     result = rpcmp("explain", job.config(body), "--json", "--set", "data.batch_size=2")
     assert result.code == 0, result.err
-    said = json.loads(result.out)
-    assert said["balance"] == said["prediction"]["balance"] == [2, 1, 2]
-    assert [len(stage["layers"]) for stage in said["stages"]] == [2, 1, 2]
-    assert said["num_microbatches"] == 2  # what is measured is a step of so many, too
-    for stage in said["prediction"]["stages"].values():
-        assert stage["busy_s"] <= said["prediction"]["step_s"]
+    report = json.loads(result.out)
+    assert report["balance"] == report["prediction"]["balance"] == [2, 1, 2]
+    assert [len(stage["layers"]) for stage in report["stages"]] == [2, 1, 2]
+    assert report["num_microbatches"] == 2  # what is measured is a step of so many, too
+    for stage in report["prediction"]["stages"].values():
+        assert stage["busy_s"] <= report["prediction"]["step_s"]
 
 
-def test_what_may_be_in_flight_is_judged_by_what_the_config_says(job: JobFolder) -> None:
+def test_the_in_flight_limit_is_checked_against_the_config(job: JobFolder) -> None:
     given = ["schedule=gpipe", "max_in_flight=2", "data.batch_size=2", "model.balance=[2, 2]"]
     sets = [part for one in given for part in ("--set", one)]
     config = job.config('[model]\nlayers = "zoo:mlp"')
@@ -196,7 +196,7 @@ def test_what_may_be_in_flight_is_judged_by_what_the_config_says(job: JobFolder)
         ('data.train="zoo:nowhere"', "data.train = 'zoo:nowhere' does not import"),
     ],
 )
-def test_what_a_run_would_refuse_is_refused_in_its_words(
+def test_a_job_that_a_run_would_refuse_gets_the_same_message(
     job: JobFolder, override: str, message: str
 ) -> None:
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
@@ -205,12 +205,12 @@ def test_what_a_run_would_refuse_is_refused_in_its_words(
     )
     assert explained.code == driven.code == 2
     assert message in explained.err
-    told = (result.err.partition("\ntry: ")[0] for result in (explained, driven))
-    assert len(set(told)) == 1  # what helps next differs: the one is a remedy for the other
+    messages = (result.err.partition("\ntry: ")[0] for result in (explained, driven))
+    assert len(set(messages)) == 1  # what helps next differs: the one is a remedy for the other
     assert explained.out == ""
 
 
-def test_a_balance_that_is_measured_needs_a_measurement(job: JobFolder) -> None:
+def test_a_measured_balance_needs_a_measurement(job: JobFolder) -> None:
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = "auto"\nnum_stages = 2')
     result = CliRunner().invoke(cli, ["explain", str(config), "--no-measure"])
     assert isinstance(result.exception, ConfigError)

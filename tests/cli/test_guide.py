@@ -1,4 +1,4 @@
-"""`rpcmp guide`: the list of topics, a page, a search, and names that are misspelt."""
+"""`rpcmp guide`: the list of topics, a page, a search, and misspelt names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def guide(*arguments: str) -> Result:
     return rpcmp("guide", *arguments)
 
 
-def test_without_a_topic_it_lists_each_with_a_line_below_its_heading() -> None:
+def test_guide_without_a_topic_lists_each_with_its_first_line() -> None:
     result = guide()
     assert result.code == 0
     for page in pages().values():
@@ -46,7 +46,7 @@ def test_without_a_topic_it_lists_each_with_a_line_below_its_heading() -> None:
 
 
 @pytest.mark.parametrize("topic", pages())
-def test_a_piped_page_is_its_markdown(topic: str) -> None:
+def test_a_piped_page_is_printed_as_markdown(topic: str) -> None:
     result = guide(topic)
     assert (result.code, result.out) == (0, pages()[topic].path.read_text())
 
@@ -72,7 +72,7 @@ def test_links_to_pages_become_commands_and_links_to_files_text() -> None:
 
 
 def plain(text: str) -> str:
-    """Return rendered text without colours, its lines joined."""
+    """Return rendered text without colours, with its lines joined."""
     return " ".join(re.sub(r"\x1b\[[\d;]*m", "", text).split())
 
 
@@ -125,7 +125,7 @@ def test_a_misspelt_topic_suggests_the_nearest() -> None:
         ("config", "; see 'configuration'"),
     ],
 )
-def test_a_word_that_is_no_topic_leads_to_the_pages_about_it(word: str, expected: str) -> None:
+def test_an_unknown_topic_lists_the_pages_that_mention_it(word: str, expected: str) -> None:
     assert expected in guide(word).err
 
 
@@ -138,7 +138,7 @@ def test_a_shell_completes_topics() -> None:
 
 
 def test_nothing_is_rendered_without_a_terminal() -> None:
-    """rich and Pygments take longer to import than all the rest."""
+    """Importing rich and Pygments takes longer than everything else."""
     code = "import sys, rpcmp.cli.guide as g; g.guide(['data'], standalone_mode=False)"
     check = "print([m for m in sys.modules if m.split('.')[0] in ('rich', 'torch', 'pydantic')])"
     command = [sys.executable, "-c", f"{code}; {check}"]
@@ -147,7 +147,7 @@ def test_nothing_is_rendered_without_a_terminal() -> None:
 
 
 def test_on_a_terminal_a_page_is_rendered_and_paged(tmp_path: Path) -> None:
-    """By the pager of the user, which here writes what it gets to a file."""
+    """The user's pager here writes its input to a file."""
     output = tmp_path / "paged"
     pager = tmp_path / "pager"
     pager.write_text(f"#!/bin/sh\ncat > {output}\n")

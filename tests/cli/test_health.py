@@ -1,4 +1,4 @@
-"""`rpcmp health`: the exit code and the words with which a stage server is probed."""
+"""`rpcmp health`: its exit code and its message for a stage server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from rpcmp.net import authority, identity
 from tests.support.lan import cli, issue, serving
-from tests.support.pool import lent
+from tests.support.pool import lend_servers
 from tests.support.processes import (
     Addressed,
     JobFolder,
@@ -36,7 +36,7 @@ NAME = "stage-a.example.org"
 
 @pytest.fixture(scope="module")
 def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a stage that is reached by a name, and of another that is not."""
+    """Certificates of a stage with a host name, and of another without."""
     return issue(tmp_path_factory.mktemp("certs"), NAME, HERE)
 
 
@@ -57,7 +57,7 @@ def ask(server: Addressed, folder: Path, *options: str) -> Result:
 
 
 def test_a_server_that_serves_is_healthy() -> None:
-    with lent(1) as (server,):
+    with lend_servers(1) as (server,):
         found = rpcmp("health", server.address)
     assert (found.code, found.out, found.err) == (0, f"{server.address} is SERVING\n", "")
 
@@ -66,7 +66,7 @@ def test_health_of_a_draining_server_exits_1(job: JobFolder) -> None:
     config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
     patient = ("--set", "recovery.heartbeat_timeout=600.0")
     with (
-        lent(2) as two,
+        lend_servers(2) as two,
         running("drive", config, "--connect", connect(two), "--json", *patient) as run,
     ):
         run.wait_for_line('"step"')
@@ -105,7 +105,7 @@ def test_health_of_a_silent_server_exits_75(certs: Path, options: list[str]) -> 
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("options", [[], ["--insecure"]])
-def test_a_server_that_wants_tls_says_so(
+def test_a_server_that_requires_tls_is_named(
     job: JobFolder, server: Server, options: list[str]
 ) -> None:
     found = rpcmp("health", server.address, *options)
@@ -123,7 +123,7 @@ def test_a_server_that_wants_tls_says_so(
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("options", [[], ["--insecure"]])
-def test_several_servers_that_want_tls_say_so(
+def test_several_servers_that_require_tls_are_named(
     job: JobFolder, server: Server, other: Server, options: list[str]
 ) -> None:
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [1, 3]')
@@ -133,14 +133,17 @@ def test_several_servers_that_want_tls_say_so(
     assert "Error:" not in found.err
 
 
-def test_no_server_begins_with_a_certificate_that_nobody_accepts(tmp_path: Path) -> None:
+def test_no_server_starts_with_a_certificate_that_every_peer_refuses(tmp_path: Path) -> None:
     cli(tmp_path, "init")
-    for days, said, state in ((-5, "has expired on", "expired"), (5, "is valid from", "not yet")):
+    for days, message, state in (
+        (-5, "has expired on", "expired"),
+        (5, "is valid from", "not yet"),
+    ):
         begin = datetime.now(UTC) + timedelta(days=days)
         authority.issue(tmp_path, "stage0", identity.stage(0), [HERE], days=1, begin=begin)
         refused = rpcmp("serve", "--stage", "0", "--certs", tmp_path / "stage0")
         assert (refused.code, refused.out) == (2, "")
-        assert said in refused.err
+        assert message in refused.err
         shown = rpcmp("certs", "show", tmp_path / "stage0")
         assert re.search(f"^valid .* UTC, {state}$", shown.out, re.MULTILINE)
 
@@ -181,7 +184,7 @@ def test_a_certificate_that_the_server_does_not_trust_is_refused(
 
 
 def test_a_server_without_certificates_is_not_asked_with_one(certs: Path) -> None:
-    with lent(1) as (server,):
+    with lend_servers(1) as (server,):
         found = ask(server, certs / "driver")
     assert found.code == 2
     assert "does not speak TLS at all" in found.err

@@ -1,4 +1,4 @@
-"""Commands that read hostile files take no more memory than they may."""
+"""Commands that read hostile files stay within their memory limit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_small_archive_does_not_fill_the_memory(name: str, tmp_path: Path) -> 
     with gzip.open(path, "wb", 1) as file:
         for part in parts:
             file.write(part)
-    code, said, mib = measured("trace", path)
+    code, message, mib = measured("trace", path)
     assert (code, mib < MOST_MIB) == (2, True), (code, mib)
-    assert str(path) in said
-    assert reason in said
+    assert str(path) in message
+    assert reason in message

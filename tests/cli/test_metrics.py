@@ -19,7 +19,7 @@ from tests.support.scraping import HERE
         ("taken", "Address already in use"),
     ],
 )
-def test_an_address_that_cannot_be_had_ends_it_before_anything_starts(
+def test_an_address_that_cannot_be_bound_fails_before_anything_starts(
     job: JobFolder, command: str, address: str, why: str
 ) -> None:
     config = job.config('[model]\nlayers = "zoo:mlp"')

@@ -1,4 +1,4 @@
-"""`rpcmp new`: files that run as they are, and names that cannot be."""
+"""`rpcmp new`: files that run unchanged, and names that are refused."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from tests.support.localgroup import unsplit
 from tests.support.processes import rpcmp
 
 
-def test_what_it_writes_trains_and_has_the_bits_of_one_process(
+def test_the_new_job_trains_with_the_bits_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     made = rpcmp("new", "spirals")
     assert made.code == 0, made.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["spirals.py", "spirals.toml"]
-    said = re.findall(r"(?m)^  rpcmp (.*?) +#", made.out)
-    assert [command.split()[:2] for command in said] == [
+    commands = re.findall(r"(?m)^  rpcmp (.*?) +#", made.out)
+    assert [command.split()[:2] for command in commands] == [
         [command, "spirals.toml"] for command in ("drive", "verify", "doctor")
     ]
-    driven = rpcmp(*said[0].split(), "--json", "--set", "epochs=1")
+    driven = rpcmp(*commands[0].split(), "--json", "--set", "epochs=1")
     assert driven.code == 0, driven.err
     assert driven.event("summary")["metrics"]["accuracy"] > 1 / 3
-    verified = rpcmp(*said[1].split())
+    verified = rpcmp(*commands[1].split())
     assert verified.code == 0, verified.err
 
 
-def test_what_it_writes_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the end as it stands; in one process, whose bits are those of a run."""
+def test_the_new_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole training as configured; in one process, whose bits equal those of a run."""
     _, path = create("learning", tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "learning", raising=False)
@@ -59,7 +59,7 @@ def test_what_it_writes_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert metrics.accuracy(model.eval()(points), spirals) > 0.9
 
 
-def test_the_settings_that_are_off_are_ones(tmp_path: Path) -> None:
+def test_the_settings_that_are_commented_out_are_valid(tmp_path: Path) -> None:
     _, path = create("spirals", tmp_path)
     text = re.sub(r"(?m)^#(?! |$)", "", path.read_text())
     text = text.replace("epochs = 10 ", "steps = 200 ")
@@ -72,7 +72,7 @@ def test_the_settings_that_are_off_are_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("example", examples())
-def test_a_job_may_begin_as_an_example(tmp_path: Path, example: str) -> None:
+def test_a_job_may_start_as_an_example(tmp_path: Path, example: str) -> None:
     model, path = create("mine", tmp_path, example)
     assert model.read_text() == (STARTER.parents[2] / "examples" / f"{example}.py").read_text()
     own = {
@@ -83,7 +83,7 @@ def test_a_job_may_begin_as_an_example(tmp_path: Path, example: str) -> None:
     assert "rpcmp/examples" not in path.read_text()
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_new_overwrites_no_file(tmp_path: Path) -> None:
     create("mine", tmp_path)
     (tmp_path / "mine.py").unlink()
     (tmp_path / "mine.toml").write_text("mine")
@@ -118,7 +118,7 @@ def test_invalid_names_are_refused(tmp_path: Path, name: str, message: str) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_example_that_is_not_there_and_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_missing_example_and_an_unwritable_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no example 'resnet': choose one of .*resnet50"):
         create("mine", tmp_path, "resnet")
     with pytest.raises(ConfigError, match=r"cannot write .*mine\.py: No such file"):

@@ -1,4 +1,4 @@
-"""'rpcmp tune' and 'rpcmp bench' that are stopped in the middle."""
+"""`rpcmp tune` and `rpcmp bench` stopped midway."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rpcmp.tools.bench import peer_group
 from tests.support.processes import JobFolder, RunningHere, poll_for, rpcmp
 
 
-def said(run: RunningHere, pattern: str) -> None:
-    """Wait until it has said so on standard error."""
+def wait_for_output(run: RunningHere, pattern: str) -> None:
+    """Wait for a match on standard error."""
     poll_for(lambda: re.search(pattern, run.err.getvalue()), f"a line like {pattern!r}")
 
 
 @pytest.fixture
 def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A temporary folder of their own; its path is short, as those of sockets have to be."""
+    """A temporary folder with a path short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="t") as folder:
         monkeypatch.setenv("TMPDIR", folder)
         monkeypatch.setattr(tempfile, "tempdir", folder)
@@ -31,13 +31,13 @@ def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def _told_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each round is told of, and not what is under way every other second."""
+def _progress_without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Report every round instead of one line every other second."""
     monkeypatch.setattr(progress_bar, "PLAIN_SECONDS", 0.0)
 
 
 def left_in(folder: Path) -> list[str]:
-    """What is there, besides the cache that torch makes for a user when it is imported."""
+    """Return the folder's entries except the cache that torch creates per user on import."""
     names = [path.name for path in folder.iterdir()]
     return [name for name in names if not name.startswith("torchinductor_")]
 
@@ -50,8 +50,10 @@ def test_a_sweep_of_a_real_job_that_is_stopped_leaves_nothing_behind(
     few = ("--microbatches", "2", "--schedules", "gpipe", "--steps", "1")
 
     def stop(sweep: RunningHere) -> None:
-        said(sweep, r"job: starting .*, then measuring \d+ settings .*, about 10 min left")
-        said(sweep, r"round (?!1 )\d+ of 1000.* left")
+        wait_for_output(
+            sweep, r"job: starting .*, then measuring \d+ settings .*, about 10 min left"
+        )
+        wait_for_output(sweep, r"round (?!1 )\d+ of 1000.* left")
         sweep.signal(signum)
 
     ended = rpcmp("tune", path, "--budget", "600", "--rounds", "1000", "--json", *few, during=stop)
@@ -65,15 +67,15 @@ def test_a_sweep_of_a_real_job_that_is_stopped_leaves_nothing_behind(
 def test_a_benchmark_that_is_stopped_shows_what_there_is(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What sleeps has no stages to be measured, and this peer is one process."""
+    """The case `sleep` has no stages to measure, and this peer is one process."""
     monkeypatch.setattr(peer_group, "TRIAL_SECONDS", 0.0)
     peer = "one-process-1-thread"
     few = ("--peers", peer, "--pairs", "1000", "--steps", "1", "--budget", "600")
     small = ("--stages", "2", "--microbatches", "2")
 
     def stop(run: RunningHere) -> None:
-        said(run, r"sleep: starting rpcmp \(1 of 2\), about 10 min left")
-        said(run, r"round (?!1 )\d+ of 1000.* left")
+        wait_for_output(run, r"sleep: starting rpcmp \(1 of 2\), about 10 min left")
+        wait_for_output(run, r"round (?!1 )\d+ of 1000.* left")
         run.signal(signal.SIGTERM)
 
     ended = rpcmp("bench", "sleep", *few, *small, "--json", during=stop)

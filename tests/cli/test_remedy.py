@@ -1,4 +1,4 @@
-"""Errors end with the command that helps next, with the user's own config and addresses in it."""
+"""Errors end with the next command to run, with the user's config and addresses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.everyerror import tree
 from tests.support.lan import cli as run_certs
 from tests.support.lan import issue
 from tests.support.places import EXAMPLES
-from tests.support.pool import lent
+from tests.support.pool import lend_servers
 from tests.support.processes import Result, rpcmp, running_server
 
 LONG_AGO = datetime.min.replace(tzinfo=UTC)
@@ -35,7 +35,7 @@ ABOUT = "'my job.toml' --set seed=3 --certs . --connect a:1,b:2"
 
 
 def drive(arguments: str = DRIVE, **known: Any) -> Command:
-    """A `rpcmp drive` that has failed."""
+    """Return a failed `rpcmp drive`."""
     words = shlex.split(arguments)
     command = cli.get_command(click.Context(cli), "drive")
     assert command is not None
@@ -44,7 +44,7 @@ def drive(arguments: str = DRIVE, **known: Any) -> Command:
 
 
 def an(error: type[errors.RpcmpError]) -> errors.RpcmpError:
-    """An error of that class."""
+    """Return an error of this class."""
     return next(each for each in ERRORS if type(each) is error)
 
 
@@ -133,9 +133,9 @@ def test_remedy_hides_confidential_values(override: str, offered: str) -> None:
         f"job.toml {shlex.quote(f'--set={override}')}",
     ):
         for error in ERRORS:
-            said = remedy(error, drive(one, has_checkpoint=True, max_grad_norm=1.0)) or ""
-            assert "SECRET" not in said
-            assert "7777" not in said
+            message = remedy(error, drive(one, has_checkpoint=True, max_grad_norm=1.0)) or ""
+            assert "SECRET" not in message
+            assert "7777" not in message
     command = drive(f"job.toml --set {shlex.quote(override)}", has_checkpoint=True)
     assert remedy(an(errors.WorkerDiedError), command) == (
         f"rpcmp drive job.toml --set {offered} --resume"
@@ -161,7 +161,7 @@ OPTIMIZER = 'optimizer = { callable = "torch.optim:SGD", kwargs = { lr = 0.5 } }
 
 
 def of_stages(config: Config) -> list[float]:
-    """The learning rate of each stage."""
+    """Return the learning rate of each stage."""
     return [config.optimizer_of(index).kwargs["lr"] for index in range(config.num_stages)]
 
 
@@ -191,7 +191,7 @@ def test_steps_become_smaller_by_what_the_config_has(
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
 @pytest.mark.parametrize("more", [[], ["--set", "max_grad_norm=1.0"]], ids=["", "clipped"])
-def test_what_is_offered_for_a_config_is_one_that_loads(path: Path, more: list[str]) -> None:
+def test_overrides_that_a_remedy_suggests_for_a_config_load(path: Path, more: list[str]) -> None:
     offered = set()
     for name in ("doctor", "drive", "verify"):
         command = typed(path, *more, name=name)
@@ -203,14 +203,14 @@ def test_what_is_offered_for_a_config_is_one_that_loads(path: Path, more: list[s
 
 
 def typed(path: Path, *more: str, name: str = "drive") -> Command:
-    """`rpcmp NAME PATH MORE...`, which has failed."""
+    """Return a failed `rpcmp NAME PATH MORE...`."""
     command = cli.get_command(click.Context(cli), name)
     assert command is not None
     return failed(command, name, [str(path), *more], COMMANDS, LONG_AGO)
 
 
 def overrides(words: list[str]) -> list[str]:
-    """What a command line sets."""
+    """Return the overrides on a command line."""
     found: list[str] = parsed(words[1:]).get("overrides", [])
     return found
 
@@ -244,7 +244,7 @@ def test_health_asks_the_address_of_the_listener(
     )
 
 
-def test_a_host_that_is_not_this_machines_has_nobody_to_ask() -> None:
+def test_a_listen_address_of_another_machine_suggests_the_help() -> None:
     command = cli.get_command(click.Context(cli), "serve")
     assert command is not None
     words = ["--stage", "1", "--insecure", "--listen", "192.0.2.7:0"]
@@ -256,7 +256,7 @@ def test_a_host_that_is_not_this_machines_has_nobody_to_ask() -> None:
 
 @pytest.fixture(scope="module")
 def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of stage 1, which is not reached by a name of loopback."""
+    """A certificate of stage 1, which has no name for loopback."""
     folder = issue(tmp_path_factory.mktemp("certs"), "host-a")
     run_certs(folder, "issue", "--name", "stage1", "--host", "host-b", "--host", "192.0.2.7")
     return folder / "stage1"
@@ -283,7 +283,7 @@ def test_a_misspelt_key_ends_with_the_table_of_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_server_that_is_not_there_ends_with_the_doctor(tmp_path: Path) -> None:
+def test_an_absent_server_is_reported_with_the_doctor(tmp_path: Path) -> None:
     config = tmp_path / "job.toml"
     shutil.copy(EXAMPLES / "digits.toml", config)
     shutil.copy(EXAMPLES / "digits.py", tmp_path)
@@ -296,8 +296,8 @@ def test_a_server_that_is_not_there_ends_with_the_doctor(tmp_path: Path) -> None
     )
 
 
-def test_a_port_that_is_taken_ends_with_who_listens_there() -> None:
-    with lent(1) as (first,):
+def test_a_port_that_is_taken_is_reported_with_its_listener() -> None:
+    with lend_servers(1) as (first,):
         require_who_listens("--listen", first.address)
 
 
@@ -311,10 +311,12 @@ def test_a_port_taken_on_all_interfaces_suggests_its_health(options: str, certs:
 
 
 def require_who_listens(*options: str) -> None:
-    """A server that cannot listen there offers to ask who does, and that one answers."""
+    """Check that a server whose address is taken suggests `rpcmp health`, which then gets an
+    answer.
+    """
     second = rpcmp("serve", "--stage", "1", *options)
     assert second.code == 2
-    said = last_line(second).removeprefix("try: rpcmp ")
-    assert said.startswith("health ")
-    found = rpcmp(*shlex.split(said))
+    command = last_line(second).removeprefix("try: rpcmp ")
+    assert command.startswith("health ")
+    found = rpcmp(*shlex.split(command))
     assert (found.code, found.out[-12:]) == (0, " is SERVING\n"), found.err

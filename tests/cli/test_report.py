@@ -1,4 +1,4 @@
-"""'rpcmp report' of runs that are kept."""
+"""`rpcmp report` of recorded runs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ LOSSES = [2.0, 1.0, 0.1 + 0.2]
 def test_the_command_prints_tables(tmp_path: Path) -> None:
     of = runs.config(tmp_path)
     other = runs.config(tmp_path, seed=3)
-    first = runs.kept(of, runs.events(of, LOSSES))
-    second = runs.kept(other, runs.events(other, [2.0, 1.0, 0.3]))
+    first = runs.write_run_folder(of, runs.events(of, LOSSES))
+    second = runs.write_run_folder(other, runs.events(other, [2.0, 1.0, 0.3]))
     one = CliRunner().invoke(cli, ["report", "--text", str(first)])
     assert one.exit_code == 0, one.output
     assert "outcome" in one.output
@@ -32,8 +32,8 @@ def test_the_command_prints_tables(tmp_path: Path) -> None:
 
 def test_the_command_writes_one_file_and_prints_its_path(tmp_path: Path) -> None:
     of = runs.config(tmp_path)
-    first = runs.kept(of, runs.events(of, LOSSES))
-    second = runs.kept(of, runs.events(of, LOSSES))
+    first = runs.write_run_folder(of, runs.events(of, LOSSES))
+    second = runs.write_run_folder(of, runs.events(of, LOSSES))
     cases = {
         (first,): first / "report.html",
         (first, second): first / "comparison.html",
@@ -49,7 +49,7 @@ def test_the_command_writes_one_file_and_prints_its_path(tmp_path: Path) -> None
 
 def test_a_file_that_cannot_be_written_and_options_that_do_not_go_together(tmp_path: Path) -> None:
     of = runs.config(tmp_path)
-    path = str(runs.kept(of, runs.events(of, LOSSES)))
+    path = str(runs.write_run_folder(of, runs.events(of, LOSSES)))
     result = CliRunner().invoke(cli, ["report", path, "-o", str(tmp_path / "no" / "r.html")])
     assert isinstance(result.exception, ConfigError)
     assert "cannot write" in str(result.exception)

@@ -1,4 +1,4 @@
-"""Run folders of real runs, and of disks that fail."""
+"""Run folders of real runs, also on failing disks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from pathlib import Path
 
 
 def good(config, file):
-    told = []
+    names = []
 
     def tell(event):
-        told.append(event["event"])
+        names.append(event["event"])
         if event["event"] == "end":
-            Path(config.folder, file).write_text(" ".join(told))
+            Path(config.folder, file).write_text(" ".join(names))
 
     return tell
 
@@ -42,7 +42,7 @@ def bad(config):
 """
 
 
-def test_all_that_looks_at_a_run(job: JobFolder) -> None:
+def test_observing_commands_work_on_a_run(job: JobFolder) -> None:
     (job.folder / "my_logs.py").write_text(LOGGERS)
     config = job.config("""
         steps = 4
@@ -52,7 +52,7 @@ def test_all_that_looks_at_a_run(job: JobFolder) -> None:
         [log]
         folder = "kept/here"
         tensorboard = "curves"
-        loggers = [{ callable = "my_logs:good", kwargs = { file = "told" } }, "my_logs:bad"]
+        loggers = [{ callable = "my_logs:good", kwargs = { file = "events" } }, "my_logs:bad"]
     """)
     result = rpcmp("drive", config)
     assert result.code == 0, result.err
@@ -70,8 +70,8 @@ def test_all_that_looks_at_a_run(job: JobFolder) -> None:
     assert run.all(SummaryEvent)[0].parameters_sha256 in result.out
     log = (path / writer.LOG).read_text().splitlines()
     assert set(lines) - set(log) <= {line for line in lines if "step" in line}
-    told = (job.folder / "told").read_text().split()
-    assert (told.count("step"), told[-1]) == (4, "end")
+    events = (job.folder / "events").read_text().split()
+    assert (events.count("step"), events[-1]) == (4, "end")
     (curves,) = (job.folder / "curves").iterdir()
     found = EventAccumulator(str(curves)).Reload()
     assert [point.step for point in found.Scalars("loss")] == [1, 2, 3, 4]

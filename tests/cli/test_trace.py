@@ -64,17 +64,19 @@ def test_steps_may_be_open_or_one(file: Path, steps: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "said"),
+    ("steps", "message"),
     [
         *[(steps, "write A:B") for steps in ("", ":", "a:b", "1:2:3", "-1:2", "1-2")],
         ("2:1", "the first is after the last"),
         ("1:3", "no steps 1 to 3 in the trace; it has 1 to 2"),
     ],
 )
-def test_wrong_steps_are_refused_and_nothing_is_written(file: Path, steps: str, said: str) -> None:
+def test_wrong_steps_are_refused_and_nothing_is_written(
+    file: Path, steps: str, message: str
+) -> None:
     result = trace(file, "--png", file.with_suffix(".png"), f"--steps={steps}")
     assert isinstance(result.exception, ConfigError)
-    assert said in str(result.exception)
+    assert message in str(result.exception)
     assert list(file.parent.iterdir()) == [file]
 
 
@@ -85,7 +87,7 @@ def test_a_picture_that_cannot_be_written_fails_before_the_trace_is_read(tmp_pat
     assert result.output == ""
 
 
-def test_a_picture_that_was_there_survives_a_failure(file: Path) -> None:
+def test_an_existing_picture_survives_a_failure(file: Path) -> None:
     picture = file.with_suffix(".png")
     picture.write_text("old")
     assert isinstance(trace(file.parent / "no.json", "--png", picture).exception, ConfigError)

@@ -1,4 +1,4 @@
-"""'rpcmp tune' of real jobs."""
+"""`rpcmp tune` with real jobs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.processes import JobFolder, rpcmp
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--microbatches", "2,x"], "--microbatches: 'x' is not a positive whole number"),
         (["--microbatches", "0"], "--microbatches: '0' is not a positive whole number"),
@@ -25,14 +25,14 @@ from tests.support.processes import JobFolder, rpcmp
     ],
 )
 def test_bad_input_fails_before_anything_starts(
-    job: JobFolder, options: list[str], said: str
+    job: JobFolder, options: list[str], message: str
 ) -> None:
     path = job.config('[model]\nlayers = "zoo:mlp"\nnum_stages = 2')
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         CliRunner().invoke(cli, ["tune", str(path), *options], catch_exceptions=False)
 
 
-def test_it_measures_a_real_job(job: JobFolder, tmp_path: Path) -> None:
+def test_tune_measures_a_real_job(job: JobFolder, tmp_path: Path) -> None:
     path = job.config('schedule = "zero-bubble"\n[model]\nlayers = "zoo:mlp"\nnum_stages = 2')
     picture = tmp_path / "curve.png"
     sweep = ["--microbatches", "2", "--schedules", "gpipe", "--rounds", "1", "--steps", "1"]

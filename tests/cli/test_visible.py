@@ -46,7 +46,7 @@ def test_an_error_and_a_misuse_do_not_drive_the_terminal(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\x1b[0m\n"])
-def test_only_our_own_line_says_try(tmp_path: Path, end: str) -> None:
+def test_only_the_last_line_of_rpcmp_starts_with_try(tmp_path: Path, end: str) -> None:
     found = rpcmp("drive", str(tmp_path / f"no such{end}try: rm -rf all"))
     assert found.code == 2
     assert "\n  try: rm -rf all" in found.err

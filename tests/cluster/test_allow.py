@@ -1,4 +1,4 @@
-"""What a job may not do on a host: run what is not allowed there, or reach files of its choice.
+"""Limits of a job on a host: no code that is not allowed, and no files of its choice.
 
 Names and paths alone are in tests/unit: test_allowlist.py and checkpoint/test_inside.py.
 """
@@ -39,7 +39,7 @@ from tests.support.processes import Server, running_servers
 def test_a_server_runs_only_code_that_its_allow_list_names(
     tmp_path: Path, options: tuple[str, ...], layers: str
 ) -> None:
-    """The worker, the examination and the layers' profile all refuse it."""
+    """The worker, the examination and the layers' profile all refuse other code."""
     canary = tmp_path / "canary"
     order = CheckRequest(callables={"model.layers": layers}, devices=["cpu"], folder=str(tmp_path))
     places = ("--checkpoints", str(tmp_path / "saved"))
@@ -96,7 +96,7 @@ def test_a_server_runs_only_code_that_its_allow_list_names(
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
-    """A server, and the folder above the one that its jobs' checkpoints may lie in."""
+    """A server, and the parent of the folder that its checkpoints may be in."""
     base = tmp_path_factory.mktemp("guarded")
     (base / "canary").write_text("SECRET")
     with running_servers(1, "--checkpoints", str(base / "saved"), apart=False) as (server,):
@@ -133,8 +133,11 @@ def test_a_host_without_a_checkpoint_folder_refuses_the_job(guarded: tuple[Serve
     (base / "saved").mkdir(exist_ok=True)
     (base / "saved" / "full").write_text("a file in the way")
     job = prepared(server, f"{base}/saved/full/kept")
-    said = r"checkpoints cannot be written to .*/full/kept on"
-    with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError, match=said):
+    message = r"checkpoints cannot be written to .*/full/kept on"
+    with (
+        grpc.insecure_channel(server.address) as channel,
+        pytest.raises(grpc.RpcError, match=message),
+    ):
         ControlStub(channel).Prepare(job, timeout=120)
     (base / "saved" / "full").unlink()
 

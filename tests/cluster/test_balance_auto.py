@@ -1,4 +1,4 @@
-"""`balance = "auto"` from the outside: measured, chosen, trained, and the same bits."""
+"""`balance = "auto"` end to end: measured, chosen and trained, with the same bits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from rpcmp.v1 import control_pb2 as pb
 from tests.support.places import EXAMPLES
-from tests.support.pool import lent
+from tests.support.pool import lend_servers
 from tests.support.processes import JobFolder, connect, describe, poll_for, rpcmp, running
 
 LOPSIDED = """
@@ -43,7 +43,7 @@ def test_a_layer_as_slow_as_all_others_gets_its_own_stage(job: JobFolder) -> Non
 
 def test_long_lived_servers_measure_and_then_train(job: JobFolder) -> None:
     config = job.config(TWO.format(milliseconds=1))
-    with lent(2) as servers:
+    with lend_servers(2) as servers:
         result = rpcmp("verify", config, "--steps", "2", "--connect", connect(servers))
     assert result.code == 0, result.err
     assert "identical: 2 losses" in result.out
@@ -80,7 +80,10 @@ def test_a_model_that_cannot_be_balanced_is_refused_before_training(
 
 def test_a_server_is_free_again_after_its_driver_dies(job: JobFolder) -> None:
     config = job.config(TWO.format(milliseconds=60_000))
-    with lent(2) as servers, running("drive", config, "--connect", connect(servers)) as drive:
+    with (
+        lend_servers(2) as servers,
+        running("drive", config, "--connect", connect(servers)) as drive,
+    ):
         poll_for(
             lambda: describe(servers[0]).state == pb.SERVER_STATE_PROFILING,
             "the first server to measure",

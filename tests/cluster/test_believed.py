@@ -1,4 +1,4 @@
-"""What a supervisor believes of its children and of other servers: no more than it has seen."""
+"""A supervisor trusts its children and other servers only as far as it can check."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_truncated_snapshot_is_an_error(tmp_path: Path) -> None:
     slots.close()
 
 
-def test_memory_of_a_server_that_is_no_neighbour_is_not_opened() -> None:
+def test_memory_of_a_server_that_is_not_a_neighbour_is_not_opened() -> None:
     async def opened_of(pid: int, address: str) -> bool:
         wanted = request(list(slots.fds), pid)
         wanted.machine, wanted.address = machine(), address
@@ -188,8 +188,8 @@ GARBAGE = st.binary(min_size=40, max_size=40)
 def test_any_bytes_in_shared_memory_give_a_readable_message(garbage: bytes) -> None:
     fd = descriptors.memory("test", mmap.PAGESIZE)
     os.pwrite(fd, garbage, 0)
-    told = pb.Doing(**Activity(fd).read()._asdict())
-    assert 0.0 <= told.seconds <= time.monotonic()
+    doing = pb.Doing(**Activity(fd).read()._asdict())
+    assert 0.0 <= doing.seconds <= time.monotonic()
     os.close(fd)
 
 

@@ -1,4 +1,4 @@
-"""The real contestants of 'rpcmp bench'."""
+"""The real contestants of `rpcmp bench`."""
 
 from __future__ import annotations
 

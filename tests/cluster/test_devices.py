@@ -1,4 +1,4 @@
-"""Which devices a run computes on, as it says itself."""
+"""The devices that a run reports."""
 
 from __future__ import annotations
 

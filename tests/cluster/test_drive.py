@@ -1,4 +1,4 @@
-"""`rpcmp drive` from the outside: what it shows, and one hash for every way to cut a model."""
+"""`rpcmp drive` end to end: its output, and one hash for every way to cut a model."""
 
 from __future__ import annotations
 
@@ -103,12 +103,12 @@ def test_a_loader_process_changes_no_bit_and_logs_nothing(job: JobFolder) -> Non
     with local_group(loader.load_config(config)) as local:  # which loads them in this process
         local.train()
         expected = local.committed()
-    before = FORKS.said()
+    before = FORKS.standard_error()
     result = rpcmp("drive", config, "--json", "--set", "data.num_workers=1")
     assert committed(result) == expected
     assert result.err == ""
-    said = FORKS.said()[DRIVE].removeprefix(before.get(DRIVE, b""))
-    assert said == b""  # of semaphores that leak, or of anything else
+    output = FORKS.standard_error()[DRIVE].removeprefix(before.get(DRIVE, b""))
+    assert output == b""  # of semaphores that leak, or of anything else
 
 
 def test_a_trace_has_every_action_of_every_stage(job: JobFolder) -> None:

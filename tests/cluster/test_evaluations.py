@@ -1,4 +1,4 @@
-"""Real runs that decide by their evaluations: early stopping, and the best step that is kept."""
+"""Real runs that depend on evaluations: early stopping, and the best checkpoint."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.support.runs import checkpoints_in
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[JobFolder, Result]:
-    """A run that lost nothing, and its files; not to be changed."""
-    job = JobFolder(tmp_path_factory.mktemp("undisturbed") / "job")
+def fault_free(tmp_path_factory: pytest.TempPathFactory) -> tuple[JobFolder, Result]:
+    """A run without faults, and its files; do not change them."""
+    job = JobFolder(tmp_path_factory.mktemp("fault_free") / "job")
     return job, drive(config(Faults(job)), *FAST)
 
 
-def test_a_run_ends_early_and_keeps_its_best_step(undisturbed: tuple[JobFolder, Result]) -> None:
-    job, result = undisturbed
+def test_a_run_ends_early_and_keeps_its_best_step(fault_free: tuple[JobFolder, Result]) -> None:
+    job, result = fault_free
     steps, _ = committed(result)
     evaluations, (stopped,), best = decided(result)
     assert [step for step, _ in steps] == list(range(1, LAST + 1))
@@ -41,10 +41,10 @@ def test_a_run_ends_early_and_keeps_its_best_step(undisturbed: tuple[JobFolder, 
 
 
 def test_faults_during_evaluation_and_after_the_best_step_change_no_bit(
-    undisturbed: tuple[JobFolder, Result], job: JobFolder
+    fault_free: tuple[JobFolder, Result], job: JobFolder
 ) -> None:
     faults = Faults(job).fail_at(1, BEST + 1, "forward", "SIGKILL")
-    worker, driver = job.folder / "struck-worker", job.folder / "struck-driver"
+    worker, driver = job.folder / "triggered-worker", job.folder / "struck-driver"
     planted = (
         *("--set", f"metrics.error.kwargs.marker={worker}"),  # in the rehearsal
         *("--set", f"metrics.fit.kwargs.marker={driver}"),
@@ -52,9 +52,9 @@ def test_faults_during_evaluation_and_after_the_best_step_change_no_bit(
         *("--set", "metrics.fit.kwargs.strikes_in=6"),
     )
     result = drive(config(faults), *FAST, *planted)
-    assert committed(result) == committed(undisturbed[1])
-    assert decided(result) == decided(undisturbed[1])
-    assert (worker.exists(), driver.exists(), len(faults.struck)) == (True, True, 1)
+    assert committed(result) == committed(fault_free[1])
+    assert decided(result) == decided(fault_free[1])
+    assert (worker.exists(), driver.exists(), len(faults.triggered)) == (True, True, 1)
     found = [event["step"] for event in result.events if event["event"] == "fault"]
     assert found == [0, BEST, BEST]
     folder = checkpoints_in(job.folder / "saved")
@@ -62,7 +62,7 @@ def test_faults_during_evaluation_and_after_the_best_step_change_no_bit(
 
 
 def test_a_run_killed_after_its_best_step_finds_it_again(
-    undisturbed: tuple[JobFolder, Result], job: JobFolder
+    fault_free: tuple[JobFolder, Result], job: JobFolder
 ) -> None:
     path = config(Faults(job))
     with running("drive", path, "--json", *FAST) as run:
@@ -72,8 +72,8 @@ def test_a_run_killed_after_its_best_step_finds_it_again(
     result = drive(path, "--resume", *FAST)
     begin = result.event("resumed")["step"]
     assert begin >= BEST
-    assert committed(result)[1] == committed(undisturbed[1])[1]
-    evaluations, *expected = decided(undisturbed[1])
+    assert committed(result)[1] == committed(fault_free[1])[1]
+    evaluations, *expected = decided(fault_free[1])
     assert decided(result)[0] == [event for event in evaluations if event["step"] >= begin]
     assert list(decided(result)[1:]) == expected
 
@@ -81,7 +81,7 @@ def test_a_run_killed_after_its_best_step_finds_it_again(
 def test_an_unknown_metric_key_fails_before_the_first_step(
     job: JobFolder,
 ) -> None:
-    """And the module of a metric with a state is needed by the driver alone."""
+    """Only the driver needs the module of a metric with a state."""
     path = job.config("""
         ship_code = false
         evaluate_every_steps = 2
@@ -129,7 +129,7 @@ def test_a_failure_in_the_first_step_after_resuming_is_not_retried(job: JobFolde
     result = drive(faults.config("steps = 4", stages=2, sections=kept), "--resume")
     assert result.code == 1, result.err
     assert result.event("resumed")["step"] == 2
-    assert [(each["stage"], each["step"]) for each in faults.struck] == [(1, 3)]
+    assert [(each["stage"], each["step"]) for each in faults.triggered] == [(1, 3)]
     assert not [event for event in result.events if event["event"] in ("step", "fault")]
 
 
@@ -137,6 +137,6 @@ def test_a_failure_in_the_first_step_is_not_retried(job: JobFolder) -> None:
     faults = Faults(job).fail_at(1, 1, "forward", "exception", again=True)
     result = drive(faults.config("steps = 4", stages=2))
     assert result.code == 1
-    assert [(each["stage"], each["step"]) for each in faults.struck] == [(1, 1)]
+    assert [(each["stage"], each["step"]) for each in faults.triggered] == [(1, 1)]
     assert "failed in forward of micro-batch 0 at step 1: RuntimeError: planted" in result.err
     assert not [event for event in result.events if event["event"] in ("step", "fault")]

@@ -1,4 +1,4 @@
-"""Faults on real processes: a clear error, and the stage servers are free again afterwards.
+"""Faults of real processes: a clear error, and stage servers that are free again afterwards.
 
 Recovery is off in most of these, so that the first error ends the job; see test_recovery.py.
 """
@@ -14,7 +14,7 @@ import pytest
 
 from rpcmp.server.client import StageClient
 from tests.support.places import EXAMPLES
-from tests.support.pool import PooledServer, lent
+from tests.support.pool import PooledServer, lend_servers
 from tests.support.processes import (
     DEADLINE,
     FORKS,
@@ -36,14 +36,14 @@ from tests.support.processes import (
 
 @pytest.fixture
 def shared_servers() -> Iterator[list[PooledServer]]:
-    """Servers that outlive all faults of this module, which is the point of it."""
-    with lent(2) as servers:
+    """Servers that all tests of this module share, since they must survive every fault."""
+    with lend_servers(2) as servers:
         yield servers
         assert not any(server.has_ended for server in servers)
 
 
 def drive(job: JobFolder, servers: list[PooledServer], text: str, *options: str) -> tuple[int, str]:
-    """Exit code and standard error of a job on `servers`, which must be idle afterwards."""
+    """Run a job on `servers`, which must then be idle; returns exit code and standard error."""
     config = job.config(text)
     at_once = ("--set", "recovery.enabled=false")
     result = rpcmp("drive", config, "--connect", connect(servers), *at_once, *options)
@@ -64,7 +64,7 @@ ENDLESS = "steps = 100000\nrecovery = { enabled = false }"
 def test_an_exception_in_the_model_names_stage_step_and_microbatch(
     job: JobFolder, shared_servers: list[PooledServer]
 ) -> None:
-    """One of many that tests/group/test_failures.py has, with what the command line shows."""
+    """One of the cases of tests/group/test_failures.py, through the command line."""
     text = troubled("[2, 2]", phase="backward", position=2, step=2)
     code, err = drive(job, shared_servers, text, "--set", "schedule=zero-bubble")
     assert code == 1
@@ -185,7 +185,7 @@ def test_the_second_signal_ends_the_job_at_once(job: JobFolder) -> None:
 
 def test_a_stopping_server_ends_the_job_after_the_running_step(job: JobFolder) -> None:
     config = job.config(f'{ENDLESS}\n[model]\nlayers = "zoo:jittery"\nbalance = [3, 2]')
-    with lent(2) as servers:
+    with lend_servers(2) as servers:
 
         def stop(run: RunningHere) -> None:
             run.wait_for_line('"event": "step"')
@@ -216,7 +216,7 @@ def test_a_signal_to_all_processes_acts_like_one_to_the_driver(job: JobFolder, t
 
 def test_ctrl_c_on_a_busy_server_ends_the_job_after_the_running_step(job: JobFolder) -> None:
     config = job.config(f'{ENDLESS}\n[model]\nlayers = "zoo:jittery"\nbalance = [5]')
-    with lent(1) as (server,):
+    with lend_servers(1) as (server,):
 
         def interrupt(run: RunningHere) -> None:
             run.wait_for_line('"event": "step"')
@@ -258,7 +258,7 @@ def test_output_is_complete_even_if_it_is_read_late(job: JobFolder) -> None:
 
 def test_a_killed_server_ends_the_job_without_recovery(job: JobFolder) -> None:
     config = job.config(f'{ENDLESS}\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
-    with lent(2) as servers:
+    with lend_servers(2) as servers:
 
         def kill(run: RunningHere) -> None:
             run.wait_for_line('"event": "step"')
@@ -271,7 +271,7 @@ def test_a_killed_server_ends_the_job_without_recovery(job: JobFolder) -> None:
 
 
 def test_a_port_in_use_is_refused() -> None:
-    with lent(1) as (server,):
+    with lend_servers(1) as (server,):
         result = rpcmp("serve", "--stage", "0", "--listen", server.address)
     assert result.code == 2
     assert f"cannot listen on {server.address}" in result.err

@@ -1,4 +1,4 @@
-"""The one port of a stage server: who is let in, as whom, and who is not. Nobody is in between."""
+"""The one port of a stage server: which peers it accepts, in which role, and which it refuses."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ HERE = "127.0.0.1"
 
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""What every HTTP/2 client says first."""
+"""The first bytes of every HTTP/2 client."""
 
 
 @pytest.fixture(scope="module")
 def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Good certificates, and every kind of bad one."""
+    """Valid certificates, and every kind of invalid one."""
     folder = issue(tmp_path_factory.mktemp("certs"), HERE, HERE)
     now, day = datetime.now(UTC), timedelta(days=1)
     authority.issue(folder, "expired", identity.DRIVER, [], 1, now - 3 * day)
@@ -62,7 +62,7 @@ def server(certs: Path) -> Iterator[Server]:
 
 
 def dial(server: Server, folder: Path, protocol: str = GRPC, **more: bool) -> str:
-    """What a client hears that has been let in, or why it was not."""
+    """Return the server's response to an accepted client, or the reason for a refusal."""
     context = ssl.create_default_context(cafile=str(folder / CA))
     context.set_alpn_protocols([protocol] if protocol else [])
     if more.get("shows_nothing") is None:
@@ -135,7 +135,7 @@ def test_plaintext_connections_are_closed(server: Server) -> None:
 def test_a_pickle_sent_to_the_relay_is_never_loaded(
     server: Server, certs: Path, tmp_path: Path
 ) -> None:
-    """Not even from a host of the job: no group runs here, and nothing here unpickles."""
+    """Even if a host of the job sends it: no group runs, so nothing unpickles."""
     marker = tmp_path / "was-here"
 
     class Evil:
@@ -169,7 +169,7 @@ def test_a_stage_certificate_cannot_drive(server: Server, certs: Path, job: JobF
 def test_a_stage_certificate_cannot_drive_even_if_the_driver_does_not_check(
     server: Server, certs: Path
 ) -> None:
-    """The server looks as well: a stage's certificate reaches what stages need, and no more."""
+    """The server checks as well: a stage's certificate permits only what stages need."""
     code = f"""
 import asyncio
 from pathlib import Path
@@ -190,9 +190,9 @@ async def main():
 
 asyncio.run(main())
 """
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    first, *refused = said.stdout.splitlines()
-    assert first == "0", said.stderr
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    first, *refused = ran.stdout.splitlines()
+    assert first == "0", ran.stderr
     assert len(refused) == 2
     for line in refused:
         assert line.startswith("SecurityError stage 'a'")
@@ -211,7 +211,7 @@ asyncio.run(main())
 def test_a_server_with_the_wrong_identity_gets_no_job(
     certs: Path, job: JobFolder, name: str, why: str
 ) -> None:
-    """An impostor that runs other software is believed no more than its certificate."""
+    """Software that pretends to be a server has only the rights of its certificate."""
     code = f"""
 import asyncio
 from pathlib import Path
@@ -246,7 +246,7 @@ def test_a_server_with_another_ca_names_the_cause(
 
 
 def test_a_draining_server_answers_before_it_closes_the_connection() -> None:
-    """The answer is written after the server has begun to close."""
+    """The server writes the answer after it has started to close."""
     code = f"""
 import asyncio
 from rpcmp.server.services import ControlServicer
@@ -263,14 +263,14 @@ async def slow_drain(self, request, grpc_context):
         await asyncio.sleep(0)
     return answer
 
-async def noted_close(self):
+async def logged_close(self):
     closes.set()
     await close(self)
 
 async def main():
     await serve(StageServer(0), "{HERE}", 0, lambda port: print(port, flush=True))
 
-ControlServicer.Drain, Endpoints.close = slow_drain, noted_close
+ControlServicer.Drain, Endpoints.close = slow_drain, logged_close
 asyncio.run(main())
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as run:

@@ -1,4 +1,4 @@
-"""Hosts that go, with all that they held, and come back or do not: the run goes on all the same.
+"""Lost hosts, with all their data, that come back or do not: the run recovers in both cases.
 
 tests/system/test_machines.py has hosts that share neither memory nor disks.
 """
@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from tests.support.faults import Committed, committed
-from tests.support.hosts import LOSING, SLOW, assert_went_on, slow_config, undisturbed_in
+from tests.support.hosts import LOSING, SLOW, assert_went_on, committed_without_fault, slow_config
 from tests.support.lan import cli, issue
-from tests.support.pool import lent, lent_at
+from tests.support.pool import lend_server_at, lend_servers
 from tests.support.processes import (
     JobFolder,
     RunningHere,
@@ -36,30 +36,30 @@ AT_ONCE = 20.0
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Committed:
+def fault_free(tmp_path_factory: pytest.TempPathFactory) -> Committed:
     """What a run commits that loses nothing."""
-    return undisturbed_in(tmp_path_factory.mktemp("undisturbed"))
+    return committed_without_fault(tmp_path_factory.mktemp("fault_free"))
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_killed_server_rejoins_its_job(job: JobFolder, undisturbed: Committed, lost: int) -> None:
+def test_a_killed_server_rejoins_its_job(job: JobFolder, fault_free: Committed, lost: int) -> None:
     with contextlib.ExitStack() as stack:
-        servers = stack.enter_context(lent(2))
+        servers = stack.enter_context(lend_servers(2))
 
         def lose(run: RunningHere) -> None:
             run.wait_for_line(LOSING)
             servers[lost].end()
             run.wait_for_line('"waiting"')
-            stack.enter_context(lent_at(servers[lost].address))
+            stack.enter_context(lend_server_at(servers[lost].address))
 
         where = ("--connect", connect(servers))
         result = rpcmp("drive", slow_config(job), "--json", *where, during=lose)
-    assert_went_on(result, undisturbed)
+    assert_went_on(result, fault_free)
 
 
 @pytest.mark.parametrize("every", [0, 4])
 def test_a_fault_costs_at_most_the_steps_since_the_last_snapshot(
-    job: JobFolder, undisturbed: Committed, every: int
+    job: JobFolder, fault_free: Committed, every: int
 ) -> None:
     def lose(run: RunningHere) -> None:
         run.wait_for_line('"event": "step", "step": 7')
@@ -67,19 +67,19 @@ def test_a_fault_costs_at_most_the_steps_since_the_last_snapshot(
 
     more = ("--set", f"recovery.mirror_every_steps={every}")
     result = rpcmp("drive", slow_config(job), "--json", *more, during=lose)
-    assert_went_on(result, undisturbed, steps=max(1, every))
+    assert_went_on(result, fault_free, steps=max(1, every))
 
 
 @pytest.mark.usefixtures("own_forks")
 def test_a_server_started_by_the_job_is_restarted(
-    job: JobFolder, undisturbed: Committed, token: str
+    job: JobFolder, fault_free: Committed, token: str
 ) -> None:
     def lose(run: RunningHere) -> None:
         run.wait_for_line(LOSING)
         [victim] = [process for process in with_token(token) if _serves(process, stage=1)]
         victim.kill()
 
-    assert_went_on(rpcmp("drive", slow_config(job), "--json", during=lose), undisturbed)
+    assert_went_on(rpcmp("drive", slow_config(job), "--json", during=lose), fault_free)
 
 
 def _serves(process: psutil.Process, stage: int) -> bool:
@@ -89,11 +89,11 @@ def _serves(process: psutil.Process, stage: int) -> bool:
 
 @pytest.mark.parametrize("is_secured", [False, True])
 def test_a_spare_takes_the_stage_of_a_lost_host(
-    job: JobFolder, undisturbed: Committed, tmp_path: Path, is_secured: bool
+    job: JobFolder, fault_free: Committed, tmp_path: Path, is_secured: bool
 ) -> None:
-    """With certificates too a neighbour gives it the stage's snapshot: it may be any stage."""
+    """Neighbours with certificates serve it the snapshot too: a spare may be any stage."""
     certs = made_certs(tmp_path) if is_secured else None
-    with lent(3) if certs is None else secured(certs) as (first, second, spare):
+    with lend_servers(3) if certs is None else secured(certs) as (first, second, spare):
         options = [f"recovery.spares=['{spare.address}']", "recovery.replace_after=0.5"]
         settings = [part for option in options for part in ("--set", option)]
         settings += ["--certs", str(certs / "driver")] if certs is not None else []
@@ -104,14 +104,14 @@ def test_a_spare_takes_the_stage_of_a_lost_host(
 
         where = ("--connect", connect([first, second]))
         result = rpcmp("drive", slow_config(job), "--json", *where, *settings, during=lose)
-    assert_went_on(result, undisturbed)
+    assert_went_on(result, fault_free)
     replaced = result.event("replaced")
     assert (replaced["lost"], replaced["address"]) == (second.address, spare.address)
 
 
 @contextlib.contextmanager
 def secured(certs: Path) -> Iterator[list[Server]]:
-    """Servers of two stages and a spare, which let in who has a certificate."""
+    """Start servers of two stages and a spare, which accept only peers with certificates."""
     with contextlib.ExitStack() as stack:
         servers = []
         for which in ("--stage 0", "--stage 1", "--spare"):
@@ -122,17 +122,17 @@ def secured(certs: Path) -> Iterator[list[Server]]:
 
 
 def made_certs(folder: Path) -> Path:
-    """Certificates for two stages, a spare and a driver."""
+    """Issue certificates for two stages, a spare and a driver."""
     certs = issue(folder / "certs", "127.0.0.1", "127.0.0.1")
     cli(certs, "issue", "--spare", "--host", "127.0.0.1")
     return certs
 
 
 def test_a_host_lost_for_good_ends_the_run_with_a_checkpoint(
-    job: JobFolder, undisturbed: Committed
+    job: JobFolder, fault_free: Committed
 ) -> None:
     config = slow_config(job)
-    with lent(2) as servers:
+    with lend_servers(2) as servers:
 
         def lose(run: RunningHere) -> None:
             run.wait_for_line(LOSING)
@@ -148,16 +148,16 @@ def test_a_host_lost_for_good_ends_the_run_with_a_checkpoint(
     assert last - left.step <= 1
     resumed = rpcmp("drive", config, "--resume", "--json")
     steps, parameters = committed(resumed)
-    assert (steps, parameters) == (undisturbed[0][left.step :], undisturbed[1])
+    assert (steps, parameters) == (fault_free[0][left.step :], fault_free[1])
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "rpcmp drain"])
 def test_a_drained_server_hands_its_state_over(
-    job: JobFolder, undisturbed: Committed, how: str
+    job: JobFolder, fault_free: Committed, how: str
 ) -> None:
     config = slow_config(job, milliseconds=4 * SLOW)  # a command takes a while to start
     with contextlib.ExitStack() as stack:
-        servers = stack.enter_context(lent(2))
+        servers = stack.enter_context(lend_servers(2))
 
         def drain(run: RunningHere) -> None:
             run.wait_for_line(LOSING)
@@ -167,20 +167,20 @@ def test_a_drained_server_hands_its_state_over(
                 assert rpcmp_process("drain", servers[1].address, timeout=AT_ONCE).code == 0
             assert servers[1].process.wait(AT_ONCE) == 0
             run.wait_for_line('"waiting"')
-            stack.enter_context(lent_at(servers[1].address))
+            stack.enter_context(lend_server_at(servers[1].address))
 
         result = rpcmp("drive", config, "--json", "--connect", connect(servers), during=drain)
-    assert_went_on(result, undisturbed)
+    assert_went_on(result, fault_free)
     (fault,) = [event["error"] for event in result.events if event["event"] == "fault"]
     assert "the server of stage 'stage1' is being stopped" in fault
 
 
 def test_a_killed_driver_leaves_idle_servers_and_can_be_resumed(
-    job: JobFolder, undisturbed: Committed
+    job: JobFolder, fault_free: Committed
 ) -> None:
     config = slow_config(job)
     saves = ("--set", "checkpoint.dir=saved", "--set", "checkpoint.every_steps=2")
-    with lent(2) as servers:
+    with lend_servers(2) as servers:
         where = ("--connect", connect(servers))
         with running("drive", config, "--json", *saves, *where) as run:
             run.wait_for_line('"event": "checkpoint"')
@@ -189,4 +189,4 @@ def test_a_killed_driver_leaves_idle_servers_and_can_be_resumed(
         result = rpcmp("drive", config, "--resume", "--json", *saves, *where)
     begin = result.event("resumed")["step"]
     assert begin >= 2
-    assert committed(result) == (undisturbed[0][begin:], undisturbed[1])
+    assert committed(result) == (fault_free[0][begin:], fault_free[1])

@@ -1,4 +1,4 @@
-"""The library: launch, train, evaluate, predict, go on after faults."""
+"""The library: launch, train, evaluate, predict, recover from faults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rpcmp.config.schema import Config
 from rpcmp.driver.operations import Operations
 from rpcmp.errors import ConfigError, NonFiniteLossError, StageError, WorkerDiedError
 from tests.support.places import ZOO
-from tests.support.pool import POOL, lent
+from tests.support.pool import POOL, lend_servers
 from tests.support.processes import FORKS, describe, forked, poll_for
 from tests.zoo import zoo
 
@@ -43,7 +43,7 @@ def config(**more: object) -> Config:
 
 @pytest.fixture(scope="module")
 def pipeline() -> Iterator[rpcmp.Pipeline]:
-    """One pipeline for the tests of this module that leave it usable."""
+    """One pipeline for all tests of this module that leave it usable."""
     with rpcmp.launch(config(metrics=METRICS)) as launched:
         yield launched
 
@@ -101,7 +101,7 @@ def test_nothing_is_left_behind_after_a_step(
     poll_for(clean, "contexts, memoized outputs and RRefs to be gone")
 
 
-def test_predictions_are_those_of_the_unsplit_model(
+def test_predictions_equal_those_of_the_unsplit_model(
     pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor]
 ) -> None:
     unsplit = torch.nn.Sequential()
@@ -210,7 +210,7 @@ SETTINGS = pytest.mark.parametrize(
 
 
 def troubled(schedule: str, per_message: int, **kwargs: object) -> Config:
-    """Two stages of two layers; in the second step's last micro-batch one of them is in trouble."""
+    """Return a job of two stages, one of which fails in the last micro-batch of step 2."""
     last = {"step": 2, "microbatches": 7, **kwargs}  # counted from 1, it is forward 8 of 4 a step
     model = {"layers": "zoo:troubled", "balance": [2, 2], "kwargs": last}
     return config(model=model, schedule=schedule, microbatches_per_message=per_message)
@@ -254,7 +254,7 @@ def test_no_stage_steps_on_a_loss_that_is_not_finite(
 
 
 def test_dropout_goes_on_drawing_while_gradients_accumulate() -> None:
-    """Checked on a model without batch normalization, whose statistics would differ anyway."""
+    """The model has no batch normalization, whose statistics would differ anyway."""
     stages = [{"name": "encoder", "module": "zoo:Encoder", "inputs": ["input"]}]
     inputs = torch.ones(BATCH, zoo.FEATURES)
     targets = torch.zeros(BATCH, zoo.FEATURES)
@@ -305,7 +305,7 @@ def test_a_worker_that_dies_ends_the_pipeline_and_the_next_one_works(
 ) -> None:
     kwargs = {"phase": "forward", "step": 2, "kind": "kill"}
     troubled = {"layers": "zoo:troubled", "balance": [2, 2], "kwargs": kwargs}
-    with lent(2) as servers:
+    with lend_servers(2) as servers:
         where = [server.address for server in servers]
         off = {"enabled": False}
         with rpcmp.launch(config(model=troubled, recovery=off), connect=where) as pipeline:
@@ -319,7 +319,7 @@ def test_a_worker_that_dies_ends_the_pipeline_and_the_next_one_works(
 
 
 def use(pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor], lose: Callable[[], None]) -> str:
-    """All kinds of calls, with something lost before some of them; the parameters in the end."""
+    """Make all kinds of calls, losing something before some of them; returns the final model."""
     pipeline.train_step(*batch)
     lose()
     pipeline.train_step(*batch)
@@ -347,8 +347,8 @@ def test_a_pipeline_recovers_from_every_lost_process(batch: tuple[Tensor, Tensor
         else:
             next(process for process in forked(which) if process not in others).kill()
 
-    with rpcmp.launch(config(optimizer=momentum)) as undisturbed:
-        expected = use(undisturbed, batch, lambda: None)
+    with rpcmp.launch(config(optimizer=momentum)) as fault_free:
+        expected = use(fault_free, batch, lambda: None)
     with rpcmp.launch(config(optimizer=momentum)) as pipeline:
         assert use(pipeline, batch, lose) == expected
 
@@ -363,7 +363,7 @@ def test_two_pipelines_run_side_by_side(batch: tuple[Tensor, Tensor]) -> None:
 
 
 def test_an_interrupt_while_launching_frees_the_servers(caplog: pytest.LogCaptureFixture) -> None:
-    with lent(2) as servers, warnings.catch_warnings(record=True) as caught:
+    with lend_servers(2) as servers, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         where = [server.address for server in servers]
 

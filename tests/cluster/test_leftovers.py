@@ -1,4 +1,4 @@
-"""What a run that had to end leaves by itself, and what the next one does with it."""
+"""Checkpoints that a failed run leaves by itself, and their use by the next run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ EVERY_STEP = '[checkpoint]\ndir = "kept"\nevery_steps = 1\n'
 
 @pytest.fixture(scope="module")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Failed:
-    """What is left by a job with no section on checkpoints; not to be changed."""
+    """Leftovers of a job without a [checkpoint] section; do not change them."""
     return Failed(JobFolder(tmp_path_factory.mktemp("once") / "job"))
 
 
 @pytest.fixture(scope="module")
 def once_keeping(tmp_path_factory: pytest.TempPathFactory) -> Failed:
-    """And by one that keeps one every step; not to be changed."""
+    """Leftovers of a job with a checkpoint per step; do not change them."""
     return Failed(JobFolder(tmp_path_factory.mktemp("keeping") / "job"), EVERY_STEP)
 
 
@@ -81,7 +81,7 @@ def test_old_leftovers_are_removed_and_not_offered(failed: Failed) -> None:
 
 @pytest.fixture
 def _hears_hangups() -> Iterator[None]:
-    """Also where these tests were started under nohup themselves."""
+    """Restore SIGHUP, which nohup ignores if these tests were started by it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -92,7 +92,7 @@ def _hears_hangups() -> Iterator[None]:
 def test_a_signal_saves_a_checkpoint_if_the_config_asks_for_them(
     job: JobFolder, signum: signal.Signals
 ) -> None:
-    """The next run asks: what a signal saved was to be gone on with."""
+    """The next run asks whether to resume, since the user ordered the checkpoint."""
     body = BODY.replace("steps = 6", "steps = 1000000")
     config = job.config(body + '[checkpoint]\ndir = "kept"\nevery_steps = 1000000\n')
 
@@ -164,7 +164,7 @@ def test_automatic_leftovers_do_not_block_configured_checkpoints(job: JobFolder)
 
 
 def test_a_failed_recovery_names_the_fault_before_it(job: JobFolder) -> None:
-    """Neither fault hides the other."""
+    """The error names both faults."""
     data = '\nbatch_size = 10\nshuffle = false\ntrain = { callable = "zoo:lost", kwargs = { '
     marker = f'marker = "{job.folder / "opened"}" }} }}'
     ended = rpcmp("drive", job.config(BODY.partition("[data]")[0] + "[data]" + data + marker))

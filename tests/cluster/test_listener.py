@@ -1,4 +1,4 @@
-"""What clients may say to a stage server: it answers, and lives through all of it."""
+"""Arbitrary messages of clients to a stage server, which answers and survives them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1.control_pb2_grpc import ControlStub, RendezvousStub, SnapshotsStub
 from tests.support.fuzz import http2
-from tests.support.pool import lent
+from tests.support.pool import lend_servers
 from tests.support.processes import JobFolder, Server, connect, describe, running, running_servers
 
 
 def say(server: Server, data: bytes) -> bytes:
-    """What a server answers until it has said how a call has ended; empty where it hangs up."""
+    """Return the server's bytes up to the status of a call; empty if it hangs up."""
     host, port = server.address.rsplit(":", 1)
     answer = b""
     with socket.create_connection((host, int(port)), timeout=20) as connection:
@@ -30,7 +30,7 @@ def say(server: Server, data: bytes) -> bytes:
 
 
 def test_a_method_name_that_is_not_utf_8_stops_neither_server_nor_other_calls() -> None:
-    """grpc.aio stops the server that gets it: the one of that connection."""
+    """grpc.aio stops the server that receives it: the one of that connection."""
     unknown = http2.opening() + http2.request("/rpcmp.v1.Control/Describe", 1)
     unknown = unknown.replace(b"Describe", b"Describ\xe5")
     with running_servers(1, apart=False) as (server,):
@@ -56,7 +56,7 @@ def test_an_unreadable_message_is_an_invalid_argument() -> None:
 def test_other_processes_of_the_user_cannot_bypass_the_port(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Such as a worker, that runs a job's code: no socket behind the port can be found.
+    """A worker that runs a job's code, for example, finds no socket behind the port.
 
     tests/unit/server/test_hardened_grpc.py has what becomes of one that is found while it is made.
     """
@@ -73,10 +73,10 @@ def test_other_processes_of_the_user_cannot_bypass_the_port(
 
 @pytest.fixture
 def member(job: JobFolder) -> Iterator[tuple[RendezvousStub, SnapshotsStub, str]]:
-    """What a member of a group can call, and the group's job."""
+    """The calls of a group's member, and the group's job."""
     config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [4]')
     with (
-        lent(1) as servers,
+        lend_servers(1) as servers,
         running("drive", config, "--connect", connect(servers), "--json") as run,
         grpc.insecure_channel(servers[0].address) as channel,
     ):

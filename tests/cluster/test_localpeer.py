@@ -1,4 +1,4 @@
-"""For whom a server of this user works: not for code of jobs, which is the same user's."""
+"""Servers of a user do not work for a job's code, which runs as the same user."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def layers(address):
 
 
 def test_a_server_refuses_calls_from_a_jobs_code(job: JobFolder) -> None:
-    """It runs as the same user, and so could have other servers of his work for it."""
+    """It runs as the same user, and could otherwise use that user's other servers."""
     (job.folder / "calling.py").write_text(CALLING)
     with running_servers(2) as servers, running_servers(1) as (other,):
         config = job.config(
@@ -61,9 +61,9 @@ def test_a_server_refuses_calls_from_a_jobs_code(job: JobFolder) -> None:
         )
         result = rpcmp("drive", config, "--json", "--connect", connect(servers))
         assert result.code == 0, result.err
-        said = [event["text"] for event in result.events if event["event"] == "log"]
-        assert "CALLED Describe 0" in said  # no more than health says
-        assert "CALLED Drain PERMISSION_DENIED" in said
+        logged = [event["text"] for event in result.events if event["event"] == "log"]
+        assert "CALLED Describe 0" in logged  # no more than health says
+        assert "CALLED Drain PERMISSION_DENIED" in logged
         assert describe(other).supervisor_pid == other.run.process.pid
 
 

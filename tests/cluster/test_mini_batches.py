@@ -1,4 +1,4 @@
-"""Mini-batches that are not the usual, from the outside; see tests/group/test_micro_batches.py."""
+"""Unusual mini-batches end to end; see tests/group/test_micro_batches.py."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_stages_that_sample_and_collate_have_the_bits_of_one_process(job: JobFol
 
 
 def require_equal(found: Any, expected: Any) -> None:
-    """Two trees of tensors are equal to the last bit."""
+    """Fail unless two trees of tensors are equal to the last bit."""
     assert pytree.describe(found) == pytree.describe(expected)
     pairs = zip(pytree.tensors(found), pytree.tensors(expected), strict=True)
     assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
@@ -62,7 +62,7 @@ def test_loader_processes_of_a_stage_load_the_same_samples(job: JobFolder, name:
 
 
 def require_that_loaders_load(path: str) -> None:
-    """The loaders of a stage load what this process does, which forks them."""
+    """Check that a stage's loaders load the same as this process, which forks them."""
     sys.path.insert(0, str(ZOO))
     config = loader.load_config(Path(path))
     section = config.require_data("training")

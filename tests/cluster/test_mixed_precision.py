@@ -1,4 +1,4 @@
-"""Mixed precision on real workers that are lost; see tests/group/test_precision.py for the bits."""
+"""Mixed precision with lost workers; see tests/group/test_precision.py for the bits."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.support.processes import JobFolder, Result, forked
 
 
 def in_this_process(config: Path) -> list[Any]:
-    """The steps of a job that loses nothing, as `steps_of` tells them, and its parameters."""
+    """Return the steps of a job without faults, in the form of `steps_of`, and its parameters."""
     with local_group(loader.load_config(config)) as local:
         local.train()
         return [*steps_of(local.of("step")), local.group.parameters_sha256()]
 
 
 def steps_of(events: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """Loss and scale of each step, whether it was skipped, and how many were so far."""
+    """Return loss and scale of each step, whether it was skipped, and the number skipped so far."""
     keys = ("step", "loss_scale", "is_skipped", "skipped_steps")
     losses = [math.nan if event["loss"] is None else event["loss"] for event in events]
     return [
@@ -36,7 +36,7 @@ def steps_of(events: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 def committed(result: Result) -> list[tuple[Any, ...]]:
-    """What must not depend on faults."""
+    """Return what must not depend on faults."""
     assert result.code == 0, result.err
     steps = steps_of([event for event in result.events if event["event"] == "step"])
     return [*steps, result.event("summary")["parameters_sha256"]]
@@ -47,7 +47,7 @@ def test_a_worker_killed_in_a_skipped_step_changes_nothing(job: JobFolder) -> No
     faults = Faults(job).fail_at(1, 2, "backward", "SIGKILL").fail_at(2, 5, "saving", "SIGKILL")
     result = drive(faults.config(SCALED))
     assert committed(result) == expected
-    assert len(faults.struck) == 2
+    assert len(faults.triggered) == 2
     assert "warning" not in {event["event"] for event in result.events}
     summary = result.event("summary")
     assert (summary["loss_scale"], summary["skipped_steps"]) == (8750.0, 3)
@@ -60,7 +60,7 @@ def test_a_step_skipped_by_one_replica_is_skipped_by_all_whichever_worker_is_los
     # A replica has half of the forwards that faults are timed by: this is in step 3.
     faults = Faults(job).fail_at(0, 2, "backward", "SIGKILL").fail_at(1, 6, "saving", "SIGKILL")
     disturbed = drive(faults.config(SPIKED, stages=2, sections=PIPELINES))
-    assert len(faults.struck) == 2
+    assert len(faults.triggered) == 2
     first, _ = [event for event in disturbed.events if event["event"] == "fault"]
     assert "in backward of micro-batch" in first["error"]
     assert first["step"] == 2
@@ -113,7 +113,7 @@ def test_a_run_is_resumed_after_a_skipped_step_with_another_cut_and_other_number
 
 
 def lose(which: str) -> None:
-    """Kill one process of the job that runs."""
+    """Kill one process of the running job."""
     forked(which)[0].kill()
 
 
@@ -134,7 +134,7 @@ def test_losing_a_worker_does_not_reset_the_loss_scale() -> None:
 
 def test_library_calls_skip_and_scale_whichever_process_is_lost() -> None:
     victims = iter(["rpcmp.worker", "rpcmp.driver", "rpcmp.worker"])
-    with local_pipeline(launched()) as undisturbed:
-        expected = use(undisturbed, lambda: None)
+    with local_pipeline(launched()) as fault_free:
+        expected = use(fault_free, lambda: None)
     with library.launch(launched()) as pipeline:
         assert use(pipeline, lambda: lose(next(victims))) == expected

@@ -1,4 +1,4 @@
-"""The figures of real runs and servers, as they are scraped."""
+"""Scraped metrics of real runs and servers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COUNTERS = tuple(
 
 
 def assert_risen(before: Samples, after: Samples) -> None:
-    """No counter has fallen, and none is gone."""
+    """Fail if a counter has fallen or is missing."""
     fallen = {
         key: (number, after.get(key))
         for key, number in before.items()
@@ -40,7 +40,7 @@ def assert_risen(before: Samples, after: Samples) -> None:
 
 
 def running_at(url: str) -> Samples | None:
-    """What a server says whose worker runs."""
+    """Return the samples of a server whose worker runs."""
     found = scrape(url)
     return found if value(found, "rpcmp_server_state", state="running") == 1 else None
 

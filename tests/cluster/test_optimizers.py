@@ -1,4 +1,4 @@
-"""Optimizers that are not ours, and groups: workers are lost, runs are resumed."""
+"""Foreign optimizers and parameter groups: recovery from lost workers, and resuming."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Output that cannot be written, and a terminal that is gone: neither is the run."""
+"""Output that cannot be written, and a lost terminal: the run survives both."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ num_microbatches = 1
 layers = "zoo:lopsided"
 balance = [5]
 """
-"""It takes two seconds, in most of which it sleeps."""
+"""It takes two seconds, and sleeps for most of them."""
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """One for runs that need none of their own; not of the pool: it lets in what a shell starts."""
+    """A server shared by several runs; not of the pool, as it must accept a shell's processes."""
     with running_server("--stage", "0", "--listen", "127.0.0.1:0") as started:
         yield started
 
@@ -96,11 +96,11 @@ def test_a_closed_output_pipe_does_not_end_the_run(job: JobFolder, server: Serve
 
 
 def test_the_exit_code_is_right_with_all_streams_closed(job: JobFolder, server: Server) -> None:
-    """Where all three streams are closed, the run starts its server: that inherits them closed."""
+    """The run starts a server, which inherits the three closed streams."""
     config, failing = job.config(SHORT), job.config(FAILING, "failing.toml")
-    told = rpcmp("drive", failing, "--connect", server.address)
-    assert told.code == 2
-    assert "stage 'stage0' failed in build: layer 'bad'" in told.err
+    driven = rpcmp("drive", failing, "--connect", server.address)
+    assert driven.code == 2
+    assert "stage 'stage0' failed in build: layer 'bad'" in driven.err
     for closed in ("> /dev/full 2> /dev/full", "2>&-", "<&- >&- 2>&-"):
         alone = "<&-" in closed
         command = f"$RPCMP drive $CONFIG {closed}"
@@ -110,7 +110,7 @@ def test_the_exit_code_is_right_with_all_streams_closed(job: JobFolder, server: 
         assert failed.returncode == 2, closed
 
 
-def test_lost_output_that_was_asked_for_is_an_error(job: JobFolder) -> None:
+def test_lost_output_that_was_requested_is_an_error(job: JobFolder) -> None:
     lost = shell("$RPCMP explain $CONFIG --no-measure > /dev/full", job.config(SHORT))
     assert lost.returncode == 1
     assert "No space left on device" in lost.stderr
@@ -125,7 +125,7 @@ def test_lost_output_that_was_asked_for_is_an_error(job: JobFolder) -> None:
 def on_a_terminal(
     folder: Path, *command: str | Path, under: Sequence[str] = ()
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """`rpcmp COMMAND...` whose terminal it is, and the other end of that, to be closed.
+    """Run `rpcmp COMMAND...` with its own terminal; yields the other end, to be closed.
 
     Args:
         under: a program and its arguments that runs it.
@@ -176,7 +176,7 @@ def test_a_hangup_saves_and_ends_the_run(job: JobFolder, server: Server) -> None
 
 @pytest.mark.parametrize("under", [["nohup"], []])
 def test_a_detached_run_outlives_its_terminal(job: JobFolder, under: list[str]) -> None:
-    """By nohup; or by setsid, after which it is nobody's terminal."""
+    """By nohup, or by setsid, which leaves it without a terminal."""
     config = job.config(SLOW)
     away = under or ["setsid", "--wait"]
     with on_a_terminal(job.folder, "drive", config, "-v", under=away) as (process, terminal):

@@ -1,4 +1,4 @@
-"""The stage servers that tests share: none is handed on that still has something of a job."""
+"""The stage servers that tests share are never reused with state of an earlier job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from rpcmp.v1.control_pb2_grpc import ControlStub
 from tests.support import pool
 from tests.support.claims import prepared
-from tests.support.pool import POOL, lent
+from tests.support.pool import POOL, lend_servers
 from tests.support.processes import describe
 
 
@@ -28,8 +28,8 @@ def test_a_pool_server_left_busy_fails_its_test_and_is_not_reused(
 
 
 def test_a_killed_pool_server_is_replaced() -> None:
-    with lent(1) as (killed,):
+    with lend_servers(1) as (killed,):
         killed.end()
-    with lent(1) as (other,):
+    with lend_servers(1) as (other,):
         assert other is not killed
         assert describe(other).job == ""

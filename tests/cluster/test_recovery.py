@@ -1,4 +1,4 @@
-"""A run that loses something goes on by itself and ends with the bits of one that has not.
+"""A run recovers from any lost process, and ends with the bits of a run without faults.
 
 tests/long/test_recovery_matrix.py has the whole matrix, {how} x {phase} x {stage}; here are some of
 its cells: every way to fail but that of tests/system/test_cut.py, every phase, every stage.
@@ -16,9 +16,9 @@ from tests.support.faults import (
     assert_cell,
     assert_recovered,
     committed,
+    committed_without_fault,
     drive,
     name_of,
-    undisturbed_in,
 )
 from tests.support.processes import JobFolder
 from tests.support.runs import checkpoints_in
@@ -35,22 +35,22 @@ FIRST, MIDDLE, LAST = 0, 1, 2
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Committed:
+def fault_free(tmp_path_factory: pytest.TempPathFactory) -> Committed:
     """Losses and parameters of the same job without a fault."""
-    return undisturbed_in(tmp_path_factory.mktemp("undisturbed"))
+    return committed_without_fault(tmp_path_factory.mktemp("fault_free"))
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=name_of)
 def test_the_run_recovers_from_a_fault_with_the_same_bits(
-    job: JobFolder, undisturbed: Committed, cell: Cell
+    job: JobFolder, fault_free: Committed, cell: Cell
 ) -> None:
-    assert_cell(job, undisturbed, cell)
+    assert_cell(job, fault_free, cell)
 
 
-def test_a_hanging_process_is_named_with_its_stack(job: JobFolder, undisturbed: Committed) -> None:
+def test_a_hanging_process_is_named_with_its_stack(job: JobFolder, fault_free: Committed) -> None:
     faults = Faults(job).fail_at(MIDDLE, STEP, "backward", "lock")
     result = drive(faults.config(), "--set", "recovery.watchdog=1.0")
-    assert committed(result) == undisturbed
+    assert committed(result) == fault_free
     assert_recovered(faults, result)
     error = result.event("fault")["error"]
     assert "stage 'stage1' on" in error
@@ -59,10 +59,10 @@ def test_a_hanging_process_is_named_with_its_stack(job: JobFolder, undisturbed: 
     assert "in _strike" in error
 
 
-def test_a_hang_before_the_first_step_is_named(job: JobFolder, undisturbed: Committed) -> None:
+def test_a_hang_before_the_first_step_is_named(job: JobFolder, fault_free: Committed) -> None:
     faults = Faults(job).fail_at(LAST, 0, "building", "lock")
     result = drive(faults.config(), "--set", "recovery.watchdog=1.0")
-    assert committed(result) == undisturbed
+    assert committed(result) == fault_free
     assert_recovered(faults, result)
     error = result.event("fault")["error"]
     assert "stage 'stage2' on" in error

@@ -1,4 +1,4 @@
-"""Replicas of a stage on real workers: whatever is lost, and what is wrong with them.
+"""Replicas of a stage on real workers: lost ones, and ones that do not match.
 
 That they have the bits of one process is proved for more jobs in tests/group/test_replicas.py.
 """
@@ -19,30 +19,30 @@ from rpcmp import parameters_sha256
 from rpcmp.config import loader
 from tests.support.faults import STEP, Faults, committed, drive
 from tests.support.localgroup import unsplit
-from tests.support.pool import lent
+from tests.support.pool import lend_servers
 from tests.support.processes import JobFolder, connect, rpcmp, running, running_server
-from tests.support.replicated import ALONE, MIDDLE, PIPELINES, replicated, undisturbed_in
+from tests.support.replicated import ALONE, MIDDLE, PIPELINES, committed_without_fault, replicated
 from tests.support.runs import checkpoints_in
 
 # Recovery
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, str]], str]:
+def fault_free(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, str]], str]:
     """Losses and parameters of the job without a fault."""
-    return undisturbed_in(tmp_path_factory.mktemp("undisturbed"))
+    return committed_without_fault(tmp_path_factory.mktemp("fault_free"))
 
 
 @pytest.mark.parametrize(("phase", "how"), [("backward", "SIGKILL"), ("saving", "host")])
 def test_losing_a_replica_changes_no_bit(
     job: JobFolder,
-    undisturbed: tuple[list[tuple[int, str]], str],
+    fault_free: tuple[list[tuple[int, str]], str],
     phase: str,
     how: str,
 ) -> None:
     faults = Faults(job).fail_at(MIDDLE, STEP, phase, how)
     result = drive(replicated(faults))
-    assert committed(result) == undisturbed
+    assert committed(result) == fault_free
     assert len([event for event in result.events if event["event"] == "recovered"]) == 1
     assert not [event for event in result.events if event["event"] == "resumed"]  # from no disk
     if how == "host":  # its twin had all that it had
@@ -93,7 +93,7 @@ def test_a_slow_replica_gets_a_smaller_share_that_survives_resuming(job: JobFold
     assert fast > slow
     kept: Any = checkpoints_in(job.folder / "saved").valid()[0].config["stages"]
     assert kept[0]["shares"] == shares
-    resumed = rpcmp("drive", config, "--json", "--resume", "--set", "steps=4")  # nobody sleeps
+    resumed = rpcmp("drive", config, "--json", "--resume", "--set", "steps=4")  # no stage sleeps
     assert resumed.code == 0, resumed.err
     assert resumed.event("shares")["shares"] == {"stage0": shares}
     shared = ["balance_replicas=false", f"stages.0.shares={shares}"]
@@ -103,7 +103,7 @@ def test_a_slow_replica_gets_a_smaller_share_that_survives_resuming(job: JobFold
 
 @contextlib.contextmanager
 def servers_of_replicas(*environments: dict[str, str]) -> Iterator[str]:
-    """Servers of the replicas of stage 0, each with this in its environment; their addresses."""
+    """Start servers of the replicas of stage 0 with these environments; yields their addresses."""
     with contextlib.ExitStack() as stack:
         runs = []
         for replica, environment in enumerate(environments):
@@ -116,7 +116,7 @@ def servers_of_replicas(*environments: dict[str, str]) -> Iterator[str]:
 
 
 def on_path(*folders: Path) -> dict[str, str]:
-    """The environment of a process that finds modules there first."""
+    """Return an environment in which a process finds modules in this folder first."""
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return {"PYTHONPATH": os.pathsep.join([*map(str, folders), *filter(None, before)])}
 
@@ -127,7 +127,7 @@ def on_path(*folders: Path) -> dict[str, str]:
 def test_a_server_of_another_replica_is_refused(job: JobFolder) -> None:
     config = job.config(ALONE.replace("replicas = 3", "replicas = 2"))
     third = ("--stage", "0", "--replica", "2", "--listen", "127.0.0.1:0")
-    with lent(1) as (first,), running_server(*third) as second:
+    with lend_servers(1) as (first,), running_server(*third) as second:
         result = rpcmp("drive", config, "--connect", connect([first, second]))
     assert result.code == 2
     assert "serves stage 0 replica 2, not stage 0 replica 1; check `addresses`" in result.err
@@ -147,7 +147,7 @@ FILES = {
 def test_replicas_with_another_loss_or_package_are_refused_before_the_first_step(
     job: JobFolder, tmp_path: Path
 ) -> None:
-    """What the config names, and what is installed; all that counts is in test_examined_code."""
+    """Both code that the config names and installed packages are compared."""
     for name, text in FILES.items():
         (job.folder / name).parent.mkdir(exist_ok=True)
         (job.folder / name).write_text(text)
@@ -165,12 +165,12 @@ def test_replicas_with_another_loss_or_package_are_refused_before_the_first_step
     }
     options = ("--set", "ship_code=false", "--set", "steps=1")
     with servers_of_replicas(*paths) as addresses:
-        for name, (more, said) in changes.items():
+        for name, (more, message) in changes.items():
             (other / name).write_text(FILES[name] + more)
             result = rpcmp("drive", config, "--json", "--connect", addresses, *options)
             assert result.code == 2, result.out
             assert not result.losses
-            assert f"replicas 0 and 1 of stage 'stage0' are not the same model: {said}" in (
+            assert f"replicas 0 and 1 of stage 'stage0' are not the same model: {message}" in (
                 result.err
             )
             assert f"replica 1 on {platform.node()}: install the same on" in result.err

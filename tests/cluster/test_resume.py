@@ -1,4 +1,4 @@
-"""Checkpoints of real runs: resumed with identical bits, exported, damaged, on disks that fail."""
+"""Checkpoints of real runs: resumed bit by bit, exported, damaged, on failing disks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.support.runs import checkpoints_in
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[JobFolder, Result]:
-    """A run from its beginning to its end, and its files; not to be changed."""
+    """An uninterrupted run and its files; do not change them."""
     return whole_in(tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture
 def left(whole: tuple[JobFolder, Result], job: JobFolder) -> Path:
-    """The config of a job that has the checkpoints of the whole run up to step 9."""
+    """The config of a job with the checkpoints of the whole run up to step 9."""
     config = job.config(BODY)
     shutil.copytree(whole[0].folder / "saved", job.folder / "saved")
     for step in (12, STEPS):
@@ -44,10 +44,10 @@ def test_a_run_keeps_its_newest_checkpoints(whole: tuple[JobFolder, Result]) -> 
     newest = checkpoints(job).valid()[0]
     assert newest.layers == ["block0", "block1", "block2", "head"]
     assert (newest.cursor.epoch, newest.cursor.batch) == (3, 4)
-    told = [event for event in result.events if event["event"] == "checkpoint"]
-    assert [event["step"] for event in told] == [3, 6, 9, 12, STEPS]
-    assert all(event["seconds"] > 0 for event in told)
-    assert told[-1]["bytes"] == sum(stage.size for stage in newest.stages)
+    saved = [event for event in result.events if event["event"] == "checkpoint"]
+    assert [event["step"] for event in saved] == [3, 6, 9, 12, STEPS]
+    assert all(event["seconds"] > 0 for event in saved)
+    assert saved[-1]["bytes"] == sum(stage.size for stage in newest.stages)
 
 
 @pytest.mark.parametrize(

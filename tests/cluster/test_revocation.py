@@ -1,4 +1,4 @@
-"""Jobs whose certificates are revoked, before they begin and while they run."""
+"""Jobs whose certificates are revoked before they start or while they run."""
 
 from __future__ import annotations
 

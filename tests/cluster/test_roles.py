@@ -1,4 +1,4 @@
-"""What a certificate is good for at a stage server that works for a job: what its role needs."""
+"""What each role of a certificate permits at a stage server with a running job."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Call = Callable[[StageClient], Awaitable[Any]]
 
 @dataclass(frozen=True)
 class Job:
-    """A job that two servers work for.
+    """A job on two servers.
 
     Attributes:
         certs: folder of the certificates.
@@ -58,28 +58,28 @@ class Job:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What messages about it carry."""
+        """Return the job's identity in messages."""
         return {"job_id": self.job_id, "generation": 1}
 
     def ask(self, name: str, call: Call, stage: int = 0) -> Any:
-        """What a stage's server answers to the holder of a certificate."""
+        """Return the answer of a stage's server to the holder of a certificate."""
         return asyncio.run(ask(self.certs / name, self.servers[stage].address, call))
 
     def steps(self, stage: int) -> list[int]:
-        """Those whose snapshots the server of a stage has, of its own."""
+        """Return the steps of a stage's own snapshots on its server."""
         seen: pb.DescribeResponse = self.ask("driver", lambda client: client.connect(), stage)
         return list(seen.holdings[0].steps)
 
 
 async def ask(certs: Path, address: str, call: Call) -> Any:
-    """What a server answers to the holder of a certificate."""
+    """Return a server's answer to the holder of a certificate."""
     async with StageClient("asked", address, Dialer(Security(certs))) as client:
         return await asyncio.wait_for(call(client), 30)
 
 
 @pytest.fixture(scope="module")
 def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Those of a job's two stages, a third one's that is not in it, and a spare's."""
+    """Certificates of a job's two stages, of a third outside the job, and of a spare."""
     folder = issue(tmp_path_factory.mktemp("certs"), HERE, HERE)
     cli(folder, "issue", "--stage", "9", "--host", HERE)
     cli(folder, "issue", "--spare", "--host", HERE)
@@ -106,7 +106,7 @@ def job(certs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 
 async def fetched(client: StageClient, request: pb.FetchRequest) -> int:
-    """How many bytes of a snapshot or file come."""
+    """Return the number of bytes of a snapshot or file."""
     return sum([len(part.data) async for part in client.fetch(request)])
 
 
@@ -119,13 +119,13 @@ def file_of(job: Job, client: StageClient) -> Awaitable[int]:
 
 
 def newer(job: Job, client: StageClient) -> Awaitable[int]:
-    """Acknowledge a step that is far away, and get the next one: the caller mirrors stage 0."""
+    """Acknowledge a distant step as stage 0's mirror, and fetch the next snapshot."""
     request = pb.FetchRequest(**job.identity, stage_name="stage0", step=1, newer=True)
     return fetched(client, request)
 
 
 async def one_newer(job: Job, client: StageClient) -> int:
-    """`newer` as neighbours ask for it: again where the worker was faster, its steps are short."""
+    """Call `newer` like a mirror, repeatedly if the worker was faster: its steps are short."""
     for _ in range(100):
         with contextlib.suppress(CheckpointError):
             return await newer(job, client)
@@ -179,12 +179,12 @@ def test_a_member_can_read_what_members_need(job: Job) -> None:
 def test_a_snapshot_is_served_only_to_servers_of_its_stage(job: Job) -> None:
     with pytest.raises(SecurityError, match="stage 1, which may not read snapshots of 'stage0'"):
         job.ask("stage1", lambda client: snapshot(job, client, "stage0", 1))
-    poll_for(lambda: its_snapshot(job, "stage0") > 0, "a snapshot for its stage")
-    poll_for(lambda: its_snapshot(job, "spare") > 0, "a snapshot for a spare")
+    poll_for(lambda: snapshot_size(job, "stage0") > 0, "a snapshot for its stage")
+    poll_for(lambda: snapshot_size(job, "spare") > 0, "a snapshot for a spare")
 
 
-def its_snapshot(job: Job, name: str) -> int:
-    """The bytes of stage 0's newest snapshot; 0 if later ones have overwritten it meanwhile."""
+def snapshot_size(job: Job, name: str) -> int:
+    """Return the bytes of stage 0's newest snapshot; 0 if later ones have overwritten it."""
     step = job.steps(0)[-1]
     try:
         size: int = job.ask(name, lambda client: snapshot(job, client, "stage0", step))
@@ -234,7 +234,7 @@ def test_a_relay_connection_has_the_identity_of_its_own_certificate(
 
 
 async def hangs_up(job: Job, name: str, op: str, member: str) -> bool:
-    """Whether stage 0's server ends a connection that begins like this."""
+    """Whether stage 0's server closes a connection that starts with these bytes."""
     dialer = Dialer(Security(job.certs / name))
     end = await dialer.open(job.servers[0].address, RELAY, 0)
     try:
@@ -261,7 +261,7 @@ def test_a_member_cannot_join_under_another_name(job: Job, key: str, value: byte
 
 
 def test_one_certificate_cannot_use_up_a_servers_connections(certs: Path) -> None:
-    """Of a stage that is in no job, with connections that it holds open."""
+    """A stage outside the job holds the connections open."""
     limit = ("prlimit", "--nofile=256:256")
 
     async def hold(address: str) -> int:
@@ -280,7 +280,7 @@ def test_one_certificate_cannot_use_up_a_servers_connections(certs: Path) -> Non
 
 
 async def _is_closed(end: Connection) -> bool:
-    """Whether the server has ended a connection; it greets those that it keeps."""
+    """Whether the server closed a connection; it greets those that it keeps."""
     try:
         await end.read(1)
     except (EOFError, OSError):

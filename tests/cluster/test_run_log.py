@@ -1,4 +1,4 @@
-"""What a job's processes say reaches the driver's log and events, and its servers' logs."""
+"""Output of a job's processes reaches the driver's log and events, and the servers' logs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ANY_TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}"
 
 
 def config(job: JobFolder, says: dict[str, str], stages: int = 3, more: str = "") -> Path:
-    said = ", ".join(f'{name} = "{what}"' for name, what in says.items())
+    entries = ", ".join(f'{name} = "{what}"' for name, what in says.items())
     return job.config(f"""
         steps = 3
         {more}
@@ -30,7 +30,7 @@ def config(job: JobFolder, says: dict[str, str], stages: int = 3, more: str = ""
         layers = "talkative:layers"
         balance = {[1] * (stages - 1) + [5 - stages]}
         [model.kwargs]
-        says = {{ {said} }}
+        says = {{ {entries} }}
         marker = "{job.folder / "died"}"
         [data]
         train = "talkative:dataset"
@@ -39,46 +39,46 @@ def config(job: JobFolder, says: dict[str, str], stages: int = 3, more: str = ""
 
 
 def lines(result: Result, stage: str) -> list[dict[str, Any]]:
-    """The events for what a stage has said."""
+    """Return the log events of a stage."""
     return [each for each in result.events if each["event"] == "log" and each["stage"] == stage]
 
 
 def test_an_ordinary_end_logs_nothing_on_any_host(job: JobFolder) -> None:
-    """Not a warning of TensorPipe's, of which each connection that closes is worth one to it."""
+    """Not even TensorPipe's warnings about closed connections."""
     path = config(job, {}, stages=2)
     text = path.read_text().replace("talkative:dataset", "zoo:regression")
     path.write_text(text)
     with running_servers(2) as servers:
-        before = FORKS.said()  # what is written to file descriptors
+        before = FORKS.standard_error()  # what is written to file descriptors
         for _ in range(2):
             result = rpcmp("drive", path, "--connect", connect(servers), "--json")
             assert (result.code, result.err) == (0, "")
-        said = ["".join(server.run.err) for server in servers]
-        after = FORKS.said()
-    assert said == ["", ""]
+        outputs = ["".join(server.run.err) for server in servers]
+        after = FORKS.standard_error()
+    assert outputs == ["", ""]
     assert {
-        whose: after[whose].removeprefix(before.get(whose, b"")) for whose in after
+        owner: after[owner].removeprefix(before.get(owner, b"")) for owner in after
     } == dict.fromkeys(after, b"")
 
 
 def test_output_of_a_stage_reaches_the_drivers_log_during_the_run(job: JobFolder) -> None:
-    before = FORKS.said().get(DRIVE, b"")
+    before = FORKS.standard_error().get(DRIVE, b"")
     result = rpcmp("drive", config(job, {"second": "everything", "third": "lines"}), "--json")
     assert result.code == 0, result.err
-    said = lines(result, "stage1")
-    assert [(each["level"], each["logger"]) for each in said] == [
+    logged = lines(result, "stage1")
+    assert [(each["level"], each["logger"]) for each in logged] == [
         ("INFO", "stdout"),
         ("WARNING", "talkative"),
         ("WARNING", "py.warnings"),
         ("WARNING", "py.warnings"),
         ("INFO", "stdout"),
     ]
-    texts = [each["text"] for each in said]
+    texts = [each["text"] for each in logged]
     assert texts[:2] == ["printed", "logged 3"]
     assert texts[2].startswith("UserWarning: deprecated by its author (")
     assert "array is not writable" in texts[3]
     assert "characters left out" in texts[4]
-    assert {(each["generation"], each["step"], each["count"]) for each in said} == {(1, 1, 1)}
+    assert {(each["generation"], each["step"], each["count"]) for each in logged} == {(1, 1, 1)}
     assert [each["text"] for each in lines(result, "driver")] == ["a dataset of 50 samples"]
 
     flood = lines(result, "stage2")
@@ -89,9 +89,9 @@ def test_output_of_a_stage_reaches_the_drivers_log_during_the_run(job: JobFolder
     (kept,) = job.folder.glob("runs/*/log.txt")
     assert "INFO generation 1 stage1 step 1: printed\n" in kept.read_text()
     log = result.err.splitlines()
-    written = FORKS.said()[DRIVE].removeprefix(before)
+    written = FORKS.standard_error()[DRIVE].removeprefix(before)
     assert written == b"written by C\n"  # as it came, from the file descriptor
-    assert len(log) == len(said) + len(flood) + 1
+    assert len(log) == len(logged) + len(flood) + 1
     printed = re.compile(f"{ANY_TIME} INFO generation 1 stage1 step 1: printed")
     assert sum(printed.fullmatch(line) is not None for line in log) == 1
     assert "sample 499 of 500 (... 494 more like it)" in result.err
@@ -101,18 +101,18 @@ def test_the_last_words_of_a_worker_come_before_its_fault(job: JobFolder) -> Non
     path = config(job, {"second": "last words"})
     result = rpcmp("drive", path, "--json")
     assert result.code == 0, result.err
-    said = lines(result, "stage1")
-    assert said[-1]["text"] == "dividing by 1"
-    assert sum(each["count"] for each in said) == 300
-    assert {each["generation"] for each in said} == {1}
+    logged = lines(result, "stage1")
+    assert logged[-1]["text"] == "dividing by 1"
+    assert sum(each["count"] for each in logged) == 300
+    assert {each["generation"] for each in logged} == {1}
     kinds = [event["event"] for event in result.events]
-    last = max(n for n, event in enumerate(result.events) if event in said)
+    last = max(n for n, event in enumerate(result.events) if event in logged)
     assert last < kinds.index("fault")
-    undisturbed = rpcmp("drive", path, "--json")  # it has died once
-    assert not lines(undisturbed, "stage1")
+    fault_free = rpcmp("drive", path, "--json")  # it has died once
+    assert not lines(fault_free, "stage1")
     assert (
         result.event("summary")["parameters_sha256"]
-        == (undisturbed.event("summary")["parameters_sha256"])
+        == (fault_free.event("summary")["parameters_sha256"])
     )
 
 

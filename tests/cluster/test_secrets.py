@@ -1,4 +1,4 @@
-"""What nobody must find anywhere but where it was put: private keys, and what configs bring along.
+"""Private keys and secrets of configs stay where they are, and appear nowhere else.
 
 A job with everything on, and a fault in it, so that there are errors and tracebacks as well.
 """
@@ -54,7 +54,7 @@ every_steps = 2
 
 @dataclass
 class Collected:
-    """All that a job leaves for others to see.
+    """Everything that a job leaves for others to see.
 
     Attributes:
         found: by where it was found.
@@ -63,11 +63,11 @@ class Collected:
     found: dict[str, bytes] = field(default_factory=dict)
 
     def add(self, where: str, content: bytes) -> None:
-        """Take what was found somewhere."""
+        """Add bytes found at a place."""
         self.found[where] = self.found.get(where, b"") + content
 
     def where(self, part: bytes) -> list[str]:
-        """Where something was found."""
+        """Return the places that contain `secret`."""
         return [where for where, content in self.found.items() if part in content]
 
 
@@ -78,7 +78,7 @@ def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def watching(collected: Collected) -> Iterator[None]:
-    """Look at the command lines, titles and environments of all that we started, all the time."""
+    """Collect command lines, titles and environments of all started processes all the time."""
     ended = threading.Event()
 
     def watch() -> None:
@@ -96,7 +96,7 @@ def watching(collected: Collected) -> Iterator[None]:
 
 
 def _beneath(pid: int) -> Iterator[int]:
-    """A process's children, and theirs."""
+    """Return a process's descendants."""
     with contextlib.suppress(OSError):  # it has ended
         for child in children_of(pid):
             yield child.pid
@@ -112,7 +112,7 @@ def _look_at(pid: int, collected: Collected) -> None:
 
 
 def parts_of(path: Path) -> list[bytes]:
-    """Everything by which the content of a private key could be known."""
+    """Return every string that reveals the content of a private key."""
     text = path.read_bytes()
     body = b"".join(text.splitlines()[1:-1])
     key = serialization.load_pem_private_key(text, None)
@@ -125,7 +125,7 @@ def parts_of(path: Path) -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def secret() -> str:
-    """What a config brings along for its own code, such as a token to download data with."""
+    """A config's secret for its own code, such as a token to download data."""
     return secrets.token_urlsafe(30)
 
 
@@ -136,7 +136,7 @@ def test_a_job_with_a_fault_leaks_no_secret(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither keys nor what the config brings along, in all that a job with a fault leaves.
+    """Searches all output and files for keys and for secrets of the config.
 
     The first run starts a fork server of its own, so that what that is given is seen as well.
     """
@@ -165,10 +165,10 @@ def test_a_job_with_a_fault_leaks_no_secret(
         }.items():
             assert result.code == 0, result.err
             collected.add(f"output of {command}", (result.out + result.err).encode())
-        assert len(faults.struck) == 2
+        assert len(faults.triggered) == 2
     for server in (first, second):
-        said = "".join([*server.run.out, *server.run.err])
-        collected.add(f"output of the server at {server.address}", said.encode())
+        output = "".join([*server.run.out, *server.run.err])
+        collected.add(f"output of the server at {server.address}", output.encode())
     collected.add("trace", trace.read_bytes())
     for manifest in job.folder.glob("saved/**/*"):
         if manifest.is_file():
@@ -180,7 +180,7 @@ def test_a_job_with_a_fault_leaks_no_secret(
 
 
 def assert_complete(collected: Collected) -> None:
-    """That there is something to be seen everywhere, or nothing would be proven."""
+    """Check that every place contains data: otherwise the search would prove nothing."""
     for kind in ("rpcmp.worker", "rpcmp.driver", "rpcmp.process", "serve", "drive"):
         assert [where for where in collected.where(kind.encode()) if "cmdline" in where], kind
     assert collected.where(b"planted")
@@ -212,10 +212,10 @@ def test_a_manifest_holds_only_hashes_of_arguments() -> None:
             {"optimizer": {"callable": "m:Own", "kwargs": {"mode": "secret"}}},
         ],
     }
-    told = redacted(given)
-    assert "secret" not in str(told)
-    assert (told["name"], told["optimizer"]["callable"]) == ("job", "torch.optim:SGD")
-    assert told["stages"][0]["device"] == "cpu"
-    assert told["optimizer"]["kwargs"]["mode"] == told["stages"][0]["optimizer"]["mode"]
-    assert told["stages"][1]["optimizer"]["callable"] == "m:Own"
-    assert redacted(told) == told
+    hashed = redacted(given)
+    assert "secret" not in str(hashed)
+    assert (hashed["name"], hashed["optimizer"]["callable"]) == ("job", "torch.optim:SGD")
+    assert hashed["stages"][0]["device"] == "cpu"
+    assert hashed["optimizer"]["kwargs"]["mode"] == hashed["stages"][0]["optimizer"]["mode"]
+    assert hashed["stages"][1]["optimizer"]["callable"] == "m:Own"
+    assert redacted(hashed) == hashed

@@ -1,4 +1,4 @@
-"""A job whose schedule changes between two steps, with its processes."""
+"""A job on real processes whose schedule changes between two steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.settings import setting
 
 
 def train(config: Config, order: Sequence[tuple[ScheduleOptions, int]]) -> list[float]:
-    """The losses of a few steps under one setting after the other."""
+    """Return the losses of a few steps per setting."""
 
     async def run() -> list[float]:
         segments = Segments(config, settings=[setting for setting, _ in order])

@@ -1,4 +1,4 @@
-"""Stage servers started by hand, as on several hosts: they outlive jobs, and can be looked into."""
+"""Stage servers started by hand, as on several hosts: they outlive jobs and report their state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rpcmp.v1.control_pb2_grpc import ControlStub
 from rpcmp.v1.doctor_pb2 import ExamineRequest
 from rpcmp.v1.doctor_pb2_grpc import DoctorStub
 from tests.support.longjob import LONG_JOB
-from tests.support.pool import lent
+from tests.support.pool import lend_servers
 from tests.support.processes import (
     DEADLINE,
     FORKS,
@@ -39,7 +39,7 @@ from tests.support.processes import (
 
 @pytest.fixture(scope="module")
 def idle() -> Iterator[list[Server]]:
-    """Two servers on hosts of their own, for tests that leave them idle."""
+    """Two servers on separate hosts, for tests that leave them idle."""
     with running_servers(2) as started:
         yield started
 
@@ -87,7 +87,7 @@ def test_drain_ends_the_job_after_its_step_and_then_the_server(job: JobFolder) -
             answer = ControlStub(channel).Drain(pb.DrainRequest(), timeout=5)
         assert (answer.job, answer.generation) == ("long-job", 1)
 
-    with lent(2) as servers:
+    with lend_servers(2) as servers:
         where = ("--connect", connect(servers))
         assert rpcmp("drive", config, "--json", *where, *at_once, during=drain).code == 75
         assert servers[0].process.wait(DEADLINE) == 0
@@ -144,7 +144,7 @@ cli.main()
 def test_the_default_ports_are_what_a_bare_connect_uses(
     job: JobFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With free ports in their place: who has the real ones may be somebody else's server."""
+    """Free ports replace the real ones, which may belong to other servers of this machine."""
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
     first, second = ((sys.executable, "-c", FREE, str(stage)) for stage in range(2))
     with (
@@ -163,7 +163,7 @@ def test_the_default_ports_are_what_a_bare_connect_uses(
 
 
 def status_at_defaults(config: Path) -> list[dict[str, Any]]:
-    """What `rpcmp status --json` says that is told no addresses."""
+    """Return the output of `rpcmp status --json` without addresses."""
     result = rpcmp("status", config, "--json")
     assert result.code == 0, result.err
     stages: list[dict[str, Any]] = json.loads(result.out)["stages"]
@@ -178,7 +178,7 @@ def test_a_server_for_another_stage_is_refused(job: JobFolder, idle: list[Server
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ([], "give --stage N, or --spare"),
         (["--stage", "0", "--spare"], "give --stage N, or --spare"),
@@ -188,10 +188,10 @@ def test_a_server_for_another_stage_is_refused(job: JobFolder, idle: list[Server
         (["--stage", "0", "--replica", "-1"], "-1 is not in the range x>=0"),
     ],
 )
-def test_an_invalid_serve_command_is_refused(options: list[str], said: str) -> None:
+def test_an_invalid_serve_command_is_refused(options: list[str], message: str) -> None:
     result = rpcmp("serve", *options)
     assert result.code == 2
-    assert said in result.err
+    assert message in result.err
 
 
 def test_an_address_off_loopback_is_refused() -> None:
@@ -201,7 +201,7 @@ def test_an_address_off_loopback_is_refused() -> None:
 
 
 def test_servers_of_a_job_refuse_other_processes_of_the_user(job: JobFolder) -> None:
-    """A process of the same user, such as a layer of another job, gets nothing of them."""
+    """A process of the same user, such as a layer of another job, gets nothing from them."""
     config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
     with running("drive", config, "--json") as run:
         run.wait_for_line('"step": 2,')
@@ -216,8 +216,8 @@ def test_servers_of_a_job_refuse_other_processes_of_the_user(job: JobFolder) -> 
         for host, port in found:
             with grpc.insecure_channel(f"{host}:{port}") as channel:
                 control = ControlStub(channel)
-                said = control.Describe(pb.DescribeRequest(), timeout=20)
-                assert said == pb.DescribeResponse()
+                response = control.Describe(pb.DescribeRequest(), timeout=20)
+                assert response == pb.DescribeResponse()
                 for call in (
                     lambda: control.Prepare(pb.PrepareRequest()),  # noqa: B023
                     lambda: control.Profile(pb.ProfileRequest()),  # noqa: B023

@@ -1,4 +1,4 @@
-"""`[data] at = "stage"` on real workers: the driver draws, the stages load, some of them die."""
+"""`[data] at = "stage"` on real workers: the driver draws, stages load, some of them die."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The socket by which gRPC in this process reaches a server: it is for this process alone."""
+"""The socket from gRPC to a server works only for the process that opened it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rpcmp verify` on real workers: what only the wire and distributed autograd could get wrong.
+"""`rpcmp verify` on real workers: errors that only the wire or distributed autograd could cause.
 
 Zeros in the place of None, strides and dtypes; whether bits are equal is proved for every kind of
 job in tests/group.
@@ -16,7 +16,7 @@ from tests.support.processes import JobFolder, rpcmp
 
 
 def verified(config: Path, *overrides: str) -> str:
-    """What `rpcmp verify` says of three steps, none of which may be different."""
+    """Return the output of `rpcmp verify` for three steps, all of which must be equal."""
     options = [part for override in overrides for part in ("--set", override)]
     result = rpcmp("verify", config, "--steps", "3", *options)
     assert result.code == 0, result.err
@@ -24,7 +24,7 @@ def verified(config: Path, *overrides: str) -> str:
 
 
 def chain(name: str) -> str:
-    """One of CHAINS, by the beginning of its name."""
+    """Return one of CHAINS by the start of its name."""
     (found,) = (text for key, text in CHAINS.items() if key.startswith(name))
     return found
 

@@ -1,4 +1,4 @@
-"""What tests of a group in this process share: its threads end with it."""
+"""Fixtures for groups in this process, whose threads must end with the test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.processes import poll_for
 
 @pytest.fixture(autouse=True)
 def _threads_end() -> Iterator[None]:
-    """Fail a test that leaves a thread behind for which the process would wait at its end."""
+    """Fail a test that leaves a thread which would block the exit of the process."""
     before = set(threading.enumerate())
 
     def left() -> list[threading.Thread]:

@@ -1,4 +1,4 @@
-"""Evaluations: they change nothing that is trained, and what fails in one does so beforehand."""
+"""Evaluations do not change the training, and their errors appear before the first step."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ batch_size = 10
 
 
 def refused(config: Config, which: str = "first") -> str:
-    """Why a run ends before its first step: a mini-batch could not be evaluated."""
+    """Return the error of a run whose first mini-batch could not be evaluated."""
     with local_group(config) as local:
         with pytest.raises(ConfigError) as raised:
             local.train(evaluate=True)
         assert not local.of("step")
-    said = str(raised.value)
-    assert f"tried on the {which} mini-batch of data.test before the first step" in said
-    return said
+    message = str(raised.value)
+    assert f"tried on the {which} mini-batch of data.test before the first step" in message
+    return message
 
 
 def test_evaluating_does_not_change_training(job: JobFolder) -> None:
@@ -54,7 +54,7 @@ def test_evaluating_does_not_change_training(job: JobFolder) -> None:
 
 
 def evaluations(local: LocalGroup) -> list[tuple[object, ...]]:
-    """What each of them gave, to the last bit."""
+    """Return the exact results of all evaluations."""
     return [tuple(sorted(event.items())) for event in local.of("eval")]
 
 
@@ -73,33 +73,35 @@ def test_an_unknown_metric_key_fails_before_the_first_step(
     job: JobFolder,
 ) -> None:
     stopping = 'early_stopping={metric="fit.mse"}'
-    said = "early_stopping.metric = 'fit.mse': an evaluation gives loss, error, fit.r2, fit.samples"
+    message = (
+        "early_stopping.metric = 'fit.mse': an evaluation gives loss, error, fit.r2, fit.samples"
+    )
     with local_group(loader.load_config(job.config(EVALUATED), [stopping])) as local:
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             local.train(evaluate=True)
         assert not local.of("step")
 
 
 @AT
 @pytest.mark.parametrize(
-    ("metric", "said"),
+    ("metric", "message"),
     [
         ("torch.nn.functional:cosine_similarity", "ValueError: only one element tensors"),
         ("torch.nn.functional:nll_loss", "nll_loss"),
     ],
 )
 def test_a_broken_metric_fails_before_the_first_step(
-    job: JobFolder, at: str, metric: str, said: str
+    job: JobFolder, at: str, metric: str, message: str
 ) -> None:
     wrong = [f"metrics.wrong={metric}", f"data.at={at}"]
-    assert said in refused(loader.load_config(job.config(EVALUATED), wrong))
+    assert message in refused(loader.load_config(job.config(EVALUATED), wrong))
 
 
 @AT
 def test_a_broken_evaluation_without_metrics_fails_before_the_first_step(
     job: JobFolder, at: str
 ) -> None:
-    """Samples with 7 features instead of 8."""
+    """The samples have 7 features instead of 8."""
     path = job.config(f"""
         [model]
         layers = "zoo:mlp"
@@ -116,7 +118,7 @@ def test_a_broken_evaluation_without_metrics_fails_before_the_first_step(
 def test_an_evaluation_whose_last_mini_batch_is_too_small_fails_before_the_first_step(
     job: JobFolder, at: str
 ) -> None:
-    """Without running statistics batch normalization needs two samples there as well."""
+    """Batch normalization without running statistics needs two samples there as well."""
     path = job.config(f"""
         [model]
         layers = "untrained:layers"
@@ -127,8 +129,8 @@ def test_an_evaluation_whose_last_mini_batch_is_too_small_fails_before_the_first
         batch_size = 8
         at = "{at}"
     """)
-    said = refused(loader.load_config(path), "last")
-    assert "Expected more than 1 value per channel" in said
+    message = refused(loader.load_config(path), "last")
+    assert "Expected more than 1 value per channel" in message
 
 
 def test_a_metric_that_needs_more_than_one_mini_batch_is_a_warning(job: JobFolder) -> None:

@@ -1,4 +1,4 @@
-"""Exceptions of the user's code at a stage: where they come from, and that no stage waits on."""
+"""Exceptions in the user's code at a stage: their location, and that no stage keeps waiting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCHEDULES = pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"]
 
 
 def failed(job: JobFolder, text: str, *overrides: str) -> JobError:
-    """What a job ends with, none of whose stages waits for anything then."""
+    """Return the error of a job, none of whose stages may keep waiting."""
     config = loader.load_config(job.config(text), overrides).without_recovery()
     with local_group(config) as local:
         with pytest.raises(JobError) as raised:
@@ -39,8 +39,8 @@ def test_an_exception_in_the_model_names_stage_step_and_microbatch(
     text = troubled(phase=phase, position=position, step=2)
     error = failed(job, text, f"schedule={schedule}")
     assert isinstance(error, StageError)
-    said = f"stage '{stage}' failed in {phase} of micro-batch 0 at step 2: ValueError: planted"
-    assert str(error).startswith(said)
+    message = f"stage '{stage}' failed in {phase} of micro-batch 0 at step 2: ValueError: planted"
+    assert str(error).startswith(message)
     assert "planted: größer als erlaubt" in str(error)
     assert "zoo.py" in error.traceback  # in the user's own file
     assert "in trouble" in error.traceback
@@ -51,8 +51,8 @@ def test_an_exception_in_an_optimizer_names_stage_and_step(job: JobFolder, sched
     text = 'steps = 5\noptimizer = "zoo:TroubledSGD"\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]'
     error = failed(job, text, f"schedule={schedule}")
     assert isinstance(error, StageError)
-    said = "stage 'stage[01]' failed in optimizer at step 2: ValueError: planted"
-    assert re.match(said, str(error))
+    message = "stage 'stage[01]' failed in optimizer at step 2: ValueError: planted"
+    assert re.match(message, str(error))
     assert "zoo.py" in error.traceback
 
 
@@ -73,8 +73,8 @@ def test_a_non_finite_loss_stops_the_job(job: JobFolder, schedule: str) -> None:
 
 def test_sys_exit_in_the_model_is_an_error_like_any_other(job: JobFolder) -> None:
     error = failed(job, troubled(phase="forward", position=2, kind="sys.exit"))
-    said = "stage 'stage1' failed in forward of micro-batch 0 at step 1: SystemExit: 3"
-    assert str(error).startswith(said)
+    message = "stage 'stage1' failed in forward of micro-batch 0 at step 1: SystemExit: 3"
+    assert str(error).startswith(message)
 
 
 def test_an_output_that_cannot_be_sent_is_refused(job: JobFolder) -> None:
@@ -87,7 +87,7 @@ def test_an_output_that_cannot_be_sent_is_refused(job: JobFolder) -> None:
 
 
 def unbuilt(job: JobFolder, text: str, *overrides: str) -> StageConfigError:
-    """Why a stage of a job cannot be built."""
+    """Return the error of a stage that cannot be built."""
     config = loader.load_config(job.config(text), overrides)
     with pytest.raises(StageConfigError, match="failed in build") as raised, local_group(config):
         pass
@@ -109,7 +109,7 @@ def test_a_missing_module_names_the_stage(job: JobFolder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "said"),
+    ("key", "message"),
     [
         ('optimizer={callable="zoo:TroubledSGD",kwargs={lrr=1}}', "'lrr'; did you mean 'lr'?"),
         (
@@ -118,5 +118,7 @@ def test_a_missing_module_names_the_stage(job: JobFolder) -> None:
         ),
     ],
 )
-def test_a_misspelt_factory_argument_is_a_config_error(job: JobFolder, key: str, said: str) -> None:
-    assert said in str(unbuilt(job, '[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]', key))
+def test_a_misspelt_factory_argument_is_a_config_error(
+    job: JobFolder, key: str, message: str
+) -> None:
+    assert message in str(unbuilt(job, '[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]', key))

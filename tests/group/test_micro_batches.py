@@ -1,4 +1,4 @@
-"""Mini-batches that are not the usual: short, merged, sampled, collated, dicts; all bit for bit."""
+"""Unusual mini-batches, bit by bit: short, merged, sampled, collated, dicts."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ AT = pytest.mark.parametrize("at", ["driver", "stage"])
 
 
 def normalized(job: JobFolder, samples: int, *overrides: str) -> Config:
-    """A job with batch normalization; 8 samples a mini-batch, in 4 micro-batches."""
+    """Return a job with batch normalization; 8 samples per mini-batch, in 4 micro-batches."""
     return loader.load_config(job.config(NORMALIZED.replace("SAMPLES", str(samples))), overrides)
 
 
 def refused(config: Config) -> str:
-    """Why a run ends before its first step."""
+    """Return the error of a run before its first step."""
     with local_group(config) as local:
         with pytest.raises(ConfigError) as raised:
             local.train()
@@ -48,7 +48,7 @@ def require_trains(config: Config) -> None:
 
 @pytest.mark.parametrize("samples", [11, 13, 15])
 def test_the_last_mini_batch_has_the_bits_of_one_process(job: JobFolder, samples: int) -> None:
-    """3, 5 and 7 samples left for 4 micro-batches, each of which needs 2."""
+    """3, 5 and 7 samples remain for 4 micro-batches that need 2 each."""
     assert len(require_same_bits(normalized(job, samples)).losses) == 4
 
 
@@ -78,13 +78,13 @@ def test_mini_batches_of_one_sample_are_refused_in_a_run_of_less_than_an_epoch(
 def test_batch_normalization_refuses_one_sample_unless_the_config_allows_it(
     job: JobFolder,
 ) -> None:
-    """What a map of one value per channel would fail with, after a whole epoch."""
+    """One value per channel would otherwise fail after a whole epoch."""
     path = job.config(
         NORMALIZED.replace("SAMPLES", "17").replace("zoo:mlp", "zoo:cnn").replace("2, 2", "3, 3")
     )
-    said = refused(loader.load_config(path))
-    assert "the last mini-batch of an epoch has 1 sample" in said
-    assert "its maps have more than one value per channel" in said
+    message = refused(loader.load_config(path))
+    assert "the last mini-batch of an epoch has 1 sample" in message
+    assert "its maps have more than one value per channel" in message
     require_same_bits(loader.load_config(path, ["data.min_microbatch=1"]))
 
 
@@ -107,8 +107,8 @@ def test_the_config_may_lower_the_number_of_samples_that_suffice(job: JobFolder)
     with pytest.raises(ConfigError, match="min_microbatch = 9 is more than batch_size = 8"):
         normalized(job, 16, "data.min_microbatch=9")
     three = "data.min_microbatch=3"
-    said = refused(normalized(job, 16, three, "data.batch_size=7", "steps=3"))
-    assert "a micro-batch needs 3, as data.min_microbatch says" in said
+    message = refused(normalized(job, 16, three, "data.batch_size=7", "steps=3"))
+    assert "a micro-batch needs 3, as data.min_microbatch says" in message
     require_same_bits(normalized(job, 16, three, "steps=2"))
 
 
@@ -131,9 +131,9 @@ def test_a_run_with_a_sampler_resumes_in_the_middle_of_an_epoch(
         whole = local.train()
     with local_group(loader.load_config(path, ["steps=8"])) as local:
         local.train()
-        begin = local.kept(tmp_path / "kept")
-    assert (begin.progress.epoch, begin.progress.batch) == (2, 2)  # of six
-    with local_group(loader.load_config(path), begin) as local:
+        saved = local.save(tmp_path / "kept")
+    assert (saved.progress.epoch, saved.progress.batch) == (2, 2)  # of six
+    with local_group(loader.load_config(path), saved) as local:
         resumed = local.train()
     assert resumed.losses == whole.losses[8:]
     assert all(torch.equal(resumed.state[name], value) for name, value in whole.state.items())
@@ -141,7 +141,7 @@ def test_a_run_with_a_sampler_resumes_in_the_middle_of_an_epoch(
 
 @AT
 @pytest.mark.parametrize(
-    ("sampler", "said"),
+    ("sampler", "message"),
     [
         ("samples:Forgetful", "orders the same epoch differently when it is asked again"),
         ("samples:whole_batches", "indices of samples, here from 0 to 49, one by one"),
@@ -150,8 +150,8 @@ def test_a_run_with_a_sampler_resumes_in_the_middle_of_an_epoch(
     ],
 )
 def test_a_sampler_that_cannot_be_used_is_refused_before_the_first_step(
-    job: JobFolder, at: str, sampler: str, said: str
+    job: JobFolder, at: str, sampler: str, message: str
 ) -> None:
     config = normalized(job, 50, f"data.sampler={sampler}", f"data.at={at}")
-    with pytest.raises(ConfigError, match=said), local_group(config) as local:
+    with pytest.raises(ConfigError, match=message), local_group(config) as local:
         local.train()

@@ -1,4 +1,4 @@
-"""Stages whose parameters are called as in the plain model: they begin as it, and give it back."""
+"""Stages with the parameter names of the plain model, which they load and export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers that are not ours, and groups: the bits of one process, and what cannot be kept."""
+"""Foreign optimizers and parameter groups: the bits of one process, and unsavable state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.zoo import ownoptimizers as optimizers
 
 
 def config(job: JobFolder, optimizer: str, *overrides: str) -> Config:
-    """The job, without the files of checkpoints."""
+    """Return the job without checkpoints."""
     path = job.config(JOB.replace("MORTAL", "") + optimizer)
     return loader.load_config(path, overrides).model_copy(update={"checkpoint": None})
 
@@ -29,8 +29,8 @@ def test_an_optimizer_gives_the_bits_of_one_process_also_after_resuming(
     whole = require_same_bits(config(job, OPTIMIZERS[name], "steps=8"))
     with local_group(config(job, OPTIMIZERS[name])) as local:
         assert local.train().losses == whole.losses[:6]
-        begin = local.kept(tmp_path / "kept")
-    with local_group(config(job, OPTIMIZERS[name], "steps=8"), begin) as local:
+        saved = local.save(tmp_path / "kept")
+    with local_group(config(job, OPTIMIZERS[name], "steps=8"), saved) as local:
         resumed = local.train()
     assert resumed.losses == whole.losses[6:]
     assert all(torch.equal(resumed.state[name], value) for name, value in whole.state.items())
@@ -42,6 +42,6 @@ def test_late_optimizer_state_that_cannot_be_saved_ends_the_run_with_a_remedy(
     late = config(job, 'callable = "ownoptimizers:LateWindow"', "steps=40")
     with local_group(late) as local, pytest.raises(StageError) as raised:
         local.train()
-    said = f"failed in saving at step {optimizers.WARM_UP + 1}: TypeError: deque is neither"
-    assert said in str(raised.value)
+    message = f"failed in saving at step {optimizers.WARM_UP + 1}: TypeError: deque is neither"
+    assert message in str(raised.value)
     assert "recovery.enabled = false, without [checkpoint]" in str(raised.value)

@@ -1,4 +1,4 @@
-"""Mixed precision: the bits of one process, whatever is skipped."""
+"""Mixed precision: the bits of one process, whichever steps are skipped."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ CELLS = [
 
 
 def prove(job: JobFolder, text: str, *overrides: str) -> int:
-    """Six steps have the losses and the parameters of one process; how many were skipped."""
+    """Check losses and parameters of six steps against one process; returns the number skipped."""
     found = require_same_bits(loader.load_config(job.config(text), ["steps=6", *overrides]))
     assert len(found.losses) == 6
     return found.skipped
@@ -96,7 +96,7 @@ def test_every_model_gives_the_bits_of_one_process(
 
 
 def scaling(local: LocalGroup) -> list[tuple[Any, ...]]:
-    """The scale of each step, whether it was skipped, and how many were so far."""
+    """Return scale, skipped flag and number skipped so far of each step."""
     keys = ("step", "loss_scale", "is_skipped", "skipped_steps")
     return [tuple(event[key] for key in keys) for event in local.of("step")]
 
@@ -120,8 +120,8 @@ def test_skipped_steps_are_counted_and_a_run_resumes_after_one_with_another_bala
         assert scaling(local) == STEPS
     with local_group(loader.load_config(path, ["steps=2"])) as local:
         local.train()
-        begin = local.kept(tmp_path / "kept")
-    with local_group(loader.load_config(path, ["model.balance=[2, 1]"]), begin) as local:
+        saved = local.save(tmp_path / "kept")
+    with local_group(loader.load_config(path, ["model.balance=[2, 1]"]), saved) as local:
         resumed = local.train()
         assert scaling(local) == STEPS[2:]
     assert resumed.losses == whole.losses[2:]
@@ -148,7 +148,7 @@ def are_finite(steps: list[Message]) -> list[bool]:
     return [math.isfinite(step["loss"]) for step in steps]
 
 
-def test_a_step_that_one_replica_cannot_do_is_skipped_by_all(job: JobFolder) -> None:
+def test_a_step_that_fails_in_one_replica_is_skipped_by_all(job: JobFolder) -> None:
     config = loader.load_config(Faults(job).config(SPIKED, stages=2, sections=PIPELINES))
     with local_group(config) as local:
         local.train()

@@ -1,4 +1,4 @@
-"""Replicas of a stage: the bits of one process, however often each part of the model is there."""
+"""Replicas of a stage: the bits of one process for every number of replicas."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_a_resumed_run_of_replicas_has_the_bits_of_an_uninterrupted_one(
     whole = require_same_bits(loader.load_config(path, ["steps=6"]))
     with local_group(loader.load_config(path, ["steps=4"])) as local:
         local.train()
-        begin = local.kept(tmp_path / "kept")
-    with local_group(loader.load_config(path, ["steps=6"]), begin) as local:
+        saved = local.save(tmp_path / "kept")
+    with local_group(loader.load_config(path, ["steps=6"]), saved) as local:
         resumed = local.train()
         local.group.parameters_sha256()  # fails where replicas differ
     assert resumed.losses == whole.losses[4:]
@@ -62,15 +62,15 @@ def test_a_resumed_run_of_replicas_has_the_bits_of_an_uninterrupted_one(
 def test_a_run_resumes_with_another_number_of_replicas(
     job: JobFolder, tmp_path: Path, first: int, second: int
 ) -> None:
-    """Another number is another sum, so it is the same run but for its last bits."""
+    """Another number sums in another order, so the last bits differ."""
     path = job.config(PIPELINES)
     with local_group(loader.load_config(path, ["steps=6"])) as local:
         whole = local.train()
     with local_group(loader.load_config(path, ["steps=4"])) as local:
         local.train()
-        begin = local.kept(tmp_path / "kept")
+        saved = local.save(tmp_path / "kept")
     other = ["steps=6", f"stages.0.replicas={first}", f"stages.1.replicas={second}"]
-    with local_group(loader.load_config(path, other), begin) as local:
+    with local_group(loader.load_config(path, other), saved) as local:
         assert local.train().losses == pytest.approx(whole.losses[4:], rel=1e-4)
         assert len(local.workers) == first + second
 
@@ -82,9 +82,9 @@ def test_replicas_of_other_shapes_are_refused_before_the_first_step(job: JobFold
     config = loader.load_config(job.config(ALONE.replace("zoo:mlp", "zoo:wider")))
     with pytest.raises(ConfigError) as refused, local_group(config):
         pass
-    said = str(refused.value)
-    assert "replicas 0 and 1 of stage 'stage0' are not the same model: hidden.weight is" in said
-    assert "install the same on their hosts" in said
+    message = str(refused.value)
+    assert "replicas 0 and 1 of stage 'stage0' are not the same model: hidden.weight is" in message
+    assert "install the same on their hosts" in message
 
 
 # From a program

@@ -1,4 +1,4 @@
-"""`[data] at = "stage"`: the driver draws, the stages load, and no bit is another."""
+"""`[data] at = "stage"`: the driver draws, the stages load, and every bit is the same."""
 
 from __future__ import annotations
 

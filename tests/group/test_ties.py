@@ -1,4 +1,4 @@
-"""Parameters that several stages share: one gradient, one optimizer's state, one tensor."""
+"""Parameters shared by several stages: one gradient, one optimizer state, one tensor."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_tied_weights_give_the_bits_of_one_process_under_every_schedule_and_with
 
 
 def program(**more: Any) -> Config:
-    """A job of two stages that share a weight, whose batches a program brings."""
+    """Return a job of two stages that share a weight; a program supplies its batches."""
     data = {
         "model": {"layers": "zoo:language", "balance": [2, 2]},
         "loss": "zoo:token_loss",
@@ -83,7 +83,7 @@ def test_a_tied_weight_is_one_parameter_to_the_library() -> None:
 
 
 def test_the_library_can_read_the_model_after_an_owners_optimizer_failed() -> None:
-    """Its stage's neighbours waited in the same call for what the parameter would become."""
+    """The owner's neighbours waited for the parameter's new value in the same call."""
     tokens = torch.zeros(4, 6, dtype=torch.int64)
     stages = [{"optimizer": "zoo:TroubledSGD"}, {}]
     with local_pipeline(program(stages=stages, recovery={"enabled": False})) as pipeline:
@@ -97,7 +97,7 @@ def test_the_library_can_read_the_model_after_an_owners_optimizer_failed() -> No
 
 @pytest.mark.parametrize("owner", [0, 2])
 def test_no_stage_waits_for_an_owner_with_a_failed_optimizer(job: JobFolder, owner: int) -> None:
-    """The others wait for what the parameter has become, in a step that nothing else holds."""
+    """The others wait for the parameter's new value, in a step that nothing else holds."""
     text = BODY.replace("max_grad_norm = 0.5\n", "")
     if owner:
         text = text.replace('["embed.weight", "head.weight"]', '["head.weight", "embed.weight"]')
@@ -106,12 +106,12 @@ def test_no_stage_waits_for_an_owner_with_a_failed_optimizer(job: JobFolder, own
     config = loader.load_config(job.config(text)).without_recovery()
     with local_group(config) as local, pytest.raises(StageError) as raised:
         local.train()
-    said = f"stage 'stage{owner}' failed in optimizer at step 2: ValueError: planted"
-    assert said in str(raised.value)
+    message = f"stage 'stage{owner}' failed in optimizer at step 2: ValueError: planted"
+    assert message in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("tied", "said"),
+    ("tied", "message"),
     [
         ('[["embed.weight", "head.weigth"]]', "no parameter 'head.weigth'; did you mean 'head.w"),
         (
@@ -124,18 +124,18 @@ def test_no_stage_waits_for_an_owner_with_a_failed_optimizer(job: JobFolder, own
     ],
 )
 def test_parameters_that_cannot_be_tied_are_refused_before_anything_starts(
-    job: JobFolder, tied: str, said: str
+    job: JobFolder, tied: str, message: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
         plan_job(loader.load_config(job.config(BODY), [f"tied={tied}"]))
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_a_frozen_stage_cannot_share_a_weight_with_a_trained_one(job: JobFolder) -> None:
     text = BODY + "\n[[stages]]\nfrozen = true\n[[stages]]\n[[stages]]\n"
-    said = "'head.weight' is torch.float32 of shape .11, 8., trained, but"
+    message = "'head.weight' is torch.float32 of shape .11, 8., trained, but"
     with (
-        pytest.raises(ConfigError, match=said),
+        pytest.raises(ConfigError, match=message),
         local_group(loader.load_config(job.config(text))),
     ):
         pass

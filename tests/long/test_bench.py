@@ -1,4 +1,4 @@
-"""The real contestants of 'rpcmp bench' train the same."""
+"""The real contestants of `rpcmp bench` train the same."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def test_the_real_peers_train_the_same_from_the_same_weights(
     assert done.series[1].settings["schedule"] in benchmark.BEST_SCHEDULES
 
 
-def test_an_own_chain_is_measured_on_equal_micro_batches(job: JobFolder) -> None:
+def test_a_users_chain_is_measured_on_equal_micro_batches(job: JobFolder) -> None:
     chain = job.config('[model]\nlayers = "zoo:mlp"\nnum_stages = 2\n')
     times = asyncio.run(stage_times(cases.load(str(chain), overrides=["data.batch_size=20"])))
     assert [each.forward > 0 and each.total > each.forward for each in times] == [True, True]
-    assert times[0].backward == 0.0  # nobody reads the gradient of the data
+    assert times[0].backward == 0.0  # the gradient of the data is never read
     assert times[1].backward > 0
     uneven = cases.load(str(chain), num_microbatches=3)
     with pytest.raises(UnsupportedJobError, match="10 samples do not make 3 equal"):

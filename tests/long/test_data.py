@@ -1,4 +1,4 @@
-"""Mini-batches that processes load: taken up in the middle of an epoch, and several at once."""
+"""Mini-batches from loader processes: resumed within an epoch, and several at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.minibatches import AllAtOnce, Transformed, batches_of, requir
 
 @pytest.fixture(scope="module", autouse=True)
 def _tracker() -> None:
-    """A helper process of multiprocessing's, which lives on."""
+    """Start multiprocessing's resource tracker, which stays alive."""
     resource_tracker.ensure_running()
 
 

@@ -1,4 +1,4 @@
-"""'rpcmp doctor' where hosts differ."""
+"""`rpcmp doctor` with hosts that differ."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOST = "127.0.0.1"
 
 
 def test_doctor_names_code_that_differs_between_hosts(job: JobFolder, tmp_path: Path) -> None:
-    """Without the config's files being sent, what is installed on each host counts."""
+    """The config's files are not sent, so the code installed on each host applies."""
     with contextlib.ExitStack() as started:
         found = []
         for index in range(2):

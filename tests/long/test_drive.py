@@ -1,4 +1,4 @@
-"""Long runs, and loader processes, from the outside; see tests/cluster/test_drive.py."""
+"""Long runs and loader processes, end to end; see tests/cluster/test_drive.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The best step, lost while it is saved; runs that have stopped; see tests/cluster."""
+"""A best step lost while it is saved; runs that stopped early; see tests/cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.long
 def test_a_fault_while_saving_the_best_step_changes_no_bit(
     job: JobFolder, tmp_path: Path, evaluated: str
 ) -> None:
-    """Steps of which no snapshot is kept: the best is copied after its evaluation."""
+    """No snapshot of these steps is kept: the best is copied after its evaluation."""
     rare = ("--set", "recovery.mirror_every_steps=3", "--set", "checkpoint.every_steps=100")
     whole = Faults(JobFolder(tmp_path / "whole"))
     text = f"steps = 40\n{evaluated}"
@@ -27,7 +27,7 @@ def test_a_fault_while_saving_the_best_step_changes_no_bit(
     assert best % 3
     faults = Faults(job).fail_at(1, best, "saving", "SIGKILL")
     result = drive(faults.config(text, stages=2, sections=SECTIONS), *FAST, *rare)
-    assert len(faults.struck) == 1
+    assert len(faults.triggered) == 1
     assert committed(result) == committed(expected)
     assert decided(result) == decided(expected)
     assert checkpoints_in(job.folder / "saved").path_of(best).is_dir()

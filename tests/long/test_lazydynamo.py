@@ -1,4 +1,4 @@
-"""Every way to ask for torch._dynamo, whatever has been before: each imports it in a process."""
+"""Every way to import torch._dynamo, each in its own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers that are not ours, on real workers; see tests/cluster/test_optimizers.py."""
+"""Foreign optimizers on real workers; see tests/cluster/test_optimizers.py."""
 
 from __future__ import annotations
 

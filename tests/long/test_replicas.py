@@ -1,4 +1,4 @@
-"""Replicas that are lost in every phase in every way; see tests/cluster/test_replicas.py."""
+"""Replicas lost in every phase and in every way; see tests/cluster/test_replicas.py."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import pytest
 
 from tests.support.faults import STEP, Faults, committed, drive
 from tests.support.processes import JobFolder, rpcmp
-from tests.support.replicated import MIDDLE, PIPELINES, replicated, undisturbed_in
+from tests.support.replicated import MIDDLE, PIPELINES, committed_without_fault, replicated
 
 pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, str]], str]:
+def fault_free(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, str]], str]:
     """Losses and parameters of the job without a fault."""
-    return undisturbed_in(tmp_path_factory.mktemp("undisturbed"))
+    return committed_without_fault(tmp_path_factory.mktemp("fault_free"))
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP", "exception", "cut"])
 @pytest.mark.parametrize("phase", ["joining", "forward", "optimizer", "saving"])
 def test_losing_a_replica_changes_no_bit(
     job: JobFolder,
-    undisturbed: tuple[list[tuple[int, str]], str],
+    fault_free: tuple[list[tuple[int, str]], str],
     namespace: tuple[str, ...],
     phase: str,
     how: str,
@@ -30,7 +30,7 @@ def test_losing_a_replica_changes_no_bit(
     result = drive(
         replicated(faults), "--set", "recovery.heartbeat_timeout=2.0", under=namespace, timeout=90
     )
-    assert committed(result) == undisturbed
+    assert committed(result) == fault_free
     assert len([event for event in result.events if event["event"] == "recovered"]) == 1
     assert not [event for event in result.events if event["event"] == "resumed"]  # from no disk
 

@@ -19,7 +19,7 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Length:
-    """How long a run is, and what it may gain.
+    """Length of a run, and limits of its growth.
 
     Attributes:
         steps: how many.
@@ -41,16 +41,16 @@ LONG = Length(steps=5000, settled=500, every=50, slope=0.5 * KIB, leak=1 * KIB)
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What one process had at one step."""
+class ResourceUsage:
+    """Resources of one process at one step."""
 
     step: int
     resident: int
     descriptors: int
 
 
-def watch(job: JobFolder, length: Length, leak: int) -> dict[str, list[Seen]]:
-    """What every process of a run has, by its kind and number."""
+def watch(job: JobFolder, length: Length, leak: int) -> dict[str, list[ResourceUsage]]:
+    """Return the resources of every process of a run, by kind and number."""
     config = job.config(
         f"""
         steps = {length.steps}
@@ -61,7 +61,7 @@ def watch(job: JobFolder, length: Length, leak: int) -> dict[str, list[Seen]]:
         balance = [1, 2]
         """
     )
-    seen: defaultdict[str, list[Seen]] = defaultdict(list)
+    seen: defaultdict[str, list[ResourceUsage]] = defaultdict(list)
     with running("drive", config, "--json") as run:
         run.wait_for_line('"start"')
         processes = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
@@ -70,7 +70,7 @@ def watch(job: JobFolder, length: Length, leak: int) -> dict[str, list[Seen]]:
             run.wait_for_line(f'"event": "step", "step": {step},', timeout=240)
             for name, process in zip(names, processes, strict=True):
                 with process.oneshot():
-                    found = Seen(step, process.memory_info().rss, process.num_fds())
+                    found = ResourceUsage(step, process.memory_info().rss, process.num_fds())
                 seen[name].append(found)
         assert run.wait(240).code == 0
     return seen
@@ -81,7 +81,7 @@ def _kind(process: psutil.Process) -> str:
     return next(kind for kind in kinds if runs(process, kind))
 
 
-def slope(seen: list[Seen]) -> float:
+def slope(seen: list[ResourceUsage]) -> float:
     """Bytes gained a step: the median of all pairs' slopes (Theil and Sen), so that a single jump
     of the allocator does not count."""
     return statistics.median(
@@ -91,8 +91,8 @@ def slope(seen: list[Seen]) -> float:
     )
 
 
-def growing(seen: dict[str, list[Seen]], length: Length) -> list[str]:
-    """The processes that gain memory with every step, or more than 2 %."""
+def growing(seen: dict[str, list[ResourceUsage]], length: Length) -> list[str]:
+    """Return the processes that gain memory with every step, or more than 2 %."""
     found = []
     for name, values in seen.items():
         first, last = values[0].resident, values[-1].resident

@@ -1,4 +1,4 @@
-"""A headless Chromium, the system's, and what it has to complain about."""
+"""A headless Chromium from the system's packages, and the errors of the pages in it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.support.needs import needs
 
 
 @dataclass
-class Seen:
-    """What a page did that nobody sees: errors, and addresses that it has asked for."""
+class PageActivity:
+    """Errors of a page, and the addresses that it requested."""
 
     errors: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
 
     def watch(self, page: Page) -> None:
-        """Note it from now on."""
+        """Start recording."""
         page.on("console", self._note_console)
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on("request", self._note_request)
@@ -35,7 +35,7 @@ class Seen:
 
 @contextlib.contextmanager
 def chromium() -> Iterator[Browser]:
-    """The browser; its profile is gone afterwards."""
+    """Start the browser; its profile is removed afterwards."""
     program = needs("chromium")
     sandbox = os.geteuid() != 0  # it refuses to have one as root
     with sync_playwright() as playwright:
@@ -49,8 +49,8 @@ def chromium() -> Iterator[Browser]:
 @contextlib.contextmanager
 def opened(
     browser: Browser, url: str, phone: bool = False, dark: bool = False, still: bool = False
-) -> Iterator[tuple[Page, Seen]]:
-    """A page in a window of its own, and what it does.
+) -> Iterator[tuple[Page, PageActivity]]:
+    """Open a page in its own window; yields it and its activity.
 
     Args:
         phone: 360 pixels wide, with touch.
@@ -64,7 +64,7 @@ def opened(
         reduced_motion="reduce" if still else "no-preference",
         ignore_https_errors=True,
     )
-    seen = Seen()
+    seen = PageActivity()
     try:
         page = context.new_page()
         seen.watch(page)

@@ -1,4 +1,4 @@
-"""Jobs that are hard to cut without another bit, for tests/group and tests/cluster."""
+"""Jobs that are hard to cut without changing a bit, for tests/group and tests/cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What asks a stage server for a worker, without a job."""
+"""A client that claims a worker of a stage server, without a job."""
 
 from __future__ import annotations
 

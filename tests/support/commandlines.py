@@ -1,4 +1,4 @@
-"""Command lines of rpcmp that stand in other files: whether they are ones, and what they say."""
+"""Command lines of rpcmp in other files: whether rpcmp accepts them, and what they mean."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.places import EXAMPLES
 
 
 def parsed(command: Sequence[str]) -> dict[str, Any]:
-    """The options and arguments of a command, which "command" names.
+    """Parse a command line; returns its options and arguments, and its name as "command".
 
     Args:
         command: without the program's name.
@@ -36,14 +36,14 @@ def parsed(command: Sequence[str]) -> dict[str, Any]:
 
 
 def config_of(drive: dict[str, Any]) -> Config:
-    """The config of a parsed `rpcmp drive`, which is one of the examples that are in the image."""
+    """Return the config of a parsed `rpcmp drive`, which is an example in the image."""
     folder, name = Path(drive["config"]).parent, Path(drive["config"]).name
     assert folder == Path("/examples")
     return loader.load_config(EXAMPLES / name, drive["overrides"])
 
 
 def instructions(dockerfile: Path) -> list[tuple[str, str]]:
-    """The instructions of a Dockerfile, with what follows each: ("USER", "1:1")."""
+    """Return the instructions of a Dockerfile with their arguments: ("USER", "1:1")."""
     text = re.sub(r"(?m)^\s*#.*\n", "", dockerfile.read_text()).replace("\\\n", " ")
     found = (line.split(maxsplit=1) for line in text.splitlines() if line.strip())
     return [(name, " ".join(rest.split())) for name, rest in found]

@@ -1,4 +1,4 @@
-"""Contestants of a benchmark that only pretend, and how they and others are compared."""
+"""Fake contestants of a benchmark, and helpers that compare contestants."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from rpcmp.tools.bench.comparison import Contestant, TimedSegment
 
 
 class Pretender:
-    """Writes down what it is asked for; its n-th segment takes `seconds` x n a step, where both
-    segments of the warm-up are the first."""
+    """Records its requests; its n-th segment takes `seconds` x n per step, where both"""
 
     def __init__(
         self, name: str, log: list[str], seconds: float = 1.0, drift: float = 0.0, why: str = ""

@@ -1,4 +1,4 @@
-"""Whether torch._dynamo is the real one, as a process of its own tells."""
+"""Code for processes that report whether torch._dynamo is the real module."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def optimizer(kind=torch.optim.AdamW):
 DEFER = "lazydynamo.defer()\n"
 
 
-def told(code: str, *arguments: str) -> list[Any]:
-    """What a process prints, a line of JSON each."""
+def output_of(code: str, *arguments: str) -> list[Any]:
+    """Run code in a process; returns its output, parsed as one JSON value per line."""
     command = [sys.executable, "-c", BEGIN + code, *arguments]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -62,5 +62,5 @@ REAL = [False, [True, True, "module", True]]
 
 
 def require_real(use: str, before: str) -> None:
-    """Have `found` be real in a process that does one thing after the other."""
-    assert told(DEFER + ASK.format(before=before, use=use)) == REAL
+    """Fail unless `use` gets the real module in a process that ran `before`."""
+    assert output_of(DEFER + ASK.format(before=before, use=use)) == REAL

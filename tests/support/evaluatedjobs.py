@@ -1,4 +1,4 @@
-"""A job that decides by its evaluations, for tests/cluster and tests/long.
+"""A job that stops and saves by its evaluations, for tests/cluster and tests/long.
 
 after step   2      4      6      8      10     12
 fit.r2     -0.72  -1.76  -0.62   0.02  -1.35  -1.42      best: 8; patience 2: over after 12
@@ -44,7 +44,7 @@ def config(faults: Faults) -> Path:
 
 
 def decided(result: Result) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
-    """Every evaluation, why the run ended early if it did, and which step was the best."""
+    """Return every evaluation, the reason for an early end if there is one, and the best step."""
     evaluations, stops = (
         [unstamped(event) for event in result.events if event["event"] == kind]
         for kind in ("eval", "early_stop")

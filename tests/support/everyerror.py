@@ -1,4 +1,4 @@
-"""An example of every error that there is."""
+"""An example of every error class."""
 
 from __future__ import annotations
 
@@ -55,5 +55,5 @@ EXAMPLES: list[RpcmpError] = [
 
 
 def tree(kind: type[RpcmpError]) -> set[type[RpcmpError]]:
-    """`kind` and all that derive from it."""
+    """Return `kind` and all its subclasses."""
     return {kind}.union(*(tree(child) for child in kind.__subclasses__()))

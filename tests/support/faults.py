@@ -1,4 +1,4 @@
-"""Jobs with planted faults, and what their runs must have in common with an undisturbed one."""
+"""Jobs with planted faults, and what their runs must share with a run without faults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOWS = ("SIGKILL", "SIGSTOP", "SIGSEGV", "exception", "deadlock", "cut")
 
 NUM_STEPS = 6
 STEP = 3
-"""In which faults strike, unless a test says otherwise."""
+"""The default step of a fault."""
 
 
 @dataclass
@@ -36,25 +36,25 @@ class Faults:
             again: whether it strikes every time that this is reached, or once.
         """
         fault = {"stage": stage, "step": step, "phase": phase, "how": how, "again": again}
-        marker = self.job.folder / f"struck-{len(self.planted)}"
+        marker = self.job.folder / f"triggered-{len(self.planted)}"
         self.planted.append({**fault, "marker": str(marker)})
         return self
 
     @property
     def planned(self) -> list[list[Any]]:
-        """Stage, phase and step of each."""
+        """Stage, phase and step of each planted fault."""
         return [[fault[key] for key in ("stage", "phase", "step")] for fault in self.planted]
 
     @property
-    def struck(self) -> list[dict[str, Any]]:
-        """What those that have struck say: process, phase, step."""
+    def triggered(self) -> list[dict[str, Any]]:
+        """What the triggered faults recorded: process, phase, step."""
         markers = [Path(fault["marker"]) for fault in self.planted]
         return [json.loads(marker.read_text()) for marker in markers if marker.exists()]
 
     def config(
         self, text: str = "", stages: int = 3, milliseconds: float = 0.0, sections: str = ""
     ) -> Path:
-        """The job's config; `text` is added to it before its sections, `sections` after them."""
+        """Write the job's config; `text` is added before its sections, `sections` after them."""
         at = ", ".join(
             "{ " + ", ".join(f"{k} = {json.dumps(v)}" for k, v in fault.items()) + " }"
             for fault in self.planted
@@ -81,7 +81,7 @@ class Faults:
 
 
 def _without_twins(body: str) -> str:
-    """Only the last of a key that is given twice before the first section."""
+    """Keep only the last of the keys that occur twice before the first section."""
     lines = [line.strip() for line in body.splitlines()]
     keys = [line.partition("=")[0].strip() for line in lines]
     first_section = next(i for i, line in enumerate(lines) if line.startswith("["))
@@ -109,26 +109,26 @@ Committed = tuple[list[tuple[int, str]], str]
 
 
 def committed(result: Result) -> Committed:
-    """What must not depend on faults: every step's loss, and the final parameters."""
+    """Return what must not depend on faults: the loss of every step, and the final parameters."""
     assert result.code == 0, result.err
     steps = [(e["step"], e["loss"].hex()) for e in result.events if e["event"] == "step"]
     return steps, result.event("summary")["parameters_sha256"]
 
 
-def undisturbed_in(folder: Path) -> Committed:
-    """What a job commits that no fault strikes."""
+def committed_without_fault(folder: Path) -> Committed:
+    """Return what the job commits without a fault."""
     return committed(drive(Faults(JobFolder(folder / "job")).config()))
 
 
 def assert_recovered(faults: Faults, result: Result) -> None:
-    """One process was hit, in the phase that was planned, and one more generation was formed."""
-    (planned,), (struck,) = faults.planned, faults.struck
-    assert [struck[key] for key in ("stage", "phase", "step")] == planned
+    """Check that one process failed in the planned phase, and one new generation was formed."""
+    (planned,), (triggered,) = faults.planned, faults.triggered
+    assert [triggered[key] for key in ("stage", "phase", "step")] == planned
     (fault,) = [event for event in result.events if event["event"] == "fault"]
     (recovered,) = [event for event in result.events if event["event"] == "recovered"]
     assert fault["generation"] == 1
-    if struck["how"] != "cut":  # who is cut off and who cuts off is a matter of view
-        where = (f"stage{struck['stage']}", platform.node())
+    if triggered["how"] != "cut":  # who is cut off and who cuts off is a matter of view
+        where = (f"stage{triggered['stage']}", platform.node())
         assert (fault["stage"], fault["host"]) == where, fault["error"]
     groups = [event for event in result.events if event["event"] == "generation"]
     assert [(group["generation"], group["step"]) for group in groups] == [
@@ -144,17 +144,17 @@ Cell = tuple[str, str, int]
 
 
 def name_of(cell: Cell) -> str:
-    """Its id in the name of a test."""
+    """Return the id of a cell for the name of its test."""
     return "-".join(map(str, cell))
 
 
 def assert_cell(
-    job: JobFolder, undisturbed: Committed, cell: Cell, under: tuple[str, ...] = ()
+    job: JobFolder, fault_free: Committed, cell: Cell, under: tuple[str, ...] = ()
 ) -> None:
-    """A run that such a fault strikes goes on by itself, and ends with the same bits."""
+    """Check that a run recovers from such a fault by itself, and ends with the same bits."""
     how, phase, stage = cell
     faults = Faults(job).fail_at(stage, 0 if phase == "joining" else STEP, phase, how)
     silent = ("--set", "recovery.heartbeat_timeout=2.0")
     result = drive(faults.config(), *silent, under=under, timeout=90)
-    assert committed(result) == undisturbed
+    assert committed(result) == fault_free
     assert_recovered(faults, result)

@@ -1,4 +1,4 @@
-"""What `rpcmp doctor` finds."""
+"""Findings of `rpcmp doctor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A function, called in a fork of what the tests share: a process with torch, and with one thread.
+"""Call a function in a fork of a shared fork server: a process with torch and one thread.
 
 A process of tests has had threads, of gRPC among others; what is forked from one may not come far.
 """
@@ -21,7 +21,7 @@ DONE = b"done"
 
 
 def in_a_fork(function: Callable[..., None], *arguments: str) -> None:
-    """Call it there, by its name in its module, and wait until it returns.
+    """Call a function of a module by name in a fork, and wait until it returns.
 
     Raises:
         AssertionError: it raised something, which is told, or its process ended.
@@ -31,18 +31,18 @@ def in_a_fork(function: Callable[..., None], *arguments: str) -> None:
         with theirs:
             ask_for_fork(line, __name__, theirs.fileno())
         ours.send(json.dumps([function.__module__, function.__name__, *arguments]).encode())
-        said = ours.recv(MAX_BYTES)
-    assert said == DONE, said.decode() or "its process ended"
+        reply = ours.recv(MAX_BYTES)
+    assert reply == DONE, reply.decode() or "its process ended"
 
 
 def main() -> None:
-    """Be the fork."""
+    """Run as the fork."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     module, name, *arguments = json.loads(channel.recv(MAX_BYTES))
     try:
         getattr(importlib.import_module(module), name)(*arguments)
     except BaseException:
-        with contextlib.suppress(OSError):  # nobody waits for it
+        with contextlib.suppress(OSError):  # the parent may be gone
             channel.send(traceback.format_exc().encode()[-MAX_BYTES:])
         raise
     channel.send(DONE)

@@ -1,4 +1,4 @@
-"""Children that a fork server forks, which say of themselves what they are."""
+"""Children of a fork server that report their own state."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if __name__ == "__main__":
 
 
 def write_modules(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`child`, to be run, and `preloaded`, which knows in which process it was imported."""
+    """Write `child`, which is run, and `preloaded`, which records the process that imported it."""
     (folder / "child.py").write_text(CHILD)
     (folder / "preloaded.py").write_text("import os\npid = os.getpid()\n")
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
@@ -58,7 +58,7 @@ def forks() -> Forks:
 async def spawn(
     forks: Forks | None, fds: list[int] | None = None, environment: Mapping[str, str] = ONE_THREAD
 ) -> tuple[Child, dict[str, object]]:
-    """A child, and what it says of itself."""
+    """Start a child; returns it and its report."""
     child = await Child.spawn("child", environment, fds or [], forks)
     return child, await anext(child.messages())
 

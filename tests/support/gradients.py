@@ -1,4 +1,4 @@
-"""Gradients, of which some may be missing, in a form that compares by bits."""
+"""Gradients, some of them missing, in a form that compares by bits."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from rpcmp.config.topology import Graph, Member
 
 @st.composite
 def graphs(draw: st.DrawFn) -> Graph:
-    """Any stages that read earlier ones; the last reads all that would be left unread."""
+    """Draw a graph of stages that read earlier ones; the last reads all that have no reader."""
     count = draw(st.integers(1, 6))
     inputs: dict[str, list[str]] = {}
     for index in range(count):
@@ -27,7 +27,7 @@ def graphs(draw: st.DrawFn) -> Graph:
 
 
 def workers(*stages: str, replicas: int = 1) -> list[Member]:
-    """Those of stages that all have as many replicas."""
+    """Return the workers of stages with equally many replicas."""
     return [
         Member(stage, index, replica, replicas)
         for index, stage in enumerate(stages)
@@ -36,7 +36,7 @@ def workers(*stages: str, replicas: int = 1) -> list[Member]:
 
 
 def chain_of(num_stages: int, **more: Any) -> Config:
-    """A job of a chain of two stages."""
+    """Return a job with a chain of two stages."""
     config: Config = parse_config(
         {"loss": "m:loss", "model": {"layers": "m:layers", "balance": [2, 1]}, **more}
     )

@@ -1,4 +1,4 @@
-"""Jobs in float16 some of whose steps are skipped, and a program that trains one."""
+"""Jobs in float16 that skip some steps, and a program that trains one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def batch(scale: float = 1.0) -> tuple[Tensor, Tensor]:
 
 
 def use(pipeline: Pipeline, lose: Any) -> tuple[list[Any], str]:
-    """All kinds of calls, some of which skip; what they return, and the parameters in the end."""
+    """Make all kinds of calls, some of which skip; returns their results and the final model."""
     optimizer = pipeline.optimizer
     found: list[Any] = [pipeline.train_step(*batch())]
     lose()
@@ -74,6 +74,6 @@ def use(pipeline: Pipeline, lose: Any) -> tuple[list[Any], str]:
 
 
 def hopeless(**more: Any) -> Config:
-    """A model none of whose gradients is ever finite, and a scale that shrinks fast."""
+    """Return a job whose gradients are never finite, with a scale that shrinks fast."""
     scaling = {"initial": 1.0, "backoff_factor": 0.01}
     return launched(loss_scaling=scaling, recovery={"watchdog": 10.0}, **more)

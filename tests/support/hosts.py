@@ -1,4 +1,4 @@
-"""Runs that lose a host: slow enough to lose one in time, and what must have become of them."""
+"""Runs that lose a host, slow enough to lose one in time, and checks of their recovery."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ LOSING = '"event": "step", "step": 5,'
 
 
 def slow_config(job: JobFolder, milliseconds: float = SLOW) -> Path:
-    """A job of two stages."""
+    """Write the config of a job of two stages."""
     return Faults(job).config(f"steps = {STEPS}", 2, milliseconds)
 
 
-def undisturbed_in(folder: Path) -> Committed:
-    """What a run commits that loses nothing."""
+def committed_without_fault(folder: Path) -> Committed:
+    """Return what a run commits that loses nothing."""
     return committed(rpcmp("drive", slow_config(JobFolder(folder / "job")), "--json"))
 
 
-def assert_went_on(result: Result, undisturbed: Committed, steps: int = 1) -> None:
-    """One generation more, from memory, the same bits, and at most `steps` done again."""
-    assert committed(result) == undisturbed
+def assert_went_on(result: Result, fault_free: Committed, steps: int = 1) -> None:
+    """Check one new generation, the same bits, and at most `steps` repeated steps."""
+    assert committed(result) == fault_free
     (recovered,) = [event for event in result.events if event["event"] == "recovered"]
     (fault,) = [event for event in result.events if event["event"] == "fault"]
     assert recovered["generation"] == 2

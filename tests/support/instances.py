@@ -1,4 +1,4 @@
-"""What code has made that keeps it to itself, for a test to end it."""
+"""Access to objects that code creates without exposing them, so that a test can close them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 Instance = TypeVar("Instance")
 
 
-def noted(patch: pytest.MonkeyPatch, kind: type[Instance]) -> list[Instance]:
-    """All of a class that are made from now on, until `patch` is undone."""
+def record_instances(patch: pytest.MonkeyPatch, kind: type[Instance]) -> list[Instance]:
+    """Return a list of all instances created until `patch` is undone."""
     made: list[Instance] = []
     construct = kind.__init__
 

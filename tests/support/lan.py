@@ -1,4 +1,4 @@
-"""Hosts on a network of their own, made of namespaces: their cables can be cut, and slowed."""
+"""Hosts on their own network, made of namespaces, whose cables can be cut and slowed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PREFIX = "10.77.0"
 
 @dataclass(frozen=True)
 class Host:
-    """A host.
+    """A host of the network.
 
     Attributes:
         address: its IP address.
@@ -36,16 +36,16 @@ class Host:
     inside: tuple[str, ...]
 
     def unplug(self) -> None:
-        """Pull the cable."""
+        """Cut the cable."""
         _ip("-n", self.switch, "link", "set", self.cable, "down")
 
     def plug(self) -> None:
-        """Put it back."""
+        """Reconnect the cable."""
         _ip("-n", self.switch, "link", "set", self.cable, "up")
 
     @contextlib.contextmanager
     def limited(self, rate: str) -> Iterator[None]:
-        """Let no more through in each direction than "1gbit"."""
+        """Limit the bandwidth to `rate` ("1gbit") in each direction."""
         bucket = ["root", "tbf", "rate", rate, "burst", "1mb", "latency", "50ms"]
         ends = [
             ([*self.inside, needs("tc"), "qdisc"], "eth0"),
@@ -60,7 +60,7 @@ class Host:
                 subprocess.run([*command, "del", "dev", device, "root"], check=True)
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run something on the host."""
+        """Run a command on the host."""
         return subprocess.run(
             [*self.inside, *command], capture_output=True, text=True, timeout=60, check=False
         )
@@ -68,7 +68,7 @@ class Host:
 
 @contextlib.contextmanager
 def lan(count: int, folder: Path) -> Iterator[list[Host]]:
-    """Hosts that are connected to one switch.
+    """Create hosts that are connected to one switch.
 
     Args:
         folder: where each finds who it is.
@@ -111,20 +111,20 @@ def _ip(*arguments: str) -> None:
 
 
 def issue(folder: Path, *hosts: str) -> Path:
-    """Certificates for a stage on each host, and for a driver; returns their folder."""
+    """Issue certificates for a stage on each host and for a driver; returns their folder."""
     cli(folder, "init", *(part for host in hosts for part in ("--host", host)))
     return folder
 
 
 def issue_to_driver(folder: Path, host: str) -> Path:
-    """Certificates for a stage, and for a driver that answers there; returns that one's folder."""
+    """Issue certificates for a stage and for a driver that listens; returns the driver's folder."""
     issue(folder, host)
     cli(folder, "issue", "--driver", "--name", "driver-here", "--host", host)
     return folder / "driver-here"
 
 
 def cli(folder: Path, command: str, *options: str) -> None:
-    """`rpcmp certs COMMAND`, in this process."""
+    """Run `rpcmp certs COMMAND` in this process."""
     certs.main([command, str(folder), *options], standalone_mode=False)
 
 
@@ -132,7 +132,7 @@ def cli(folder: Path, command: str, *options: str) -> None:
 def serving(
     stage: int, host: str, certs: Path, under: tuple[str, ...] = (), options: Sequence[str] = ()
 ) -> Iterator[Server]:
-    """A stage server that only lets in who has a certificate.
+    """Start a stage server that accepts only peers with certificates.
 
     Args:
         under: a program and its arguments that runs it, with a fork server of its own beneath it;
@@ -141,7 +141,7 @@ def serving(
     command = ["--stage", str(stage), "--listen", host, *options]
     command += ["--certs", str(certs / f"stage{stage}")]
     if not under:
-        with running_server(*command, whose=f"stage {stage}") as server:
+        with running_server(*command, owner=f"stage {stage}") as server:
             yield server
         return
     with running("serve", *command, under=under) as run:
@@ -150,14 +150,14 @@ def serving(
 
 @contextlib.contextmanager
 def driving(config: Path, certs: Path, *options: str, on: Host) -> Iterator[Running]:
-    """`rpcmp drive` on a host."""
+    """Start `rpcmp drive` on a host."""
     where = ("--certs", str(certs / "driver"))
     with running("drive", config, "--json", *where, *options, under=on.inside) as run:
         yield run
 
 
 def listening(host: Host) -> set[tuple[str, int]]:
-    """Where anybody listens on a host, for TCP."""
+    """Return the addresses of all TCP listeners on a host."""
     rows = host.run("cat", "/proc/net/tcp", "/proc/net/tcp6").stdout.splitlines()
     found = (row.split()[1].split(":") for row in rows if re.search(r":\w{4} \w+:0000 0A", row))
     return {(_dotted(address), int(port, 16)) for address, port in found}

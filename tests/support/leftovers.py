@@ -1,4 +1,4 @@
-"""Jobs that fail in the middle, and leave a checkpoint for the next."""
+"""Jobs that fail midway and leave a checkpoint for the next run."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ MENDED = ("--set", "data.train.kwargs.at=-1")
 
 
 def left_in(folder: Path) -> list[int]:
-    """The last step of each run that has left something, the newest run first."""
+    """Return the last step of each run that left checkpoints, the newest run first."""
     return [run.last_step for run in runs_in(folder)]
 
 
 class Failed:
-    """A job that has failed, and left a checkpoint.
+    """A failed job that left a checkpoint.
 
     Attributes:
         config: of the job.
@@ -52,14 +52,14 @@ class Failed:
         assert 1 <= self.step <= 3
 
     def copied(self, folder: Path) -> Failed:
-        """The same that another test may change."""
+        """Return a copy that a test may change."""
         shutil.copytree(self.config.parent, folder)
         copied = copy.copy(self)
         copied.config, copied.folder = folder / self.config.name, folder / self.folder.name
         return copied
 
     def age(self, **by: float) -> None:
-        """Make the checkpoint older than it is."""
+        """Backdate the checkpoint."""
         (run,) = runs_in(self.folder)
         assert run.newest is not None
         written = (datetime.now(UTC) - timedelta(**by)).isoformat(timespec="seconds")

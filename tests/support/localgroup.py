@@ -1,4 +1,4 @@
-"""A job whose stages and driver are in this process: real but for torch RPC and the processes.
+"""A job whose stages and driver are in this process: real except for torch RPC and processes.
 
     driver's Group, Training ──LocalTransport──> Stage, Stage, ...    each with its compute thread
                                     └── one thread pool; plain autograd in place of the distributed
@@ -58,7 +58,7 @@ from rpcmp.worker.forward import Execution
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.stage import Stage
 from tests.support.faults import Committed
-from tests.support.instances import noted
+from tests.support.instances import record_instances
 from tests.support.localtransport import LocalTransport
 from tests.support.places import ZOO
 
@@ -77,7 +77,7 @@ def _one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _meanwhile_others(function: Callable[[int], None]) -> Callable[[int], None]:
-    """`function`, which waits for other stages, called by one whose turn it is."""
+    """Wrap `function`, which waits for other stages, to release its turn meanwhile."""
 
     def call(step: int) -> None:
         _computing.release()
@@ -89,8 +89,8 @@ def _meanwhile_others(function: Callable[[int], None]) -> Callable[[int], None]:
     return call
 
 
-class Begin(NamedTuple):
-    """What a group may go on from.
+class SavedGroup(NamedTuple):
+    """State that a group can resume from.
 
     Attributes:
         progress: the driver's.
@@ -102,14 +102,14 @@ class Begin(NamedTuple):
 
 
 class _Supervisor:
-    """In the place of a worker's channel: there is nobody to be told."""
+    """Stand-in for a worker's channel; ignores all messages."""
 
     def send(self, message: Message) -> None:
-        """Take no notice."""
+        """Ignore the message."""
 
 
 class LocalLoaders(LoaderPool):
-    """What loads a stage's samples, in a thread instead of processes."""
+    """Loaders of a stage's samples, in a thread instead of processes."""
 
     def __init__(self, config: Config, stage: str) -> None:
         self._stage = stage
@@ -159,7 +159,7 @@ class LocalWorker:
         optimizer._after_step = _meanwhile_others(optimizer._after_step)
 
     def end(self) -> None:
-        """End its threads, and free its memory."""
+        """Stop its threads and free its memory."""
         self.stage._compute.close()
         if self._loaders is not None:
             self._loaders.close()
@@ -175,15 +175,15 @@ class LocalGroup:
         workers: their stages.
         group: the driver's side.
         metrics: those that the driver computes.
-        begin: what it goes on from.
-        events: what the driver has told.
+        saved: what it resumes from.
+        events: reported by the driver.
     """
 
     config: Config
     planned: Planned
     workers: list[LocalWorker]
     group: StageGroup
-    begin: Begin | None = None
+    saved: SavedGroup | None = None
     events: list[Json] = field(default_factory=list)
 
     @cached_property
@@ -194,7 +194,7 @@ class LocalGroup:
             datasets = Datasets.at_stages(self.config, self.group)
         if datasets is None:
             raise JobError("this group has no data to train with")
-        progress = None if self.begin is None else self.begin.progress
+        progress = None if self.saved is None else self.saved.progress
         if progress is not None and progress.scaler is not None:
             self.group.optimizer.load_scaler(progress.scaler)
         return Training(
@@ -213,7 +213,7 @@ class LocalGroup:
         return self.planned.metrics
 
     def of(self, kind: str) -> list[Json]:
-        """The events of a kind."""
+        """Return the events of a kind."""
         return [event for event in self.events if event["event"] == kind]
 
     def train(self, evaluate: bool = False) -> ComparedRun:
@@ -227,12 +227,12 @@ class LocalGroup:
         return ComparedRun(losses, state, skipped=skipped)
 
     def committed(self) -> Committed:
-        """As `tests.support.faults.committed` of a run."""
+        """Return the same as `tests.support.faults.committed` of a run."""
         steps = [(event["step"], event["loss"].hex()) for event in self.of("step")]
         return steps, self.group.parameters_sha256()
 
-    def kept(self, folder: Path) -> Begin:
-        """What the stages keep of the last step, in files, for another group.
+    def save(self, folder: Path) -> SavedGroup:
+        """Copy the stages' snapshots of the last step to files, for another group.
 
         What the driver keeps is what it reads in a checkpoint's manifest, JSON.
         """
@@ -243,29 +243,29 @@ class LocalGroup:
             assert snapshot is not None, f"{worker.part.member.label} keeps nothing of step {step}"
             files.append(str(folder / f"{worker.part.member.name}.safetensors"))
             shutil.copyfile(worker.slots.path(snapshot.slot), files[-1])
-        told = json.loads(json.dumps(self.training.progress.message()))
-        return Begin(TrainingProgress.from_message(told), files)
+        message = json.loads(json.dumps(self.training.progress.message()))
+        return SavedGroup(TrainingProgress.from_message(message), files)
 
 
 def _end(executors: Sequence[ThreadPoolExecutor]) -> None:
-    """Those that members have made: in a worker they live as long as its process."""
+    """Shut down the members' thread pools, which in a worker live as long as its process."""
     for each in executors:
         each.shutdown(wait=False)
 
 
 @contextlib.contextmanager
 def local_group(
-    config: Config, begin: Begin | None = None, load_data: bool = True
+    config: Config, saved: SavedGroup | None = None, load_data: bool = True
 ) -> Iterator[LocalGroup]:
-    """A job's group, joined and ready to train.
+    """Build a job's group, joined and ready to train.
 
     Args:
-        begin: what it goes on from.
+        saved: what it resumes from.
         load_data: whether it trains on the config's data.
     """
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        stack.callback(_end, noted(patch, ThreadPoolExecutor))
+        stack.callback(_end, record_instances(patch, ThreadPoolExecutor))
         for owner, name in (
             (Execution, "_compute"),
             (Execution, "_infer"),
@@ -286,18 +286,18 @@ def local_group(
         patch.setattr(process, "TorchRpc", lambda: peers)
         workers = []
         for part in planned.assignments:
-            workers.append(LocalWorker(part, [] if begin is None else begin.files))
+            workers.append(LocalWorker(part, [] if saved is None else saved.files))
             stack.callback(workers[-1].end)
             services[part.member.name] = workers[-1].stage
         group = StageGroup(config, services[DRIVER], peers)
         stack.callback(group.close)
         # Nobody may wait in a step that was begun and not ended: threads are joined at the exit.
         stack.callback(group._rounds.abort, JobError("the group has ended"), 1)
-        yield LocalGroup(config, planned, workers, group, begin)
+        yield LocalGroup(config, planned, workers, group, saved)
 
 
 def unsplit(config: Config) -> ComparedRun:
-    """The same job in one process, by code that shares nothing with the stages'."""
+    """Train the same job in one process, by code that shares nothing with the stages."""
     section = config.require_data("training the unsplit model")
     batches = load_batches(section.train, "data.train", section, config.seed, training=True)
     model = UnsplitModel(

@@ -1,4 +1,4 @@
-"""What `rpcmp.launch` returns, whose group is in this process."""
+"""The pipeline that `rpcmp.launch` returns, with its group in this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class LocalPipeline(Pipeline):
-    """Its calls are answered as a driver process answers them, with errors as they travel."""
+    """A pipeline whose calls are answered as by a driver process, errors encoded included."""
 
     def __init__(self, config: Config, operations: Operations) -> None:
         self.optimizer = PipelineOptimizer(self)
@@ -40,7 +40,7 @@ class LocalPipeline(Pipeline):
 
 @contextlib.contextmanager
 def local_pipeline(config: Config) -> Iterator[LocalPipeline]:
-    """A job's pipeline; the caller brings the mini-batches."""
+    """Open a job's pipeline; the caller supplies the mini-batches."""
     config = config.model_copy(update={"checkpoint": None})
     with local_group(config, load_data=False) as local:
         yield LocalPipeline(config, Operations(config, local.group, metrics=local.metrics))

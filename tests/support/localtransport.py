@@ -1,4 +1,4 @@
-"""A group's transport without torch RPC: the members are in this process, autograd is plain.
+"""A group's transport without torch RPC: all members in this process, with plain autograd.
 
 A message arrives as a copy, by the unpickler of the real ones; gradients come back the same way.
 """
@@ -26,7 +26,7 @@ NUM_THREADS = 4
 
 
 class LocalTransport:
-    """The members of a group that are all in this process; see rpcmp.rpc.transport.Transport.
+    """Transport between members in this process; see rpcmp.rpc.transport.Transport.
 
     Args:
         services: what each member serves, by its name; may be filled in later.
@@ -63,7 +63,7 @@ class LocalTransport:
         return {}
 
     def close(self) -> None:
-        """Let its threads end."""
+        """Stop its threads."""
         self._pool.shutdown()
 
     def _ask(
@@ -87,7 +87,7 @@ class LocalTransport:
 
 
 class _Journey(torch.autograd.Function):
-    """A tensor's way to another member; its gradient comes back the same way."""
+    """Autograd function that carries a tensor to another member and its gradient back."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, tensor: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class _Journey(torch.autograd.Function):
 
 
 def copied(message: Any) -> Any:
-    """What arrives of a message: pickled and unpickled, with copies of its tensors."""
+    """Return a message as received: pickled and unpickled, with copies of its tensors."""
     tensors: list[Tensor] = []
 
     class Pickler(pickle.Pickler):

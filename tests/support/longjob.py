@@ -1,4 +1,4 @@
-"""A job that lasts until it is ended."""
+"""A job that runs until it is stopped."""
 
 from __future__ import annotations
 

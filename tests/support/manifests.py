@@ -1,4 +1,4 @@
-"""Manifests of checkpoints that nobody has written."""
+"""Manifests of checkpoints without files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SHA = hashlib.sha256(b"abc").hexdigest()
 
 
 def stage(name: str = "stage0", layers: tuple[str, ...] = ("embed", "hidden")) -> StageFile:
-    """One stage's part, of a file that holds b"abc"."""
+    """Return one stage's part, for a file that holds b"abc"."""
     return StageFile(
         name=name,
         layers=list(layers),
@@ -24,7 +24,7 @@ def stage(name: str = "stage0", layers: tuple[str, ...] = ("embed", "hidden")) -
 
 
 def manifest(step: int = 120, **fields: Any) -> Manifest:
-    """A checkpoint of two stages."""
+    """Return the manifest of a checkpoint of two stages."""
     defaults: dict[str, Any] = {
         "job": "digits",
         "run": "r1",

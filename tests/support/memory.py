@@ -1,4 +1,4 @@
-"""How much memory a command takes at most, and how much it may."""
+"""Peak memory of a command, and its limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ sys.exit(code)
 
 
 def measured(*arguments: str | Path) -> tuple[int, str, int]:
-    """Exit code and standard error of a command, and the MiB that it took at most."""
+    """Run a command; returns its exit code, standard error and peak memory in MiB."""
     words = [sys.executable, "-c", MEASURED, sys.executable, "-m", "rpcmp", *map(str, arguments)]
     found = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
     return found.returncode, found.stderr, int(found.stdout.rpartition("MiB")[2])

@@ -17,7 +17,7 @@ from rpcmp.data.batches import Batches
 
 
 class Transformed(Dataset[tuple[Tensor, int]]):
-    """Ten samples; a random transform draws from every generator there is."""
+    """Ten samples whose random transform draws from every generator."""
 
     def __len__(self) -> int:
         return 10
@@ -28,7 +28,7 @@ class Transformed(Dataset[tuple[Tensor, int]]):
 
 
 class AllAtOnce(Transformed):
-    """Loads all samples of a mini-batch in one go."""
+    """Dataset that loads all samples of a mini-batch in one call."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         raise AssertionError("one by one")
@@ -38,19 +38,19 @@ class AllAtOnce(Transformed):
 
 
 def batches_of(dataset: Dataset[Any], **options: Any) -> Batches:
-    """The mini-batches of a dataset, for training."""
+    """Return the mini-batches of a dataset for training."""
     unused = Factory(callable="tests.zoo.models:numbers")
     section = DataConfig(train=unused, **{"batch_size": 3, **options})
     return Batches(dataset, section, seed=0, training=True)
 
 
 def values(batches: Batches, epoch: int, first: int = 0) -> list[tuple[Any, Any]]:
-    """The mini-batches in a form that compares by bits."""
+    """Return the mini-batches in a form that compares by bits."""
     return [(inputs.tolist(), targets.tolist()) for inputs, targets in batches.epoch(epoch, first)]
 
 
 def require_tails(num_workers: int, shuffle: bool) -> None:
-    """Compare what is left of an epoch with the whole."""
+    """Compare every resumed epoch with the tail of the whole one."""
     options = {"num_workers": num_workers, "shuffle": shuffle}
     with closing(batches_of(Transformed(), **options)) as batches:
         whole = values(batches, 2)

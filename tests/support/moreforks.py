@@ -1,4 +1,4 @@
-"""A fork server as a fork of another, which has done its imports: see tests.support.sharedforks.
+"""A fork server that is a fork of another one and its imports; see tests.support.sharedforks.
 
 It makes a network of its own, as every fork server does.
 """

@@ -1,4 +1,4 @@
-"""Which tests catch which fault: one-line mutations of rpcmp, planted one after the other.
+"""Find out which tests catch which fault: plant one-line mutations of rpcmp one by one.
 
     python -m tests.support.mutants --seed 1 --count 40 > mutants.jsonl
 
@@ -45,7 +45,7 @@ AREAS = {
         "checkpoint/slot_writer.py",
     ),
     "recovery": ("job/recovery.py", "job/restore_point.py", "job/restore_planner.py"),
-    "checkpoints": ("checkpoint/folder.py", "checkpoint/files.py", "checkpoint/runs.py"),
+    "checkpoints": ("checkpoint/folder.py", "checkpoint/files.py", "checkpoint/manifest.py"),
     "unpickler": ("rpc/unpickler.py", "net/rpc_pickle.py", "net/rpc_inspection.py"),
     "roles": ("net/identity.py", "net/security.py"),
     "config": (
@@ -92,7 +92,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of it: the test that failed first; empty: all passed, or it was not planted."""
+    """The first test that failed; empty if all passed, or if the mutant was not planted."""
 
     mutant: Mutant
     caught_by: str
@@ -100,7 +100,7 @@ class Verdict:
 
 
 def mutants_of(area: str, path: Path) -> list[Mutant]:
-    """All mutants of one module that this knows to make."""
+    """Return all mutants of one module."""
     source = path.read_text(encoding="utf-8")
     lines = source.splitlines()
     found = []
@@ -118,7 +118,7 @@ def mutants_of(area: str, path: Path) -> list[Mutant]:
 
 
 def _replacements(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
-    """Expressions and statements, each with what it may be changed to."""
+    """Yield expressions and statements, each with a replacement."""
     for node in ast.walk(tree):
         match node:
             case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in COMPARISONS:
@@ -149,15 +149,10 @@ def _text(left: ast.expr, op: str, right: ast.expr) -> str:
 
 
 def drawn(seed: int, count: int) -> list[Mutant]:
-    """`count` mutants, as many of each area; the same for the same seed and tree."""
+    """Draw `count` mutants, equally many per area; the same for the same seed and tree."""
     draw = random.Random(seed)
     by_area = {
-        area: [
-            mutant
-            for name in names
-            if (ROOT / "rpcmp" / name).exists()
-            for mutant in mutants_of(area, ROOT / "rpcmp" / name)
-        ]
+        area: [mutant for name in names for mutant in mutants_of(area, ROOT / "rpcmp" / name)]
         for area, names in AREAS.items()
     }
     areas = [area for area in by_area if by_area[area]]
@@ -169,7 +164,7 @@ def drawn(seed: int, count: int) -> list[Mutant]:
 
 
 def tests_near(module: str, folder: Path) -> list[str]:
-    """Test files that are named after a module, or import it; the former first."""
+    """Return test files that are named after a module, then those that import it."""
     dotted = ".".join(("rpcmp", *Path(module).with_suffix("").parts))
     package, _, name = dotted.rpartition(".")
     imports = re.compile(
@@ -213,7 +208,7 @@ def tried(mutant: Mutant, copy: Path, options: Sequence[str], limit: float) -> V
 
 
 def _failed(copy: Path, options: Sequence[str], limit: float) -> str:
-    """The first test that fails; empty if all pass."""
+    """Return the first test that fails, or an empty string if all pass."""
     plugin = ["-p", "tests.support.mutants"]
     command = [sys.executable, "-m", "pytest", *plugin, "-x", "-q", "--timeout", "60", *options]
     environment = {**os.environ, "PYTHONPATH": str(copy)}
@@ -227,22 +222,22 @@ def _failed(copy: Path, options: Sequence[str], limit: float) -> str:
         start_new_session=True,
     ) as run:
         try:
-            said, _ = run.communicate(timeout=limit)
+            output, _ = run.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
             os.killpg(run.pid, signal.SIGKILL)
-            said, _ = run.communicate()
-            return _first(said) or f"not ended after {limit:.0f} s"
-    return _first(said) or ("" if run.returncode in (0, 5) else f"exit code {run.returncode}")
+            output, _ = run.communicate()
+            return _first(output) or f"not ended after {limit:.0f} s"
+    return _first(output) or ("" if run.returncode in (0, 5) else f"exit code {run.returncode}")
 
 
-def _first(said: str) -> str:
-    """The first test that failed, from what pytest says."""
-    failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", said, re.M)
+def _first(output: str) -> str:
+    """Return the first failed test in the output of pytest."""
+    failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", output, re.M)
     return failed[1] if failed else ""
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the process once a test has failed: a thread that waits for ever would keep it."""
+    """Exit once a test has failed: a thread that waits forever would block the exit."""
     session = config.pluginmanager.get_plugin("session")
     if session is not None and session.testsfailed and not hasattr(config, "workerinput"):
         sys.stdout.flush()
@@ -250,7 +245,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def main() -> None:
-    """Print a line of JSON a mutant."""
+    """Print one line of JSON per mutant."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=40)

@@ -1,4 +1,4 @@
-"""Tensors that are equal but for their last bits.
+"""Compare tensors that may differ in their last bits.
 
 `torch.testing.assert_close` would say it, but imports half of torch.distributed and SymPy for that:
 more than a second, in each process that runs tests.
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def assert_near(found: Tensor, expected: Tensor, rtol: float = 1.3e-6, atol: float = 1e-5) -> None:
-    """Fail unless shapes and dtypes are the same and each number is near.
+    """Fail unless shapes and dtypes are equal and each number is near.
 
     Args:
         rtol: relative to the number that is expected.

@@ -1,4 +1,4 @@
-"""Programs and rights that a test of tests/system cannot do without: it fails for want of them."""
+"""Programs and rights that tests in tests/system require: the tests fail without them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SYSTEM = ("/usr/local/sbin", "/usr/sbin", "/sbin")
 
 
 def needs(program: str) -> str:
-    """The path of a program; fails the test if there is none."""
+    """Return the path of a program; fails the test if it is missing."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), *SYSTEM])
     found = shutil.which(program, path=path)
     if found is None:
@@ -39,7 +39,7 @@ def needs(program: str) -> str:
 
 
 def needs_root(why: str) -> None:
-    """Fail the test if it is not root's.
+    """Fail the test unless it runs as root.
 
     Args:
         why: what only root may do.

@@ -1,4 +1,4 @@
-"""Events of a run that never was, as a page is told them: four stages, one of them replicated."""
+"""Events of a made-up run for the page: four stages, one of them replicated."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ REPLICATED = "lift"
 
 
 def labels() -> list[str]:
-    """Of all workers."""
+    """Return the labels of all workers."""
     return ["fine", "coarse", "lift:0", "lift:1", "finish"]
 
 
 def run(num_steps: int, lost_after: int | None = None, name: str = "unet") -> Iterator[Event]:
-    """A whole run; after step `lost_after` the worker "coarse" is lost and comes back."""
+    """Yield the events of a run; after step `lost_after` the worker "coarse" is lost and comes
+    back.
+    """
     now, generation = BEGAN, 1
     begin = {"steps": None, "epochs": 3, "schedule": "zero-bubble", "data": {"batch_size": 32}}
     yield _run(name, begin) | {"time": now, "generation": 1}
@@ -67,7 +69,7 @@ def run(num_steps: int, lost_after: int | None = None, name: str = "unet") -> It
 
 
 def record(name: str, events: Iterable[Event]) -> Record:
-    """What a run folder of that name holds that was told these events."""
+    """Return the run folder's files for these events."""
     found = tuple(typed(event) for event in events)
     info = RunInfo(name=name, started=BEGAN, outcome="done")
     config = next(event.config for event in found if isinstance(event, RunEvent))
@@ -75,13 +77,13 @@ def record(name: str, events: Iterable[Event]) -> Record:
 
 
 def fault(step: int, stage: str = "coarse") -> Event:
-    """`stage` is lost."""
+    """Return the event of a lost `stage`."""
     text = f"the worker of stage {stage!r} was killed by signal 9"
     return {"event": "fault", "step": step, "stage": stage, "error": text, "generation": 1}
 
 
 def vitals(step: int, generation: int = 1, **states: str) -> Event:
-    """A sign of life of all; by label, in a state other than running."""
+    """Return the vitals of all workers; `states` by label for those that are not running."""
     workers = {
         label: {
             "state": states.get(label.replace(":", "_"), "running"),
@@ -105,7 +107,7 @@ def vitals(step: int, generation: int = 1, **states: str) -> Event:
 
 
 def timeline(step: int) -> Event:
-    """A pipeline of four micro-batches, 10 ms for each action of each worker."""
+    """Return a pipeline of four micro-batches with 10 ms per action of each worker."""
     stages = []
     for row, label in enumerate(labels()):
         spans: list[list[Any]] = []

@@ -1,4 +1,4 @@
-"""Two real torch RPC agents, and between them an inspection as a relay has it; all is recorded."""
+"""Two real torch RPC agents with an inspection between them, as in a relay; records all bytes."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ for line in sys.stdin:
 
 @dataclass
 class Conversation:
-    """One connection: what each side has sent, and what passed to the inside."""
+    """One connection: the bytes that each side sent, and those that the inspection let in."""
 
     from_outside: bytearray = field(default_factory=bytearray)
     from_inside: bytearray = field(default_factory=bytearray)
@@ -122,7 +122,7 @@ class Conversation:
 
 
 class Proxy:
-    """Listens where "outside" believes "inside" to be; every connection is inspected.
+    """Listens at the address that "outside" has for "inside"; inspects every connection.
 
     Attributes:
         conversations: all connections so far.
@@ -226,14 +226,14 @@ class Proxy:
 
 @dataclass
 class Talk:
-    """What came of a script: what it printed, and what went by."""
+    """Result of a script: its output, and the recorded connections."""
 
     printed: str
     proxy: Proxy
 
 
 class Agents:
-    """Processes that talk to each other, see AGENTS; ended by `close`."""
+    """Processes that send each other messages, see AGENTS; ended by `close`."""
 
     def __init__(self, folder: Path) -> None:
         source = folder / "agents.py"

@@ -1,4 +1,4 @@
-"""Where things lie in the repository."""
+"""Paths of the repository."""
 
 from pathlib import Path
 

@@ -1,10 +1,10 @@
-"""Stage servers that the jobs of this process share, each with the next job: started once.
+"""Stage servers that the jobs of this process share one after the other; started once.
 
     in the place of rpcmp.job.server_pool.LocalServers
     job ──start──> takes servers from the pool, which starts what is missing
         ──stop───> puts them back, once they are idle and hold nothing of it any more
 
-    with lent(2) as servers: rpcmp("drive", config, "--connect", connect(servers))
+    with lend_servers(2) as servers: rpcmp("drive", config, "--connect", connect(servers))
 
 They are what `rpcmp drive` would start: children of this process that fork by its shared fork
 server; but any of them serves any stage, and writes checkpoints anywhere. A job that is confined,
@@ -68,32 +68,30 @@ class PooledServer:
                 start_new_session=True,
             )
             assert self.process.stdout is not None
-            told = self.process.stdout.readline().decode()
-            if (found := re.search(r"127\.0\.0\.1:\d+", told)) is None:
+            output = self.process.stdout.readline().decode()
+            if (found := re.search(r"127\.0\.0\.1:\d+", output)) is None:
                 self.end()
                 err.seek(0)
-                raise AssertionError(f"a stage server did not start: {told}{err.read().decode()}")
+                raise AssertionError(f"a stage server did not start: {output}{err.read().decode()}")
         self.address = found[0]
 
     @property
     def pid(self) -> int:
-        """Of the server."""
         return self.process.pid
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is gone."""
         return self.process.poll() is not None
 
     def is_idle(self) -> bool:
-        """Whether it has forgotten the last job, or has ended."""
+        """Whether it has no job, or has ended."""
         if self.has_ended:
             return True
         found = processes.describe(self)
         return found.state == pb.SERVER_STATE_IDLE and not found.job and not found.draining
 
     def end(self) -> None:
-        """Kill it, with what it has had forked."""
+        """Kill it and the workers forked for it."""
         self.process.kill()
         self.process.wait()
         if self.process.stdout is not None:
@@ -101,7 +99,7 @@ class PooledServer:
 
 
 class ServerPool:
-    """Servers that no job has. Thread-safe."""
+    """Idle servers. Thread-safe."""
 
     def __init__(self) -> None:
         self._all: list[PooledServer] = []
@@ -111,7 +109,7 @@ class ServerPool:
         self._starter = ThreadPoolExecutor(1, "pooled-servers")
 
     def take(self) -> PooledServer:
-        """One that runs."""
+        """Return an idle server, or start one."""
         with self._lock:
             while self._idle:
                 server = self._idle.pop()
@@ -120,11 +118,11 @@ class ServerPool:
         return self.start()
 
     def start(self, listen: str = "127.0.0.1:0") -> PooledServer:
-        """A new one."""
+        """Start a new server."""
         return self._starter.submit(self._start, listen).result()
 
     def put(self, server: PooledServer) -> None:
-        """Give one back that is to be idle, or has ended.
+        """Return a server to the pool, which must be idle or ended.
 
         Raises:
             AssertionError: it is not, and was killed.
@@ -140,12 +138,12 @@ class ServerPool:
             self._idle.append(server)
 
     def taken(self) -> list[PooledServer]:
-        """Those that some job has."""
+        """The servers that jobs use."""
         with self._lock:
             return [each for each in self._all if not (each in self._idle or each.has_ended)]
 
     def close(self) -> None:
-        """End all of them."""
+        """Stop all servers."""
         with self._lock:
             for server in self._all:
                 server.end()
@@ -162,8 +160,8 @@ POOL = ServerPool()
 
 
 @contextlib.contextmanager
-def lent(count: int) -> Iterator[list[PooledServer]]:
-    """As many servers of the pool, for one test that has a job connect to them.
+def lend_servers(count: int) -> Iterator[list[PooledServer]]:
+    """Lend servers of the pool to one test, whose jobs connect to them.
 
     They must be idle again at the end. One may be stopped or killed: the next test has another.
     They share the driver's network. See `running_servers` for those of several hosts.
@@ -177,8 +175,8 @@ def lent(count: int) -> Iterator[list[PooledServer]]:
 
 
 @contextlib.contextmanager
-def lent_at(address: str) -> Iterator[PooledServer]:
-    """A new one in the place of one that has ended."""
+def lend_server_at(address: str) -> Iterator[PooledServer]:
+    """Start a new server at the address of one that has ended."""
     server = POOL.start(address)
     try:
         yield server
@@ -187,7 +185,7 @@ def lent_at(address: str) -> Iterator[PooledServer]:
 
 
 class PooledServers(LocalServers):
-    """Servers of the pool, for one job; see LocalServers."""
+    """Servers of the pool for one job; see LocalServers."""
 
     def __init__(self, forks: Forks, options: Sequence[str] = ()) -> None:
         super().__init__(forks, options)

@@ -11,7 +11,7 @@ Item = TypeVar("Item")
 
 
 class _Jumping(selectors.DefaultSelector):
-    """Has the time pass that it should wait."""
+    """Selector that advances the clock instead of waiting."""
 
     now = 0.0
 
@@ -22,7 +22,7 @@ class _Jumping(selectors.DefaultSelector):
 
 
 class PretendedTime(asyncio.SelectorEventLoop):
-    """Runs `asyncio.sleep(3600)` at once, after which its clock says an hour more."""
+    """Event loop that runs `asyncio.sleep(3600)` at once and then shows one hour more."""
 
     def __init__(self) -> None:
         self._jumping = _Jumping()
@@ -33,6 +33,6 @@ class PretendedTime(asyncio.SelectorEventLoop):
 
 
 def in_pretended_time(work: Coroutine[Any, Any, Item]) -> tuple[Item, float]:
-    """What it returns, and the seconds that it took."""
+    """Run a coroutine; returns its result and the seconds that it took."""
     with asyncio.Runner(loop_factory=PretendedTime) as runner:
         return runner.run(work), runner.get_loop().time()

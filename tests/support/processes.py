@@ -1,4 +1,4 @@
-"""Real processes for tests: started, waited for by condition, ended by the test that began them."""
+"""Real processes for tests: started, polled for conditions, and ended by the same test."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def poll_for(condition: Callable[[], Any], what: str, timeout: float = DEADLINE)
 
 
 NO_NETWORKS = "no network namespace can be made"
-"""What a run warns of where the kernel, or a container's profile, makes none."""
+"""The warning of a run if the kernel, or a container's profile, creates no network namespaces."""
 
 
 MAKES_A_NETWORK = """
@@ -63,7 +63,7 @@ import ctypes, fcntl, socket, struct
 USER, NETWORK, SET_FLAGS, UP = 0x10000000, 0x40000000, 0x8914, 1
 unshare = ctypes.CDLL(None).unshare
 made = unshare(NETWORK) == 0 or unshare(USER | NETWORK) == 0
-if made:  # some kernels let a user make one in which he may do nothing
+if made:  # some kernels create one without any rights in it
     fcntl.ioctl(socket.socket(), SET_FLAGS, struct.pack("16sh14x", b"lo", UP))
 raise SystemExit(not made)
 """
@@ -71,16 +71,16 @@ raise SystemExit(not made)
 
 @functools.cache
 def makes_networks() -> bool:
-    """Whether the kernel lets this user make a network of his own; asked without code of rpcmp."""
+    """Whether the kernel lets this user create network namespaces; asked without rpcmp's code."""
     command = [sys.executable, "-c", MAKES_A_NETWORK]
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
-def of_any_machine(text: str, *begins: str) -> str:
-    """What a command says, but for the warning of a machine that makes no networks.
+def without_network_warning(text: str, *begins: str) -> str:
+    """Remove the warning of a machine that cannot create network namespaces.
 
     Args:
-        begins: how the line of it may begin; nothing: anyhow.
+        begins: prefixes that the line may have; empty: any.
     """
     if NO_NETWORKS not in text or makes_networks():
         return text
@@ -89,7 +89,7 @@ def of_any_machine(text: str, *begins: str) -> str:
 
 
 def with_token(token: str) -> list[psutil.Process]:
-    """The living processes in whose environment the token is, or begins so, but for this one."""
+    """Return the living processes, except this one, with this token prefix in their environment."""
     found = []
     for pid in carrying(token):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -99,7 +99,7 @@ def with_token(token: str) -> list[psutil.Process]:
 
 
 def require_ended(left: Callable[[], list[psutil.Process]], what: str) -> None:
-    """Wait until nothing of it is left; kills what is left all the same, and fails."""
+    """Wait until all processes have ended; kills the remaining ones and fails."""
     try:
         poll_for(lambda: not left(), f"{what} to end")
     finally:
@@ -109,7 +109,7 @@ def require_ended(left: Callable[[], list[psutil.Process]], what: str) -> None:
 
 @dataclass
 class Result:
-    """How a command ended."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -117,11 +117,11 @@ class Result:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """The JSON lines of its standard output."""
+        """JSON lines of its standard output."""
         return [json.loads(line) for line in self.out.splitlines() if line.startswith("{")]
 
     def event(self, name: str) -> dict[str, Any]:
-        """The last event of that name."""
+        """Return the last event with that name."""
         return [event for event in self.events if event["event"] == name][-1]
 
     @property
@@ -129,22 +129,24 @@ class Result:
         return [event["loss"] for event in self.events if event["event"] == "step"]
 
 
-def said(code: int, out: str, err: str) -> Result:
-    """How a command ended, on any machine."""
-    return Result(code, of_any_machine(out, "warning: ", '{"event": "'), of_any_machine(err))
+def result_on_any_machine(code: int, out: str, err: str) -> Result:
+    """Return a result that does not depend on the kernel of this machine."""
+    return Result(
+        code, without_network_warning(out, "warning: ", '{"event": "'), without_network_warning(err)
+    )
 
 
 def unstamped(event: dict[str, Any]) -> dict[str, Any]:
-    """An event but for when it was."""
+    """Return an event without its time."""
     return {key: value for key, value in event.items() if key not in ("time", "generation")}
 
 
 class Watched(ABC):
-    """A command whose standard output is looked at while it runs."""
+    """A command whose standard output is read while it runs."""
 
     @abstractmethod
     def lines(self) -> list[str]:
-        """What it has written so far."""
+        """Output so far."""
 
     @abstractmethod
     def has_ended(self) -> bool:
@@ -152,10 +154,10 @@ class Watched(ABC):
 
     @abstractmethod
     def result(self) -> Result:
-        """How it has ended; what it has written so far if it has not."""
+        """Return the exit code and output, or the output so far while it runs."""
 
     def wait_for_line(self, pattern: str, timeout: float = DEADLINE) -> re.Match[str]:
-        """The first line of standard output that matches."""
+        """Wait for the first line of standard output that matches."""
 
         def found() -> re.Match[str] | None:
             has_ended = self.has_ended()  # before the look at its lines
@@ -172,7 +174,7 @@ class Watched(ABC):
 
 @dataclass
 class Running(Watched):
-    """A command that runs; its output is collected as it comes."""
+    """A running command; its output is collected as it arrives."""
 
     process: subprocess.Popen[str]
     out: list[str] = field(default_factory=list)
@@ -192,7 +194,7 @@ class Running(Watched):
         return self.process.poll() is not None and not any(r.is_alive() for r in self.readers)
 
     def wait(self, timeout: float = DEADLINE) -> Result:
-        """How it ends by itself."""
+        """Wait until it ends by itself."""
         self.process.wait(timeout)
         for reader in self.readers:
             reader.join(timeout)
@@ -200,11 +202,11 @@ class Running(Watched):
 
     def result(self) -> Result:
         out, err = ("".join(lines) for lines in (self.out, self.err))
-        return said(self.process.returncode, out, err)
+        return result_on_any_machine(self.process.returncode, out, err)
 
 
 class RunningHere(Watched):
-    """A command that runs in this process, as another thread sees it.
+    """A command that runs in this process, as seen from another thread.
 
     Attributes:
         out, err: what it writes.
@@ -223,14 +225,14 @@ class RunningHere(Watched):
         return self.code is not None
 
     def signal(self, signum: signal.Signals) -> None:
-        """Send the command a signal, which is for this process."""
+        """Send this process a signal for the command."""
         assert self.code is None, f"it has ended: {self.result()}"
         os.kill(os.getpid(), signum)
 
     def result(self) -> Result:
         """See Watched."""
         code = -1 if self.code is None else self.code
-        return said(code, self.out.getvalue(), self.err.getvalue())
+        return result_on_any_machine(code, self.out.getvalue(), self.err.getvalue())
 
 
 @contextlib.contextmanager
@@ -241,7 +243,7 @@ def running(
     shares: bool | None = None,
     as_typed: bool = False,
 ) -> Iterator[Running]:
-    """`rpcmp COMMAND...`, interrupted and then killed if it still runs at the end.
+    """Start `rpcmp COMMAND...`; interrupts and then kills it if it still runs at the end.
 
     Args:
         under: a program and its arguments that runs it.
@@ -259,7 +261,7 @@ def running(
 
 @contextlib.contextmanager
 def program(shares: bool = True) -> Iterator[tuple[list[str], list[int]]]:
-    """What runs `rpcmp` in a process of its own, and the descriptors that it has to inherit.
+    """Return a command that runs `rpcmp` in its own process, and the descriptors to inherit.
 
     Args:
         shares: whether its jobs fork by a line of FORKS, if any.
@@ -270,7 +272,7 @@ def program(shares: bool = True) -> Iterator[tuple[list[str], list[int]]]:
 
 
 def _in_a_test(*command: str | Path) -> tuple[str | Path, ...]:
-    """Nothing is kept in the repository; a server lets checkpoints lie in any folder."""
+    """Write no run folder into the repository; allow checkpoints in any folder of a server."""
     if command[0] == "drive" and EXAMPLES in Path(command[1]).parents:
         return (*command, "--set", "log.folder=")
     if command[0] == "serve" and "--checkpoints" not in command:
@@ -279,9 +281,9 @@ def _in_a_test(*command: str | Path) -> tuple[str | Path, ...]:
 
 
 @contextlib.contextmanager
-def _line(whose: str) -> Iterator[list[int]]:
-    """The descriptor of a line of FORKS; none where nothing is shared."""
-    line = FORKS.line(whose) if whose else None
+def _line(owner: str) -> Iterator[list[int]]:
+    """Yield the descriptor of a line of FORKS; none if nothing is shared."""
+    line = FORKS.line(owner) if owner else None
     if line is None:
         yield []
         return
@@ -309,7 +311,7 @@ def _start(command: Sequence[str | Path], fds: Sequence[int], cwd: Path | None) 
 
 @contextlib.contextmanager
 def _ended(run: Running) -> Iterator[None]:
-    """Interrupt, and then kill, what still runs at the end."""
+    """Interrupt, and then kill, a process that still runs at the end."""
     process = run.process
     try:
         yield
@@ -324,17 +326,18 @@ def _ended(run: Running) -> Iterator[None]:
 
 
 def runs(process: psutil.Process, what: str) -> bool:
-    """Whether a process is one of ours of this kind: "serve", "rpcmp.worker", "rpcmp.driver"."""
+    """Whether a process is of this kind and ours: "serve", "rpcmp.worker", "rpcmp.driver"."""
     return what in " ".join(process.cmdline()).split()
 
 
 def forked(what: str) -> list[psutil.Process]:
-    """Those of a kind, see `runs`, that were forked by what the tests share."""
+    """Return processes of a kind, see `runs`, that shared fork servers forked."""
     return [process for process in FORKS.children() if runs(process, what)]
 
 
 def rpcmp(*command: str | Path, during: Callable[[RunningHere], object] | None = None) -> Result:
-    """Run `rpcmp COMMAND...` to its end, in this process: an interpreter less, and its imports.
+    """Run `rpcmp COMMAND...` to its end in this process, which saves an interpreter and its
+    imports.
 
     Its job, if any, has stage servers of the pool; see tests.support.pool. `rpcmp_process` is the
     whole of it.
@@ -364,7 +367,7 @@ def rpcmp(*command: str | Path, during: Callable[[RunningHere], object] | None =
 
 @contextlib.contextmanager
 def _own_modules() -> Iterator[None]:
-    """Forget the modules of the job's folder: the next job may have others of the same names."""
+    """Forget the modules of the job's folder: the next job may use the same names."""
     path = [*sys.path]
     try:
         yield
@@ -410,7 +413,7 @@ def _beside(run: RunningHere, during: Callable[[RunningHere], object] | None) ->
 
 
 def rpcmp_process(*command: str | Path, timeout: float = 120.0) -> Result:
-    """Run `rpcmp COMMAND...` to its end, in a process of its own."""
+    """Run `rpcmp COMMAND...` to its end in its own process."""
     with running(*command) as run:
         return run.wait(timeout)
 
@@ -429,7 +432,7 @@ class Server:
 
 @contextlib.contextmanager
 def running_servers(num_stages: int, *options: str, apart: bool = True) -> Iterator[list[Server]]:
-    """One stage server a stage, on free ports.
+    """Start one stage server per stage, on free ports.
 
     Args:
         apart: whether each is in a network of its own, as on a host of its own; else all are in
@@ -439,28 +442,29 @@ def running_servers(num_stages: int, *options: str, apart: bool = True) -> Itera
         runs = []
         for index in range(num_stages):
             place = ("--stage", str(index), "--listen", "127.0.0.1:0")
-            whose = f"stage {index}" if apart else DRIVE
-            runs.append(stack.enter_context(_serving(whose, *place, *options)))
+            owner = f"stage {index}" if apart else DRIVE
+            runs.append(stack.enter_context(_serving(owner, *place, *options)))
         yield [Server(run, run.wait_for_line(r"SERVING on (\S+)")[1]) for run in runs]
 
 
 @contextlib.contextmanager
 def running_server(
-    *options: str | Path, whose: str = DRIVE, under: Sequence[str] = ()
+    *options: str | Path, owner: str = DRIVE, under: Sequence[str] = ()
 ) -> Iterator[Server]:
-    """A stage server: `rpcmp serve OPTIONS...`.
+    """Start a stage server: `rpcmp serve OPTIONS...`.
 
     Args:
-        whose: fork server and network its workers have, see FORKS: those of drivers, or others.
+        owner: selects the fork server and network of its workers, see FORKS: those of drivers, or
+            others.
         under: a program and its arguments that runs it; its workers are not beneath that.
     """
-    with _serving(whose, *options, under=under) as run:
+    with _serving(owner, *options, under=under) as run:
         yield Server(run, run.wait_for_line(r"SERVING on (\S+)")[1])
 
 
 @contextlib.contextmanager
-def _serving(whose: str, *options: str | Path, under: Sequence[str] = ()) -> Iterator[Running]:
-    with _line(whose) as fds:
+def _serving(owner: str, *options: str | Path, under: Sequence[str] = ()) -> Iterator[Running]:
+    with _line(owner) as fds:
         shared = [part for fd in fds for part in ("--forks", str(fd))]
         command = ["-m", "rpcmp", *_in_a_test("serve", *shared, *options)]
         run = _start([*under, sys.executable, *command], fds, None)
@@ -469,7 +473,7 @@ def _serving(whose: str, *options: str | Path, under: Sequence[str] = ()) -> Ite
 
 
 class Addressed(Protocol):
-    """A server that can be reached."""
+    """A server with an address."""
 
     @property
     def address(self) -> str:
@@ -477,32 +481,32 @@ class Addressed(Protocol):
 
 
 def connect(servers: Sequence[Addressed]) -> str:
-    """The value of --connect for `servers`."""
+    """Return the value of --connect for `servers`."""
     return ",".join(server.address for server in servers)
 
 
 def describe(server: Addressed) -> pb.DescribeResponse:
-    """Who a server says it is."""
+    """Ask a server for its description."""
     with grpc.insecure_channel(server.address) as channel:
         return ControlStub(channel).Describe(pb.DescribeRequest(), timeout=10)
 
 
 def status(config: Path, servers: Sequence[Addressed]) -> list[dict[str, Any]]:
-    """What `rpcmp status --json` says."""
+    """Return the output of `rpcmp status --json`."""
     result = rpcmp("status", config, "--json", "--connect", connect(servers))
     stages: list[dict[str, Any]] = json.loads(result.out)["stages"]
     return stages
 
 
 class JobFolder:
-    """A folder with the test models beside the configs."""
+    """A folder with configs and the test models."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         shutil.copytree(ZOO, folder, ignore=shutil.ignore_patterns("__pycache__"))
 
     def config(self, text: str, name: str = "job.toml") -> Path:
-        """Write a config; what the test does not say is filled in from a small default."""
+        """Write a config; a small default supplies what `text` omits."""
         path = self.folder / name
         defaults = {
             "loss": 'loss = "torch.nn:MSELoss"',
@@ -518,7 +522,7 @@ class JobFolder:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[None]:
-    """A disk that holds `size`, mounted at `folder`."""
+    """Mount a disk of `size` at `folder`."""
     needs_root("mount a disk")
     folder.mkdir()
     subprocess.run(

@@ -1,4 +1,4 @@
-"""Kills what tests have started when the process that ran them is gone, however it went.
+"""Kill what tests have started if the process that ran them is gone, for any reason.
 
     pytest ──starts──> python -I -S tests/support/reaper.py TOKEN   its standard input: our pipe
 
@@ -25,7 +25,7 @@ ROUNDS = 50
 
 @contextlib.contextmanager
 def reaping(token: str) -> Iterator[None]:
-    """Have all killed in whose environment TOKEN begins with `token`, once this process is gone."""
+    """Have all processes with this prefix of TOKEN in their environment killed after this one."""
     reading, writing = os.pipe()  # children that are executed do not inherit it
     command = [sys.executable, "-I", "-S", __file__, token]
     with subprocess.Popen(command, stdin=reading, env={}, start_new_session=True):
@@ -37,7 +37,7 @@ def reaping(token: str) -> Iterator[None]:
 
 
 def carrying(token: str) -> list[int]:
-    """The processes of this user in whose environment it is."""
+    """Return the processes of this user that have the token in their environment."""
     found, mark = [], f"{TOKEN}={token}".encode()
     for entry in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -47,7 +47,7 @@ def carrying(token: str) -> list[int]:
 
 
 def main() -> None:
-    """Wait for the end, and kill until nothing is left."""
+    """Wait for the end of the tests, and kill until nothing is left."""
     sys.stdin.buffer.read()
     for _ in range(ROUNDS):
         if not (left := carrying(sys.argv[1])):

@@ -60,12 +60,12 @@ MIDDLE = 1
 
 
 def replicated(faults: Faults) -> Path:
-    """The job with two replicas of the stage in the middle."""
+    """Write the config with two replicas of the stage in the middle."""
     path = faults.config()
     path.write_text(path.read_text() + REPLICATED)
     return path
 
 
-def undisturbed_in(folder: Path) -> Committed:
-    """What the job commits without a fault."""
+def committed_without_fault(folder: Path) -> Committed:
+    """Return what the job commits without a fault."""
     return committed(drive(replicated(Faults(JobFolder(folder / "job")))))

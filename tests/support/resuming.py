@@ -1,4 +1,4 @@
-"""A job with checkpoints, and what it must have in common with one that was resumed."""
+"""A job with checkpoints, and what a resumed run must share with it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ batch_size = 10
 
 
 def whole_in(folder: Path) -> tuple[JobFolder, Result]:
-    """A run from its beginning to its end, and its files."""
+    """Return an uninterrupted run and its files."""
     job = JobFolder(folder / "job")
     return job, drive(job.config(BODY))
 
@@ -47,6 +47,6 @@ def checkpoints(job: JobFolder) -> CheckpointFolder:
 
 
 def after(result: Result, step: int) -> Committed:
-    """What a run committed after a step."""
+    """Return what a run committed after a step."""
     steps, parameters = committed(result)
     return [found for found in steps if found[0] > step], parameters

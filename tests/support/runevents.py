@@ -1,4 +1,4 @@
-"""Events of a run, made of dicts that name only the keys that a test is about."""
+"""Events of a run, built from dicts that name only the keys of interest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rpcmp.observability.events import Event, parse
 
 
 def typed(data: Mapping[str, Any]) -> Event:
-    """The event; a key that is missing is empty."""
+    """Return the event; missing keys are empty."""
     event = parse(data, complete=False)
     assert event is not None, f"there is no event {data['event']!r}"
     return event

@@ -1,4 +1,4 @@
-"""Events of made-up runs, for tests of what looks at runs; the checkpoints that a run has left."""
+"""Events of made-up runs, for tests of tools that read runs; checkpoints of a real run."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ BEGIN = 1_800_000_000.0
 
 
 def checkpoints_in(folder: Path) -> CheckpointFolder:
-    """Those of the run that wrote last."""
+    """Return the checkpoints of the run that wrote last."""
     run = newest_in(folder)
     assert run is not None, f"no run has left a checkpoint in {folder}"
     return run.folder
 
 
 def config(folder: Path, **more: Any) -> Config:
-    """Of a run whose config lies in `folder`."""
+    """Return the config of a run in `folder`."""
     data = {
         "name": "job",
         "loss": "torch.nn:MSELoss",
@@ -40,7 +40,7 @@ def config(folder: Path, **more: Any) -> Config:
 
 
 def run(of: Config) -> Message:
-    """The first event."""
+    """Return the first event."""
     stages = [
         {
             "name": name,
@@ -68,7 +68,7 @@ def run(of: Config) -> Message:
 
 
 def step(number: int, loss: float) -> Message:
-    """One step's event."""
+    """Return one step's event."""
     return {
         "event": "step",
         "step": number,
@@ -87,9 +87,9 @@ def step(number: int, loss: float) -> Message:
 
 
 def events(of: Config, losses: Sequence[float]) -> list[Message]:
-    """A whole run with these losses, one evaluation and one fault."""
+    """Return the events of a run with these losses, one evaluation and one fault."""
     ended = BEGIN + len(losses) + 1
-    told = {"time": ended, "generation": 1}
+    common = {"time": ended, "generation": 1}
     metrics = {"loss": 0.5, "accuracy": 0.9}
     stages = [{"label": label, "host": "here", "spans": [], "lost": LOST} for label in STAGES]
     memory = {label: {"idle": 2**20, "peak": 3 * 2**20} for label in STAGES}
@@ -97,9 +97,9 @@ def events(of: Config, losses: Sequence[float]) -> list[Message]:
         run(of),
         {"event": "start", "steps": len(losses), "time": BEGIN, "generation": 1},
         *(step(number, loss) for number, loss in enumerate(losses, start=1)),
-        {"event": "timeline", "step": 1, "seconds": 0.5, "stages": stages, **told},
-        {"event": "fault", "step": 1, "error": "it was killed", "stage": "head", **told},
-        {"event": "eval", "step": len(losses), "epoch": 1, **metrics, **told},
+        {"event": "timeline", "step": 1, "seconds": 0.5, "stages": stages, **common},
+        {"event": "fault", "step": 1, "error": "it was killed", "stage": "head", **common},
+        {"event": "eval", "step": len(losses), "epoch": 1, **metrics, **common},
         {
             "event": "summary",
             "steps": len(losses),
@@ -107,17 +107,17 @@ def events(of: Config, losses: Sequence[float]) -> list[Message]:
             "metrics": metrics,
             "memory": memory,
             "parameters_sha256": "0" * 64,
-            **told,
+            **common,
         },
-        {"event": "end", "outcome": "done", "error": "", **told},
+        {"event": "end", "outcome": "done", "error": "", **common},
     ]
 
 
-def kept(of: Config, told: Sequence[Message]) -> Path:
-    """The folder that a run with these events leaves behind."""
-    folder = RunFolder(of, lambda write: lambda event: write(event.event))
+def write_run_folder(config: Config, events: Sequence[Message]) -> Path:
+    """Return the folder that a run with these events leaves behind."""
+    folder = RunFolder(config, lambda write: lambda event: write(event.event))
     folder.make()
-    for event in told:
+    for event in events:
         folder.tell(typed(event))
     folder.close()
     assert folder.path is not None

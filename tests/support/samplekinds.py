@@ -1,10 +1,10 @@
-"""Jobs of samples that are more than pairs: what follows `[data]` is added by the test."""
+"""Jobs whose samples are more than pairs; the test adds the keys of `[data]`."""
 
 from __future__ import annotations
 
 
 def of_mapped(loss: str, reads: str) -> str:
-    """A job of samples that are mappings; its first stage reads a part of one."""
+    """Return a job whose samples are mappings; its first stage reads a part of one."""
     return f"""
 loss = "{loss}"
 [[stages]]

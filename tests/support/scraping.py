@@ -1,4 +1,4 @@
-"""Reading metrics as Prometheus does."""
+"""Read metrics as Prometheus does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Samples = dict[tuple[str, Labels], float]
 
 
 def scrape(url: str, context: ssl.SSLContext | None = None) -> Samples:
-    """All samples, by their names and labels; refuses what is no OpenMetrics."""
+    """Return all samples by name and labels; fails if the text is not OpenMetrics."""
     request = urllib.request.Request(url, headers=ACCEPT)
     with urllib.request.urlopen(request, timeout=20, context=context) as answer:
         assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
@@ -35,17 +35,17 @@ def value(samples: Samples, name: str, **labels: str) -> float | None:
 
 
 def of(samples: Samples, name: str, *keys: str) -> dict[tuple[str, ...], float]:
-    """The values of a family, by the values of some labels."""
+    """Return the values of a family by the values of some labels."""
     found = ((dict(labels), v) for (n, labels), v in samples.items() if n == name)
     return {tuple(labels[key] for key in keys): v for labels, v in found}
 
 
 def url_of(run: Running | RunningHere) -> str:
-    """Where a command says that its metrics are."""
+    """Return the address of the metrics from a command's output."""
 
     def found() -> str | None:
-        said = "".join(run.err) if isinstance(run, Running) else run.err.getvalue()
-        urls = re.findall(r"metrics at (\S+)", said)
+        output = "".join(run.err) if isinstance(run, Running) else run.err.getvalue()
+        urls = re.findall(r"metrics at (\S+)", output)
         return urls[0] if urls else None
 
     url: str = poll_for(found, "the address of the metrics")

@@ -1,4 +1,4 @@
-"""Settings of the schedule, in few words."""
+"""Short notation for settings of the schedule."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from rpcmp.config.schema import ScheduleOptions
 def setting(
     num_microbatches: int, schedule: str, max_in_flight: int | None = None
 ) -> ScheduleOptions:
-    """For brevity."""
     return ScheduleOptions.model_validate(
         {
             "num_microbatches": num_microbatches,

@@ -30,14 +30,14 @@ from rpcmp.process.fork_client import DRIVERS, MAX_BYTES, WORKERS, Forks
 from rpcmp.process.interpreter import compute_environment
 
 BEFORE = dict(os.environ)
-"""The environment before any test: what all share must not have that of the test which is first."""
+"""The environment before any test: shared servers must not get that of the first test."""
 
 DRIVE = "drive"
 """The fork server of drivers, and of the servers that they start."""
 
 
 def adopted(line: socket.socket) -> socket.socket:
-    """Another line to the fork server at the other end of `line`."""
+    """Open another line to the fork server at the other end of `line`."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         socket.send_fds(line, [b'{"op": "adopt"}'], [theirs.fileno()])
@@ -45,13 +45,13 @@ def adopted(line: socket.socket) -> socket.socket:
 
 
 def ask_for_fork(line: socket.socket, module: str, *fds: int) -> None:
-    """Have the fork server at the other end of `line` fork a process that runs a module."""
+    """Ask the fork server at the other end of `line` for a process that runs a module."""
     order = {"op": "fork", "module": module, "reach": None, "scratch": ""}
     socket.send_fds(line, [json.dumps(order).encode()], fds)
 
 
 def children_of(pid: int) -> list[psutil.Process]:
-    """Those of one process, from the kernel's list: psutil would read every process for it."""
+    """Return a process's children from the kernel's list; psutil would scan all processes."""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
@@ -61,7 +61,7 @@ def children_of(pid: int) -> list[psutil.Process]:
 
 
 class SharedForks:
-    """A fork server, started when there is first need of it; it ends with this process.
+    """A fork server that starts on first use and ends with this process.
 
     Args:
         without: a variable of our environment that it does not get.
@@ -76,13 +76,13 @@ class SharedForks:
         self._line: socket.socket | None = None
         self._err = tempfile.TemporaryFile()  # noqa: SIM115
 
-    def said(self) -> bytes:
-        """All that it, and what it has forked, wrote to their standard error."""
+    def standard_error(self) -> bytes:
+        """Return all that it and its forks wrote to standard error."""
         size = os.fstat(self._err.fileno()).st_size
         return os.pread(self._err.fileno(), size, 0)
 
     def line(self) -> socket.socket:
-        """A line of one's own; what was forked by it ends with it."""
+        """Return a new line; the processes that it forks end with it."""
         if self._line is None or not self._is_alive():
             self._start()
         assert self._line is not None
@@ -90,15 +90,15 @@ class SharedForks:
 
     @property
     def pid(self) -> int | None:
-        """Of the fork server, once there is one."""
+        """Process id of the fork server; None before it starts."""
         return None if self._process is None else self._process.pid
 
     def children(self) -> list[psutil.Process]:
-        """What was forked and has not ended."""
+        """Return the forked processes that still run."""
         return children_of(self._process.pid) if self._process and self._is_alive() else []
 
     def close(self) -> None:
-        """End it, and all that it has forked."""
+        """Stop it and all its forks."""
         if self._line is not None and self._process is not None:
             self._line.close()
             self._process.wait()
@@ -138,7 +138,7 @@ class SharedForks:
 
 
 class SharedByAll:
-    """All of them: DRIVE, and one for each stage server that stays.
+    """All shared fork servers: DRIVE, and one per long-lived stage server.
 
     Args:
         without: see SharedForks.
@@ -154,38 +154,38 @@ class SharedByAll:
         # They end with the thread that has started them, so it must be one that stays.
         self._starter = ThreadPoolExecutor(1, "shared-forks")
 
-    def line(self, whose: str) -> socket.socket | None:
-        """A line to one; None where nothing is shared."""
-        return self.line_of(whose) if self.in_use else None
+    def line(self, owner: str) -> socket.socket | None:
+        """Return a line to a fork server; None if nothing is shared."""
+        return self.line_of(owner) if self.in_use else None
 
-    def line_of(self, whose: str) -> socket.socket:
-        """A line to one, even if no job of this test shares it."""
+    def line_of(self, owner: str) -> socket.socket:
+        """Return a line to a fork server, even if jobs of this test do not share it."""
         first = self._all.setdefault(DRIVE, SharedForks(self._without))
-        forks = self._all.setdefault(whose, SharedForks(self._without, first))
+        forks = self._all.setdefault(owner, SharedForks(self._without, first))
         return self._starter.submit(forks.line).result()
 
     @property
     def pids(self) -> set[int]:
-        """Of the fork servers that have been started."""
+        """Process ids of the started fork servers."""
         return {each.pid for each in self._all.values() if each.pid is not None}
 
     def children(self) -> list[psutil.Process]:
-        """What was forked by any of them and has not ended."""
+        """Return the processes that any of them forked and that still run."""
         own, forked = self.pids, [c for each in self._all.values() for c in each.children()]
         return [child for child in forked if child.pid not in own]
 
-    def said(self) -> dict[str, bytes]:
-        """What was written to the standard error of each and of what it has forked."""
-        return {whose: each.said() for whose, each in self._all.items()}
+    def standard_error(self) -> dict[str, bytes]:
+        """Return the standard error of each, with that of its forks."""
+        return {owner: each.standard_error() for owner, each in self._all.items()}
 
     def close(self) -> None:
-        """End them, and all that they have forked."""
+        """Stop all of them and their forks."""
         for each in reversed(self._all.values()):  # the first one last: they are forks of it
             each.close()
 
 
 def borrowing(lend: Callable[[], socket.socket | None]) -> Callable[..., None]:
-    """A constructor of Forks that takes such a line, if any, for what forks a driver's process."""
+    """Return a constructor of Forks that uses a lent line, if any, to fork driver processes."""
     construct = Forks.__init__
 
     def borrow(self: Forks, preloaded: Sequence[str], line: socket.socket | None = None) -> None:
@@ -195,7 +195,7 @@ def borrowing(lend: Callable[[], socket.socket | None]) -> Callable[..., None]:
 
 
 def main() -> None:
-    """Run a command of rpcmp by a line whose descriptor comes first."""
+    """Run a command of rpcmp with a line, whose descriptor is the first argument."""
     from rpcmp.cli import main as run
 
     line = socket.socket(fileno=int(sys.argv.pop(1)))

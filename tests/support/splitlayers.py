@@ -9,7 +9,7 @@ from rpcmp.worker import weight_grad
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have layers split for the time of a test; in a worker the functions stay replaced."""
+    """Split layers for the duration of a test; in a worker the functions stay replaced."""
     for name in ("linear", *weight_grad.CONVOLUTIONS):
         monkeypatch.setattr(torch.nn.functional, name, getattr(torch.nn.functional, name))
     weight_grad.install()

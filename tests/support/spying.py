@@ -1,4 +1,4 @@
-"""A job whose code looks at what it can open, and says so."""
+"""A job whose code tries to open files and reports the results."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def spying(
 
 
 def seen(result: Result, who: str) -> dict[str, str]:
-    """What code has found at each path."""
+    """Return the result of opening each path."""
     lines = [event["text"] for event in result.events if event["event"] == "log"]
     words = [line.split() for line in lines if line.startswith(f"SPY {who} ")]
     return {path: answer for _, _, path, answer in words}

@@ -1,4 +1,4 @@
-"""A job whose samples are loaded at the driver or at the stages, for tests/group and the real."""
+"""A job that loads samples at the driver or at the stages, for tests/group and tests/cluster."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def drive(config: Path, *settings: str) -> Result:
 
 
 def built(job: JobFolder, at: str) -> Counter[str]:
-    """Where the datasets were built, and how often."""
+    """Return where the datasets were built, and how often."""
     return Counter((job.folder / at).read_text().split())
 
 
 def evaluations(events: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """What was evaluated when, to the last bit."""
+    """Return the steps and exact results of all evaluations."""
     found = [event for event in events if event["event"] == "eval"]
     return [(event["step"], event["loss"], event["error"], event["worst"]) for event in found]
 

@@ -1,4 +1,4 @@
-"""The optimizer of one stage, made as a worker makes it, and what it is at a moment."""
+"""The optimizer of one stage, built as in a worker, and its state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.rounds import compute_thread
 
 
 def made(*stages: dict[str, Any], of: int = 0, **job: Any) -> tuple[StageModel, StageOptimizer]:
-    """The optimizer of one of these stages, and the model that it trains."""
+    """Return the optimizer of one of these stages, and the model that it trains."""
     data = {"loss": "torch.nn:MSELoss", "model": {"layers": "tests.zoo.models:layers"}, **job}
     config = parse_config({**data, "stages": list(stages), "scheduler_interval": "step"})
     assignment = assign(config)[of]
@@ -23,5 +23,5 @@ def made(*stages: dict[str, Any], of: int = 0, **job: Any) -> tuple[StageModel, 
 
 
 def state(model: StageModel, optimizer: StageOptimizer) -> StageState:
-    """What the stage is now."""
+    """Return the stage's current state."""
     return StageState(optimizer.steps, optimizer.stage, model.state_dict(), *optimizer.parts())

@@ -1,4 +1,4 @@
-"""What a trace file holds, at the least: one span, and what is said of the run."""
+"""A minimal trace file: one span, and the metadata of the run."""
 
 from __future__ import annotations
 

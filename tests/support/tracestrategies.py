@@ -1,4 +1,4 @@
-"""Any trace, for hypothesis: what no run would record is among them."""
+"""Arbitrary traces for hypothesis, including ones that no run would record."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ actions = st.tuples(st.sampled_from(Kind), st.integers(1, 3), st.integers(0, 2))
 
 @st.composite
 def spans(draw: st.DrawFn, at_least: int = 0) -> tuple[Span, ...]:
-    """One stage's, one after the other, with any gaps."""
+    """Draw the consecutive spans of one stage, with any gaps."""
     keys = draw(st.lists(actions, unique=True, min_size=at_least, max_size=8))
     now_ns = draw(st.integers(0, 10**12))
     found = []
@@ -34,7 +34,7 @@ def spans(draw: st.DrawFn, at_least: int = 0) -> tuple[Span, ...]:
 
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
-    """Stages that read any earlier ones; the first has a span."""
+    """Draw stages that read earlier ones; the first has a span."""
     tracks: list[Track] = []
     producers: dict[str, tuple[str, ...]] = {}
     for index in range(draw(st.integers(1, 3))):

@@ -1,4 +1,4 @@
-"""A process that tries to use the socket by which another reaches a server."""
+"""A process that tries to use another process's socket to a server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ with socket.socket(socket.AF_UNIX) as connection:
 def require_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, under: Sequence[str] = ()
 ) -> None:
-    """Have a process try it, run by a program and its arguments."""
+    """Check that a process, run by this command, cannot use the socket."""
     certs = issue(tmp_path / "certs", HERE)
 
     async def heard(address: str) -> int:
@@ -46,10 +46,10 @@ def require_alone(
                 await HealthStub(channel).Check(HealthCheckRequest())
             path = tunnel.target.removeprefix("unix:")
             command = [*under, sys.executable, "-c", OTHER, path]
-            said = await asyncio.to_thread(subprocess.check_output, command, timeout=60)
+            output = await asyncio.to_thread(subprocess.check_output, command, timeout=60)
         finally:
             await tunnel.close()
-        return int(said)
+        return int(output)
 
     with serving(0, f"{HERE}:0", certs) as server, caplog.at_level(logging.WARNING):
         assert asyncio.run(heard(server.address)) == 0

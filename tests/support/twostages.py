@@ -1,4 +1,4 @@
-"""A small job of two stages, whose group is one that only pretends."""
+"""A small job of two stages, with a fake group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STAGES = ("stage0", "stage1")
 
 
 def job(**more: Any) -> Config:
-    """Two steps an epoch."""
+    """Return a job with two steps per epoch."""
     data = {"train": "tests.zoo.models:dataset", "batch_size": 5}
     model = {"layers": "tests.zoo.models:layers", "num_stages": 2}
     return parse_config({"loss": "torch.nn:MSELoss", "model": model, "data": data, **more})

@@ -1,4 +1,4 @@
-"""Users of this machine that are not the one who runs the tests, root. Takes root."""
+"""Act as other users of this machine. Requires root."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MALLORY, TRENT = 61001, 61002
 
 @contextlib.contextmanager
 def acting_as(user: int) -> Iterator[None]:
-    """Sockets that are made in the block are another user's."""
+    """Create sockets as another user within the block."""
     needs_root("act as another user")
     os.seteuid(user)
     try:

@@ -23,7 +23,7 @@ def test_bench_prints_ours_beside_a_peer() -> None:
     assert (found["case"], list(found["peers"])) == ("sleep", ["torch-1f1b"])
 
 
-def test_bench_compares_an_own_job(job: JobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_compares_the_users_job(job: JobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(job.folder)
     monkeypatch.setattr(peer_group, "TRIAL_SECONDS", 0.0)
     job.config('[model]\nlayers = "zoo:mlp"\nnum_stages = 2', "config.toml")

@@ -20,7 +20,7 @@ STAGES = 3
 
 
 def plant(faults: Faults, seed: int, count: int, steps: int) -> None:
-    """`count` faults, all over the run; a few of them while its groups join."""
+    """Plant `count` faults all over the run, a few of them while its groups join."""
     draw = random.Random(seed)
     for number in range(count):
         how = draw.choice([*HOWS, "host"])
@@ -40,16 +40,16 @@ def test_a_run_survives_random_faults(
 ) -> None:
     seed = int(os.environ.get("CHAOS_SEED", "4" if count < 10 else str(random.getrandbits(32))))
     print(f"CHAOS_SEED={seed}")
-    faults, undisturbed = Faults(job), Faults(JobFolder(job.folder.with_name("undisturbed")))
+    faults, fault_free = Faults(job), Faults(JobFolder(job.folder.with_name("fault_free")))
     plant(faults, seed, count, steps)
     settings = ["recovery.heartbeat_timeout=2.0", "recovery.max_restarts=20", f"steps={steps}"]
     options = [part for setting in settings for part in ("--set", setting)]
-    expected = committed(drive(undisturbed.config(), "--set", f"steps={steps}"))
+    expected = committed(drive(fault_free.config(), "--set", f"steps={steps}"))
     result = drive(faults.config(), *options, under=namespace, timeout=30 + 25 * count)
     assert committed(result) == expected
-    assert len(faults.struck) == count
-    told = [event["step"] for event in result.events if event["event"] == "step"]
-    assert told == list(range(1, steps + 1))
+    assert len(faults.triggered) == count
+    steps_reported = [event["step"] for event in result.events if event["event"] == "step"]
+    assert steps_reported == list(range(1, steps + 1))
     listening = subprocess.run(
         [*namespace, needs("ss"), "-tlnH"], capture_output=True, text=True, check=True
     ).stdout

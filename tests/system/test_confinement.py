@@ -1,4 +1,4 @@
-"""What a job's code can reach at real servers: not keys, homes, or data that was not granted."""
+"""What a job's code can reach at real servers: no keys, homes, or data that was not granted."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ ONE = (5,)
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder for temporary files of what the test starts; with a short name, for sockets."""
+    """The folder for temporary files of started processes, with a short path for sockets."""
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setenv("TMPDIR", folder)
         yield Path(folder)
 
 
 def leftover(temporary: Path) -> list[Path]:
-    """Temporary folders of confined processes."""
+    """Return temporary folders of confined processes."""
     return list(temporary.glob(f"{SCRATCH}*"))
 
 
@@ -217,14 +217,14 @@ def test_a_confined_child_writes_to_no_terminal(job: JobFolder) -> None:
     text = shown.decode()
     assert process.returncode == 0, text
     assert "KINDS /dev/null pipe pipe" in text
-    for said in ("by descriptor", "by a program", "the last"):
-        assert said in text
+    for line in ("by descriptor", "by a program", "the last"):
+        assert line in text
     assert "\x1b]0;title" not in text
     assert text.count("again") < 100  # counted, and not shown
 
 
 def _read(terminal: int) -> bytes:
-    """What a terminal shows next; nothing once nobody has it any more."""
+    """Return a terminal's next output; empty once it is closed."""
     try:
         return os.read(terminal, 65536)
     except OSError:

@@ -1,4 +1,4 @@
-"""The image and the composition of containers: valid, locked down, and commands that rpcmp has."""
+"""The image and the compose file are valid and locked down, and rpcmp has their commands."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STAGES = ("stage0", "stage1", "stage2")
 
 
 def tool(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """A program that pip has installed beside our Python."""
+    """Return the path of a program that pip installed beside this Python."""
     return subprocess.run(
         [Path(sys.executable).with_name(name), *arguments],
         capture_output=True,
@@ -48,14 +48,14 @@ def compose(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def services() -> dict[str, Any]:
-    """The services as compose understands them."""
+    """The services as compose parses them."""
     found: dict[str, Any] = json.loads(compose(COMPOSE, "--format", "json").stdout)["services"]
     return found
 
 
 @pytest.fixture(scope="module")
 def image() -> dict[str, list[str]]:
-    """What the image's last stage says, by instruction."""
+    """The instructions of the image's last stage."""
     found: dict[str, list[str]] = {}
     for name, rest in instructions(DOCKERFILE):
         if name == "FROM":
@@ -112,7 +112,7 @@ def test_a_container_stop_before_the_job_ends_is_a_failure(image: dict[str, list
 
 
 def ignored(path: str) -> bool:
-    """Whether the builder does not get to see a path: the last pattern that fits decides."""
+    """Whether a path is excluded from the build context: the last matching pattern decides."""
     patterns = DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().splitlines()
     result = False
     for pattern in (line for line in patterns if line and not line.startswith("#")):

@@ -1,4 +1,4 @@
-"""What lies in deploy/ is valid, by the strictest check that there is for it."""
+"""The files in deploy/ are valid by the strictest check available."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_unit_has_a_low_exposure_score(unit: Path) -> None:
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-def test_the_units_command_is_one_that_rpcmp_has(unit: Path) -> None:
+def test_the_command_of_the_unit_exists_in_rpcmp(unit: Path) -> None:
     line = re.search(r"(?m)^ExecStart=(.*)$", unit.read_text())
     assert line is not None
     program, command, *options = line[1].split()
@@ -74,7 +74,7 @@ def test_the_server_notifies_systemd_of_ready_alive_and_stopping(
                 b"WATCHDOG=1",
             ]
             os.kill(run.pid, signal.SIGTERM)
-            while (said := systemd.recv(100)) == b"WATCHDOG=1":
+            while (reply := systemd.recv(100)) == b"WATCHDOG=1":
                 pass
-            assert said == b"STOPPING=1"
+            assert reply == b"STOPPING=1"
             assert run.wait().code == 0

@@ -1,4 +1,4 @@
-"""The examples that ship with the package: they learn, and every bit is that of one process."""
+"""The examples of the package learn, and have the bits of one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCHEDULES = ("gpipe", "1f1b", "zero-bubble")
 
 
 def verify(example: str, steps: int, *overrides: str) -> str:
-    """The hash of a verified run."""
+    """Return the hash of a verified run."""
     options = [part for override in overrides for part in ("--set", override)]
     config = EXAMPLES / f"{example}.toml"
     result = rpcmp("verify", config, "--steps", str(steps), *options)
@@ -30,7 +30,7 @@ def verify(example: str, steps: int, *overrides: str) -> str:
 
 
 def drive(example: str, *overrides: str) -> Result:
-    """Run an example to its end; without overrides as its page has it."""
+    """Run an example to its end, by default as on its page."""
     options = [part for override in overrides for part in ("--set", override)]
     result = rpcmp("drive", EXAMPLES / f"{example}.toml", "--json", *options)
     assert result.code == 0, result.err
@@ -52,8 +52,8 @@ def test_addresses_in_comments_are_the_default_addresses() -> None:
     found = {}
     for path in [*EXAMPLES.glob("*.toml"), PACKAGE / "tools/new/my_model.toml"]:
         comments = "\n".join(re.findall(r"#.*", path.read_text()))
-        for stage, said in enumerate(re.findall(r"addresses = \[(.*?)\]", comments)):
-            ports = [int(port) for port in re.findall(r":(\d+)", said)]
+        for stage, listed in enumerate(re.findall(r"addresses = \[(.*?)\]", comments)):
+            ports = [int(port) for port in re.findall(r":(\d+)", listed)]
             expected = [addresses.default_port(stage, replica) for replica in range(len(ports))]
             found[path.stem, stage] = ports
             assert ports == expected, path.name
@@ -80,7 +80,7 @@ def test_an_example_gives_the_bits_of_one_process(example: str, overrides: list[
 
 
 def hugging_faces(state: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """The model of `transformers` for the example's config, with these weights."""
+    """Return the model of `transformers` for the example's config, with these weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = loader.load_config(EXAMPLES / "llama.toml").model
@@ -114,7 +114,7 @@ def test_llamas_layers_have_the_names_and_outputs_of_hugging_faces() -> None:
 
 @pytest.mark.long
 def test_llama_weights_travel_to_hugging_face_and_back(tmp_path: Path) -> None:
-    """Its export is a state dict that fits and gives the same loss; a run may begin with one."""
+    """The export is a state dict that loads and gives the same loss; a run can start from one."""
     file, saved = tmp_path / "model.safetensors", tmp_path / "saved"
     overrides = (
         f"checkpoint.dir={json.dumps(str(saved))}",

@@ -1,4 +1,4 @@
-"""Checkpoints on a disk that is full: a run says so, and keeps what the last one has left."""
+"""Checkpoints on a full disk: the run reports it, and keeps the leftovers of the last run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.resuming import BODY, STEPS, after, checkpoints, whole_in
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[JobFolder, Result]:
-    """A run from its beginning to its end, and its files; not to be changed."""
+    """An uninterrupted run and its files; do not change them."""
     return whole_in(tmp_path_factory.mktemp("whole"))
 
 
@@ -53,7 +53,7 @@ def test_a_full_disk_loses_checkpoints_but_no_training(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("checkpoint.every_steps=1", "checkpoint.keep=50"), "(3 in a row; the newest is of step "),
         (
@@ -63,7 +63,7 @@ def test_a_full_disk_loses_checkpoints_but_no_training(
     ],
 )
 def test_a_run_with_lost_checkpoints_ends_with_an_error(
-    job: JobFolder, options: tuple[str, ...], said: str
+    job: JobFolder, options: tuple[str, ...], message: str
 ) -> None:
     config = job.config(BODY.replace("[model]", "[model]\nkwargs = { blocks = 3 }"))
     with small_disk(job.folder / "saved", "100k"):
@@ -71,8 +71,8 @@ def test_a_run_with_lost_checkpoints_ends_with_an_error(
         balance = "[2, 89]" if "blocks=90" in options[-1] else "[2, 2]"
         result = drive(config, *more, "--set", f"model.balance={balance}")
     assert result.code == 1
-    assert said in result.err
+    assert message in result.err
     assert "No space left on device" in result.err
     assert 'checkpoint.on_error = "warn"' in result.err
-    told = [event["event"] for event in result.events]
-    assert ("summary" in told) == ("the last one" in said)
+    reported = [event["event"] for event in result.events]
+    assert ("summary" in reported) == ("the last one" in message)

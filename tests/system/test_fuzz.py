@@ -1,4 +1,4 @@
-"""Malformed inputs at every door of the servers of a job: it ends as if there had been none.
+"""Malformed inputs at every port of a job's servers: the job ends as without them.
 
 A failure says its seed; `FUZZ_SEED=n pytest -m system tests/system/test_fuzz.py` repeats it.
 `FUZZ_INPUTS` sets how many there are.
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fuzz.doors import plain_doors, tls_doors
+from tests.support.fuzz.entry_points import plain_entry_points, tls_entry_points
 from tests.support.fuzz.siege import Report, Siege, besieged
 from tests.support.lan import issue
 from tests.support.processes import JobFolder, Server
@@ -41,28 +41,28 @@ def test_fuzzing_a_running_job_does_not_disturb_it(
     seed = int(os.environ.get("FUZZ_SEED", "7" if count < 10_000 else str(random.getrandbits(32))))
     print(f"FUZZ_SEED={seed}")
     certs = issue(tmp_path / "certs", "127.0.0.1", "127.0.0.1") if has_certs else None
-    doors = plain_doors() if certs is None else tls_doors(certs)
+    entry_points = plain_entry_points() if certs is None else tls_entry_points(certs)
     with besieged(2, certs) as servers:
         driver = None if certs is None else certs / "driver"
-        siege = Siege(servers, job.config(JOB), doors, driver)
-        undisturbed = siege.drive()
+        siege = Siege(servers, job.config(JOB), entry_points, driver)
+        fault_free = siege.drive()
         report = siege.run(int(os.environ.get("FUZZ_INPUTS", count)), seed)
         print(report)
-        assert set(report.parameters) == {undisturbed}
+        assert set(report.parameters) == {fault_free}
         assert_has_not_grown(report)
         assert_silent(servers)
 
 
 def assert_has_not_grown(report: Report) -> None:
-    """The servers have not grown with the inputs."""
+    """Check that the servers' resources have not grown with the inputs."""
     _, first, second = report.seen
     for one, other in zip(first, second, strict=True):
         assert other.resident - one.resident <= GROWTH, report
 
 
 def assert_silent(servers: list[Server]) -> None:
-    """What is malformed is no news: no traceback, and not a line for each."""
+    """Check that malformed inputs log no traceback, and not one line each."""
     for server in servers:
-        said = [line for line in server.run.err if not line.startswith("tasks: ")]
-        assert not [line for line in said if "Traceback" in line], "".join(said)
-        assert len(said) < 20, "".join(said[:50])
+        lines = [line for line in server.run.err if not line.startswith("tasks: ")]
+        assert not [line for line in lines if "Traceback" in line], "".join(lines)
+        assert len(lines) < 20, "".join(lines[:50])

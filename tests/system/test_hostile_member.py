@@ -1,4 +1,4 @@
-"""A member of a job that is not what it seems: its host, or its certificate, was taken over."""
+"""A hostile member of a job, whose host or certificate was taken over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JobSet: valid to the last key, restricted as pods can be, and its parts fit each other."""
+"""The JobSet is valid to the last key, as restricted as pods can be, and consistent."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MODELS: dict[str, type[pydantic.BaseModel]] = {
     "cert-manager.io/v1 Issuer": cert_manager.Issuer,
     "cert-manager.io/v1 Certificate": cert_manager.Certificate,
 }
-"""What is no part of Kubernetes itself."""
+"""Kinds that are not part of Kubernetes itself."""
 
 
 def load() -> list[Resource]:
@@ -45,7 +45,7 @@ def load() -> list[Resource]:
 
 
 def validate(resource: Resource) -> None:
-    """Refuse what the API server would, unknown keys among it.
+    """Raise what the API server would reject, including unknown keys.
 
     Raises:
         kubernetes_validate.ValidationError, pydantic.ValidationError: it would.
@@ -76,7 +76,7 @@ RESOURCES = load()
 
 
 def named(kind: str) -> dict[str, Resource]:
-    """All of a kind, by name."""
+    """Return all resources of a kind by name."""
     return {one["metadata"]["name"]: one for one in RESOURCES if one["kind"] == kind}
 
 
@@ -87,12 +87,12 @@ def job_set() -> Resource:
 
 
 def jobs(job_set: Resource) -> dict[str, Resource]:
-    """The specs of its jobs, by name."""
+    """Return the specs of a JobSet's jobs by name."""
     return {one["name"]: one["template"]["spec"] for one in job_set["spec"]["replicatedJobs"]}
 
 
 def pods(job_set: Resource) -> dict[str, Resource]:
-    """The templates of its pods, by name of their job."""
+    """Return the templates of a JobSet's pods by job."""
     return {name: job["template"] for name, job in jobs(job_set).items()}
 
 
@@ -103,7 +103,7 @@ def container(pod: Resource) -> Resource:
 
 
 def host(job_set: Resource, stage: str) -> str:
-    """By which name a job's pod is known to the others."""
+    """Return the host name of a job's pod."""
     assert job_set["spec"]["network"]["enableDNSHostnames"] is True
     return f"{job_set['metadata']['name']}-{stage}-0-0.{job_set['spec']['network']['subdomain']}"
 
@@ -121,7 +121,7 @@ def test_every_resource_is_valid(resource: Resource) -> None:
 
 
 def misspell(resource: Resource) -> Iterator[tuple[str, Resource]]:
-    """The resource with one key after the other misspelled, and where that is."""
+    """Yield the resource with each key misspelled in turn, and the key's path."""
 
     def walk(node: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
         items = node.items() if isinstance(node, dict) else enumerate(node)
@@ -139,7 +139,7 @@ def misspell(resource: Resource) -> Iterator[tuple[str, Resource]]:
 
 
 class Plain(yaml.SafeDumper):
-    """Writes what is used twice twice."""
+    """YAML dumper without aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

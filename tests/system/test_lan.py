@@ -24,7 +24,7 @@ PORT = 50051
 
 @dataclass(frozen=True)
 class Cluster:
-    """Running stage servers.
+    """Running stage servers on hosts.
 
     Attributes:
         driver: the host that drives.
@@ -40,7 +40,7 @@ class Cluster:
 
     @property
     def connect(self) -> tuple[str, ...]:
-        """What leads `rpcmp drive` to them."""
+        """Options that connect `rpcmp drive` to the servers."""
         where = ",".join(server.address for server in self.servers)
         return ("--connect", where, "--set", "model.num_stages=3")
 
@@ -59,12 +59,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def parameters() -> str:
-    """The hash of what thirty steps of digits give on one machine."""
+    """The hash after thirty steps of digits on one machine."""
     result = rpcmp("drive", EXAMPLE, "--json", "--set", "model.num_stages=3", "--steps", "30")
     return str(result.event("summary")["parameters_sha256"])
 
 
-def test_the_bits_are_those_of_one_process(cluster: Cluster) -> None:
+def test_verify_finds_the_bits_of_one_process(cluster: Cluster) -> None:
     options = ("--steps", "3", "--certs", str(cluster.certs / "driver"), *cluster.connect)
     with running("verify", EXAMPLE, *options, under=cluster.driver.inside) as run:
         result = run.wait()
@@ -73,7 +73,7 @@ def test_the_bits_are_those_of_one_process(cluster: Cluster) -> None:
 
 
 def test_doctor_measures_every_link_and_names_the_missing_one(cluster: Cluster) -> None:
-    """Stage 0's cable is slow. All answer the driver, but stage 1 does not find stage 2."""
+    """Stage 0's cable is slow; all stages answer the driver, but stage 1 does not find stage 2."""
     slow, lost, hidden = cluster.hosts
     options = ("--json", "--certs", str(cluster.certs / "driver"), *cluster.connect)
     assert lost.run("ip", "route", "add", "prohibit", hidden.address).returncode == 0
@@ -94,13 +94,13 @@ def test_doctor_measures_every_link_and_names_the_missing_one(cluster: Cluster) 
 
 
 def links(result: Result) -> dict[str, str]:
-    """How each link is."""
+    """Return the status of each link."""
     found = json.loads(result.out)["findings"]
     return {one["where"]: one["status"] for one in found if one["check"] == "link"}
 
 
 def rates(result: Result, where: str) -> list[float]:
-    """MB/s of a link, there and back."""
+    """Return a link's MB/s there and back."""
     found = json.loads(result.out)["findings"]
     (text,) = [one["text"] for one in found if one["where"] == where]
     return [float(rate) for rate in re.findall(r"(\d+) MB/s", text)]
@@ -117,7 +117,7 @@ balance = [2, 2, 1]
 
 
 def test_only_the_one_port_of_each_server_answers(cluster: Cluster, job: JobFolder) -> None:
-    """While a job runs. The driver answers nobody else: it needs no port, but for its figures."""
+    """While a job runs. The driver needs no port except for its metrics."""
     options = ("--metrics", "127.0.0.1:0", *cluster.connect[:2])
     with driving(job.config(IDLING), cluster.certs, *options, on=cluster.driver) as run:
         run.wait_for_line('"step": 5,')
@@ -139,7 +139,7 @@ SCRAPE = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1]).read().d
 
 
 def carried(host: Host, url: str) -> set[tuple[str, str]]:
-    """From whom to whom bytes went, of links whose round trip is known."""
+    """Return the links that carried bytes, if their round trip is known."""
     text = host.run("python3", "-c", SCRAPE, url).stdout
     found = [s for family in text_string_to_metric_families(text) for s in family.samples]
 
@@ -160,7 +160,7 @@ for port in range(1, 65536):
 
 
 def answering(prober: Host, address: str) -> list[int]:
-    """The ports of an address that answer, of all that there are."""
+    """Return all ports of an address that answer."""
     return [int(port) for port in prober.run("python3", "-c", PROBE, address).stdout.split()]
 
 

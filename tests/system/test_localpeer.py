@@ -1,4 +1,4 @@
-"""Whose the other end of a loopback connection is: servers look, and so do their clients.
+"""The owner of the other end of a loopback connection, which servers and clients check.
 
 The victim is the user that runs the tests, root; MALLORY and TRENT are ordinary users.
 """
@@ -67,7 +67,7 @@ with socket.socket() as listener:
 
 @contextlib.contextmanager
 def child(code: str, *arguments: int) -> Iterator[subprocess.Popen[str]]:
-    """A process that becomes another user once it has imported what it needs."""
+    """Run a process that becomes another user after its imports."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -85,7 +85,7 @@ def line(process: subprocess.Popen[str]) -> str:
 
 @contextlib.contextmanager
 def squatting(user: int, port: int = 0, accepts: bool = True) -> Iterator[tuple[int, list[str]]]:
-    """Another user's process at a port; its port, and what it got, once the block is left."""
+    """Run another user's process at a port; yields the port, then the received bytes."""
     got: list[str] = []
     with child(SQUATTER, port, user, int(accepts)) as process:
         yield int(line(process)), got
@@ -161,7 +161,7 @@ def test_insecure_accepts_servers_of_any_user() -> None:
 
 @pytest.mark.parametrize(("user", "is_known"), [(MALLORY, True), (OVERFLOW, False)])
 def test_in_a_user_namespace_the_overflow_uid_matches_no_user(user: int, is_known: bool) -> None:
-    """Every user that the namespace does not have shows by that number."""
+    """The kernel shows all users outside of the namespace by that number."""
     with child(NAMESPACED, user) as process:
         shown, port = map(int, line(process).split())
         assert shown == user
@@ -182,7 +182,7 @@ def test_outside_a_user_namespace_the_overflow_uid_is_an_ordinary_user() -> None
 
 
 def test_a_server_with_many_foreign_connections_answers() -> None:
-    """Each is asked about by itself, however many there are."""
+    """The server asks about each connection by itself, however many there are."""
     with running_servers(1) as (server,), contextlib.ExitStack() as stack:
         host, _, port = server.address.rpartition(":")
 
@@ -197,14 +197,14 @@ def test_a_server_with_many_foreign_connections_answers() -> None:
 
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""What every HTTP/2 client says first."""
+"""The first bytes of every HTTP/2 client."""
 
 
 def test_another_user_of_this_machine_is_refused() -> None:
-    """Without certificates a server takes calls from its own user alone, and from root."""
+    """Without certificates a server accepts calls only from its own user and from root."""
     with running_servers(1) as (server,):
         host, port = server.address.rsplit(":", 1)
-        with acting_as(MALLORY):  # whoever makes a socket owns it
+        with acting_as(MALLORY):  # the creator of a socket owns it
             connection = socket.socket()
         with connection:
             connection.settimeout(20)
@@ -216,7 +216,7 @@ def test_another_user_of_this_machine_is_refused() -> None:
 
 
 def heard(connection: socket.socket) -> bytes:
-    """What a server says to an HTTP/2 client; nothing where it hangs up."""
+    """Return a server's bytes to an HTTP/2 client; empty if it hangs up."""
     try:
         connection.sendall(PREFACE)
         return connection.recv(9)

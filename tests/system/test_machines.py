@@ -1,4 +1,4 @@
-"""Machines that share neither memory nor disks: what one of them holds and loses."""
+"""Machines that share neither memory nor disks: what they store and lose."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import psutil
 import pytest
 
 from tests.support.faults import Committed, committed
-from tests.support.hosts import LOSING, assert_went_on, slow_config, undisturbed_in
+from tests.support.hosts import LOSING, assert_went_on, committed_without_fault, slow_config
 from tests.support.needs import needs, needs_root
 from tests.support.processes import JobFolder, Server, connect, rpcmp, running, running_server
 from tests.support.runs import checkpoints_in
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Committed:
+def fault_free(tmp_path_factory: pytest.TempPathFactory) -> Committed:
     """What a run commits that loses nothing."""
-    return undisturbed_in(tmp_path_factory.mktemp("undisturbed"))
+    return committed_without_fault(tmp_path_factory.mktemp("fault_free"))
 
 
 @contextlib.contextmanager
 def server(
     stage: int, address: str = "127.0.0.1:0", under: tuple[str, ...] = ()
 ) -> Iterator[Server]:
-    """A stage server; it alone reads and writes files, and so its workers may be from anywhere."""
+    """Start a stage server; only the server accesses files, so its workers may run anywhere."""
     which = ("--stage", str(stage), "--listen", address)
-    with running_server(*which, whose=f"stage {stage}", under=under) as started:
+    with running_server(*which, owner=f"stage {stage}", under=under) as started:
         yield started
 
 
 @pytest.fixture
 def another_machine(tmp_path: Path) -> tuple[str, ...]:
-    """A command that runs another as if on another machine, that has been booted for itself."""
+    """Return a command that runs another one as if on a machine with its own boot."""
     needs_root("mount")
     needs("mount")
     boot = tmp_path / "boot_id"
@@ -45,16 +45,16 @@ def another_machine(tmp_path: Path) -> tuple[str, ...]:
 
 @pytest.fixture
 def elsewhere(another_machine: tuple[str, ...], job: JobFolder) -> tuple[str, ...]:
-    """On another machine, with a disk of its own where the checkpoints go."""
+    """Return a command that runs another one on a machine with its own disk for checkpoints."""
     disk = job.folder / "saved"
     disk.mkdir()
     return (*another_machine, "sh", "-c", f'mount -t tmpfs rpcmp {disk} && exec "$@"', "sh")
 
 
 def test_a_lost_machine_costs_one_step_at_most(
-    job: JobFolder, undisturbed: Committed, elsewhere: tuple[str, ...]
+    job: JobFolder, fault_free: Committed, elsewhere: tuple[str, ...]
 ) -> None:
-    """The machines do not share memory: snapshots travel from one to the other."""
+    """The machines share no memory, so snapshots travel between them."""
     with (
         server(0) as here,
         server(1, under=elsewhere) as there,
@@ -64,11 +64,11 @@ def test_a_lost_machine_costs_one_step_at_most(
         psutil.Process(there.pid).kill()
         run.wait_for_line('"waiting"')
         with server(1, there.address, under=elsewhere):
-            assert_went_on(run.wait(), undisturbed)
+            assert_went_on(run.wait(), fault_free)
 
 
 def test_a_machine_with_an_empty_disk_fetches_its_checkpoint_files(
-    job: JobFolder, undisturbed: Committed, elsewhere: tuple[str, ...]
+    job: JobFolder, fault_free: Committed, elsewhere: tuple[str, ...]
 ) -> None:
     config = slow_config(job)
     saves = ("--set", "checkpoint.dir=saved", "--set", "checkpoint.every_steps=10")
@@ -80,11 +80,11 @@ def test_a_machine_with_an_empty_disk_fetches_its_checkpoint_files(
         with server(1, under=elsewhere) as fresh:
             where = ("--connect", connect([here, fresh]))
             result = rpcmp("drive", config, "--resume", "--json", *saves, *where)
-    assert committed(result) == (undisturbed[0][10:], undisturbed[1])
+    assert committed(result) == (fault_free[0][10:], fault_free[1])
 
 
 def test_machines_with_empty_disks_get_the_drivers_files(
-    job: JobFolder, undisturbed: Committed, elsewhere: tuple[str, ...]
+    job: JobFolder, fault_free: Committed, elsewhere: tuple[str, ...]
 ) -> None:
     config = slow_config(job)
     saves = ("--set", "checkpoint.dir=saved", "--set", "checkpoint.every_steps=10")
@@ -92,11 +92,11 @@ def test_machines_with_empty_disks_get_the_drivers_files(
     with server(0, under=elsewhere) as first, server(1, under=elsewhere) as second:
         where = ("--connect", connect([first, second]))
         result = rpcmp("drive", config, "--resume", "--json", *saves, *where)
-    assert committed(result) == (undisturbed[0][10:], undisturbed[1])
+    assert committed(result) == (fault_free[0][10:], fault_free[1])
 
 
 def test_machines_may_share_a_disk(
-    job: JobFolder, undisturbed: Committed, another_machine: tuple[str, ...]
+    job: JobFolder, fault_free: Committed, another_machine: tuple[str, ...]
 ) -> None:
     config = slow_config(job)
     section = {"dir": '"saved"', "every_steps": 4, "keep": 2, "shared": "true"}
@@ -111,7 +111,7 @@ def test_machines_may_share_a_disk(
         assert not folder.path_of(4).exists()
         assert not [event for event in first.events if event["event"] == "warning"]
         result = rpcmp("drive", config, "--resume", "--json", *saves, *where)
-    assert committed(result) == (undisturbed[0][12:], undisturbed[1])
+    assert committed(result) == (fault_free[0][12:], fault_free[1])
 
 
 def test_leftovers_of_a_failed_run_are_removed_on_every_machine(

@@ -1,4 +1,4 @@
-"""A trace of as many spans as are read takes no more memory than it may: a million take seconds."""
+"""A trace with the maximum number of spans stays within its memory limit; it takes seconds."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def test_a_trace_above_the_span_limit_does_not_fill_the_memory(tmp_path: Path) -
         for _ in range(chrome.MAX_SPANS // 1000):
             file.write(text * 1000)
         file.write(text[:-1] + b"]}")
-    code, said, mib = measured("trace", path)
+    code, message, mib = measured("trace", path)
     assert (code, mib < MOST_MIB) == (2, True), (code, mib)
-    assert f"{path} has more than 1,000,000 spans" in said
+    assert f"{path} has more than 1,000,000 spans" in message

@@ -1,4 +1,4 @@
-"""What is seen from namespaces of its own: other users, other process ids, other disks."""
+"""The effects of namespaces: other users, other process ids, other disks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NONE = "0" * 16
 
 
 def apart(*options: str) -> tuple[str, ...]:
-    """What runs a program in a container of its own: its processes have ids that nobody has here.
+    """Return a command that runs a program as in a container, with process ids of its own.
 
     Args:
         options: more of unshare's.
@@ -74,7 +74,7 @@ os.waitpid(pid, 0)
 
 
 def test_an_ordinary_users_process_is_confined_as_well(tmp_path: Path) -> None:
-    """In a user namespace of its own, where it has had all capabilities."""
+    """In a user namespace, where it had all capabilities."""
     needs_root("become another user")
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
@@ -83,9 +83,9 @@ def test_an_ordinary_users_process_is_confined_as_well(tmp_path: Path) -> None:
         scratch.chmod(0o777)
         os.chmod(folder, 0o777)
         command = [sys.executable, "-c", ORDINARY, f"{folder}/own", str(scratch)]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert said.returncode == 0, said.stderr
-    assert json.loads(said.stdout) == {
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout) == {
         **dict.fromkeys(
             ("own file", "environment", "signal", "services", "mode"), "PermissionError"
         ),
@@ -125,7 +125,7 @@ def test_a_host_without_the_checkpoints_gets_them_and_its_confined_worker_reads_
 def test_stages_that_cannot_read_each_others_memory_use_their_sockets(
     job: JobFolder, tmp_path: Path
 ) -> None:
-    """As two containers on one host; stages of one user there copy from memory to memory."""
+    """Like two containers on one host, whose stages would otherwise copy from memory to memory."""
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
     certs = issue(tmp_path / "certs", HERE, HERE)
     with (
@@ -148,7 +148,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_files_in_use_by_another_server_stay(temporary: Path) -> None:
-    """Even where it is in a container, and has a process id that nobody has here."""
+    """Even if it is in a container, with a process id that is unknown here."""
     command = [*apart("--kill-child"), sys.executable, "-c", f"{LEAVES}sys.stdin.read()"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as server:

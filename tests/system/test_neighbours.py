@@ -1,4 +1,4 @@
-"""Who shares a host with a job: other users find nothing on it that would do what they say."""
+"""Other users of a job's host find nothing on it that executes their orders."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ os._exit(0)
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Host]:
-    """A host with nobody else on it."""
+    """A host without other processes."""
     with lan(1, tmp_path) as (only,):
         yield only
 
@@ -150,11 +150,11 @@ def test_another_user_of_a_host_finds_one_tls_port_per_server(
         found = [f"{address}:{port}" for address, port in listening(host)]
         assert sorted(found) == sorted([first.address, second.address])
         tmp_path.chmod(0o777)
-        said = host.run(
+        probe = host.run(
             sys.executable, "-c", PROBE.replace(MODULES, MODULES + NOBODY), str(marker), *found
         )
-        assert said.returncode == 0, said.stderr
-        lines = [line.split() for line in said.stdout.splitlines()]
+        assert probe.returncode == 0, probe.stderr
+        lines = [line.split() for line in probe.stdout.splitlines()]
         ports = [line for line in lines if line[0] in found]
         assert len(ports) == 4 * len(found)
         for _, heard in ports:
@@ -173,17 +173,17 @@ NO_NAMESPACES = 'echo 0 > /proc/sys/user/max_net_namespaces && exec "$@"'
 def test_a_pickle_sent_to_a_reachable_worker_executes_nothing(
     host: Host, job: JobFolder, tmp_path: Path, token: str
 ) -> None:
-    """Where the kernel makes no networks: a real agent of another user, at each port there is."""
+    """Without network namespaces: another user's real agent tries every port."""
     marker = tmp_path / "was-here"
     refusing = (needs("unshare"), "--user", "--map-root-user", "sh", "-c", NO_NAMESPACES, "sh")
     with running("drive", job.config(LONG), "--json", under=(*host.inside, *refusing)) as run:
         run.wait_for_line('"step": 2,')
         tmp_path.chmod(0o777)
         ports = [str(port) for _, port in listening(host)]
-        said = host.run(sys.executable, "-c", AGENT, str(marker), *ports)
-        print(said.stdout, said.stderr)
-        assert said.returncode == 0, said.stderr
-        answers = said.stdout.splitlines()
+        probe = host.run(sys.executable, "-c", AGENT, str(marker), *ports)
+        print(probe.stdout, probe.stderr)
+        assert probe.returncode == 0, probe.stderr
+        answers = probe.stdout.splitlines()
         assert len(answers) == 2 * len(ports)
         # Two workers and the driver have read it, and the two servers have not.
         assert len([answer for answer in answers if "which nobody may send" in answer]) == 6
@@ -192,7 +192,7 @@ def test_a_pickle_sent_to_a_reachable_worker_executes_nothing(
 
 
 def assert_goes_on(run: Running) -> None:
-    """That the job makes more steps, without a fault."""
+    """Check that the job makes more steps without a fault."""
     count = len(run.out)
     poll_for(lambda: len(run.out) > count + 3, "more steps")
     assert not [event for event in run.result().events if event["event"] == "fault"]

@@ -1,4 +1,4 @@
-"""Networks of one's own, where the kernel makes them for an ordinary process."""
+"""Network namespaces, on kernels that let an ordinary process create them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.processes import (
 
 
 def private_listeners(process: psutil.Process) -> set[str]:
-    """Where anybody listens in the network of a process's RPC agent, which is not the host's."""
+    """Return the listeners in the network namespace of a process's RPC agent."""
     found = set()
     for thread in Path(f"/proc/{process.pid}/task").iterdir():
         if (thread / "ns/net").readlink() != Path("/proc/self/ns/net").readlink():
@@ -61,8 +61,8 @@ def test_without_network_namespaces_a_job_runs_with_a_warning(job: JobFolder) ->
     under = (needs("unshare"), "--user", "--map-root-user", "sh", "-c", NO_NAMESPACES, "sh")
     with running("drive", config, "--json", under=under) as run:
         result = run.wait()
-    said = result.event("warning")["text"]
-    assert "other users of their hosts can reach the processes of stage0, stage1, driver" in said
+    message = result.event("warning")["text"]
+    assert "other users of their hosts can reach the processes of stage0, stage1, driver" in message
     expected = rpcmp("drive", config, "--json").event("summary")["parameters_sha256"]
     assert result.event("summary")["parameters_sha256"] == expected
 

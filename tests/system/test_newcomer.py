@@ -1,4 +1,4 @@
-"""A new user's way from nothing to a model on two hosts: the README's commands, word for word.
+"""A new user's first model on two hosts, by the exact commands of the README.
 
 The commands of the section are run in their order, each on the host that its comment names. Only
 `scp` is replaced, by a copy between two folders.
@@ -23,7 +23,7 @@ SECTION = "From nothing to two hosts"
 
 
 class Newcomer:
-    """A user who has read nothing but the README.
+    """A user who follows the README alone.
 
     Args:
         hosts: by name; commands run on the first unless their comment names another.
@@ -69,7 +69,7 @@ def newcomer(tmp_path: Path) -> Iterator[Newcomer]:
         yield Newcomer(dict(zip(names, hosts, strict=True)), homes, started)
 
 
-def test_from_nothing_to_two_hosts(
+def test_the_quickstart_trains_on_two_hosts(
     newcomer: Newcomer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = tmp_path / "host-a"
@@ -86,7 +86,7 @@ def test_from_nothing_to_two_hosts(
     for line in certificates:
         ended = newcomer.type(line)
         assert ended is None or ended.code == 0, line
-    said = {}
+    outputs = {}
     for line in together:
         name, _, value = line.partition("=")
         if name.startswith("export "):
@@ -95,10 +95,10 @@ def test_from_nothing_to_two_hosts(
         ended = newcomer.type(line)
         assert ended is not None
         assert ended.code == 0, f"{line}\n{ended.err}"
-        said[line.split()[1]] = ended.out
-    assert "0 failed" in said["doctor"]
-    assert "done: 20 steps" in said["drive"]
-    assert "bottleneck:" in said["trace"]
+        outputs[line.split()[1]] = ended.out
+    assert "0 failed" in outputs["doctor"]
+    assert "done: 20 steps" in outputs["drive"]
+    assert "bottleneck:" in outputs["trace"]
     assert (home / "my_model.safetensors").exists()
     assert list((tmp_path / "host-b").glob("checkpoints/*/step-*/stage1.safetensors"))
     assert newcomer.servers[1].wait().code == 0  # it was drained

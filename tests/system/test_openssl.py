@@ -1,4 +1,4 @@
-"""A certificate that its authority may not sign: OpenSSL's own program says so as well."""
+"""OpenSSL's own program also rejects a certificate that its authority may not sign."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HERE = "127.0.0.1"
 
 
 def verified(certs: Path, name: str) -> subprocess.CompletedProcess[str]:
-    """What it says of the certificate of that name."""
+    """Run OpenSSL's verification of a certificate by name."""
     files = (certs / CA, certs / name / CERTIFICATE)
     command = [needs("openssl"), "verify", "-CAfile", *map(str, files)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -45,6 +45,6 @@ def test_a_name_outside_the_name_constraints_is_refused(
     assert verified(certs, "stage0").returncode == 0
     authority.issue(certs, "liar", Any("stage"), [host], 1)
     (certs / CA).write_bytes(ca)
-    said = verified(certs, "liar")
-    assert said.returncode != 0
-    assert "permitted subtree violation" in said.stderr
+    verification = verified(certs, "liar")
+    assert verification.returncode != 0
+    assert "permitted subtree violation" in verification.stderr

@@ -1,4 +1,4 @@
-"""The wheel and the sdist: the same bytes whoever builds them, and all that a user needs."""
+"""The wheel and the sdist are reproducible and complete."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.places import ROOT
 DIST_INFO = f"rpcmp-{rpcmp.__version__}.dist-info"
 
 LEFT_BY_RUNS = ("runs",)
-"""Folders beside a config, where somebody has run an example of this tree."""
+"""Folders beside a config after a run of an example in this tree."""
 
 EPOCH = 1_000_000_000
 """September 9, 2001, 01:46:40 UTC."""
@@ -38,7 +38,7 @@ if not _rpcmp.__file__.startswith({site!r}):
 
 
 def build(source: Path, out: Path, *kinds: str, **environment: str) -> dict[str, Path]:
-    """Build without isolation, so without a download; what comes of it, by kind."""
+    """Build without isolation, so without a download; returns the files by kind."""
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), *kinds]
     inherited = {k: v for k, v in os.environ.items() if k != "SOURCE_DATE_EPOCH"}
     done = subprocess.run(
@@ -55,7 +55,7 @@ def build(source: Path, out: Path, *kinds: str, **environment: str) -> dict[str,
 
 
 def copy(to: Path, age: int, mode: int) -> Path:
-    """A copy of this repository, with files of that age, and permissions of that umask."""
+    """Copy this repository with files of this age, and permissions of this umask."""
     unwanted = (".git", "certs", ".*_cache", ".venv", "dist", "build", "*.egg-info", ".hypothesis")
     shutil.copytree(ROOT, to, ignore=shutil.ignore_patterns(*unwanted, *LEFT_BY_RUNS))
     for path in to.rglob("*"):
@@ -66,7 +66,7 @@ def copy(to: Path, age: int, mode: int) -> Path:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """What somebody builds from a tree in which things lie about that are nobody's business."""
+    """Files built from a tree that also contains unrelated private files."""
     folder = tmp_path_factory.mktemp("one")
     source = copy(folder / "rpcmp", age=EPOCH, mode=0o002)
     for stray in (
@@ -83,7 +83,7 @@ def sha256(path: Path) -> str:
 
 
 def names(archive: Path) -> set[str]:
-    """The files of a wheel or an sdist; of the latter below its one folder."""
+    """Return the names in a wheel, or in an sdist below its top folder."""
     if archive.suffix == ".whl":
         return set(zipfile.ZipFile(archive).namelist())
     with tarfile.open(archive) as opened:
@@ -91,7 +91,7 @@ def names(archive: Path) -> set[str]:
 
 
 def shipped(folder: str) -> set[str]:
-    """The files of a folder of this repository."""
+    """Return the files of a folder of this repository."""
     return {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / folder).rglob("*")
@@ -165,7 +165,7 @@ def test_the_metadata_describes_the_package(built: dict[str, Path]) -> None:
 
 @pytest.fixture
 def environment(built: dict[str, Path], tmp_path: Path) -> Path:
-    """A fresh virtual environment with the wheel; its dependencies are those of this one."""
+    """A fresh virtual environment with the wheel; it shares this one's dependencies."""
     folder = tmp_path / "environment"
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"

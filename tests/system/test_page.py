@@ -1,4 +1,4 @@
-"""The page in a real browser: what one sees of a run that trains, and of runs that never were."""
+"""The page in a real browser, for a real run and for made-up ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def browser() -> Iterator[Browser]:
 def serving(
     events: Iterable[Event], place: Endpoint | None = None
 ) -> Iterator[tuple[LivePage, str]]:
-    """A page that has been told of `events`, and its address."""
+    """Serve a page with these events; yields it and its address."""
     place = place or Endpoint.open("127.0.0.1:0", None)
     page = LivePage(place)
     try:
@@ -50,7 +50,7 @@ def serving(
 
 
 def going_on(num_steps: int, lost_after: int | None = None) -> list[Event]:
-    """The events of a run that has not ended yet."""
+    """Return the events of an unfinished run."""
     found = pageevents.run(num_steps, lost_after)
     return [event for event in found if event["event"] not in ("summary", "end")]
 
@@ -60,7 +60,7 @@ def node(tab: Tab, name: str) -> Locator:
 
 
 def picture(tab: Tab, chart: str) -> str:
-    """What a chart shows, as an image."""
+    """Return a chart as an image."""
     found: str = tab.locator(f"{chart} canvas").evaluate("canvas => canvas.toDataURL()")
     return found
 
@@ -416,11 +416,11 @@ def test_a_report_is_one_self_contained_file(browser: Browser, tmp_path: Path) -
 
 def test_a_report_of_two_runs_overlays_their_curves(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "comparison.html"
-    told = {"first": [*pageevents.run(60)], "second": [*pageevents.run(90, 30)]}
-    for event in told["second"]:
+    events_by_run = {"first": [*pageevents.run(60)], "second": [*pageevents.run(90, 30)]}
+    for event in events_by_run["second"]:
         if event["event"] == "eval":
             event["loss"] = 0.5
-    runs = [pageevents.record(name, events) for name, events in told.items()]
+    runs = [pageevents.record(name, events) for name, events in events_by_run.items()]
     path.write_text(html(runs), encoding="utf-8")
     with opened(browser, path.as_uri()) as (tab, seen):
         expect(tab.locator("#curves-legend")).to_have_text(re.compile(r"first\s*second"))

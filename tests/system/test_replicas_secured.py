@@ -1,4 +1,4 @@
-"""Replicas and shared weights across hosts, under mutual TLS: the bits of one process."""
+"""Replicas and shared weights across hosts with mutual TLS: the bits of one process."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ STAGES = """
 
 @contextlib.contextmanager
 def serving(host: Host, stage: int, replica: int, certs: Path) -> Iterator[None]:
-    """A stage server at its default port."""
+    """Start a stage server at its default port."""
     who = ("--stage", str(stage), "--replica", str(replica))
-    whose = f"stage {stage + replica}"  # each is in a network of its own
-    with running_server(*who, "--certs", certs, whose=whose, under=host.inside):
+    owner = f"stage {stage + replica}"  # each is in a network of its own
+    with running_server(*who, "--certs", certs, owner=owner, under=host.inside):
         yield
 
 

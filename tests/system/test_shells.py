@@ -1,4 +1,4 @@
-"""Shells that not every machine has: they understand what `rpcmp completion` prints."""
+"""Shells that are not on every machine accept the output of `rpcmp completion`."""
 
 from __future__ import annotations
 

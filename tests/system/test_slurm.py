@@ -1,4 +1,4 @@
-"""The Slurm script: clean, and run for real, with a Slurm that has but this machine."""
+"""The Slurm script passes shellcheck, and runs with a fake Slurm on this machine."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ esac
 
 
 def shellcheck(path: Path) -> subprocess.CompletedProcess[str]:
-    """As strict as it gets, but for braces around every variable."""
+    """Run it with all checks except braces around every variable."""
     program = Path(sys.executable).with_name("shellcheck")
     strict = ["--enable=all", "--exclude=SC2250"] if path.name == SCRIPT.name else []
     return subprocess.run(
@@ -89,7 +89,7 @@ def test_the_slurm_script_asks_for_a_warning_signal_and_requeue() -> None:
 
 
 class Slurm:
-    """One job of a cluster whose two nodes are this machine.
+    """A job of a fake cluster, both of whose nodes are this machine.
 
     Attributes:
         folder: that it is submitted from.
@@ -110,7 +110,7 @@ class Slurm:
         monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
 
     def install(self, name: str, text: str) -> None:
-        """Put a program where the script finds it."""
+        """Write a program to where the script finds it."""
         path = self.folder / "bin" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
@@ -118,18 +118,18 @@ class Slurm:
 
     @property
     def output(self) -> str:
-        """What the job has written, all times it ran."""
+        """Return the output of all runs of the job."""
         path = self.folder / "output"
         return path.read_text() if path.exists() else ""
 
     @property
     def saved(self) -> list[str]:
-        """Steps with a checkpoint, the oldest first."""
+        """Return the steps with a checkpoint, the oldest first."""
         return sorted(path.parent.name for path in self.folder.glob("saved/*/*/manifest.json"))
 
     @contextlib.contextmanager
     def running(self, *options: str) -> Iterator[subprocess.Popen[bytes]]:
-        """The script."""
+        """Start the script."""
         where = ["--set", f"checkpoint.dir={self.folder / 'saved'}", "--set", "log.folder="]
         shown = ["--set", "checkpoint.shared=true", "-v"]
         config = EXAMPLES / "digits.toml"
@@ -146,7 +146,7 @@ class Slurm:
             process.wait()
 
     def is_tidy(self) -> bool:
-        """Whether nothing is left of certificates."""
+        """Whether no certificates are left."""
         return not [*self.folder.glob("**/tls.key"), *self.folder.glob(".rpcmp-*")]
 
 

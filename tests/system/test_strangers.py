@@ -1,4 +1,4 @@
-"""Connections that strangers hold open, at every door, while there are few file descriptors."""
+"""Connections without certificates, held open at every port, with few file descriptors."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ balance = [2, 2]
 
 
 def limited(count: int) -> tuple[str, ...]:
-    """What runs a program that may have so many descriptors."""
+    """Return a command that limits a program's file descriptors."""
     return (needs("prlimit"), f"--nofile={count}:{count}")
 
 
 @contextlib.contextmanager
 def silent(port: int, count: int) -> Iterator[list[socket.socket]]:
-    """Connections of two other users of this machine that say nothing."""
+    """Open silent connections as two other users of this machine."""
     with contextlib.ExitStack() as stack:
         found = []
         for number in range(count):
@@ -62,7 +62,7 @@ def certs(tmp_path: Path) -> Path:
 
 
 def test_connections_to_page_and_metrics_cannot_exhaust_a_run(job: JobFolder, certs: Path) -> None:
-    """More of them than the driver may have descriptors, while its group forms and to its end."""
+    """More connections than the driver's limit, while its group forms and until it ends."""
     options: list[str | Path] = [
         "--ui",
         "0.0.0.0:0",
@@ -110,7 +110,7 @@ def test_servers_with_few_file_descriptors_keep_serving(
 
 
 def test_silent_connections_to_the_page_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has said nothing for some time goes, whether there is room or not."""
+    """A connection that stays silent is closed even if there is room."""
 
     monkeypatch.setattr(Budget.__init__, "__defaults__", (None, 0.2))
     place = Endpoint.open(f"{HERE}:0", None)

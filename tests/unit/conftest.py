@@ -1,4 +1,4 @@
-"""What unit tests share: what they start ends with them."""
+"""Fixtures of unit tests, which stop all threads that a test has started."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.instances import noted
+from tests.support.instances import record_instances
 
 
 def pytest_collection_finish() -> None:
-    """Spare this process what stages are spared as well: two seconds for the first optimizer."""
+    """Defer dynamo as in stages, which saves two seconds at the first optimizer."""
     if "torch" in sys.modules:
         from rpcmp.pipelining import lazy_dynamo
 
@@ -20,13 +20,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _threads_end(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let the compute threads end that a test of a worker's parts has started."""
+    """Stop the compute threads that a test has started."""
     if "worker" not in request.path.parts and "trace" not in request.path.parts:
         yield
         return
     from rpcmp.worker.executor import ComputeThread
 
-    started = noted(monkeypatch, ComputeThread)
+    started = record_instances(monkeypatch, ComputeThread)
     yield
     for each in started:
         each.close()

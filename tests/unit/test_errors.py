@@ -54,7 +54,7 @@ def test_only_errors_of_the_tree_are_built(name: str) -> None:
 
 
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
-def test_the_exit_code_says_whose_fault_it_is(error: RpcmpError) -> None:
+def test_the_exit_code_follows_the_kind_of_the_error(error: RpcmpError) -> None:
     expected = 1
     if isinstance(error, errors.ConfigError | errors.StageConfigError):
         expected = 2
@@ -84,7 +84,7 @@ def test_a_stage_error_says_where_when_and_why() -> None:
         (TimeoutError(), "TimeoutError"),
     ],
 )
-def test_one_line_is_one_line(error: Exception, line: str) -> None:
+def test_one_line_puts_an_error_on_one_line(error: Exception, line: str) -> None:
     assert errors.one_line(error) == line
 
 

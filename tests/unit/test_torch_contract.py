@@ -36,7 +36,7 @@ Findings = dict[str, Any]
 
 
 class RecordingStore(Store):
-    """A store in Python that notes which operations the agent uses."""
+    """A store in Python that records which operations the agent uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class RecordingStore(Store):
 
 
 class TwoOutputs(torch.autograd.Function):
-    """Two outputs of which the caller will use one; notes the gradients that arrive."""
+    """Two outputs, one of which the caller uses; records the arriving gradients."""
 
     seen: list[Any] = []  # noqa: RUF012
     fails = False
@@ -84,7 +84,7 @@ class TwoOutputs(torch.autograd.Function):
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def answer_later() -> Future[Any]:
-    """The outputs, from a thread that has no autograd context."""
+    """Return the outputs from a thread without an autograd context."""
     future: Future[Any] = Future()
 
     def fulfil() -> None:
@@ -108,7 +108,7 @@ def raise_in_handler() -> None:
 
 
 def find() -> Findings:
-    """All findings of a group of one."""
+    """Return all findings of a group of one."""
     store = RecordingStore()
     transport.reserve_threads(in_flight=3)
     found: Findings = {"unknown_transport": _error(lambda: _agent_with_transport("nonsense"))}
@@ -217,7 +217,7 @@ def test_the_transport_can_be_chosen(found: Findings) -> None:
     assert found["unknown_transport"] == "RuntimeError: Unknown transport: nonsense"
 
 
-def test_a_timeout_of_zero_is_none_at_all() -> None:
+def test_torch_accepts_an_rpc_timeout_of_zero() -> None:
     options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=0, _transports=["uv"])
     assert options.rpc_timeout == 0
 
@@ -230,7 +230,7 @@ def test_an_agent_that_was_built_directly_becomes_current(found: Findings) -> No
     assert found["agent_is_current"]
 
 
-def test_the_counts_that_we_read_exist(found: Findings) -> None:
+def test_the_counts_of_the_agent_that_rpcmp_reads_exist(found: Findings) -> None:
     assert set(found["left_behind"]) <= set(found["debug_info"])
 
 
@@ -265,7 +265,7 @@ def test_a_reference_names_its_owner_and_gives_its_object_there(found: Findings)
     assert found["reference"] == [ALONE, {"served": True}]
 
 
-def test_what_a_callback_raises_stays_in_a_future_that_nobody_waits_for() -> None:
+def test_an_error_in_a_callback_stays_in_its_unawaited_future() -> None:
     future = Future[int]()
     after = future.then(lambda done: 1 // done.value())
     future.set_result(0)
@@ -277,7 +277,7 @@ def test_what_a_callback_raises_stays_in_a_future_that_nobody_waits_for() -> Non
 
 
 class Untold(torch.autograd.Function):
-    """Uses a parameter and says nothing of its gradient."""
+    """Uses a parameter without reporting its gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -289,7 +289,7 @@ class Untold(torch.autograd.Function):
 
 
 def use(parameter: torch.Tensor) -> torch.Tensor:
-    """A loss in which `parameter` gets a gradient of None."""
+    """Return a loss in which `parameter` gets a gradient of None."""
     output: torch.Tensor = Untold.apply(torch.ones(2, requires_grad=True), parameter)  # type: ignore[no-untyped-call]
     return output.sum()
 

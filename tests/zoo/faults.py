@@ -1,4 +1,4 @@
-"""Faults, injected into a worker from the inside; shipped to the stage servers beside a config.
+"""Faults that a worker injects into itself; shipped to the stage servers beside a config.
 
     layers = "faults:layers"
     kwargs = { at = { stage = 1, step = 3, phase = "backward", how = "SIGKILL", marker = "..." } }
@@ -33,7 +33,7 @@ from rpcmp.rpc import transport
 
 
 class Planted:
-    """The faults of one worker; told of every phase that begins.
+    """The faults of one worker, which is notified of every phase.
 
     Args:
         faults: all that are planted in the job.
@@ -49,7 +49,7 @@ class Planted:
         self.trains = False
 
     def begin(self, phase: str, step: int) -> None:
-        """Strike, if a fault is planted here and has not struck yet."""
+        """Trigger a fault if one is planted here and has not been triggered yet."""
         for fault in self._faults:
             if (phase, step) != (fault["phase"], fault["step"]):
                 continue
@@ -59,11 +59,11 @@ class Planted:
 
 
 def _mark(marker: Path, stage: int, phase: str, step: int, how: str) -> bool:
-    """Whether this is the first time."""
-    said = {"pid": os.getpid(), "stage": stage, "phase": phase, "step": step, "how": how}
-    said["time"] = time.time()
+    """Write the marker; returns whether this is the first time."""
+    message = {"pid": os.getpid(), "stage": stage, "phase": phase, "step": step, "how": how}
+    message["time"] = time.time()
     temporary = marker.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps(said))
+    temporary.write_text(json.dumps(message))
     try:
         os.link(temporary, marker)
     except FileExistsError:
@@ -78,7 +78,7 @@ def _strike(how: str) -> None:
         case "SIGKILL" | "SIGSTOP":
             os.kill(os.getpid(), getattr(signal, how))
             threading.Event().wait()  # the kernel stops the threads one after the other
-        case "brittle":  # stopped, and whoever asks where it is ends it
+        case "brittle":  # stopped, and a request for its stacks ends it
             ctypes.CDLL(None).signal(signal.SIGUSR1, 0)
             _strike("SIGSTOP")
         case "host":  # its supervisor, and with it this process and all that they hold
@@ -101,7 +101,7 @@ def _strike(how: str) -> None:
 
 
 def _supervisor() -> int:
-    """The process that made the other end of this one's channel."""
+    """Return the process at the other end of this one's channel."""
     with socket.socket(fileno=os.dup(int(sys.argv[1]))) as channel:
         credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     pid, _, _ = struct.unpack("3i", credentials)
@@ -109,7 +109,7 @@ def _supervisor() -> int:
 
 
 def cut_links() -> None:
-    """Have all packets from and to this process's agent vanish, in the network that it is in.
+    """Drop all packets from and to this process's agent, in its network namespace.
 
     A rule by port: fresh processes have other ports, so they are not concerned.
     """
@@ -133,7 +133,7 @@ def cut_links() -> None:
 def layers(
     at: list[dict[str, Any]], num_microbatches: int = 4, stages: int = 3, milliseconds: float = 0.0
 ) -> list[tuple[str, Callable[[], nn.Module]]]:
-    """`zoo.mlp` with one block a stage, the last with the head, and faults in it."""
+    """Return `zoo.mlp` with one block per stage, the last with the head, and faults in it."""
 
     def make(stage: int) -> Callable[[], nn.Module]:
         def build() -> nn.Module:
@@ -153,7 +153,7 @@ def layers(
 
 
 class Watched(nn.Module):
-    """A layer that knows which step it is in."""
+    """A layer that counts its steps."""
 
     def __init__(
         self, layer: nn.Module, planted: Planted, num_microbatches: int, milliseconds: float
@@ -178,7 +178,7 @@ class Watched(nn.Module):
 
 
 class WatchBackward(torch.autograd.Function):
-    """The identity, told when it is differentiated."""
+    """The identity, which reports its backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, planted: Planted, step: int) -> Tensor:
@@ -192,7 +192,7 @@ class WatchBackward(torch.autograd.Function):
 
 
 class WatchedSGD(torch.optim.SGD):
-    """Momentum, so that there is a state to lose; told when it steps."""
+    """SGD with momentum, so that there is state to lose; reports its steps."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -207,7 +207,7 @@ _planted: list[Planted] = []
 
 
 def _watch_process(planted: Planted) -> None:
-    """Have this worker tell when it joins and when it saves."""
+    """Report when this worker joins a group and when it saves."""
     if _planted:
         return
     _planted.append(planted)

@@ -1,4 +1,4 @@
-"""A stage whose host is in other hands: its worker asks another's for what it may not have."""
+"""A stage on a hostile host: its worker tries to access another host's files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _builtin = torch._C._distributed_rpc._invoke_rpc_builtin
 
 
 class Hostile(nn.Module):
-    """Reads and makes files on the host of `victim`, as the user that serves there."""
+    """Reads and creates files on the host of `victim`, as the user of its server."""
 
     def __init__(self, victim: str, secret: str, made: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Metrics with a state, for the driver, and one for the sink; with faults in them."""
+"""Metrics with state for the driver, and one for the last stage, with faults in them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def error(outputs: Tensor, targets: Tensor, marker: str = "") -> Tensor:
-    """`zoo.error`; the process that computes it dies at first, and leaves a marker."""
+    """Compute `zoo.error`; the first process that does so dies, and leaves a marker."""
     _die_once(marker)
     found: Tensor = zoo.error(outputs, targets)
     return found
@@ -26,7 +26,7 @@ def _die_once(marker: str) -> None:
 
 
 class Fit:
-    """How well outputs follow targets: no mean of what it is for micro-batches.
+    """Coefficient of determination, which is not the mean over micro-batches.
 
     Args:
         strikes_in: in which evaluation the process that has it dies, counted from 1; 0: in none.

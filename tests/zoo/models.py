@@ -15,7 +15,7 @@ FEATURES = 4
 
 
 def layers(width: int = 6, dropout: float = 0.0) -> Layers:
-    """Three layers whose initial weights and dropout show every slip of the random state."""
+    """Return three layers whose initial weights and dropout expose errors in the random state."""
     return [
         ("first", lambda: nn.Sequential(nn.Linear(FEATURES, width), nn.Tanh())),
         ("middle", lambda: nn.Sequential(nn.Linear(width, width), nn.Dropout(dropout), nn.Tanh())),
@@ -24,7 +24,7 @@ def layers(width: int = 6, dropout: float = 0.0) -> Layers:
 
 
 def matrices() -> Layers:
-    """Two layers whose parameters are all matrices; the first's gradients are sparse."""
+    """Return two layers with only matrices as parameters; the first's gradients are sparse."""
     return [
         ("embed", lambda: nn.Embedding(FEATURES, 6, sparse=True)),
         ("head", lambda: nn.Linear(6, 4, bias=False)),
@@ -32,17 +32,17 @@ def matrices() -> Layers:
 
 
 def as_dict() -> dict[str, Callable[[], nn.Module]]:
-    """The same layers by name."""
+    """Return the same layers by name."""
     return dict(layers())
 
 
 def as_modules() -> dict[str, nn.Module]:
-    """The same layers, built."""
+    """Return the same layers, built."""
     return {name: build() for name, build in layers()}
 
 
 def as_sequential() -> nn.Sequential:
-    """Layers as one module; the activation is used twice."""
+    """Return the layers as one module, which uses the activation twice."""
     activation = nn.Tanh()
     return nn.Sequential(
         nn.Linear(FEATURES, 6), activation, nn.Linear(6, 6), activation, nn.Linear(6, 1)
@@ -50,7 +50,7 @@ def as_sequential() -> nn.Sequential:
 
 
 def returned() -> Any:
-    """What a test puts in its place returns whatever that test wants."""
+    """Placeholder that tests replace."""
     raise NotImplementedError
 
 
@@ -65,30 +65,30 @@ def broken_layers() -> Layers:
 
 
 def lazy_layers() -> Layers:
-    """A layer whose size only its first input tells."""
+    """Return a layer whose first input determines its size."""
     return [("lazy", lambda: nn.LazyLinear(2))]
 
 
 def no_modules() -> list[tuple[str, Callable[[], object]]]:
-    """A factory that makes something else."""
+    """Return something that is not a list of layers."""
     return [("number", lambda: 3)]
 
 
 def dataset(samples: int = 10) -> TensorDataset:
-    """Pairs of (FEATURES,) and (1,), float32."""
+    """Return pairs of shapes (FEATURES,) and (1,), float32."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(samples, FEATURES, generator=generator)
     return TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
 
 
 def numbers(samples: int = 10) -> TensorDataset:
-    """Pairs of an index and its tenfold, so that the order shows."""
+    """Return pairs of an index and ten times it, which expose the order."""
     index = torch.arange(samples)
     return TensorDataset(index, index * 10)
 
 
 def triples(samples: int = 4) -> TensorDataset:
-    """Items that are no pairs."""
+    """Return items that are not pairs."""
     index = torch.arange(samples)
     return TensorDataset(index, index, index)
 
@@ -128,23 +128,23 @@ class Split(nn.Module):
 
 
 def tied_modules() -> dict[str, nn.Module]:
-    """Two layers with one weight, built."""
+    """Return two built layers with one weight."""
     first, last = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
     last.weight = first.weight
     return {"first": first, "last": last}
 
 
 def tied_factories() -> Layers:
-    """Two layers with one weight, which shows only when both are built."""
+    """Return two factories with one weight, which is visible only once both are built."""
     modules = tied_modules()
     return [(name, lambda name=name: modules[name]) for name in modules]  # type: ignore[misc]
 
 
 def colliding_layers() -> Layers:
-    """Layers whose parameters' names could be mixed up."""
+    """Return layers whose parameter names could collide."""
     return [("a", lambda: nn.Linear(1, 1)), ("a.b", lambda: nn.Linear(1, 1))]
 
 
 def complex_pairs() -> TensorDataset:
-    """Pairs of a kind of tensors that cannot be handed from process to process."""
+    """Return pairs with a kind of tensor that cannot be sent between processes."""
     return TensorDataset(torch.zeros(3, dtype=torch.complex128), torch.zeros(3))

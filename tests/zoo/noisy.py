@@ -1,4 +1,4 @@
-"""A dataset with random transforms that tells where it is built; shipped beside a config."""
+"""A dataset with random transforms that records where it is built; shipped beside a config."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Views(NamedTuple):
 
 
 class Noisy(Dataset[tuple[Views, Tensor]]):
-    """Every sample is drawn anew; the targets are as random as the inputs.
+    """Samples that are drawn anew on each access; targets are as random as inputs.
 
     Args:
         witness: file that gets the titles of the processes in which it is built.
@@ -63,7 +63,7 @@ class Noisy(Dataset[tuple[Views, Tensor]]):
 
 
 class Worst:
-    """A metric with a state, which the driver computes: the largest error of any sample."""
+    """A metric with state for the driver: the largest error of any sample."""
 
     def __init__(self) -> None:
         self._worst = 0.0
@@ -79,7 +79,7 @@ class Worst:
 
 
 class Mortal(zoo.Encoder):  # type: ignore[misc]
-    """An encoder of two inputs whose process dies in one of its forwards, once.
+    """An encoder of two inputs whose process dies once in one of its forwards.
 
     Args:
         marker: says that it has; empty: it does not.
@@ -100,7 +100,7 @@ class Mortal(zoo.Encoder):  # type: ignore[misc]
 
 
 class Head(zoo.Join):  # type: ignore[misc]
-    """Reads the whole of a sample."""
+    """A head that reads the whole sample."""
 
     def __init__(self) -> None:
         super().__init__(inputs=2)

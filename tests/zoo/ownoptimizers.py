@@ -1,4 +1,4 @@
-"""Optimizers of users, each odd in its own way."""
+"""Users' optimizers, each unusual in one way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WARM_UP = 25
 
 
 class MyOpt(torch.optim.Optimizer):
-    """As a tutorial has it: two defaults, momentum in the state."""
+    """A tutorial's optimizer: two defaults, momentum in the state."""
 
     def __init__(self, params: Any, lr: float = 0.1, decay: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "decay": decay})
@@ -33,7 +33,7 @@ class MyOpt(torch.optim.Optimizer):
 
 
 class Nested(MyOpt):
-    """Dicts in lists in tuples, None, numbers and strings; floats of another dtype."""
+    """State of dicts in lists in tuples, None, numbers and strings; floats of another dtype."""
 
     def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
         count = state.get("count", 0)
@@ -47,7 +47,7 @@ class Nested(MyOpt):
 
 
 class Late(MyOpt):
-    """State that begins after some steps, of other shapes."""
+    """State that appears after some steps, with other shapes."""
 
     def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
         state["n"] = state.get("n", 0) + 1
@@ -58,7 +58,7 @@ class Late(MyOpt):
 
 
 class Counting(MyOpt):
-    """Its own attributes: a number, and tensors in a list."""
+    """State in attributes: a number, and tensors in a list."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr)
@@ -83,7 +83,7 @@ class Noisy(MyOpt):
 
 
 class Beside(MyOpt):
-    """Keeps a step for all in `state`, as some have done since torch 0.4."""
+    """Keeps one step counter for all parameters in `state`, as some have done since torch 0.4."""
 
     def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
         beside: dict[Any, Any] = self.state
@@ -92,7 +92,7 @@ class Beside(MyOpt):
 
 
 class Around:
-    """An optimizer around another one: slow weights, every third step."""
+    """An optimizer that wraps another one: slow weights, every third step."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         self.inner = MyOpt(params, lr)
@@ -112,7 +112,7 @@ class Around:
                 p.copy_(slow)
 
     def state_dict(self) -> dict[str, Any]:
-        """What torch's has, and the slow weights."""
+        """Return the wrapped state and the slow weights."""
         return {**self.inner.state_dict(), "slow": self.slow, "n": self.n}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -123,7 +123,7 @@ class Around:
 
 
 class NoRate(MyOpt):
-    """Calls its learning rate otherwise."""
+    """Has another name for its learning rate."""
 
     def __init__(self, params: Any, speed: float = 0.1) -> None:
         torch.optim.Optimizer.__init__(self, params, {"speed": speed})
@@ -133,7 +133,7 @@ class NoRate(MyOpt):
 
 
 class NoneRate(MyOpt):
-    """Its learning rate is None: it finds one by itself."""
+    """Its learning rate is None: it determines one by itself."""
 
     def __init__(self, params: Any, lr: float | None = None) -> None:
         torch.optim.Optimizer.__init__(self, params, {"lr": lr})
@@ -143,7 +143,7 @@ class NoneRate(MyOpt):
 
 
 class Columns(MyOpt):
-    """A matrix that lies column by column, as LAPACK returns it: products have other bits."""
+    """Keeps a matrix in column-major order, as LAPACK returns it: products have other bits."""
 
     def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
         rows = grad.reshape(grad.shape[0], -1)
@@ -156,7 +156,7 @@ class Columns(MyOpt):
 
 
 class TwoKeys(MyOpt):
-    """One tensor under two keys."""
+    """Keeps one tensor under two keys."""
 
     def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
         if not state:
@@ -166,7 +166,7 @@ class TwoKeys(MyOpt):
 
 
 class Picky(MyOpt):
-    """Takes no parameters but of these sizes."""
+    """Accepts only parameters of these sizes."""
 
     def __init__(self, params: Any, sizes: list[int]) -> None:
         super().__init__(params)
@@ -208,7 +208,7 @@ class Named(MyOpt):
 
 
 class Window(MyOpt):
-    """Something that is neither a tensor nor plain."""
+    """State that is neither a tensor nor a plain value."""
 
     def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
         state.setdefault("last", deque(maxlen=3)).append(grad.clone())
@@ -216,7 +216,7 @@ class Window(MyOpt):
 
 
 class LateWindow(MyOpt):
-    """The same, after a warm-up longer than any trial."""
+    """`Window`, after a warm-up longer than any trial."""
 
     def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
         state["n"] = state.get("n", 0) + 1
@@ -226,7 +226,7 @@ class LateWindow(MyOpt):
 
 
 class OwnDice(MyOpt):
-    """A generator of its own, which no state_dict has."""
+    """Keeps its own generator, which state_dict omits."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr)
@@ -237,7 +237,7 @@ class OwnDice(MyOpt):
 
 
 class ByParameter(MyOpt):
-    """A dict of its own by parameter, which no state_dict has."""
+    """Keeps its own dict by parameter, which state_dict omits."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr)
@@ -256,7 +256,7 @@ class Hiding(MyOpt):
 
 
 class Headless(Around):
-    """Around another one, and its state_dict has that of the inner one under a name of its own."""
+    """Wraps another optimizer, and saves its state under a different name."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"base": self.inner.state_dict(), "slow": self.slow}
@@ -282,7 +282,7 @@ class Closing(MyOpt):
 
 
 class Afraid(ByParameter):
-    """Raises where gradients are not as small as it is used to, and hides what it keeps."""
+    """Raises if gradients are not as small as usual, and hides its state."""
 
     def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
         if grad.abs().max() > 1e-3:
@@ -298,7 +298,7 @@ class Helper:
 
 
 class LaterHidden(MyOpt):
-    """Keeps momentum where no file finds it, after a warm-up longer than any trial."""
+    """Keeps momentum that is not saved, after a warm-up longer than any trial."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr)
@@ -327,4 +327,4 @@ REFUSED = {
     Closing: "needs a closure",
     Afraid: "gradients explode.*recovery.enabled = false",
 }
-"""Those that do not, by what is said of them."""
+"""Optimizers that cannot be restored, by the error message."""

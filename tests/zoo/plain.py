@@ -9,7 +9,7 @@ WORDS, WIDTH = 11, 8
 
 
 class Plain(nn.Module):
-    """What somebody has already: an embedding, an encoder, a head that shares the embedding."""
+    """A user's existing model: an embedding, an encoder, and a head that shares the embedding."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Samples that are more than pairs of equal size: dicts, texts of any length, weighted ones."""
+"""Samples that are not pairs of equal size: dicts, texts of any length, weighted ones."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Mapped(Dataset[dict[str, Tensor]]):
 
 
 def mapped_loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """That of the targets in the dict."""
+    """Compute the loss with the targets in the dict."""
     return nn.functional.mse_loss(outputs, batch["y"])
 
 
 class Texts(Dataset[Tensor]):
-    """Texts of 3 to 12 words, int64, of no common length."""
+    """Texts of 3 to 12 words, int64."""
 
     def __init__(self, samples: int = 40) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -47,18 +47,18 @@ class Texts(Dataset[Tensor]):
 
 
 def padded(samples: list[Tensor], value: int = 0) -> tuple[Tensor, Tensor]:
-    """Inputs and targets (samples, the longest of them - 1), int64."""
+    """Pad to inputs and targets of shape (samples, longest text - 1), int64."""
     whole = nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=value)
     return whole[:, :-1], whole[:, 1:]
 
 
 def weighted(dataset: Any, samples: int = 33) -> WeightedRandomSampler:
-    """More often from the dataset's end than from its beginning; draws from torch's generator."""
+    """Sample the end of the dataset more often; draws from torch's generator."""
     return WeightedRandomSampler([1.0 + index for index in range(len(dataset))], samples)
 
 
 class ByLength(Sampler[int]):
-    """Texts of a similar length together, otherwise in a random order: as transformers groups."""
+    """Group texts of similar length, otherwise in a random order, as transformers does."""
 
     def __init__(self, dataset: Texts, group: int = 10) -> None:
         self._lengths, self._group = [len(text) for text in dataset.texts], group
@@ -74,7 +74,7 @@ class ByLength(Sampler[int]):
 
 
 class Forgetful:
-    """Its order depends on the orders before."""
+    """A sampler whose order depends on the earlier orders."""
 
     def __init__(self, dataset: Any) -> None:
         self._random, self._count = random.Random(0), len(dataset)
@@ -89,12 +89,12 @@ class Forgetful:
 
 
 def whole_batches(dataset: Any) -> list[list[int]]:
-    """What a batch sampler yields, which is no sampler."""
+    """Return a batch sampler, which is not a sampler."""
     return [[0, 1], [2, 3]]
 
 
 def reading(width: int = 8) -> Any:
-    """A small language model over texts of any length."""
+    """Return a small language model over texts of any length."""
     return [
         ("embed", lambda: nn.Embedding(11, width, padding_idx=0)),
         ("mix", lambda: nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.1))),

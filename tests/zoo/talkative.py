@@ -1,4 +1,4 @@
-"""Models and data that say something, in all the ways in which Python and C++ do."""
+"""Models and data that print and log in all the ways of Python and C++."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger("talkative")
 
 
 def dataset(samples: int = 50) -> TensorDataset:
-    """Says how many samples there are, where it is built."""
+    """Print the number of samples and the process that builds it."""
     print(f"a dataset of {samples} samples")
     generator = torch.Generator().manual_seed(7)
     inputs = torch.randn(samples, FEATURES, generator=generator)
@@ -29,14 +29,14 @@ def dataset(samples: int = 50) -> TensorDataset:
 
 
 def warn_in_cpp() -> None:
-    """Have torch's C++ code warn, by its own TORCH_WARN."""
+    """Make torch's C++ code warn by TORCH_WARN."""
     array = np.zeros(3, dtype=np.float32)
     array.setflags(write=False)
     torch.from_numpy(array)
 
 
 class Talker(nn.Linear):
-    """Says what it is told to in a forward of one step, counted by its calls.
+    """Prints or logs its text in the forward of one step, counted by its calls.
 
     Args:
         says: "" nothing, "everything", "lines" (many that are alike) or "last words".
@@ -56,7 +56,7 @@ class Talker(nn.Linear):
         return super().forward(x)
 
     def say(self) -> None:
-        """Say it."""
+        """Print or log the text."""
         if self.says == "everything":
             print("printed")
             log.warning("logged %d", 3)
@@ -75,11 +75,11 @@ class Talker(nn.Linear):
 
 
 def layers(says: dict[str, str] | None = None, at: int = 3, marker: str = "") -> Layers:
-    """Three talkers and a head; `says` of some of them, by name."""
+    """Return three talkers and a head; `says` by name."""
     names = ("first", "second", "third")
-    said = {name: (says or {}).get(name, "") for name in names}
+    message = {name: (says or {}).get(name, "") for name in names}
     talkers: Layers = [
-        (name, lambda name=name: Talker(said[name], at, marker))  # type: ignore[misc]
+        (name, lambda name=name: Talker(message[name], at, marker))  # type: ignore[misc]
         for name in names
     ]
     return [*talkers, ("head", lambda: nn.Linear(FEATURES, 1))]

@@ -1,4 +1,4 @@
-"""Mappings that are no dicts, as transformers' tokenizers and collators return them."""
+"""Mappings that are not dicts, as from transformers' tokenizers and collators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 
 
 class Encoding(UserDict[str, Any]):
-    """Of samples or of a mini-batch."""
+    """The mapping of a sample or a mini-batch."""
 
 
 def collate(samples: list[Any]) -> Encoding:
@@ -20,5 +20,5 @@ def collate(samples: list[Any]) -> Encoding:
 
 
 def loss(outputs: Tensor, batch: Any) -> Tensor:
-    """That of the targets in it."""
+    """Compute the loss with the targets in the mapping."""
     return torch.nn.functional.mse_loss(outputs, batch["more"]["y"])

@@ -1,4 +1,4 @@
-"""What needs several samples in evaluations too, and a metric that needs several batches."""
+"""A model that needs several samples in evaluations, and a metric that needs several batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def layers() -> Any:
 
 
 class Late:
-    """Like a recall of classes that the first mini-batch, 10 samples, has none of."""
+    """Like recall over classes that are missing from the first mini-batch of 10 samples."""
 
     def reset(self) -> None:
         self.seen = 0

@@ -29,7 +29,7 @@ def regression(samples: int = 50) -> TensorDataset:
 
 
 class Unreadable(Dataset[tuple[Tensor, ...]]):
-    """`regression` with one sample of which nothing can be made, until somebody mends it.
+    """`regression` with one unreadable sample.
 
     Args:
         at: its number; -1: it has been mended.
@@ -49,7 +49,7 @@ class Unreadable(Dataset[tuple[Tensor, ...]]):
 
 
 def lost(marker: str) -> Unreadable:
-    """The same, on a disk that is lost once it has been opened: `marker` says that it was."""
+    """Return `regression` on a disk that is lost once the data is opened; `marker` records it."""
     if Path(marker).exists():
         raise OSError("the disk is gone")
     Path(marker).touch()
@@ -64,7 +64,7 @@ def tokens(samples: int = 40, length: int = 6, vocabulary: int = 11) -> TensorDa
 
 
 def mlp(blocks: int = 3) -> Layers:
-    """Linear layers with dropout and batch normalization: all that depends on order and seeds."""
+    """Return linear layers with dropout and batch normalization: order and seeds matter."""
     hidden: Layers = [(f"block{index}", lambda: Block(FEATURES)) for index in range(blocks)]
     return [*hidden, ("head", lambda: nn.Linear(FEATURES, 1))]
 
@@ -88,7 +88,7 @@ class Block(nn.Module):
 
 
 class HalfEvaluating(nn.Module):
-    """Puts a part of itself into evaluation mode when it is built, as frozen backbones do."""
+    """Puts a part of itself into evaluation mode when built, as frozen backbones do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def half_evaluating() -> Layers:
 
 
 def in_place() -> Layers:
-    """Layers that change what they receive, and transposed outputs: hard on boundaries."""
+    """Return layers that change their input, and transposed outputs: hard cases for boundaries."""
     return [
         ("linear", lambda: nn.Linear(FEATURES, FEATURES)),
         ("relu", lambda: nn.ReLU(inplace=True)),
@@ -115,7 +115,7 @@ def in_place() -> Layers:
 
 
 class Transposed(nn.Module):
-    """Returns a tensor whose strides are not those of a fresh one."""
+    """Returns a tensor with unusual strides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,19 +126,19 @@ class Transposed(nn.Module):
 
 
 class Opaque(nn.Module):
-    """Returns an object in which nobody would find the tensor."""
+    """Returns an object that hides its tensor."""
 
     def forward(self, x: Tensor) -> Any:
         return type("Holder", (), {"x": x})()
 
 
 def opaque() -> Layers:
-    """A stage output that cannot travel."""
+    """Return a stage whose output cannot be sent."""
     return [("opaque", Opaque), ("head", lambda: nn.Linear(FEATURES, 1))]
 
 
 class Sleeper(nn.Module):
-    """Takes its time, forwards and backwards."""
+    """Sleeps in forward and backward."""
 
     def __init__(self, milliseconds: float) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class SleepBackward(torch.autograd.Function):
 
 
 def lopsided(milliseconds: float = 30.0) -> Layers:
-    """One layer takes far longer than all others together, and has no parameters at all."""
+    """Return layers, one of which takes longer than all others together and has no parameters."""
     return [
         ("first", lambda: nn.Linear(FEATURES, 4 * FEATURES)),
         ("second", lambda: nn.Linear(4 * FEATURES, FEATURES)),
@@ -174,7 +174,7 @@ def lopsided(milliseconds: float = 30.0) -> Layers:
 
 
 def trees() -> Layers:
-    """Tuples, dicts, integers, an output that nobody uses, and shapes that follow the batch."""
+    """Return tuples, dicts, integers, an unused output, and shapes that follow the batch."""
     return [("first", ToDict), ("second", ToTuple), ("third", FromTuple)]
 
 
@@ -212,7 +212,7 @@ class FromTuple(nn.Module):
 
 
 class Encoder(nn.Module):
-    """One branch of a graph; `scale` is how it differs from the others."""
+    """One branch of a graph; `scale` distinguishes branches."""
 
     def __init__(self, scale: float = 1.0, inputs: int = 1) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class Encoder(nn.Module):
 
 
 class TwoHeads(Encoder):
-    """An encoder whose readers may pick parts of what it returns."""
+    """An encoder whose readers select parts of its output."""
 
     def forward(self, *inputs: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         x = super().forward(*inputs)
@@ -252,17 +252,17 @@ def lstm(vocabulary: int = 11, width: int = 8) -> Layers:
 
 
 def error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """A metric: the mean absolute error."""
+    """Compute a metric: the mean absolute error."""
     return (outputs - targets).abs().mean()
 
 
 def report(predict: Callable[[Tensor], Tensor]) -> str:
-    """What is printed after training."""
+    """Print a summary after training."""
     return f"the report says {tuple(predict(torch.zeros(7, FEATURES)).shape)}"
 
 
 class First(nn.Module):
-    """The first of what a module returns."""
+    """Returns the first output of a module."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ def transformer(vocabulary: int = 11, width: int = 8) -> Layers:
 
 
 def cnn() -> Layers:
-    """Convolutions, batch normalization, dropout, and a weight that is used twice."""
+    """Return convolutions, batch normalization, dropout, and a weight that is used twice."""
     return [
         ("image", lambda: nn.Sequential(nn.Unflatten(1, (1, 2, 4)), nn.Conv2d(1, 4, 3, padding=1))),
         ("norm", lambda: nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(inplace=True))),
@@ -312,7 +312,7 @@ class Tied(nn.Module):
 
 
 def sequence(vocabulary: int = 11, width: int = 8) -> Layers:
-    """What a second forward could get wrong: dropout, a layer in place, statistics."""
+    """Return layers that a second forward could break: dropout, in-place, statistics."""
     return [
         *lstm(vocabulary, width)[:2],
         ("relu", lambda: nn.ReLU(inplace=True)),
@@ -339,7 +339,7 @@ def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def spiked(samples: int, where: int) -> TensorDataset:
-    """`regression` with one sample that no float16 can hold."""
+    """Return `regression` with one sample outside of float16's range."""
     inputs, targets = regression(samples).tensors
     inputs[where] = 1e30
     return TensorDataset(inputs, targets)
@@ -353,7 +353,7 @@ def infinities() -> TensorDataset:
 
 
 def product(outputs: Tensor, targets: Tensor) -> Tensor:
-    """A loss of the targets' sign, however large; its gradients are as large."""
+    """Compute a loss with the targets' sign, of any size, and with gradients of the same size."""
     return (outputs.abs() * targets).mean()
 
 
@@ -361,19 +361,19 @@ def product(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 class Impure(nn.Module):
-    """Depends on the process that it runs in: no two runs are alike."""
+    """Depends on its process: no two runs are equal."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * (1.0 + os.getpid())
 
 
 def impure() -> Layers:
-    """A layer that no reference can reproduce."""
+    """Return a layer that no reference can reproduce."""
     return [("impure", Impure), ("head", lambda: nn.Linear(FEATURES, 1))]
 
 
 class Trouble(nn.Module):
-    """Passes its input on until it is told to fail.
+    """Passes its input on until it fails.
 
     Args:
         phase: "forward" or "backward".
@@ -429,7 +429,7 @@ def trouble(kind: str, x: Tensor) -> Tensor:
 def troubled(
     phase: str, position: int = 1, step: int = 1, microbatches: int = 4, kind: str = "raise"
 ) -> Layers:
-    """Four layers, the one at `position` in trouble."""
+    """Return four layers; the one at `position` fails."""
 
     def layer(index: int) -> Callable[[], nn.Module]:
         if index == position:
@@ -440,7 +440,7 @@ def troubled(
 
 
 def mismatched() -> Layers:
-    """The second layer expects more features than the first gives."""
+    """Return layers, the second of which expects more features than the first returns."""
     return [("narrow", lambda: nn.Linear(FEATURES, 5)), ("wide", lambda: nn.Linear(20, 1))]
 
 
@@ -504,18 +504,18 @@ class JitterSGD(torch.optim.SGD):
 
 
 def dawdle(milliseconds: float) -> None:
-    """Take up to `milliseconds`; drawn from no seed."""
+    """Sleep for up to `milliseconds`, drawn without a seed."""
     time.sleep(random.SystemRandom().random() * milliseconds / 1000)
 
 
 def jittery(milliseconds: float = 1.0) -> Layers:
-    """Four layers that dawdle."""
+    """Return four layers that sleep for random times."""
     hidden: Layers = [(f"layer{i}", lambda: Jitter(milliseconds)) for i in range(4)]
     return [*hidden, ("head", lambda: nn.Linear(FEATURES, 1))]
 
 
 class CountOpen(nn.Module):
-    """Puts out how many micro-batches this stage has between forward and backward."""
+    """Outputs the number of micro-batches of this stage between forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -527,7 +527,7 @@ class CountOpen(nn.Module):
 
 
 class CountClosed(torch.autograd.Function):
-    """The other half of it."""
+    """The second half of `CountOpen`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: CountOpen) -> Tensor:
@@ -542,17 +542,17 @@ class CountClosed(torch.autograd.Function):
 
 
 def counting() -> Layers:
-    """A model whose loss, with `output_mean`, shows how its last stage is scheduled."""
+    """Return a model whose loss, with `output_mean`, shows the schedule of its last stage."""
     return [("head", lambda: nn.Linear(FEATURES, 1)), ("count", CountOpen)]
 
 
 def output_mean(outputs: Tensor, targets: Tensor) -> Tensor:
-    """A loss that is what the model puts out."""
+    """A loss that equals the model's output."""
     return outputs.mean()
 
 
 class Leak(nn.Module):
-    """Keeps some memory in every step for ever."""
+    """Leaks memory in every step."""
 
     def __init__(self, leak: int) -> None:
         super().__init__()
@@ -566,7 +566,7 @@ class Leak(nn.Module):
 
 
 def leaking(leak: int = 0) -> Layers:
-    """Loses `leak` bytes a step."""
+    """Return a model that leaks `leak` bytes per step."""
     return [
         ("block", lambda: Block(FEATURES)),
         ("leak", lambda: Leak(leak)),
@@ -575,12 +575,12 @@ def leaking(leak: int = 0) -> Layers:
 
 
 def sleepy(member: str, marker: str) -> Layers:
-    """A layer that takes its time in one member of a group: of the first group, see Drowsy."""
+    """Return a layer that sleeps in one member of the first group, see Drowsy."""
     return [("sleeper", lambda: Drowsy(member, marker)), ("head", lambda: nn.Linear(FEATURES, 1))]
 
 
 class Drowsy(nn.Module):
-    """Sleeps in every forward of one member, which makes the marker; not where there is one."""
+    """Sleeps in every forward of the one member that creates the marker."""
 
     def __init__(self, member: str, marker: str) -> None:
         super().__init__()
@@ -608,7 +608,7 @@ _widths = itertools.count(FEATURES)
 
 
 def wider() -> Layers:
-    """The same, wider each time that they are built, as if each host had code of its own."""
+    """Return two layers that are wider each time, as if each host had code of its own."""
     return [
         ("hidden", lambda: nn.Linear(FEATURES, next(_widths))),
         ("head", lambda: nn.Linear(FEATURES, 1)),
@@ -616,7 +616,7 @@ def wider() -> Layers:
 
 
 def language(vocabulary: int = 11, width: int = 8, marker: str = "") -> Layers:
-    """An embedding and a head that may have one weight, and what lies between them.
+    """Return an embedding and a head that may share a weight, and layers between them.
 
     Args:
         marker: where there is no such file, the worker of the third layer makes it and dies.
@@ -630,7 +630,7 @@ def language(vocabulary: int = 11, width: int = 8, marker: str = "") -> Layers:
 
 
 class Mortal(nn.Linear):
-    """Ends its process in the seventh forward, unless one has died of that before."""
+    """Ends its process in the seventh forward, once."""
 
     def __init__(self, width: int, marker: str) -> None:
         super().__init__(width, width)

@@ -1,5 +1,5 @@
-"""Malformed inputs by the thousand, at every door of a stage server, while it trains.
+"""Malformed inputs by the thousand, at every port of a stage server, while it trains.
 
-`inputs` makes them from `conversations`, which are in order; a `door` is a way in, `sender` goes
-through it with many connections at once, and a `siege` is all of that around a job that runs.
+`inputs` makes them from valid `conversations`; `entry_points` are the ways to connect, `sender`
+uses them with many connections at once, and `siege` combines all of that with a running job.
 """

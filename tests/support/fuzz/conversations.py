@@ -1,4 +1,4 @@
-"""What clients say to a stage server when all is in order: what malformed inputs are made from."""
+"""Valid messages of clients to a stage server, which malformed inputs are made from."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tests.support.fuzz.messages import Job, calls
 
 
 def grpc_calls(draw: random.Random, job: Job, is_driver: bool) -> Iterator[bytes]:
-    """One to three calls over one connection."""
+    """Yield streams of one to three calls over one connection."""
     source = calls(draw, job, is_driver)
     while True:
         some = (next(source) for _ in range(draw.randrange(1, 4)))
-        said = (http2.call(*call, 2 * number + 1) for number, call in enumerate(some))
-        yield http2.opening() + b"".join(said)
+        frames = (http2.call(*call, 2 * number + 1) for number, call in enumerate(some))
+        yield http2.opening() + b"".join(frames)
 
 
 def greetings(draw: random.Random, job: Job, is_driver: bool) -> Iterator[bytes]:
-    """The relay's first frame.
+    """Yield first frames for the relay.
 
     Only from who may not wait, for the job that runs: a driver that waits would be waited for.
     """
@@ -36,7 +36,7 @@ def greetings(draw: random.Random, job: Job, is_driver: bool) -> Iterator[bytes]
 
 
 def hellos(draw: random.Random) -> Iterator[bytes]:
-    """The first flight of a TLS handshake, of somebody without a certificate."""
+    """Yield the first flight of a TLS handshake by a client without a certificate."""
     while True:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -50,7 +50,7 @@ def hellos(draw: random.Random) -> Iterator[bytes]:
 
 
 def other_protocols(draw: random.Random) -> Iterator[bytes]:
-    """What scanners send to every port."""
+    """Yield requests that scanners send to every port."""
     while True:
         yield draw.choice(
             [

@@ -1,4 +1,4 @@
-"""As much of HTTP/2 and of gRPC as it takes to say something, right or wrong, byte by byte."""
+"""Just enough HTTP/2 and gRPC to build valid and invalid messages byte by byte."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _POST, _HTTP = b"\x83", b"\x86"
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes, length: int | None = None) -> bytes:
-    """One frame.
+    """Encode one frame.
 
     Args:
         length: what its header claims; None: the truth.
@@ -26,17 +26,17 @@ def frame(kind: int, flags: int, stream: int, payload: bytes, length: int | None
 
 
 def header(name: bytes, value: bytes) -> bytes:
-    """One header as HPACK writes what is in no table."""
+    """Encode one header as an HPACK literal, which is in no table."""
     return b"\x00" + _text(name) + _text(value)
 
 
 def opening() -> bytes:
-    """What every client says first."""
+    """Return the first bytes that every client sends."""
     return PREFACE + frame(SETTINGS, 0, 0, b"")
 
 
 def request(method: str, stream: int, more: Sequence[bytes] = ()) -> bytes:
-    """The headers of a call."""
+    """Encode the headers of a call."""
     block = [
         *(_POST, _HTTP, header(b":path", method.encode()), header(b":authority", b"localhost")),
         *(header(b"content-type", b"application/grpc"), header(b"te", b"trailers"), *more),
@@ -45,12 +45,12 @@ def request(method: str, stream: int, more: Sequence[bytes] = ()) -> bytes:
 
 
 def message(data: bytes, length: int | None = None) -> bytes:
-    """One message of gRPC; `length` is what it claims."""
+    """Encode one message of gRPC with `length` in its header."""
     return struct.pack("!BI", 0, len(data) if length is None else length) + data
 
 
 def call(method: str, data: bytes, stream: int = 1) -> bytes:
-    """A call that is in order."""
+    """Encode a valid call."""
     body = message(data)
     parts = [body[at : at + 16384] for at in range(0, len(body), 16384)]
     flags = [0] * (len(parts) - 1) + [END_STREAM]

@@ -12,7 +12,7 @@ from tests.support.fuzz import http2
 
 
 class Pace(Enum):
-    """How fast an input comes."""
+    """Speed at which an input is sent."""
 
     AT_ONCE = "at once"
     DRIP = "one byte at a time"
@@ -21,7 +21,7 @@ class Pace(Enum):
 
 @dataclass(frozen=True)
 class Input:
-    """What is sent over one connection.
+    """Bytes to send over one connection.
 
     Attributes:
         kind: how it was made.
@@ -37,7 +37,7 @@ class Input:
 
 
 def inputs(draw: random.Random, valid: Iterator[bytes]) -> Iterator[Input]:
-    """Malformed inputs, without end.
+    """Yield malformed inputs without end.
 
     Args:
         valid: what they are made from.
@@ -54,18 +54,18 @@ def _pace(draw: random.Random) -> Pace:
 
 
 def noise(draw: random.Random, valid: Iterator[bytes]) -> bytes:
-    """Bytes that mean nothing."""
+    """Return random bytes."""
     return draw.randbytes(draw.choice([1, 3, 4, 5, 9, 24, 300, 5000, 70_000]))
 
 
 def truncated(draw: random.Random, valid: Iterator[bytes]) -> bytes:
-    """The beginning of something that was in order."""
+    """Return the start of a valid input."""
     whole = next(valid)
     return whole[: draw.randrange(len(whole))]
 
 
 def flipped(draw: random.Random, valid: Iterator[bytes]) -> bytes:
-    """Something in order, but for a few bits."""
+    """Return a valid input with a few flipped bits."""
     data = bytearray(next(valid))
     for _ in range(draw.choice([1, 1, 2, 8])):
         data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
@@ -73,18 +73,18 @@ def flipped(draw: random.Random, valid: Iterator[bytes]) -> bytes:
 
 
 def spliced(draw: random.Random, valid: Iterator[bytes]) -> bytes:
-    """Halves of two things, or one of them twice."""
+    """Return halves of two inputs, or one input twice."""
     one, other = next(valid), next(valid)
     return one[: draw.randrange(len(one))] + other[draw.randrange(len(other)) :] + one
 
 
 def whole(draw: random.Random, valid: Iterator[bytes]) -> bytes:
-    """Something that is in order, but for what it asks."""
+    """Return a valid input, whose content is random."""
     return next(valid)
 
 
 def oversized(draw: random.Random, valid: Iterator[bytes]) -> bytes:
-    """More than there is room for, or the claim that it will come."""
+    """Return an input that exceeds a limit, or announces one that will."""
     return draw.choice(_OVERSIZED)(draw)
 
 
@@ -133,7 +133,7 @@ def _message_that_lies(draw: random.Random) -> bytes:
 
 
 def _large_message(draw: random.Random) -> bytes:
-    """As a field that nobody knows, beyond what a window of HTTP/2 takes at once."""
+    """Return a message with a large unknown field, beyond one HTTP/2 window."""
     data = b"\xfa\x01" + b"\xc0\x84\x3d" + bytes(1_000_000)
     return http2.opening() + http2.call(_method(draw), data)
 
@@ -143,7 +143,7 @@ def _deep_message(draw: random.Random) -> bytes:
 
 
 def _method(draw: random.Random) -> str:
-    """Of those that take no harm: empty messages must be harmless, too."""
+    """Choose a method that empty messages do not disturb."""
     services = {"Control": "Describe", "Rendezvous": "Set", "Snapshots": "Fetch"}
     service = draw.choice(list(services))
     return f"/rpcmp.v1.{service}/{services[service]}"

@@ -1,4 +1,4 @@
-"""A message of every method of every service of a stage server, filled with whatever fits."""
+"""A message for every method of every service of a stage server, with random content."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEANT = ("CompareSet", "Add")
 
 @dataclass
 class Job:
-    """Which job runs, as far as anybody has found out.
+    """The running job, as far as any peer can find out.
 
     Attributes:
         job_id, generation: its own.
@@ -47,14 +47,14 @@ class Call(NamedTuple):
 
 
 def methods() -> Iterator[MethodDescriptor]:
-    """All methods of all services."""
+    """Return all methods of all services."""
     for module in (control_pb2, health_pb2):
         for service in module.DESCRIPTOR.services_by_name.values():
             yield from service.methods
 
 
 def calls(draw: random.Random, job: Job, is_driver: bool) -> Iterator[Call]:
-    """Calls of every method, again and again; those of a driver's do not steer the job that runs.
+    """Yield calls of every method without end; a driver's calls never steer the running job.
 
     Args:
         job: which is named now and then.
@@ -70,7 +70,7 @@ def calls(draw: random.Random, job: Job, is_driver: bool) -> Iterator[Call]:
 
 
 def filled(kind: Descriptor, draw: random.Random, job: Job) -> Message:
-    """A message with random content; of a job where it says of which."""
+    """Return a message with random content, which may name the running job."""
     message = message_factory.GetMessageClass(kind)()
     for field in kind.fields:
         if field.name in ("job_id", "generation"):

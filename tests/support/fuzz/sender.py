@@ -1,4 +1,4 @@
-"""Many connections at once, each with one input; the slow ones stay until others push them out."""
+"""Many connections at once with one input each; slow ones stay until others replace them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from tests.support.fuzz.doors import Door
+from tests.support.fuzz.entry_points import EntryPoint
 from tests.support.fuzz.inputs import Input, Pace, inputs
 from tests.support.fuzz.messages import Job
 
@@ -22,7 +22,7 @@ LINGERING = 100
 """Connections that are slow, or that say nothing."""
 
 ANSWER_SECONDS = 0.05
-"""How long an answer is waited for: most inputs get none."""
+"""How long to wait for an answer: most inputs get none."""
 
 DRIP_SECONDS = 0.02
 
@@ -33,31 +33,32 @@ class Sender:
     """Sends inputs to servers.
 
     Args:
-        doors: the ways in.
+        entry_points: the ways to connect.
         addresses: of the servers, in turn.
         job: which runs, as it is found out.
         seed: of all that is random.
 
     Attributes:
-        sent: how many inputs, by the name of the door.
+        sent: how many inputs, by the name of the entry point.
         kinds: how many, by how they were made.
     """
 
     def __init__(
-        self, doors: Sequence[Door], addresses: Sequence[str], job: Job, seed: int
+        self, entry_points: Sequence[EntryPoint], addresses: Sequence[str], job: Job, seed: int
     ) -> None:
         self._draw = random.Random(seed)
-        self._doors = list(doors)
+        self._entry_points = list(entry_points)
         self._addresses = itertools.cycle(addresses)
         self._inputs: dict[str, Iterator[Input]] = {
-            door.name: inputs(self._draw, door.conversations(self._draw, job)) for door in doors
+            entry_point.name: inputs(self._draw, entry_point.conversations(self._draw, job))
+            for entry_point in entry_points
         }
         self._lingering: dict[asyncio.Task[None], None] = {}  # the oldest first
         self.sent: Counter[str] = Counter()
         self.kinds: Counter[str] = Counter()
 
     async def send(self, count: int) -> None:
-        """Send so many inputs, and close all connections."""
+        """Send `count` inputs, then close all connections."""
         left = iter(range(count))
         async with asyncio.TaskGroup() as group:
             for _ in range(AT_ONCE):
@@ -69,11 +70,13 @@ class Sender:
 
     async def _send_some(self, left: Iterator[int]) -> None:
         for _ in left:
-            (door,) = self._draw.choices(self._doors, [door.share for door in self._doors])
-            one = next(self._inputs[door.name])
-            self.sent[door.name] += 1
+            (entry_point,) = self._draw.choices(
+                self._entry_points, [entry_point.share for entry_point in self._entry_points]
+            )
+            one = next(self._inputs[entry_point.name])
+            self.sent[entry_point.name] += 1
             self.kinds[one.kind if one.pace is Pace.AT_ONCE else one.pace.value] += 1
-            sending = asyncio.create_task(send_one(door, next(self._addresses), one))
+            sending = asyncio.create_task(send_one(entry_point, next(self._addresses), one))
             if one.pace is Pace.AT_ONCE:
                 await sending
             else:
@@ -88,10 +91,10 @@ class Sender:
             await asyncio.wait([oldest])
 
 
-async def send_one(door: Door, address: str, one: Input) -> None:
-    """Send one input, and hear what the server says at first."""
+async def send_one(entry_point: EntryPoint, address: str, one: Input) -> None:
+    """Send one input, and read the start of the server's response."""
     with contextlib.suppress(OSError, EOFError):  # a server that hangs up is in its right
-        reader, writer = await door.open(address)
+        reader, writer = await entry_point.open(address)
         try:
             await _say(reader, writer, one)
         finally:
@@ -119,7 +122,7 @@ async def _say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, one: 
 
 
 def _hang_up(writer: asyncio.StreamWriter) -> None:
-    """At once: a goodbye would leave a connection behind, on our side of the machine."""
+    """Abort at once: a TLS shutdown would leave a connection behind on the client's side."""
     connection = writer.get_extra_info("socket")
     with contextlib.suppress(OSError):
         if connection is not None:  # asyncio has let go of it already

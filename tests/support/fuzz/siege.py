@@ -1,4 +1,4 @@
-"""Servers under siege: a job trains on them while malformed inputs come from all sides."""
+"""Servers under attack: a job trains on them while all ports receive malformed inputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rpcmp.net.dialer import Dialer
 from rpcmp.net.security import Security
 from rpcmp.server.client import StageClient
 from tests.support.fuzz import http2
-from tests.support.fuzz.doors import Door
+from tests.support.fuzz.entry_points import EntryPoint
 from tests.support.fuzz.inputs import Input
 from tests.support.fuzz.messages import Job
 from tests.support.fuzz.sender import Sender, send_one
@@ -37,8 +37,8 @@ FILLING = 50
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a server has while it works for nobody.
+class Resources:
+    """Resources of an idle server.
 
     Attributes:
         descriptors, tasks: how many are open.
@@ -52,52 +52,55 @@ class Seen:
 
 @dataclass
 class Report:
-    """What came of it.
+    """Results of a siege.
 
     Attributes:
         seen: what each server had before, after the first half and after the second.
         parameters: those of each job that ran meanwhile.
-        sent: inputs by door.
+        sent: inputs by entry point.
         kinds: inputs by how they were made.
         seconds: how long it took.
     """
 
-    seen: list[list[Seen]]
+    seen: list[list[Resources]]
     parameters: list[str] = field(default_factory=list)
     sent: Counter[str] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        doors = ", ".join(f"{name}: {count}" for name, count in self.sent.items())
+        entry_points = ", ".join(f"{name}: {count}" for name, count in self.sent.items())
         memory = [
             " -> ".join(f"{seen.resident / 2**20:.1f}" for seen in server)
             for server in zip(*self.seen, strict=True)
         ]
         return (
-            f"{self.sent.total()} inputs in {self.seconds:.0f} s ({doors}); {dict(self.kinds)}; "
-            f"{len(self.parameters)} jobs; MiB of each server {'; '.join(memory)}"
+            f"{self.sent.total()} inputs in {self.seconds:.0f} s ({entry_points}); "
+            f"{dict(self.kinds)}; {len(self.parameters)} jobs; "
+            f"MiB of each server {'; '.join(memory)}"
         )
 
 
 @dataclass(frozen=True)
 class Siege:
-    """Servers, a job for them, and the ways in.
+    """Servers, a job for them, and their entry points.
 
     Attributes:
         servers: started under `UNDER`.
         config: the job.
-        doors: the ways in.
+        entry_points: the ways to connect.
         certs: the driver's; None: none.
     """
 
     servers: Sequence[Server]
     config: Path
-    doors: Sequence[Door]
+    entry_points: Sequence[EntryPoint]
     certs: Path | None = None
 
     def drive(self) -> str:
-        """The parameters of one run, in a process of its own: it may not be the main thread's."""
+        """Run the job once in its own process, as this may not be the main thread; returns its
+        parameters.
+        """
         options = ["--json", "--connect", connect(self.servers)]
         certs = [] if self.certs is None else ["--certs", str(self.certs)]
         result = rpcmp_process("drive", self.config, *options, *certs)
@@ -106,7 +109,7 @@ class Siege:
         return str(result.event("summary")["parameters_sha256"])
 
     def run(self, count: int, seed: int) -> Report:
-        """Send so many inputs while jobs run, one after the other."""
+        """Send `count` inputs while jobs run one after the other."""
         asyncio.run(self._fill())
         report = Report([self.look()])
         began = time.monotonic()
@@ -116,21 +119,21 @@ class Siege:
         report.seconds = time.monotonic() - began
         return report
 
-    def look(self) -> list[Seen]:
-        """What each server has."""
+    def look(self) -> list[Resources]:
+        """Return the resources of each server."""
         return [_look(server) for server in self.servers]
 
     async def _fill(self) -> None:
-        """Bring each gRPC server's queue for calls that nobody takes to the end of its growth."""
+        """Fill each gRPC server's queue for unclaimed calls to its final size."""
         calls = (http2.call("/nobody/takes", b"", 2 * number + 1) for number in range(FILLING))
         one = Input("filling", http2.opening() + b"".join(calls))
-        doors = [door for door in self.doors if door.speaks_grpc]
-        for door, server in itertools.product(doors, self.servers):
+        entry_points = [entry_point for entry_point in self.entry_points if entry_point.speaks_grpc]
+        for entry_point, server in itertools.product(entry_points, self.servers):
             for _ in range(1000 // FILLING):
-                await send_one(door, server.address, one)
+                await send_one(entry_point, server.address, one)
 
-    def _settled(self, before: Sequence[Seen]) -> list[Seen]:
-        """What each server has once it has no more connections and tasks than before."""
+    def _settled(self, before: Sequence[Resources]) -> list[Resources]:
+        """Return each server's resources once its connections and tasks are back to `before`."""
 
         def is_settled() -> bool:
             pairs = zip(self.look(), before, strict=True)
@@ -142,13 +145,13 @@ class Siege:
         try:
             poll_for(is_settled, "all connections to be closed, and all tasks to end")
         except AssertionError as error:
-            said = [server.run.err[-1] for server in self.servers]
-            raise AssertionError(f"{before} before, {self.look()} now; {said}") from error
+            last_lines = [server.run.err[-1] for server in self.servers]
+            raise AssertionError(f"{before} before, {self.look()} now; {last_lines}") from error
         return self.look()
 
     async def _attack(self, count: int, seed: int, report: Report) -> None:
         job = Job()
-        sender = Sender(self.doors, [server.address for server in self.servers], job, seed)
+        sender = Sender(self.entry_points, [server.address for server in self.servers], job, seed)
         asking = asyncio.create_task(self._ask(job))
         sending = asyncio.create_task(sender.send(count))
         try:
@@ -165,7 +168,7 @@ class Siege:
         report.kinds += sender.kinds
 
     async def _ask(self, job: Job) -> None:
-        """Find out which job runs, as any peer can."""
+        """Ask the server which job runs, as any peer can."""
         dialer = Dialer(Security(self.certs))
         async with StageClient("stage0", self.servers[0].address, dialer) as client:
             while True:
@@ -175,30 +178,30 @@ class Siege:
                 await asyncio.sleep(ASK_SECONDS)
 
 
-def _look(server: Server) -> Seen:
+def _look(server: Server) -> Resources:
     process = psutil.Process(server.pid)
     tasks = _tasks(server)
-    return Seen(process.num_fds(), tasks, process.memory_info().rss)
+    return Resources(process.num_fds(), tasks, process.memory_info().rss)
 
 
 def _tasks(server: Server) -> int:
-    said = [line for line in server.run.err if line.startswith(BEGINNING)]
+    lines = [line for line in server.run.err if line.startswith(BEGINNING)]
     server.run.process.send_signal(signal.SIGUSR2)
 
     def answers() -> list[str]:
-        return [line for line in server.run.err if line.startswith(BEGINNING)][len(said) :]
+        return [line for line in server.run.err if line.startswith(BEGINNING)][len(lines) :]
 
     return int(poll_for(answers, "the number of tasks")[0].removeprefix(BEGINNING).split()[0])
 
 
 @contextlib.contextmanager
 def besieged(num_stages: int, certs: Path | None = None) -> Iterator[list[Server]]:
-    """Servers on loopback that can be looked into."""
+    """Start servers on loopback that report their tasks."""
     with contextlib.ExitStack() as stack:
         servers = []
         for index in range(num_stages):
             options = [] if certs is None else ["--certs", str(certs / f"stage{index}")]
             place = ("--stage", str(index), "--listen", "127.0.0.1:0")
-            server = running_server(*place, *options, whose=f"stage {index}", under=UNDER)
+            server = running_server(*place, *options, owner=f"stage {index}", under=UNDER)
             servers.append(stack.enter_context(server))
         yield servers

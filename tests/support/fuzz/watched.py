@@ -1,4 +1,4 @@
-"""`rpcmp` that says how many tasks its event loop has, and which, when it gets SIGUSR2.
+"""`rpcmp` that prints the number and names of its event loop's tasks on SIGUSR2.
 
 python -m tests.support.fuzz.watched PYTHON -m rpcmp ARGUMENTS...
 """
@@ -18,7 +18,7 @@ BEGINNING = "tasks: "
 
 
 def tell(signum: int, frame: object) -> None:
-    """Between two callbacks of the loop, or while it waits."""
+    """Print the tasks, between two callbacks of the loop or while it waits."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: what is written whole, what is found to be damaged, and what may go."""
+"""Checkpoints on disk: whole writes, detected damage, and removal."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.support.manifests import SHA, manifest, stage
 
 
 def resealed(**changes: Any) -> str:
-    """A manifest with other content, and the hash that belongs to that."""
+    """Return a manifest with other content and a matching hash."""
     data = {**json.loads(dumps(manifest())), **changes}
     del data["sha256"]
     canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
@@ -76,7 +76,7 @@ def test_a_state_that_is_not_a_number_comes_back() -> None:
     assert read.driver["best"] == math.inf
 
 
-def test_the_hash_is_that_of_the_canonical_rest() -> None:
+def test_the_hash_covers_the_canonical_manifest() -> None:
     assert resealed() == json.dumps(json.loads(dumps(manifest())))
 
 
@@ -84,7 +84,7 @@ TEXT = dumps(manifest()).encode()
 
 
 @given(st.integers(0, len(TEXT) * 8 - 1))
-def test_a_flipped_bit_is_seen(bit: int) -> None:
+def test_a_flipped_bit_is_detected(bit: int) -> None:
     damaged = bytearray(TEXT)
     damaged[bit // 8] ^= 1 << bit % 8
     with pytest.raises(CheckpointError, match=r"^m "):
@@ -92,7 +92,7 @@ def test_a_flipped_bit_is_seen(bit: int) -> None:
 
 
 @given(st.integers(0, len(TEXT) - 2))
-def test_a_cut_off_manifest_is_seen(length: int) -> None:
+def test_a_truncated_manifest_is_detected(length: int) -> None:
     with pytest.raises(CheckpointError, match=r"^m is damaged or cut off, not JSON: "):
         loads(TEXT[:length], "m")
 
@@ -118,12 +118,12 @@ def test_a_cut_off_manifest_is_seen(length: int) -> None:
         ),
     ],
 )
-def test_what_is_wrong_with_a_manifest_is_said(text: str, message: str) -> None:
+def test_the_problem_of_a_manifest_is_named(text: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         loads(text, "m")
 
 
-def test_the_model_must_be_the_same() -> None:
+def test_a_checkpoint_of_another_model_names_the_difference() -> None:
     written = manifest()
     check_model(written, ["embed", "hidden", "head"])
     for layers, message in [
@@ -143,7 +143,7 @@ def test_the_model_must_be_the_same() -> None:
 
 @contextlib.contextmanager
 def unsynced() -> Iterator[None]:
-    """Files need not be on the disk, for which hundreds would wait long."""
+    """Skip syncing files to disk, which would take long for hundreds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda fd: None)
         yield
@@ -176,20 +176,20 @@ def test_a_file_that_is_longer_than_a_block_is_hashed_whole(tmp_path: Path) -> N
     assert written.sha256 == sha256_of(tmp_path / "file") == hashlib.sha256(data).hexdigest()
 
 
-def test_memory_is_copied_without_the_page_cache_but_for_what_is_no_whole_number_of_pages(
+def test_memory_is_copied_without_the_page_cache_except_for_partial_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = os.urandom(files.BLOCK + 5 * files.ALIGNMENT + 7)
     (tmp_path / "memory").write_bytes(data)
     asked, control = [], fcntl.fcntl
 
-    def noted_control(fd: int, command: int, flags: int = 0) -> int:
+    def recorded_fcntl(fd: int, command: int, flags: int = 0) -> int:
         if command == fcntl.F_SETFL:  # that a file system may refuse
             asked.append(bool(flags & os.O_DIRECT))
         return control(fd, command, flags)
 
     with (tmp_path / "memory").open("rb") as memory, monkeypatch.context() as patch:
-        patch.setattr(fcntl, "fcntl", noted_control)
+        patch.setattr(fcntl, "fcntl", recorded_fcntl)
         for length in (len(data), len(data) - 7):
             found = files.copy_durably(tmp_path / "file", memory.fileno(), length)
             assert (tmp_path / "file").read_bytes() == data[:length]
@@ -198,7 +198,7 @@ def test_memory_is_copied_without_the_page_cache_but_for_what_is_no_whole_number
 
 
 def fails(*_: Any, **__: Any) -> None:
-    """Stands for a system call."""
+    """Replace a system call."""
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -234,7 +234,7 @@ def test_chunks_that_end_in_an_error_leave_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_all_that_is_new_is_synced_before_the_write_returns(
+def test_new_files_and_folders_are_synced_before_the_write_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
@@ -246,7 +246,7 @@ def test_all_that_is_new_is_synced_before_the_write_returns(
     assert synced[3:] == [str(tmp_path / "a" / "b")]
 
 
-def test_a_file_system_that_cannot_sync_folders_will_do(
+def test_a_file_system_that_cannot_sync_folders_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_: int) -> None:
@@ -259,7 +259,7 @@ def test_a_file_system_that_cannot_sync_folders_will_do(
         files.sync_folder(tmp_path)
 
 
-def test_damage_to_a_file_is_seen(tmp_path: Path) -> None:
+def test_damage_to_a_file_is_detected(tmp_path: Path) -> None:
     path = tmp_path / "file"
     assert check(path, SHA, 3) == "missing"
     assert check(tmp_path / "nowhere" / "file", SHA, 3) == "missing"
@@ -299,7 +299,7 @@ def test_a_disk_that_cannot_read_a_file_has_damaged_it(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> CheckpointFolder:
-    """An empty one, which is not there yet."""
+    """An empty folder that does not exist yet."""
     return CheckpointFolder(tmp_path / "checkpoints")
 
 
@@ -312,7 +312,7 @@ def damage(folder: CheckpointFolder, step: int) -> None:
 
 
 def steps(paths: list[Path]) -> list[int | None]:
-    """Which step folders these are."""
+    """Return the steps of these folders."""
     return [step_of(path) for path in paths]
 
 
@@ -334,7 +334,7 @@ def test_a_committed_checkpoint_is_found(folder: CheckpointFolder) -> None:
     assert newest.manifest == manifest(100_000_000)
 
 
-def test_what_is_no_checkpoint_is_passed_over(folder: CheckpointFolder) -> None:
+def test_a_folder_that_is_not_a_checkpoint_is_skipped(folder: CheckpointFolder) -> None:
     folder.path_of(9).mkdir(parents=True)
     (folder.path_of(9) / "stage0.safetensors").write_bytes(b"abc")
     folder.path_of(8).write_bytes(b"a file")
@@ -372,7 +372,7 @@ def test_a_folder_that_cannot_be_read_or_written_is_named(tmp_path: Path) -> Non
         folder.commit(manifest())
 
 
-def test_a_place_is_tried_and_left_empty(tmp_path: Path) -> None:
+def test_require_place_tries_a_folder_and_leaves_it_empty(tmp_path: Path) -> None:
     require_place(tmp_path / "new" / "place")
     assert list((tmp_path / "new" / "place").iterdir()) == []
     (tmp_path / "file").touch()
@@ -393,7 +393,7 @@ def test_the_newest_valid_checkpoints_are_kept(folder: CheckpointFolder) -> None
     assert steps(folder.surplus(0)) == steps(folder.surplus(1))
 
 
-def test_nothing_is_surplus_where_nothing_is_valid(folder: CheckpointFolder) -> None:
+def test_no_checkpoint_is_surplus_if_none_is_valid(folder: CheckpointFolder) -> None:
     assert folder.surplus(1) == []
     folder.path_of(1).mkdir(parents=True)
     folder.commit(manifest(2))
@@ -473,7 +473,7 @@ def test_only_step_folders_are_removed(folder: CheckpointFolder) -> None:
 
 
 def left(folder: Path, name: str, step: int = 120, **fields: Any) -> Path:
-    """A run that has left a checkpoint which nobody had asked for."""
+    """Create the checkpoint of a run without a [checkpoint] section."""
     fields = {"job": "job", "is_asked_for": False, **fields}
     CheckpointFolder(folder / name).commit(manifest(step, **fields))
     return folder / name
@@ -504,7 +504,7 @@ def test_runs_have_folders_of_their_own(tmp_path: Path) -> None:
     assert new_name("0123456789abcdef").endswith("-012345")
 
 
-def test_only_what_was_asked_for_makes_a_new_run_ask(tmp_path: Path) -> None:
+def test_only_a_checkpoint_that_the_config_asked_for_makes_a_new_run_ask(tmp_path: Path) -> None:
     require_none_asked_for(tmp_path / "none")
     left(tmp_path, OLDER)
     require_none_asked_for(tmp_path)
@@ -520,7 +520,7 @@ def test_only_what_was_asked_for_makes_a_new_run_ask(tmp_path: Path) -> None:
     assert left_behind(tmp_path, "another", asks=False) == []
 
 
-def test_a_damaged_checkpoint_is_in_no_new_runs_way(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_does_not_block_a_new_run(tmp_path: Path) -> None:
     damage(CheckpointFolder(left(tmp_path, OLDER, is_asked_for=True)), 120)
     require_none_asked_for(tmp_path)
     (run,) = runs_in(tmp_path)

@@ -31,7 +31,7 @@ Stages = dict[str, dict[str, Tensor]]
 
 
 def model() -> nn.Module:
-    """One of several types, with a buffer that has no dimensions."""
+    """Return a model of several dtypes, with a buffer without dimensions."""
     found = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2).bfloat16())
     found[2].register_buffer("mask", torch.tensor([True, False, True]))
     found[2].register_buffer("empty", torch.empty(0, 4))
@@ -39,7 +39,7 @@ def model() -> nn.Module:
 
 
 def split(whole: nn.Module) -> Stages:
-    """The model's tensors as two stages save them, by their names in a stage's file."""
+    """Return the model's tensors as two stages save them, by their names in a stage's file."""
     state = {f"model.{name}": value for name, value in whole.state_dict().items()}
     return {
         "stage0": {name: value for name, value in state.items() if not name.startswith("model.2")},
@@ -61,7 +61,7 @@ def save(folder: Path, stages: Stages, step: int = 120) -> Path:
 
 
 def manifest(path: Path, names: list[str], step: int) -> Manifest:
-    """Of the files in `path`."""
+    """Return the manifest of the files in `path`."""
     files = [path / f"{name}.safetensors" for name in names]
     parts = [
         StageFile(
@@ -204,7 +204,7 @@ def test_the_newest_whole_checkpoint_is_taken(three: list[Path], tmp_path: Path)
 
 
 @pytest.mark.parametrize("size", [0, 7, 100, -1])
-def test_a_cut_off_file_is_seen(three: list[Path], tmp_path: Path, size: int) -> None:
+def test_a_truncated_file_is_detected(three: list[Path], tmp_path: Path, size: int) -> None:
     file = three[0] / "stage0.safetensors"
     os.truncate(file, size % file.stat().st_size)
     with pytest.raises(CheckpointError, match=r"stage0\.safetensors of stage 'stage0' is damaged"):
@@ -287,13 +287,13 @@ def test_a_full_disk_leaves_the_old_file(
 
 
 def encoded(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
-    """A file with this header."""
+    """Return a file with this header."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return (len(text) if length is None else length).to_bytes(8, "little") + text + data
 
 
 def entry(begin: int, end: int, **changes: Any) -> dict[str, Any]:
-    """A tensor's in a header."""
+    """Return a tensor's entry in a header."""
     return {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end], **changes}
 
 
@@ -320,7 +320,7 @@ def entry(begin: int, end: int, **changes: Any) -> dict[str, Any]:
         (encoded({}, b"a"), "do not fill it"),
     ],
 )
-def test_what_is_no_safetensors_file_is_refused(
+def test_a_file_that_is_not_safetensors_is_refused(
     tmp_path: Path, content: bytes, message: str
 ) -> None:
     path = tmp_path / "file"
@@ -332,7 +332,7 @@ def test_what_is_no_safetensors_file_is_refused(
         safetensors_header.read(file, path)
 
 
-def test_a_file_that_shrinks_while_it_is_copied_is_seen(tmp_path: Path) -> None:
+def test_a_file_that_shrinks_while_it_is_copied_is_detected(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(encoded({"a": entry(0, 100_000)}, bytes(100_000)))
     with path.open("rb") as file:
@@ -350,7 +350,7 @@ def command(*arguments: str | Path) -> Result:
     return CliRunner().invoke(cli, ["export", *map(str, arguments)])
 
 
-def test_the_command_says_what_it_wrote(three: list[Path], tmp_path: Path) -> None:
+def test_the_command_names_the_file_that_it_wrote(three: list[Path], tmp_path: Path) -> None:
     flip(three[0] / "stage0.safetensors")
     target = tmp_path / "model.safetensors"
     result = command(tmp_path / "ck", target)
@@ -362,13 +362,13 @@ def test_the_command_says_what_it_wrote(three: list[Path], tmp_path: Path) -> No
     assert result.stderr == f"skipped: {file} of stage 'stage0' is damaged\n"
 
 
-def test_the_command_fails_where_nothing_can_be_exported(tmp_path: Path) -> None:
+def test_the_command_fails_if_nothing_can_be_exported(tmp_path: Path) -> None:
     error = command(tmp_path, tmp_path / "out").exception
     assert isinstance(error, CheckpointError)
     assert error.exit_code == 2
 
 
-def test_the_best_is_taken_and_no_other_in_its_place(three: list[Path], tmp_path: Path) -> None:
+def test_export_takes_the_marked_best_or_fails(three: list[Path], tmp_path: Path) -> None:
     middle, target = three[1], tmp_path / "model.safetensors"
     with pytest.raises(CheckpointError, match=r"is marked as the best: set `best` in \[checkpoint"):
         export(middle.parent, target, best=True)

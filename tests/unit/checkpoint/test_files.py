@@ -1,4 +1,4 @@
-"""What a job may reach by the path of a checkpoint: nothing outside of its folder."""
+"""The path of a checkpoint gives a job access to nothing outside of its folder."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PIECES = st.one_of(st.sampled_from(NAMES), st.text(st.characters(codec="utf-8"),
 
 
 def require_harmless(tree: Path, start: int, pieces: Sequence[str]) -> None:
-    """Reading, checking, writing and removing by such a path leave all outside as it is."""
+    """Check that reading, checking, writing and removing this path affect nothing outside."""
     folder = beneath(tree / "root", str(tree / "root" / "job"))
     head = ["", "/", f"{folder}/", str(tree)][start]
     try:
@@ -88,7 +88,7 @@ def test_no_longer_path_leads_elsewhere(tree: Path, start: int, pieces: list[str
 @pytest.mark.parametrize(
     "folder", ["/", "/etc", "relative", "/roots", "/root/../x", "\0", "/root/.."]
 )
-def test_a_folder_elsewhere_is_no_place(tmp_path: Path, folder: str) -> None:
+def test_a_folder_outside_the_root_is_refused(tmp_path: Path, folder: str) -> None:
     (tmp_path / "root").mkdir()
     given = folder if folder in ("/", "/etc", "relative", "\0") else f"{tmp_path}{folder}"
     with pytest.raises(CheckpointError):

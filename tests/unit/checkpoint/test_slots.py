@@ -1,4 +1,4 @@
-"""Snapshots in shared memory: what stays whole while the next one is written."""
+"""Snapshots in shared memory stay whole while the next one is written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def slots() -> Iterator[Slots]:
 
 
 def begun(slots: Slots) -> int:
-    """A slot to write to."""
+    """Start writing to a slot; returns it."""
     slot = slots.begin()
     assert slot is not None
     return slot
@@ -37,25 +37,25 @@ def write(slots: Slots, step: int, pin: bool = False, content: bytes | None = No
 
 
 def read(slots: Slots, step: int) -> bytes:
-    """The bytes of a snapshot."""
+    """Return the bytes of a snapshot."""
     found = slots.get(step)
     assert found is not None
     return os.pread(slots.fd(found.slot), found.length, 0)
 
 
 def steps(slots: Slots) -> list[int]:
-    """Which snapshots there are."""
+    """Return the steps of all snapshots."""
     return [snapshot.step for snapshot in slots.all()]
 
 
-def test_fresh_slots_hold_nothing(slots: Slots) -> None:
+def test_new_slots_are_empty(slots: Slots) -> None:
     assert len(slots) == NUM_SLOTS
     assert slots.all() == []
     assert slots.get(0) is None
     assert [os.fstat(slots.fd(slot)).st_size for slot in range(NUM_SLOTS)] == [0] * NUM_SLOTS
 
 
-def test_a_snapshot_is_found_by_its_step_with_all_that_is_known_of_it(slots: Slots) -> None:
+def test_a_snapshot_is_found_by_its_step_with_its_metadata(slots: Slots) -> None:
     written = [write(slots, 2**40, content=b"large"), write(slots, 2**40 + 1, pin=True)]
     assert [slots.get(2**40), slots.get(2**40 + 1)] == written
     assert slots.get(2**40 + 2) is None
@@ -80,13 +80,13 @@ def test_a_slots_memory_can_be_opened_by_its_path(slots: Slots) -> None:
 # What stays
 
 
-def test_without_pins_three_slots_are_written_in_turn(slots: Slots) -> None:
+def test_three_slots_without_pins_are_written_in_turn(slots: Slots) -> None:
     used = [write(slots, step).slot for step in range(1, 13)]
     assert len(set(used)) == RETAINED + 1
     assert used == used[: RETAINED + 1] * 4
 
 
-def test_the_newest_stay_whole_while_another_is_written(slots: Slots) -> None:
+def test_the_newest_snapshots_stay_whole_while_another_is_written(slots: Slots) -> None:
     for step in range(1, 12):
         slot = begun(slots)
         os.ftruncate(slots.fd(slot), 0)  # the writer's right from now on
@@ -97,7 +97,7 @@ def test_the_newest_stay_whole_while_another_is_written(slots: Slots) -> None:
         write(slots, step)
 
 
-def test_a_begun_slot_that_is_never_committed_does_not_exist(slots: Slots) -> None:
+def test_a_slot_without_a_commit_is_not_listed(slots: Slots) -> None:
     for step in (1, 2, 3):
         write(slots, step)
     first = begun(slots)
@@ -112,7 +112,7 @@ def test_a_begun_slot_that_is_never_committed_does_not_exist(slots: Slots) -> No
     assert steps(slots) == [2, 3, 4]
 
 
-def test_what_is_pinned_is_never_overwritten(slots: Slots) -> None:
+def test_a_pinned_slot_is_never_overwritten(slots: Slots) -> None:
     write(slots, 1, pin=True)
     write(slots, 2)
     write(slots, 3, pin=True)
@@ -145,7 +145,7 @@ def test_the_newest_are_kept_pinned_or_not(slots: Slots) -> None:
     assert steps(slots) == [1, 2, 3, 4, 5]
 
 
-def test_a_snapshot_can_be_pinned_when_it_is_there_already(slots: Slots) -> None:
+def test_an_existing_snapshot_can_be_pinned(slots: Slots) -> None:
     first = write(slots, 1)
     slots.pin(first.slot)
     for step in range(2, 9):
@@ -161,7 +161,7 @@ def test_a_snapshot_can_be_pinned_when_it_is_there_already(slots: Slots) -> None
 
 
 @pytest.mark.parametrize(("again", "left"), [(4, [3, 4]), (3, [3]), (1, [1]), (5, [3, 4, 5])])
-def test_a_step_that_is_done_again_drops_what_was_undone(
+def test_a_repeated_step_drops_the_undone_snapshots(
     slots: Slots, again: int, left: list[int]
 ) -> None:
     for step in (1, 2, 3, 4):
@@ -189,7 +189,7 @@ def test_later_steps_can_be_dropped(slots: Slots) -> None:
     assert slots.all() == []
 
 
-def test_what_was_dropped_is_not_pinned_any_more(slots: Slots) -> None:
+def test_a_dropped_snapshot_is_unpinned(slots: Slots) -> None:
     for step in range(1, NUM_SLOTS + 1):
         write(slots, step, pin=True)
     slots.truncate_after(1)
@@ -224,7 +224,7 @@ def test_closing_closes_every_descriptor() -> None:
 # Two processes
 
 
-def test_two_that_have_the_same_memory_see_the_same(slots: Slots) -> None:
+def test_two_objects_over_the_same_slots_see_the_same_snapshots(slots: Slots) -> None:
     other = Slots([os.dup(fd) for fd in slots.fds])
     write(slots, 1, content=b"from here")
     assert other.all() == slots.all()
@@ -241,7 +241,7 @@ def test_two_that_have_the_same_memory_see_the_same(slots: Slots) -> None:
     assert read(slots, 1) == b"from here"
 
 
-def test_who_comes_later_finds_what_a_dead_writer_has_left(slots: Slots) -> None:
+def test_a_later_writer_finds_the_files_of_a_dead_one(slots: Slots) -> None:
     writer = Slots([os.dup(fd) for fd in slots.fds])
     for step in (1, 2, 3):
         write(writer, step)
@@ -260,7 +260,7 @@ def test_who_comes_later_finds_what_a_dead_writer_has_left(slots: Slots) -> None
 
 @dataclass
 class Model:
-    """What the slots should hold: content and pin of each step."""
+    """Expected state of the slots: content and pin of each step."""
 
     content: dict[int, bytes] = field(default_factory=dict)
     pinned: set[int] = field(default_factory=set)
@@ -320,7 +320,7 @@ def test_nothing_that_is_needed_is_ever_lost(operations: list[tuple[str, int]]) 
 
 
 def _write(slots: Slots, model: Model, step: int, content: bytes, operation: str) -> None:
-    """Write a snapshot, or begin to; what was lost for it is noted."""
+    """Write a snapshot, or only start to; records which one it replaced."""
     slot = slots.begin()
     if slot is None:
         assert len(model.needed) == NUM_SLOTS

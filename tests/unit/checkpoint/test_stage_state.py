@@ -1,4 +1,4 @@
-"""A stage's state into shared memory and back, bit for bit, also under other cuts."""
+"""A stage's state in shared memory and back, bit for bit, also for other balances."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from rpcmp.pipelining import pytree
 
 
 class Memory:
-    """Slots and who writes them."""
+    """Slots and their writer."""
 
     def __init__(self) -> None:
         self.slots = Slots.create()
@@ -48,18 +48,18 @@ class Memory:
         return self.writer.write(slot, step, tensors, about, pin)
 
     def keep(self, state: StageState) -> str:
-        """Write a stage's state; the path of where it is."""
+        """Write a stage's state; returns its path."""
         tensors, about = pack(state)
         return self.slots.path(self.write(tensors, state.step, about).slot)
 
     def bytes(self, snapshot: Snapshot) -> bytes:
-        """All of a snapshot."""
+        """Return a snapshot's bytes."""
         fd = self.slots.fd(snapshot.slot)
         assert os.fstat(fd).st_size == snapshot.length
         return os.pread(fd, snapshot.length, 0)
 
     def tensors(self, step: int) -> dict[str, Tensor]:
-        """A snapshot as the library for such files reads it."""
+        """Return a snapshot as loaded by the safetensors library."""
         found = self.slots.get(step)
         assert found is not None
         loaded: dict[str, Tensor] = safetensors.torch.load(self.bytes(found))
@@ -74,18 +74,18 @@ def memory() -> Iterator[Memory]:
 
 
 def bits(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
-    """All that a tensor is."""
+    """Return everything that defines a tensor."""
     storage = tensor.detach().clone(memory_format=torch.contiguous_format).untyped_storage()
     return tensor.dtype, tensor.shape, bytes(storage)
 
 
 def bits_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """All that tensors are."""
+    """Return everything that defines the tensors."""
     return {name: bits(tensor) for name, tensor in tensors.items()}
 
 
 def any_bits(dtype: torch.dtype, shape: Sequence[int], seed: int = 0) -> Tensor:
-    """A tensor of random bits: NaNs with whatever they carry, infinities, subnormal numbers."""
+    """Draw a tensor of random bits: NaNs with payloads, infinities, subnormal numbers."""
     count = math.prod(shape)
     if count == 0:
         return torch.empty(*shape, dtype=dtype)
@@ -150,7 +150,7 @@ TENSORS = st.builds(any_bits, st.sampled_from(list(DTYPES)), SHAPES, st.integers
 
 @settings(deadline=None, derandomize=True)
 @given(st.lists(st.dictionaries(st.text(max_size=5), TENSORS, max_size=6), max_size=6))
-def test_whatever_follows_each_other_in_the_same_slots_is_what_was_written(
+def test_slots_return_what_was_written_after_any_sequence_of_writes(
     snapshots: list[dict[str, Tensor]],
 ) -> None:
     memory = Memory()
@@ -204,20 +204,20 @@ def test_a_dtype_that_the_format_does_not_have_is_refused_by_its_name(memory: Me
     assert memory.tensors(2)["w"].tolist() == [0]
 
 
-def test_a_snapshot_is_pinned_where_that_is_asked_for(memory: Memory) -> None:
+def test_a_snapshot_is_pinned_on_request(memory: Memory) -> None:
     assert not memory.write({}, 1).is_pinned
     assert memory.write({}, 2, pin=True).is_pinned
     assert [found.is_pinned for found in memory.slots.all()] == [False, True]
 
 
-def test_training_goes_on_without_a_snapshot_changing(memory: Memory) -> None:
+def test_a_snapshot_does_not_change_while_training_continues(memory: Memory) -> None:
     weight = torch.zeros(3)
     memory.write({"w": weight})
     weight += 1
     assert memory.tensors(1)["w"].tolist() == [0, 0, 0]
 
 
-def test_what_is_restored_does_not_change_when_its_slot_is_written_again(memory: Memory) -> None:
+def test_restored_tensors_do_not_change_when_their_slot_is_overwritten(memory: Memory) -> None:
     found = unpack(
         [memory.keep(state(model={"w": torch.ones(2)}, optimizer={"w": {"m": torch.ones(2)}}))],
         "stage0",
@@ -235,7 +235,7 @@ def test_what_is_restored_does_not_change_when_its_slot_is_written_again(memory:
 
 
 def starts(memory: Memory) -> list[int]:
-    """Where the tensors of each snapshot begin."""
+    """Return the offset of the tensors in each snapshot."""
     found = []
     for snapshot in memory.slots.all():
         head = os.pread(memory.slots.fd(snapshot.slot), 8, 0)
@@ -274,7 +274,7 @@ def test_metadata_of_any_length_fits(memory: Memory) -> None:
             assert file.get_tensor("w").item() == 1
 
 
-def test_what_appears_after_the_first_step_is_in_the_snapshots_after_it(memory: Memory) -> None:
+def test_state_that_appears_after_the_first_step_is_in_later_snapshots(memory: Memory) -> None:
     weight = torch.ones(2, 3)
     memory.write({"w": weight}, 1)
     memory.write({"w": weight, "m": torch.ones(2, 3), "step": torch.tensor(1.0)}, 2)
@@ -290,7 +290,7 @@ def test_what_appears_after_the_first_step_is_in_the_snapshots_after_it(memory: 
     ]
 
 
-def test_a_fresh_writer_goes_on_where_a_dead_one_was(memory: Memory) -> None:
+def test_a_new_writer_continues_after_a_dead_one(memory: Memory) -> None:
     for step in (1, 2, 3):
         memory.write({"w": torch.full((2,), step)}, step)
     memory.writer = SnapshotWriter(memory.slots)
@@ -303,7 +303,7 @@ def test_a_fresh_writer_goes_on_where_a_dead_one_was(memory: Memory) -> None:
 # The state
 
 
-def test_a_state_comes_back_whole(memory: Memory) -> None:
+def test_a_state_is_restored_completely(memory: Memory) -> None:
     optimizer = {
         "a.weight": {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "max": None},
         "a.bias": {"count": 3, "decay": 0.1, "flag": True, "name": "x", "limit": math.inf},
@@ -333,7 +333,7 @@ def test_a_state_comes_back_whole(memory: Memory) -> None:
     assert found.state["a.bias"]["flag"] is True
 
 
-def test_the_files_names_say_what_each_tensor_is(memory: Memory) -> None:
+def test_the_names_in_the_file_tell_what_each_tensor_is(memory: Memory) -> None:
     memory.keep(
         state(
             model={"a.weight": torch.ones(1)},
@@ -358,7 +358,7 @@ def test_names_that_collide_are_told_apart(memory: Memory) -> None:
     assert (found.state, found.groups) == (optimizer, written.groups)
 
 
-def test_tensors_come_back_as_they_lay_and_as_one_where_they_were_one(memory: Memory) -> None:
+def test_tensors_keep_their_layout_and_shared_tensors_stay_shared(memory: Memory) -> None:
     columns = torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1)
     shared = torch.ones(3)
     holed, expanded = torch.arange(12.0).reshape(3, 4)[:, :2], torch.ones(1).expand(2, 2)
@@ -385,7 +385,7 @@ def test_tensors_come_back_as_they_lay_and_as_one_where_they_were_one(memory: Me
 
 
 @pytest.mark.parametrize("what", ["groups", "scheduler", "optimizer"])
-def test_what_cannot_be_stored_is_refused(what: str) -> None:
+def test_a_value_that_cannot_be_stored_is_refused(what: str) -> None:
     with pytest.raises(TypeError, match="function is neither a tensor nor a plain value"):
         pack(state(**{what: {"w": {"f": bits}}}))  # type: ignore[arg-type]
 
@@ -394,7 +394,7 @@ def test_what_cannot_be_stored_is_refused(what: str) -> None:
 
 
 def part(stage: str, *layers: str, options: Any = 0.1, step: int = 7) -> StageState:
-    """A stage with some layers; `options` of its optimizer, None: it has none."""
+    """Return a stage with some layers; `options` of its optimizer, None: no optimizer."""
     return state(
         stage,
         {f"{layer}.w": torch.full((2,), float(ord(layer))) for layer in layers},
@@ -406,13 +406,13 @@ def part(stage: str, *layers: str, options: Any = 0.1, step: int = 7) -> StageSt
 
 
 def names(*layers: str) -> list[str]:
-    """Of the layers' parameters."""
+    """Return the names of the layers' parameters."""
     return [f"{layer}.w" for layer in layers]
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> Callable[[StageState], str]:
-    """Writes states to files of their own."""
+    """Write states to separate files."""
 
     def write(written: StageState) -> str:
         path = tmp_path / f"{written.stage}.safetensors"
@@ -449,7 +449,7 @@ def test_one_stages_layers_go_to_several_from_one_file(files: Files) -> None:
         assert found.groups == [{"lr": 0.1}]
 
 
-def test_only_what_is_trained_has_an_optimizer_state(files: Files) -> None:
+def test_only_trained_parameters_have_an_optimizer_state(files: Files) -> None:
     path = files(part("s0", "a", "b"))
     found = unpack([path], "new", names("a", "b"), names("b"))
     assert sorted(found.model) == names("a", "b")
@@ -490,7 +490,7 @@ def test_schedulers_that_do_not_agree_are_named(files: Files) -> None:
         unpack([files(one), files(other)], "new", names("a", "b"), names("a", "b"))
 
 
-def test_options_that_are_tensors_agree_where_they_are_equal(files: Files) -> None:
+def test_options_that_are_tensors_agree_if_they_are_equal(files: Files) -> None:
     paths = [
         files(part("s0", "a", options=torch.tensor(0.1))),
         files(part("s1", "b", options=torch.tensor(0.1))),
@@ -499,7 +499,7 @@ def test_options_that_are_tensors_agree_where_they_are_equal(files: Files) -> No
     assert bits(found.groups[0]["lr"]) == bits(torch.tensor(0.1))
 
 
-def test_options_that_are_several_numbers_agree_where_they_are_equal(files: Files) -> None:
+def test_options_of_several_numbers_agree_if_they_are_equal(files: Files) -> None:
     paths = [
         files(part("s0", "a", options=(torch.tensor([0.1, 0.2]),))),
         files(part("s1", "b", options=(torch.tensor([0.1, 0.2]),))),
@@ -516,7 +516,7 @@ def test_tensors_that_are_missing_are_named(files: Files) -> None:
 
 
 def broken_files(tmp_path: Path, whole: bytes) -> dict[str, bytes | None]:
-    """What is no stage's state."""
+    """Yield files that are not a stage's state."""
     other = tmp_path / "other"
     safetensors.torch.save_file({"a.w": torch.ones(1)}, other)
     safetensors.torch.save_file({"a.w": torch.ones(1)}, tmp_path / "alien", {"rpcmp": "[]"})
@@ -545,7 +545,9 @@ def broken_files(tmp_path: Path, whole: bytes) -> dict[str, bytes | None]:
         "without its metadata",
     ],
 )
-def test_what_is_no_stages_state_is_named(files: Files, tmp_path: Path, kind: str) -> None:
+def test_a_file_without_the_state_of_a_stage_is_named(
+    files: Files, tmp_path: Path, kind: str
+) -> None:
     whole = Path(files(part("s0", "a"))).read_bytes()
     content = broken_files(tmp_path, whole)[kind]
     path = tmp_path / "broken.safetensors"
@@ -559,7 +561,7 @@ def test_what_is_no_stages_state_is_named(files: Files, tmp_path: Path, kind: st
 
 
 class Trained:
-    """A small model, its optimizer and its scheduler, as a stage has them."""
+    """A small model with optimizer and scheduler, as in a stage."""
 
     def __init__(self, optimizer: Callable[..., Optimizer], scheduler: Callable[..., Any] | None):
         torch.manual_seed(1)
@@ -569,7 +571,7 @@ class Trained:
         self.scheduler = scheduler(self.optimizer) if scheduler else None
 
     def train(self, first: int, last: int) -> list[float]:
-        """The losses of steps, each with data of its own."""
+        """Return the losses of steps with different data."""
         losses = []
         for step in range(first, last + 1):
             inputs = torch.randn(5, 3, generator=torch.Generator().manual_seed(step))
@@ -596,7 +598,7 @@ class Trained:
         return StageState(step, "stage0", self.model.state_dict(), by_name, groups, scheduler)
 
     def take_over(self, found: StageState) -> None:
-        """Be what `found` says."""
+        """Restore `found`."""
         own = self.optimizer.state_dict()["param_groups"]
         self.model.load_state_dict(found.model)
         self.optimizer.load_state_dict(
@@ -635,14 +637,14 @@ class Trained:
     ],
     ids=["SGD", "SGD nesterov", "Adam", "AdamW fused", "AdamW tensor lr"],
 )
-def test_training_goes_on_from_a_snapshot_with_the_same_bits(
+def test_training_resumes_from_a_snapshot_with_the_same_bits(
     memory: Memory, optimizer: Callable[..., Optimizer], scheduler: Callable[..., Any] | None
 ) -> None:
     check_that_training_goes_on(memory, optimizer, scheduler, 4)
 
 
 @pytest.mark.parametrize("before", [0, 1])
-def test_training_goes_on_from_before_and_after_the_first_step(memory: Memory, before: int) -> None:
+def test_training_resumes_from_before_and_after_the_first_step(memory: Memory, before: int) -> None:
     scheduler = partial(OneCycleLR, max_lr=0.1, total_steps=12)
     check_that_training_goes_on(memory, partial(Adam, lr=0.01), scheduler, before)
 
@@ -653,7 +655,7 @@ def check_that_training_goes_on(
     scheduler: Callable[..., Any] | None,
     before: int,
 ) -> None:
-    """Train after `before` steps, without and with a snapshot in between."""
+    """Train with and without a snapshot after `before` steps, and compare."""
     there = Trained(optimizer, scheduler)
     there.train(1, before)
     path = memory.keep(there.state(before))

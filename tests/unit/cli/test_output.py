@@ -1,4 +1,4 @@
-"""The lines that `rpcmp drive` shows where there is no terminal."""
+"""The lines that `rpcmp drive` prints without a terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BEGUN = "step 2/2  epoch 1  loss 0.5000  1,234 samples/s"
         ),
     ],
 )
-def test_a_step_is_a_line_of_what_is_known_of_it(more: dict[str, Any], line: str) -> None:
+def test_a_step_is_a_line_of_its_known_figures(more: dict[str, Any], line: str) -> None:
     shown: list[str] = []
     show = output.plain(shown.append)
     show(typed({"event": "start", "steps": 2}))

@@ -21,12 +21,12 @@ def test_host_and_port_are_taken_apart(address: str, host: str, port: int) -> No
 
 
 @pytest.mark.parametrize("address", ["", "host", ":1", "host:", "host:x", "host:-1", "host:65536"])
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_an_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="is not HOST:PORT"):
         addresses.parse(address)
 
 
-def test_a_host_alone_means_its_stages_default_port() -> None:
+def test_a_host_without_a_port_means_the_default_port_of_its_stage() -> None:
     given = ["host-a", "host-b:7", "[::1]", "[::1]:7"]
     found = [addresses.with_port(address, index) for index, address in enumerate(given)]
     assert found == ["host-a:50051", "host-b:7", "[::1]:50053", "[::1]:7"]
@@ -50,6 +50,6 @@ def test_every_stage_has_a_default_port_and_replicas_lie_a_hundred_apart() -> No
         ("host-b:7", "host-b:7"),
     ],
 )
-def test_what_is_not_given_is_filled_in(given: str, expected: str) -> None:
+def test_missing_parts_of_an_address_are_filled_in(given: str, expected: str) -> None:
     assert addresses.completed(given) == expected
     addresses.parse(expected)

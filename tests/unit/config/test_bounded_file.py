@@ -1,4 +1,4 @@
-"""Files that somebody else wrote: what they say is bounded before it is believed."""
+"""Files from other parties are read within bounds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_pipes_and_devices_are_no_traces(tmp_path: Path) -> None:
             chrome.read(path)
 
 
-def test_values_may_lie_across_blocks_and_the_array_anywhere(tmp_path: Path) -> None:
+def test_values_may_span_blocks_and_the_array_may_be_anywhere(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     later = [
         {**GOOD_SPAN, "ts": 10 * n, "args": {"step": n, "microbatch": 0, "waited_us": 0}}
@@ -48,7 +48,7 @@ def test_values_may_lie_across_blocks_and_the_array_anywhere(tmp_path: Path) -> 
     assert [span.step for span in chrome.read(path).tracks[0].spans] == [*range(1, 2000)]
 
 
-def test_of_a_trace_with_too_many_spans_some_steps_can_be_looked_at(
+def test_some_steps_of_a_trace_with_too_many_spans_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run.json"

@@ -1,4 +1,4 @@
-"""Resolving "module:callable" and calling what it names."""
+"""Resolve "module:callable" and call the result."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def test_a_factory_that_raises_shows_the_users_lines_only() -> None:
     assert "importing.py" not in message
 
 
-def test_wrong_arguments_are_the_factorys_error() -> None:
+def test_wrong_arguments_raise_a_factory_error() -> None:
     with pytest.raises(FactoryError, match="unexpected keyword argument 'depth'"):
         importing.create(named("layers", depth=3), "model.layers")
 
 
 @pytest.mark.parametrize(
-    ("source", "num_args", "said"),
+    ("source", "num_args", "message"),
     [
         (named("tests.zoo.ownoptimizers:MyOpt", lrr=1), 1, r"'lrr'; did you mean 'lr'\? \(there "),
         (named("torch.optim.lr_scheduler:StepLR", stepsize=1), 1, "did you mean 'step_size'"),
@@ -77,10 +77,10 @@ def test_wrong_arguments_are_the_factorys_error() -> None:
         (named("returned", lr=1), 0, "unexpected keyword argument 'lr'$"),
     ],
 )
-def test_a_misspelt_argument_is_told_with_the_nearest(
-    source: Factory, num_args: int, said: str
+def test_a_misspelt_argument_suggests_the_nearest(
+    source: Factory, num_args: int, message: str
 ) -> None:
-    with pytest.raises(FactoryError, match=said):
+    with pytest.raises(FactoryError, match=message):
         importing.accepting(source, "it", num_args)
 
 
@@ -89,7 +89,7 @@ def test_a_function_that_lacks_an_argument_is_refused_before_it_is_called() -> N
         importing.function(named("mean_absolute_error", scael=2.0), "loss")
 
 
-def test_what_a_decorator_takes_is_its_own_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_a_decorator_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     @functools.wraps(models.dataset)
     def decorated(*args: Any, verbose: bool = False, **kwargs: Any) -> Any:
         return models.dataset(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What a job may name on a host: what is allowed there, and nothing that is defined elsewhere."""
+"""A job may name only what its host allows, and nothing that is defined elsewhere."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     "attribute",
     [":layers", ":Net", ":build", ":Net.Inner", ":Net.small", ".deep:f", ".deep:Net", ":deep.f"],
 )
-def test_what_an_allowed_module_defines_is_found(package: str, attribute: str) -> None:
+def test_a_name_that_an_allowed_module_defines_is_unpickled(package: str, attribute: str) -> None:
     if attribute == ":deep.f":
         importing.resolve(f"{package}.deep:f", "loss")  # imports it
     assert callable(importing.resolve(f"{package}{attribute}", "loss"))
@@ -88,7 +88,7 @@ def test_what_an_allowed_module_defines_is_found(package: str, attribute: str) -
         "rpcmp.examples.encoder_decoder:text_of",
     ],
 )
-def test_what_is_defined_elsewhere_is_refused(package: str, name: str) -> None:
+def test_a_name_that_is_defined_elsewhere_is_refused(package: str, name: str) -> None:
     with pytest.raises(FactoryError):
         importing.resolve(name.format(package), "loss")
 
@@ -101,7 +101,7 @@ def test_what_is_defined_elsewhere_is_refused(package: str, name: str) -> None:
         *("rpcmp.metrics:accuracy", "rpcmp.examples.digits:layers", "rpcmp.examples.unet:Down"),
     ],
 )
-def test_what_trains_is_always_allowed(package: str, name: str) -> None:
+def test_callables_that_training_needs_are_always_allowed(package: str, name: str) -> None:
     assert callable(importing.resolve(name, "loss"))
 
 

@@ -1,4 +1,4 @@
-"""What the keys of a config lead to, and the values that they may have."""
+"""Dotted keys of a config, and their values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_dotted_key_leads_to_its_section(key: str, level: Level) -> None:
     assert level_at(key) == level
 
 
-def test_keys_below_a_list_or_a_table_are_not_those_of_one_section() -> None:
+def test_keys_below_a_list_or_a_table_belong_to_no_single_section() -> None:
     assert level_at("stages").fields == {}
     assert level_at("metrics").fields == {}
     assert set(level_at("metrics.accuracy").fields) == {"callable", "kwargs"}

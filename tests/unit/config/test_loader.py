@@ -1,4 +1,4 @@
-"""Reading configs from TOML: overrides, and errors that say where and what instead."""
+"""Reading configs from TOML: overrides, and errors with their position and a suggestion."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_examples_are_valid(example: Path) -> None:
 
 
 def changed(path: Path, overrides: Sequence[str]) -> dict[str, object]:
-    """The keys in which overrides make a difference, and their new values."""
+    """Return the keys that overrides change, and their new values."""
     before, after = dict(loader.load_config(path)), dict(loader.load_config(path, overrides))
     return {key: after[key] for key in Config.model_fields if after[key] != before[key]}
 
@@ -198,7 +198,7 @@ def test_a_file_that_does_not_exist_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"seed = ", b"seed = 1\nseed = 2", b"name = '\xff'"])
-def test_a_file_that_is_no_toml_is_named(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_toml_is_named(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "bad.toml"
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=r"bad.toml is not valid TOML: "):

@@ -1,4 +1,4 @@
-"""What a config may say, and what it means."""
+"""Valid and invalid configs, and their defaults."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_the_defaults_of_a_stage_are_as_documented() -> None:
     }
 
 
-def test_the_defaults_of_loss_scaling_are_those_of_torch() -> None:
+def test_the_defaults_of_loss_scaling_equal_those_of_torch() -> None:
     ours = parse_config({**LAYERS, "loss_scaling": {}}).loss_scaling
     theirs = torch.amp.GradScaler("cpu").state_dict()
     assert ours is not None
@@ -187,7 +187,7 @@ def test_every_key_is_described(section: type[BaseModel]) -> None:
     assert all(key.description for key in section.model_fields.values())
 
 
-def test_the_schedules_are_those_that_exist() -> None:
+def test_the_schedules_of_the_config_exist() -> None:
     assert set(typing.get_args(Config.model_fields["schedule"].annotation)) == set(
         schedule.POLICIES
     )
@@ -230,7 +230,7 @@ def test_a_copy_in_another_folder_leaves_the_original_where_it_is(tmp_path: Path
     assert config.folder == Path.cwd()
 
 
-def test_what_needs_data_says_what_for_and_what_to_give() -> None:
+def test_an_option_that_needs_data_says_why_and_names_the_key() -> None:
     data = {"train": "m:train", "batch_size": 8}
     assert parse_config({**LAYERS, "data": data}).require_data("training").batch_size == 8
     needed = r"no \[data\] section, which training needs: give it `train`"
@@ -272,7 +272,7 @@ def test_named_stages_form_the_graph_that_they_say() -> None:
     assert [str(reference) for reference in built.inputs["head"]] == ["image", "text"]
 
 
-def test_a_stage_may_compute_in_something_else_than_the_job() -> None:
+def test_a_stage_may_have_another_precision_than_the_job() -> None:
     own = [{"autocast": "float32"}, {}, {"autocast": "float16"}]
     config = parse_config({**layers(*own), "autocast": "bfloat16", "loss_scaling": {}})
     assert [config.autocast_of(index) for index in range(3)] == [None, "bfloat16", "float16"]
@@ -318,7 +318,7 @@ def test_a_stage_without_a_table_has_the_defaults() -> None:
         ),
     ],
 )
-def test_steps_are_held_where_somebody_has_to_look_at_all_stages(
+def test_steps_are_held_if_the_driver_needs_all_stages(
     overrides: dict[str, Any], holds: bool
 ) -> None:
     assert parse_config({**LAYERS, **overrides}).holds_steps is holds
@@ -349,7 +349,7 @@ def test_a_stage_has_an_optimizer_of_its_own_or_the_jobs_with_its_arguments() ->
     assert config.modules == {"m", "torch.optim", "torch.optim.lr_scheduler"}
 
 
-def test_a_stage_may_have_a_scheduler_where_the_job_has_none() -> None:
+def test_a_stage_may_have_a_scheduler_without_one_in_the_job() -> None:
     config = parse_config(layers({}, {"scheduler": "m:Rate"}))
     assert (config.scheduler_of(0), config.scheduler_of(1)) == (None, Factory(callable="m:Rate"))
     assert config.steps_scheduler("epoch")
@@ -437,7 +437,7 @@ def test_a_stage_may_have_a_scheduler_where_the_job_has_none() -> None:
         ({**LAYERS, "loss_scaling": {"growth_interval": 0}}, "growth_interval: .* than or equal"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(data: dict[str, Any], message: str) -> None:
+def test_options_that_exclude_each_other_are_refused(data: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_config(data)
 
@@ -459,7 +459,7 @@ def test_evaluations_follow_epochs_unless_steps_are_given() -> None:
         assert parse_config(evaluated(**given)).evaluate_every_epochs == epochs
 
 
-def test_whether_less_or_more_is_better_is_said_or_known_by_name() -> None:
+def test_the_better_direction_is_given_or_known_by_name() -> None:
     for section, mode in (
         ({}, "min"),
         ({"metric": "accuracy"}, "max"),
@@ -490,12 +490,14 @@ def test_whether_less_or_more_is_better_is_said_or_known_by_name() -> None:
         ({"checkpoint": {"dir": "d", "best": "loss"}, "data": None}, "checkpoint.best needs an ev"),
     ],
 )
-def test_what_is_decided_by_evaluations_needs_them(more: dict[str, Any], message: str) -> None:
+def test_options_that_depend_on_evaluations_need_evaluations(
+    more: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_config(evaluated(**more))
 
 
-def test_a_config_without_evaluation_is_a_valid_one() -> None:
+def test_a_config_without_evaluation_is_valid() -> None:
     config = parse_config(
         evaluated(
             evaluate_every_steps=3,
@@ -510,7 +512,7 @@ def test_a_config_without_evaluation_is_a_valid_one() -> None:
 
 
 def keys_with_wrong_values() -> list[tuple[str, object]]:
-    """Every key of a job, with a value of a type that none of them takes."""
+    """Yield every key of a job with a value of a type that no key takes."""
     wrong: dict[str, object] = dict.fromkeys(Config.model_fields, 1.5)
     wrong["max_grad_norm"] = "1.5"
     return list(wrong.items())
@@ -541,7 +543,7 @@ def test_tuples_in_arguments_become_lists() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "more", "said"),
+    ("stage", "more", "message"),
     [
         ({"replicas": 3}, {"num_microbatches": 3}, None),
         (
@@ -574,7 +576,7 @@ def test_tuples_in_arguments_become_lists() -> None:
     ],
 )
 def test_replicas_whose_turn_never_comes_are_a_warning(
-    stage: dict[str, Any], more: dict[str, Any], said: str | None
+    stage: dict[str, Any], more: dict[str, Any], message: str | None
 ) -> None:
-    expected = [] if said is None else [f"stage 'stage0': {said}"]
+    expected = [] if message is None else [f"stage 'stage0': {message}"]
     assert parse_config({**LAYERS, "stages": [stage], **more}).warnings == expected

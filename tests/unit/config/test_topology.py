@@ -1,4 +1,4 @@
-"""Graphs of stages: who reads what, in which order the stages run, and what is refused."""
+"""Graphs of stages: edges, the order of the stages, and invalid graphs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rpcmp.errors import ConfigError
 
 @pytest.fixture
 def two_branches() -> Graph:
-    """The drawing in the module's docstring."""
+    """Return the graph in the module's docstring."""
     return topology.build_graph(
         {
             "image": ["input"],
@@ -34,12 +34,12 @@ def test_the_drawn_graph_ends_in_the_classifier(two_branches: Graph) -> None:
     assert two_branches.sink == "classifier"
 
 
-def test_a_port_says_who_reads_which_part(two_branches: Graph) -> None:
+def test_a_port_names_its_reader_and_part(two_branches: Graph) -> None:
     assert two_branches.ports("profile") == (Port("classifier", 1, ()),)
     assert two_branches.ports("classifier") == ()
 
 
-def test_a_stage_that_is_read_twice_by_one_reader_has_two_ports() -> None:
+def test_a_stage_with_two_edges_to_one_reader_has_two_ports() -> None:
     built = topology.build_graph({"a": ["input"], "b": ["a.left", "input", "a.right.0"]})
     assert built.ports("a") == (Port("b", 0, ("left",)), Port("b", 2, ("right", "0")))
 
@@ -65,7 +65,7 @@ def test_depth_counts_the_longest_way_to_the_loss() -> None:
         ("target.label", "target", ("label",), True),
     ],
 )
-def test_a_reference_reads_as_it_is_written(
+def test_a_reference_survives_parsing_and_printing(
     text: str, producer: str, path: tuple[str, ...], from_batch: bool
 ) -> None:
     reference = Reference.parse(text)
@@ -91,7 +91,7 @@ def test_a_reference_reads_as_it_is_written(
         ({"a": ["input"], "b": ["input"]}, "nobody reads the stages 'a', 'b'"),
     ],
 )
-def test_what_is_no_graph_with_one_end_is_refused(
+def test_a_graph_without_exactly_one_end_is_refused(
     inputs: dict[str, list[str]], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -100,7 +100,7 @@ def test_what_is_no_graph_with_one_end_is_refused(
 
 @st.composite
 def shuffled_chains_with_skips(draw: st.DrawFn) -> dict[str, list[str]]:
-    """A chain in which stages may also read any earlier one, listed in any order."""
+    """Draw a chain with skip connections, listed in any order."""
     count = draw(st.integers(1, 7))
     inputs = {"s0": ["input"]}
     for index in range(1, count):

@@ -1,4 +1,4 @@
-"""Which replica computes which bundle, and how unequal replicas share."""
+"""The replica that computes each bundle, and the shares of unequal replicas."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from rpcmp.config.topology import ReplicaAssignment, ReplicaShare, shares_by_spe
         ([1, 3], [1, 0, 1, 1, 1, 0]),
     ],
 )
-def test_turns_are_taken_as_evenly_as_can_be(shares: list[int], owners: list[int]) -> None:
+def test_turns_of_replicas_are_spread_evenly(shares: list[int], owners: list[int]) -> None:
     turns = ReplicaAssignment(shares)
     assert [turns.owner(bundle) for bundle in range(len(owners))] == owners
 
 
 @settings(deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(1, 40))
-def test_every_bundle_has_one_owner_and_everybody_his_share(shares: list[int], count: int) -> None:
+def test_every_bundle_has_one_owner_and_every_member_a_share(shares: list[int], count: int) -> None:
     turns = ReplicaAssignment(shares)
     numbers = [ReplicaShare(turns, replica).numbers(count) for replica in range(len(shares))]
     assert sorted(number for mine in numbers for number in mine) == list(range(count))
@@ -40,10 +40,12 @@ def test_every_bundle_has_one_owner_and_everybody_his_share(shares: list[int], c
     [
         ([1.0, 1.0], 8, [4, 4]),
         ([1.0, 3.0], 8, [6, 2]),
-        ([1.0, 100.0], 4, [4, 1]),  # whoever is there takes part
+        ([1.0, 100.0], 4, [4, 1]),  # every replica takes part
         ([1.0, 1.0, 1.0], 4, [2, 1, 1]),
         ([0.0, 0.0], 4, [4, 1]),
     ],
 )
-def test_the_round_ends_soonest(seconds: list[float], count: int, shares: list[int]) -> None:
+def test_shares_by_speed_minimize_the_round(
+    seconds: list[float], count: int, shares: list[int]
+) -> None:
     assert shares_by_speed(seconds, count) == shares

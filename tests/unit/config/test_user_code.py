@@ -1,4 +1,4 @@
-"""Which code a process computes with: what counts, and what does not."""
+"""Hashes of the code that a process computes with."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def test_what_is_named_what_lies_beside_it_and_versions_of_what_it_uses(folder: Path) -> None:
+def test_the_hash_covers_named_modules_their_siblings_and_versions_of_imports(folder: Path) -> None:
     for name in ("model_a", "loss_g"):
         importlib.import_module(name)
     found = user_code.of_job({"model_a", "loss_g", "torch.nn", "functools"})
@@ -61,7 +61,7 @@ def test_what_is_named_what_lies_beside_it_and_versions_of_what_it_uses(folder: 
         ("lib/packed_f.py", None),
     ],
 )
-def test_a_file_that_counts_is_told_by_its_module(
+def test_a_changed_file_is_reported_by_its_module_if_it_is_used(
     folder: Path, changed: str, name: str | None
 ) -> None:
     importlib.import_module("model_a")
@@ -71,7 +71,7 @@ def test_a_file_that_counts_is_told_by_its_module(
     assert {key for key in after if after[key] != before[key]} == ({name} if name else set())
 
 
-def test_how_a_release_was_built_is_of_no_account(folder: Path) -> None:
+def test_the_build_of_a_release_is_ignored(folder: Path) -> None:
     """One host has its wheel for CUDA, the other one does without."""
 
     def found(tag: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What stages read of a mini-batch: held by the driver, fetched a few micro-batches at a time."""
+"""Parts of a mini-batch that the driver serves and stages fetch, a few micro-batches at a time."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_missing_part_of_the_batch_is_named() -> None:
 
 
 class Driver:
-    """Answers the stages' questions when the test says so."""
+    """Answers the stages' requests when the test tells it to."""
 
     def __init__(self) -> None:
         self.source = loaded()
@@ -74,11 +74,11 @@ class Driver:
         return future
 
     def reader(self) -> Slices:
-        """A stage that asks it."""
+        """Return a stage that sends requests to it."""
         return Slices(ALL, cast(Transport, self))
 
     def questions(self, slices: Slices) -> list[tuple[Any, ...]]:
-        """All that was asked; questions come from another thread, one after the other."""
+        """Return all requests; they arrive from another thread, one after the other."""
         slices.get(bundle(0, number=LAST), "input", (), 0)
         with self._heard:
             assert self._heard.wait_for(lambda: self.asked[-1][2][0] == LAST, SECONDS)

@@ -100,16 +100,16 @@ def test_random_transforms_are_the_same_in_every_run_and_differ_between_epochs()
 
 
 def test_a_random_transform_does_not_depend_on_what_happens_between_mini_batches() -> None:
-    undisturbed = [inputs for inputs, _ in load("Noise").epoch(1)]
+    fault_free = [inputs for inputs, _ in load("Noise").epoch(1)]
     disturbed = []
     for inputs, _ in load("Noise").epoch(1):
         disturbed.append(inputs)
         layers.seed_all("a training step")
-    assert torch.equal(torch.cat(undisturbed), torch.cat(disturbed))
+    assert torch.equal(torch.cat(fault_free), torch.cat(disturbed))
 
 
 class Counted(Transformed):
-    """Tells which samples were loaded."""
+    """Records which samples were loaded."""
 
     def __init__(self) -> None:
         self.loaded: list[int] = []
@@ -136,11 +136,11 @@ def test_a_loader_process_changes_no_order_no_random_transform_and_no_generator_
 
     here = [values(batches_of(Transformed()), epoch) for epoch in (1, 2)]
     layers.seed_all("a test")
-    undisturbed = drawn()
+    fault_free = drawn()
     layers.seed_all("a test")
     with closing(batches_of(Transformed(), num_workers=1)) as there:
         assert [values(there, epoch) for epoch in (1, 2)] == here
-    assert drawn() == undisturbed
+    assert drawn() == fault_free
 
 
 def test_skipped_samples_are_not_loaded() -> None:
@@ -179,7 +179,7 @@ def test_a_dataset_without_a_mini_batch_is_refused(options: dict[str, Any], samp
 
 
 def load_returned(monkeypatch: pytest.MonkeyPatch, dataset: object) -> Batches:
-    """The mini-batches of any object."""
+    """Return the mini-batches of any object."""
     monkeypatch.setattr(models, "returned", lambda: dataset)
     train = Factory(callable="tests.zoo.models:returned")
     return load_batches(train, "data.train", DataConfig(train=train), 0, training=False)

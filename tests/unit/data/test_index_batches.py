@@ -1,4 +1,4 @@
-"""Mini-batches that the driver only draws: the order is that of those that it loads."""
+"""Mini-batches of indices, in the same order as loaded ones."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def section(**options: Any) -> DataConfig:
     return DataConfig(train=train, **{"batch_size": 4, "at": "stage", **options})
 
 
-class Told:
-    """What the stages were told."""
+class RecordedMessages:
+    """Records the announcements to the stages."""
 
     def __init__(self) -> None:
         self.drawn: list[BatchIndices] = []
@@ -64,7 +64,7 @@ def test_indices_equal_the_order_in_which_a_driver_loads(
 ) -> None:
     options = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
     loaded = Batches(models.numbers(SAMPLES), section(**options), 0, training)
-    draws = Told().draws("train" if training else "test", **options)
+    draws = RecordedMessages().draws("train" if training else "test", **options)
     assert len(draws) == len(loaded)
     for epoch in (1, 2):
         first = data.draw(st.integers(0, len(loaded)))
@@ -77,43 +77,43 @@ def test_indices_equal_the_order_in_which_a_driver_loads(
 
 
 def test_mini_batches_are_announced_before_they_are_needed_and_once() -> None:
-    told = Told()
-    draws, asked = told.draws(total=7), []
+    reported = RecordedMessages()
+    draws, asked = reported.draws(total=7), []
     for epoch, first in ((1, 1), (2, 0), (3, 0)):
         for each in draws.epoch(epoch, first):
             asked.append(each)
             ahead = min(AHEAD, 6 - len(asked))  # across the ends of epochs, and not beyond the run
-            assert told.drawn[: len(asked) + ahead] == told.drawn
-            assert len(told.drawn) == len(asked) + ahead
+            assert reported.drawn[: len(asked) + ahead] == reported.drawn
+            assert len(reported.drawn) == len(asked) + ahead
             if len(asked) == 6:
                 break
-    assert asked == told.drawn
+    assert asked == reported.drawn
     assert [each.batch_id for each in asked] == list(range(1, 7))
     assert [each.place for each in asked] == [(1, 1), (1, 2), (2, 0), (2, 1), (2, 2), (3, 0)]
 
 
 def test_an_evaluation_announces_only_its_own_mini_batches() -> None:
-    told = Told()
-    draws = told.draws("test")
+    reported = RecordedMessages()
+    draws = reported.draws("test")
     for times in (1, 2):  # the same epoch may be evaluated twice
         assert len(list(draws.epoch(1))) == 3
-        assert len(told.drawn) == 3 * times
+        assert len(reported.drawn) == 3 * times
 
 
 def test_an_abandoned_epoch_is_announced_again() -> None:
-    told = Told()
-    draws = told.draws(total=9)
+    reported = RecordedMessages()
+    draws = reported.draws(total=9)
     next(draws.epoch(1))
     assert [each.place for each in draws.epoch(2)] == [(2, 0), (2, 1), (2, 2)]
 
 
 def test_announcements_have_indices_only() -> None:
-    told = Told()
-    list(told.draws(batch_size=5).epoch(1))
-    for message in told.messages:
+    reported = RecordedMessages()
+    list(reported.draws(batch_size=5).epoch(1))
+    for message in reported.messages:
         for each in message:
             assert all(type(sample) is int for sample in each.samples)
-    assert max(len(pickle.dumps(message)) for message in told.messages) < 400
+    assert max(len(pickle.dumps(message)) for message in reported.messages) < 400
 
 
 class Stages:
@@ -126,7 +126,7 @@ class Stages:
         return self._holdings
 
     def prefetch(self, drawn: Sequence[BatchIndices]) -> None:
-        """Hear nothing."""
+        """Ignore the announcement."""
 
 
 def job(**more: Any) -> Config:
@@ -136,7 +136,7 @@ def job(**more: Any) -> Config:
 
 
 def datasets(config: Config, *sizes: dict[str, int]) -> Datasets:
-    """Those of stages "a", "b", ... on hosts "host-a", "host-b", ..."""
+    """Return the datasets of stages "a", "b", ... on hosts "host-a", "host-b", ..."""
     stages = Stages(
         **{name: DatasetInfo(f"host-{name}", size) for name, size in zip("ab", sizes, strict=False)}
     )

@@ -1,4 +1,4 @@
-"""Samplers of the user's own."""
+"""The user's own samplers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rpcmp.errors import ConfigError
 
 
 def sampled(sampler: Any, samples: int = 10) -> list[list[int]]:
-    """The first three epochs."""
+    """Return the first three epochs."""
     own, found = OwnSampler(sampler, samples, seed=0), []
     for epoch in range(3):
         own.set_epoch(epoch)

@@ -1,4 +1,4 @@
-"""Mini-batches that a stage loads itself: in processes of its own, before they are needed."""
+"""Mini-batches that a stage loads itself, ahead and in its own processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def drawn(number: int) -> BatchIndices:
 
 
 class Given:
-    """Loads what the test says, when the test says so."""
+    """A loader that returns what and when the test tells it to."""
 
     def __init__(self) -> None:
         self.asked: dict[int, Callable[[Parts | RpcmpError], None]] = {}
@@ -111,7 +111,7 @@ def test_finished_mini_batches_are_dropped_and_announced_ones_kept(
 
 
 def test_a_request_overtaken_by_an_abort_fails(given: Given, feed: StageDataLoader) -> None:
-    """Nothing would ever be loaded for it: the job hung instead of saying what had failed."""
+    """Nothing would ever be loaded for it: the job hung instead of reporting the failure."""
     feed.prefetch([drawn(1)])
     feed.forget(1)
     raised = feed.get(bundle(1, 1, 0), INPUT).value()
@@ -146,7 +146,7 @@ def job(**section: Any) -> Config:
 
 @pytest.fixture
 def loaders() -> Iterator[Callable[..., LoaderPool]]:
-    """Makes loaders of `job`, and ends their processes."""
+    """Create loaders of `job`, and stop their processes at the end."""
     made: list[LoaderPool] = []
 
     def make(**section: Any) -> LoaderPool:
@@ -159,7 +159,7 @@ def loaders() -> Iterator[Callable[..., LoaderPool]]:
 
 
 def loaded(loaders: LoaderPool, key: Key, dataset: str = "train") -> Parts | RpcmpError:
-    """What a mini-batch gives."""
+    """Return the samples of a mini-batch."""
     found: list[Parts | RpcmpError] = []
     epoch, index, samples = key
     loaders.load(BatchIndices(1, dataset, epoch, index, samples), found.append)

@@ -1,4 +1,4 @@
-"""The digits are those that everybody knows."""
+"""The digits equal the well-known ones."""
 
 import torch
 

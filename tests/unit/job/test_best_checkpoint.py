@@ -19,7 +19,7 @@ LOSS = BestMark(metric="loss", value=0.5)
 
 
 class Run:
-    """A run's folder, and what was reported of its best checkpoint."""
+    """A run's folder, and the reports about its best checkpoint."""
 
     def __init__(self, path: Path, best: str | None = "loss") -> None:
         section = {"dir": "saved"} if best is None else {"dir": "saved", "best": best}
@@ -45,7 +45,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def knowing(step: int, best: dict[str, Any] | None) -> Manifest:
-    """A checkpoint whose driver knows this of the best."""
+    """Return a checkpoint whose driver knows this about the best step."""
     return manifest(step, driver={"best": best})
 
 

@@ -1,4 +1,4 @@
-"""FirstFailure and task groups: the first error ends everything that waits."""
+"""FirstFailure and task groups: the first error ends all waiting."""
 
 from __future__ import annotations
 

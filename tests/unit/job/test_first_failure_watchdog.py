@@ -1,4 +1,4 @@
-"""The process that the watchdog names when nothing moves any more. No processes."""
+"""The process that the watchdog names if nothing makes progress. No processes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SECONDS = 0.01
 
 
 class Asked:
-    """Stages that answer with what they have been doing, and for how long."""
+    """Stages that report their activity and its duration."""
 
     def __init__(self, *answers: dict[str, tuple[str, float]]) -> None:
         self._answers = [*answers]
 
     async def inspect(self) -> dict[str, pb.InspectResponse]:
-        """One answer after the other; the last one again and again."""
+        """Return the next answer, or the last one again."""
         answers = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         return {
             stage: pb.InspectResponse(host=f"{stage}'s", doing=pb.Doing(phase=phase, seconds=since))
@@ -30,7 +30,7 @@ class Asked:
 
 
 def named(asked: Asked, driver: Doing | None = None) -> tuple[str, str]:
-    """The stage that hangs, and in what."""
+    """Return the stage that hangs, and its phase."""
     watchdog = Watchdog(SECONDS, asked.inspect)
     if driver is not None:
         watchdog.update_driver(driver)
@@ -61,7 +61,7 @@ def test_watchdog_names_the_driver_if_all_stages_wait() -> None:
 
 
 def test_watchdog_is_silent_while_one_stage_makes_progress() -> None:
-    """What is asked first is not yet a hang: b has just begun."""
+    """The first inspection shows no hang yet: b has just started."""
     going_on = {"a": ("forward", 9.0), "b": ("backward", 0.0)}
     hangs = {"a": ("", 9.0), "b": ("backward", 9.0)}
     assert named(Asked(going_on, hangs)) == ("b", "backward")

@@ -54,7 +54,7 @@ FUNCTIONS = {
 }
 
 
-def test_the_package_has_these_names() -> None:
+def test_the_public_names_do_not_change() -> None:
     assert rpcmp.__all__ == NAMES
     assert set(dir(rpcmp)) == {*NAMES, "__version__"}
 
@@ -70,7 +70,7 @@ def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_take_these_arguments(name: str) -> None:
+def test_the_arguments_of_public_functions_do_not_change(name: str) -> None:
     assert str(inspect.signature(getattr(rpcmp, name))) == FUNCTIONS[name]
 
 
@@ -85,7 +85,7 @@ def public_methods(kind: type) -> dict[str, Callable[..., Any]]:
 @pytest.mark.parametrize(
     ("kind", "methods"), [(Pipeline, PIPELINE), (PipelineOptimizer, OPTIMIZER)]
 )
-def test_classes_have_these_methods(kind: type, methods: dict[str, str]) -> None:
+def test_the_methods_of_public_classes_do_not_change(kind: type, methods: dict[str, str]) -> None:
     found = public_methods(kind)
     assert {name: str(inspect.signature(found[name])) for name in sorted(found)} == methods
     assert all(method.__doc__ for method in found.values())
@@ -96,7 +96,7 @@ def test_a_pipeline_is_a_context_manager() -> None:
     assert hasattr(Pipeline, "__exit__")
 
 
-def test_an_evaluation_has_these_fields() -> None:
+def test_the_fields_of_an_evaluation_do_not_change() -> None:
     fields = [(name, str(kind)) for name, kind in Evaluation.__annotations__.items()]
     assert fields == [("num_samples", "int"), ("loss", "float"), ("metrics", "dict[str, float]")]
 

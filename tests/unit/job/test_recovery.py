@@ -1,4 +1,4 @@
-"""Decisions after a fault, from the error and the faults before."""
+"""Decisions after a fault, given the error and the faults before."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ MAX_RESTARTS = 5
 def raised(
     stage: str = "s0", phase: str = "forward", step: int | None = 3, microbatch: int | None = 1
 ) -> StageError:
-    """The user's code raised."""
+    """Return an error of the user's code."""
     return StageError(stage, phase, "ValueError: no", "a traceback", step, microbatch)
 
 
 def hung(stage: str = "s0") -> WorkerHungError:
-    """A worker is stuck."""
+    """Return the error of a stuck worker."""
     return WorkerHungError(stage, "host", 7, "forward", 3, 1, 9.0, "")
 
 
@@ -54,7 +54,7 @@ def after(
     max_restarts: int = MAX_RESTARTS,
     history: FaultHistory | None = None,
 ) -> Decision:
-    """The decision after the last of these faults; the run goes on after all others."""
+    """Return the decision after the last of these faults; the run recovers from all others."""
     history = history or FaultHistory()
     for number, error in enumerate(found):
         decision = decide(error, history, max_restarts, has_begun=True)

@@ -1,4 +1,4 @@
-"""The loop that forms one generation after another, with fake generations and servers."""
+"""The loop that forms one generation after another, with fakes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RECOVERY = ["abandon", "settle", "report fault", "release", "wait for servers", 
 
 
 class FakeGeneration:
-    """A generation that only notes what is asked of it."""
+    """A generation that only records its calls."""
 
     def __init__(self, log: list[str]) -> None:
         self._log = log
@@ -116,7 +116,7 @@ def test_a_run_without_faults_needs_one_generation() -> None:
     assert workload.log == ["run"]
 
 
-def test_a_generation_is_closed_only_when_the_servers_are_ready_for_the_next() -> None:
+def test_a_generation_closes_only_when_the_servers_are_ready_for_the_next() -> None:
     workload = FakeWorkload(lost())
     run(workload)
     assert workload.log == ["run", *RECOVERY, "run"]
@@ -154,7 +154,7 @@ def test_a_final_fault_saves_what_it_can_and_is_raised(
     assert workload.log == ["run", "abandon", "settle", "give up"]
 
 
-def test_an_interrupted_run_has_nothing_to_give_up() -> None:
+def test_an_interrupted_run_is_abandoned_without_giving_up() -> None:
     workload = FakeWorkload([InterruptedJobError(2, 3)])
     with pytest.raises(InterruptedJobError):
         run(workload)

@@ -1,4 +1,4 @@
-"""The step that a group restores when servers have lost snapshots, and the mirrors of snapshots."""
+"""The step that a group restores after lost snapshots, and the mirrors of snapshots."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_mirrored_snapshots_of_unknown_stages_are_ignored() -> None:
 
 
 class Host:
-    """A stage's server: the stage's snapshots, and those of another."""
+    """A stage's server with the stage's snapshots and another's."""
 
     def __init__(self) -> None:
         self.own, self.mirror = Slots.create(), Slots.create()
@@ -150,11 +150,11 @@ class Cluster:
         ]
 
     def copies(self, stage: int) -> Host:
-        """Who has a stage's snapshots as well."""
+        """Return the servers with copies of a stage's snapshots."""
         return self.hosts[self.holders[stage]]
 
     def may(self) -> list[tuple[Callable[[int], None], int]]:
-        """What can happen next, and to which stage."""
+        """Return what can happen next, and to which stage."""
         found: list[tuple[Callable[[int], None], int]] = []
         for stage, host in enumerate(self.hosts):
             there = self.copies(stage)
@@ -167,7 +167,7 @@ class Cluster:
         return found
 
     def advance(self, stage: int) -> None:
-        """A stage begins to write its next snapshot, or ends it."""
+        """Let a stage start to write its next snapshot, or finish it."""
         host = self.hosts[stage]
         if host.writing is None:
             host.writing = host.own.begin()
@@ -177,7 +177,7 @@ class Cluster:
             host.writing = None
 
     def copy(self, stage: int) -> None:
-        """Its neighbour begins to copy its next snapshot, or ends it."""
+        """Let the mirror start to copy the next snapshot, or finish it."""
         there = self.copies(stage)
         if there.copying is None:
             there.copying = there.mirror.begin()
@@ -187,7 +187,7 @@ class Cluster:
             there.copying = None
 
     def holdings(self, lost: int | None) -> dict[str, HeldSnapshots]:
-        """What the servers hold when one of them has been started anew."""
+        """Return the servers' snapshots after one of them has restarted."""
         of = {holder: name for name, holder in zip(self.names, self.holders, strict=True)}
         return {
             name: HeldSnapshots()
@@ -226,7 +226,7 @@ def test_stages_that_always_take_the_first_action_make_progress() -> None:
 
 
 def check(cluster: Cluster, lost: int | None) -> None:
-    """The group can go on, from not long ago, with what the servers still hold."""
+    """Check that the group can resume from a recent step with the remaining snapshots."""
     held = cluster.holdings(lost)
     furthest = max(host.done for host in cluster.hosts)
     assert min(host.done for host in cluster.hosts) >= furthest - 1

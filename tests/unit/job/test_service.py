@@ -1,4 +1,4 @@
-"""The calls of a program that a group which is formed again has to repeat."""
+"""The calls of a program that a new generation has to repeat."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def make(history: CallHistory, name: str, *arguments: object, step: int = 0, kep
 
 
 def names(calls: Iterable[Call]) -> list[str]:
-    """What was called."""
+    """Return the names of the calls."""
     return [call.name for call in calls]
 
 
 def train(history: CallHistory, first: int, last: int) -> None:
-    """Train steps after each of which all stages keep what they are."""
+    """Train steps, each of which all stages keep."""
     for step in range(first, last + 1):
         make(history, "train_step", f"batch {step}", step=step, kept=step)
 
@@ -170,7 +170,7 @@ def test_take_has_new_call_is_true_once_per_completed_call() -> None:
 
 
 class Batch:
-    """What only the history keeps alive."""
+    """An object that only the history keeps alive."""
 
 
 def test_arguments_of_forgotten_calls_are_freed() -> None:
@@ -239,7 +239,7 @@ def test_repeating_calls_from_any_kept_version_gives_the_same_model(
 
 
 def rebuilt(history: CallHistory, model: list[Made]) -> list[list[Made]]:
-    """What becomes of a group that begins at each version that is known."""
+    """Return the models of groups that start at each known version."""
     return [
         model[:version] + [(call.name, call.arguments) for call in history.since(version)]
         for version in history.states

@@ -30,13 +30,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def said(
+def server_state(
     *ways: PeerTraffic,
     state: pb.ServerState.ValueType = pb.SERVER_STATE_RUNNING,
     listens: str = "",
     pid: int = 7,
 ) -> pb.WatchResponse:
-    """What a server says of its worker."""
+    """Return a server's report on its worker."""
     return pb.WatchResponse(
         state=state,
         listens=listens,
@@ -52,19 +52,19 @@ def said(
     )
 
 
-def told(vitals: Vitals) -> dict[str, Any]:
+def vitals_of(vitals: Vitals) -> dict[str, Any]:
     return vitals.event(5).to_json()
 
 
 def links(vitals: Vitals) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(link["from"], link["to"]): link for link in told(vitals)["links"]}
+    return {(link["from"], link["to"]): link for link in vitals_of(vitals)["links"]}
 
 
-def test_a_workers_vitals_are_those_that_its_server_reports() -> None:
+def test_a_workers_vitals_equal_those_that_its_server_reports() -> None:
     vitals = Vitals()
     vitals.start_generation()
-    vitals.update_worker("a", said())
-    event = told(vitals)
+    vitals.update_worker("a", server_state())
+    event = vitals_of(vitals)
     assert (event["event"], event["step"], event["driver"]) == ("vitals", 5, {})
     assert event["workers"] == {
         "a": {
@@ -86,10 +86,10 @@ def test_a_change_without_vitals_changes_only_the_state() -> None:
     vitals = Vitals()
     vitals.start_generation()
     vitals.update_worker("a", pb.WatchResponse(state=pb.SERVER_STATE_CLAIMED))
-    assert told(vitals)["workers"] == {}  # nothing is known of it yet
-    vitals.update_worker("a", said(state=pb.SERVER_STATE_BUILDING))
+    assert vitals_of(vitals)["workers"] == {}  # nothing is known of it yet
+    vitals.update_worker("a", server_state(state=pb.SERVER_STATE_BUILDING))
     vitals.update_worker("a", pb.WatchResponse(state=pb.SERVER_STATE_RUNNING))
-    worker = told(vitals)["workers"]["a"]
+    worker = vitals_of(vitals)["workers"]["a"]
     assert (worker["state"], worker["memory"]) == ("running", 1000)
 
 
@@ -97,9 +97,12 @@ def test_links_add_up_the_connections_of_both_ends() -> None:
     vitals = Vitals()
     vitals.start_generation()
     vitals.update_worker(
-        "a", said(PeerTraffic(B, 100, 10, 0.2), PeerTraffic("127.0.0.1:80", 9, 9, 0.1), listens=A)
+        "a",
+        server_state(
+            PeerTraffic(B, 100, 10, 0.2), PeerTraffic("127.0.0.1:80", 9, 9, 0.1), listens=A
+        ),
     )
-    vitals.update_worker("b", said(PeerTraffic(A, 1000, 1, 0.1), listens=B))
+    vitals.update_worker("b", server_state(PeerTraffic(A, 1000, 1, 0.1), listens=B))
     vitals.add_driver_address(D)
     doing = Doing("step", 3, -1, 0.1)
     vitals.update_driver(9, doing, [[A, 5, 6, 0.3], ["", 70, 80, 0.0]], {A: 0.04}, [])
@@ -117,16 +120,16 @@ def test_links_add_up_the_connections_of_both_ends() -> None:
 def test_rates_use_the_time_between_counts_and_not_between_reports(clock: Clock) -> None:
     vitals = Vitals()
     vitals.start_generation()
-    vitals.update_worker("b", said(listens=B))
+    vitals.update_worker("b", server_state(listens=B))
     for counted, heard, count, rate in (
-        (10.0, 10.4, 1000, 0.0),  # of the first nobody knows since when
+        (10.0, 10.4, 1000, 0.0),  # the first has no start time
         (12.0, 12.1, 1100, 50.0),
         (12.0, 12.9, 1100, 50.0),  # the same once more
         (14.0, 14.2, 1100, 0.0),
         (14.5, 14.5, 1300, 400.0),
     ):
         clock.now = heard
-        change = said(PeerTraffic(B, count, 2 * count, 0.1))
+        change = server_state(PeerTraffic(B, count, 2 * count, 0.1))
         change.vitals.counted_s_ago = heard - counted
         vitals.update_worker("a", change)
         found = links(vitals)
@@ -140,27 +143,27 @@ def test_a_process_is_lost_until_the_next_one_reports() -> None:
     vitals.start_generation()
     for label in ("a", "b"):
         vitals.update_worker(
-            label, said(PeerTraffic(B, 1, 1, 0.1), listens=A if label == "a" else B)
+            label, server_state(PeerTraffic(B, 1, 1, 0.1), listens=A if label == "a" else B)
         )
     vitals.mark_lost("a")
-    lost, other = (told(vitals)["workers"][label] for label in ("a", "b"))
+    lost, other = (vitals_of(vitals)["workers"][label] for label in ("a", "b"))
     assert (lost["state"], lost["pid"], lost["memory"], lost["in_flight"]) == ("lost", 0, 0, 0)
     assert (other["state"], other["pid"]) == ("running", 7)
     vitals.start_generation()
-    assert told(vitals)["links"] == []  # they begin anew, with the processes
-    assert told(vitals)["workers"]["a"]["state"] == "lost"
-    vitals.update_worker("a", said(state=pb.SERVER_STATE_CLAIMED, pid=8))
-    fresh = told(vitals)["workers"]["a"]
+    assert vitals_of(vitals)["links"] == []  # they begin anew, with the processes
+    assert vitals_of(vitals)["workers"]["a"]["state"] == "lost"
+    vitals.update_worker("a", server_state(state=pb.SERVER_STATE_CLAIMED, pid=8))
+    fresh = vitals_of(vitals)["workers"]["a"]
     assert (fresh["state"], fresh["pid"], fresh["restarts"]) == ("claimed", 8, 1)
 
 
 def test_a_loss_without_a_label_changes_nothing() -> None:
     vitals = Vitals()
     vitals.start_generation()
-    vitals.update_worker("a", said())
-    before = told(vitals)["workers"]
+    vitals.update_worker("a", server_state())
+    before = vitals_of(vitals)["workers"]
     vitals.mark_lost("")
-    assert told(vitals)["workers"] == before
+    assert vitals_of(vitals)["workers"] == before
 
 
 def test_a_process_lost_before_its_first_vitals_is_not_reported() -> None:
@@ -170,30 +173,30 @@ def test_a_process_lost_before_its_first_vitals_is_not_reported() -> None:
         vitals.update_worker("a", pb.WatchResponse(state=pb.SERVER_STATE_CLAIMED))
         for label in ("a", DRIVER):
             vitals.mark_lost(label)
-            assert (told(vitals)["workers"], told(vitals)["driver"]) == ({}, {})
+            assert (vitals_of(vitals)["workers"], vitals_of(vitals)["driver"]) == ({}, {})
 
 
-def test_the_driver_has_vitals_too() -> None:
+def test_the_driver_reports_vitals() -> None:
     vitals = Vitals()
     vitals.start_generation()
     vitals.update_driver(9, Doing("plan", 0, -1, 0.1), [], {}, [])
-    assert told(vitals)["driver"]["state"] == "building"
+    assert vitals_of(vitals)["driver"]["state"] == "building"
     vitals.add_driver_address(D)
     vitals.update_driver(9, Doing("step", 3, -1, 0.1), [], {}, [])
-    driver = told(vitals)["driver"]
+    driver = vitals_of(vitals)["driver"]
     assert (driver["state"], driver["phase"], driver["pid"]) == ("running", "step", 9)
     assert driver["host"] == platform.node()
     vitals.mark_lost(DRIVER)
-    assert told(vitals)["driver"]["state"] == "lost"
+    assert vitals_of(vitals)["driver"]["state"] == "lost"
 
 
 def test_links_count_tensors_if_they_exceed_the_connections(clock: Clock) -> None:
     vitals = Vitals()
     vitals.start_generation()
-    vitals.update_worker("a:1", said(listens=A))
+    vitals.update_worker("a:1", server_state(listens=A))
     for now, tensors in ((1.0, 1000), (2.0, 3000)):
         clock.now = now
-        change = said(PeerTraffic(A, 50, 5000, 0.1), listens=B)
+        change = server_state(PeerTraffic(A, 50, 5000, 0.1), listens=B)
         change.vitals.tensors.add(peer="a:1", sent=tensors, received=tensors)
         vitals.update_worker("b", change)
     vitals.add_driver_address(D)

@@ -26,26 +26,26 @@ TOWERS = {
 
 
 @pytest.fixture
-def told() -> dict[str, Any]:
-    event = run_event(parse_config(TOWERS), "4711", ["a:1", "b:2", "c:3", "d:4"])
-    sent: dict[str, Any] = json.loads(json.dumps(event.to_json()))
-    return sent
+def event() -> dict[str, Any]:
+    sent = run_event(parse_config(TOWERS), "4711", ["a:1", "b:2", "c:3", "d:4"])
+    received: dict[str, Any] = json.loads(json.dumps(sent.to_json()))
+    return received
 
 
-def test_the_run_event_describes_the_job(told: dict[str, Any]) -> None:
-    assert (told["event"], told["name"], told["job_id"]) == ("run", "towers", "4711")
-    assert (told["driver"], told["pid"]) == (platform.node(), os.getpid())
-    assert told["versions"]["torch"] == metadata.version("torch")
-    assert told["config"]["optimizer"]["kwargs"]["lr"] == 0.5
+def test_the_run_event_describes_the_job(event: dict[str, Any]) -> None:
+    assert (event["event"], event["name"], event["job_id"]) == ("run", "towers", "4711")
+    assert (event["driver"], event["pid"]) == (platform.node(), os.getpid())
+    assert event["versions"]["torch"] == metadata.version("torch")
+    assert event["config"]["optimizer"]["kwargs"]["lr"] == 0.5
 
 
-def test_the_run_event_redacts_secrets(told: dict[str, Any]) -> None:
-    assert told["config"]["optimizer"]["kwargs"]["token"].startswith("sha256:")
-    assert "hush" not in json.dumps(told)
+def test_the_run_event_redacts_secrets(event: dict[str, Any]) -> None:
+    assert event["config"]["optimizer"]["kwargs"]["token"].startswith("sha256:")
+    assert "hush" not in json.dumps(event)
 
 
-def test_stages_are_in_the_order_of_the_graph(told: dict[str, Any]) -> None:
-    assert told["graph"]["stages"] == [
+def test_stages_are_in_the_order_of_the_graph(event: dict[str, Any]) -> None:
+    assert event["graph"]["stages"] == [
         {
             "name": "left",
             "index": 1,
@@ -73,8 +73,8 @@ def test_stages_are_in_the_order_of_the_graph(told: dict[str, Any]) -> None:
     ]
 
 
-def test_workers_are_in_the_order_of_the_config(told: dict[str, Any]) -> None:
-    found = [(worker["label"], worker["replica"], worker["address"]) for worker in told["workers"]]
+def test_workers_are_in_the_order_of_the_config(event: dict[str, Any]) -> None:
+    found = [(worker["label"], worker["replica"], worker["address"]) for worker in event["workers"]]
     assert found == [
         ("top", 0, "a:1"),
         ("left", 0, "b:2"),

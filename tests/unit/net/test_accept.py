@@ -65,7 +65,7 @@ def test_a_silent_connection_is_accepted_if_the_server_may_send_first() -> None:
             assert address == silent.getsockname()
 
 
-def test_a_flood_of_silent_ones_lets_others_have_their_turn() -> None:
+def test_a_flood_of_silent_connections_does_not_starve_others() -> None:
     with listening(defers=True) as listener, contextlib.ExitStack() as stack:
         where = listener.getsockname()
         silent = [

@@ -1,4 +1,4 @@
-"""Certificates that are renewed are shown from the next handshake on, to whom it may be."""
+"""Renewed certificates are used from the next handshake on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def written(certs: Path, name: str) -> bytes:
 
 
 def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> tuple[bytes, bytes]:
-    """What the client and the server show each other."""
+    """Return the certificates that the client and the server presented."""
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     here = client.wrap_bio(to_client, to_server, server_hostname=HERE)
     there = server.wrap_bio(to_server, to_client, server_side=True)

@@ -45,7 +45,7 @@ def test_both_ways_are_measured() -> None:
     assert isinstance(ended, EOFError)
 
 
-def test_without_seconds_only_there_and_back() -> None:
+def test_a_link_test_without_seconds_measures_only_the_round_trip() -> None:
     way, _ = talk(lambda end: link_test.measure(end, 0))
     assert way == LinkSpeed(way.latency_s, way.clock_ahead_s)
 

@@ -1,4 +1,4 @@
-"""Whose the other end of a loopback connection is: servers look, and so do their clients.
+"""The owner of the other end of a loopback connection, which servers and clients check.
 
 What another user's is takes another user: tests/system/test_localpeer.py.
 """
@@ -40,7 +40,7 @@ def test_the_kernel_names_the_owner_of_the_other_end(host: str) -> None:
 def test_a_connection_that_is_reset_meanwhile_has_no_owner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its own end is known to no kernel any more either, and that is no kernel's fault."""
+    """No kernel knows its other end any more, which must not be reported as a kernel's failure."""
     with socket.create_server((HERE, 0)) as listener:
         near = socket.create_connection(listener.getsockname())
         near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -58,7 +58,7 @@ def test_a_connection_that_is_reset_meanwhile_has_no_owner(
         assert len(asked) == 2
 
 
-def test_so_it_does_through_a_socket_for_both_protocols() -> None:
+def test_the_kernel_names_the_owner_of_a_socket_of_both_protocols() -> None:
     with socket.create_server((HERE, 0)) as listener, socket.socket(socket.AF_INET6) as near:
         near.connect(("::ffff:127.0.0.1", listener.getsockname()[1]))
         far, _ = listener.accept()
@@ -72,7 +72,7 @@ def test_so_it_does_through_a_socket_for_both_protocols() -> None:
 
 
 def test_another_users_port_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the kernel said so of the listener."""
+    """A patched kernel query reports another user as the listener's owner."""
     ask, other = local_peer._ask, os.geteuid() + 1
 
     def others(local: local_peer.Place, remote: local_peer.Place) -> local_peer.LocalSocket | None:

@@ -148,8 +148,8 @@ def test_an_authority_of_rpcmp_0_1_0_can_still_issue_and_revoke(
     shutil.copytree(certs / "driver", tmp_path / "before")
     cli(certs, "renew", "driver")
     cli(certs, "revoke", "driver")
-    assert "2 certificates of driver revoked" in (said := capsys.readouterr().out)
-    assert "which kept no record" in said
+    assert "2 certificates of driver revoked" in (output := capsys.readouterr().out)
+    assert "which kept no record" in output
     assert between(tmp_path / "before", certs / "stage0") == "certificate revoked"
 
 
@@ -240,7 +240,7 @@ def test_a_new_host_widens_the_authority_with_a_message(
     assert "is new" not in capsys.readouterr().out
 
 
-def test_more_can_be_permitted_at_first(tmp_path: Path) -> None:
+def test_init_permits_additional_domains_and_networks(tmp_path: Path) -> None:
     cli(tmp_path / "certs", "init", "--permit", "lab.example", "--permit", "192.0.2.0/24")
     for hosts in (["gpu7.lab.example"], ["192.0.2.9"], ["localhost"], ["::1"]):
         assert not authority.permit(tmp_path / "certs", hosts)

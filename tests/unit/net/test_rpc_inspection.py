@@ -142,7 +142,7 @@ def test_torchs_own_messages_pass_unchanged(recorded: list[Conversation]) -> Non
     main, *others = recorded
     sent, passed = frames(main.from_outside), frames(main.passed)
     assert b"cma" in sent[1]
-    assert passed[1] == rpc_format.BROCHURE  # nobody's memory is read because a peer says so
+    assert passed[1] == rpc_format.BROCHURE  # a peer cannot make this process read memory
     assert passed[:1] + passed[2:] == sent[:1] + sent[2:]
     assert all(other.passed == other.from_outside for other in others)
     kinds = {int.from_bytes(part, "little") for part in sent[2:] if len(part) == 4}
@@ -169,7 +169,7 @@ def test_responses_pass_if_they_were_requested(recorded: list[Conversation]) -> 
 
 
 @pytest.mark.parametrize("kind", FORBIDDEN)
-def test_whatever_else_torch_can_send_ends_the_connection(
+def test_every_other_message_of_torch_closes_the_connection(
     kind: str, agents: Agents, tmp_path: Path
 ) -> None:
     secret = tmp_path / "secret"
@@ -363,7 +363,7 @@ def test_nothing_is_called_or_changed_by_a_pickle_itself(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("module", ["rpc.transport", "rpc.messages"])
-def test_a_pickle_changes_nothing_for_those_after_it(module: str) -> None:
+def test_a_pickle_does_not_affect_later_pickles(module: str) -> None:
     name = b"\x8c%c%s\x8c\t_dispatch\x93" % (6 + len(module), f"rpcmp.{module}".encode())
     for attribute in (b"__new__", b"__setstate__", b"append"):
         changes = b"N}\x8c%c%sNs\x86b." % (len(attribute), attribute)
@@ -387,7 +387,7 @@ def test_a_pickle_changes_nothing_for_those_after_it(module: str) -> None:
     ),
     st.integers(2, 400),
 )
-def test_whatever_the_pickler_writes_is_read(value: object, length: int) -> None:
+def test_everything_that_the_pickler_writes_is_read(value: object, length: int) -> None:
     for protocol in (4, 5):
         for each in (value, ["a" * length, b"b" * length, bytearray(length), 1 << (8 * length)]):
             rpc_pickle.require(pickle.dumps(each, protocol=protocol), "driver", is_call=False)
@@ -449,16 +449,16 @@ CALL = message(
 )
 
 
-def test_tensors_are_as_long_as_was_said() -> None:
-    for said, passes in ((96, True), (97, False), (95, False), (2**63, False), (0, False)):
+def test_a_tensor_must_have_its_announced_length() -> None:
+    for length, passes in ((96, True), (97, False), (95, False), (2**63, False), (0, False)):
         pipes = Pipes(print)
         pipe = established(pipes, "stage1:0", 4)
         assert bytes(pipe.received(CALL)) == CALL
         channel = requested(pipes, "stage1:0", 4)
-        data = struct.pack("<Q", said) + bytes(96)
+        data = struct.pack("<Q", length) + bytes(96)
         if passes:
             assert bytes(channel.received(data)) == data
-            channel.received(struct.pack("<Q", 96))  # one more, which nobody has announced
+            channel.received(struct.pack("<Q", 96))  # one more, which was not announced
             assert channel.is_held
         else:
             with pytest.raises(SecurityError, match="bytes for a tensor of 96"):
@@ -479,7 +479,7 @@ def test_a_tensor_waits_for_its_message() -> None:
     assert not channel.is_held
 
 
-def test_a_pipe_is_its_peers_alone() -> None:
+def test_a_pipe_serves_only_its_peer() -> None:
     pipes = Pipes(print)
     established(pipes, "stage1:0", 4)
     for peer, number in (("stage2:0", 4), ("stage1:0", 6)):

@@ -31,7 +31,7 @@ def test_loopback_needs_no_certificate(host: str) -> None:
 @pytest.mark.parametrize(
     "host", ["0.0.0.0", "192.168.0.5", "[::]", "10.0.0.1", "example.org", "localhost.evil.org"]
 )
-def test_everything_else_does(certs: Path, host: str) -> None:
+def test_addresses_off_loopback_need_tls_or_insecure(certs: Path, host: str) -> None:
     addresses = ["127.0.0.1:50051", f"{host}:50051"]
     with pytest.raises(ConfigError, match="is not a loopback address"):
         Security().require_allowed(addresses)
@@ -88,7 +88,7 @@ def test_hosts_are_names_and_addresses(certs: Path) -> None:
         authority.issue(certs, "odd", identity.stage(0), ["host\u2028b"], 1)
 
 
-def test_keys_are_for_their_owner_alone(certs: Path, tmp_path: Path) -> None:
+def test_keys_are_readable_only_by_their_owner(certs: Path, tmp_path: Path) -> None:
     for key in (certs / "ca.key", certs / "driver" / KEY):
         assert key.stat().st_mode & 0o777 == 0o600
     folder = tmp_path / "copied"
@@ -148,7 +148,7 @@ def test_an_authority_is_not_replaced(certs: Path, tmp_path: Path) -> None:
         ["--stage", "1", "--driver"],
     ],
 )
-def test_a_certificate_for_nothing_in_particular_is_not_issued(
+def test_a_certificate_without_exactly_one_role_is_not_issued(
     certs: Path, options: list[str]
 ) -> None:
     with pytest.raises(click.UsageError):

@@ -1,4 +1,4 @@
-"""Bytes through two ends of the relay, over real sockets: none lost, none held, halves closed."""
+"""Bytes through two ends of the relay over real sockets: none lost or held back, halves closed."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_pipelines_in_two_threads_do_not_get_each_others_bytes(sessions: Make) -
         assert all(threads.map(carry, [b"a", b"b"]))
 
 
-def test_a_side_that_has_closed_still_receives(sessions: Make) -> None:
+def test_a_half_closed_side_still_receives(sessions: Make) -> None:
     async def use(near: socket.socket, far: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(near, b"a question")

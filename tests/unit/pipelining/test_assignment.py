@@ -1,4 +1,4 @@
-"""What each worker is told."""
+"""The assignment of each worker."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_balance_assigns_layers() -> None:
     assert layers_of(chain(balance=[2, 1])) == [["first", "middle"], ["last"]]
 
 
-def test_without_a_balance_the_largest_stage_is_as_small_as_it_can_be() -> None:
+def test_the_default_balance_minimizes_the_largest_stage() -> None:
     assert layers_of(chain(width=6, num_stages=2)) == [["first"], ["middle", "last"]]
     assert layers_of(chain(width=2, num_stages=2)) == [["first"], ["middle", "last"]]
     assert layers_of(chain(num_stages=1)) == [["first", "middle", "last"]]
@@ -104,7 +104,7 @@ def test_limits_follow_the_schedule_the_graph_and_max_in_flight(
         ({"microbatches_per_message": 100}, InFlightLimits(1, 1), {"a": 8, "b": 8, "c": 8}, 2),
     ],
 )
-def test_schedules_count_bundles_where_micro_batches_share_a_message(
+def test_schedules_count_bundles_if_micro_batches_share_a_message(
     overrides: dict[str, Any], of_c: InFlightLimits, held: dict[str, int], in_flight: int
 ) -> None:
     config = parse_config({**BRANCHES, "microbatches_per_message": 3, **overrides})
@@ -157,7 +157,9 @@ def test_a_plan_that_cannot_be_made_says_why(config: Config, message: str) -> No
         ),
     ],
 )
-def test_what_a_stage_has_of_its_own_is_tried_out(stage: dict[str, Any], message: str) -> None:
+def test_options_of_a_stage_are_checked_when_it_is_assigned(
+    stage: dict[str, Any], message: str
+) -> None:
     job = {"loss": "torch.nn:MSELoss", "model": {"layers": "tests.zoo.models:layers"}}
     with pytest.raises(ConfigError, match=message):
         assign(parse_config({**job, "stages": [stage]}))
@@ -185,7 +187,7 @@ def test_ranks_follow_the_config_and_the_driver_comes_last() -> None:
     assert everybody == ["a:0", "a:1", "driver:0", "driver:1", DRIVER]
 
 
-def test_a_worker_knows_the_limits_of_all_settings_that_may_come() -> None:
+def test_a_worker_knows_the_limits_of_all_possible_settings() -> None:
     stages = [{"module": "zoo:First"}, {"module": "zoo:Join"}]
     config = loader.parse_config({"stages": stages, "loss": "torch.nn:MSELoss"})
     first, _ = assign(config, [setting(9, "gpipe"), setting(9, "1f1b", 5)])

@@ -1,4 +1,4 @@
-"""Where a measured model is cut, and what is promised of it."""
+"""Balances of a measured model, and their predicted times."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def host(
 
 
 def hosts(times: list[list[float]]) -> list[StageHost]:
-    """One a row, which says how long it takes for each layer."""
+    """Return hosts, one per row of seconds per layer."""
     return [host([layer(each) for each in row], index) for index, row in enumerate(times)]
 
 
@@ -80,7 +80,7 @@ def test_a_memory_limit_moves_the_cut() -> None:
     assert choose_balance([host(layers, 0), host(layers, 1, limit=220)]) == [4, 2]
 
 
-def test_a_model_that_fits_nowhere_names_the_stage_that_lacks_most() -> None:
+def test_a_model_that_does_not_fit_names_the_stage_with_the_largest_deficit() -> None:
     layers = [layer(state=1024) for _ in range(4)]
     message = (
         r"no balance fits into memory; with \[3, 1\], .* stage 'stage1' needs 1.0 KiB and may "
@@ -151,7 +151,7 @@ def predicted(updates: list[float], **changes: Any) -> Prediction:
     return predict(config, stages, [1, 1, 1])
 
 
-def test_the_prediction_is_the_schedule_as_it_is_drawn() -> None:
+def test_the_prediction_equals_the_drawn_schedule() -> None:
     found = predicted([0, 0, 0])
     assert found.step_s == 12.0
     assert found.bubble == pytest.approx(1 / 3)
@@ -181,7 +181,7 @@ def test_the_next_step_overlaps_with_this_one_unless_the_driver_looks_at_all_sta
         ([1, 1], {"microbatches_per_message": 4}, 4),  # one message, one replica
     ],
 )
-def test_replicas_take_what_the_last_of_them_takes(
+def test_the_slowest_replica_sets_the_time_of_its_stage(
     seconds: list[float], more: dict[str, Any], expected: float
 ) -> None:
     config = parse_config(

@@ -1,4 +1,4 @@
-"""What decides a host's bits."""
+"""The properties of a host that determine its bits."""
 
 from __future__ import annotations
 

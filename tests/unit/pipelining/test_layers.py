@@ -121,7 +121,7 @@ def test_a_job_without_layers_has_no_chain() -> None:
         ({}, "returns no layers"),
     ],
 )
-def test_what_is_no_list_of_layers_is_refused(
+def test_a_value_that_is_not_a_list_of_layers_is_refused(
     monkeypatch: pytest.MonkeyPatch, value: Any, message: str
 ) -> None:
     monkeypatch.setattr(models, "returned", lambda: value)

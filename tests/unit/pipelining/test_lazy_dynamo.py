@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.support.dynamo import ASK, BEFORE, DEFER, IMPORTS, REAL, told
+from tests.support.dynamo import ASK, BEFORE, DEFER, IMPORTS, REAL, output_of
 
 # With the real one
 
@@ -75,9 +75,9 @@ module, disable = Doubled(1, 1), torch.compiler.disable
 calls = [disable(doubled), disable(doubled, recursive=False), disable(module.twice)]
 print(json.dumps([[call(3) for call in calls], [call.__name__ for call in calls], is_there()]))
 others = [((), {}), ((), {"recursive": False}), ((Doubled,), {}), ((module,), {"reason": "none"})]
-told = [disable(*others, **more) == (*(others or [None]), more.get("recursive", True),
+same = [disable(*others, **more) == (*(others or [None]), more.get("recursive", True),
                                      {"reason": more.get("reason")}) for others, more in others]
-print(json.dumps([told, is_there()]))
+print(json.dumps([same, is_there()]))
 """
 """What may be kept out: functions, which need no real one, and all else, which that one knows."""
 
@@ -137,7 +137,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         (package / name).write_text(text)
     asked = [DEFER + ASK.format(before=before, use=use) for use in IMPORTS for before in BEFORE]
     codes = [*asked, DISABLE, IMPORTED, DEFER + IMPORTED]
-    *answers, functions, others, first, later, facts = told(
+    *answers, functions, others, first, later, facts = output_of(
         FORK_EACH + DEFER + WHOLE, str(package.parent), json.dumps(codes)
     )
     return Found(answers, [functions, others], first, later, facts)
@@ -149,7 +149,7 @@ def test_every_optimizer_of_torch_steps_without_it_and_to_the_same_bits(found: F
     assert found.facts["same bits"]
 
 
-def test_who_compiles_gets_the_real_one(found: Found) -> None:
+def test_compiling_loads_the_real_dynamo(found: Found) -> None:
     assert found.facts["is there"]
     assert found.facts["is real"] == [True, "module"]
 
@@ -157,7 +157,7 @@ def test_who_compiles_gets_the_real_one(found: Found) -> None:
 def test_an_optimizer_that_was_made_before_is_kept_out_of_a_graph_that_is_made_later(
     found: Found,
 ) -> None:
-    """As with the real one: its zero_grad is no part of what is compiled."""
+    """As with the real module, its zero_grad is not compiled."""
     assert found.facts["computed"] == 4.0
     assert found.facts["graphs"] == 2
 
@@ -168,16 +168,16 @@ def test_a_function_is_kept_out_of_graphs_without_it_and_anything_else_by_it(fou
     assert others == [[True] * 4, True]
 
 
-def test_what_stands_in_its_place_is_called_as_it_is(found: Found) -> None:
+def test_a_replacement_is_called_unchanged(found: Found) -> None:
     disable, ours, graph_break, our_graph_break = found.facts["calls"]
     assert ours == disable == [["fn", None], ["recursive", True]]
     assert our_graph_break == graph_break == [["msg", ""]]
 
 
-def test_it_takes_its_place_for_whoever_asks_before_and_after_a_step(found: Found) -> None:
+def test_the_lazy_module_replaces_dynamo_before_and_after_a_step(found: Found) -> None:
     assert found.asked == REAL * len(IMPORTS) * len(BEFORE)
 
 
-def test_where_it_is_imported_already_it_stays(found: Found) -> None:
+def test_an_already_imported_dynamo_stays(found: Found) -> None:
     assert found.imported_first == [True, "module", False]
     assert found.imported_later == [True, "module", True]

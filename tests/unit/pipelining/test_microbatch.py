@@ -24,7 +24,9 @@ from rpcmp.pipelining import microbatch
         (1, 1, [1]),
     ],
 )
-def test_sizes_are_as_drawn(num_samples: int, num_microbatches: int, sizes: list[int]) -> None:
+def test_the_sizes_of_a_balance_are_as_drawn(
+    num_samples: int, num_microbatches: int, sizes: list[int]
+) -> None:
     assert microbatch.sizes(num_samples, num_microbatches) == sizes
 
 
@@ -40,7 +42,7 @@ def test_sizes_sum_up_and_differ_by_at_most_one(num_samples: int, num_microbatch
 
 @settings(deadline=None, derandomize=True)
 @given(st.integers(1, 60), st.integers(1, 20))
-def test_slices_are_those_of_tensor_split(num_samples: int, num_microbatches: int) -> None:
+def test_slices_equal_those_of_tensor_split(num_samples: int, num_microbatches: int) -> None:
     batch = torch.arange(num_samples * 3).reshape(num_samples, 3)
     slices = microbatch.split(batch, num_microbatches)
     count = min(num_samples, num_microbatches)
@@ -74,7 +76,7 @@ def test_slices_are_contiguous_and_own_their_storage() -> None:
         ({}, "one number of samples, not none"),
     ],
 )
-def test_what_is_no_batch_is_refused(batch: Any, message: str) -> None:
+def test_a_value_that_is_not_a_batch_is_refused(batch: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         microbatch.split(batch, 2)
 
@@ -96,7 +98,7 @@ def test_micro_batches_are_merged_until_each_has_enough(
     assert microbatch.sizes(samples, count, smallest) == found
 
 
-def test_only_what_is_trained_with_the_batchs_own_statistics_needs_two() -> None:
+def test_only_layers_trained_with_batch_statistics_need_two_samples() -> None:
     class Frozen(nn.BatchNorm2d):
         def train(self, mode: bool = True) -> Frozen:
             super().train(False)

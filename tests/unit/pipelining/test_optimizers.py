@@ -1,4 +1,4 @@
-"""Parameter groups of the config: whose they are, what they say, and what is refused."""
+"""Parameter groups of the config: their stages, options and errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sizes(optimizer: Any) -> list[int]:
     return [len(group["params"]) for group in optimizer._optimizer.param_groups]
 
 
-def test_the_first_that_matches_holds_and_every_stage_has_all_of_them() -> None:
+def test_the_first_matching_group_applies_and_every_stage_has_all_groups() -> None:
     found = [made({}, {}, of=index, optimizer=adamw(LAST, BIASES))[1] for index in range(2)]
     assert [sizes(optimizer) for optimizer in found] == [[1, 0, 1], [1, 2, 1]]
     for optimizer in found:
@@ -46,7 +46,7 @@ def test_a_stage_has_options_of_its_own_and_the_jobs_groups() -> None:
     assert sizes(optimizer) == [6]
 
 
-def test_each_groups_rate_is_told() -> None:
+def test_each_groups_learning_rate_is_reported() -> None:
     model, optimizer = made({}, optimizer=adamw(LAST, BIASES))
     for _, parameter in model.named_parameters():
         parameter.grad = parameter.detach().clone()
@@ -55,7 +55,7 @@ def test_each_groups_rate_is_told() -> None:
     assert optimizer.report.learning_rates == [0.5, 0.25, 0.5]
 
 
-def test_other_groups_than_those_of_the_checkpoint_are_refused() -> None:
+def test_groups_that_differ_from_the_checkpoint_are_refused() -> None:
     model, optimizer = made({}, optimizer=adamw(BIASES))
     _, other = made({}, optimizer=adamw(BIASES, LAST))
     with pytest.raises(ConfigError, match="has 2 parameter groups, and AdamW has 3 now"):
@@ -66,20 +66,20 @@ TIED = [["first.0.bias", "middle.0.bias"]]
 
 
 @pytest.mark.parametrize("name", ["middle.0.bias", "first.0.b*"])
-def test_a_tied_parameter_is_matched_by_any_of_its_names_where_it_is_trained(name: str) -> None:
+def test_the_owner_of_a_tied_parameter_matches_it_by_any_of_its_names(name: str) -> None:
     groups = adamw({"match": [name], "lr": 0.25}, {"match": ["first.*"], "lr": 0.125})
     found = [made({}, {}, of=index, tied=TIED, optimizer=groups)[1] for index in range(2)]
     assert [sizes(optimizer) for optimizer in found] == [[0, 1, 1], [3, 0, 0]]
 
 
-def test_the_first_group_holds_that_has_any_of_the_names() -> None:
+def test_the_first_group_with_a_matching_name_applies() -> None:
     groups = adamw({"match": ["first.*"], "lr": 0.125}, {"match": ["middle.0.b*"], "lr": 0.25})
     _, optimizer = made({}, {}, tied=TIED, optimizer=groups)
     assert sizes(optimizer) == [0, 2, 0]
 
 
 @pytest.mark.parametrize(
-    ("group", "said"),
+    ("group", "message"),
     [
         ({"match": ["*.biass"], "lr": 0.1}, r"'\*.biass' matches no parameter of the unsplit mod"),
         ({"match": ["*.bias"], "weight_decy": 0.1}, "no option 'weight_decy'; did you mean 'weig"),
@@ -91,10 +91,10 @@ def test_the_first_group_holds_that_has_any_of_the_names() -> None:
         ({"match": ["*"], "lr": object()}, "groups.0"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_starts(
-    group: dict[str, Any], said: str
+def test_a_group_that_does_not_fit_is_refused_before_anything_starts(
+    group: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         assignment.assign(job({}, {}, optimizer=adamw(group)))
 
 
@@ -108,7 +108,7 @@ OWN = {"callable": "torch.optim:SGD", "groups": [{"match": ["first.*", "last.*"]
 
 
 @pytest.mark.parametrize(
-    ("stages", "more", "said"),
+    ("stages", "more", "message"),
     [
         (
             [{}, {"frozen": True}],
@@ -137,10 +137,10 @@ OWN = {"callable": "torch.optim:SGD", "groups": [{"match": ["first.*", "last.*"]
         ),
     ],
 )
-def test_a_pattern_that_its_optimizer_has_nothing_of_is_refused_with_whose_it_is(
-    stages: list[dict[str, Any]], more: dict[str, Any], said: str
+def test_a_pattern_without_a_parameter_in_its_optimizer_is_refused_with_the_owner(
+    stages: list[dict[str, Any]], more: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         assignment.assign(job(*stages, **more))
 
 
@@ -153,9 +153,7 @@ def matrices(name: str, of: int = 0) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(("name", "of"), [("Muon", 0), ("Muon", 1), ("SparseAdam", 0)])
-def test_an_optimizer_of_matrices_or_of_sparse_gradients_goes_on_where_it_was(
-    name: str, of: int
-) -> None:
+def test_an_optimizer_of_matrices_or_sparse_gradients_resumes_exactly(name: str, of: int) -> None:
     model, optimizer = matrices(name, of)
     for _, parameter in model.named_parameters():
         grad = torch.ones_like(parameter)
@@ -169,8 +167,8 @@ def test_an_optimizer_of_matrices_or_of_sparse_gradients_goes_on_where_it_was(
 
 
 def test_the_parameter_is_named_that_an_optimizer_does_not_take() -> None:
-    said = r"only supports 2D .*; it does not take 'first.0.bias': give this stage an"
-    with pytest.raises(ConfigError, match=said):
+    message = r"only supports 2D .*; it does not take 'first.0.bias': give this stage an"
+    with pytest.raises(ConfigError, match=message):
         made({}, {}, optimizer="torch.optim:Muon")
     with pytest.raises(ConfigError, match=r"'middle.0.bias' and 1 more: give"):
         made({}, {}, of=1, optimizer={"callable": "torch.optim:Muon", "groups": [LAST]})
@@ -181,6 +179,6 @@ def test_an_optimizer_that_computes_the_loss_again_is_refused() -> None:
         matrices("LBFGS")
 
 
-def test_a_stages_arguments_are_no_place_for_groups() -> None:
+def test_groups_among_the_arguments_of_a_stage_are_refused() -> None:
     with pytest.raises(ConfigError, match="give them in the job's"):
         job({"optimizer": {"lr": 0.1, "groups": [BIASES]}}, optimizer=adamw())

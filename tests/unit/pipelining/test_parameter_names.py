@@ -1,4 +1,4 @@
-"""Stages whose parameters are called as in the model that their user has already."""
+"""Stages with the parameter names of the user's existing model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def assigned(*prefixes: str | None, tied: list[list[str]] | None = None, **more:
 
 
 @pytest.mark.parametrize(
-    ("prefixes", "tied", "said"),
+    ("prefixes", "tied", "message"),
     [
         (("", "", ""), None, "'b' and 'c' both have '0.weight' in the unsplit model"),
         (("", "x", "y"), ["embed.weight", "x.2.weight"], r"'x.2.weight'; did you .*\(there are 'e"),
@@ -39,9 +39,9 @@ def assigned(*prefixes: str | None, tied: list[list[str]] | None = None, **more:
     ],
 )
 def test_names_that_do_not_fit_are_refused_before_anything_starts(
-    prefixes: tuple[str, ...], tied: list[str] | None, said: str
+    prefixes: tuple[str, ...], tied: list[str] | None, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         assigned(*prefixes, tied=[tied] if tied else None)
 
 
@@ -58,7 +58,7 @@ def test_stages_may_be_cut_out_of_a_sequential() -> None:
     assigned("", "encoder.0", "encoder.1")
 
 
-def test_why_names_are_not_known_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_reason_for_unknown_names_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     stages = [{"name": "a", "module": "tests.zoo.models:raising"}]
     caplog.set_level(logging.DEBUG, "rpcmp.pipelining.parameter_names")
     assert (
@@ -71,7 +71,7 @@ def test_why_names_are_not_known_is_logged(caplog: pytest.LogCaptureFixture) -> 
     assert "ValueError: out of order" in caplog.text
 
 
-def test_what_cannot_be_built_here_is_told_apart_by_its_prefix() -> None:
+def test_modules_that_cannot_be_built_are_told_apart_by_their_prefix() -> None:
     stages = [
         {"name": name, "module": "elsewhere:Module", "prefix": prefix}
         for name, prefix in (("a", ""), ("b", "b"), ("c", ""))
@@ -85,7 +85,7 @@ def test_what_cannot_be_built_here_is_told_apart_by_its_prefix() -> None:
         assignment.assign(parse_config({**given, "tied": [["weight", "b.other"]]}))
 
 
-def test_a_host_that_alone_has_the_weights_finds_names_that_nobody_has(tmp_path: Path) -> None:
+def test_the_only_host_with_the_weights_reports_unknown_names(tmp_path: Path) -> None:
     path = str(tmp_path / "weights")
     layer = nn.Linear(1, 1)
     named = {f"a.{name}": value for name, value in layer.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Names of parameters that several stages share; what becomes of them: tests/group/test_ties.py."""
+"""Names of parameters that several stages share; for their values see tests/group/test_ties.py."""
 
 from __future__ import annotations
 

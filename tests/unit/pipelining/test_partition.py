@@ -14,7 +14,7 @@ from rpcmp.pipelining import partition
 LAYERS = ["embedding", "block0", "block1", "block2", "block3", "head"]
 
 
-def test_a_balance_cuts_as_it_is_drawn() -> None:
+def test_a_balance_cuts_the_layers_as_drawn() -> None:
     assert partition.cut_layers(LAYERS, [2, 2, 2]) == [
         ["embedding", "block0"],
         ["block1", "block2"],

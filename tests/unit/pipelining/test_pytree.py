@@ -48,7 +48,7 @@ def test_mapping_keeps_every_container_and_its_type() -> None:
     assert type(mapped["a"].right) is tuple
 
 
-def test_mapping_goes_in_the_order_of_the_leaves() -> None:
+def test_mapping_follows_the_order_of_the_leaves() -> None:
     seen: list[object] = []
     pytree.map_leaves(seen.append, NESTED)
     assert seen == list(pytree.leaves(NESTED))
@@ -71,7 +71,9 @@ def test_a_path_selects_a_part(path: tuple[str, ...], part: object) -> None:
 
 
 @pytest.mark.parametrize("path", [("c",), ("b", "2"), ("b", "x"), ("b", "-1"), ("b", "0", "0")])
-def test_a_path_to_nowhere_is_refused_with_what_there_is(path: tuple[str, ...]) -> None:
+def test_a_path_that_does_not_exist_is_refused_with_the_existing_names(
+    path: tuple[str, ...],
+) -> None:
     with pytest.raises(LookupError, match=rf"no part '{path[-1]}' in [{{(f]"):
         pytree.select(NESTED, path)
 

@@ -99,7 +99,7 @@ def test_the_module_draws_the_same_pictures(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4, 9])
-def test_with_equal_times_only_filling_and_draining_costs_time(
+def test_equal_times_leave_only_fill_and_drain_bubbles(
     name: str, num_stages: int, num_microbatches: int
 ) -> None:
     run = chain(name, num_stages, num_microbatches, HALVES)
@@ -107,7 +107,7 @@ def test_with_equal_times_only_filling_and_draining_costs_time(
 
 
 @pytest.mark.parametrize("num_stages", range(1, 10))
-def test_with_equal_times_zero_bubble_pays_for_filling_alone(num_stages: int) -> None:
+def test_zero_bubble_with_equal_times_has_only_the_fill_bubble(num_stages: int) -> None:
     for num_microbatches in range(num_stages, 2 * num_stages + 4):
         run = chain("zero-bubble", num_stages, num_microbatches, EQUAL)
         assert run.makespan == (num_stages - 1) + 3 * num_microbatches
@@ -144,7 +144,7 @@ def test_a_stage_keeps_what_its_schedule_needs_and_no_more(
     assert [run.most(stage, W) for stage in run.runs] == held
 
 
-def test_gpipe_waits_for_the_last_forward_even_where_it_could_go_on() -> None:
+def test_gpipe_waits_for_the_last_forward_even_if_a_backward_is_ready() -> None:
     stages, policy = topology.chain_graph(["slow", "fast"]), schedule.policy("gpipe")
     limits = simulation.limits(stages, policy, 3)
     durations = fixed({"slow": ActionTimes(5, 5, 0), "fast": ActionTimes(1, 1, 0)}, limits)
@@ -195,7 +195,7 @@ def test_limits_follow_the_place_and_max_in_flight(
 
 
 @pytest.mark.parametrize("name", schedule.POLICIES)
-def test_nobody_opens_more_micro_batches_than_there_are(name: str) -> None:
+def test_no_stage_opens_more_micro_batches_than_the_step_has(name: str) -> None:
     assert schedule.policy(name).limits(StagePosition(5, 5, True), 2, None).open == 2
 
 

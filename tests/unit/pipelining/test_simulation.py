@@ -82,7 +82,7 @@ def test_depths_are_counted_along_the_longest_way_to_the_loss() -> None:
     assert [limits[stage].open for stage in "abcd"] == [3, 2, 2, 1]
 
 
-def test_a_schedule_that_cannot_go_on_is_found_out() -> None:
+def test_a_schedule_that_deadlocks_is_detected() -> None:
     none = dict.fromkeys(PAIR.stages, InFlightLimits(0, 0))
     with pytest.raises(RuntimeError, match="the schedule deadlocks"):
         Simulation(PAIR, ONE_F_ONE_B, 1, lambda *action: 1.0, none)
@@ -91,7 +91,7 @@ def test_a_schedule_that_cannot_go_on_is_found_out() -> None:
 @pytest.mark.parametrize("name", schedule.POLICIES)
 @settings(deadline=None, derandomize=True, max_examples=100)
 @given(graphs(), st.integers(1, 5), st.integers(0, 3), st.randoms(use_true_random=False))
-def test_nothing_runs_before_what_it_needs_nor_at_the_same_time_as_another(
+def test_every_action_runs_after_its_dependencies_and_alone(
     name: str, stages: Graph, num_microbatches: int, latency: int, random: Random
 ) -> None:
     policy = schedule.policy(name)

@@ -140,7 +140,7 @@ def test_activity_seconds_are_never_negative(clock: Clock) -> None:
 def lost(
     pulse: HeartbeatMonitor, clock: Clock, beats: list[float], limit: float = float("inf")
 ) -> float:
-    """What `lost` returns where these are the signs of life."""
+    """Return the result of `lost` for these signs of life."""
     clock.pulse, clock.beats, clock.limit = pulse, beats, limit
     return asyncio.run(pulse.lost())
 
@@ -222,7 +222,7 @@ def pair() -> Iterator[Pair]:
 
 
 def is_watched(connection: socket.socket) -> bool:
-    """Whether the kernel asks if the other end is there."""
+    """Whether the kernel probes the other end."""
     alive = connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     timeout = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
     assert bool(alive) == bool(timeout)

@@ -23,7 +23,7 @@ BUSY = """Thread 0x00007f00000000{number:02} (most recent call first):
 
 
 def read(text: str | bytes) -> str:
-    """What is read of a child that has written this."""
+    """Return what the supervisor reads if a child has written these bytes."""
     stacks = Stacks()
     os.write(stacks.fd, text if isinstance(text, bytes) else text.encode())
     return stacks.read()
@@ -102,7 +102,7 @@ main()
 
 
 def test_stacks_show_real_threads() -> None:
-    """In a process of its own: of this one's threads there may be more than are told of."""
+    """In its own process, as this one may have more threads than a dump shows."""
     command = [sys.executable, "-c", TWO_THREADS]
     text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     assert text.index("in main") < text.index("in wait_for_it")

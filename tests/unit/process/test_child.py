@@ -13,7 +13,7 @@ from rpcmp.process.logging.receiver import Receiver
 
 
 async def child_that(code: str) -> Child:
-    """One that runs this code, and hears nothing."""
+    """Return a child that runs this code and ignores all messages."""
     ours, theirs = socket.socketpair()
     theirs.close()
     reader, writer = await asyncio.open_connection(sock=ours)

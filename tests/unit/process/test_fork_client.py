@@ -27,8 +27,8 @@ def test_a_forked_child_equals_a_spawned_one() -> None:
     async def found(by: Forks | None) -> dict[str, object]:
         ours, theirs = os.pipe()
         os.write(theirs, b"inherited")
-        child, said = await spawn(by, [ours])
-        assert said["group"] == child.pid
+        child, reply = await spawn(by, [ours])
+        assert reply["group"] == child.pid
         assert runs(psutil.Process(child.pid), "child")
         for fd in (ours, theirs):
             os.close(fd)
@@ -37,8 +37,8 @@ def test_a_forked_child_equals_a_spawned_one() -> None:
         # Descriptors of the network that a forked one can be in are its own as well, and those of
         # the user namespace that an ordinary user needs for that.
         namespaces = 0 if by is None or not makes_networks() else 1 + (os.geteuid() != 0)
-        count = len(said["open"]) - namespaces  # type: ignore[arg-type]
-        return {key: value for key, value in said.items() if key not in own} | {"open": count}
+        count = len(reply["open"]) - namespaces  # type: ignore[arg-type]
+        return {key: value for key, value in reply.items() if key not in own} | {"open": count}
 
     async def run() -> None:
         async with forks() as by:
@@ -50,10 +50,10 @@ def test_a_forked_child_equals_a_spawned_one() -> None:
 def test_preloaded_modules_are_imported_once() -> None:
     async def run() -> None:
         async with forks() as by:
-            first, said = await spawn(by)
+            first, reply = await spawn(by)
             second, said_too = await spawn(by)
-            assert said["preloaded_in"] == said_too["preloaded_in"]
-            assert said["preloaded_in"] not in (first.pid, second.pid)
+            assert reply["preloaded_in"] == said_too["preloaded_in"]
+            assert reply["preloaded_in"] not in (first.pid, second.pid)
             await end(first)
             await end(second)
 
@@ -87,12 +87,12 @@ def test_a_forked_child_reports_its_exit_code(
 def test_a_fork_server_restarts_after_dying_with_its_children() -> None:
     async def run() -> None:
         async with forks() as by:
-            child, said = await spawn(by)
+            child, reply = await spawn(by)
             child.send({"op": "hang"})
-            os.kill(int(str(said["preloaded_in"])), signal.SIGKILL)
+            os.kill(int(str(reply["preloaded_in"])), signal.SIGKILL)
             assert await child.wait() == -signal.SIGKILL
             another, says = await spawn(by)
-            assert says["preloaded_in"] != said["preloaded_in"]
+            assert says["preloaded_in"] != reply["preloaded_in"]
             await end(another)
 
     asyncio.run(run())
@@ -114,11 +114,11 @@ def test_a_fork_server_that_dies_early_is_an_error(tmp_path: Path) -> None:
 def test_another_environment_restarts_the_fork_server() -> None:
     async def run() -> None:
         async with forks() as by:
-            child, said = await spawn(by)
+            child, reply = await spawn(by)
             await end(child)
             child, says = await spawn(by, environment=compute_environment(threads=2))
-            assert (said["threads"], says["threads"]) == ("1", "2")
-            assert said["preloaded_in"] != says["preloaded_in"]
+            assert (reply["threads"], says["threads"]) == ("1", "2")
+            assert reply["preloaded_in"] != says["preloaded_in"]
             await end(child)
 
     asyncio.run(run())
@@ -127,16 +127,16 @@ def test_another_environment_restarts_the_fork_server() -> None:
 def test_children_end_with_the_line_that_forked_them() -> None:
     async def run() -> None:
         async with forks() as by, Forks(["preloaded"], await by.new_line()) as borrowed:
-            ours, said = await spawn(by)
+            ours, reply = await spawn(by)
             theirs, says = await spawn(borrowed)
-            assert said["preloaded_in"] == says["preloaded_in"]
+            assert reply["preloaded_in"] == says["preloaded_in"]
             theirs.send({"op": "hang"})
             await borrowed.close()
             assert await theirs.wait() == -signal.SIGKILL
             poll_for(lambda: not psutil.pid_exists(theirs.pid), "the child to be gone")
             await end(ours)
             again, says = await spawn(borrowed)  # by a fork server of its own
-            assert said["preloaded_in"] != says["preloaded_in"]
+            assert reply["preloaded_in"] != says["preloaded_in"]
             await end(again)
 
     asyncio.run(run())
@@ -150,8 +150,8 @@ def test_a_child_is_killed_if_its_fork_was_cancelled(token: str) -> None:
             await asyncio.sleep(0)
             spawning.cancel()
             await asyncio.gather(spawning, return_exceptions=True)
-            last, said = await spawn(by)
-            server = psutil.Process(int(str(said["preloaded_in"])))
+            last, reply = await spawn(by)
+            server = psutil.Process(int(str(reply["preloaded_in"])))
             await end(first)
             await end(last)
             poll_for(lambda: not server.children(), "no child to be left")

@@ -49,14 +49,14 @@ def test_an_empty_tensor_has_a_hash(dtype: torch.dtype) -> None:
     assert line.endswith(f"\x002,0\0{hashlib.sha256().hexdigest()}\n")
 
 
-def test_the_order_and_the_owner_of_tensors_do_not_matter() -> None:
+def test_the_hash_ignores_the_order_and_the_owner_of_tensors() -> None:
     backwards = dict(reversed(STATE.items()))
     lines = {name: tensors.tensor_line(name, tensor) for name, tensor in backwards.items()}
     whole = tensors.parameters_sha256(STATE)
     assert tensors.parameters_sha256(backwards) == tensors.combine_digests(lines) == whole
 
 
-def test_strides_and_gradients_do_not_matter() -> None:
+def test_the_hash_ignores_strides_and_gradients() -> None:
     weight = STATE["conv.weight"]
     strided = torch.nn.Parameter(weight.T.contiguous().T)
     assert not strided.is_contiguous()

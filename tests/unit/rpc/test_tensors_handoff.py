@@ -98,7 +98,7 @@ def test_a_tree_arrives_in_shape_and_order(ends: Ends) -> None:
     assert type(received["a"]) is tuple
 
 
-def test_tied_tensors_arrive_as_two(ends: Ends) -> None:
+def test_tied_tensors_arrive_as_two_tensors(ends: Ends) -> None:
     weight = torch.arange(4.0)
     first, second, view = sent(ends, [weight, weight, weight[1:]])
     first += 1

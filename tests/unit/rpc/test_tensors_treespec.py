@@ -16,12 +16,12 @@ from rpcmp.rpc.tensors import decode_tree, encode_tree
 
 
 def t(number: int) -> Tensor:
-    """A tensor to be told from others."""
+    """Return a distinct tensor."""
     return torch.tensor(number)
 
 
 def encoded(value: Any, name: str = "") -> dict[str, Tensor]:
-    """The named tensors of `value`, of which it has come back."""
+    """Encode `value` and check that it decodes unchanged; returns the named tensors."""
     tensors: dict[str, Tensor] = {}
     spec = json.loads(json.dumps(encode_tree(value, tensors, name)))
     assert repr(decode_tree(spec, tensors)) == repr(value)
@@ -29,7 +29,7 @@ def encoded(value: Any, name: str = "") -> dict[str, Tensor]:
 
 
 def numbers(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Which tensor has which name."""
+    """Return which tensor has which name."""
     return {name: int(tensor) for name, tensor in tensors.items()}
 
 

@@ -1,4 +1,4 @@
-"""How the members of a group part, and what calls bring back; of torch see test_torch_contract."""
+"""How members leave a group, and the results of calls; for torch see test_torch_contract."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECONDS = 30.0
 
 
 class Meeting:
-    """The store of a group; `get` waits, as that of a rendezvous does."""
+    """The store of a group; `get` blocks, as in a rendezvous."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
@@ -43,7 +43,7 @@ class Meeting:
             return self._values[key]
 
     def wait_for(self, count: int) -> None:
-        """Until so many wait."""
+        """Wait until `count` threads wait."""
         with self._changed:
             assert self._changed.wait_for(lambda: self.waiting == count, SECONDS)
 

@@ -1,4 +1,4 @@
-"""What members have answered each other, however it travels."""
+"""Bytes of the answers between members, for every transport."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rpcmp.rpc.messages import StageOutputs
 from rpcmp.rpc.transport import Payload
 
 
-def test_answers_add_up_by_member_and_gradients_go_back_for_what_requires_them() -> None:
+def test_outputs_add_up_by_member_and_gradients_return_for_tensors_that_require_them() -> None:
     payload = Payload()
     trained = torch.zeros(10, requires_grad=True)
     payload.note("a:0", [StageOutputs((trained, torch.zeros(3, dtype=torch.int64)))])

@@ -1,4 +1,4 @@
-"""What a message of torch RPC may name, and what it may not."""
+"""Names that a message of torch RPC may and may not contain."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load(value: Any) -> Any:
 
 
 def naming(module: str, name: str) -> bytes:
-    """A pickle that only names something."""
+    """Return a pickle that only names something."""
     return (
         b"\x80\x04"
         + b"".join(b"\x8c" + bytes([len(part)]) + part.encode() for part in (module, name))

@@ -1,4 +1,4 @@
-"""Who is a member of a group, and of which stage, by the role of a certificate."""
+"""Membership in a group and its stages by the role of a certificate."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_a_role_permits_its_methods(
 
 def expected(is_allowed: bool) -> contextlib.AbstractContextManager[object]:
     """Expect a refusal, unless it is allowed."""
-    said = r"^the certificate is for .*, which may not (look|be) .* of job 'j': "
-    return contextlib.nullcontext() if is_allowed else pytest.raises(SecurityError, match=said)
+    message = r"^the certificate is for .*, which may not (look|be) .* of job 'j': "
+    return contextlib.nullcontext() if is_allowed else pytest.raises(SecurityError, match=message)
 
 
 @pytest.mark.parametrize(("stage", "replica"), [(2, 0), (0, 1), (1, 2)])

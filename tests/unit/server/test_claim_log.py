@@ -1,4 +1,4 @@
-"""Where a job's Python files are unpacked to, and what is left of them."""
+"""The folder of a job's unpacked Python files, and its removal."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_each_job_has_a_private_code_folder(temporary: Path) -> None:
         "../model.py",
         "zoo/../../model.py",
         "zoo/..",
-        "zoo/../model.py",  # would stay inside, but nobody writes this honestly
+        "zoo/../model.py",  # would stay inside, but no honest sender writes this
         "./../model.py",
     ],
 )
@@ -76,14 +76,14 @@ def test_an_absolute_path_of_this_machine_is_refused(temporary: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["a\\..\\..\\b.py", "...", "..py", "~/model.py", "C:/model.py"])
-def test_odd_names_stay_inside(temporary: Path, path: str) -> None:
+def test_odd_names_stay_inside_the_folder(temporary: Path, path: str) -> None:
     folder = claim_log.unpack([file(path)])
     written = [found for found in temporary.rglob("*") if found.is_file()]
     assert len(written) == 1
     assert written[0].is_relative_to(folder)
 
 
-def test_removing_leaves_nothing(temporary: Path) -> None:
+def test_a_removed_code_folder_leaves_nothing(temporary: Path) -> None:
     folder = claim_log.unpack([file("zoo/net.py")])
     tempdirs.remove(folder)
     tempdirs.remove(folder)  # the second time there is nothing to do
@@ -112,7 +112,7 @@ def test_sweeping_does_not_follow_links(temporary: Path) -> None:
     assert (kept / "file").exists()
 
 
-def test_a_folder_is_removed_however_deep_and_whatever_may_be_read_of_it() -> None:
+def test_a_folder_is_removed_at_any_depth_and_with_any_permissions() -> None:
     folder = tempdirs.create("rpcmp-test-")
     here = os.open(folder, os.O_RDONLY)
     for _ in range(sys.getrecursionlimit() + 100):

@@ -1,4 +1,4 @@
-"""Where nobody listens a client does not wait for an answer, unless somebody may be starting."""
+"""Without a listener a client does not wait, unless the server may still be starting."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONG = 3600.0
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    """One where nobody listens; whoever wants to may do so beside it."""
+    """An address without a listener, reserved so that a test can listen there."""
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         taken.bind(("127.0.0.1", 0))
@@ -44,7 +44,7 @@ DESCRIBING = grpc.method_handlers_generic_handler(
 
 
 def why_not(name: str, address: str, insecure: bool) -> str:
-    """Why nobody is reached who is not starting either."""
+    """Return the error for an unreachable server that is not starting either."""
 
     async def connect() -> None:
         async with StageClient(name, address, Dialer(Security(None, insecure))) as client:
@@ -61,9 +61,9 @@ def test_connect_fails_at_once_if_the_connection_is_refused(address: str, insecu
 
 
 def test_errors_name_a_server_without_stage_by_its_address(address: str) -> None:
-    """As `rpcmp drain` is given it; and what to do is said."""
-    said = why_not("", address, insecure=False)
-    assert said.startswith(f"{address} cannot be reached: Connection refused; is `rpcmp serve`")
+    """As given to `rpcmp drain`; the error suggests a next step."""
+    message = why_not("", address, insecure=False)
+    assert message.startswith(f"{address} cannot be reached: Connection refused; is `rpcmp serve`")
 
 
 def test_connect_waits_for_a_server_that_is_starting(address: str) -> None:

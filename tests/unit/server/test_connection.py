@@ -1,4 +1,4 @@
-"""What two hosts must have in common."""
+"""Properties that two hosts must share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_build_of_torch_does_not_count(torch: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "other", "said"),
+    ("field", "other", "message"),
     [
         ("protocol", 2, "protocol: 1 here, 2 there"),
         ("rpcmp", "0.2.0", "rpcmp: 0.1.0 here, 0.2.0 there"),
@@ -42,8 +42,8 @@ def test_the_build_of_torch_does_not_count(torch: str) -> None:
         ("python", "3.12", "python: 3.11 here, 3.12 there"),
     ],
 )
-def test_a_difference_names_both_sides(field: str, other: str | int, said: str) -> None:
-    assert connection.differences(host(), host(**{field: other})) == [said]
+def test_a_difference_names_both_sides(field: str, other: str | int, message: str) -> None:
+    assert connection.differences(host(), host(**{field: other})) == [message]
 
 
 def test_all_differences_are_named() -> None:

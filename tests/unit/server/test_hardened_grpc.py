@@ -1,4 +1,4 @@
-"""What clients may say to a gRPC server of ours: it answers, and lives through all of it."""
+"""Arbitrary messages to one of our gRPC servers, which answers and survives them."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_an_unknown_method_is_unimplemented(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("interceptors", [(), (OnlyPeers,)])
-def test_a_call_that_goes_round_the_port_is_refused(
+def test_a_call_that_bypasses_the_port_is_refused(
     interceptors: tuple[type[OnlyPeers], ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process of the user may find a server's socket before it is unlinked."""
@@ -249,7 +249,7 @@ async def connected(
 
 
 async def answer_to(client: socket.socket, data: bytes) -> bytes:
-    """What a gRPC server sends until it has sent the status of a call."""
+    """Return a gRPC server's bytes up to the status of a call."""
     loop, answer = asyncio.get_running_loop(), b""
     await loop.sock_sendall(client, data)
     while b"grpc-status" not in answer and (part := await loop.sock_recv(client, 65536)):

@@ -1,4 +1,4 @@
-"""What a rendezvous keeps: small things, and not many."""
+"""A rendezvous stores only small values, and few of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rpcmp.server.rendezvous import (
 )
 
 
-def test_a_rendezvous_takes_small_things_and_not_many() -> None:
+def test_a_rendezvous_limits_sizes_and_counts() -> None:
     values = KeyValueStore()
     values.set("k" * MAX_KEY, bytes(MAX_VALUE))
     for key, value in [("k" * (MAX_KEY + 1), b""), ("k", bytes(MAX_VALUE + 1))]:

@@ -1,4 +1,4 @@
-"""What each host of a job is asked for."""
+"""The request to each host of a job."""
 
 from __future__ import annotations
 

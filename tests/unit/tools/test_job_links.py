@@ -1,4 +1,4 @@
-"""Which processes talk to each other, and which of them listen and dial."""
+"""Links between processes, and which end listens."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Stage:
         self, splits: bool = False, missing: Mapping[int, Sequence[int]] | None = None
     ) -> None:
         self.failures = Failures()
-        self.told: list[tuple[int, list[int]]] = []
+        self.reported: list[tuple[int, list[int]]] = []
         self.ended = threading.Event()
         schedule, limits = "zero-bubble" if splits else "1f1b", InFlightLimits(1, 1, splits)
         self.compute = compute_thread(schedule, limits, lambda _: self.ended.set())
@@ -57,7 +57,7 @@ class Stage:
         self, meta: MicrobatchMeta, bundle: int, index: int, tensors: list[int]
     ) -> None:
         """As of its inputs."""
-        self.told.append((index, tensors))
+        self.reported.append((index, tensors))
 
     def forward(
         self, weights: WeightGradients, function: Callable[..., Any], *received: Tensor
@@ -97,21 +97,21 @@ def test_a_backward_returns_the_gradients_of_the_inputs() -> None:
     found = stage.run(memory, torch.tensor([10.0])).result(SECONDS)
     assert lists(found) == [[20], [30]]
     assert stage.ended.wait(SECONDS)
-    assert stage.told == []
+    assert stage.reported == []
 
 
 @pytest.mark.parametrize(
-    ("missing", "expected", "told"),
+    ("missing", "expected", "reported"),
     [({}, [[6]], []), ({0: [0]}, [[5]], []), ({0: [0], 1: [0]}, [None], [(0, [0])])],
 )
 def test_none_gradients_are_left_out_of_the_sum_and_reported_to_producers(
-    missing: dict[int, list[int]], expected: list[Any], told: list[tuple[int, list[int]]]
+    missing: dict[int, list[int]], expected: list[Any], reported: list[tuple[int, list[int]]]
 ) -> None:
     stage = Stage(missing=missing)
     memory = stage.forward(plain(), lambda x: [x * 1, x * 5], torch.ones(1, requires_grad=True))
     ones = torch.ones(1), torch.ones(1)  # of which distributed autograd makes some up
     assert lists(stage.run(memory, *ones).result(SECONDS)) == expected
-    assert stage.told == told
+    assert stage.reported == reported
 
 
 def test_an_output_with_several_readers_gets_the_sum_of_their_gradients() -> None:
@@ -135,7 +135,7 @@ def bundle(*functions: Callable[[Tensor], Any]) -> SavedBundle:
     return SavedBundle(Bundle(ROUND, 0), kept)
 
 
-def test_gradients_come_reader_by_reader_and_go_micro_batch_by_micro_batch() -> None:
+def test_gradients_arrive_per_reader_and_are_sent_per_micro_batch() -> None:
     stage = Stage(missing={1: [0]})
     memory = bundle(lambda x: [2 * x, 3 * x], lambda x: [5 * x])
     gradients = (torch.tensor([value]) for value in (1.0, 10.0, 100.0, 0.0, 0.0))

@@ -112,7 +112,7 @@ def test_a_gradient_of_zeros_is_not_none() -> None:
     assert missing == {}
 
 
-def test_without_any_gradient_all_inputs_are_reported() -> None:
+def test_a_round_without_gradients_reports_all_inputs() -> None:
     idle = nn.Parameter(torch.ones(1))
     received = torch.ones(1, requires_grad=True)
     tape = LocalTape([StageOutputs(received), StageOutputs(torch.ones(1))], CPU)
@@ -308,7 +308,7 @@ def test_none_gradients_are_not_summed() -> None:
     assert one == 1
 
 
-def test_a_backward_equals_torchs_without_importing_sympy(
+def test_a_backward_equals_that_of_torch_without_importing_sympy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Twice the same output, and one in place of another: gradients are summed in torch's order."""

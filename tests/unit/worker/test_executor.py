@@ -255,7 +255,7 @@ def test_a_round_ends_after_its_last_weight_gradient_and_before_the_next_begins(
     stage.expect(f"F0 B0 {weight}end F0@2")
 
 
-def test_rounds_run_in_order_even_if_the_later_one_begins_first() -> None:
+def test_rounds_run_in_order_even_if_the_later_one_starts_first() -> None:
     stage = Stage()
     stage.begin(2, 1)
     stage.submit("F0", number=2)
@@ -343,7 +343,7 @@ def test_an_abort_leaves_the_round_before_to_end() -> None:
     stage.expect("-F0@2 F0 F1 B0 B1 W0 W1 end F0@4")
 
 
-def test_an_abort_of_a_round_that_is_held_lets_the_next_begin() -> None:
+def test_an_abort_of_a_held_round_lets_the_next_start() -> None:
     stage = Stage()
     stage.begin(1, 1, after=AfterRound.HOLD)
     stage.submit("F0", "B0")

@@ -82,7 +82,7 @@ def test_an_evaluation_ends_with_its_last_forward() -> None:
 # Rounds.
 
 
-def test_rounds_are_worked_on_in_order_even_if_a_later_one_begins_first() -> None:
+def test_rounds_run_in_order_even_if_a_later_one_starts_first() -> None:
     rounds = begun(2)
     assert rounds.current is None
     rounds.start(1, a_round)
@@ -118,7 +118,7 @@ def test_an_abort_returns_waiting_tasks_and_goes_on_with_the_next_round() -> Non
     assert rounds.get(1) is rounds.get(2) is None
 
 
-def test_an_abort_leaves_an_earlier_round_to_end_and_is_then_skipped() -> None:
+def test_an_abort_lets_the_earlier_round_end_and_is_then_skipped() -> None:
     rounds = begun(1, 2)
     assert rounds.abort(2, 3) == []
     assert rounds.current is rounds.get(1)
@@ -129,7 +129,7 @@ def test_an_abort_leaves_an_earlier_round_to_end_and_is_then_skipped() -> None:
     assert rounds.current is not None
 
 
-def test_an_aborted_round_never_begins() -> None:
+def test_an_aborted_round_never_starts() -> None:
     rounds = begun(1)
     rounds.abort(2, 2)
     rounds.start(2, a_round)

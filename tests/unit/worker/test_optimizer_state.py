@@ -126,13 +126,13 @@ def test_a_changed_attribute_that_no_file_holds_causes_one_warning(
     """Too late for any trial: momentum after a warm-up. What is too large is not looked at."""
     monkeypatch.setattr(optimizer_state, "MAX_PICKLE_BYTES", 2**16)  # its table has more
     _, optimizer = made({"optimizer": "tests.zoo.ownoptimizers:LaterHidden"})
-    said = []
+    message = []
     for number in range(1, optimizers.WARM_UP + 4):
         step(optimizer, number)
         optimizer.parts()
-        said.append([one.getMessage() for one in caplog.records if one.levelname == "WARNING"])
-    assert said[optimizers.WARM_UP - 1] == []
-    (warning,) = said[-1]
+        message.append([one.getMessage() for one in caplog.records if one.levelname == "WARNING"])
+    assert message[optimizers.WARM_UP - 1] == []
+    (warning,) = message[-1]
     assert "LaterHidden has changed its attribute 'helper', which no checkpoint holds" in warning
 
 
@@ -161,7 +161,7 @@ def test_state_beside_the_parameters_does_not_fit_another_balance() -> None:
         _require_agreement([whole], "stage0", set(optimizer.names[1:]))
 
 
-def test_an_option_of_all_groups_needs_no_default() -> None:
+def test_an_option_that_every_group_sets_needs_no_default() -> None:
     groups = [
         {"match": ["*.weight"], "use_muon": True, "lr": 0.02},
         {"match": ["*"], "use_muon": False},

@@ -345,7 +345,7 @@ def test_a_layer_that_is_frozen_passes_gradients_on() -> None:
     check(nn.Sequential(first, frozen), random(4, 6), {"0.weight", "0.bias"})
 
 
-def test_under_autocast_nothing_is_split() -> None:
+def test_no_layer_is_split_under_autocast() -> None:
     def half(self: Any, value: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return self.linear(value).float()  # type: ignore[no-any-return]
@@ -353,7 +353,7 @@ def test_under_autocast_nothing_is_split() -> None:
     check(Apply(half, linear=square()), random(4, 6), set())
 
 
-def test_an_output_that_no_gradient_reaches_leaves_its_layer_without() -> None:
+def test_an_output_without_a_gradient_gives_its_layer_none() -> None:
     model = Apply(
         lambda self, x: self.used(x) + self.idle(x).detach(), used=square(), idle=square()
     )
@@ -363,7 +363,7 @@ def test_an_output_that_no_gradient_reaches_leaves_its_layer_without() -> None:
 # What users do in a forward.
 
 
-def test_a_gradient_inside_of_a_forward_is_that_of_a_plain_one() -> None:
+def test_a_gradient_inside_a_forward_equals_that_of_plain_autograd() -> None:
     def force(self: Any, value: Tensor) -> Tensor:
         with torch.enable_grad():
             position = value.detach().requires_grad_()
@@ -509,7 +509,7 @@ def test_a_function_that_reads_a_tensor_that_is_no_parameter_stays_whole() -> No
     check(model, random(4, 6), {"linear.weight", "linear.bias"}, received=[True])
 
 
-def test_outside_of_a_stage_that_splits_functions_are_as_they_were() -> None:
+def test_functions_are_unchanged_outside_a_stage_that_splits() -> None:
     assert scaled.__name__ == "scaled"
     assert F.linear.__name__ == "linear"
     output = F.linear(torch.ones(2, 6), square().weight)

@@ -17,7 +17,7 @@ def compared(folder: Path, *each: tuple[dict[str, Any], list[float]]) -> Compari
     found = []
     for more, losses in each:
         of = runs.config(folder, **more)
-        found.append(read(runs.kept(of, runs.events(of, losses))))
+        found.append(read(runs.write_run_folder(of, runs.events(of, losses))))
     return compare(found)
 
 

@@ -26,7 +26,7 @@ def names(path: Path) -> list[str]:
 def test_run_folder_keeps_every_event_in_its_file(tmp_path: Path) -> None:
     of = runs.config(tmp_path)
     told = runs.events(of, LOSSES)
-    path = runs.kept(of, told)
+    path = runs.write_run_folder(of, told)
     assert path.parent == tmp_path / "runs"
     assert path.name.startswith("job-2")
     assert names(path) == [
@@ -52,7 +52,9 @@ def test_run_folder_keeps_every_event_in_its_file(tmp_path: Path) -> None:
 def test_run_folder_keeps_no_secrets(tmp_path: Path) -> None:
     log = {"loggers": [{"callable": "m:f", "kwargs": {"key": "a secret"}}]}
     of = runs.config(tmp_path, log=log)
-    path = runs.kept(of, [event for event in runs.events(of, LOSSES) if event["event"] != "run"])
+    path = runs.write_run_folder(
+        of, [event for event in runs.events(of, LOSSES) if event["event"] != "run"]
+    )
     config = json.loads((path / writer.CONFIG).read_text())
     assert config["optimizer"]["kwargs"]["lr"] == 0.1
     assert config["optimizer"]["kwargs"]["note"].startswith("sha256:")
@@ -61,11 +63,11 @@ def test_run_folder_keeps_no_secrets(tmp_path: Path) -> None:
 
 def test_the_folders_of_runs_stay_out_of_repositories(tmp_path: Path) -> None:
     of = runs.config(tmp_path)
-    runs.kept(of, runs.events(of, LOSSES))
+    runs.write_run_folder(of, runs.events(of, LOSSES))
     assert (tmp_path / "runs" / ".gitignore").read_text() == "*\n"
     (tmp_path / "mine").mkdir()
     of = runs.config(tmp_path, log={"folder": "mine"})
-    runs.kept(of, runs.events(of, LOSSES))
+    runs.write_run_folder(of, runs.events(of, LOSSES))
     assert not (tmp_path / "mine" / ".gitignore").exists()  # whose it is may decide
 
 
@@ -80,9 +82,9 @@ def test_two_runs_of_one_second_have_two_folders(tmp_path: Path) -> None:
 def test_run_that_never_started_leaves_no_folder(tmp_path: Path, others: int) -> None:
     of = runs.config(tmp_path)
     for _ in range(others):
-        runs.kept(of, runs.events(of, LOSSES))
+        runs.write_run_folder(of, runs.events(of, LOSSES))
     end = {"event": "end", "outcome": "failed", "error": "nobody answers", "time": 0.0}
-    assert not runs.kept(of, [runs.run(of), end]).exists()
+    assert not runs.write_run_folder(of, [runs.run(of), end]).exists()
     assert (tmp_path / "runs").exists() == bool(others)
 
 
@@ -90,9 +92,9 @@ def test_a_run_that_is_resumed_names_the_newest_folder_of_the_run(tmp_path: Path
     of = runs.config(tmp_path)
     begun, whole = runs.events(of, LOSSES)[:2], runs.events(of, LOSSES)
     resumed = {"event": "resumed", "step": 3, "run": "abc", "changed": [], "time": runs.BEGIN}
-    first = runs.kept(of, whole)
-    second = runs.kept(of, [{**begun[0], "job_id": "other"}, resumed, begun[1]])
-    third = runs.kept(of, [{**begun[0], "job_id": "another"}, resumed, begun[1]])
+    first = runs.write_run_folder(of, whole)
+    second = runs.write_run_folder(of, [{**begun[0], "job_id": "other"}, resumed, begun[1]])
+    third = runs.write_run_folder(of, [{**begun[0], "job_id": "another"}, resumed, begun[1]])
     found = [reader.read(path).info for path in (first, second, third)]
     assert [info.continues for info in found] == [None, first.name, second.name]
     assert {info.run for info in found} == {"abc"}
@@ -100,7 +102,7 @@ def test_a_run_that_is_resumed_names_the_newest_folder_of_the_run(tmp_path: Path
 
 def test_a_line_that_was_cut_off_is_left_out_and_no_other(tmp_path: Path) -> None:
     of = runs.config(tmp_path)
-    path = runs.kept(of, runs.events(of, LOSSES))
+    path = runs.write_run_folder(of, runs.events(of, LOSSES))
     file = path / writer.METRICS
     file.write_bytes(file.read_bytes()[:-5])
     record = reader.read(path)
@@ -110,7 +112,7 @@ def test_a_line_that_was_cut_off_is_left_out_and_no_other(tmp_path: Path) -> Non
 
 def test_a_folder_of_another_version_is_read(tmp_path: Path) -> None:
     of = runs.config(tmp_path)
-    path = runs.kept(of, runs.events(of, LOSSES))
+    path = runs.write_run_folder(of, runs.events(of, LOSSES))
     (path / writer.EVENTS).write_text(
         '{"event": "of another version", "time": 1.0}\n'
         '{"event": "warning", "time": 2.0, "text": "careful", "advice": "none"}\n'
@@ -176,12 +178,12 @@ def damaged(path: Path, file: str, content: str) -> str:
 )
 def test_read_names_a_damaged_file(tmp_path: Path, file: str, content: str, said: str) -> None:
     of = runs.config(tmp_path)
-    assert said in damaged(runs.kept(of, runs.events(of, LOSSES)), file, content)
+    assert said in damaged(runs.write_run_folder(of, runs.events(of, LOSSES)), file, content)
 
 
 def test_read_refuses_other_folders_and_suggests_runs(tmp_path: Path) -> None:
     of = runs.config(tmp_path)
-    path = runs.kept(of, runs.events(of, LOSSES))
+    path = runs.write_run_folder(of, runs.events(of, LOSSES))
     cases = {
         tmp_path / "nowhere": "there is nothing of that name",
         tmp_path: "it has no run.json",

@@ -97,11 +97,11 @@ def test_lines_that_differ_in_words_or_level_are_of_different_kinds() -> None:
 
 
 def test_a_continuing_kind_is_summarized_ever_more_rarely() -> None:
-    fold, told = LogRateLimiter(), []
+    fold, reported = LogRateLimiter(), []
     for tenth in range(6000):
         now = tenth / 10
-        told += [now for line in fold.take(info(f"n {tenth}"), now) if line.count > 1]
-    pauses = [after - before for before, after in itertools.pairwise(told)]
+        reported += [now for line in fold.take(info(f"n {tenth}"), now) if line.count > 1]
+    pauses = [after - before for before, after in itertools.pairwise(reported)]
     assert pauses[0] == pytest.approx(2 * SECONDS)
     assert pauses == sorted(pauses)
     assert pauses[-1] == pytest.approx(LONGEST, abs=0.2)
@@ -117,31 +117,31 @@ def test_a_kind_passes_again_after_a_quiet_window() -> None:
 
 
 @given(st.lists(st.tuples(st.text("ab 1", max_size=6), st.floats(0, 3)), max_size=400))
-def test_no_line_is_lost_or_counted_twice(said: list[tuple[str, float]]) -> None:
-    fold, now, told = LogRateLimiter(), 0.0, []
-    for text, pause in said:
+def test_no_line_is_lost_or_counted_twice(texts_and_pauses: list[tuple[str, float]]) -> None:
+    fold, now, reported = LogRateLimiter(), 0.0, []
+    for text, pause in texts_and_pauses:
         now += pause
-        told += fold.take(info(text), now)
-    told += fold.flush()
-    assert sum(line.count for line in told) == len(said)
+        reported += fold.take(info(text), now)
+    reported += fold.flush()
+    assert sum(line.count for line in reported) == len(texts_and_pauses)
     assert fold.next_due() is None
 
 
 def words(number: int) -> str:
-    """A text of words alone, another for each number."""
+    """Return a text of words without digits that differs by number."""
     return "".join(chr(ord("a") + int(digit)) for digit in str(number))
 
 
-def test_memory_and_rate_are_bounded_whatever_is_said() -> None:
+def test_memory_and_rate_are_bounded_for_any_lines() -> None:
     fold = LogRateLimiter()
     number = 20 * KINDS
-    told = [line for n in range(number) for line in fold.take(info(words(n)), 0.0)]
-    assert len(told) <= BURST
+    reported = [line for n in range(number) for line in fold.take(info(words(n)), 0.0)]
+    assert len(reported) <= BURST
     rest = fold.flush()
     assert len(rest) <= KINDS + 1
     left_out = [line.text for line in rest if "lines left out" in line.text]
     counted = sum(int(text.split()[1].replace(",", "")) for text in left_out)
-    assert len(told) + len(rest) - len(left_out) + counted == number
+    assert len(reported) + len(rest) - len(left_out) + counted == number
 
 
 def test_half_a_surrogate_pair_is_escaped() -> None:
@@ -155,15 +155,15 @@ def test_half_a_surrogate_pair_is_escaped() -> None:
 
 def test_long_lines_cost_more_of_the_budget() -> None:
     fold = LogRateLimiter()
-    told = [line for n in range(50) for line in fold.take(info(words(n) + " " * MAX_TEXT), 0.0)]
-    assert 0 < len(told) < 10
+    reported = [line for n in range(50) for line in fold.take(info(words(n) + " " * MAX_TEXT), 0.0)]
+    assert 0 < len(reported) < 10
 
 
 # From a process to its supervisor
 
 
-def said_by(speak: Callable[[], None], step: int = 7) -> list[Line]:
-    """What a supervisor hears of a child that captures all, and runs `speak`, to its end."""
+def logged_lines(speak: Callable[[], None], step: int = 7) -> list[Line]:
+    """Return the supervisor's log of a child that captures all output and runs `speak`."""
 
     async def hear() -> list[Line]:
         heard: list[Line] = []
@@ -188,7 +188,7 @@ def said_by(speak: Callable[[], None], step: int = 7) -> list[Line]:
 
 
 def connected(receiver: Receiver) -> Sender:
-    """The other end, in this process."""
+    """Return a sender that is connected to `receiver` in this process."""
     line, memory = map(os.dup, receiver.fds)
     return Sender(line, memory)
 
@@ -209,7 +209,7 @@ def test_prints_warnings_and_records_come_in_order() -> None:
         except KeyError:
             logging.exception("it failed")
 
-    lines = said_by(speak)
+    lines = logged_lines(speak)
     assert [(line.level, line.logger) for line in lines] == [
         ("INFO", "stdout"),
         ("WARNING", "py.warnings"),
@@ -225,15 +225,15 @@ def test_prints_warnings_and_records_come_in_order() -> None:
     assert {line.step for line in lines} == {7}
 
 
-def test_basic_config_has_its_effect_without_a_second_handler() -> None:
+def test_basic_config_works_without_a_second_handler() -> None:
     def speak() -> None:
         logging.basicConfig(level=logging.DEBUG, format="%(name)s says %(message)s")
         logging.getLogger("mine").debug("details")
 
-    assert said_by(speak) == [Line("DEBUG", "mine", "details", 7)]
+    assert logged_lines(speak) == [Line("DEBUG", "mine", "details", 7)]
 
 
-def test_threads_do_not_mix_their_lines_and_their_errors_are_told() -> None:
+def test_threads_do_not_mix_their_lines_and_report_their_errors() -> None:
     def fail() -> None:
         print("from the", end=" ")
         print("thread")
@@ -246,7 +246,7 @@ def test_threads_do_not_mix_their_lines_and_their_errors_are_told() -> None:
         thread.join()
         print("main")
 
-    lines = texts(said_by(speak))
+    lines = texts(logged_lines(speak))
     assert [lines[0], lines[2]] == ["from the thread", "from the main"]
     assert lines[1].startswith("in thread 'loader': Traceback")
 
@@ -257,7 +257,7 @@ def test_updates_of_a_progress_bar_are_lines_of_one_kind() -> None:
             sys.stderr.write(f"\r{percent}%|{'█' * (percent // 10):10}| {percent}/100")
             sys.stderr.flush()
 
-    lines = said_by(speak)
+    lines = logged_lines(speak)
     assert len(lines) == FIRST + 1
     assert lines[-1].text == "99%|█████████ | 99/100"
     assert lines[-1].count == 100 - FIRST
@@ -275,7 +275,7 @@ def test_lines_of_forked_processes_arrive() -> None:
         os.waitpid(pid, 0)
         print("after it")
 
-    lines = texts(said_by(speak))
+    lines = texts(logged_lines(speak))
     assert "many in the fork 0" in lines
     assert "after it" in lines
 
@@ -291,7 +291,7 @@ def test_the_last_line_before_a_crash_arrives(number: int) -> None:
             print("about to divide", n)
         crash()
 
-    lines = said_by(speak)
+    lines = logged_lines(speak)
     assert lines[-1].text == f"about to divide {number - 1}"
     assert sum(line.count for line in lines) == number
 
@@ -301,7 +301,7 @@ def test_flushed_text_arrives_before_a_crash() -> None:
         print("loading ...", end="", flush=True)
         crash()
 
-    assert texts(said_by(speak)) == ["loading ..."]
+    assert texts(logged_lines(speak)) == ["loading ..."]
 
 
 def test_sender_never_waits_for_its_supervisor() -> None:
@@ -317,7 +317,7 @@ def test_sender_never_waits_for_its_supervisor() -> None:
     assert heard[-1].text.endswith("x" * 1000)
 
 
-def test_lines_that_found_no_room_are_counted() -> None:
+def test_dropped_lines_are_counted() -> None:
     heard: list[Line] = []
     receiver = Receiver(heard.append)
     sender = connected(receiver)
@@ -349,15 +349,15 @@ def test_receiver_skips_invalid_datagrams() -> None:
 
 def test_a_watcher_gets_each_line_once() -> None:
     lines = LogBuffer()
-    told = 0
+    last = 0
     heard: list[str] = []
     for n in range(600):
         lines.add(info(f"{n}"))
         if n % 7 == 0:
-            found = lines.after(told)
-            told = found[-1].number
+            found = lines.after(last)
+            last = found[-1].number
             heard += [line.text for line in found]
-    heard += [line.text for line in lines.after(told)]
+    heard += [line.text for line in lines.after(last)]
     assert heard == [f"{n}" for n in range(600)]
     assert lines.after(lines.newest) == []
 
@@ -420,7 +420,7 @@ class Reader(io.StringIO):
         return super().write(text)
 
 
-def test_own_records_and_entries_are_shown_in_one_format() -> None:
+def test_records_of_this_process_and_entries_have_one_format() -> None:
     stream = Reader()
     display = Display(stream)
     display.place = lambda: RecordSource("stage 1", 3, 4)
@@ -435,7 +435,7 @@ def test_own_records_and_entries_are_shown_in_one_format() -> None:
     ]
 
 
-def test_own_records_are_limited_and_summarized_at_the_end() -> None:
+def test_records_of_this_process_are_limited_and_summarized_at_the_end() -> None:
     stream = Reader()
     display = Display(stream)
     for n in range(100):
@@ -470,7 +470,7 @@ def test_display_survives_a_closed_stream() -> None:
     display.finish()
 
 
-def test_own_records_are_reported_to_observers() -> None:
+def test_records_of_this_process_are_reported_to_observers() -> None:
     stream, reported = Reader(), list[Entry]()
     display = Display(stream)
     with display.reporting(reported.append):
@@ -495,7 +495,7 @@ def test_pass_on_prints_without_handlers(
     assert "INFO generation 1 stage0: printed\n" in capsys.readouterr().err
 
 
-def test_finish_returns_at_once_however_often() -> None:
+def test_finish_returns_at_once_on_every_call() -> None:
     stream = Reader()
     display = Display(stream)
     display.show(entry_of(info("said"), "stage0", 1))

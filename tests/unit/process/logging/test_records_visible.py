@@ -34,7 +34,7 @@ def test_visible_escapes_control_characters(text: str, shown: str) -> None:
     assert visible(shown) == shown
 
 
-def test_tables_have_no_markup_nor_controls_but_their_own_colours() -> None:
+def test_tables_have_no_markup_or_controls_except_colours() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, color_system="standard", width=200)
     table = Table("head", header_style="bold")
@@ -42,8 +42,8 @@ def test_tables_have_no_markup_nor_controls_but_their_own_colours() -> None:
     table.add_row(Text(HOSTILE, "red"))
     table.add_row("[link=http://evil]go[/link] :smile:")
     console.print(table)
-    said = out.getvalue()
-    assert said.count(SHOWN) == 1
-    assert r"x\x1b]0;owned" in said.split("\x1b[31m")[1]  # the Text, in its style's colour
-    assert "[link=http://evil]go[/link] :smile:" in said
-    assert not [one for one in ("\x1b]", "\x1b[2J", "\x9b", "\u202e", "\x07") if one in said]
+    output = out.getvalue()
+    assert output.count(SHOWN) == 1
+    assert r"x\x1b]0;owned" in output.split("\x1b[31m")[1]  # the Text, in its style's colour
+    assert "[link=http://evil]go[/link] :smile:" in output
+    assert not [one for one in ("\x1b]", "\x1b[2J", "\x9b", "\u202e", "\x07") if one in output]

@@ -241,22 +241,22 @@ def test_a_confined_process_reaches_only_what_it_needs(
                     "abstract": abstract,
                 }
             )
-            said = await anext(child.messages())
+            reply = await anext(child.messages())
             await child.kill()
-            return said, child.scratch
+            return reply, child.scratch
 
     with socket.socket(socket.AF_UNIX) as by_path, socket.socket(socket.AF_UNIX) as by_name:
         by_path.bind(str(tmp_path / "socket"))
         by_name.bind(f"\0{abstract}")
         for listener in (by_path, by_name):
             listener.listen()
-        said, scratch = asyncio.run(probed())
-    by_program = said["denied"].pop("a file, by a program")
+        reply, scratch = asyncio.run(probed())
+    by_program = reply["denied"].pop("a file, by a program")
     assert by_program == "1"
-    missing = said["denied"].pop("io_uring")
+    missing = reply["denied"].pop("io_uring")
     assert missing == "OSError"  # ENOSYS
-    assert said["denied"] == dict.fromkeys(said["denied"], "PermissionError")
-    assert said["allowed"] == {
+    assert reply["denied"] == dict.fromkeys(reply["denied"], "PermissionError")
+    assert reply["allowed"] == {
         "a file": "'content'",
         "a listing": "True",
         "memory": "b'shared'",
@@ -271,14 +271,14 @@ def test_a_confined_process_reaches_only_what_it_needs(
         "own limits": "True",
         "devices": "[1, b'\\x00\\x00\\x00']",
     }
-    assert said["networks"][0] == os.readlink("/proc/self/ns/net")
-    assert (said["networks"][0] != said["networks"][1]) is makes_networks()
+    assert reply["networks"][0] == os.readlink("/proc/self/ns/net")
+    assert (reply["networks"][0] != reply["networks"][1]) is makes_networks()
     restricted = {"Seccomp": "2", "NoNewPrivs": "1"}
     none = dict.fromkeys(("CapPrm", "CapEff", "CapInh", "CapBnd", "CapAmb"), NONE)
-    if not makes_networks():  # who is not root may then not lower his bounds, which bind nobody
-        none["CapBnd"] = said["status"]["CapBnd"]
-    assert said["status"] == {**none, **restricted}
-    assert said["inside"] == {"CapEff": NONE, **restricted}
+    if not makes_networks():  # only root could lower the bounding set, which is without effect
+        none["CapBnd"] = reply["status"]["CapBnd"]
+    assert reply["status"] == {**none, **restricted}
+    assert reply["inside"] == {"CapEff": NONE, **restricted}
     assert secret.read_text() == inside.read_text() == "content"
     assert not scratch.exists()
 

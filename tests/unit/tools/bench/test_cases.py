@@ -63,7 +63,7 @@ def test_the_frozen_cases_do_not_change() -> None:
     }
 
 
-def test_two_half_stages_sleep_as_long_and_have_as_many_weights_as_one() -> None:
+def test_two_half_stages_equal_one_in_sleep_and_weights() -> None:
     case = cases.load("sleep", num_stages=2)
     whole = _layers(case.config, 1)
     halves = _layers(case.halves, 2)
@@ -152,7 +152,7 @@ def test_a_part_of_a_cut_stage_keeps_the_order_of_its_layers() -> None:
     assert list(itertools.chain(*cut)) == list(itertools.chain(*whole))
 
 
-def test_an_own_config_is_measured_without_features_that_peers_lack(job: JobFolder) -> None:
+def test_a_users_config_is_measured_without_features_that_peers_lack(job: JobFolder) -> None:
     path = job.config(OWN)
     case = cases.load(str(path), num_microbatches=5, overrides=["data.batch_size=20"])
     config = case.config

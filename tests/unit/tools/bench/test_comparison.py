@@ -84,12 +84,12 @@ def test_a_job_that_rpcmp_does_not_support_is_an_error() -> None:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the command compare pretenders, whose stages nobody measures alone."""
+    """Let the command compare pretenders, whose stages are not measured alone."""
 
-    async def told(case: Case) -> list[ActionTimes]:
+    async def pretended(case: Case) -> list[ActionTimes]:
         return [case.nominal or ActionTimes(1.0, 1.0, 1.0)] * case.num_stages
 
-    monkeypatch.setattr(benchmark_module, "stage_times", told)
+    monkeypatch.setattr(benchmark_module, "stage_times", pretended)
 
     def create(name: str, seconds: float, why: str = "") -> Callable[[Case], Contestant]:
         return lambda case: Pretender(name, [], seconds, why=why)

@@ -17,7 +17,7 @@ from tests.support.pretendedtime import in_pretended_time
 
 
 class Working(Pretender):
-    """Takes the time that it says, and some to start."""
+    """A contestant that takes the given time per step, and some to start."""
 
     starting = 0.0
 
@@ -32,7 +32,7 @@ class Working(Pretender):
 
 
 class Steady(Working):
-    """Always as fast."""
+    """A contestant with constant speed."""
 
     async def run(self, steps: int) -> TimedSegment:
         self._segments = 0
@@ -42,16 +42,16 @@ class Steady(Working):
 def compare(
     *contestants: Pretender, budget: float, pairs: int = 9, steps: int | None = None
 ) -> tuple[comparison.ComparisonRounds, float, list[tuple[str, float, float]]]:
-    """The rounds, how long they took, and what was told: what, when, how long it would go on."""
-    told: list[tuple[str, float, float]] = []
+    """Return the rounds, their duration, and the progress reports: text, time, seconds left."""
+    reported: list[tuple[str, float, float]] = []
 
     async def run() -> comparison.ComparisonRounds:
         def tell(what: str, left: float) -> None:
-            told.append((what, asyncio.get_running_loop().time(), left))
+            reported.append((what, asyncio.get_running_loop().time(), left))
 
         return await comparison.compare(contestants, pairs, steps, tell, TimeLimits(budget))
 
-    return *in_pretended_time(run()), told
+    return *in_pretended_time(run()), reported
 
 
 def measure(*contestants: Pretender, budget: float = math.inf, pairs: int = 9) -> BenchmarkResult:
@@ -87,32 +87,32 @@ def test_a_round_cut_off_by_the_budget_does_not_count() -> None:
     assert comparison.loss_difference(done.series) is None
 
 
-def test_the_time_of_starting_is_predicted_by_the_starts_before() -> None:
+def test_the_start_time_is_predicted_from_earlier_starts() -> None:
     contestants = [Steady(name, [], 0.1) for name in "abcd"]
     for one in contestants:
         one.starting = 8.0
-    done, took, told = compare(*contestants, budget=20.0)
+    done, took, reported = compare(*contestants, budget=20.0)
     assert [len(one.seconds) for one in done.series] == [1] * 4
     assert took == pytest.approx(4 * 8.0 + 2 * 0.4)  # a step each to warm up, and a round
-    assert [left for _, _, left in told[:4]] == [20.0, 24.0, 16.0, 8.0]
+    assert [left for _, _, left in reported[:4]] == [20.0, 24.0, 16.0, 8.0]
 
 
 def test_the_predicted_time_of_rounds_is_right() -> None:
-    _, took, told = compare(Steady("a", [], 0.02), Steady("b", [], 0.03), budget=60.0)
-    known = told[4:]  # after the start and a first step of each
+    _, took, reported = compare(Steady("a", [], 0.02), Steady("b", [], 0.03), budget=60.0)
+    known = reported[4:]  # after the start and a first step of each
     assert known[0][0] == "warm-up: a"
     assert took < 60
     assert [now + left for _, now, left in known] == pytest.approx([took] * len(known))
 
 
 def test_a_result_notes_too_few_rounds() -> None:
-    def said(pairs: int, budget: float = math.inf) -> list[str]:
+    def notes(pairs: int, budget: float = math.inf) -> list[str]:
         return measure(Steady("a", []), Steady("b", []), pairs=pairs, budget=budget).notes
 
-    assert said(5) == []
-    (few,) = said(4)
+    assert notes(5) == []
+    (few,) = notes(4)
     assert few.startswith("4 rounds are too few to tell contestants apart")
-    (one,) = said(9, budget=1.0)
+    (one,) = notes(9, budget=1.0)
     assert one.startswith("1 round is too few to tell contestants apart")
 
 

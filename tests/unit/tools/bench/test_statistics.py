@@ -79,7 +79,7 @@ def test_quartiles_are_interpolated_and_equal_a_single_value() -> None:
 @pytest.mark.parametrize(
     ("num_stages", "num_microbatches", "ms"), [(4, 16, 510), (8, 16, 550), (1, 3, 90)]
 )
-def test_the_bound_of_equal_stages_is_fill_and_then_no_bubble(
+def test_the_bound_of_equal_stages_has_only_the_fill_bubble(
     num_stages: int, num_microbatches: int, ms: float
 ) -> None:
     stages = [ActionTimes(0.010, 0.010, 0.010)] * num_stages

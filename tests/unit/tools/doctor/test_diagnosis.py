@@ -92,7 +92,7 @@ def test_a_report_without_problems_gives_only_ok() -> None:
 
 
 @pytest.mark.parametrize(
-    ("days", "status", "said"),
+    ("days", "status", "message"),
     [
         (100.0, Status.OK, "(100 days)"),
         (8.0, Status.OK, "(8 days)"),
@@ -101,12 +101,12 @@ def test_a_report_without_problems_gives_only_ok() -> None:
     ],
 )
 def test_an_expiring_certificate_is_a_warning_and_an_expired_one_a_failure(
-    days: float, status: Status, said: str
+    days: float, status: Status, message: str
 ) -> None:
     paper = CertificateInfo(role="stage 0", hosts=["host-a"], not_after=NOW + days * DAY)
     found, text = judged(having(certificate=paper), "certificate")
     assert found is status
-    assert said in text
+    assert message in text
 
 
 def test_a_missing_certificate_is_ok_unless_traffic_leaves_the_machine_in_the_clear() -> None:
@@ -121,7 +121,7 @@ def test_a_missing_certificate_is_ok_unless_traffic_leaves_the_machine_in_the_cl
     [
         (0.5, 0.001, Status.OK),
         (-9.0, 0.001, Status.WARNING),
-        (9.0, 8.0, Status.OK),  # as far as anybody can tell
+        (9.0, 8.0, Status.OK),  # as far as a peer can tell
         (400.0, 0.001, Status.FAILED),
     ],
 )
@@ -161,18 +161,18 @@ def test_a_callable_that_does_not_import_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"threads": 5}, "5 of 4 processors"),
         ({"memory": "9 GiB"}, "less than memory = 9.0 GiB"),
     ],
 )
 def test_too_few_processors_or_too_little_memory_is_a_warning(
-    settings: dict[str, Any], said: str
+    settings: dict[str, Any], message: str
 ) -> None:
     found, text = judged(seen(**settings), "device")
     assert found is Status.WARNING
-    assert said in text
+    assert message in text
 
 
 def test_a_device_that_cannot_be_used_is_a_failure() -> None:
@@ -205,7 +205,7 @@ def test_checkpoint_folders_are_judged(found: Folder, shared: bool, status: Stat
     assert judged(having(folder=found), "checkpoints", job)[0] is status
 
 
-def test_a_missing_marker_tells_nothing_if_the_driver_cannot_write() -> None:
+def test_a_missing_marker_is_ignored_if_the_driver_cannot_write() -> None:
     job = config(checkpoint={"dir": "/data", "shared": True})
     home = replace(driver(), facts=FACTS.model_copy(update={"folder": Folder(problem="full")}))
     stage = having(folder=Folder(free_bytes=2**30))

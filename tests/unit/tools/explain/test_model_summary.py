@@ -1,4 +1,4 @@
-"""What a job is made of, counted on nothing, against the model that is built and trained."""
+"""A job's parts counted on the meta device, compared with the built and trained model."""
 
 from __future__ import annotations
 

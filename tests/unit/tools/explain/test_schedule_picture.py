@@ -74,7 +74,9 @@ def columns(
 @pytest.mark.parametrize("name", schedule.POLICIES)
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(graphs(), st.integers(1, 7), st.data())
-def test_columns_are_moments(name: str, shape: Graph, count: int, data: st.DataObject) -> None:
+def test_columns_of_the_picture_are_points_in_time(
+    name: str, shape: Graph, count: int, data: st.DataObject
+) -> None:
     """What begins later never stands further left, and what begins together in one column."""
     seconds = st.integers(1, 30).map(lambda ms: ms / 1000)
     times = {

@@ -82,7 +82,7 @@ def test_unknown_optimizer_state_is_the_rest_of_the_measured_state() -> None:
     assert first.memory.optimizer == 300 - 2 * 80 - 8
 
 
-def test_without_a_measurement_the_unknown_parts_are_none() -> None:
+def test_unknown_parts_are_none_without_a_measurement() -> None:
     counted = inventory(facts(2, 20, None), facts(1, 30, 0))
     first, last = explain_stages(chain_of(2), counted, None)
     memory = first.memory

@@ -104,15 +104,15 @@ def test_useless_settings_are_left_out_with_a_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    ("axes", "said"),
+    ("axes", "message"),
     [
         (Axes([0]), "num_microbatches: .* greater than or equal to 1 .got 0"),
         (Axes(max_in_flight=[-1]), "max_in_flight: .* greater than or equal to 1 .got -1"),
         (Axes(schedules=["zbv"]), "no schedule 'zbv'; there are 'gpipe', '1f1b', 'zero-bubble'"),
     ],
 )
-def test_values_that_a_config_refuses_are_errors(axes: Axes, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_values_that_a_config_refuses_are_errors(axes: Axes, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         grid(config(), axes)
 
 

@@ -45,7 +45,7 @@ def test_tuning_measures_train_steps_on_full_mini_batches() -> None:
 
 
 class Pretender:
-    """A runner whose steps take what `seconds` says of a setting, and of how often it was run."""
+    """A runner whose steps take `seconds` of the setting and of the number of its earlier runs."""
 
     def __init__(self, seconds: Callable[[ScheduleOptions, int], float], stops_at: int = 0) -> None:
         self._seconds, self._stops_at = seconds, stops_at
@@ -74,12 +74,12 @@ def short(setting: ScheduleOptions) -> str:
 
 @dataclass
 class Sweep:
-    """What was found, and how: what took how long, and what was told when of the time left."""
+    """The result of a sweep, with its duration and the reported estimates of the time left."""
 
     tuned: Tuned
     runner: Pretender
     took: float
-    told: list[tuple[str, float, float]]
+    estimates: list[tuple[str, float, float]]
 
 
 def fewer_is_faster(setting: ScheduleOptions, run: int) -> float:
@@ -106,19 +106,19 @@ def sweep(
     """Tune the chain, in pretended time."""
     runner, job = Pretender(seconds, stops_at), config(**changed)
     swept = grid(job, axes or Axes([2, 4], ["1f1b", "zero-bubble"], [None]))
-    told: list[tuple[str, float, float]] = []
+    reported: list[tuple[str, float, float]] = []
 
     async def run() -> Tuned:
         def tell(what: str, left: float) -> None:
-            told.append((what, asyncio.get_running_loop().time(), left))
+            reported.append((what, asyncio.get_running_loop().time(), left))
 
         limits = TimeLimits(budget, runner.stop)
         await asyncio.sleep(starting)
         return await tune(job, swept, runner, rounds, steps, tell, limits)
 
     tuned, took = in_pretended_time(run())
-    assert len(told) == len(runner.runs)
-    return Sweep(tuned, runner, took, told)
+    assert len(reported) == len(runner.runs)
+    return Sweep(tuned, runner, took, reported)
 
 
 def measure(
@@ -175,7 +175,7 @@ def test_settings_as_fast_as_the_best_are_not_dropped() -> None:
 
 
 @pytest.mark.parametrize("budget", [1.0, 5.0, 10.0, 30.0, 60.0, 600.0])
-def test_a_sweep_keeps_to_its_budget_and_chooses_well(budget: float) -> None:
+def test_a_sweep_keeps_its_budget_and_chooses_the_fastest_setting(budget: float) -> None:
     """24 settings, whose steps take 1 to 128 ms."""
     done = sweep(
         lambda s, run: 0.01 * fewer_is_faster(s, run),
@@ -199,14 +199,14 @@ TEN = Axes([1, 2, 4, 8, 16], ["1f1b", "zero-bubble"], [None])
 def test_a_sweep_of_a_large_job_keeps_to_its_budget(
     steps: int | None, budget: float, count: int
 ) -> None:
-    """Five seconds a step; the warm-up has two of each setting, one of which is timed."""
+    """A step takes five seconds; the warm-up has two steps per setting, and times one of them."""
     done = sweep(lambda s, run: 5.0, axes=TEN, steps=steps, budget=budget)
     assert done.took == count * (SETTLE_STEPS + 1) * 5.0
     assert [len(one.measured) for one in done.tuned.series] == [0] * count
     assert len(done.tuned.unmeasured) == 10 - count
     assert {"dropped"} & set(remarks(done.tuned)) == set()
-    said = list(sweep_report.lines(done.tuned))
-    assert sum(line.startswith("not measured: no time left: num_microbatches") for line in said)
+    message = list(sweep_report.lines(done.tuned))
+    assert sum(line.startswith("not measured: no time left: num_microbatches") for line in message)
     assert "in the warm-up alone" in done.tuned.basis
     assert len(sweep_report.as_json(done.tuned)["not_measured"]) == 10 - count
 
@@ -218,7 +218,7 @@ def test_the_budget_includes_the_start() -> None:
     late = sweep(lambda s, run: 1.0, axes=TEN, budget=30.0, starting=40.0)
     assert late.took == 44.0
     assert [short(one.setting) for one in late.tuned.series] == ["11", "14"]
-    assert [left for _, _, left in late.told] == [math.inf, 2.0]
+    assert [left for _, _, left in late.estimates] == [math.inf, 2.0]
 
 
 def test_a_measurement_stops_when_the_budget_is_spent() -> None:
@@ -244,11 +244,11 @@ def test_the_predicted_time_left_shrinks(budget: float) -> None:
     done = sweep(
         lambda s, run: 0.4 if short(s) == "11" else 0.5, axes=TEN, steps=None, budget=budget
     )
-    ends = [now + left for _, now, left in done.told]
+    ends = [now + left for _, now, left in done.estimates]
     assert ends[0] == budget  # while it does not know how long a step takes
     assert ends[2:] == pytest.approx([done.took] * len(ends[2:]), rel=0.25)
     assert ends[10:] == pytest.approx([done.took] * len(ends[10:]))
-    left = [left for _, _, left in done.told[10:]]
+    left = [left for _, _, left in done.estimates[10:]]
     assert len(left) > 10
     assert min(left) > 0
 
@@ -258,9 +258,9 @@ def test_a_stopped_sweep_shows_the_results_so_far() -> None:
     assert tuned.is_cut_short
     assert short(tuned.best.setting) == "12"  # 0.2 s in the first round; "z2" 0.204
     assert (tuned.confirmed, tuned.recommended) == (None, tuned.own.setting)
-    said = list(sweep_report.lines(tuned))
-    assert said[0] == "stopped: these are the results so far"
-    assert said[-1].startswith("not measured once more: leave your config as it is")
+    message = list(sweep_report.lines(tuned))
+    assert message[0] == "stopped: these are the results so far"
+    assert message[-1].startswith("not measured once more: leave your config as it is")
     sweep_report.table(tuned)
     json.dumps(sweep_report.as_json(tuned))
 
@@ -275,9 +275,13 @@ def test_a_sweep_stopped_anywhere_knows_the_fastest_and_drops_only_losers(
     tuned, runner = measure(steady, stops_at=stops_at)
     assert tuned.is_cut_short
     assert short(tuned.best.setting) == "12"
-    said = dict(zip(map(short, (one.setting for one in tuned.series)), remarks(tuned), strict=True))
-    assert {name for name, remark in said.items() if "dropped" in remark} <= {"z4"}
-    assert (said.get("z4") == "dropped") == (len(runner.runs) > 4)  # twice as slow in the warm-up
+    message = dict(
+        zip(map(short, (one.setting for one in tuned.series)), remarks(tuned), strict=True)
+    )
+    assert {name for name, remark in message.items() if "dropped" in remark} <= {"z4"}
+    assert (message.get("z4") == "dropped") == (
+        len(runner.runs) > 4
+    )  # twice as slow in the warm-up
     assert len(tuned.unmeasured) == max(0, 5 - stops_at)
     waiting = [
         line for line in sweep_report.lines(tuned) if line.startswith("not measured: stopped")
@@ -363,7 +367,7 @@ def test_json_has_everything_in_the_table() -> None:
     assert found["recommended"] == found["best"]
     assert found["own"] == {"num_microbatches": 4, **own}
     slower = [one["is_slower_than_best"] for one in found["settings"]]
-    assert slower == [False, True, False, False]  # the last was dropped, and nobody knows
+    assert slower == [False, True, False, False]  # the last was dropped before it was known
     first = found["settings"][0]
     assert first["samples_per_s"] == pytest.approx(16 / first["step_s"])
     assert first["spread"]["median"] == first["step_s"] == 2 * first["busiest_stage_s"]

@@ -73,7 +73,7 @@ def test_the_same_run_twice_is_identical(changed: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("balance", [[3], [1, 2], [2, 1], [1, 1, 1]])
-def test_the_cuts_do_not_matter(right: ComparedRun, balance: list[int]) -> None:
+def test_every_balance_trains_the_same(right: ComparedRun, balance: list[int]) -> None:
     model = {"layers": "tests.zoo.models:layers", "balance": balance}
     assert first_difference(train(job(model=model)), right) is None
 

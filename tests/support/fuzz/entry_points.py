@@ -1,4 +1,4 @@
-"""The ways into a stage server, and what is said at each."""
+"""Ports of a stage server by certificate and protocol, and the valid messages for each."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @dataclass(frozen=True)
-class Door:
-    """A way in.
+class EntryPoint:
+    """One way to connect to a stage server.
 
     Attributes:
         name: for reports.
-        share: how many of all inputs come here, relative to the other doors.
-        folder: the certificate that is shown; None: none, and no TLS.
-        protocol: what is said that will be spoken.
-        is_driver: whether those who come may steer a job.
+        share: how many of all inputs come here, relative to the other entry points.
+        folder: of the client's certificate; None: no TLS.
+        protocol: the announced protocol (ALPN).
+        is_driver: whether its peers may steer a job.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Door:
         return self.protocol == GRPC or (self.folder is None and self.is_driver)
 
     async def open(self, address: str) -> Connection:
-        """A connection to a server, with its handshake done.
+        """Connect to a server and complete the handshake.
 
         Raises:
             OSError: it has hung up.
@@ -58,7 +58,7 @@ class Door:
         return reader, writer
 
     def conversations(self, draw: random.Random, job: Job) -> Iterator[bytes]:
-        """What is said here when all is in order."""
+        """Yield valid messages for this entry point."""
         if self.folder is None:
             plain = [grpc_calls(draw, job, True), greetings(draw, job, True), other_protocols(draw)]
             outside = [hellos(draw), other_protocols(draw)]
@@ -68,24 +68,26 @@ class Door:
         return grpc_calls(draw, job, self.is_driver)
 
 
-def plain_doors() -> list[Door]:
-    """Those of a server without certificates: whoever comes from this machine may drive."""
-    return [Door("plain port", 1, is_driver=True)]
+def plain_entry_points() -> list[EntryPoint]:
+    """Return the entry points of a server without certificates: any local process may drive."""
+    return [EntryPoint("plain port", 1, is_driver=True)]
 
 
-def tls_doors(certs: Path) -> list[Door]:
-    """Those of a server with certificates; few handshakes for what costs them."""
+def tls_entry_points(certs: Path) -> list[EntryPoint]:
+    """Return the entry points of a server with certificates; few inputs where handshakes are
+    costly.
+    """
     return [
-        Door("TLS port, no handshake", 4),
-        Door("stage's certificate, relay", 1, certs / "stage1", RELAY),
-        Door("stage's certificate, gRPC", 3, certs / "stage1", GRPC),
-        Door("driver's certificate, relay", 1, certs / "driver", RELAY, True),
-        Door("driver's certificate, gRPC", 1, certs / "driver", GRPC, True),
+        EntryPoint("TLS port, no handshake", 4),
+        EntryPoint("stage's certificate, relay", 1, certs / "stage1", RELAY),
+        EntryPoint("stage's certificate, gRPC", 3, certs / "stage1", GRPC),
+        EntryPoint("driver's certificate, relay", 1, certs / "driver", RELAY, True),
+        EntryPoint("driver's certificate, gRPC", 1, certs / "driver", GRPC, True),
     ]
 
 
 def context_of(folder: Path, protocol: str) -> ssl.SSLContext:
-    """TLS of a client that shows a certificate."""
+    """Return a TLS context for a client with this certificate."""
     if (folder, protocol) not in _contexts:
         context = ssl.create_default_context(cafile=str(folder / CA))
         context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
