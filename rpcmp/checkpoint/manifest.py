@@ -82,7 +82,7 @@ class Manifest(Strict):
         rng: the run's seed and the version of the rules by which random numbers are derived (see
             rpcmp.pipelining.layers); no generator has a state.
         versions: rpcmp's, torch's and Python's.
-        config: the job's, see rpcmp.config.redaction.
+        config: the job's, see rpcmp.config.hashes.
         written: time, in ISO format.
         stages: in the order of the pipeline.
     """

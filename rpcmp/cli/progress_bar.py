@@ -14,7 +14,7 @@ from rich.text import Text
 
 from rpcmp.cli.console import Console
 from rpcmp.cli.terminal import echo
-from rpcmp.process.signals import count_stop_requests, handle_stop_signals
+from rpcmp.process.interpreter import count_stop_requests, handle_stop_signals
 from rpcmp.tools.bench.comparison import Progress as Tell
 
 PLAIN_SECONDS = 2.0

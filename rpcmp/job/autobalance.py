@@ -41,13 +41,14 @@ from rpcmp.job.server_calls import (
 from rpcmp.job.server_pool import connected
 from rpcmp.pipelining import inflight
 from rpcmp.pipelining.cost_model import Prediction, predict
-from rpcmp.pipelining.layer_profile import (
+from rpcmp.pipelining.partition import (
     HostProfile,
     ProfileOrder,
+    StageHost,
+    choose_balance,
     merge_profiles,
     profile_seconds,
 )
-from rpcmp.pipelining.partition import StageHost, choose_balance
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.task import run_task

@@ -15,9 +15,9 @@ import threading
 from typing import Any, NamedTuple
 
 from rpcmp.process.activity import Activity, enable_stack_dumps
+from rpcmp.process.interpreter import STOP_SIGNALS
 from rpcmp.process.logging import capture
 from rpcmp.process.logging.capture import Sender
-from rpcmp.process.signals import STOP_SIGNALS
 
 Message = dict[str, Any]
 

@@ -13,9 +13,9 @@ from tests.support.instances import noted
 def pytest_collection_finish() -> None:
     """Spare this process what stages are spared as well: two seconds for the first optimizer."""
     if "torch" in sys.modules:
-        from rpcmp.pipelining import lazy_dynamo
+        from rpcmp.pipelining import optimizers
 
-        lazy_dynamo.defer()
+        optimizers.defer_dynamo()
 
 
 @pytest.fixture(autouse=True)

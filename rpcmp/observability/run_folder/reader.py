@@ -39,7 +39,7 @@ class Record:
     Attributes:
         path: of its folder.
         info: of `run.json`.
-        config: the job's, see rpcmp.config.redaction.
+        config: the job's, see rpcmp.config.hashes.
         events: all that were kept and that this version defines, in order; each has a time.
     """
 

@@ -30,8 +30,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, TextIO
 
-from rpcmp.process.logging.rate_limit import LogRateLimiter
-from rpcmp.process.logging.records import MAX_BYTES, Line, cut
+from rpcmp.process.logging.records import MAX_BYTES, Line, LogRateLimiter, cut
 
 _SIZE = struct.Struct("<I")
 

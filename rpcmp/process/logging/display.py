@@ -18,10 +18,10 @@ from dataclasses import replace
 from typing import NamedTuple, TextIO
 
 from rpcmp.process.logging.capture import show_warnings
-from rpcmp.process.logging.rate_limit import LogRateLimiter
 from rpcmp.process.logging.records import (
     Entry,
     Line,
+    LogRateLimiter,
     Unreported,
     as_json,
     as_text,

@@ -20,8 +20,7 @@ from collections.abc import Callable
 
 from rpcmp.process import descriptors
 from rpcmp.process.logging.capture import MEMORY, Stream, held
-from rpcmp.process.logging.rate_limit import LogRateLimiter
-from rpcmp.process.logging.records import MAX_BYTES, Line, unpack
+from rpcmp.process.logging.records import MAX_BYTES, Line, LogRateLimiter, unpack
 
 LineHandler = Callable[[Line], None]
 
