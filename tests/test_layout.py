@@ -36,7 +36,7 @@ ELSEWHERE = {
     "cluster/test_hosts.py": "job/server_pool server/snapshot_saver server/snapshot_store",
     "cluster/test_launch.py": "driver/operations",
     "cluster/test_leftovers.py": "job/restore_planner",
-    "cluster/test_openmetrics.py": "observability/prometheus/server",
+    "cluster/test_openmetrics.py": "observability/prometheus/server_metrics",
     "cluster/test_recovery.py": "job/training_workload process/liveness worker/snapshots",
     "cluster/test_resume.py": "job/checkpoints",
     "cluster/test_run_log.py": "job/worker_group",
@@ -48,7 +48,7 @@ ELSEWHERE = {
     "cluster/test_tunnel.py": "net/dialer",
     "cluster/test_verify.py": "cli/verify",
     "group/test_bits.py": "driver/stage_group driver/worker_refs worker/step_runner",
-    "group/test_optimizers.py": "driver/optimizer",
+    "group/test_optimizers.py": "driver/distributed_optimizer",
     "group/test_ties.py": "worker/grad_sync/tied",
     "system/test_examples.py": """
         examples/branches examples/encoder_decoder examples/hybrid_devices examples/llama

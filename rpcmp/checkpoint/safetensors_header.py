@@ -38,7 +38,7 @@ as much memory."""
 Count = Annotated[int, Field(ge=0)]
 
 
-class _Entry(Strict):
+class _TensorEntry(Strict):
     """A tensor in the header."""
 
     dtype: str
@@ -139,7 +139,7 @@ def read(file: BinaryIO, source: object) -> dict[str, TensorRange]:
     try:
         entries, begin, end = _read_header(file.fileno())
         ranges = {
-            name: _range(_Entry.model_validate(entry), begin)
+            name: _range(_TensorEntry.model_validate(entry), begin)
             for name, entry in entries.items()
             if name != METADATA
         }
@@ -208,7 +208,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return unique
 
 
-def _range(entry: _Entry, begin: int) -> TensorRange:
+def _range(entry: _TensorEntry, begin: int) -> TensorRange:
     first, last = entry.data_offsets
     if last < first:
         raise ValueError("a tensor ends before it begins")

@@ -199,7 +199,7 @@ def served(server: StageServer, metrics: str | None, security: Security) -> Iter
         yield
         return
     from rpcmp.observability.prometheus.endpoint import serving
-    from rpcmp.observability.prometheus.server import ServerMetrics
+    from rpcmp.observability.prometheus.server_metrics import ServerMetrics
 
     found = ServerMetrics(server)
     with serving(found.store, metrics, security) as url:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from rpcmp.config.schema import Config
 from rpcmp.driver.datasets import MiniBatches
 from rpcmp.driver.evaluation import Evaluation, mean
-from rpcmp.driver.metrics import Metrics
 from rpcmp.driver.rounds import Batch
 from rpcmp.driver.stage_group import StageGroup
+from rpcmp.driver.stateful_metrics import Metrics
 from rpcmp.errors import ConfigError, JobError, StageError, WorkerDiedError, WorkerHungError
 from rpcmp.process.activity import Activity
 

@@ -29,10 +29,10 @@ from rpcmp.config import importing
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.data.batch_server import BatchServer
 from rpcmp.driver.datasets import Datasets
-from rpcmp.driver.metrics import Metrics
 from rpcmp.driver.operations import Operations, serve
 from rpcmp.driver.progress import TrainingProgress
 from rpcmp.driver.stage_group import StageGroup
+from rpcmp.driver.stateful_metrics import Metrics
 from rpcmp.driver.tracing import StepSampler, Tracer
 from rpcmp.driver.training import Training
 from rpcmp.errors import JobError, RpcmpError, one_line, to_wire

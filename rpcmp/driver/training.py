@@ -21,10 +21,10 @@ from rpcmp.data.batches import Loaded
 from rpcmp.driver.checkpoint_schedule import CheckpointCadence
 from rpcmp.driver.datasets import Datasets, fewest_samples
 from rpcmp.driver.evaluator import Evaluator
-from rpcmp.driver.metrics import Metrics
 from rpcmp.driver.progress import Best, EarlyStopping, TrainingProgress
 from rpcmp.driver.rounds import RoundHandle
 from rpcmp.driver.stage_group import StageGroup
+from rpcmp.driver.stateful_metrics import Metrics
 from rpcmp.driver.steps import Step, StepStream, event_of_driver, with_stage_reports
 from rpcmp.driver.tracing import StepSampler, Tracer
 from rpcmp.errors import FactoryError

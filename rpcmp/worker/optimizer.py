@@ -1,7 +1,7 @@
 """A stage's optimizer: an ordinary torch.optim one, or the user's own.
 
 Gradients lie in `.grad` of the stage's parameters, so any optimizer and scheduler works unchanged.
-`rpcmp.driver.optimizer` is the handle for all stages together.
+`rpcmp.driver.distributed_optimizer` is the handle for all stages together.
 """
 
 from __future__ import annotations

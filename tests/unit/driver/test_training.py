@@ -17,10 +17,10 @@ from rpcmp.config.topology import Member
 from rpcmp.data.batches import Loaded
 from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.evaluation import Evaluation
-from rpcmp.driver.metrics import Metrics
 from rpcmp.driver.progress import Best, TrainingProgress
 from rpcmp.driver.rounds import Batch, RoundHandle
 from rpcmp.driver.stage_group import StageGroup
+from rpcmp.driver.stateful_metrics import Metrics
 from rpcmp.driver.tracing import Tracer
 from rpcmp.driver.training import Training
 from rpcmp.errors import ConfigError, JobError

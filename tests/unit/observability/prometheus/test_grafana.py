@@ -9,12 +9,12 @@ from typing import Any
 import promql_parser
 import pytest
 
-from rpcmp.observability.prometheus import run, server
+from rpcmp.observability.prometheus import run, server_metrics
 from tests.support.places import DEPLOY
 
 GRAFANA = DEPLOY / "grafana.json"
 
-FAMILIES = {family.sample: family for family in (*run.FAMILIES, *server.FAMILIES)}
+FAMILIES = {family.sample: family for family in (*run.FAMILIES, *server_metrics.FAMILIES)}
 """All that there can be, by the names that queries use."""
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rpcmp.config.loader import parse_config
-from rpcmp.driver.metrics import Metrics
+from rpcmp.driver.stateful_metrics import Metrics
 from rpcmp.errors import ConfigError, FactoryError, JobError
 
 
