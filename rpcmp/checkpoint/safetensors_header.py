@@ -39,8 +39,6 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class _TensorEntry(Strict):
-    """A tensor in the header."""
-
     dtype: str
     shape: list[Count]
     data_offsets: list[Count] = Field(min_length=2, max_length=2)

@@ -252,7 +252,6 @@ def _require_agreement(parts: Sequence[StageState], stage: str, trained: Collect
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Return whether two trees and their tensors are equal."""
     mine: dict[str, Tensor] = {}
     theirs: dict[str, Tensor] = {}
     if encode_tree(one, mine) != encode_tree(other, theirs):

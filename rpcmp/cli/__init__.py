@@ -127,7 +127,6 @@ def _print(line: Line, display: Display) -> None:
 
 
 def _remedy(error: RpcmpError, began: datetime) -> str:
-    """Return the command that helps next; empty if none does."""
     from rpcmp.cli.hints import failed, remedy
 
     name, *arguments = sys.argv[1:]

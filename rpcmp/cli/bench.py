@@ -102,7 +102,6 @@ def bench(
 async def _measure(
     case: Case, contestants: Sequence[Contestant], pairs: int, steps: int | None, budget: float
 ) -> tuple[BenchmarkResult | None, int]:
-    """Return the result, if there is one, and the exit code."""
     from rpcmp.cli.progress_bar import measuring
     from rpcmp.tools.bench.benchmark import benchmark
     from rpcmp.tools.bench.comparison import StoppedError, TimeLimits

@@ -16,7 +16,7 @@ from rpcmp.cli.terminal import echo
 from rpcmp.config import loader
 
 if TYPE_CHECKING:
-    from rpcmp.tools.doctor.diagnosis import Finding
+    from rpcmp.tools.diagnosis import Finding
 
 WIDTH = 250
 """Characters of a line when the output is not a terminal."""
@@ -37,8 +37,7 @@ def doctor(config: Path, overrides: tuple[str, ...], connect: str | None, as_jso
     Example:
       rpcmp doctor config.toml --connect host-a,host-b --certs certs/driver
     """
-    from rpcmp.tools.doctor.checkup import check_up
-    from rpcmp.tools.doctor.diagnosis import exit_code
+    from rpcmp.tools.diagnosis import check_up, exit_code
 
     job = loader.load_config(config, overrides)
     findings = asyncio.run(check_up(job, addresses_of(connect, job)))
@@ -52,9 +51,8 @@ def doctor(config: Path, overrides: tuple[str, ...], connect: str | None, as_jso
 
 
 def _print(findings: Sequence[Finding]) -> None:
-    """Print a row per finding, and how many are not as they should be."""
     from rpcmp.cli.console import Console, table
-    from rpcmp.tools.doctor.diagnosis import Status
+    from rpcmp.tools.diagnosis import Status
 
     styles = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILED: "bold red"}
     console = Console()

@@ -138,11 +138,7 @@ def log_options(command: Command) -> Command:
 
 
 def require_writable(path: Path) -> None:
-    """Check that a result can be written, before the work for it starts; leaves no file behind.
-
-    Raises:
-        ConfigError: `path` cannot be written.
-    """
+    """Check that a result can be written, before the work for it starts; leaves no file behind."""
     existed = path.exists()
     try:
         path.open("ab").close()

@@ -48,9 +48,6 @@ def measuring(name: str) -> Iterator[Measuring]:
     """Show the progress of a measurement in an event loop, and handle Ctrl-C.
 
     The first signal sets `stop`, the second cancels the current task.
-
-    Raises:
-        Exit: there was a second signal.
     """
     task, stop = asyncio.current_task(), asyncio.Event()
     signals: list[int] = []

@@ -113,7 +113,6 @@ def _top(module: str) -> str:
 
 
 def _folders(spec: ModuleSpec | None) -> set[Path]:
-    """Return the folders in which a top-level Python module was found."""
     if spec is None:
         return set()
     places = list(spec.submodule_search_locations or ())
@@ -123,7 +122,6 @@ def _folders(spec: ModuleSpec | None) -> set[Path]:
 
 
 def _is_package(places: set[Path]) -> bool:
-    """Return whether a module that was found in these folders was installed."""
     return any(map(_is_shared, places))
 
 

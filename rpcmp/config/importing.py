@@ -63,7 +63,6 @@ class AllowList:
         """Return the object "module:attribute"; imports only allowed modules.
 
         Raises:
-            FactoryError: it is not allowed, with the reason.
             Exception: a module does not import, or has no such attribute.
         """
         for step in (*module.split("."), *attribute.split(".")):
@@ -87,7 +86,6 @@ class AllowList:
         return any(f"{module}.".startswith(f"{prefix}.") for prefix in self._prefixes)
 
     def _imported(self, module: str) -> ModuleType:
-        """Import a module step by step; refuse parents that are aliases of other modules."""
         parts = module.split(".")
         names = [".".join(parts[: count + 1]) for count in range(len(parts))]
         for name in filter(self._is_below, names):
@@ -126,7 +124,6 @@ class AllowList:
 
 
 def _built_in(module: str, attribute: str) -> Callable[..., Any]:
-    """Return an attribute of a module of BUILT_IN, if it is listed there."""
     found: Any = getattr(importlib.import_module(module), attribute, None)
     if not attribute.startswith("_") and _is_built_in(module, attribute, found):
         built_in: Callable[..., Any] = found
@@ -176,9 +173,6 @@ def resolve(name: str, what: str) -> Callable[..., Any]:
     Args:
         name: module path and dotted attribute, such as "torch.optim:AdamW".
         what: the config key, for the error message.
-
-    Raises:
-        FactoryError: it does not import, does not exist, is not callable, or not allowed here.
     """
     module_name, _, attribute = name.partition(":")
     try:
@@ -207,9 +201,6 @@ def accepting(factory: Factory, what: str, num_args: int = 0) -> Callable[..., A
         factory: the config's.
         what: the config key, for the error message.
         num_args: number of positional arguments of the call.
-
-    Raises:
-        FactoryError: it does not import, or takes no such keyword argument.
     """
     target = resolve(factory.callable, what)
     known = _keywords(target, num_args)

@@ -65,7 +65,6 @@ def kinds(annotation: Any) -> tuple[Any, ...]:
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the model inside `annotation`, such as StageConfig in list[StageConfig]."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for arg in get_args(annotation) if (found := _section_in(arg))), None)

@@ -292,11 +292,7 @@ class Config(JobSettings):
         return self.model_copy(update={"autocast": None, "loss_scaling": None, "stages": stages})
 
     def graph(self) -> Graph:
-        """Return which stage reads what.
-
-        Raises:
-            ConfigError: the inputs do not form a graph with one sink.
-        """
+        """Return which stage reads what."""
         if not any(stage.inputs for stage in self.stages):
             return chain_graph(self.stage_names)
         sources = ["input", *self.stage_names[:-1]]

@@ -93,12 +93,7 @@ def assign(
     driver_metrics: Sequence[str] = (),
     loads_data: bool = False,
 ) -> list[Assignment]:
-    """Return every worker's assignment, in the config's order; arguments as in `Assignment`.
-
-    Raises:
-        ConfigError: the layers cannot be imported, the balance does not fit them, or a loss,
-            optimizer or scheduler of torch or rpcmp refuses its arguments.
-    """
+    """Return every worker's assignment, in the config's order; arguments as in `Assignment`."""
     _try_out(config, driver_metrics)
     layers_of_stages = _layers_of_stages(config)
     unsplit = [layer for layers in layers_of_stages for layer in layers]
@@ -219,7 +214,6 @@ def _try_optimizer(config: Config, index: int) -> None:
 
 
 def _metrics(config: Config, driver_metrics: Sequence[str]) -> list[tuple[str, Factory]]:
-    """Return the metrics that the sink computes."""
     return [
         (f"metrics.{name}", metric)
         for name, metric in config.metrics.items()

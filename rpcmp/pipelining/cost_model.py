@@ -103,7 +103,6 @@ def simulate(config: Config, times: Mapping[str, ActionTimes]) -> Simulation:
 
 
 def _parts(hosts: Sequence[StageHost], balance: Sequence[int]) -> list[tuple[StageHost, int, int]]:
-    """Return each stage with its first layer and the one after its last."""
     ends = list(accumulate(balance))
     return list(zip(hosts, [0, *ends], ends, strict=False))
 

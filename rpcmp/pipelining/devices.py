@@ -89,7 +89,6 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def _container_limit() -> list[int]:
-    """Return the control group's limit, if there is one."""
     try:
         text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:

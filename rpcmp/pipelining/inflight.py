@@ -26,11 +26,7 @@ def num_bundles(config: Config) -> int:
 
 
 def limits(config: Config) -> dict[str, InFlightLimits]:
-    """Return the bundles that each stage may keep, by its name; see `simulation.limits`.
-
-    Raises:
-        ConfigError: the schedule cannot run with the config's `max_in_flight`.
-    """
+    """Return the bundles that each stage may keep, by its name; see `simulation.limits`."""
     chosen = policy(config.schedule)
     graph, most, count = config.graph(), config.max_in_flight, config.num_microbatches
     per_message = config.microbatches_per_message

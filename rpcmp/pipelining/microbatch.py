@@ -37,9 +37,6 @@ def sizes(num_samples: int, num_microbatches: int, smallest: int = 1) -> list[in
         num_samples: size of the mini-batch.
         num_microbatches: the most micro-batches to make.
         smallest: the fewest samples per micro-batch, unless the mini-batch has fewer.
-
-    Raises:
-        ConfigError: the mini-batch is empty.
     """
     if num_samples < 1:
         raise ConfigError("a mini-batch has no samples; is the dataset empty?")
@@ -59,7 +56,6 @@ def smallest_for(modules: Iterable[nn.Module]) -> int:
 
 
 def _uses_batch(layer: nn.Module) -> bool:
-    """Return whether batch normalization computes statistics of its batch."""
     return layer.training or (layer.running_mean is None and layer.running_var is None)
 
 
@@ -68,9 +64,6 @@ def num_samples(batch: Any, what: str = "") -> int:
 
     Args:
         what: the batch's name, for errors.
-
-    Raises:
-        ConfigError: a leaf is not a tensor, has no dimension, or the sizes differ.
     """
     found: dict[int, str] = {}
     for path, leaf in pytree.leaves_with_path(batch):

@@ -121,9 +121,6 @@ def require_matches(config: Config, trained: Trained) -> None:
     Args:
         config: the job.
         trained: the parameters of all stages.
-
-    Raises:
-        ConfigError: a pattern matches none; names its matches and the optimizer that trains them.
     """
     stages: dict[str, list[int]] = {}
     for index in range(config.num_stages):
@@ -144,7 +141,6 @@ def _has_own(config: Config, index: int) -> bool:
 
 
 def _trained_in(config: Config, index: int, trained: Trained) -> Iterator[str]:
-    """Yield the names of the parameters that a stage's optimizer trains, with tied ones' all."""
     for name, is_trained in trained[config.stage_names[index]].items():
         if is_trained and name not in config.tied_to:
             yield from config.optimizer_of(index).names_of(name)

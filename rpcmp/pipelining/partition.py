@@ -127,11 +127,7 @@ def profile_seconds(host: HostProfile) -> float:
 
 
 def cut_layers(layers: Sequence[str], balance: Sequence[int]) -> list[list[str]]:
-    """Return the names of the layers of each stage.
-
-    Raises:
-        ConfigError: the balance does not add up to the number of layers.
-    """
+    """Return the names of the layers of each stage."""
     if sum(balance) != len(layers):
         raise ConfigError(
             f"balance = {list(balance)} adds up to {sum(balance)}, but the model has "

@@ -111,9 +111,6 @@ class Policy(Protocol):
         Args:
             num_microbatches: per step.
             max_in_flight: the config's; None for the policy's own.
-
-        Raises:
-            ConfigError: the schedule cannot run with so small a `max_in_flight`.
         """
 
     def choose(self, progress: RoundProgress, limits: InFlightLimits) -> Action | None:

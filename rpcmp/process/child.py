@@ -91,9 +91,6 @@ class Child:
             on_line: called with each of its log lines; None to add them to our own log.
             reach: what it may open; None for an unconfined child. Only a fork can be confined.
             max_message_bytes: of the longest message that it may send.
-
-        Raises:
-            WorkerDiedError: the fork server has died.
         """
         ours, theirs = socket.socketpair()
         stacks, memory = Stacks(), descriptors.memory("rpcmp-activity", mmap.PAGESIZE)
@@ -178,7 +175,6 @@ class Child:
             ended.cancel()
 
     async def _next_line(self, ended: asyncio.Future[int]) -> bytes:
-        """Return the next line; empty if there will be none."""
         reading = asyncio.ensure_future(self._reader.readline())
         either: list[asyncio.Future[Any]] = [reading, ended]
         try:
@@ -266,7 +262,6 @@ class Child:
         return f"{state}\n{self.stacks.read(size)}"
 
     async def _dumps_more_than(self, size: int) -> bool:
-        """Wait until the child has written more than `size` bytes of stacks, or has ended."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STACKS_SECONDS):
                 while self.stacks.size == size and self.exit_code is None:
@@ -278,7 +273,6 @@ class Child:
 
 
 def _own_log(module: str) -> LineHandler:
-    """The handler for lines of a child that belongs to no group."""
     name = module.removeprefix("rpcmp.")
 
     def on_line(line: Line) -> None:

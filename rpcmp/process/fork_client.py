@@ -112,10 +112,6 @@ class Forks:
                 last one of a confined child is its standard output and error.
             reach: what the child may open, if it is confined.
             scratch: the folder for temporary files of a confined child.
-
-        Raises:
-            WorkerDiedError: the fork server has died meanwhile.
-            JobError: the system allows no more processes.
         """
         await self._require_server(environment)
         message = {
@@ -145,11 +141,7 @@ class Forks:
             return connectable
 
     async def listener(self, host: str, port: int) -> socket.socket:
-        """Return a listening TCP socket in the network of forked processes.
-
-        Raises:
-            JobError: the port is taken.
-        """
+        """Return a listening TCP socket in the network of forked processes."""
         message = {"op": "listener", "host": host, "port": port}
         listener: socket.socket = await self._request(message)
         return listener
@@ -208,7 +200,6 @@ class Forks:
         asyncio.get_running_loop().add_reader(line, self._read, line)
 
     def _request(self, message: dict[str, Any], fds: Sequence[int] = ()) -> asyncio.Future[Any]:
-        """Send a message, and return its pending answer; answers come in order."""
         request = asyncio.get_running_loop().create_future()
         if self._line is None:
             request.set_exception(WorkerDiedError(GONE))
@@ -261,7 +252,6 @@ class Forks:
             interpreter.kill_group(child.pid)
 
     def _answer(self, answer: Forked | NetworkOf | socket.socket | list[int] | None) -> bool:
-        """Resolve the oldest request; return False if it was cancelled."""
         request = self._requests.popleft()
         if request.cancelled():
             return False
@@ -269,7 +259,6 @@ class Forks:
         return True
 
     def _disconnect(self) -> None:
-        """Close the line, with which all children end."""
         if self._line is not None:
             asyncio.get_running_loop().remove_reader(self._line)
             self._line.close()

@@ -53,7 +53,6 @@ _CONFINEMENT_MARKS = ("NoNewPrivs", "Seccomp_filters")
 
 
 def _sockets() -> list[tuple[str, int]]:
-    """This process's sockets: their identities in the kernel, and their descriptors."""
     if sys.platform != "linux":
         return []
     sockets = []

@@ -142,12 +142,7 @@ class HostSurvey:
         return HostReport(name, settings, client.address, facts, speed, error)
 
     async def _reach(self, client: StageClient, index: int | None) -> LinkSpeed:
-        """Return the latency of a server that can take part.
-
-        Raises:
-            UnreachableError, SecurityError: it cannot be reached.
-            VersionError, ConfigError: it has other versions, or serves another stage.
-        """
+        """Return the latency of a server that can take part."""
         try:  # its errors are more precise than gRPC's
             speed = await way_to(self._dialer, client.name, client.address, index, seconds=0)
         except UnreachableError as error:
@@ -243,7 +238,6 @@ def _metrics(config: Config) -> dict[str, Factory]:
 
 
 def _data(config: Config, at: str) -> dict[str, Factory | None]:
-    """Return the datasets and what draws from them, if they are loaded `at` this place."""
     data = config.data
     if data is None or data.at != at:
         return {}

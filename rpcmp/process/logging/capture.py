@@ -97,7 +97,6 @@ class Sender:
             self._send_all(self._limiter.flush())
 
     def _send_due(self) -> None:
-        """Send summaries when they are due, until no line is held."""
         pause = threading.Event()
         while True:
             with self._lock:
@@ -128,7 +127,6 @@ class Sender:
             self._hold(line)
 
     def _try_send(self, line: Line) -> bool:
-        """Return False if the socket's buffer is full."""
         try:
             self._socket.send(line.pack(), socket.MSG_NOSIGNAL)
         except BlockingIOError:

@@ -193,7 +193,6 @@ class Display(logging.Handler):
                     item.set()
 
     def _next(self) -> _Item:
-        """Return the next item, or DUE."""
         times = [limiter.next_due() for limiter in self._limiters.values()]
         due = min((at for at in times if at is not None), default=None)
         try:

@@ -145,7 +145,6 @@ async def benchmark(
 
     Raises:
         StoppedError: stopped before the end of the first round.
-        MismatchError: losses differ in a frozen case.
         UnsupportedJobError: rpcmp cannot run the job.
     """
     notes = list(case.notes)
@@ -241,7 +240,6 @@ def lines(result: BenchmarkResult) -> Iterator[str]:
 
 
 def _driver_cpu(result: BenchmarkResult) -> float | None:
-    """Return the driver's median CPU seconds per step."""
     measured = result.ours.driver_cpu_seconds
     return spread(measured).median if measured else None
 

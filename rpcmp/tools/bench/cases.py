@@ -193,7 +193,6 @@ def _own_case(
 
 
 def _features_left_out(job: Config) -> tuple[str, ...]:
-    """Name the features of `job` that the benchmark's job lacks."""
     notes = []
     if job.has_schedulers or job.max_grad_norm is not None:
         notes.append("without learning-rate scheduler and gradient clipping")

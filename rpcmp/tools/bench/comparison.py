@@ -280,12 +280,10 @@ class _Comparison:
         self._step_s[one.name] = segment.seconds_per_step
 
     def _report(self, what: str, pending: float, rounds: int) -> None:
-        """Report progress: `pending` seconds for the current round, and `rounds` after it."""
         rest = min(rounds * self._cost(self._contestants, self.steps), self._limits.left - pending)
         self._progress(what, pending + max(0.0, rest))
 
     def _cost(self, contestants: Sequence[Contestant], steps: int) -> float:
-        """Return the seconds that `steps` steps of each take."""
         return steps * sum(self._step_s[one.name] for one in contestants)
 
     def whole_rounds(self) -> list[ContestantTimes]:
@@ -333,11 +331,7 @@ def loss_difference(series: Sequence[ContestantTimes]) -> str | None:
 
 
 def require_equal_losses(series: Sequence[ContestantTimes]) -> None:
-    """Fail if contestants train differently: their times cannot be compared.
-
-    Raises:
-        MismatchError: says where they first differ.
-    """
+    """Fail if contestants train differently: their times cannot be compared."""
     if difference := loss_difference(series):
         raise MismatchError(f"the contestants do not train the same: {difference}")
 
@@ -349,7 +343,6 @@ async def _start_all(
     progress: Progress,
     limits: TimeLimits,
 ) -> AsyncIterator[list[Contestant]]:
-    """Start the contestants one after the other, since starting measures as well."""
     started: list[Contestant] = []
     clock = asyncio.get_running_loop().time
     start_time = clock()

@@ -158,7 +158,6 @@ class PeerGroup:
         return min(seconds, key=seconds.__getitem__)
 
     async def _try_way(self, way: str) -> float:
-        """Return the seconds of a step."""
         await self._processes.build(way)
         settling = await self.run(SETTLE_STEPS)
         steps = max(TRIAL_STEPS, math.ceil(TRIAL_SECONDS / settling.seconds_per_step))

@@ -270,7 +270,6 @@ class _Gatherer:
         )
 
     async def _ask_hosts(self) -> dict[str, Whereabouts]:
-        """Return where each member is, by the facts of its host."""
         config = self._config
         dialer = dialer_for(config, [*self._addresses, *config.recovery.spares])
         count = len(config.workers)

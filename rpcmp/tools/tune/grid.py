@@ -139,7 +139,6 @@ def _in_flight(config: Config, axes: Axes, schedule: str, per_message: int) -> S
 
 
 def _why_useless(setting: ScheduleOptions, batch_size: int) -> str:
-    """Return why the setting is not worth measuring, or an empty string."""
     if setting.num_microbatches > batch_size:
         return f"a mini-batch has {batch_size} samples"
     if setting.schedule == "gpipe" and setting.max_in_flight is not None:

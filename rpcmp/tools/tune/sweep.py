@@ -53,8 +53,6 @@ async def tune(
 
 
 class _Sweep:
-    """One sweep; see `tune`."""
-
     def __init__(
         self,
         grid: Grid,
@@ -141,7 +139,6 @@ class _Sweep:
         return fastest + self._plan(self._steps or 1).reserve(known) <= self._limits.left
 
     async def _halve(self) -> None:
-        """Run all rounds, with fewer and fewer settings."""
         for number in range(self._rounds):
             plan, left = self._plan(), self._limits.left
             kept = plan.survivors(self._alive, number, left)
@@ -192,7 +189,6 @@ class _Sweep:
     def _report(
         self, what: str, plan: Plan, pending: Sequence[ScheduleOptions], after: float
     ) -> None:
-        """Report what is measured now, and how long this and the rest will take."""
         seconds = min(self._limits.left, plan.cost(pending) + after)
         self._progress(what, max(seconds, plan.cost(pending[:1])))
 

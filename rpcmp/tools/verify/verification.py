@@ -158,7 +158,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 async def _run_both(
     config: Config, connect: Sequence[str] | None
 ) -> tuple[Config, ComparedRun, ComparedRun]:
-    """Return the job with its balance, the pipelined run and the reference."""
     with tempfile.TemporaryDirectory(prefix="rpcmp-verify-") as folder:
         async with Forks([WORKERS, DRIVERS]) as forks:
             # Shares of the run that left checkpoints, if any; and the same stages for both runs.

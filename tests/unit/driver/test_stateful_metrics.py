@@ -93,7 +93,9 @@ READY = Ready()
 def load(more: dict[str, Any] | None = None, **metrics: Any) -> Metrics:
     """The driver's of these, which are callables of this module unless they say otherwise."""
     named = {
-        name: f"tests.unit.driver.test_metrics:{metric}" if isinstance(metric, str) else metric
+        name: f"tests.unit.driver.test_stateful_metrics:{metric}"
+        if isinstance(metric, str)
+        else metric
         for name, metric in metrics.items()
     }
     data = {"train": "m:train", "test": "m:test"}
@@ -119,7 +121,7 @@ def test_only_those_with_a_state_are_the_drivers() -> None:
 
 def test_one_that_is_made_already_takes_no_arguments() -> None:
     assert load(m="READY").names == ["m"]
-    ready = "tests.unit.driver.test_metrics:READY"
+    ready = "tests.unit.driver.test_stateful_metrics:READY"
     with pytest.raises(FactoryError, match="is made already: it takes no kwargs"):
         load(m={"callable": ready, "kwargs": {"num_classes": 3}})
 
@@ -195,7 +197,7 @@ def test_an_f1_of_micro_batches_is_that_of_the_whole() -> None:
     outputs = torch.randn(50, 3, generator=generator)
     targets = torch.randint(0, 3, (50,), generator=generator)
     metrics = load(
-        f1={"callable": "tests.unit.driver.test_metrics:F1", "kwargs": {"num_classes": 3}}
+        f1={"callable": "tests.unit.driver.test_stateful_metrics:F1", "kwargs": {"num_classes": 3}}
     )
     whole = F1(num_classes=3)
     whole.update(outputs, targets)
