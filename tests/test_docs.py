@@ -124,7 +124,7 @@ RUN_BY = {
     "cluster/test_resume.py::test_a_run_can_start_from_given_weights": [
         "rpcmp drive config.toml --set init=model.safetensors",
     ],
-    "unit/checkpoint/test_export.py::test_the_best_is_taken_and_no_other_in_its_place": [
+    "unit/checkpoint/test_state_export.py::test_the_best_is_taken_and_no_other_in_its_place": [
         "rpcmp export --best checkpoints model.safetensors",
     ],
     "cli/test_tune.py::test_it_measures_a_real_job": [

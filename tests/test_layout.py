@@ -53,7 +53,7 @@ ELSEWHERE = {
         examples/two_towers examples/unet
     """,
     "unit/checkpoint/test_checkpoint.py": "checkpoint/folder checkpoint/manifest",
-    "unit/checkpoint/test_export.py": "checkpoint/safetensors_header cli/export",
+    "unit/checkpoint/test_state_export.py": "checkpoint/safetensors_header cli/export",
     "unit/checkpoint/test_stage_state.py": "checkpoint/slot_writer",
     "unit/cli/test_output.py": "cli/terminal config/validation",
     "unit/config/test_importing.py": "config/suggestion",

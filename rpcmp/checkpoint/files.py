@@ -112,10 +112,6 @@ class Inside:
 def beneath(root: Path, folder: str) -> Inside:
     """Return the place of a job's folder, which is `root` or beneath it; follows links.
 
-    Args:
-        root: resolved.
-        folder: absolute.
-
     Raises:
         CheckpointError: it is outside of `root`.
     """
@@ -196,7 +192,6 @@ def copy_durably(where: Where, memory: int, length: int) -> Written:
 
     Args:
         memory: descriptor. It is read and not mapped, as a process that shares it could cut it off.
-        length: bytes.
     """
     return _durably(where, lambda fd: _copy(fd, memory, length), PRIVATE)
 

@@ -50,7 +50,6 @@ class TensorSpec:
 
     Attributes:
         dtype: the format's name of it, "F32".
-        shape: its sizes.
         size: its bytes.
     """
 
@@ -126,9 +125,6 @@ def aligned(tensors: Mapping[str, Spec]) -> dict[str, Spec]:
 
 def read(file: BinaryIO, source: object) -> dict[str, TensorRange]:
     """Return the place of each tensor in a safetensors file, in the order of their bytes.
-
-    Args:
-        source: the file's name in messages.
 
     Raises:
         CheckpointError: it is not a safetensors file.

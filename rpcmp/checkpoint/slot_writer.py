@@ -44,8 +44,6 @@ Shapes = tuple[tuple[str, torch.dtype, torch.Size], ...]
 
 
 class SnapshotWriter:
-    """Writes snapshots of one stage into its slots."""
-
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self._layout: _Layout | None = None

@@ -28,11 +28,7 @@ class Exported:
     """The result of `export`.
 
     Attributes:
-        step: the checkpoint's.
         num_tensors: parameters and buffers.
-        num_elements: of all tensors together.
-        size: bytes of the file.
-        manifest: the checkpoint's.
         skipped: problems of newer checkpoints, a line each.
     """
 

@@ -52,11 +52,9 @@ class Commands(click.Group):
     """Imports a command when it is used: probes that run every few seconds have to be quick."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """See click.Group."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """See click.Group."""
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = getattr(importlib.import_module(f"rpcmp.cli.{cmd_name}"), cmd_name)
@@ -77,7 +75,6 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line; the process ends here."""
     sys.exit(_run())
 
 

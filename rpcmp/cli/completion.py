@@ -66,14 +66,12 @@ def keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
 
 
 def examples(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    """Complete names of examples."""
     from rpcmp.tools.new import examples as names
 
     return [CompletionItem(name) for name in names() if name.startswith(incomplete)]
 
 
 def cases(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    """Complete names of benchmark cases, and configs."""
     from rpcmp.tools.bench.cases import frozen
 
     names = [CompletionItem(name) for name in frozen() if name.startswith(incomplete)]

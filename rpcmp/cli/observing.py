@@ -72,7 +72,6 @@ def seconds_between_timelines(found: Sequence[Observer]) -> float:
 
 
 def path_of(found: Sequence[Observer]) -> Path | None:
-    """Return the run folder's path, if there is one."""
     paths = (observer.path for observer in found if isinstance(observer, RunFolder))
     return next(paths, None)
 

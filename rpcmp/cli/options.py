@@ -71,7 +71,6 @@ def connect_option(command: Command) -> Command:
 
 
 def certs_options(command: Command) -> Command:
-    """Add `--certs` and `--insecure`."""
     command = click.option(
         "--insecure",
         is_flag=True,
@@ -88,7 +87,6 @@ def certs_options(command: Command) -> Command:
 
 
 def metrics_option(command: Command) -> Command:
-    """Add `--metrics`."""
     return click.option(
         "--metrics",
         metavar="HOST:PORT",

@@ -161,7 +161,6 @@ def redacted(config: Any, is_given: bool = False) -> Any:
     """Return a config with the hash of every text among arguments in its place; idempotent.
 
     Args:
-        config: the config, or a part of one.
         is_given: whether this part is among the arguments of a callable: `kwargs`, or the arguments
             in a stage's `optimizer` or `scheduler`.
     """

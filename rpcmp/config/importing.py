@@ -56,7 +56,6 @@ class AllowList:
         self._prefixes = tuple(prefixes)
 
     def has_module(self, module: object) -> bool:
-        """Return whether a name may lead through this module."""
         return self._is_below(module) or module in BUILT_IN
 
     def find(self, module: str, attribute: str) -> Callable[..., Any]:
@@ -172,7 +171,6 @@ def resolve(name: str, what: str) -> Callable[..., Any]:
 
     Args:
         name: module path and dotted attribute, such as "torch.optim:AdamW".
-        what: the config key, for the error message.
     """
     module_name, _, attribute = name.partition(":")
     try:
@@ -198,8 +196,6 @@ def accepting(factory: Factory, what: str, num_args: int = 0) -> Callable[..., A
     """Return the factory's callable, after checking that it takes the keyword arguments.
 
     Args:
-        factory: the config's.
-        what: the config key, for the error message.
         num_args: number of positional arguments of the call.
     """
     target = resolve(factory.callable, what)

@@ -24,7 +24,6 @@ class Level:
     """What a dotted key leads to.
 
     Attributes:
-        section: the model of the keys below it; None if there are none, or none that are known.
         container: list or dict if there are several such sections, or dict for a plain table.
     """
 

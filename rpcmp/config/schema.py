@@ -141,7 +141,6 @@ class Config(JobSettings):
 
     @property
     def modules(self) -> set[str]:
-        """The modules of all callables that the job names."""
         factories = [self.loss, self.optimizer, self.scheduler, self.report, *self.metrics.values()]
         for index in range(self.num_stages):
             factories += [self.optimizer_of(index), self.scheduler_of(index)]
@@ -287,7 +286,6 @@ class Config(JobSettings):
         return self.model_copy(update={"scheduler": None, "stages": stages})
 
     def without_mixed_precision(self) -> Self:
-        """Return a copy without autocast and loss scaling."""
         stages = [stage.model_copy(update={"autocast": None}) for stage in self.stages]
         return self.model_copy(update={"autocast": None, "loss_scaling": None, "stages": stages})
 
@@ -328,11 +326,9 @@ class ScheduleOptions(Strict):
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """Return the options of `config`."""
         return cls(**{key: getattr(config, key) for key in cls.model_fields})
 
     def on(self, config: Config) -> Config:
-        """Return `config` with these options."""
         return config.model_copy(update=self.model_dump())
 
     @property

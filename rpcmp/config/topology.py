@@ -104,11 +104,7 @@ class Graph:
         return tuple(dict.fromkeys(needed))
 
     def depth(self, stage: str, count: Callable[[str], int] = lambda stage: 1) -> int:
-        """Return the length of the longest way from `stage` to the sink, both included.
-
-        Args:
-            count: weight of a stage; 1 by default.
-        """
+        """Return the length of the longest way from `stage` to the sink, both included."""
         readers = {port.reader for port in self.ports(stage)}
         return count(stage) + max((self.depth(reader, count) for reader in readers), default=0)
 
@@ -121,9 +117,6 @@ def chain_graph(names: Sequence[str]) -> Graph:
 
 def build_graph(inputs: Mapping[str, Sequence[str]]) -> Graph:
     """Return the graph of named stages.
-
-    Args:
-        inputs: for each stage, in the config's order, the references that it reads.
 
     Raises:
         ConfigError: a reference to nothing, a cycle, a stage that reads nothing, or more than one
@@ -185,14 +178,7 @@ DRIVER = "driver"
 
 @dataclass(frozen=True)
 class Member:
-    """One worker: a replica of a stage.
-
-    Attributes:
-        stage: the stage's name.
-        stage_index: its index in the config.
-        replica: index of the replica.
-        num_replicas: replicas of the stage.
-    """
+    """One worker: a replica of a stage."""
 
     stage: str
     stage_index: int
@@ -282,7 +268,6 @@ def shares_by_speed(seconds: Sequence[float], num_bundles: int) -> list[int]:
 
     Args:
         seconds: per bundle, for each replica.
-        num_bundles: per round.
     """
     shares = [0] * len(seconds)
     for _ in range(max(num_bundles, len(seconds))):

@@ -59,7 +59,6 @@ class Assignment(Strict):
 
     @property
     def stage(self) -> StageConfig:
-        """The stage's section of the config."""
         return self.config.stage(self.stage_index)
 
     @property

@@ -19,10 +19,8 @@ class StagePrediction:
     """The prediction for one stage.
 
     Attributes:
-        num_layers: its layers.
         busy_s: seconds per step in which it computes.
         bubble: share of a step in which it idles.
-        memory_bytes: its peak memory.
         limit_bytes: its memory limit; None: no limit.
     """
 
@@ -38,7 +36,6 @@ class Prediction:
     """A balance and its predicted step.
 
     Attributes:
-        balance: layers per stage.
         step_s: seconds per step in the middle of a run, without transfers and data loading.
         bubble: share of a step in which stages idle, on average.
         stages: by name, in order.
@@ -51,12 +48,7 @@ class Prediction:
 
 
 def predict(config: Config, hosts: Sequence[StageHost], balance: list[int]) -> Prediction:
-    """Predict a step that starts as soon as every stage has time for it.
-
-    Args:
-        hosts: in the order of the stages.
-        balance: layers per stage.
-    """
+    """Predict a step that starts as soon as every stage has time for it."""
     parts = _parts(hosts, balance)
     step = _step_seconds(config, parts)
     stages = {

@@ -21,7 +21,6 @@ STEPS_AHEAD = 2
 
 
 def num_bundles(config: Config) -> int:
-    """Return the bundles per step."""
     return topology.num_bundles(config.num_microbatches, config.microbatches_per_message)
 
 

@@ -59,8 +59,6 @@ def require_known_weights(
     """Check that every tensor of the file belongs to one of the model's layers.
 
     Args:
-        path: the file.
-        prefixes: prefixes of the layers' names.
         names: all names of the model; None if not known yet.
     """
     begins = tuple(prefixes)
@@ -82,7 +80,6 @@ def load_weights(
     """Load the tensors of these layers from the file.
 
     Args:
-        path: the file.
         modules: by the layers' names, with the prefix of their tensors.
         tied_to: first names of tied parameters, whose other names may be missing in the file.
         owns_prefixes: whether no other layer shares a prefix, so that an unknown name with it is a

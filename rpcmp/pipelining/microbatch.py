@@ -34,8 +34,6 @@ def sizes(num_samples: int, num_microbatches: int, smallest: int = 1) -> list[in
     """Return the samples in each micro-batch, the larger ones first.
 
     Args:
-        num_samples: size of the mini-batch.
-        num_microbatches: the most micro-batches to make.
         smallest: the fewest samples per micro-batch, unless the mini-batch has fewer.
     """
     if num_samples < 1:
@@ -60,11 +58,7 @@ def _uses_batch(layer: nn.Module) -> bool:
 
 
 def num_samples(batch: Any, what: str = "") -> int:
-    """Return the size of the first dimension, which all tensors of `batch` must share.
-
-    Args:
-        what: the batch's name, for errors.
-    """
+    """Return the size of the first dimension, which all tensors of `batch` must share."""
     found: dict[int, str] = {}
     for path, leaf in pytree.leaves_with_path(batch):
         name = ".".join(map(str, [what, *path] if what else path)) or "the batch"

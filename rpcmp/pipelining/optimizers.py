@@ -50,9 +50,7 @@ def create(source: OptimizerFactory, named: Mapping[str, Tensor], what: str = "o
     """Create the optimizer of these parameters.
 
     Args:
-        source: the config's.
         named: its parameters, by the names of the unsplit model.
-        what: the config key, for the error message.
 
     Raises:
         FactoryError: it does not import, raised, or does not know an option of a group; names the
@@ -116,12 +114,7 @@ def _refused(source: OptimizerFactory, named: Mapping[str, Tensor]) -> list[str]
 
 
 def require_matches(config: Config, trained: Trained) -> None:
-    """Check that every pattern matches a parameter that its optimizer trains.
-
-    Args:
-        config: the job.
-        trained: the parameters of all stages.
-    """
+    """Check that every pattern matches a parameter that its optimizer trains."""
     stages: dict[str, list[int]] = {}
     for index in range(config.num_stages):
         key = f"stages.{index}.optimizer" if _has_own(config, index) else "optimizer"
@@ -241,11 +234,7 @@ class _Deferred(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds and loads torch._dynamo and its submodules.
-
-    Attributes:
-        has_imported: whether the real module has been imported.
-    """
+    """Finds and loads torch._dynamo and its submodules."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -272,7 +261,6 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of `fullname` if this finder loads it."""
         if fullname == DYNAMO and not self._is_importing and not self.has_imported:
             return ModuleSpec(fullname, self)
         if fullname.startswith(f"{DYNAMO}.") and fullname in sys.modules:

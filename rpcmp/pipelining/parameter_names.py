@@ -128,7 +128,6 @@ def require_equal_ties(tied: Sequence[Sequence[str]], kinds: Mapping[str, str]) 
     """Raise ConfigError unless tied parameters exist and have equal dtypes and shapes.
 
     Args:
-        tied: the config's.
         kinds: dtype and shape of the parameters, by their names.
     """
     for group in tied:

@@ -43,7 +43,6 @@ class ProfileOrder(Strict):
     """A request to measure all layers on a host, as one stage.
 
     Attributes:
-        config: the job with one stage, which has the settings of the stage to measure.
         differentiates: whether a frozen layer has to compute input gradients nevertheless, for
             layers before it on other hosts.
     """
@@ -77,7 +76,6 @@ class HostProfile(Strict):
     """All layers on one host.
 
     Attributes:
-        layers: all layers of the model, in order.
         base_bytes: a worker's memory without layers.
         available_bytes: the device's memory for all workers together; None if unknown.
     """
@@ -93,7 +91,6 @@ def merge_profiles(replicas: Sequence[HostProfile], shares: Sequence[float]) -> 
     Each replica steps its own optimizer, and holds the whole stage in memory.
 
     Args:
-        replicas: profiles of the same layers.
         shares: each one's share of a step's micro-batches; together 1.
     """
     last, share = max(
@@ -122,7 +119,6 @@ def merge_profiles(replicas: Sequence[HostProfile], shares: Sequence[float]) -> 
 
 
 def profile_seconds(host: HostProfile) -> float:
-    """Return the seconds of one micro-batch in all layers."""
     return sum(layer.forward_s + layer.backward_s + layer.weight_s for layer in host.layers)
 
 
@@ -145,7 +141,6 @@ def balance_by_size(sizes: Sequence[int], num_stages: int) -> list[int]:
 
     Args:
         sizes: cost of each layer, such as its number of parameters; at least zero.
-        num_stages: how many stages; each gets at least one layer.
 
     Raises:
         ConfigError: more stages than layers.
@@ -196,7 +191,6 @@ class StageHost:
     """One stage's host, and the cost of any part of the model there.
 
     Attributes:
-        stage: the stage's name.
         profile: the layers, measured on that host.
         limit_bytes: memory limit of the stage; None: no limit.
         num_microbatches: per step.

@@ -72,7 +72,6 @@ class Activity:
 
     @contextlib.contextmanager
     def during(self, phase: str, step: int = 0) -> Iterator[None]:
-        """Record the activity of the block."""
         self.start(phase, step)
         try:
             yield

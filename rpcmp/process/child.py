@@ -124,7 +124,6 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id."""
         return self._process.pid
 
     @property
@@ -201,7 +200,6 @@ class Child:
         return None
 
     async def kill(self) -> None:
-        """Kill the child and what it has forked, and wait for its end."""
         interpreter.kill_group(self._process.pid)
         await self._process.wait()
         if self._output is not None:

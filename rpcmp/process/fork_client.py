@@ -61,12 +61,10 @@ class Forked:
         self._ended = asyncio.Event()
 
     def set_returncode(self, code: int) -> None:
-        """Record that the process has ended."""
         self.returncode = code
         self._ended.set()
 
     async def wait(self) -> int:
-        """Wait for the process's end, and return its exit code."""
         await self._ended.wait()
         assert self.returncode is not None
         return self.returncode
@@ -124,7 +122,6 @@ class Forks:
         return forked
 
     async def network(self) -> NetworkOf:
-        """Return the network of forked processes."""
         await self._require_server(self._environment)
         network: NetworkOf = await self._request({"op": "network"})
         return network
@@ -135,7 +132,6 @@ class Forks:
         await self._request({"op": "address", "rank": rank})
 
     async def connectable(self) -> socket.socket:
-        """Return a TCP socket in the network of forked processes."""
         async with self._requesting:
             connectable: socket.socket = await self._request({"op": "socket"})
             return connectable

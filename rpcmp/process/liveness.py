@@ -58,7 +58,6 @@ class HeartbeatMonitor:
         self._last = time.monotonic()
 
     def beat(self) -> None:
-        """Record a heartbeat."""
         self._last = time.monotonic()
 
     async def lost(self) -> float:

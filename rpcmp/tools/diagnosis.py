@@ -44,8 +44,6 @@ class Finding:
 
     Attributes:
         where: the worker, the driver, or "a - b" for the link between two.
-        check: what was checked, one word.
-        text: what was found, and what to do about it.
         is_temporary: whether it may be mended without any action.
     """
 
@@ -324,12 +322,7 @@ async def check_up(config: Config, connect: Sequence[str] | None = None) -> list
 
 
 class LinkCheck:
-    """Checks the links that a job uses.
-
-    Args:
-        clients: connections to the job's servers, one per worker.
-        dialer: opens the driver's connections.
-    """
+    """Checks the links that a job uses."""
 
     def __init__(self, config: Config, clients: Sequence[StageClient], dialer: Dialer) -> None:
         self._config, self._dialer = config, dialer

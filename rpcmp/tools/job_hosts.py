@@ -74,7 +74,6 @@ class HostSurvey:
         self._code = collect_code(config.folder) if config.ship_code else []
 
     async def collect(self) -> HostReports:
-        """Ask all hosts."""
         config = self._config
         with contextlib.ExitStack() as stack:
             marker = ""

@@ -168,7 +168,6 @@ class Stream(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """See io.TextIOBase."""
         return "utf-8"
 
     @property
@@ -199,11 +198,9 @@ class Stream(io.TextIOBase):
         return self._original.fileno()
 
     def isatty(self) -> bool:
-        """See io.TextIOBase."""
         return False
 
     def writable(self) -> bool:
-        """See io.TextIOBase."""
         return True
 
     def reconfigure(self, **_: Any) -> None:

@@ -114,7 +114,6 @@ class Display(logging.Handler):
         show_warnings(lambda text: log.warning("%s", text))
 
     def set(self, as_json: bool, lowest: str) -> None:
-        """Choose the format and the lowest level."""
         self.json, self.lowest = as_json, lowest
         logging.getLogger("rpcmp").setLevel(number_of(lowest))
         logging.root.setLevel(logging.DEBUG if lowest == "debug" else logging.WARNING)
@@ -130,7 +129,6 @@ class Display(logging.Handler):
             self._put(entry)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See logging.Handler."""
         if (entry := getattr(record, "entry", None)) is not None:
             self.show(entry)
             return

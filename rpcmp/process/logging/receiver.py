@@ -59,7 +59,6 @@ class Receiver:
 
     @property
     def fds(self) -> tuple[int, int]:
-        """Descriptors for the child: its socket and the memory."""
         return self._theirs.fileno(), self._memory_fd
 
     def start(self) -> None:

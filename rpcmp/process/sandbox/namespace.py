@@ -89,7 +89,6 @@ class Network:
             self.run(lambda: _add_address(_label(rank), address_of(rank)))
 
     def connectable(self) -> socket.socket:
-        """Return an unconnected TCP socket in this network."""
         return self.run(lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM))
 
     def listener(self, host: str, port: int) -> socket.socket:

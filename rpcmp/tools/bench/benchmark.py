@@ -113,9 +113,6 @@ class BenchmarkResult:
     Attributes:
         pairs, steps: rounds, and steps of each contestant in each round.
         bound_s: seconds of a step without a bubble; None if the stages are not a chain.
-        ours: times of rpcmp.
-        peers: times of the other contestants.
-        notes: remarks for the reader of the figures.
     """
 
     case: Case

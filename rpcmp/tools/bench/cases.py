@@ -58,7 +58,6 @@ class Case:
         nominal: times of each stage's actions, if the case fixes them.
         is_frozen: whether losses must be equal; a user's model may draw random numbers.
         peers: names of the default peers; None: all of them.
-        notes: remarks for the user.
     """
 
     name: str

@@ -115,7 +115,6 @@ class TimeLimits:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the user has stopped the measurement."""
         return self._stop.is_set()
 
     async def run(self, work: Awaitable[Item], is_needed: bool = False) -> Item:
@@ -204,7 +203,6 @@ async def compare(
         steps: per round; None for as many as the fastest does in ROUND_SECONDS, or fewer if the
             budget is too small.
         progress: called before each measurement.
-        limits: at a limit, the rounds so far are returned.
 
     Raises:
         StoppedError: stopped before the end of the first round.
@@ -302,13 +300,7 @@ class _Comparison:
 
 
 def _steps(fastest: float, whole: float, budget: float) -> int:
-    """Choose the steps per round.
-
-    Args:
-        fastest: seconds of a step of the fastest contestant.
-        whole: seconds of a step of every contestant in every round.
-        budget: seconds for all rounds.
-    """
+    """Choose the steps per round."""
     wanted = max(MIN_STEPS, round(ROUND_SECONDS / fastest))
     return wanted if whole * wanted <= budget else max(1, int(budget / whole))
 

@@ -43,7 +43,6 @@ class ModelPart:
     optimizer: torch.optim.Optimizer | None
 
     def step(self) -> None:
-        """Update the parameters and clear their gradients."""
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -73,12 +72,7 @@ def layer_names(config: Config, parts_per_stage: int = 1) -> list[list[str]]:
 
 
 def build(config: Config, stage_index: int, names: list[str]) -> ModelPart:
-    """Build a part with the parameters that the pipelined job starts with.
-
-    Args:
-        stage_index: index of the stage that the part belongs to.
-        names: names of its layers.
-    """
+    """Build a part with the parameters that the pipelined job starts with."""
     settings = config.stage(stage_index)
     built = layers.build_layers(config, stage_index, names)
     module = nn.Sequential(*built.values()).train()
@@ -184,7 +178,6 @@ class StageClock:
         self._config = peer.config
 
     def build(self, way: str) -> None:
-        """Build all stages; there is only one way."""
         names = layer_names(self._config)
         self._parts = [build(self._config, i, layers) for i, layers in enumerate(names)]
         inputs, targets = next(endless_batches(self._config))

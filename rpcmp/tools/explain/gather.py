@@ -44,7 +44,6 @@ class File:
     """A file or a folder.
 
     Attributes:
-        what: its kind.
         path: absolute, on the host that uses it.
         text: which process uses it, how and when.
         is_in_the_way: whether a run would refuse to start because of it.
@@ -57,7 +56,6 @@ class File:
 
 
 def job_files(config: Config) -> list[File]:
-    """Return the files that a run reads and writes."""
     files = [_code(config)] if config.ship_code else []
     if config.init is not None:
         files.append(File("weights", config.init, "read by each stage, on its host"))
@@ -116,8 +114,6 @@ class Explanation:
         step: one step by itself, simulated.
         prediction: from measurements; None if nothing was measured. Then in `step` forwards, input
             gradients and weight gradients all take the same time.
-        files: files that are read and written.
-        notes: further remarks.
     """
 
     name: str

@@ -136,7 +136,6 @@ def _datasets(config: Config, planned: Planned, is_here: bool) -> tuple[Datasets
 
 
 def summarize_stage(assignment: Assignment) -> StageFacts:
-    """Count what one stage is made of."""
     modules = _build_modules(assignment)
     config = assignment.config
     named: dict[str, nn.Parameter] = {}

@@ -47,12 +47,10 @@ class MemoryEstimate:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all parts of `total` are known."""
         return None not in (self.process, self.optimizer, self.activations)
 
     @property
     def is_too_much(self) -> bool:
-        """Whether the worker exceeds its limit."""
         return self.limit is not None and self.total > self.limit
 
 

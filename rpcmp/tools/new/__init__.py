@@ -19,7 +19,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def examples() -> list[str]:
-    """Return the names of the examples."""
     return sorted(path.stem for path in EXAMPLES.glob("*.toml"))
 
 

@@ -189,7 +189,6 @@ class Plan:
     step_s: Mapping[ScheduleOptions, float]
 
     def cost(self, settings: Iterable[ScheduleOptions]) -> float:
-        """Return the seconds of a round."""
         return (self.steps + SETTLE_STEPS) * sum(self.step_s[one] for one in settings)
 
     def confirmation(self, alive: Sequence[ScheduleOptions]) -> float:
