@@ -23,26 +23,26 @@ from rpcmp.errors import RpcmpError, StageError, exit_code, with_notes
 from rpcmp.process.logging.display import Display
 from rpcmp.process.logging.records import Line, as_json, entry_of, visible
 
-COMMANDS = (
-    "bench",
-    "certs",
-    "completion",
-    "doctor",
-    "drain",
-    "drive",
-    "explain",
-    "export",
-    "guide",
-    "health",
-    "new",
-    "report",
-    "serve",
-    "status",
-    "trace",
-    "tune",
-    "verify",
-)
-"""Each is a function in a module of its name."""
+COMMANDS = {
+    "bench": "bench",
+    "certs": "certs",
+    "completion": "completion",
+    "doctor": "checks",
+    "drain": "servers",
+    "drive": "drive",
+    "explain": "explain",
+    "export": "export",
+    "guide": "guide",
+    "health": "servers",
+    "new": "new",
+    "report": "report",
+    "serve": "serve",
+    "status": "servers",
+    "trace": "trace",
+    "tune": "tune",
+    "verify": "checks",
+}
+"""The module of each command, which is a function of the command's name."""
 
 RUNS = (["drive"], ["serve"], ["verify"], ["tune"], ["bench"])
 """Commands that do more than print something: they go on if their output is lost."""
@@ -57,7 +57,8 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(importlib.import_module(f"rpcmp.cli.{cmd_name}"), cmd_name)
+        module = importlib.import_module(f"rpcmp.cli.{COMMANDS[cmd_name]}")
+        command: click.Command = getattr(module, cmd_name)
         return command
 
 
@@ -130,4 +131,4 @@ def _remedy(error: RpcmpError, began: datetime) -> str:
     command = cli.get_command(click.Context(cli), name)
     if command is None:
         return ""
-    return remedy(error, failed(command, name, arguments, COMMANDS, began)) or ""
+    return remedy(error, failed(command, name, arguments, list(COMMANDS), began)) or ""

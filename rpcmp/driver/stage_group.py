@@ -27,7 +27,7 @@ from rpcmp.driver.stateful_metrics import Metrics
 from rpcmp.driver.worker_refs import WorkerRefs
 from rpcmp.errors import ConfigError, JobError, RpcmpError, one_line
 from rpcmp.observability.trace.spans import Span
-from rpcmp.pipelining import inflight, microbatch
+from rpcmp.pipelining import cost_model, microbatch
 from rpcmp.rpc import tensors
 from rpcmp.rpc.messages import (
     AfterRound,
@@ -120,7 +120,7 @@ class StageGroup:
     def reschedule(self, config: Config) -> None:
         """Switch to schedule options that the plan foresaw, between two rounds."""
         self._rounds.reschedule(config)
-        self.everywhere(Stage.reschedule, config.schedule, inflight.limits(config))
+        self.everywhere(Stage.reschedule, config.schedule, cost_model.limits(config))
         self._config = config
 
     def start_step(

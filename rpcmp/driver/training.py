@@ -36,7 +36,7 @@ from rpcmp.observability.events.definitions import (
     WarningEvent,
 )
 from rpcmp.observability.events.event import Event
-from rpcmp.pipelining.inflight import STEPS_AHEAD
+from rpcmp.pipelining.cost_model import STEPS_AHEAD
 from rpcmp.process.activity import Activity
 from rpcmp.rpc.messages import AfterRound, StepReport
 from rpcmp.worker.stage import Stage

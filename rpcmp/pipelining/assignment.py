@@ -19,7 +19,7 @@ from rpcmp.config.sections import StageConfig
 from rpcmp.config.topology import Member
 from rpcmp.config.types import Factory, Strict
 from rpcmp.errors import ConfigError, one_line
-from rpcmp.pipelining import devices, inflight, layers, optimizers, parameter_names, partition
+from rpcmp.pipelining import cost_model, devices, layers, optimizers, parameter_names, partition
 from rpcmp.pipelining.layers import require_known_weights
 from rpcmp.pipelining.schedule import InFlightLimits
 
@@ -64,22 +64,22 @@ class Assignment(Strict):
     @property
     def limits(self) -> InFlightLimits:
         """Bundles of micro-batches that this stage may keep in flight."""
-        return inflight.limits(self.config)[self.stage_name]
+        return cost_model.limits(self.config)[self.stage_name]
 
     @property
     def all_limits(self) -> list[InFlightLimits]:
         """The limits under each setting, the config's own first."""
-        return [inflight.limits(config)[self.stage_name] for config in self._configs]
+        return [cost_model.limits(config)[self.stage_name] for config in self._configs]
 
     @property
     def in_flight(self) -> int:
         """The most bundles in flight in the whole job, under any setting."""
-        return max(map(inflight.in_flight, self._configs))
+        return max(map(cost_model.in_flight, self._configs))
 
     @property
     def conducted(self) -> int:
         """The most bundles in flight per replica of the sink, under any setting."""
-        return max(map(inflight.conducted, self._configs))
+        return max(map(cost_model.conducted, self._configs))
 
     @property
     def _configs(self) -> list[Config]:

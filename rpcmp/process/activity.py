@@ -35,7 +35,6 @@ class Doing(NamedTuple):
     Attributes:
         phase: "build", "join", "forward", "backward", "weight", "sum", "optimizer", "saving"; for
             the driver "plan", "join", "data", "step", "evaluation", "report"; empty while waiting.
-        step: optimizer step.
         microbatch: its index, or NO_MICROBATCH.
         seconds: elapsed so far.
     """

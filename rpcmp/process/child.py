@@ -43,8 +43,6 @@ class Child:
     """A running `python -m MODULE` with a channel to it. Created by `spawn`.
 
     Attributes:
-        stacks: its stack dumps.
-        activity: its current activity.
         log: receives what its Python code prints and logs.
         scratch: its folder for temporary files if it is confined; removed with it.
     """
@@ -84,9 +82,6 @@ class Child:
         """Start `python -m module CHANNEL PARENT_PID STACKS ACTIVITY LOG HELD FDS...`.
 
         Args:
-            module: its `__main__` calls `rpcmp.process.channel.connect_to_supervisor`.
-            environment: set in addition to our own.
-            fds: file descriptors to inherit, see `rpcmp.process.channel.ChildContext`.
             forks: where to fork it; None to start an interpreter, which imports everything anew.
             on_line: called with each of its log lines; None to add them to our own log.
             reach: what it may open; None for an unconfined child. Only a fork can be confined.
@@ -213,7 +208,6 @@ class Child:
         """Return the error for a message of this child that cannot be parsed.
 
         Args:
-            error: what is wrong with the message.
             who: sent it, such as "the worker of stage 'a'".
         """
         return WorkerDiedError(

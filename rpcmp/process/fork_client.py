@@ -51,7 +51,6 @@ class Forked:
     """A forked process, with the part of asyncio.subprocess.Process that `Child` uses.
 
     Attributes:
-        pid: process id.
         returncode: None while it runs; -n if signal n ended it.
     """
 

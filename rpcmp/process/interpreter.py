@@ -31,10 +31,6 @@ async def start(
     """Start `python -m module ARGUMENTS...` as the leader of its own session.
 
     Its standard output goes to our standard error: our standard output may carry data.
-
-    Args:
-        environment: set in addition to our own.
-        fds: file descriptors to inherit.
     """
     return await asyncio.create_subprocess_exec(
         sys.executable,

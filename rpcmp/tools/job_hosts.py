@@ -32,7 +32,6 @@ class HostReport:
     """Facts about the host of a worker, a spare or the driver.
 
     Attributes:
-        name: the worker's label, "spare HOST:PORT", or the driver's.
         settings: the stage's; for a spare those of the most demanding stages, else defaults.
         address: HOST:PORT of its server; empty for the driver.
         facts: None if they are unknown.
@@ -60,7 +59,6 @@ class HostSurvey:
     """Collects facts about the hosts of a job.
 
     Args:
-        clients: connections to the job's servers, one per worker.
         dialer: opens connections to the spares.
         forks: where the process comes from that looks at this host.
     """

@@ -69,7 +69,6 @@ class RecordSource(NamedTuple):
     Attributes:
         stage: "driver", "stage 1" or "spare".
         generation: of the group that it works for; 0 if there is none.
-        step: optimizer step; 0 if there is none.
     """
 
     stage: str = ""

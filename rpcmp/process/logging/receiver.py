@@ -41,11 +41,7 @@ LAST_BYTES = 1024 * 1024
 
 
 class Receiver:
-    """Receives one child's log lines. Closed by `close`, after the child has ended.
-
-    Args:
-        on_line: called with each line, in order.
-    """
+    """Receives one child's log lines. Closed by `close`, after the child has ended."""
 
     def __init__(self, on_line: LineHandler) -> None:
         self._on_line = on_line
@@ -115,11 +111,7 @@ class Receiver:
 
 
 class Output:
-    """Receives what one child writes to descriptors. Closed by `close`, after the child has ended.
-
-    Args:
-        on_line: called with each line, in order.
-    """
+    """Receives a child's writes to descriptors. Closed by `close`, after the child has ended."""
 
     def __init__(self, on_line: LineHandler) -> None:
         self._on_line = on_line

@@ -81,7 +81,6 @@ class Line:
     Attributes:
         level: a level name of `logging`.
         logger: a logger's name, "stdout" or "stderr".
-        text: the message.
         step: optimizer step; 0 before the first.
         count: how many lines it stands for: itself, and similar ones that were held back.
     """
@@ -139,9 +138,7 @@ def entry_of(line: Line, stage: str, generation: int) -> Entry:
     """Return the event for a line.
 
     Args:
-        line: the line.
         stage: the label of the worker; "driver" for the driver's processes.
-        generation: of the group; 0 if there is none.
     """
     fields = asdict(line)
     return {

@@ -106,10 +106,6 @@ def is_confined() -> bool:
 def enter(reach: Reach, scratch: str) -> None:
     """Confine this process, which must have one thread.
 
-    Args:
-        reach: what it may open.
-        scratch: its folder for temporary files.
-
     Raises:
         OSError: the kernel refuses what it offers.
     """

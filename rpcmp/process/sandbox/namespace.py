@@ -164,11 +164,7 @@ def _check_allowed() -> None:
 
 
 def share(namespaces: Sequence[int]) -> Network:
-    """Join the private network of another process; requires a process of one thread.
-
-    Args:
-        namespaces: the other process's `Network.namespaces`.
-    """
+    """Join the private network of another process; requires a process of one thread."""
     for user in namespaces[1:]:
         _check(_LIBC.setns(user, _CLONE_NEWUSER))
     return Network(namespaces)

@@ -21,7 +21,7 @@ from rpcmp.job.autobalance import stage_hosts, with_full_microbatches
 from rpcmp.job.server_calls import collect_code, dialer_for, require_addresses
 from rpcmp.job.server_pool import connected, forks_for
 from rpcmp.net.security import is_loopback
-from rpcmp.pipelining import inflight
+from rpcmp.pipelining import cost_model
 from rpcmp.pipelining.cost_model import Prediction, predict, simulate, times_of
 from rpcmp.pipelining.partition import StageHost, choose_balance
 from rpcmp.pipelining.simulation import ActionTimes, Simulation
@@ -175,7 +175,7 @@ async def explain(
     require_addresses(config, addresses)
     # These are called for what they refuse.
     dialer_for(config, [*addresses, *config.recovery.spares])
-    inflight.limits(config)
+    cost_model.limits(config)
     if config.is_balanced_by_measurement and not measures:
         raise ConfigError('balance = "auto" is measured: explain it without --no-measure')
     async with forks_for(config, connect) as forks:

@@ -23,14 +23,10 @@ def examples() -> list[str]:
 
 
 def create(name: str, folder: Path, like: str | None = None) -> list[Path]:
-    """Write NAME.py and NAME.toml into `folder`: both or none.
+    """Write NAME.py and NAME.toml into `folder`, both or none, and return their paths.
 
     Args:
-        name: name of the job and of its module.
         like: name of the example to copy; None: the templates here.
-
-    Returns:
-        The model file and the config.
     """
     template = STARTER if like is None else EXAMPLES / f"{like}.toml"
     if not template.exists():

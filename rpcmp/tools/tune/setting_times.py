@@ -42,7 +42,6 @@ class GroupRunner:
     """Runner that trains as `rpcmp drive` does.
 
     Args:
-        settings: all settings that will be measured.
         connect: addresses of running stage servers; see rpcmp.job.server_pool.ServerPool.
     """
 

@@ -36,10 +36,8 @@ async def tune(
     """Measure the settings of `grid` and choose.
 
     Args:
-        runner: started.
         rounds: number of rounds, and of rounds of the confirmation.
         steps: per round; None: as many as the budget allows, up to MOST_STEPS.
-        progress: called before each measurement.
         limits: at a limit, the results so far are returned; the config's own setting and another
             one are measured whatever the budget.
 

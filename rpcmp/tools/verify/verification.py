@@ -33,7 +33,6 @@ class ComparedRun:
     """Results of one run.
 
     Attributes:
-        losses: the loss of each step.
         state: the final parameters and buffers by name.
         hosts: facts about the hosts by stage, or of the reference's host under "reference".
         skipped: number of steps that loss scaling skipped, since gradients were not finite.
