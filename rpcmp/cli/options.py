@@ -91,7 +91,7 @@ def metrics_option(command: Command) -> Command:
         "--metrics",
         metavar="HOST:PORT",
         help="Serve metrics at this address, as OpenMetrics for Prometheus; port 0 picks a free "
-        "one. Other than on loopback by TLS, with --certs; with --insecure open to all.",
+        "one. Addresses other than loopback need --certs, for TLS, or --insecure, for everyone.",
     )(command)
 
 

@@ -66,7 +66,7 @@ class AllowList:
         """
         for step in (*module.split("."), *attribute.split(".")):
             if not step.isidentifier() or step.startswith("__"):
-                raise FactoryError(f"{step!r} is no name that a job may use")
+                raise FactoryError(f"{step!r} is not a name that a job may use")
         if not self.has_module(module):
             raise FactoryError(self._not_here(f"the module {module!r}"))
         if not self._is_below(module):
@@ -117,8 +117,8 @@ class AllowList:
     def _not_here(self, what: str) -> str:
         given = f", and --allow adds {', '.join(self._prefixes)}" if self._prefixes else ""
         return (
-            f"{what} is not among what this host allows: torch.nn, torch.optim, rpcmp.metrics and "
-            f"rpcmp.examples{given}"
+            f"{what} is not allowed by this host, which allows torch.nn, torch.optim, "
+            f"rpcmp.metrics and rpcmp.examples{given}"
         )
 
 
@@ -127,7 +127,7 @@ def _built_in(module: str, attribute: str) -> Callable[..., Any]:
     if not attribute.startswith("_") and _is_built_in(module, attribute, found):
         built_in: Callable[..., Any] = found
         return built_in
-    raise FactoryError(f"{attribute!r} is not among what hosts allow of {module}")
+    raise FactoryError(f"{attribute!r} is not an allowed name of {module}")
 
 
 def _is_built_in(module: str, name: str, found: object) -> bool:

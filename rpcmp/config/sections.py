@@ -53,7 +53,7 @@ class ModelConfig(Strict):
         "omitted",
     )
     num_stages: Positive | None = Field(
-        default=None, description="how many stages, where no balance says it"
+        default=None, description="number of stages, if `balance` does not give it"
     )
 
 
@@ -152,8 +152,10 @@ class StageConfig(Strict):
         }
         given = {key: count for key, count in counts.items() if count is not None}
         if len(set(given.values())) > 1 or (self.shares is not None and len(given) == 1):
-            counted = ", ".join(f"{key} says {count}" for key, count in given.items())
-            raise ValueError(f"how many replicas? {counted}; give `replicas`, or one address each")
+            counted = ", ".join(f"{key} gives {count}" for key, count in given.items())
+            raise ValueError(
+                f"unclear number of replicas: {counted}; give `replicas`, or one address each"
+            )
         return self
 
     @property
@@ -223,7 +225,7 @@ class JobSettings(Strict):
     """The keys of a job: its own, and its sections."""
 
     name: str = Field(default="job", pattern=NAME, description="the job's name; the file's stem")
-    seed: int = Field(default=0, description="rules every random number of the run")
+    seed: int = Field(default=0, description="seed of all random numbers of the run")
     epochs: Positive | None = Field(default=None, description="passes over the data; 1 by default")
     steps: Positive | None = Field(default=None, description="optimizer steps, instead of epochs")
     num_microbatches: Positive = Field(default=4, description="slices of a mini-batch")
@@ -235,12 +237,12 @@ class JobSettings(Strict):
     )
     microbatches_per_message: Positive = Field(
         default=1,
-        description="micro-batches that travel between stages in one message; worth trying where a "
+        description="micro-batches that stages send in one message; worth trying where a "
         "stage computes one in a few milliseconds",
     )
     balance_replicas: bool = Field(
         default=False,
-        description="give a stage's replicas `shares` by their measured speed, where it has none",
+        description="give a stage's replicas `shares` by their measured speed, if it has none",
     )
     wire_dtype: Literal["bfloat16"] | None = Field(
         default=None,
@@ -300,7 +302,7 @@ class JobSettings(Strict):
     )
     data: DataConfig | None = Field(default=None, description="needed by the command line")
     early_stopping: EarlyStoppingConfig | None = Field(
-        default=None, description="ends the run when evaluations do not get better any more"
+        default=None, description="stops the run when evaluations no longer improve"
     )
     loss_scaling: LossScalingConfig | None = Field(
         default=None,
@@ -311,8 +313,10 @@ class JobSettings(Strict):
         default_factory=SecurityConfig, description="who may talk to whom"
     )
     recovery: RecoveryConfig = Field(
-        default_factory=RecoveryConfig, description="what happens when something is lost"
+        default_factory=RecoveryConfig,
+        description="recovery from lost workers, hosts and connections",
     )
     log: LogConfig = Field(
-        default_factory=LogConfig, description="what is kept of each run, and who else is told"
+        default_factory=LogConfig,
+        description="what is kept of each run, and which loggers get its events",
     )

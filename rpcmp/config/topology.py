@@ -129,7 +129,7 @@ def build_graph(inputs: Mapping[str, Sequence[str]]) -> Graph:
     sinks = [name for name in graph.stages if not graph.ports(name)]
     if len(sinks) != 1:
         raise ConfigError(
-            f"nobody reads the stages {', '.join(map(repr, sinks))}; the loss needs exactly one "
+            f"no stage reads {', '.join(map(repr, sinks))}; the loss needs exactly one "
             "last stage: list the others in the `inputs` of some stage or remove them"
         )
     return graph
