@@ -299,7 +299,7 @@ def _opened(where: Where) -> Iterator[FileIO]:
         fd = os.open(where.name, flags, dir_fd=folder)
     with FileIO(fd) as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EISDIR, "Is no regular file", str(where))
+            raise OSError(errno.EISDIR, "Not a regular file", str(where))
         yield file
 
 

@@ -33,7 +33,7 @@ Items = list["CompletionItem[str]"]
 
 
 def configs(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    """Complete TOML files, and folders with such; any files if there are none."""
+    """Complete TOML files, and folders that have some; else any files."""
     partial = Path(incomplete)
     is_whole = incomplete.endswith("/") or not incomplete
     folder, name = (partial, "") if is_whole else (partial.parent, partial.name)

@@ -43,19 +43,24 @@ def config_argument(command: Command) -> Command:
 
 
 def _config_options(command: Command) -> Command:
-    command = click.option(
-        "--set",
-        "overrides",
-        metavar="KEY=VALUE",
-        multiple=True,
-        shell_complete=completion.keys,
-        help="Override a key of the config, such as data.batch_size=64. Repeatable.",
-    )(command)
+    command = set_option("a key of the config, such as data.batch_size=64")(command)
     return click.argument(
         "config",
         type=click.Path(path_type=Path, dir_okay=False),
         shell_complete=completion.configs,
     )(command)
+
+
+def set_option(what: str) -> Callable[[Command], Command]:
+    """Return a decorator that adds `--set`, which overrides `what`."""
+    return click.option(
+        "--set",
+        "overrides",
+        metavar="KEY=VALUE",
+        multiple=True,
+        shell_complete=completion.keys,
+        help=f"Override {what}. Repeatable.",
+    )
 
 
 def connect_option(command: Command) -> Command:

@@ -1,4 +1,4 @@
-"""What a job is: the schema of its config, where it is loaded and checked, and its user's code.
+"""The config of a job: its schema, its loading and validation, and the import of the user's code.
 
 Start at `schema.py`. Imports `rpcmp.errors` alone. No torch.
 """

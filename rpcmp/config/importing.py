@@ -46,7 +46,7 @@ opens a file that its arguments name, or runs a program; `rpcmp.examples.llama` 
 
 
 class AllowList:
-    """The callables that jobs may use: those of BUILT_IN and of some modules.
+    """The callables that jobs may use: BUILT_IN and the contents of some modules.
 
     Args:
         prefixes: the modules; their submodules are allowed as well.

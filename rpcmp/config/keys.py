@@ -21,7 +21,7 @@ from rpcmp.config.types import Factory, OptimizerFactory
 
 @dataclass(frozen=True)
 class Level:
-    """What a dotted key leads to.
+    """The section or table that a dotted key leads to.
 
     Attributes:
         container: list or dict if there are several such sections, or dict for a plain table.

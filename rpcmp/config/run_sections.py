@@ -86,7 +86,7 @@ class EarlyStoppingConfig(Strict):
 
 
 class LossScalingConfig(Strict):
-    """One scale for the loss of all stages; the defaults are those of `torch.amp.GradScaler`."""
+    """One scale for the loss of all stages; defaults as in `torch.amp.GradScaler`."""
 
     initial: float = Field(
         default=2.0**16,
@@ -179,7 +179,7 @@ class SecurityConfig(Strict):
 
 
 class RecoveryConfig(Strict):
-    """What happens when a worker, a host or a connection is lost."""
+    """Recovery from lost workers, hosts and connections."""
 
     enabled: bool = Field(default=True, description="go on by itself after a fault")
     mirror_every_steps: int = Field(
@@ -238,7 +238,7 @@ class RecoveryConfig(Strict):
 
 
 class LogConfig(Strict):
-    """What is kept of a run, and which other loggers get its events."""
+    """Records of a run, and the loggers that get its events."""
 
     folder: str = Field(
         default="runs",

@@ -164,7 +164,7 @@ class StageConfig(Strict):
 
 
 class DataConfig(Strict):
-    """Where samples come from: map-style datasets, and how they become mini-batches."""
+    """Map-style datasets of samples, and how they become mini-batches."""
 
     train: FactoryOrName = Field(description="the training dataset")
     test: FactoryOrName | None = Field(default=None, description="the evaluation dataset")

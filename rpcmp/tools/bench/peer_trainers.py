@@ -89,6 +89,10 @@ def build(config: Config, stage_index: int, names: list[str]) -> ModelPart:
     return ModelPart(module, optimizers.create(config.optimizer_of(stage_index), trained))
 
 
+def build_stages(config: Config) -> list[ModelPart]:
+    return [build(config, index, names) for index, names in enumerate(layer_names(config))]
+
+
 def slice_loss(config: Config, num_slices: int) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the loss of one of `num_slices` equal slices, which add up to the mini-batch's.
 
@@ -136,8 +140,7 @@ class OneProcess:
 
     def build(self, way: str) -> None:
         """Build the model, to be trained by "whole batch" or "micro-batches"."""
-        names = layer_names(self._config)
-        self._parts = [build(self._config, i, layers) for i, layers in enumerate(names)]
+        self._parts = build_stages(self._config)
         self._batches = endless_batches(self._config)
         self._num_slices = 1 if way == "whole batch" else self._config.num_microbatches
         self._loss = slice_loss(self._config, self._num_slices)
@@ -178,8 +181,7 @@ class StageClock:
         self._config = peer.config
 
     def build(self, way: str) -> None:
-        names = layer_names(self._config)
-        self._parts = [build(self._config, i, layers) for i, layers in enumerate(names)]
+        self._parts = build_stages(self._config)
         inputs, targets = next(endless_batches(self._config))
         count = self._config.num_microbatches
         self._loss = slice_loss(self._config, count)
