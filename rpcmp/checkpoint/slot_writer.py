@@ -103,7 +103,6 @@ class _Layout:
     """The place of each tensor in a slot.
 
     Args:
-        shapes: name, dtype and shape of each tensor.
         start: bytes that the header takes.
     """
 

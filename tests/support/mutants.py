@@ -45,7 +45,7 @@ AREAS = {
         "checkpoint/slot_writer.py",
     ),
     "recovery": ("job/recovery.py", "job/restore_point.py", "job/restore_planner.py"),
-    "checkpoints": ("checkpoint/folder.py", "checkpoint/files.py", "checkpoint/runs.py"),
+    "checkpoints": ("checkpoint/folder.py", "checkpoint/files.py"),
     "unpickler": ("rpc/unpickler.py", "net/rpc_pickle.py", "net/rpc_inspection.py"),
     "roles": ("net/identity.py", "net/security.py"),
     "config": (
