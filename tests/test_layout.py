@@ -61,24 +61,25 @@ ELSEWHERE = {
     "unit/data/test_stage_loader.py": "data/loader_process",
     "unit/driver/test_progress.py": "driver/checkpoint_schedule",
     "unit/driver/test_progress_earlystopping.py": "config/run_sections config/sections",
-    "unit/driver/test_training.py": "driver/evaluator driver/rounds driver/steps driver/tracing",
+    "unit/driver/test_training.py": "driver/evaluator driver/rounds driver/tracing",
     "unit/net/test_link_test.py": "net/tls",
     "unit/net/test_local_peer.py": "net/port",
     "unit/net/test_revocation.py": "net/certificates",
     "unit/net/test_rpc_inspection.py": "net/rpc_format net/rpc_pickle",
     "unit/net/test_security.py": "cli/certs net/authority",
-    "unit/observability/dashboard/test_server.py": "observability/dashboard/app",
+    "unit/observability/dashboard/test_page_server.py": "observability/dashboard/app",
     "unit/observability/dashboard/test_state.py": """
-        observability/dashboard/curves observability/dashboard/entries
-        observability/dashboard/html
+        observability/dashboard/history observability/dashboard/html
     """,
-    "unit/observability/prometheus/test_run.py": "observability/prometheus/registry",
-    "unit/observability/run_folder/test_compare.py": "observability/run_folder/reader",
+    "unit/observability/events/test_event_all.py": """
+        observability/events/process_events observability/events/training_events
+    """,
+    "unit/observability/prometheus/test_run_metrics.py": "observability/prometheus/registry",
+    "unit/observability/run_folder/test_figures.py": "observability/run_folder/reader",
     "unit/observability/test_observers_loggers.py": "cli/observing",
     "unit/observability/test_tensorboard.py": "observability/tensorboard_file",
     "unit/observability/trace/test_analysis.py": "observability/trace/critical_path",
     "unit/observability/trace/test_chrome.py": "observability/trace/json_stream",
-    "unit/observability/trace/test_plot.py": "observability/trace/window",
     "unit/pipelining/test_balance.py": "pipelining/cost_model",
     "unit/process/logging/test_logs.py": """
         process/logging/capture process/logging/display

@@ -85,7 +85,7 @@ def drive(
     )
     from rpcmp.cli.output import logged, printer
     from rpcmp.job.training_run import drive as run
-    from rpcmp.observability.events.definitions import LogEvent
+    from rpcmp.observability.events import LogEvent
     from rpcmp.observability.observers import aside, watching
     from rpcmp.observability.run_folder.writer import TRACE
     from rpcmp.process.descriptors import raise_limit
@@ -108,7 +108,7 @@ def drive(
         page_of(job, ui, watchers, shown),
         watching(watchers := [*watchers, *observers(job)], shown) as notify,
         reporting_folder(watchers, notify) as report,
-        display.reporting(lambda entry: report(LogEvent.from_json(entry, complete=True))),
+        display.reporting(lambda entry: report(LogEvent.from_entry(entry))),
     ):
         folder = path_of(watchers)
         training = run(

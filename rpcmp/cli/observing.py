@@ -16,8 +16,7 @@ from rpcmp.cli.output import plain, with_log
 from rpcmp.cli.terminal import echo
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
-from rpcmp.observability.events.definitions import KeptEvent, UiEvent
-from rpcmp.observability.events.event import Event
+from rpcmp.observability.events import Event, KeptEvent, UiEvent
 from rpcmp.observability.observers import Observer, Report, loggers
 from rpcmp.observability.run_folder.writer import BEGINNINGS, RunFolder
 from rpcmp.observability.tensorboard import TensorBoard
@@ -99,10 +98,10 @@ def page_of(job: Config, ui: str | None, observers: list[Observer], show: Report
         return
     # Only runs with a page need its libraries.
     from rpcmp.observability.dashboard.app import Endpoint
-    from rpcmp.observability.dashboard.server import Page
+    from rpcmp.observability.dashboard.page_server import LivePage
 
     place = Endpoint.open(None if ui == ANY_PORT else ui, job.certs_folder)
-    page = Page(place)
+    page = LivePage(place)
     observers.append(page)
     # Not to observers: the address may contain a token.
     show(UiEvent(url=place.url).stamped(time.time(), 1))
@@ -121,7 +120,7 @@ def metrics_of(job: Config, address: str | None, observers: list[Observer]) -> I
     # Only runs with metrics need their libraries.
     from rpcmp.net.security import Security
     from rpcmp.observability.prometheus.endpoint import serving
-    from rpcmp.observability.prometheus.run import RunMetrics
+    from rpcmp.observability.prometheus.run_metrics import RunMetrics
 
     metrics = RunMetrics()
     security = Security(job.certs_folder, job.security.insecure)

@@ -1,4 +1,4 @@
-"""What `rpcmp drive` shows: a progress bar on a terminal, plain lines elsewhere, or JSON."""
+"""The output of `rpcmp drive`: a progress bar on a terminal, plain lines elsewhere, or JSON."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rpcmp.cli.console import Console
 from rpcmp.cli.terminal import echo
 from rpcmp.observability import json_lines
-from rpcmp.observability.events.definitions import (
+from rpcmp.observability.events import (
     EndEvent,
+    Event,
     GenerationEvent,
     LogEvent,
     StartEvent,
@@ -20,7 +21,6 @@ from rpcmp.observability.events.definitions import (
     SummaryEvent,
     UiEvent,
 )
-from rpcmp.observability.events.event import Event
 from rpcmp.observability.events.wording import (
     RunContext,
     describe,
@@ -33,15 +33,15 @@ from rpcmp.process.logging.display import Display, RecordSource
 from rpcmp.process.logging.records import as_text, visible
 
 PLAIN_SECONDS = 2.0
-"""Between step lines where there is no terminal."""
+"""Seconds between the lines of steps without a terminal."""
 
 NOT_SHOWN = (GenerationEvent, LogEvent, EndEvent)
-"""Events that make no line: the log and the command's own errors say as much."""
+"""Events without a line, since the log and the command's own errors have the same contents."""
 
 
 @contextlib.contextmanager
 def printer(as_json: bool, verbose: bool, quiet: bool) -> Iterator[Report]:
-    """Yield the function that shows the events of a run."""
+    """Yield the function that shows events."""
     if as_json:
         yield _show_json
         return
@@ -63,7 +63,7 @@ def plain(write: Callable[[str], None]) -> Report:
 
 
 class _Plain:
-    """A line for the first and the last step, and for one every few seconds."""
+    """Writes a line for the first and the last step, and for a step every few seconds."""
 
     def __init__(self, write: Callable[[str], None], every: float, quiet: bool) -> None:
         self._run = RunContext()
@@ -85,7 +85,7 @@ class _Plain:
 
 
 class _Terminal:
-    """A progress bar; everything else scrolls by above it."""
+    """Shows a progress bar, and all other events above it."""
 
     def __init__(self, console: Console, progress: Progress) -> None:
         self._run = RunContext()
@@ -134,7 +134,7 @@ def _lines(event: Event, run: RunContext) -> Iterator[str]:
 
 
 def with_log(show: Report, write: Callable[[str], None]) -> Report:
-    """Have `show` write events, and the lines of the log between them, as in a terminal."""
+    """Return a function that passes log lines to `write`, and all other events to `show`."""
 
     def show_both(event: Event) -> None:
         if isinstance(event, LogEvent):
@@ -146,7 +146,7 @@ def with_log(show: Report, write: Callable[[str], None]) -> Report:
 
 
 def logged(show: Report, display: Display) -> Report:
-    """Show the lines of the log among a run's events on `display`, and all events by `show`."""
+    """Return a function that passes log lines to `display`, and all events to `show`."""
     place = RecordSource("driver")
     display.place = lambda: place
 

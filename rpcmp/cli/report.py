@@ -12,7 +12,7 @@ from rpcmp.cli.terminal import echo
 from rpcmp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rpcmp.observability.run_folder.compare import Comparison
+    from rpcmp.observability.run_folder.figures import Comparison
 
 REPORT = "report.html"
 COMPARISON = "comparison.html"
@@ -54,7 +54,7 @@ def report(folders: tuple[Path, ...], output: Path | None, text: bool) -> None:
         raise click.UsageError("--text prints to the terminal; give it or --output, not both")
     runs = [read(folder) for folder in folders]
     if text:
-        from rpcmp.observability.run_folder.compare import compare
+        from rpcmp.observability.run_folder.figures import compare
 
         _print(compare(runs))
         return
@@ -73,7 +73,7 @@ def report(folders: tuple[Path, ...], output: Path | None, text: bool) -> None:
 
 def _print(comparison: Comparison) -> None:
     from rpcmp.cli.console import Console, table
-    from rpcmp.observability.run_folder.compare import tables
+    from rpcmp.observability.run_folder.figures import tables
 
     for part in tables(comparison):
         if not part.rows:

@@ -17,7 +17,7 @@ from rpcmp.errors import ConfigError
 
 if TYPE_CHECKING:
     from rpcmp.observability.trace.analysis import Bottleneck, Shares
-    from rpcmp.observability.trace.window import Window
+    from rpcmp.observability.trace.spans import Window
 
 WIDTH = 140
 """Characters that a row may take."""
@@ -50,7 +50,7 @@ def trace(file: Path, png: Path | None, steps: str | None, as_json: bool) -> Non
     Example:
       rpcmp trace run.json.gz --steps 10:12 --png pipeline.png
     """
-    from rpcmp.observability.trace import chrome, plot, window
+    from rpcmp.observability.trace import chrome, plot, spans
     from rpcmp.observability.trace.analysis import bottleneck, measure
 
     first, last = _parse(steps)
@@ -58,7 +58,7 @@ def trace(file: Path, png: Path | None, steps: str | None, as_json: bool) -> Non
         plot.require_matplotlib()
         require_writable(png)
     recorded = chrome.read(file, first, last)
-    chosen = window.choose_window(recorded, first, last)
+    chosen = spans.choose_window(recorded, first, last)
     shares = measure(recorded, chosen)
     worst = bottleneck(recorded, chosen, shares)
     if as_json:
@@ -68,7 +68,7 @@ def trace(file: Path, png: Path | None, steps: str | None, as_json: bool) -> Non
         _print(shares)
         echo(worst)
     if png is not None:
-        plot.write_png(recorded, chosen if steps else window.last_complete(recorded), png)
+        plot.write_png(recorded, chosen if steps else spans.last_complete(recorded), png)
 
 
 def _parse(steps: str | None) -> tuple[int | None, int | None]:

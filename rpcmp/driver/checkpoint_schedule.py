@@ -1,8 +1,8 @@
-"""When the stages save a checkpoint, and that they are not asked for more than their disks can do.
+"""The schedule of checkpoints.
 
-A step that is to be saved is known when it begins, since every stage keeps by itself what it was
-right after it. Saving goes on while later steps are computed: up to two at once, and then the next
-one that is due waits.
+Whether a step is saved is decided before it starts, since every stage copies its own state right
+after the step. Checkpoints are written while later steps are computed. At most two are in progress
+at once; the next one that is due waits, so that slow disks slow down training.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import time
 from rpcmp.config.schema import Config
 
 AT_ONCE = 2
-"""Checkpoints that may be under way; more would need more memory for what waits for the disk."""
+"""Checkpoints in progress at most; more would need more memory for the data to be written."""
 
 DEFAULT_SECONDS = 300.0
-"""Between checkpoints where the config does not say it."""
+"""Seconds between checkpoints if the config sets no interval."""
 
 
 class CheckpointCadence:
@@ -24,9 +24,9 @@ class CheckpointCadence:
 
     Args:
         config: the job.
-        last: the run's last step, which is saved in any case.
-        saved: the step that has been saved already, if the run goes on from one.
-        since: seconds since the run's last checkpoint, or since its beginning.
+        last: the run's last step, which is always saved.
+        saved: the step of the checkpoint from which the run resumes; 0: none.
+        since: seconds since the run's last checkpoint, or since its start.
     """
 
     def __init__(self, config: Config, last: int, saved: int = 0, since: float = 0.0) -> None:
@@ -38,47 +38,46 @@ class CheckpointCadence:
             self._every_seconds = DEFAULT_SECONDS
         self._last = last
         self._changed = threading.Condition()
-        self._begun = time.monotonic() - since
-        self._under_way: set[int] = set()
+        self._started_at = time.monotonic() - since
+        self._in_progress: set[int] = set()
         self._failed: set[int] = set()
         self._saved = saved
 
     def is_due(self, step: int) -> bool:
-        """Whether the stages have to save `step`, which is about to begin; may wait for disks."""
+        """Return whether the stages must save `step`, which is about to start; may wait."""
         if not self._is_on or not (self._is_due_by_steps(step) or self._is_due_by_time()):
             return False
-        self.begin(step)
+        self.start(step)
         return True
 
-    def begin(self, step: int) -> None:
-        """Note that `step` will be saved; waits while too many are."""
+    def start(self, step: int) -> None:
+        """Add the checkpoint of `step`; waits while too many are in progress."""
         with self._changed:
-            while len(self._under_way) >= AT_ONCE:
+            while len(self._in_progress) >= AT_ONCE:
                 self._changed.wait()
-            self._under_way.add(step)
+            self._in_progress.add(step)
             self._saved = step
-        self._begun = time.monotonic()
+        self._started_at = time.monotonic()
 
     def includes(self, step: int) -> bool:
-        """Whether `step` is one of the last that are, or will be, saved; a disk is asked once."""
-        return step in self._under_way or self._saved == step
+        """Return whether the checkpoint of `step` is in progress, or was the last to be started."""
+        return step in self._in_progress or self._saved == step
 
-    def note_done(self, step: int, failed: bool = False) -> None:
-        """Hear that the checkpoint of `step` is on the disks, or that it failed."""
+    def finish(self, step: int, failed: bool = False) -> None:
+        """Remove the checkpoint of `step`, which is on the disks, or has failed."""
         with self._changed:
-            self._under_way.discard(step)
+            self._in_progress.discard(step)
             if failed:
                 self._failed.add(step)
             self._changed.notify_all()
 
     def has_failed(self, step: int) -> bool:
-        """Whether the checkpoint of `step` could not be made."""
         return step in self._failed
 
     def wait(self) -> None:
-        """Wait until none is under way."""
+        """Wait until no checkpoint is in progress."""
         with self._changed:
-            while self._under_way:
+            while self._in_progress:
                 self._changed.wait()
 
     def _is_due_by_steps(self, step: int) -> bool:
@@ -89,5 +88,5 @@ class CheckpointCadence:
     def _is_due_by_time(self) -> bool:
         return (
             self._every_seconds is not None
-            and time.monotonic() - self._begun >= self._every_seconds
+            and time.monotonic() - self._started_at >= self._every_seconds
         )

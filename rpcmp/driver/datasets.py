@@ -1,8 +1,12 @@
-"""What a job trains and evaluates on, loaded here or at the stages."""
+"""The mini-batches that a job trains and evaluates on, and the steps of a run that use them.
+
+Samples are loaded by this process or at the stages.
+"""
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,42 +18,42 @@ from rpcmp.data.sample_order import SampleOrder
 from rpcmp.driver.rounds import Batch
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.errors import ConfigError
+from rpcmp.process.activity import Activity
 from rpcmp.rpc.messages import DatasetInfo
 
 
 class MiniBatches(Protocol):
-    """Those of one dataset, epoch after epoch."""
+    """The mini-batches of one dataset; `len` is the number per epoch."""
 
-    def __len__(self) -> int:
-        """Of one epoch."""
+    def __len__(self) -> int: ...
 
     @property
     def fewest(self) -> int:
         """Samples of the smallest mini-batch, the last of an epoch."""
 
     def first(self) -> Batch:
-        """The first mini-batch of the first epoch, to try something out with."""
+        """Return the first mini-batch of the first epoch, for a trial."""
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[Batch]:
-        """Each mini-batch of `epoch`, counted from 1, from the one whose index is `first` on."""
+        """Yield the mini-batches of `epoch`, counted from 1, starting at the index `first`."""
 
     def close(self) -> None:
-        """End the processes that load samples, where there are any."""
+        """Stop the processes that load samples, if there are any."""
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """The mini-batches of a job, epoch after epoch."""
+    """The mini-batches of a job."""
 
     train: MiniBatches
     test: MiniBatches | None
 
     @classmethod
     def load(cls, config: Config) -> Datasets:
-        """The datasets of `[data]`, loaded by this process.
+        """Load the datasets of `[data]` in this process.
 
         Raises:
-            ConfigError: there is no `[data]`, or a dataset cannot be used.
+            ConfigError: `[data]` is missing, or a dataset cannot be used.
         """
         section, seed = config.require_data("training"), config.seed
         train = load_batches(section.train, "data.train", section, seed, training=True)
@@ -59,10 +63,10 @@ class Datasets:
 
     @classmethod
     def at_stages(cls, config: Config, group: StageGroup) -> Datasets:
-        """The datasets that the stages have built, from what these say of them.
+        """Describe the datasets that the stages have built.
 
         Raises:
-            ConfigError: there is no `[data]`, a dataset is too small, or hosts have others.
+            ConfigError: `[data]` is missing, a dataset is too small, or hosts have different ones.
         """
         section, seed = config.require_data("training"), config.seed
         sizes = _common_sizes(group.dataset_infos())
@@ -80,21 +84,20 @@ class Datasets:
         return cls(train, test)
 
     def close(self) -> None:
-        """End the processes that load samples, where there are any."""
         for batches in (self.train, self.test):
             if batches is not None:
                 batches.close()
 
 
 def total_steps(config: Config, per_epoch: int) -> int:
-    """Optimizer steps of the whole run."""
+    """Return the number of optimizer steps of the whole run."""
     return config.steps if config.steps is not None else (config.epochs or 1) * per_epoch
 
 
 def fewest_samples(config: Config, train: MiniBatches) -> int:
     """Return the size of the smallest mini-batch that the run trains with.
 
-    A run of fewer steps than an epoch has does not come to the last one, which may be smaller.
+    A run that is shorter than an epoch does not reach the last one, which may be smaller.
     """
     if total_steps(config, len(train)) >= len(train):
         return train.fewest
@@ -102,7 +105,7 @@ def fewest_samples(config: Config, train: MiniBatches) -> int:
 
 
 def _common_sizes(holdings: Mapping[str, DatasetInfo]) -> dict[str, int]:
-    """The samples of each dataset, which all stages have to agree on."""
+    """Return the number of samples of each dataset, which must be the same at all stages."""
     (first, here), *others = holdings.items()
     for other, there in others:
         for name, samples in here.sizes.items():
@@ -113,3 +116,57 @@ def _common_sizes(holdings: Mapping[str, DatasetInfo]) -> dict[str, int]:
                     "same data"
                 )
     return here.sizes
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimizer step of the run.
+
+    Attributes:
+        number: number of the step, from 1.
+        epoch: number of its epoch, from 1.
+        ends_epoch: whether it is the last step of the epoch.
+        batch: its mini-batch.
+        data_seconds: seconds that the driver waited for the mini-batch.
+    """
+
+    number: int
+    epoch: int
+    ends_epoch: bool
+    batch: Batch
+    data_seconds: float
+
+
+class StepStream:
+    """The steps of a run; `activity` records when their mini-batches are loaded."""
+
+    def __init__(self, config: Config, datasets: Datasets, activity: Activity) -> None:
+        self._config = config
+        self._data = datasets.train
+        self._activity = activity
+
+    @property
+    def total(self) -> int:
+        return total_steps(self._config, len(self._data))
+
+    def ends_epoch(self, batch: int) -> bool:
+        """Return whether mini-batch `batch` of an epoch, counted from 1, is its last."""
+        return batch == len(self._data)
+
+    def after(self, number: int) -> Iterator[Step]:
+        """Yield the steps after step `number`, to the end of the run."""
+        total, per_epoch = self.total, len(self._data)
+        while number < total:
+            epoch, first = 1 + number // per_epoch, number % per_epoch
+            started = self._start_loading(number + 1)
+            for batch in self._data.epoch(epoch, first):
+                number += 1
+                seconds = time.perf_counter() - started
+                yield Step(number, epoch, number % per_epoch == 0, batch, seconds)
+                if number == total:
+                    return
+                started = self._start_loading(number + 1)
+
+    def _start_loading(self, step: int) -> float:
+        self._activity.start("data", step)
+        return time.perf_counter()

@@ -1,7 +1,7 @@
 """The optimizers of all stages as one.
 
-What concerns the whole model, the gradient norm, is put together from the norm of every parameter,
-in the order of the unsplit model: the same bits for every balance.
+The gradient norm of the whole model is computed from the norm of every parameter, in the order of
+the unsplit model: the same bits for every balance.
 """
 
 from __future__ import annotations
@@ -23,16 +23,13 @@ from rpcmp.worker.optimizer import StageOptimizer
 
 
 class DistributedOptimizer:
-    """The optimizers of all stages as one; lives on the driver.
+    """The driver's handle for the optimizers of all stages.
 
     Args:
         optimizers: the StageOptimizers, in the order of the unsplit model's parameters.
-        sum_gradients: has replicas sum their gradients, where they have not done so yet.
-        abort: frees all that wait for a stage that has failed; returns the cause of that error.
-        scaler: of the loss; None: gradients are those of the loss itself.
-
-    Attributes:
-        scaler: as given.
+        sum_gradients: makes replicas sum their gradients, unless they have done so already.
+        abort: releases all stages that wait for a failed one; returns the cause of the error.
+        scaler: the loss scaler; None: the loss is not scaled.
     """
 
     def __init__(
@@ -51,12 +48,12 @@ class DistributedOptimizer:
     def step(self) -> dict[str, StepReport]:
         """Update the parameters of all stages and clear their gradients.
 
-        Where the loss is scaled and a gradient is not finite, none of them updates anything.
+        If the loss is scaled and a gradient is not finite, no stage updates anything.
 
         Raises:
             StageError: an optimizer raised; no other stage waits for it any more.
         """
-        with self._together():
+        with self._abort_on_error():
             self._sum_gradients()
             updates = self._unscale()
             reports = self._everywhere(StageOptimizer.step, updates)
@@ -65,11 +62,11 @@ class DistributedOptimizer:
         return reports
 
     def finish(self, max_norm: float | None, loss: float | None) -> dict[str, StepReport]:
-        """End a round that all stages hold: unscale, clip, step, let the schedulers step.
+        """Finish a round that all stages hold: unscale, clip, step, and step the schedulers.
 
         Args:
-            max_norm: the largest norm of the whole model's gradient; None: as it is.
-            loss: what the schedulers get; None where they do not step now.
+            max_norm: the largest norm of the whole model's gradient; None: no clipping.
+            loss: the loss for the schedulers; None: they do not step now.
         """
         updates = self._unscale()
         factor = None
@@ -79,15 +76,14 @@ class DistributedOptimizer:
         return self._everywhere(StageOptimizer.finish, factor, loss, updates, scale)
 
     def zero_grad(self) -> None:
-        """Clear the gradients of all stages."""
         self._are_finite = None
         self._everywhere(StageOptimizer.zero_grad)
 
     def require_scaled(self) -> None:
-        """Check that gradients may still be added to those that the stages have.
+        """Check that the stages' gradients are still scaled, so that more may be added.
 
         Raises:
-            JobError: those are unscaled already, and more would come scaled.
+            JobError: they are unscaled already.
         """
         if self._are_finite is not None:
             raise JobError(
@@ -98,12 +94,12 @@ class DistributedOptimizer:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that the norm over the whole model is at most `max_norm`.
 
-        The arithmetic is that of `torch.nn.utils.clip_grad_norm_` on the unsplit model.
+        The arithmetic equals `torch.nn.utils.clip_grad_norm_` on the unsplit model.
 
         Returns:
             The norm before scaling, a float32 scalar.
         """
-        with self._together():
+        with self._abort_on_error():
             self._sum_gradients()
         self._unscale()
         total = self._norm(norm_type)
@@ -111,17 +107,17 @@ class DistributedOptimizer:
         return total
 
     def step_scheduler(self, loss: float) -> None:
-        """Let every stage's learning-rate scheduler step."""
+        """Step the learning-rate schedulers of all stages."""
         self._everywhere(StageOptimizer.step_scheduler, loss)
 
     def load_scaler(self, state: ScalerState) -> None:
-        """Scale as a scaler would that was in `state`; nothing where the loss is not scaled."""
+        """Set the scaler's state at the driver and the stages; ignored without loss scaling."""
         if self.scaler is not None:
             self.scaler.state = state
             self._everywhere(StageOptimizer.set_scale, state.scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all stages: "state" by parameter name, the scaler's, the rest by stage."""
+        """Return the state: "state" by parameter name, "scaler", everything else by stage."""
         merged: dict[str, Any] = {"state": {}, "param_groups": {}, "scheduler": {}, "aside": {}}
         for part in self._optimizers.on_firsts(StageOptimizer.state_dict).values():
             for key, value in part.items():
@@ -131,34 +127,34 @@ class DistributedOptimizer:
         return merged
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned; each stage finds its own by name."""
+        """Load a result of `state_dict`; each stage finds its own part by name."""
         self._everywhere(StageOptimizer.load_state_dict, state)
         if "scaler" in state:
             self.load_scaler(ScalerState(**state["scaler"]))
 
     def release(self) -> None:
-        """Let go of the stages' optimizers; nothing else may be called afterwards."""
+        """Release the stages' optimizers; no other method may be called afterwards."""
         self._optimizers.release()
 
     @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
-        """What stages do within the block they may wait for each other in."""
+    def _abort_on_error(self) -> Iterator[None]:
+        """If the block raises, release the stages that wait for each other in it."""
         try:
             yield
         except RpcmpError as error:
             raise self._abort(error) from error
 
     def _unscale(self) -> bool:
-        """Unscale all gradients, once before a step; whether that may be done."""
+        """Unscale all gradients, once before a step; return whether the step may be done."""
         if self.scaler is None:
             return True
         if self._are_finite is None:
-            found = self._everywhere(StageOptimizer.unscale, self.scaler.inverse)
-            self._are_finite = all(found.values())
+            are_finite = self._everywhere(StageOptimizer.unscale, self.scaler.inverse)
+            self._are_finite = all(are_finite.values())
         return self._are_finite
 
     def _update_scale(self, are_finite: bool) -> float | None:
-        """The next step's scale; None where there is none."""
+        """Update the scaler; return the next step's scale, or None without loss scaling."""
         self._are_finite = None
         if self.scaler is None:
             return None
@@ -166,8 +162,8 @@ class DistributedOptimizer:
         return self.scaler.state.scale
 
     def _norm(self, norm_type: float) -> Tensor:
-        found = self._optimizers.on_firsts(StageOptimizer.norms, norm_type)
-        norms = [norm for of_stage in found.values() for norm in of_stage.values()]
+        by_stage = self._optimizers.on_firsts(StageOptimizer.norms, norm_type)
+        norms = [norm for by_name in by_stage.values() for norm in by_name.values()]
         if not norms:
             return torch.tensor(0.0)
         total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)

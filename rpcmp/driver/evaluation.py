@@ -1,22 +1,42 @@
-"""What an evaluation gives: means over samples, put together from parts of any size."""
+"""The results of an evaluation: means over samples, and metrics with a state.
+
+Metrics with a state, such as torchmetrics metrics, get the whole evaluation:
+
+    sink ──outputs of a micro-batch──> update(outputs, targets), in order ──> compute() at the end
+
+An F1 score or an area under a curve is not a mean over micro-batches, so it needs all of them in
+one place. That place is the driver: it usually has the targets already, and otherwise gets them
+with the outputs, so the result does not depend on how the model is split.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+import numbers
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol, Self, cast
 
-from rpcmp.pipelining import microbatch
+import torch
+from torch import Tensor
+
+from rpcmp.config import importing
+from rpcmp.config.schema import Config
+from rpcmp.config.types import Factory
+from rpcmp.errors import ConfigError, FactoryError, JobError
+from rpcmp.metrics import METHODS, keeps_state
+from rpcmp.pipelining import microbatch, pytree
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What came of the samples that were evaluated.
+    """The results of an evaluation.
 
     Attributes:
-        num_samples: how many.
+        num_samples: the number of samples.
         loss: the mean loss.
-        metrics: by name: the mean over the samples, or what the `compute` of a metric that keeps a
-            state gave for all of them ("name.key" for each key, where that is a dict).
+        metrics: by name, the mean over the samples; for a metric with a state, the result of its
+            `compute`, under "name.key" for each key if that is a dict.
     """
 
     num_samples: int
@@ -25,7 +45,7 @@ class Evaluation:
 
 
 def mean(parts: Iterable[Evaluation]) -> Evaluation:
-    """The evaluation of all parts together, each weighted by its samples."""
+    """Combine parts of an evaluation, each weighted by its number of samples."""
     parts = list(parts)
     total = sum(part.num_samples for part in parts)
 
@@ -38,4 +58,152 @@ def mean(parts: Iterable[Evaluation]) -> Evaluation:
         total,
         weighted(part.loss for part in parts),
         {name: weighted(part.metrics[name] for part in parts) for name in names},
+    )
+
+
+class Metric(Protocol):
+    """A metric with a state, as in torchmetrics."""
+
+    def update(self, preds: Any, target: Any) -> object:
+        """Add one micro-batch: the model's outputs, and the targets."""
+
+    def compute(self) -> Any:
+        """Return the result for all micro-batches: a number, or a dict of numbers."""
+
+    def reset(self) -> object:
+        """Start a new evaluation."""
+
+
+class Metrics:
+    """The metrics with a state of one job, by name; the driver computes them."""
+
+    def __init__(self, metrics: Mapping[str, Metric]) -> None:
+        self._metrics = dict(metrics)
+
+    @classmethod
+    def load(cls, config: Config) -> Self:
+        """Create the metrics of a config that have a state.
+
+        A metric that cannot be imported here is left to the sink: it may need packages that only
+        the sink's host has.
+
+        Raises:
+            FactoryError: a metric cannot be created, or lacks a method.
+            ConfigError: early stopping or checkpoints depend on a key that no metric can have.
+        """
+        created = {
+            name: _create(source, f"metrics.{name}") for name, source in config.metrics.items()
+        }
+        metrics = {name: metric for name, metric in created.items() if metric is not None}
+        for key, watched in config.watched.items():
+            _require(key, watched, config.metrics, metrics)
+        return cls(metrics)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._metrics)
+
+    def reset(self) -> None:
+        """Start a new evaluation; raises JobError if a metric raised."""
+        for name, metric in self._metrics.items():
+            _call(name, "reset", metric.reset)
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Add the next micro-batch; raises JobError if a metric raised."""
+        for name, metric in self._metrics.items():
+            _call(name, "update", metric.update, outputs, targets)
+
+    def compute(self) -> dict[str, float]:
+        """Return all results, by "name", or by "name.key" for a metric that returns a dict.
+
+        Raises:
+            JobError: a metric raised.
+            FactoryError: a metric returned something other than numbers, or a name occurs twice.
+        """
+        results: dict[str, float] = {}
+        for name, metric in self._metrics.items():
+            for key, value in _named(name, _call(name, "compute", metric.compute)):
+                if key in results:
+                    raise FactoryError(f"two metrics are called {key!r}: rename metrics.{name}")
+                results[key] = value
+        return results
+
+
+def _require(
+    key: str, watched: str, sources: Mapping[str, Factory], metrics: Mapping[str, Metric]
+) -> None:
+    """Check that a metric can have the result `watched`, which the config's `key` names.
+
+    Raises:
+        FactoryError: it could only belong to a metric that cannot be imported here.
+        ConfigError: it could only belong to a mean, which has no keys.
+    """
+    if watched in ("loss", *sources) or any(watched.startswith(f"{name}.") for name in metrics):
+        return
+    name = next(name for name in sources if watched.startswith(f"{name}."))
+    importing.resolve(sources[name].callable, f"metrics.{name}")
+    raise ConfigError(f"{key} = {watched!r}: metrics.{name} is a mean, without keys")
+
+
+def _create(source: Factory, what: str) -> Metric | None:
+    """Return a metric with a state; None for any other metric."""
+    try:
+        target = importing.resolve(source.callable, what)
+    except FactoryError as error:
+        if isinstance(error.__cause__, ImportError):
+            return None
+        raise
+    if not keeps_state(target):
+        return None
+    if source.kwargs and not isinstance(target, type):
+        raise FactoryError(f"{what} = {source.callable!r} is made already: it takes no kwargs")
+    metric: Any = importing.create(source, what) if isinstance(target, type) else target
+    _check(metric, source, what)
+    return cast(Metric, metric)
+
+
+def _check(metric: Any, source: Factory, what: str) -> None:
+    missing = [name for name in METHODS if not callable(getattr(metric, name, None))]
+    if missing:
+        raise FactoryError(
+            f"{what} = {source.callable!r} has no {' and no '.join(missing)}: a metric has "
+            "update(outputs, targets), compute() and reset(), or is a function of both"
+        )
+    try:
+        inspect.signature(metric.update).bind(None, None)
+    except ValueError:  # written in C
+        pass
+    except TypeError as error:
+        raise FactoryError(
+            f"{what} = {source.callable!r}: its update does not take (outputs, targets): {error}"
+        ) from error
+
+
+def _call(name: str, method: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        with torch.no_grad():
+            return function(*arguments)
+    except Exception as error:
+        got = ", ".join(pytree.describe(argument) for argument in arguments)
+        what = f"metrics.{name} failed in {method}({got}): {importing.explain_error(error)}"
+        raise JobError(what) from error
+
+
+def _named(name: str, value: Any) -> list[tuple[str, float]]:
+    parts = (
+        [(f"{name}.{key}", part) for key, part in value.items()]
+        if isinstance(value, Mapping)
+        else [(name, value)]
+    )
+    return [(key, _number(key, part)) for key, part in parts]
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return float(value)
+    if isinstance(value, numbers.Real):  # also numpy's
+        return float(value)
+    raise FactoryError(
+        f"metrics.{name}: compute() gave {pytree.describe(value)}; it has to give one number, or a "
+        "dict of numbers"
     )

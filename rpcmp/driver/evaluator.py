@@ -1,6 +1,6 @@
-"""Evaluations of a run: when there is one, and what it gives.
+"""Evaluations of a run.
 
-What follows a step depends on its number alone, never on what was lost or resumed on the way, so
+Whether one follows a step depends only on the step's number, never on faults or resumptions, so
 every run of a config is evaluated after the same steps.
 """
 
@@ -11,10 +11,9 @@ from collections.abc import Sequence
 
 from rpcmp.config.schema import Config
 from rpcmp.driver.datasets import MiniBatches
-from rpcmp.driver.evaluation import Evaluation, mean
+from rpcmp.driver.evaluation import Evaluation, Metrics, mean
 from rpcmp.driver.rounds import Batch
 from rpcmp.driver.stage_group import StageGroup
-from rpcmp.driver.stateful_metrics import Metrics
 from rpcmp.errors import ConfigError, JobError, StageError, WorkerDiedError, WorkerHungError
 from rpcmp.process.activity import Activity
 
@@ -24,11 +23,11 @@ class Evaluator:
 
     Args:
         config: the job.
-        test: that dataset; None: there are no evaluations.
+        test: the dataset; None: there are no evaluations.
         group: the stages.
-        metrics: those that the driver computes.
-        stop: set by somebody else, ends an evaluation that is under way.
-        activity: told what the driver does.
+        metrics: the metrics that the driver computes.
+        stop: aborts an evaluation if another thread sets it.
+        activity: records what the driver does.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class Evaluator:
         self._activity = activity
 
     def is_due(self, step: int, epoch: int, ends_epoch: bool) -> bool:
-        """Whether an evaluation follows `step`; the run's last one has its own, in any case."""
+        """Return whether an evaluation follows `step`; one always follows the run's last step."""
         if self._test is None:
             return False
         steps, epochs = self._config.evaluate_every_steps, self._config.evaluate_every_epochs
@@ -57,17 +56,17 @@ class Evaluator:
         return ends_epoch and epochs > 0 and epoch % epochs == 0
 
     def rehearse(self) -> str:
-        """Evaluate one mini-batch before the first step: an error then costs no epoch.
+        """Evaluate one mini-batch before the first step, so that an error does not cost an epoch.
 
-        The last mini-batch is tried as well if it is smaller, for what needs several samples.
+        The last mini-batch is tried as well if it is smaller, since code may need several samples.
 
         Returns:
             A warning about a metric whose `compute` raised, which may work on the whole dataset;
-            an empty string if there is none.
+            otherwise an empty string.
 
         Raises:
             ConfigError: the model, the loss or a metric's `update` raised, a metric did not return
-                numbers, or a metric by which something is decided is not among the results.
+                numbers, or a metric that the config watches is not among the results.
         """
         if self._test is None:
             return ""
@@ -93,7 +92,7 @@ class Evaluator:
             ) from error
 
     def _try_results(self, part: Evaluation) -> str:
-        """Return what a metric's `compute` raised, in one line; it may need more samples."""
+        """Return a warning if a metric's `compute` raised; it may need more samples."""
         try:
             self._values([part])
         except JobError as error:
@@ -105,12 +104,12 @@ class Evaluator:
         return ""
 
     def run(self, step: int, epoch: int) -> dict[str, float] | None:
-        """The loss and all metrics of the whole dataset, by name; None where it was stopped.
+        """Return the loss and all metrics of the whole dataset, by name; None if stopped.
 
         Raises:
             StageError: the user's code raised at a stage.
-            JobError: or in a metric of the driver's.
-            ConfigError: a metric by which something is decided is not among the results.
+            JobError: a metric of the driver raised.
+            ConfigError: a metric that the config watches is not among the results.
         """
         if self._test is None:
             return None

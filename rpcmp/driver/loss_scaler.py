@@ -1,11 +1,11 @@
 """One loss scale for all stages, by the rules of `torch.amp.GradScaler`.
 
-    every stage: unscale ──is each gradient finite?──> driver: all? ──step──> grow now and then
+    every stage: unscale ──is each gradient finite?──> driver: all? ──step──> grow at intervals
                                                                 └─not all──> skip everywhere, shrink
 
-It lives on the driver, which alone hears of all stages. What it is after a step is a part of the
-run's progress, so that a run which goes on after a fault, or from a checkpoint, scales as one that
-was never disturbed. Pure: numbers in, numbers out.
+The scaler is on the driver, which gets the results of all stages. Its state is part of the run's
+progress, so a run that resumes after a fault, or from a checkpoint, scales as if it had not been
+interrupted. Pure: numbers in, numbers out.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from rpcmp.config.run_sections import LossScalingConfig
 from rpcmp.errors import LossScaleError
 
 LOWEST = 2.0**-16
-"""Of a scale that is of any use: float16 holds gradients up to 65504, so smaller ones mean that no
-gradient will ever be finite."""
+"""The smallest useful scale: float16 holds gradients up to 65504, so if even a smaller scale gives
+infinite gradients, no gradient will ever be finite."""
 
 
 @dataclass(frozen=True)
 class ScalerState:
-    """What a scaler is between two steps.
+    """The state of a scaler between two steps.
 
     Attributes:
-        scale: what the next step's loss is multiplied by; a float32.
-        growth_tracker: steps in a row since it last changed.
-        skipped: how many steps have been skipped in the whole run.
+        scale: the factor of the next step's loss; a float32.
+        growth_tracker: consecutive steps since the scale last changed.
+        skipped: number of steps that have been skipped in the whole run.
     """
 
     scale: float
@@ -40,12 +40,9 @@ class ScalerState:
 class LossScaler:
     """The scale of one job's loss.
 
-    Args:
-        config: how it changes.
-
     Attributes:
-        initial: what it was before the first step.
-        state: what it is now.
+        initial: the state before the first step.
+        state: the present state.
     """
 
     def __init__(self, config: LossScalingConfig) -> None:
@@ -54,28 +51,20 @@ class LossScaler:
 
     @property
     def inverse(self) -> float:
-        """What gradients of the scaled loss are multiplied by; a float32."""
+        """The factor that unscales gradients; a float32."""
         return as_float32(1.0 / self.state.scale)
 
-    @property
-    def is_hopeless(self) -> bool:
-        """Whether steps have been skipped for so long that no gradient will ever be finite."""
-        return self.state.scale < LOWEST
-
     def require_useful(self, step: int) -> None:
-        """Check that gradients may still become finite.
+        """Raise LossScaleError if the scale is so low that gradients will never be finite.
 
         Args:
-            step: the last one that was done, or skipped.
-
-        Raises:
-            LossScaleError: see `is_hopeless`.
+            step: the last step that was done or skipped.
         """
-        if self.is_hopeless:
+        if self.state.scale < LOWEST:
             raise LossScaleError(self.state.scale, step)
 
     def update(self, is_finite: bool) -> None:
-        """Hear whether all gradients of a step were finite; the next step has another scale."""
+        """Set the next step's scale, given whether all gradients of this step are finite."""
         if not is_finite:
             scale = as_float32(self.state.scale * self._config.backoff_factor)
             self.state = ScalerState(scale, 0, self.state.skipped + 1)
@@ -88,7 +77,7 @@ class LossScaler:
 
 
 def as_float32(value: float) -> float:
-    """The nearest number that float32 has."""
+    """Round to the nearest float32."""
     try:
         (rounded,) = struct.unpack("f", struct.pack("f", value))
     except OverflowError:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from rpcmp.config.schema import Config
 from rpcmp.data.batches import Loaded
+from rpcmp.driver.evaluation import Metrics
 from rpcmp.driver.loss_scaler import ScalerState
 from rpcmp.driver.stage_group import StageGroup
-from rpcmp.driver.stateful_metrics import Metrics
 from rpcmp.errors import ConfigError, JobError, LossScaleError, RpcmpError, one_line, to_wire
 from rpcmp.process.activity import PHASE_BYTES, Activity
 from rpcmp.rpc.messages import AfterRound

@@ -1,16 +1,14 @@
-"""The driver process: plan, join the group, then train or take calls.
+"""The driver process: plan, join the group, then train or serve calls.
 
 supervisor ──plan──> driver ──planned──> ...  ──join──> driver ──joined──> ...
-           ──stored──> driver ──store──> ...: what the agent asks of the rendezvous
+           ──stored──> driver ──store──> ...: requests of the agent to the rendezvous
            ──train──> driver ──start, progress, step, eval, report, summary, done──> ...
            ──saved──> driver: a checkpoint is on the disks
-           ──segments──> driver: a few steps for each "segment", until "finish"; under
+           ──segments──> driver: a few steps for each "segment", until "finish"; with
                          another setting after a "reschedule"
            ──serve──> driver: calls come by another socket (rpcmp.launch) until it closes
 
-What a job is made of before anything runs: assignments, metrics, datasets.
-
-All that can be wrong with a config or the code that it names shows here, on the driver's host.
+Planning finds all errors in a config, and in the code that it names, on the driver's host.
 """
 
 from __future__ import annotations
@@ -29,15 +27,14 @@ from rpcmp.config import importing
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.data.batch_server import BatchServer
 from rpcmp.driver.datasets import Datasets
+from rpcmp.driver.evaluation import Metrics
 from rpcmp.driver.operations import Operations, serve
 from rpcmp.driver.progress import TrainingProgress
 from rpcmp.driver.stage_group import StageGroup
-from rpcmp.driver.stateful_metrics import Metrics
 from rpcmp.driver.tracing import StepSampler, Tracer
 from rpcmp.driver.training import Training
 from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
-from rpcmp.observability.events.definitions import StartEvent, SummaryEvent
-from rpcmp.observability.events.event import Event
+from rpcmp.observability.events import Event, StartEvent, SummaryEvent
 from rpcmp.pipelining import assignment, cost_model
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.process import liveness
@@ -50,13 +47,13 @@ from rpcmp.worker.stage import Stage
 
 
 class Planned(NamedTuple):
-    """A job that may begin.
+    """A job that is ready to start.
 
     Attributes:
-        assignments: of every worker, in the config's order.
-        metrics: those that the driver computes.
-        datasets: loaded here; None: the stages have them, or nobody needs any.
-        loads_at_stages: whether the stages load what they read of the batch themselves.
+        assignments: one per worker, in the config's order.
+        metrics: the metrics that the driver computes.
+        datasets: the datasets loaded here; None: the stages load them, or the job needs none.
+        loads_at_stages: whether the stages load their inputs from the datasets themselves.
     """
 
     assignments: list[Assignment]
@@ -68,15 +65,12 @@ class Planned(NamedTuple):
 def plan_job(
     config: Config, settings: Sequence[ScheduleOptions] = (), load_data: bool = True
 ) -> Planned:
-    """Import, plan and load all that the driver needs.
+    """Import, plan and load everything that the driver needs.
 
     Args:
         config: the job, with its balance.
-        settings: what it may change to on the way.
+        settings: schedule options to which the job may change later.
         load_data: whether it trains on the datasets of `[data]`.
-
-    Raises:
-        RpcmpError: why there can be no such job.
     """
     metrics = Metrics.load(config)
     at_stages = load_data and config.data is not None and config.data.at == "stage"
@@ -88,7 +82,7 @@ def plan_job(
 
 
 LEAVE_SECONDS = 10.0
-"""How long the driver waits for the workers when the group ends."""
+"""Seconds that the driver waits for the workers when the group ends."""
 
 
 def run(bond: ChildContext) -> None:
@@ -102,7 +96,7 @@ def run(bond: ChildContext) -> None:
         bond.channel.send({"event": "error", "error": to_wire(known)})
         os._exit(1)
     bond.log.flush()
-    os._exit(0)  # no destructors: RPC threads may still be about
+    os._exit(0)  # no destructors: RPC threads may still run
 
 
 class DriverProcess:
@@ -124,7 +118,6 @@ class DriverProcess:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def run(self) -> None:
-        """From the plan to the end of the group."""
         with self._activity.during("plan"):
             config = self._plan(self._expect("plan"))
         liveness.start_heartbeat(self._channel, lambda: {"tensors": transport.answered.read()})
@@ -170,10 +163,10 @@ class DriverProcess:
         seconds = order["timeline"]
         follower = StepSampler(config, group, self._report, seconds) if seconds else None
         tracers = [each for each in (tracer, follower) if each is not None]
-        begin = TrainingProgress.from_message(order["progress"]) if order["progress"] else None
-        if begin is not None and begin.scaler is not None:
-            group.optimizer.load_scaler(begin.scaler)
-        training = self._training = self._make_training(config, group, tracers, begin)
+        progress = TrainingProgress.from_message(order["progress"]) if order["progress"] else None
+        if progress is not None and progress.scaler is not None:
+            group.optimizer.load_scaler(progress.scaler)
+        training = self._training = self._make_training(config, group, tracers, progress)
         self._report(StartEvent(steps=training.total_steps()))
         training.run(evaluate=order["evaluate"])
         if self._saves_at_end or config.checkpoint is not None:
@@ -206,7 +199,7 @@ class DriverProcess:
         self._channel.send({"event": "done"})
 
     def _train_segments(self, config: Config, group: StageGroup) -> None:
-        """Train a few steps whenever told so, and block in between."""
+        """Train a few steps for each "segment" message, and block in between."""
         training = self._make_training(config, group)
         while (order := self._next_order())["op"] != "finish":
             if order["op"] == "reschedule":
@@ -224,7 +217,7 @@ class DriverProcess:
         config: Config,
         group: StageGroup,
         tracers: Sequence[Tracer | StepSampler] = (),
-        begin: TrainingProgress | None = None,
+        progress: TrainingProgress | None = None,
     ) -> Training:
         if self._datasets is None:
             raise JobError("the driver process was told to train without having loaded its data")
@@ -235,7 +228,7 @@ class DriverProcess:
             self._report,
             self._channel.send,
             self._stop,
-            begin,
+            progress,
             self._activity,
             tracers,
             self._metrics,
@@ -260,7 +253,7 @@ class DriverProcess:
                     self._stop.set()
                 case "saved":
                     if self._training is not None:
-                        self._training.saves.note_done(message["step"], message["failed"])
+                        self._training.saves.finish(message["step"], message["failed"])
                 case _:
                     self._messages.put(message)
         os._exit(128 + signal.SIGHUP)

@@ -1,11 +1,10 @@
-"""How far a run has come: all that the driver itself has to know to go on from a step.
+"""The progress of a run: the driver's state after a step, from which a run can resume. Pure.
 
-The best evaluation so far, whose step is kept among the checkpoints. Pure.
+It includes the best evaluation so far, whose checkpoint is kept, and the state of early stopping,
+which ends a run whose evaluations do not improve any more:
 
-When a run ends because evaluations do not get better any more. Pure.
-
-value     0.50   0.40   0.41   nan    0.39   0.40   0.395  0.42        mode = "min"
-waited       0      0      1     2       0      1       2     3        patience = 3: over
+    value     0.50   0.40   0.41   nan    0.39   0.40   0.395  0.42        mode = "min"
+    waited       0      0      1     2       0      1       2     3        patience = 3: over
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ class Best:
     """The best evaluation so far.
 
     Attributes:
-        metric: by which it is the best.
-        mode: whether less or more of it is better.
-        value: of the metric.
-        step: the optimizer step that it follows.
+        metric: the metric that is compared.
+        mode: whether lower or higher values are better.
+        value: value of the metric.
+        step: the optimizer step before the evaluation.
     """
 
     metric: str
@@ -37,25 +36,25 @@ class Best:
     step: int
 
     def against(self, before: Self | None) -> Self | None:
-        """The better of this one and `before`, by the same metric, if any is; NaN never is.
+        """Return the better of this evaluation and `before`; of equal ones, the earlier.
 
-        Of equal ones the earlier stays.
+        NaN is never better; if this is NaN and `before` is None, there is no best.
         """
-        than = None if before is None else before.value
-        return self if is_better(self.value, than, self.mode) else before
+        best_value = None if before is None else before.value
+        return self if is_better(self.value, best_value, self.mode) else before
 
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """What has come of the evaluations so far.
+    """The state of early stopping.
 
     Attributes:
-        metric: that is watched.
-        mode: whether less or more of it is better.
-        best: the best value; None before there is one.
-        best_step: the step that it is of.
-        waited: evaluations since then, none of which was better by more than `min_delta`.
-        step: the one of the last evaluation that was counted.
+        metric: the metric that is watched.
+        mode: whether lower or higher values are better.
+        best: the best value so far; None before the first.
+        best_step: the step with the best value.
+        waited: evaluations since then without an improvement by more than `min_delta`.
+        step: the step of the last evaluation that was counted.
     """
 
     metric: str
@@ -67,19 +66,19 @@ class EarlyStopping:
 
     @classmethod
     def begin(cls, section: EarlyStoppingConfig, before: Self | None) -> Self:
-        """Where a run begins: from what it was before, unless something else is watched now."""
+        """Continue from the state `before`, unless the config watches another metric now."""
         fresh = cls(section.metric, section.direction)
         if before is None or (before.metric, before.mode) != (fresh.metric, fresh.mode):
             return fresh
         return before
 
     def after(self, step: int, value: float, min_delta: float) -> Self:
-        """After one more evaluation; one that is done again, since a fault, counts once.
+        """Return the state after one more evaluation; one that a fault repeats counts once.
 
         Args:
-            step: the optimizer step that it follows.
-            value: of the metric; NaN is no improvement.
-            min_delta: what an improvement has to be more than.
+            step: the optimizer step before the evaluation.
+            value: value of the metric; NaN is never an improvement.
+            min_delta: an improvement has to exceed this difference.
         """
         if step <= self.step:
             return self
@@ -88,28 +87,27 @@ class EarlyStopping:
         return replace(self, waited=self.waited + 1, step=step)
 
     def is_over(self, patience: int) -> bool:
-        """Whether the run has waited long enough."""
         return self.waited >= patience
 
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """What the driver is right after an optimizer step.
+    """The driver's state right after an optimizer step.
 
     Attributes:
-        step: how many are done.
-        epoch: of the last of them, counted from 1.
+        step: number of steps that are done.
+        epoch: epoch of the last step, from 1.
         batch: mini-batches done in that epoch.
-        loss: the last step's.
-        epoch_loss: the sum of the losses of that epoch's steps, for schedulers that watch it.
-        metrics: of the last evaluation before.
-        stopping: what early stopping makes of all of them; None: it is off.
-        best: which of them was the best; None: no step is kept for it, or there was none.
-        is_saved: whether a checkpoint has all this already.
-        since_saved: seconds since the run's last checkpoint, when it went on from here.
-        has_ended_epoch: whether the schedulers have had the epoch's last step as well.
-        evaluated_after: the step that the last evaluation followed; 0: there was none.
-        scaler: the loss scaler's state; None: the loss is not scaled.
+        loss: loss of the last step.
+        epoch_loss: sum of the losses of that epoch's steps, for schedulers that watch it.
+        metrics: results of the last evaluation.
+        stopping: state of early stopping; None: it is off.
+        best: the best evaluation; None: there is no evaluation yet, or the best is not kept.
+        is_saved: whether a checkpoint of this step exists.
+        since_saved: seconds since the run's last checkpoint, when the run resumed here.
+        has_ended_epoch: whether the schedulers have stepped for the end of the epoch.
+        evaluated_after: the step before the last evaluation; 0: there was none.
+        scaler: state of the loss scaler; None: the loss is not scaled.
     """
 
     step: int = 0
@@ -127,22 +125,22 @@ class TrainingProgress:
     scaler: ScalerState | None = None
 
     def after(self, step: int, epoch: int, loss: float, scaler: ScalerState | None = None) -> Self:
-        """After one more step."""
-        goes_on = epoch == self.epoch
+        """Return the progress after one more step."""
+        is_same_epoch = epoch == self.epoch
         return replace(
             self,
             step=step,
             epoch=epoch,
-            batch=self.batch + 1 if goes_on else 1,
+            batch=self.batch + 1 if is_same_epoch else 1,
             loss=loss,
-            epoch_loss=self.epoch_loss + loss if goes_on else loss,
+            epoch_loss=self.epoch_loss + loss if is_same_epoch else loss,
             is_saved=False,
             has_ended_epoch=False,
             scaler=scaler,
         )
 
     def under(self, config: Config) -> Self:
-        """The same under a config that may be another: what was decided by other rules is void."""
+        """Return the progress under a config that may differ; it drops state of other metrics."""
         stopping, best = None, self.best
         if (section := config.early_stopping) is not None:
             stopping = EarlyStopping.begin(section, self.stopping)
@@ -156,33 +154,32 @@ class TrainingProgress:
         return replace(self, stopping=stopping, best=best)
 
     def evaluated(self, config: Config, values: dict[str, float]) -> Self:
-        """After an evaluation: what it gave, and what follows from it."""
+        """Return the progress after an evaluation."""
         stopping, best = self.stopping, self.best
         if (section := config.early_stopping) is not None and stopping is not None:
             stopping = stopping.after(self.step, values[section.metric], section.min_delta)
         if (saved := config.checkpoint) is not None and saved.best is not None:
-            found = Best(saved.best, saved.best_direction, values[saved.best], self.step)
-            best = found.against(best)
+            this = Best(saved.best, saved.best_direction, values[saved.best], self.step)
+            best = this.against(best)
         return replace(
             self, metrics=values, stopping=stopping, best=best, evaluated_after=self.step
         )
 
     @property
     def mean_loss(self) -> float:
-        """Of the epoch's steps."""
+        """The mean loss of the epoch's steps so far."""
         return self.epoch_loss / self.batch
 
     def message(self) -> dict[str, Any]:
-        """As plain values."""
         return asdict(self)
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Self:
-        """What `message` gave, whatever else the other end has added."""
+        """Return the progress of a result of `message`; other keys are ignored."""
         names = {field.name for field in fields(cls)}
-        found = {name: value for name, value in message.items() if name in names}
+        values = {name: value for name, value in message.items() if name in names}
         kinds = (("stopping", EarlyStopping), ("best", Best), ("scaler", ScalerState))
         for name, kind in kinds:
-            if found.get(name) is not None:
-                found[name] = kind(**found[name])
-        return cls(**found)
+            if values.get(name) is not None:
+                values[name] = kind(**values[name])
+        return cls(**values)

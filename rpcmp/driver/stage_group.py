@@ -20,10 +20,9 @@ from rpcmp.data.batch_server import BatchServer
 from rpcmp.data.batches import Loaded
 from rpcmp.driver import replica_check
 from rpcmp.driver.distributed_optimizer import DistributedOptimizer
-from rpcmp.driver.evaluation import Evaluation, mean
+from rpcmp.driver.evaluation import Evaluation, Metrics, mean
 from rpcmp.driver.loss_scaler import LossScaler
 from rpcmp.driver.rounds import Batch, RoundHandle, RoundScheduler
-from rpcmp.driver.stateful_metrics import Metrics
 from rpcmp.driver.worker_refs import WorkerRefs
 from rpcmp.errors import ConfigError, JobError, RpcmpError, one_line
 from rpcmp.observability.trace.spans import Span

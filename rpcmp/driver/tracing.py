@@ -19,8 +19,7 @@ from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.errors import RpcmpError, one_line
-from rpcmp.observability.events.definitions import WarningEvent
-from rpcmp.observability.events.event import Event
+from rpcmp.observability.events import Event, WarningEvent
 from rpcmp.observability.trace import chrome
 from rpcmp.observability.trace.analysis import timeline
 from rpcmp.observability.trace.spans import (

@@ -1,8 +1,8 @@
-"""The training loop: epochs, steps, evaluations, and what is told about them.
+"""The training loop: epochs, steps, evaluations, and their events.
 
-The next step is begun before this one has ended: its data is loaded and its first forwards run
-while the stages further back still finish. What the stages have to say of a step comes with the
-next one's first answer, so a step is reported then.
+The next step starts before this one has ended: its data is loaded, and its first forwards run,
+while earlier stages still finish their backwards. The stages report on a step in their first
+response of the next one, so the event of a step is emitted then.
 """
 
 from __future__ import annotations
@@ -11,31 +11,32 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rpcmp.config import importing
 from rpcmp.config.schema import Config
+from rpcmp.config.topology import Member
 from rpcmp.data.batches import Loaded
 from rpcmp.driver.checkpoint_schedule import CheckpointCadence
-from rpcmp.driver.datasets import Datasets, fewest_samples
+from rpcmp.driver.datasets import Datasets, Step, StepStream, fewest_samples
+from rpcmp.driver.evaluation import Metrics
 from rpcmp.driver.evaluator import Evaluator
+from rpcmp.driver.loss_scaler import ScalerState
 from rpcmp.driver.progress import Best, EarlyStopping, TrainingProgress
 from rpcmp.driver.rounds import RoundHandle
 from rpcmp.driver.stage_group import StageGroup
-from rpcmp.driver.stateful_metrics import Metrics
-from rpcmp.driver.steps import Step, StepStream, event_of_driver, with_stage_reports
 from rpcmp.driver.tracing import StepSampler, Tracer
 from rpcmp.errors import FactoryError
-from rpcmp.observability.events.definitions import (
+from rpcmp.observability.events import (
     EarlyStopEvent,
     EvalEvent,
+    Event,
     ReportEvent,
     StepEvent,
     WarningEvent,
 )
-from rpcmp.observability.events.event import Event
 from rpcmp.pipelining.cost_model import STEPS_AHEAD
 from rpcmp.process.activity import Activity
 from rpcmp.rpc.messages import AfterRound, StepReport
@@ -47,12 +48,12 @@ ProgressSink = Callable[[dict[str, Any]], None]
 
 
 class SegmentTotals(NamedTuple):
-    """Consecutive steps of a run, together.
+    """Measurements of consecutive steps.
 
     Attributes:
-        seconds: of the wall clock.
-        cpu_seconds: of the driver process.
-        losses: of each step.
+        seconds: wall-clock time.
+        cpu_seconds: CPU time of the driver process.
+        losses: one per step.
     """
 
     seconds: float
@@ -67,17 +68,17 @@ class Training:
         config: the job.
         datasets: its data.
         group: the stages.
-        report: gets every event.
-        send_progress: gets all that a later generation needs to go on, after each step.
-        stop: set by somebody else, ends the run after the steps that are under way.
-        begin: how far the run has come already.
-        activity: told what the driver does.
-        tracers: told of every step.
-        metrics: those that the driver computes.
+        report: called with every event.
+        send_progress: called after each step with the state from which a later generation resumes.
+        stop: if another thread sets it, the run ends after the steps in progress.
+        begin: the progress from which the run resumes; None: it starts.
+        activity: records what the driver does.
+        tracers: called after every step.
+        metrics: the metrics that the driver computes.
 
     Attributes:
-        progress: how far the run has come.
-        saves: when the stages save.
+        progress: the state after the last step.
+        saves: the schedule of checkpoints.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Training:
             config, datasets.test, group, metrics or Metrics({}), stop, self._activity
         )
         self._evaluated_after = -1
-        self._under_way: deque[tuple[Step, RoundHandle]] = deque()
+        self._in_progress: deque[tuple[Step, RoundHandle]] = deque()
         self._unreported: StepEvent | None = None
         self._last: StepEvent | None = None
         self._epoch_ended_after = 0
@@ -120,18 +121,17 @@ class Training:
             report(WarningEvent(text=text))
 
     def total_steps(self) -> int:
-        """Optimizer steps of the whole run."""
         return self._steps.total
 
     def run(self, evaluate: bool) -> None:
-        """Train to the end, or to the end of the step in which it is told to stop.
+        """Train to the end of the run, or until `stop` is set.
 
         Args:
-            evaluate: evaluate after epochs and at the end, and write the report.
+            evaluate: whether to evaluate after epochs and at the end, and to write the report.
         """
         if evaluate and self.progress.step == 0 and (warning := self._evaluator.rehearse()):
             self._report(WarningEvent(text=warning))
-        self._follow_again(evaluate)
+        self._resume_after(evaluate)
         is_stopped = self._stop.is_set() and self.progress.step > 0  # in that evaluation
         if self._over(evaluate) is None and not is_stopped:
             self._train(self._steps.after(self.progress.step), evaluate)
@@ -152,13 +152,13 @@ class Training:
             self._write_report()
 
     def save(self) -> None:
-        """Have all stages save what they are now, unless they do so already; waits for no disk."""
+        """Start a checkpoint of the present step, unless there is one; does not wait for disks."""
         step = self.progress.step
         if step == 0 or self.saves.includes(step) or not self._config.takes_snapshots:
             return
-        self.saves.begin(step)
+        self.saves.start(step)
         if self._epoch_ended_after == step and not self._is_kept(step):
-            # No stage knows any more what it was before its scheduler stepped.
+            # No stage has its state of before its scheduler stepped any more.
             self.progress = replace(self.progress, has_ended_epoch=True)
         self._report_progress()
         self._group.everywhere(Stage.save, step)
@@ -179,35 +179,35 @@ class Training:
     def _train(self, steps: Iterable[Step], evaluate: bool) -> None:
         self._ended = time.perf_counter()
         for step in steps:
-            self._under_way.append((step, self._start(step)))
-            if len(self._under_way) == STEPS_AHEAD:
-                self._finish(*self._under_way.popleft())
+            self._in_progress.append((step, self._start(step)))
+            if len(self._in_progress) == STEPS_AHEAD:
+                self._finish(*self._in_progress.popleft())
             if self._must_drain(step, evaluate):
                 self._drain()
-                self._follow(step, evaluate)
+                self._after_drained(step, evaluate)
                 self._ended = time.perf_counter()  # none of that is the next step's
             if self._stop.is_set() or self._over(evaluate) is not None:
                 break
         self._drain()
 
-    def _follow_again(self, evaluate: bool) -> None:
-        """What follows a step, where the run goes on from right after it."""
+    def _resume_after(self, evaluate: bool) -> None:
+        """Repeat what follows a step, if the run resumes right after it."""
         begin = self.progress
         ends_epoch = self._steps.ends_epoch(begin.batch)
         step = Step(begin.step, begin.epoch, ends_epoch, Loaded(None), 0.0)
         if begin.step and not begin.has_ended_epoch and self._must_drain(step, evaluate):
-            self._follow(step, evaluate)
+            self._after_drained(step, evaluate)
         elif (
             begin.has_ended_epoch
             and begin.evaluated_after != begin.step
             and self._is_evaluation_due(step, evaluate)
         ):
-            self._evaluate(begin.epoch)  # it was stopped in the middle of that
+            self._evaluate(begin.epoch)  # the run was stopped during that evaluation
         elif begin.best is not None and begin.best.step == begin.step:
             self._keep_best(None)
 
     def _must_drain(self, step: Step, evaluate: bool) -> bool:
-        """Whether something happens after this step for which all stages must have done it."""
+        """Return whether all stages must have done this step before the next one starts."""
         steps_scheduler = step.ends_epoch and self._config.steps_scheduler("epoch")
         return steps_scheduler or self._is_evaluation_due(step, evaluate)
 
@@ -217,33 +217,33 @@ class Training:
         return self._evaluator.is_due(step.number, step.epoch, step.ends_epoch)
 
     def _over(self, evaluate: bool) -> EarlyStopping | None:
-        """Why the run ends here, where evaluations have not got better for long enough."""
+        """Return the state of early stopping if it ends the run here."""
         section, stopping = self._config.early_stopping, self.progress.stopping
         if not evaluate or section is None or stopping is None:
             return None
         return stopping if stopping.is_over(section.patience) else None
 
     def _drain(self) -> None:
-        """Wait until all stages have done all steps, and report them."""
-        while self._under_way:
-            self._finish(*self._under_way.popleft())
+        """Wait until all stages have done all started steps, and report them."""
+        while self._in_progress:
+            self._finish(*self._in_progress.popleft())
         self._report_step(self._group.settle())
 
     def _start(self, step: Step) -> RoundHandle:
         end = AfterRound.HOLD if self._config.holds_steps else AfterRound.STEP
-        self._activity.stop()  # it may have to wait for a disk
+        self._activity.stop()  # the next line may wait for a disk
         save = self.saves.is_due(step.number)
         self._activity.start("step", step.number)
         version = step.number if save or self._is_kept(step.number) else 0
         return self._group.start_step(step.batch, step.number, end, version, save)  # [1]
 
     def _is_kept(self, step: int) -> bool:
-        """Whether all stages keep in memory what they are right after `step`."""
+        """Return whether all stages keep a snapshot of `step` in memory."""
         every = self._config.snapshot_every_steps
         return every > 0 and step % every == 0
 
     def _finish(self, step: Step, started: RoundHandle) -> None:
-        """Wait for a step; reports the one before, of which the stages have now spoken."""
+        """Wait for a step, and report the step before it, whose reports arrive with this one."""
         trained = self._group.finish_step(started)  # [16]
         self._report_step(trained.reports)
         if self._config.holds_steps:
@@ -266,7 +266,7 @@ class Training:
             tracer.after_step(step.number)
 
     def _report_step(self, stages: dict[str, StepReport]) -> None:
-        """Report the last step that has ended, with what the stages report of it."""
+        """Emit the event of the last step that has ended, with the stages' reports on it."""
         if self._unreported is None:
             return
         event, self._unreported = self._unreported, None
@@ -275,14 +275,14 @@ class Training:
         self._report(whole)
 
     def _report_progress(self) -> None:
-        """Send all that has to be known to go on from here, whatever comes next."""
+        """Send the state from which a later generation can resume."""
         awaits_save = self.saves.includes(self.progress.step)
-        told = None if self._last is None else self._last.to_json()
-        more = {"told": told, "awaits_save": awaits_save}
+        last_event = None if self._last is None else self._last.to_json()
+        more = {"told": last_event, "awaits_save": awaits_save}
         self._send_progress({"event": "progress", **self.progress.message(), **more})
 
-    def _follow(self, step: Step, evaluate: bool) -> None:
-        """What comes after a step that all stages have done, and before the next one."""
+    def _after_drained(self, step: Step, evaluate: bool) -> None:
+        """Step the schedulers, and evaluate, after a step that all stages have done."""
         if step.ends_epoch:
             self._epoch_ended_after = step.number
             if self._config.scheduler_interval == "epoch":
@@ -304,12 +304,12 @@ class Training:
             self._report_progress()
 
     def _keep_best(self, before: Best | None) -> None:
-        """Have this step, the best so far, saved; waits for the disks.
+        """Save this step, the best so far, and wait for the disks.
 
-        Later steps might be all that is left after a fault, and nobody could save this one then.
+        After a fault the stages may only have later steps, and this one could not be saved then.
 
         Args:
-            before: the best before, which stays that where the disks fail.
+            before: the previous best, which is kept if the checkpoint fails.
         """
         self.save()
         self._report_progress()
@@ -334,3 +334,65 @@ class Training:
         except Exception as error:
             raise FactoryError(f"report failed: {importing.explain_error(error)}") from error
         self._report(ReportEvent(text=text))
+
+
+def event_of_driver(
+    step: Step, loss: float, seconds: float, scaling: tuple[ScalerState, ScalerState] | None
+) -> StepEvent:
+    """Return the event of a step, without the values that the stages report.
+
+    Args:
+        step: the step.
+        loss: mean loss of the mini-batch.
+        seconds: time since the end of the step before.
+        scaling: with loss scaling, the scaler's state before and after the step.
+    """
+    event = StepEvent(
+        step=step.number,
+        epoch=step.epoch,
+        loss=loss,
+        samples_per_s=step.batch.num_samples / seconds,
+        step_s=seconds,
+        data_share=step.data_seconds / seconds,
+        busy={},
+        busy_seconds={},
+        learning_rate=None,
+        learning_rates={},
+    )
+    if scaling is None:
+        return event
+    before, after = scaling
+    return replace(
+        event,
+        loss_scale=before.scale,
+        is_skipped=after.skipped > before.skipped,
+        skipped_steps=after.skipped,
+    )
+
+
+def with_stage_reports(
+    event: StepEvent, workers: Sequence[Member], stages: Mapping[str, StepReport]
+) -> StepEvent:
+    """Return the event with the values that the stages have reported.
+
+    Args:
+        event: a result of `event_of_driver`.
+        workers: all workers, in the order of the event's tables.
+        stages: the reports, by the workers' labels; the report of a lost worker is missing.
+    """
+    reports = {worker.label: stages[worker.label] for worker in workers if worker.label in stages}
+    rates = {label: report.learning_rate for label, report in reports.items()}
+    groups = {
+        label: report.learning_rates
+        for label, report in reports.items()
+        if len(report.learning_rates) > 1
+    }
+    busy_seconds = {label: dict(report.busy_seconds) for label, report in reports.items()}
+    return replace(
+        event,
+        group_learning_rates=groups or None,
+        busy_seconds=busy_seconds,
+        busy={label: sum(kinds.values()) / event.step_s for label, kinds in busy_seconds.items()},
+        learning_rates=rates,
+        learning_rate=next((rate for rate in rates.values() if rate is not None), None),
+    )

@@ -17,8 +17,7 @@ from rpcmp.checkpoint.folder import CheckpointFolder, look
 from rpcmp.checkpoint.manifest import BestMark, Manifest
 from rpcmp.config.schema import Config
 from rpcmp.errors import RpcmpError
-from rpcmp.observability.events.definitions import BestEvent, WarningEvent
-from rpcmp.observability.events.event import BestStep, Event
+from rpcmp.observability.events import BestEvent, BestStep, Event, WarningEvent
 
 
 def mark_of(progress: Mapping[str, Any]) -> BestMark | None:

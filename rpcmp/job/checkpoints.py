@@ -27,8 +27,7 @@ from rpcmp.errors import CheckpointError, RpcmpError, SavingError
 from rpcmp.job.best_checkpoint import BestCheckpoint, mark_of
 from rpcmp.job.restore_point import CommonSnapshot, newest_common
 from rpcmp.job.server_pool import ServerPool
-from rpcmp.observability.events.definitions import CheckpointEvent, StepEvent, WarningEvent
-from rpcmp.observability.events.event import Event
+from rpcmp.observability.events import CheckpointEvent, Event, StepEvent, WarningEvent
 from rpcmp.process.channel import Message
 from rpcmp.server.connection import versions
 from rpcmp.v1 import control_pb2 as pb

@@ -30,8 +30,7 @@ from rpcmp.job.server_pool import ServerPool
 from rpcmp.job.telemetry import Vitals
 from rpcmp.job.worker_group import WorkerGroup
 from rpcmp.net.relay import Relay
-from rpcmp.observability.events.definitions import WarningEvent, parse
-from rpcmp.observability.events.event import Event, ProcessPlace
+from rpcmp.observability.events import Event, ProcessPlace, WarningEvent, parse
 from rpcmp.process import interpreter
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child

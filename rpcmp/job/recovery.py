@@ -38,7 +38,7 @@ from rpcmp.errors import (
 )
 from rpcmp.job.generation import Generation
 from rpcmp.job.server_pool import ServerPool
-from rpcmp.observability.events.event import Event
+from rpcmp.observability.events import Event
 from rpcmp.process.channel import Message
 
 LONGEST_PAUSE = 10.0

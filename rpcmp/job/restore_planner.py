@@ -23,8 +23,7 @@ from rpcmp.errors import CheckpointError
 from rpcmp.job.checkpoints import Checkpoints
 from rpcmp.job.restore_point import HeldSnapshots, RestorePoint, newest_common
 from rpcmp.job.server_pool import ServerPool
-from rpcmp.observability.events.definitions import ResumedEvent, WarningEvent
-from rpcmp.observability.events.event import Event
+from rpcmp.observability.events import Event, ResumedEvent, WarningEvent
 from rpcmp.v1 import control_pb2 as pb
 
 

@@ -10,7 +10,7 @@ from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.errors import DrainingError, JobError
 from rpcmp.job.generation import Generation
 from rpcmp.job.server_pool import ServerPool
-from rpcmp.observability.events.definitions import StepEvent
+from rpcmp.observability.events import StepEvent
 from rpcmp.process.fork_client import Forks
 
 ENDLESS = 10**9

@@ -17,6 +17,7 @@ from rpcmp.config.topology import Member
 from rpcmp.errors import ConfigError, UnreachableError
 from rpcmp.net.dialer import Dialer
 from rpcmp.net.security import Security
+from rpcmp.observability.events import state_name
 from rpcmp.server.client import StageClient
 from rpcmp.v1 import control_pb2 as pb
 
@@ -132,7 +133,7 @@ async def _status(worker: Member, address: str, dialer: Dialer) -> dict[str, Any
         "name": worker.label,
         "address": address,
         "health": health,
-        "state": pb.ServerState.Name(server.state).removeprefix("SERVER_STATE_").lower(),
+        "state": state_name(pb.ServerState.Name(server.state)),
         "job": server.job,
         "generation": server.generation,
         "step": server.step,

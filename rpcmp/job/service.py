@@ -25,7 +25,7 @@ from rpcmp.job.generation import Generation
 from rpcmp.job.recovery import Progress, RecoveryLoop, Workload
 from rpcmp.job.restore_point import HeldSnapshots, RestorePoint, newest_common
 from rpcmp.job.server_pool import ServerPool
-from rpcmp.observability.events.event import Event
+from rpcmp.observability.events import Event
 from rpcmp.pipelining import pytree
 from rpcmp.process.channel import Message
 

@@ -13,8 +13,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from rpcmp.config.topology import DRIVER, member_name
-from rpcmp.observability.events.definitions import VitalsEvent
-from rpcmp.observability.events.event import LinkTraffic, ProcessVitals
+from rpcmp.observability.events import (
+    LOST,
+    WORKER_STATES,
+    LinkTraffic,
+    ProcessVitals,
+    VitalsEvent,
+    state_name,
+)
 from rpcmp.process import liveness
 from rpcmp.process.activity import Doing
 from rpcmp.process.logging.records import Entry, Line, entry_of
@@ -59,15 +65,7 @@ class LogCollector:
 VITALS_SECONDS = 1.0
 """Between two events `vitals`."""
 
-LOST = "lost"
-"""The state of the process whose fault ended a generation."""
-
-_STATES = {
-    pb.SERVER_STATE_CLAIMED: "claimed",
-    pb.SERVER_STATE_BUILDING: "building",
-    pb.SERVER_STATE_RUNNING: "running",
-    pb.SERVER_STATE_ENDED: "ended",
-}
+_STATES = {number: state_name(name) for name, number in pb.ServerState.items()}
 
 MIN_RATE_SECONDS = 0.1
 """The shortest time between two counts that gives a rate; they come every half second."""
@@ -125,7 +123,8 @@ class Vitals:
     def update_worker(self, label: str, change: pb.WatchResponse) -> None:
         """Record what a stage server reports of its worker."""
         worker = self._workers.setdefault(label, {})
-        worker["state"] = _STATES.get(change.state, "claimed")
+        state = _STATES.get(change.state, "")
+        worker["state"] = state if state in WORKER_STATES else "claimed"
         worker["restarts"] = self._restarts
         if change.listens:
             self._agent_addresses[change.listens] = label

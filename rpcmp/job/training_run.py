@@ -33,14 +33,16 @@ from rpcmp.job.server_pool import ServerPool, forks_for
 from rpcmp.job.telemetry import VITALS_SECONDS, Vitals
 from rpcmp.job.training_workload import TrainingWorkload
 from rpcmp.net.security import INSECURE, WARN_SECONDS, Security, watch
-from rpcmp.observability.events.definitions import (
+from rpcmp.observability.events import (
+    Event,
     PlanEvent,
+    PlanOutcome,
     RunEvent,
     SharesEvent,
+    StagePlan,
     SummaryEvent,
     WarningEvent,
 )
-from rpcmp.observability.events.event import Event, PlanOutcome, StagePlan
 from rpcmp.observability.events.stream import EventStream
 from rpcmp.pipelining.cost_model import Prediction
 from rpcmp.process.channel import Message
@@ -71,7 +73,7 @@ async def drive(
     Args:
         config: the job.
         report: called with every event from `RunEvent` to `SummaryEvent`, stamped, and about once
-            per second with `VitalsEvent`; see rpcmp.observability.events.definitions.
+            per second with `VitalsEvent`; see rpcmp.observability.events.
         connect: addresses of running stage servers; see ServerPool.
         evaluate: whether to evaluate and write the report as well.
         save_state: where to save the final parameters and buffers, as safetensors.

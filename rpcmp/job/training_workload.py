@@ -16,8 +16,9 @@ from rpcmp.job.recovery import Progress, Workload
 from rpcmp.job.restore_planner import RestorePlanner, Start
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.job.telemetry import Vitals
-from rpcmp.observability.events.definitions import (
+from rpcmp.observability.events import (
     EvalEvent,
+    Event,
     FaultEvent,
     GenerationEvent,
     LogEvent,
@@ -25,7 +26,6 @@ from rpcmp.observability.events.definitions import (
     StepEvent,
     SummaryEvent,
 )
-from rpcmp.observability.events.event import Event
 from rpcmp.observability.events.stream import EventStream
 from rpcmp.process.channel import Message
 from rpcmp.process.logging.records import Entry
@@ -155,7 +155,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
         return summary
 
     def _report_log(self, entry: Entry) -> None:
-        self._report(LogEvent.from_json(entry, complete=True))
+        self._report(LogEvent.from_entry(entry))
 
     async def _handle(self, event: Event | Message, generation: Generation) -> None:
         completed = None

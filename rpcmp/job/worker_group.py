@@ -17,7 +17,7 @@ from rpcmp.job.server_calls import gather_all
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.job.telemetry import LogCollector, Vitals
 from rpcmp.net.relay import RelayPeer
-from rpcmp.observability.events.event import WorkerPlace
+from rpcmp.observability.events import WorkerPlace
 from rpcmp.process.channel import Message
 from rpcmp.process.logging.records import Entry
 from rpcmp.server.client import StageClient

@@ -1,6 +1,6 @@
-"""Everything that looks at a run, and none of which can hold it up.
+"""Everything that observes a run, without delaying it.
 
-Start at `observers.py`. `run_folder/` keeps a run, `dashboard/` is its page, `prometheus/` its
-metrics, `trace/` its spans and what they tell. May import what is below: checkpoint, rpc, net,
-process, pipelining, config. No torch.
+Start at `events/` and `observers.py`. `run_folder/` keeps a run, `dashboard/` is its page,
+`prometheus/` its metrics, `trace/` its spans and their analysis. May import what is below:
+checkpoint, rpc, net, process, pipelining, config. No torch.
 """

@@ -1,4 +1,4 @@
-"""Files of JSON objects, one a line, that only grow: who writes one may be killed at any time."""
+"""Files of JSON objects, one per line, that only grow; the writer may be killed at any time."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any, BinaryIO
 from rpcmp.config.bounded_file import MIB, open_regular
 
 MAX_LINE = 4 * MIB
-"""Bytes of a line that is read."""
+"""Largest line that is read, in bytes."""
 
 MAX_FILE = 1024 * MIB
-"""Bytes of a file that is read."""
+"""Largest file that is read, in bytes."""
 
 Opener = Callable[[str, int], int]
-"""What `open` takes to open a file in another way."""
+"""The parameter `opener` of `open`."""
 
 
 def dumps(value: Any) -> str:
-    """`value` as JSON on one line; a number that is not finite, which JSON has not, as null."""
+    """Return `value` as one line of JSON; NaN and infinity, which JSON lacks, become null."""
     try:
         return json.dumps(value, allow_nan=False)
     except ValueError:
@@ -38,29 +38,26 @@ def _finite(value: Any) -> Any:
 
 
 def private(path: str, flags: int) -> int:
-    """Open a file; where it is new, only its owner may read it."""
+    """Open a file; a new file is readable by its owner alone. See `opener` of `open`."""
     return os.open(path, flags, 0o600)
 
 
 class Writer:
-    """Appends lines; each is with the system when `append` returns.
+    """Appends lines to a file; each line has reached the kernel when `append` returns.
 
     Args:
-        path: the file; made where it is missing.
-        opener: as of `open`.
-
-    Raises:
-        OSError: it cannot be written; so does `append`.
+        path: the file; created if it is missing.
+        opener: see `open`.
     """
 
     def __init__(self, path: Path, opener: Opener | None = None) -> None:
         self._file = open(path, "ab", buffering=0, opener=opener)  # noqa: SIM115 # closed by close
 
     def append(self, value: Any) -> None:
-        """Write a line, in one piece: a kill leaves it whole, or it is the last and cut off."""
+        """Write a line with one call, so that a kill can only cut off the last line."""
         line = f"{dumps(value)}\n".encode()
         written = self._file.write(line)
-        if written < len(line):  # the disk is full: the rest says so
+        if written < len(line):  # the disk is full: writing the rest raises the error
             self._file.write(line[written:])
 
     def close(self) -> None:
@@ -68,11 +65,11 @@ class Writer:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file; without its last line, where that was cut off.
+    """Return the objects of a file, without a last line that was cut off.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: another line is no JSON object, or too long; says which. Or the file is.
+        OSError: the file cannot be read.
+        ValueError: another line is too long or not a JSON object, or the file is too long.
     """
     with open_regular(path) as file:
         return [_object(line, number) for number, line in _lines(file) if line[-1:] == b"\n"]

@@ -1,18 +1,13 @@
-"""What looks at a run.
-
-Telling observers of a run without holding it up.
+"""Observers of a run, which get its events without delaying it.
 
                          ┌─ queue ─> thread: observer.tell
     drive ──> report ────┼─ queue ─> thread: observer.tell
                          └─> show
 
-What an observer does takes as long as its disk, its network or its user's code does. The job's
-event loop, which carries its tensors, never waits for it: an observer that lags misses what is
-soon out of date, and one that lags without end is dropped.
-
-Loggers: the user's own functions that are told of a run, such as for Weights & Biases.
-
-Showing what happens without holding it up.
+An observer is as slow as its disk, its network or the user's code. The job's event loop, which
+also carries tensors, never waits for it: an observer that lags misses events that are soon out of
+date, and one that lags too far is dropped. `Logger` is the observer for functions of the user, such
+as for Weights & Biases.
 """
 
 from __future__ import annotations
@@ -38,40 +33,39 @@ from rpcmp.errors import (
     one_line,
     with_notes,
 )
-from rpcmp.observability.events.definitions import EndEvent, WarningEvent
-from rpcmp.observability.events.event import Event, Json
+from rpcmp.observability.events import EndEvent, Event, Json, WarningEvent
 from rpcmp.process.logging.display import unreported
 
 
 class Observer(Protocol):
-    """Is told what happens in a run; see `rpcmp.observability.events` for the events.
+    """Gets the events of a run; see `rpcmp.observability.events`.
 
-    Both methods are called on a thread of the observer's own. What they raise ends the observer,
-    not the run.
+    Both methods are called on a thread of the observer's own. An exception ends the observer, not
+    the run.
     """
 
     @property
     def name(self) -> str:
-        """What a warning calls it: "the run folder", "logger 'my_logs:wandb'"."""
+        """Its name in warnings: "the run folder", "logger 'my_logs:wandb'"."""
 
     def tell(self, event: Event) -> None:
-        """Take an event, in order, and leave it as it is: others get the same object."""
+        """Handle the next event, without changing it: others get the same object."""
 
     def close(self) -> None:
-        """Finish; called once, after the last event, or after `tell` has raised."""
+        """Close; called once, after the last event, or after `tell` has raised."""
 
 
 PASSING = ("vitals", "timeline")
-"""Events that the next of their kind replaces: one that lags does without."""
+"""Events that the next of their kind replaces; an observer that lags does not get them."""
 
 LAG = 100
-"""Events in a queue from which on PASSING ones are left out."""
+"""Events in a queue above which the PASSING ones are left out."""
 
 MOST = 20_000
-"""Events in a queue at which its observer is given up."""
+"""Events in a queue at which its observer is dropped."""
 
 PATIENCE = 60.0
-"""Seconds for all observers to finish when the run has ended."""
+"""Seconds for all observers to finish after the run."""
 
 Report = Callable[[Event], None]
 
@@ -82,11 +76,11 @@ Outcome = Literal["done", "failed", "interrupted"]
 def watching(
     observers: Sequence[Observer], show: Report, patience: float = PATIENCE
 ) -> Iterator[Report]:
-    """Tell `show` and all observers what is reported, then the event `end`, which is the last.
+    """Pass events to `show` and all observers; emit the event `end` when the block is left.
 
     Args:
         observers: closed when the block is left.
-        show: called at once, so it has to be quick; what it raises, `report` raises.
+        show: called directly, so it has to be quick; `report` raises its exceptions.
         patience: seconds for the observers to finish.
     """
     watch = _Watch(observers, show)
@@ -100,47 +94,48 @@ def watching(
 
 
 class _Watch:
-    """All who look at one run. Any thread may report."""
+    """All observers of one run. Any thread may report."""
 
     def __init__(self, observers: Sequence[Observer], show: Report) -> None:
         self._show = show
-        self._posts = [_ObserverQueue(observer) for observer in observers]
+        self._queues = [_ObserverQueue(observer) for observer in observers]
         self._lock = threading.RLock()
         self._generation = 0
 
     def report(self, event: Event) -> None:
         with self._lock:
-            self._drop_those_who_failed()
+            self._drop_failed()
             self._tell(event)
 
     def end(self, outcome: Outcome, error: str, patience: float) -> None:
-        """Observers hear the end first: what goes wrong with them is shown before it."""
-        ends = time.monotonic() + patience
+        """Pass `end` to the observers before it is shown, so that their failures come first."""
+        deadline = time.monotonic() + patience
         with self._lock:
-            self._drop_those_who_failed()
+            self._drop_failed()
             stamped = self._stamped(EndEvent(outcome=outcome, error=error))
-            for post in self._posts:
-                post.tell(stamped)
-                post.finish()
-        for post in self._posts:
-            post.join(ends - time.monotonic())
-        for post in self._posts:
-            if post.failure is not None:
-                self._show(self._stamped(WarningEvent(text=post.failure)))
+            for observer_queue in self._queues:
+                observer_queue.tell(stamped)
+                observer_queue.finish()
+        for observer_queue in self._queues:
+            observer_queue.join(deadline - time.monotonic())
+        for observer_queue in self._queues:
+            if observer_queue.failure is not None:
+                self._show(self._stamped(WarningEvent(text=observer_queue.failure)))
         self._show(stamped)
 
     def _tell(self, event: Event) -> None:
         if event.generation is not None:
             self._generation = event.generation
-        if event.event not in PASSING:  # for observers alone; output may go unread for hours
+        if event.event not in PASSING:  # these are only for observers; output may lag for hours
             self._show(event)
-        for post in self._posts:
-            post.tell(event)
+        for observer_queue in self._queues:
+            observer_queue.tell(event)
 
-    def _drop_those_who_failed(self) -> None:
-        found = [(post, post.failure) for post in self._posts]  # another may fail meanwhile
-        self._posts = [post for post, failure in found if failure is None]
-        for _, failure in found:
+    def _drop_failed(self) -> None:
+        # Read once per observer: another one may fail meanwhile.
+        failures = [(observer_queue, observer_queue.failure) for observer_queue in self._queues]
+        self._queues = [queue for queue, failure in failures if failure is None]
+        for _, failure in failures:
             if failure is not None:
                 self._tell(self._stamped(WarningEvent(text=failure)))
 
@@ -152,7 +147,7 @@ class _ObserverQueue:
     """An observer with its queue and its thread.
 
     Attributes:
-        failure: why it is told nothing any more; None: it is.
+        failure: why it gets no more events; None: it has not failed.
     """
 
     def __init__(self, observer: Observer) -> None:
@@ -165,12 +160,12 @@ class _ObserverQueue:
         self._thread.start()
 
     def tell(self, event: Event) -> None:
-        """Never waits. What an observer reports on this thread it is not told."""
+        """Queue an event, without waiting; events that the observer itself reports are skipped."""
         waiting = self._events.qsize()
         if self.failure is not None or threading.current_thread() is self._thread:
             return
         if waiting >= MOST:
-            self._give_up(f"lags {waiting:,} events behind the run")
+            self._drop(f"lags {waiting:,} events behind the run")
         elif waiting < LAG or event.event not in PASSING:
             self._events.put(event)
 
@@ -180,10 +175,10 @@ class _ObserverQueue:
     def join(self, seconds: float) -> None:
         self._thread.join(max(0.0, seconds))
         if self._thread.is_alive():
-            self._give_up("did not finish in time")
+            self._drop("did not finish in time")
 
-    def _give_up(self, why: str) -> None:
-        """What it has not heard it will not hear: its thread may hang in the last `tell`."""
+    def _drop(self, why: str) -> None:
+        """Discard the queue; the thread may hang in its last `tell`."""
         self._fail(why)
         with contextlib.suppress(Empty):
             while True:
@@ -211,79 +206,72 @@ class _ObserverQueue:
 
 
 def _reason(error: BaseException) -> str:
-    """Where in the code a disk was full helps nobody."""
+    """Describe an error; the place in the code only helps if it is not an OSError."""
     if isinstance(error, RpcmpError):
         return str(error)
     return one_line(error) if isinstance(error, OSError) else importing.explain_error(error)
 
 
 def _outcome(error: BaseException) -> tuple[Outcome, str]:
-    """How a run ended that raised `error`, and the error's text."""
-    ended = (InterruptedJobError, DrainingError, KeyboardInterrupt, asyncio.CancelledError)
+    """Return the outcome of a run that raised `error`, and the error's text."""
+    interrupts = (InterruptedJobError, DrainingError, KeyboardInterrupt, asyncio.CancelledError)
     text = with_notes(error) if isinstance(error, RpcmpError) else one_line(error)
-    return "interrupted" if isinstance(error, ended) else "failed", text
+    return "interrupted" if isinstance(error, interrupts) else "failed", text
 
 
 class Logger:
-    """One of them; an observer.
+    """An observer that calls a function of the user.
 
     Args:
-        made: "module:callable", with arguments.
+        factory: "module:callable", with arguments; it returns the function.
         what: its key in the config.
-        config: the job, which the callable is given.
+        config: the job, an argument of the callable.
 
     Raises:
         FactoryError: the callable raised, or did not return a function.
     """
 
-    def __init__(self, made: Factory, what: str, config: Config) -> None:
-        self.name = f"the logger {made.callable!r}"
-        found: Any = importing.create(made, what, config)
-        if not callable(found):
+    def __init__(self, factory: Factory, what: str, config: Config) -> None:
+        self.name = f"the logger {factory.callable!r}"
+        function: Any = importing.create(factory, what, config)
+        if not callable(function):
             raise FactoryError(
-                f"{what} = {made.callable!r} returned {type(found).__name__}; it has to return a "
-                "function that takes an event"
+                f"{what} = {factory.callable!r} returned {type(function).__name__}; it has to "
+                "return a function that takes an event"
             )
-        self._tell: Callable[[Json], Any] = found
+        self._tell: Callable[[Json], Any] = function
 
     def tell(self, event: Event) -> None:
-        """See Observer. The user's code gets a copy of the event's JSON form, which it may change.
-
-        Raises:
-            FactoryError: it has raised; says where.
-        """
+        """See Observer. The function gets a copy of the event's JSON form, which it may change."""
         try:
             self._tell(copy.deepcopy(event.to_json()))
         except (Exception, SystemExit) as error:
             raise FactoryError(importing.explain_error(error)) from error
 
     def close(self) -> None:
-        """See Observer. The event `end` was its last."""
+        """See Observer. The function's last event was `end`."""
 
 
 def loggers(config: Config) -> list[Logger]:
-    """Those of a config; all are looked up before the first is called.
+    """Return the loggers of a config; all are imported before the first is called.
 
     Raises:
-        FactoryError: one cannot be had.
+        FactoryError: a logger cannot be imported or created.
     """
-    named = {f"log.loggers.{index}": made for index, made in enumerate(config.log.loggers)}
-    if named:
+    factories = {f"log.loggers.{i}": factory for i, factory in enumerate(config.log.loggers)}
+    if factories:
         sys.path.insert(0, str(config.folder))
-    for what, made in named.items():
-        importing.resolve(made.callable, what)
-    return [Logger(made, what, config) for what, made in named.items()]
+    for what, factory in factories.items():
+        importing.resolve(factory.callable, what)
+    return [Logger(factory, what, config) for what, factory in factories.items()]
 
 
 @contextlib.contextmanager
 def aside(show: Report) -> Iterator[Report]:
-    """Show events in a thread of their own, in order, all of them before the block is left.
+    """Call `show` on a thread of its own; all events are shown before the block is left.
 
-    Output may go to somebody who reads it slowly, or not for a while; the job's event loop, which
-    carries its tensors, must not wait for that.
-
-    Raises:
-        Exception: what `show` has raised, at the next event.
+    Output may be read slowly, or not at all for a while, and the job's event loop, which also
+    carries tensors, must not wait for that. An exception of `show` is raised at the next event.
     """
     events: SimpleQueue[Event | None] = SimpleQueue()
     errors: list[Exception] = []

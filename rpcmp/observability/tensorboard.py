@@ -1,7 +1,7 @@
 """A run in TensorBoard: curves, the config, and the graph of stages.
 
-The event file is written by TensorBoard's own writer of records, on the observer's thread: what its
-usual writer does on a thread of its own would not fail here, where a warning can be made of it.
+The event file is written on the observer's thread by TensorBoard's own record writer. TensorBoard's
+usual event writer has a thread of its own, whose errors could not become warnings here.
 """
 
 from __future__ import annotations
@@ -15,34 +15,32 @@ from typing import TYPE_CHECKING, Any
 from rpcmp.config.hashes import flat, redacted
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
-from rpcmp.observability.events.definitions import (
+from rpcmp.observability.events import (
     CheckpointEvent,
     EndEvent,
     EvalEvent,
+    Event,
     RecoveredEvent,
     RunEvent,
+    StageInfo,
     StartEvent,
     StepEvent,
     TimelineEvent,
     VitalsEvent,
 )
-from rpcmp.observability.events.event import Event, StageInfo
 from rpcmp.observability.run_folder import writer
 
 if TYPE_CHECKING:
     from rpcmp.observability.tensorboard_file import EventFile
 
 EVERY = {"vitals": 10.0, "timeline": 10.0}
-"""Seconds between two events of a kind that is shown, where they come faster."""
+"""Smallest interval in seconds between two events of a kind that are written."""
 
 NO_SCALARS = ("event", "time", "generation", "step", "epoch", "is_skipped", "busy_seconds")
 
 
 class TensorBoard:
-    """Writes one run; an observer. Each has a folder of its own in the config's.
-
-    Args:
-        config: the job, which says where.
+    """An observer that writes one run, into a folder of its own in the config's folder.
 
     Raises:
         ConfigError: TensorBoard is not installed, or the folder cannot be made.
@@ -87,7 +85,7 @@ class TensorBoard:
                 self._show(self._file, event)
 
     def close(self) -> None:
-        """Close the file; a run that never began leaves none, and no folder."""
+        """Close the file; a run that never started leaves neither file nor folder."""
         if self._file is not None:
             self._file.close()
         else:
@@ -96,13 +94,13 @@ class TensorBoard:
     def _begin(self) -> None:
         config = self._config
         self._file = self._open(self._folder)
-        whole = redacted(config.model_dump(mode="json"))
-        self._file.text("config", f"```json\n{json.dumps(whole, indent=2)}\n```")
-        # Those that were given: the others are the same in all runs.
-        given = redacted(config.model_dump(mode="json", exclude_unset=True, exclude={"log"}))
+        settings = redacted(config.model_dump(mode="json"))
+        self._file.text("config", f"```json\n{json.dumps(settings, indent=2)}\n```")
+        # Only keys that the config sets: the defaults are the same in all runs.
+        own = redacted(config.model_dump(mode="json", exclude_unset=True, exclude={"log"}))
         watched = [] if config.data is None or config.data.test is None else ["loss"]
         metrics = ["loss", *(f"eval/{name}" for name in (*watched, *config.metrics))]
-        self._file.hyperparameters(dict(flat(given)), metrics)
+        self._file.hyperparameters(dict(flat(own)), metrics)
         if self._graph:
             self._file.graph(self._graph)
 
@@ -117,12 +115,12 @@ class TensorBoard:
 
 
 def _others(rates: Sequence[float]) -> dict[str, float]:
-    """The learning rates of the parameter groups after the first."""
+    """Return the learning rates of the parameter groups after the first."""
     return {f"group{number}": rate for number, rate in enumerate(rates) if number}
 
 
 def _scalars(event: Event) -> Iterator[tuple[str, float]]:
-    """The curves that an event adds a point to, by tag."""
+    """Yield the points that an event adds to curves, by tag."""
     match event:
         case StepEvent():
             values = {key: value for key, value in event.to_json().items() if key not in NO_SCALARS}
@@ -148,7 +146,7 @@ def _scalars(event: Event) -> Iterator[tuple[str, float]]:
 
 
 def _numbers(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
-    """The numbers among values and tables of them."""
+    """Yield the numbers in nested tables; tags are paths."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _numbers(value, f"{prefix}{key}/")

@@ -1,4 +1,4 @@
-"""One event file of TensorBoard. Imports TensorBoard, an extra, and with it no torch."""
+"""An event file of TensorBoard. Imports TensorBoard, an extra, but not torch."""
 
 from __future__ import annotations
 
@@ -35,18 +35,11 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import (
 from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from rpcmp.observability.events.event import StageInfo
+from rpcmp.observability.events import StageInfo
 
 
 class EventFile:
-    """Every record is with the system when a method returns.
-
-    Args:
-        folder: where to make the file.
-
-    Raises:
-        OSError: it cannot be written; so do all methods.
-    """
+    """An event file in `folder`; each record has reached the kernel when a method returns."""
 
     def __init__(self, folder: Path) -> None:
         name = f"events.out.tfevents.{int(time.time()):010d}.{platform.node()}.{os.getpid()}"
@@ -54,27 +47,21 @@ class EventFile:
         self._write(Event(file_version="brain.Event:2"))
 
     def scalars(self, values: Mapping[str, float], step: int, at: float) -> None:
-        """A point of each curve.
-
-        Args:
-            values: by tag.
-            at: when, in seconds since 1970.
-        """
-        found = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        self._write(Event(step=step, summary=Summary(value=found)), at)
+        """Write a point of each curve; `values` are by tag, `at` is in seconds since 1970."""
+        points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self._write(Event(step=step, summary=Summary(value=points)), at)
 
     def text(self, tag: str, markdown: str) -> None:
-        """A text of the run."""
         shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
         tensor = TensorProto(dtype=DT_STRING, string_val=[markdown.encode()], tensor_shape=shape)
         self._summary(tag, create_summary_metadata(tag, ""), tensor)
 
     def hyperparameters(self, values: Mapping[str, Any], metrics: Sequence[str]) -> None:
-        """What was chosen for the run.
+        """Write the hyperparameters of the run.
 
         Args:
-            values: by name; what is neither number nor truth value is shown as text.
-            metrics: tags of the curves that show how good the choice was.
+            values: by name; values other than numbers and bools are shown as text.
+            metrics: tags of the curves that measure the result.
         """
         start = SessionStartInfo(start_time_secs=time.time())
         for name, value in values.items():
@@ -92,11 +79,7 @@ class EventFile:
         self._hparams(hparams.SESSION_START_INFO_TAG, session_start_info=start)
 
     def graph(self, stages: Sequence[StageInfo]) -> None:
-        """The stages, and who reads whose outputs.
-
-        Args:
-            stages: of the event `run`.
-        """
+        """Write the graph of the stages, given as in the event `run`."""
         sources = {name.partition(".")[0] for stage in stages for name in stage["inputs"]}
         inner = {stage["name"] for stage in stages}
         nodes = [NodeDef(name=name, op="batch") for name in sorted(sources - inner)]
@@ -118,7 +101,7 @@ class EventFile:
         self._write(Event(graph_def=graph.SerializeToString()))
 
     def end(self, is_done: bool) -> None:
-        """Say how the run ended."""
+        """Write the outcome of the run."""
         status = STATUS_SUCCESS if is_done else STATUS_FAILURE
         info = SessionEndInfo(status=status, end_time_secs=time.time())
         self._hparams(hparams.SESSION_END_INFO_TAG, session_end_info=info)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from rpcmp.observability.events.event import Memory
+from rpcmp.observability.events import Memory
 from rpcmp.observability.trace.spans import Kind, Span
 
 SPANS_PER_ANSWER = 10_000

@@ -54,7 +54,7 @@ from torch.futures import Future
 from rpcmp.config.topology import DRIVER, Port, ReplicaShare
 from rpcmp.data.stage_loader import StageDataLoader
 from rpcmp.errors import RpcmpError, StageError, one_line
-from rpcmp.observability.events.event import Memory
+from rpcmp.observability.events import Memory
 from rpcmp.observability.trace.spans import Span
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.pipelining.devices import host_facts

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rpcmp.cli import cli
-from rpcmp.observability.events.definitions import StepEvent, SummaryEvent
+from rpcmp.observability.events import StepEvent, SummaryEvent
 from rpcmp.observability.run_folder import writer
 from rpcmp.observability.run_folder.reader import read
 from rpcmp.observability.trace import chrome

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 import rpcmp as library
 from rpcmp.checkpoint.folder import remove
-from rpcmp.observability.events.definitions import StepEvent
-from rpcmp.observability.run_folder.compare import compare
+from rpcmp.observability.events import StepEvent
+from rpcmp.observability.run_folder.figures import compare
 from rpcmp.observability.run_folder.reader import read
 from tests.support.faults import committed, drive
 from tests.support.processes import JobFolder, Result, RunningHere, rpcmp, running, unstamped

@@ -38,13 +38,13 @@ from rpcmp.data.batches import Samples, load_batches
 from rpcmp.data.sample_order import OwnSampler
 from rpcmp.data.stage_loader import LoaderPool
 from rpcmp.driver.datasets import Datasets
+from rpcmp.driver.evaluation import Metrics
 from rpcmp.driver.process import Planned, plan_job
 from rpcmp.driver.progress import TrainingProgress
 from rpcmp.driver.stage_group import StageGroup
-from rpcmp.driver.stateful_metrics import Metrics
 from rpcmp.driver.training import Training
 from rpcmp.errors import JobError, from_wire
-from rpcmp.observability.events.event import Json
+from rpcmp.observability.events import Json
 from rpcmp.pipelining import assignment, parameter_names
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.process.activity import Activity

@@ -57,8 +57,7 @@ AREAS = {
     "exit codes": ("cli/hints.py", "cli/output.py", "errors.py"),
     "page": (
         "observability/dashboard/state.py",
-        "observability/dashboard/curves.py",
-        "observability/dashboard/entries.py",
+        "observability/dashboard/history.py",
     ),
 }
 """What is mutated: modules of rpcmp, by subject."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rpcmp.observability.events.definitions import RunEvent
+from rpcmp.observability.events import RunEvent
 from rpcmp.observability.run_folder.reader import Record
 from rpcmp.observability.run_folder.writer import RunInfo
 from tests.support.runevents import typed

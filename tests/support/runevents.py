@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rpcmp.observability.events.definitions import parse
-from rpcmp.observability.events.event import Event
+from rpcmp.observability.events import Event, parse
 
 
 def typed(data: Mapping[str, Any]) -> Event:

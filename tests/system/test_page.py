@@ -15,10 +15,10 @@ from playwright.sync_api import Page as Tab
 
 from rpcmp.net import authority, identity
 from rpcmp.observability.dashboard.app import Endpoint
-from rpcmp.observability.dashboard.curves import LIMIT as ROWS
-from rpcmp.observability.dashboard.entries import LIMIT as LINES
+from rpcmp.observability.dashboard.history import MAX_ENTRIES as LINES
+from rpcmp.observability.dashboard.history import MAX_ROWS as ROWS
 from rpcmp.observability.dashboard.html import html
-from rpcmp.observability.dashboard.server import Page
+from rpcmp.observability.dashboard.page_server import LivePage
 from tests.support import pageevents
 from tests.support.browsers import chromium, opened
 from tests.support.pageevents import Event
@@ -35,10 +35,12 @@ def browser() -> Iterator[Browser]:
 
 
 @contextlib.contextmanager
-def serving(events: Iterable[Event], place: Endpoint | None = None) -> Iterator[tuple[Page, str]]:
+def serving(
+    events: Iterable[Event], place: Endpoint | None = None
+) -> Iterator[tuple[LivePage, str]]:
     """A page that has been told of `events`, and its address."""
     place = place or Endpoint.open("127.0.0.1:0", None)
-    page = Page(place)
+    page = LivePage(place)
     try:
         for event in events:
             page.tell(typed(event))
@@ -196,7 +198,7 @@ def test_a_page_reports_a_lost_run_and_follows_the_next_one(
     browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = Endpoint.open("127.0.0.1:0", None)
-    page, port = Page(place), place.port
+    page, port = LivePage(place), place.port
     for event in going_on(20):
         page.tell(typed(event))
     with opened(browser, place.url) as (tab, _):

@@ -12,7 +12,7 @@ import pytest
 
 from rpcmp.net.accept import Budget
 from rpcmp.observability.dashboard.app import Endpoint
-from rpcmp.observability.dashboard.server import Page
+from rpcmp.observability.dashboard.page_server import LivePage
 from tests.support.lan import issue, issue_to_driver
 from tests.support.needs import needs
 from tests.support.processes import (
@@ -114,7 +114,7 @@ def test_silent_connections_to_the_page_are_closed(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Budget.__init__, "__defaults__", (None, 0.2))
     place = Endpoint.open(f"{HERE}:0", None)
-    page = Page(place)
+    page = LivePage(place)
     try:
         with socket.create_connection((HERE, place.port), 30) as connection:
             connection.sendall(b"GET / HTTP/1.1\r\nX-Slow: ")

@@ -1,6 +1,6 @@
-"""The page of a run: what `rpcmp drive --ui` serves while it goes on, and `rpcmp report` writes.
+"""The page of a run, which `rpcmp drive --ui` serves live and `rpcmp report` writes as a file.
 
-    events ──> state (what the page has to know, bounded) ──> assets/*.js, in a browser
+    events ──> state (what the page shows, of bounded size) ──> assets/*.js, in a browser
 
-Both show the same: the server sends what has changed of the state, a report holds all of it.
+The server sends the changes of the state; a report holds all of it.
 """

@@ -1,27 +1,21 @@
-"""What the server answers: the page's files, and the run as server-sent events.
+"""The web application of the page: its files, and the run as server-sent events.
 
     GET /             the page
     GET /NAME         one of its files
-    GET /events       first the state, then what has changed of it, four times a second at most;
-                      with the header Last-Event-ID, or ?after=ID, what has changed since that
+    GET /events       the state, then its changes, four times a second at most; with the header
+                      Last-Event-ID, or ?after=ID, only the changes since that message
 
-Nobody remembers a browser: its connection knows which version of the state it has sent. One that
-reads slowly gets fewer and larger messages; one that does not read at all waits alone. The id of a
-message is "RUN-VERSION": with it a browser that comes back goes on where it was, unless another run
-is served here now.
+The server keeps no state per browser: each connection knows which version of the state it has sent.
+A browser that reads slowly gets fewer and larger messages; one that does not read at all delays no
+other. The id of a message is "RUN-VERSION": with it a browser that reconnects continues where it
+was, unless another run is served here now.
 
-Who gets an answer, and what a browser may do with it.
+On loopback every process of this machine may read the page. Elsewhere the connection is encrypted,
+and a browser needs the run's token.
 
-Any page that a browser shows can make it send requests here. Three things keep such a page out: a
-name that is not ours is refused (see rpcmp.config.addresses), nothing is allowed to other origins,
-and the cookie goes along with none of their requests.
-
-Where the page is served, and for whom: anybody on this machine, or who has the run's token.
-
-On loopback only processes of this machine reach it; a browser of this machine is one of them,
-whatever page it shows, so the guard looks at the names that it uses (see
-rpcmp.observability.dashboard.app). Elsewhere the connection is encrypted and the token keeps
-strangers out.
+On loopback too, any web page can make a browser of this machine send requests here. Three things
+keep such a page out: requests for another host name are refused (see rpcmp.config.addresses), other
+origins are allowed nothing, and their requests do not carry the cookie.
 """
 
 from __future__ import annotations
@@ -52,17 +46,17 @@ from rpcmp.net.security import is_loopback
 from rpcmp.observability.dashboard import html
 
 PORT = 8265
-"""Where a bare `--ui` serves, if it is free."""
+"""Port of a bare `--ui`, if it is free."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A socket that is listened on, and who may connect to it.
+    """A listening socket, and what a browser needs to connect to it.
 
     Attributes:
         listener: the socket.
         host: the name by which browsers reach it.
-        token: what they have to know; None: nothing.
+        token: the token that they need; None: none.
         certs: folder of the certificate; None: connections are not encrypted.
     """
 
@@ -73,11 +67,11 @@ class Endpoint:
 
     @classmethod
     def open(cls, address: str | None, certs: Path | None) -> Self:
-        """Listen at "HOST:PORT", ":PORT" or "PORT"; at PORT, or any that is free, for None.
+        """Listen at "HOST:PORT", ":PORT" or "PORT"; for None at PORT, or at any free port.
 
         Raises:
-            ConfigError: that is no address, one that cannot be listened on, or one that others
-                reach although there is no certificate.
+            ConfigError: the address is invalid or in use, or other machines reach it although
+                there is no certificate.
             SecurityError: the certificate cannot be used.
         """
         if address is None:
@@ -101,25 +95,26 @@ class Endpoint:
 
     @property
     def port(self) -> int:
-        """The port that is listened on."""
         return int(self.listener.getsockname()[1])
 
     @property
     def url(self) -> str:
-        """What to open; it has the token in it."""
-        where = addresses.joined(self.host, self.port)
-        return f"http://{where}/" if self.token is None else f"https://{where}/?token={self.token}"
+        """The URL of the page, which includes the token."""
+        address = addresses.joined(self.host, self.port)
+        if self.token is None:
+            return f"http://{address}/"
+        return f"https://{address}/?token={self.token}"
 
 
 def parse(address: str) -> tuple[str, int]:
-    """Host and port; the host is this machine where it is left out.
+    """Return host and port; the host defaults to loopback.
 
     Raises:
-        ConfigError: that is no address.
+        ConfigError: the address is invalid.
     """
-    given = address.removeprefix(":")
+    port = address.removeprefix(":")
     try:
-        return addresses.parse(f"{addresses.HERE}:{given}" if given.isdecimal() else address)
+        return addresses.parse(f"{addresses.HERE}:{port}" if port.isdecimal() else address)
     except ConfigError:
         raise ConfigError(
             f"--ui {address!r} is not [HOST:]PORT, such as 127.0.0.1:{PORT}; a bare --ui comes "
@@ -136,13 +131,13 @@ def _open(host: str, port: int) -> socket.socket:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket: whoever connects before the server runs waits, and is not refused."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family, kind, protocol, _, where = found[0]
+    """Return a listening socket: a browser that connects before the server runs waits for it."""
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, kind, protocol, _, address = infos[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
+        listener.bind(address)
         listener.listen()
     except BaseException:
         listener.close()
@@ -151,7 +146,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _name(host: str, named: list[str]) -> str:
-    """How browsers reach `host`: by a name of the certificate, which they compare."""
+    """Return the name by which browsers reach `host`; it must be in the certificate."""
     if host in named or (not named and host not in ("0.0.0.0", "::")):
         return host
     return named[0] if named else socket.gethostname()
@@ -161,41 +156,34 @@ PAUSE = 0.25
 """Seconds between two messages to a browser."""
 
 BEAT = 8
-"""Pauses after which it gets an empty one: so it notices when the other end is gone."""
+"""Pauses without a change after which a browser gets an empty message, to detect a lost server."""
 
 
 class RunSource(Protocol):
-    """The run that is served."""
+    """The run that is served; `name` is unique, and `since` is that of `State`."""
 
     @property
-    def name(self) -> str:
-        """No other run has the same."""
+    def name(self) -> str: ...
 
     @property
-    def has_ended(self) -> bool:
-        """Whether nothing more will come."""
+    def has_ended(self) -> bool: ...
 
-    def since(self, version: int | None) -> dict[str, Any] | None:
-        """See State."""
+    def since(self, version: int | None) -> dict[str, Any] | None: ...
 
 
 def application(source: RunSource, place: Endpoint, let_in: Callable[[object], None]) -> ASGIApp:
-    """Return the application that serves `source`.
-
-    Args:
-        let_in: see Guard.
-    """
-    loaded = html.load()
+    """Return the application that serves `source`; for `let_in` see Guard."""
+    contents = html.load()
 
     async def file(request: Request) -> Response:
         path = request.path_params["path"] or "index.html"
-        if path not in loaded:
+        if path not in contents:
             return PlainTextResponse("404: no such file\n", 404)
-        return Response(loaded[path], media_type=html.kind(path))
+        return Response(contents[path], media_type=html.media_type(path))
 
     async def events(request: Request) -> Response:
-        seen = request.headers.get("last-event-id") or request.query_params.get("after", "")
-        version = _known(seen, source.name)
+        last_id = request.headers.get("last-event-id") or request.query_params.get("after", "")
+        version = _version_of(last_id, source.name)
         return StreamingResponse(stream(source, version), media_type="text/event-stream")
 
     routes = [Route("/events", events), Route("/{path:path}", file)]
@@ -203,14 +191,14 @@ def application(source: RunSource, place: Endpoint, let_in: Callable[[object], N
 
 
 async def stream(source: RunSource, version: int | None) -> AsyncIterator[str]:
-    """All messages for one browser, which knows `version`."""
+    """Yield all messages for one browser, which has the state of `version`."""
     silent = 0
     while True:
         is_last = source.has_ended
-        found = source.since(version)
-        if found is not None:
-            version, silent = found["version"], 0
-            text = json.dumps(found, allow_nan=False, separators=(",", ":"))
+        changes = source.since(version)
+        if changes is not None:
+            version, silent = changes["version"], 0
+            text = json.dumps(changes, allow_nan=False, separators=(",", ":"))
             yield f"id: {source.name}-{version}\ndata: {text}\n\n"
         elif silent == BEAT:
             silent = 0
@@ -222,8 +210,8 @@ async def stream(source: RunSource, version: int | None) -> AsyncIterator[str]:
         await asyncio.sleep(PAUSE)
 
 
-def _known(event_id: str, name: str) -> int | None:
-    """The version in the id of a message of this run; None: all has to be sent."""
+def _version_of(event_id: str, name: str) -> int | None:
+    """Return the version in the id of a message of this run; None for any other id."""
     run, _, version = event_id.rpartition("-")
     return int(version) if run == name and version.isdecimal() else None
 
@@ -238,16 +226,16 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-"""Of every answer. Nothing is kept: the next run at this address may be another."""
+"""Headers of every response. No response is cached: the next run here may be another."""
 
 
 class Guard:
-    """Stands before an application.
+    """Checks host name and token of each request before it reaches an application.
 
     Args:
-        app: what answers those who are let in.
-        place: where it is served.
-        let_in: called with the address of each client that is.
+        app: the application.
+        place: the endpoint at which it is served.
+        let_in: called with the address of each client whose request passes.
     """
 
     def __init__(self, app: ASGIApp, place: Endpoint, let_in: Callable[[object], None]) -> None:
@@ -258,7 +246,6 @@ class Guard:
         self._host = place.host if place.token is None else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         if scope["type"] != "http":
             return
 
@@ -284,27 +271,27 @@ class Guard:
             await PlainTextResponse(text, 403)(scope, receive, answer)
         else:
             self._let_in(scope.get("client"))
-            if self._token is not None and self._of_query(scope) is not None:
-                kept = "Path=/; Secure; HttpOnly; SameSite=Strict"
-                cookie = f"{self._cookie}={self._token}; {kept}"
+            if self._token is not None and self._query_token(scope) is not None:
+                attributes = "Path=/; Secure; HttpOnly; SameSite=Strict"
+                cookie = f"{self._cookie}={self._token}; {attributes}"
             await self._app(scope, receive, answer)
 
     def _knows_token(self, scope: Scope, headers: Headers) -> bool:
-        """Whether a request has the token, in its address or as a cookie."""
+        """Return whether a request has the token, in its URL or as a cookie."""
         if self._token is None:
             return True
-        given = self._of_query(scope)
-        if given is None:
-            given = self._of_cookie(headers.get("cookie", ""))
-        return secrets.compare_digest(given.encode(), self._token.encode())
+        token = self._query_token(scope)
+        if token is None:
+            token = self._cookie_token(headers.get("cookie", ""))
+        return secrets.compare_digest(token.encode(), self._token.encode())
 
-    def _of_query(self, scope: Scope) -> str | None:
-        found = parse_qs(scope["query_string"].decode("latin-1")).get("token")
-        return None if found is None else found[0]
+    def _query_token(self, scope: Scope) -> str | None:
+        tokens = parse_qs(scope["query_string"].decode("latin-1")).get("token")
+        return None if tokens is None else tokens[0]
 
-    def _of_cookie(self, header: str) -> str:
+    def _cookie_token(self, header: str) -> str:
         try:
-            found = SimpleCookie(header).get(self._cookie)
+            cookie = SimpleCookie(header).get(self._cookie)
         except CookieError:
             return ""
-        return "" if found is None else found.value
+        return "" if cookie is None else cookie.value

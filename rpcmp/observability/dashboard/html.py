@@ -1,12 +1,10 @@
-"""The files of the page, and all of them in one.
+"""The files of the page, and the report: the page of one or several runs as a single file.
 
-The live page loads its modules one by one. A report has to be a single file, and a browser imports
-nothing from beside a file on a disk; so there each module is a function of its own:
+The live page loads its modules one by one. A report has to be a single file, since a browser does
+not import modules from a disk; so each module becomes a function in it:
 
     import { h } from "./dom.js";        const { h } = modules["dom.js"];
     export { curves };                   return { curves };
-
-A run's page as one file, or that of several side by side; `rpcmp report` writes it.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from importlib.resources import files
 from typing import Any
 
 from rpcmp.observability.dashboard.state import State
-from rpcmp.observability.run_folder.compare import compare, tables
+from rpcmp.observability.run_folder.figures import compare, tables
 from rpcmp.observability.run_folder.reader import Record
 
 FOLDER = files("rpcmp.observability.dashboard") / "assets"
@@ -31,7 +29,7 @@ KINDS = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-"""Types of the files that are served; no others are."""
+"""Media types of the files that are served; other files are not served."""
 
 MAIN = "main.js"
 
@@ -43,32 +41,27 @@ _ICON = re.compile(r'(?<=<link rel="icon" href=")icon\.svg(?=">)')
 
 
 def load() -> dict[str, bytes]:
-    """All files that are served, by their path on the server."""
-    found = {}
+    """Return all files that are served, by their path on the server."""
+    contents = {}
     for folder, prefix in ((FOLDER, ""), (FOLDER / "vendor", "vendor/")):
         for file in folder.iterdir():
             if any(file.name.endswith(ending) for ending in KINDS):
-                found[prefix + file.name] = file.read_bytes()
-    return found
+                contents[prefix + file.name] = file.read_bytes()
+    return contents
 
 
-def kind(path: str) -> str:
-    """The media type of a file."""
+def media_type(path: str) -> str:
     return KINDS[f".{path.rpartition('.')[2]}"]
 
 
 def single_file(data: str) -> str:
-    """The page as one file that needs no other.
-
-    Args:
-        data: JSON, for the page's script to find.
-    """
+    """Return the page as one file that needs no other; `data` is the JSON that it shows."""
     texts = {path: content.decode() for path, content in load().items()}
     icon = base64.b64encode(texts["icon.svg"].encode()).decode()
     page = texts["index.html"]
     page = _ICON.sub(f"data:image/svg+xml;base64,{icon}", page)
-    page = _STYLE.sub(lambda found: f"<style>\n{texts[found[1]]}\n</style>", page)
-    page = _SCRIPT.sub(lambda found: _script(found[1], texts), page)
+    page = _STYLE.sub(lambda match: f"<style>\n{texts[match[1]]}\n</style>", page)
+    page = _SCRIPT.sub(lambda match: _script(match[1], texts), page)
     safe = data.replace("<", "\\u003c")  # no text of a run can end the script
     return page.replace(
         "</body>", f'<script type="application/json" id="data">{safe}</script>\n</body>'
@@ -77,18 +70,18 @@ def single_file(data: str) -> str:
 
 def _script(path: str, texts: dict[str, str]) -> str:
     code = bundle(texts) if path == MAIN else texts[path]
-    kept = "module" if path == MAIN else "text/javascript"
-    return f'<script type="{kept}">\n{code}\n</script>'
+    script_type = "module" if path == MAIN else "text/javascript"
+    return f'<script type="{script_type}">\n{code}\n</script>'
 
 
 def bundle(texts: dict[str, str]) -> str:
-    """MAIN and all modules that it imports, directly or not, as one script."""
+    """Return MAIN and all modules that it imports, directly or not, as one script."""
     order: list[str] = []
 
     def visit(name: str) -> None:
         if name not in order:
-            for found in _IMPORT.finditer(texts[name]):
-                visit(found[2])
+            for match in _IMPORT.finditer(texts[name]):
+                visit(match[2])
             order.append(name)
 
     visit(MAIN)
@@ -102,13 +95,13 @@ def _function(name: str, text: str) -> str:
 
 
 def html(runs: Sequence[Record]) -> str:
-    """A page that shows `runs`; it works without network and without files beside it."""
+    """Return a page that shows `runs`; it needs no network and no other files."""
     data: dict[str, Any] = {"runs": [{"name": run.name, "state": _state(run)} for run in runs]}
     if len(runs) > 1:
-        found = compare(runs)
+        comparison = compare(runs)
         data["comparison"] = {
-            "tables": [asdict(table) for table in tables(found)],
-            "verdict": found.verdict,
+            "tables": [asdict(table) for table in tables(comparison)],
+            "verdict": comparison.verdict,
         }
     return single_file(json.dumps(data, allow_nan=False, separators=(",", ":")))
 

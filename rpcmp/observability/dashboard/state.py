@@ -1,19 +1,11 @@
-"""What the page knows of a run: a pure function of its events, bounded however long the run is.
+"""The state of the page: a pure function of the run's events, of bounded size.
 
     take(event)                version 41 ──> 42
-    since(41)                  what has changed after version 41, alone: a few hundred bytes
-    since(None)                all of it, for a page that has just been opened
+    since(41)                  the changes after version 41: a few hundred bytes
+    since(None)                the whole state, for a page that has just been opened
 
-A browser that was away asks for what it has missed by the last version it saw; whoever serves it
-has to remember nothing of it.
-
-Each worker as the page shows it: its health, and how busy it is.
-
-    starting ──> building ──> running ──fault──> lost ──next generation──> building ──> running
-
-A fault holds until the next generation, whatever a sign of life from before says meanwhile.
-
-The pipeline diagram of a step as the page gets it: whole microseconds from the step's begin.
+A browser that reconnects sends the last version that it has, so the server keeps no state per
+browser.
 """
 
 from __future__ import annotations
@@ -22,14 +14,17 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rpcmp.config.topology import DRIVER
-from rpcmp.observability.dashboard.curves import Curve, Row, number, plain
-from rpcmp.observability.dashboard.entries import Entries
-from rpcmp.observability.events.definitions import (
+from rpcmp.observability.dashboard.history import Curve, Entries, Row, number, plain
+from rpcmp.observability.events import (
+    LOST,
     CheckpointEvent,
     EndEvent,
     EvalEvent,
+    Event,
     FaultEvent,
     GenerationEvent,
+    LostWorkers,
+    ProcessVitals,
     RecoveredEvent,
     RunEvent,
     StartEvent,
@@ -37,93 +32,85 @@ from rpcmp.observability.events.definitions import (
     TimelineEvent,
     VitalsEvent,
 )
-from rpcmp.observability.events.event import Event, ProcessVitals
 
 WEIGHT = 0.3
-"""Of the newest step in the mean that is shown as utilization: single steps jitter."""
-
-LOST = "lost"
+"""Weight of the newest step in the running means on the page, since single steps jitter."""
 
 STATES = {"claimed": "starting"}
-"""The words of the page for those of vitals that say little to people."""
+"""Plainer names on the page for states of the event `vitals`."""
 
 VITALS = (
     *("phase", "microbatch", "seconds", "memory", "in_flight", "host", "pid", "restarts"),
     "cpu_seconds",
 )
-"""What is shown as it comes."""
+"""Keys of the event `vitals` that the page gets unchanged."""
 
 
 class WorkerTable:
-    """All workers of a run, by label, in the config's order."""
+    """The workers of a run, by label, in the config's order."""
 
     def __init__(self) -> None:
         self._workers: dict[str, dict[str, Any]] = {}
-        self._lost: dict[str, int] = {}
+        self._lost = LostWorkers()
 
     def values(self) -> list[dict[str, Any]]:
-        """As the page gets them."""
+        """Return the workers as the page gets them."""
         return [{**worker, "busy": number(worker["busy"])} for worker in self._workers.values()]
 
-    def begin(self, event: RunEvent) -> None:
-        """The run has begun."""
+    def start(self, event: RunEvent) -> None:
         devices = {stage["name"]: stage.get("device") for stage in event.graph["stages"]}
         for worker in event.workers:
-            known = self._worker(worker["label"])
-            known.update(plain(worker), device=devices.get(worker["stage"]))
+            row = self._worker(worker["label"])
+            row.update(plain(worker), device=devices.get(worker["stage"]))
 
     def generation(self, event: GenerationEvent) -> None:
-        """A group has begun."""
         self._lost.clear()
-        for label, where in event.workers.items():
-            self._worker(label).update(plain(where))
+        for label, place in event.workers.items():
+            self._worker(label).update(plain(place))
         for worker in self._workers.values():
             worker["state"] = "running"
 
     def recovered(self) -> None:
-        """A group goes on."""
         self._lost.clear()
         for worker in self._workers.values():
             if worker["state"] == LOST:
                 worker["state"] = "running"
 
     def fault(self, stage: str, generation: int) -> None:
-        """A worker is gone; nothing computes until the next generation."""
+        """Mark a stage's workers as lost; all workers idle until the next generation."""
         for label, worker in self._workers.items():
             worker["busy"] = None
             if stage and stage in (label, worker["stage"]):
                 worker["state"] = LOST
-                self._lost[label] = generation
+                self._lost.add(label, generation)
 
-    def vitals(self, found: Mapping[str, ProcessVitals], generation: int) -> None:
-        """The newest signs of life."""
-        for label, vital in found.items():
+    def vitals(self, processes: Mapping[str, ProcessVitals], generation: int) -> None:
+        for label, vital in processes.items():
             worker = self._worker(label)
             worker.update({key: plain(value) for key, value in vital.items() if key in VITALS})
-            if self._lost.get(label, -1) < generation:
-                self._lost.pop(label, None)
+            if self._lost.revive(label, generation):
                 state = str(vital.get("state", worker["state"]))
                 worker["state"] = STATES.get(state, state)
 
     def step(self, busy: Mapping[str, float], generation: int) -> None:
-        """A step has ended; `busy` is the share of it in which each worker computed."""
+        """Update how busy the workers are; `busy` is the share of a step that each computed."""
         for label, share in busy.items():
             worker = self._worker(label)
             before = worker["busy"]
             worker["busy"] = share if before is None else before + WEIGHT * (share - before)
             if worker["state"] == "starting" and label not in self._lost:
                 worker["state"] = "running"
-            if worker["state"] == LOST and self._lost.get(label, -1) < generation:
+            if worker["state"] == LOST and self._lost.revive(label, generation):
                 worker["state"] = "running"
 
     def end(self) -> None:
-        """The run has ended. What was lost stays so: that may be why."""
+        """End the run. Lost workers stay lost, since they may be the reason."""
         for worker in self._workers.values():
             if worker["state"] != LOST:
                 worker["state"] = "ended"
 
     def _worker(self, label: str) -> dict[str, Any]:
-        """A worker; a run folder may lack the event that names them."""
+        """Return a worker's row; a run folder may lack the event that names the workers."""
         return self._workers.setdefault(
             label,
             {
@@ -138,8 +125,11 @@ class WorkerTable:
 
 
 def timeline(event: TimelineEvent) -> dict[str, Any]:
-    """The event `timeline` with its spans as [kind, micro-batch, start, end] and its idle times as
-    [loss, start, end], both in microseconds."""
+    """Return the pipeline diagram of a step.
+
+    Spans are [kind, micro-batch, start, end] and idle times [loss, start, end], both in whole
+    microseconds since the step's start.
+    """
     stages = event.stages
     starts = [span[-2] for stage in stages for span in (*stage["spans"], *stage.get("idle", ()))]
     begin = min(starts, default=0.0)
@@ -162,19 +152,19 @@ def timeline(event: TimelineEvent) -> dict[str, Any]:
 
 
 def _shifted(spans: Iterable[Any], begin: float) -> Iterable[list[Any]]:
-    for *what, start, end in spans:
-        yield [*what, round((start - begin) * 1e6), round((end - begin) * 1e6)]
+    for *labels, start, end in spans:
+        yield [*labels, round((start - begin) * 1e6), round((end - begin) * 1e6)]
 
 
 EVALUATIONS = 500
-"""About so many are kept, over the whole run, and always the newest."""
+"""Evaluations that are kept at most, spread over the whole run, the newest always included."""
 
 
 class State:
-    """One run, as far as its events have come.
+    """The state of one run's page.
 
     Attributes:
-        version: up by one with every event that changed anything.
+        version: increases by one with every event that changes the page.
     """
 
     def __init__(self) -> None:
@@ -195,7 +185,7 @@ class State:
         self._begin: float | None = None
 
     def take(self, event: Event) -> None:
-        """Take the run's next event; events of other kinds than the page's change nothing."""
+        """Apply the run's next event; events that the page does not show change nothing."""
         before = self.version
         self.version += 1
         if self._begin is None:
@@ -211,7 +201,7 @@ class State:
             self._progress(seconds=number(event.time - self._begin))
 
     def since(self, version: int | None) -> dict[str, Any] | None:
-        """What a page that knows `version` lacks; all for None; None where it lacks nothing."""
+        """Return the changes after `version`, or everything if it is None; None: no changes."""
         known = -1 if version is None else version
         if known >= self.version:
             return None
@@ -228,7 +218,7 @@ class State:
         return self._workers.values() if name == "workers" else self._parts[name]
 
     def _apply(self, event: Event) -> bool:
-        """Whether the page shows events of this kind anywhere but in the list of events."""
+        """Apply an event; return whether it changes anything but the list of events."""
         generation = event.generation or 0
         match event:
             case RunEvent():
@@ -267,7 +257,7 @@ class State:
         return True
 
     def _run(self, event: RunEvent) -> None:
-        self._workers.begin(event)
+        self._workers.start(event)
         run = {
             "name": event.name,
             "config": event.config,
@@ -306,7 +296,6 @@ class State:
         self._set("evaluations", rows if len(rows) <= EVALUATIONS else rows[::-2][::-1])
 
     def _seconds(self, event: Event) -> float:
-        """Since the run's begin."""
         return event.time - self._begin if self._begin and event.time is not None else 0.0
 
     def _progress(self, **values: Any) -> None:
@@ -318,7 +307,7 @@ class State:
 
 
 def _rates(event: StepEvent) -> list[float | None]:
-    """The learning rates of a step: of the groups of the first stage that has several, or one."""
+    """Return the rates of the parameter groups of the first stage with several, or else one."""
     several = event.group_learning_rates or {}
     rates = next(iter(several.values()), [event.learning_rate])
-    return [found for rate in rates if (found := number(rate)) is not None]
+    return [rounded for rate in rates if (rounded := number(rate)) is not None]

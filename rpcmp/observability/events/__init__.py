@@ -1,5 +1,152 @@
-"""The events of a run: their definitions, their wording, and the stream that the driver emits.
+"""The events of a run: a class for each, whose fields are the keys of its JSON form.
 
-Everything that observes a run sees these events: the terminal, `--json`, the run folder, the page,
-the metrics, TensorBoard and the user's loggers.
+Everything that observes a run gets these events: the terminal, `--json`, the run folder, the page,
+the metrics, TensorBoard and the user's loggers. `stream.py` emits them, `wording.py` describes
+them, and `python -m rpcmp.observability.events` prints them as the table of the documentation.
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rpcmp.observability.events.event import Event, Json, own_fields
+from rpcmp.observability.events.process_events import (
+    LOST,
+    WORKER_STATES,
+    FaultEvent,
+    GenerationEvent,
+    LinkTraffic,
+    LostWorkers,
+    ProcessPlace,
+    ProcessVitals,
+    RecoveredEvent,
+    ReplacedEvent,
+    StageTimeline,
+    TimelineEvent,
+    VitalsEvent,
+    WaitingEvent,
+    WorkerPlace,
+    state_name,
+)
+from rpcmp.observability.events.run_events import (
+    EndEvent,
+    GraphInfo,
+    KeptEvent,
+    LogEvent,
+    PlanEvent,
+    ResumedEvent,
+    RunEvent,
+    SharesEvent,
+    StageInfo,
+    StagePlan,
+    UiEvent,
+    WarningEvent,
+    WorkerInfo,
+)
+from rpcmp.observability.events.training_events import (
+    BestEvent,
+    BestStep,
+    CheckpointEvent,
+    EarlyStopEvent,
+    EvalEvent,
+    Memory,
+    PlanOutcome,
+    ReportEvent,
+    StartEvent,
+    StepEvent,
+    SummaryEvent,
+)
+
+__all__ = [
+    "EVENTS",
+    "LOST",
+    "WORKER_STATES",
+    "BestEvent",
+    "BestStep",
+    "CheckpointEvent",
+    "EarlyStopEvent",
+    "EndEvent",
+    "EvalEvent",
+    "Event",
+    "FaultEvent",
+    "GenerationEvent",
+    "GraphInfo",
+    "Json",
+    "KeptEvent",
+    "LinkTraffic",
+    "LogEvent",
+    "LostWorkers",
+    "Memory",
+    "PlanEvent",
+    "PlanOutcome",
+    "ProcessPlace",
+    "ProcessVitals",
+    "RecoveredEvent",
+    "ReplacedEvent",
+    "ReportEvent",
+    "ResumedEvent",
+    "RunEvent",
+    "SharesEvent",
+    "StageInfo",
+    "StagePlan",
+    "StageTimeline",
+    "StartEvent",
+    "StepEvent",
+    "SummaryEvent",
+    "TimelineEvent",
+    "UiEvent",
+    "VitalsEvent",
+    "WaitingEvent",
+    "WarningEvent",
+    "WorkerInfo",
+    "WorkerPlace",
+    "own_fields",
+    "parse",
+    "state_name",
+]
+
+EVENTS: dict[str, type[Event]] = {
+    kind.event: kind
+    for kind in (
+        UiEvent,
+        RunEvent,
+        PlanEvent,
+        SharesEvent,
+        GenerationEvent,
+        StartEvent,
+        StepEvent,
+        EvalEvent,
+        EarlyStopEvent,
+        ReportEvent,
+        CheckpointEvent,
+        BestEvent,
+        FaultEvent,
+        RecoveredEvent,
+        WaitingEvent,
+        ReplacedEvent,
+        ResumedEvent,
+        WarningEvent,
+        LogEvent,
+        SummaryEvent,
+        KeptEvent,
+        EndEvent,
+        VitalsEvent,
+        TimelineEvent,
+    )
+}
+"""All events, by the value of their key `event`, in the order of the documentation."""
+
+
+def parse(data: Mapping[str, Any], complete: bool = True) -> Event | None:
+    """Return the event of a JSON object; None if this version does not define such an event.
+
+    Args:
+        data: the object.
+        complete: refuse an object that lacks a key; see `Event.from_json`.
+
+    Raises:
+        ValueError: a value is of the wrong type, or missing.
+    """
+    kind = EVENTS.get(data["event"])
+    return None if kind is None else kind.from_json(data, complete)

@@ -9,8 +9,7 @@ import inspect
 import re
 from collections.abc import Iterator
 
-from rpcmp.observability.events.definitions import EVENTS
-from rpcmp.observability.events.event import Event, own_fields
+from rpcmp.observability.events import EVENTS, Event, own_fields
 
 NAMES = {
     "str": "string",

@@ -5,25 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rpcmp.observability.events.definitions import (
+from rpcmp.observability.events import (
     EarlyStopEvent,
     EvalEvent,
+    Event,
     ReportEvent,
     StartEvent,
     StepEvent,
     WarningEvent,
 )
-from rpcmp.observability.events.event import Event
 
 LOSSES_KEPT = 64
-"""Losses that are remembered, to be compared with those of a replay."""
+"""Losses that are kept, to compare them with the losses of a replay."""
 
 
 class EventStream:
     """Stamps the events of a run with `time` and `generation` and passes them on.
 
     Args:
-        report: gets the stamped events.
+        report: called with the stamped events.
         generation: returns the number of the current generation.
 
     Attributes:

@@ -7,17 +7,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rpcmp.config.types import format_size
-from rpcmp.observability.events.definitions import (
+from rpcmp.observability.events import (
     BestEvent,
     CheckpointEvent,
     EarlyStopEvent,
     EndEvent,
     EvalEvent,
+    Event,
     FaultEvent,
     GenerationEvent,
     KeptEvent,
     LogEvent,
+    Memory,
     PlanEvent,
+    PlanOutcome,
     RecoveredEvent,
     ReplacedEvent,
     ReportEvent,
@@ -31,12 +34,11 @@ from rpcmp.observability.events.definitions import (
     WaitingEvent,
     WarningEvent,
 )
-from rpcmp.observability.events.event import Event, Memory, PlanOutcome
 
 
 @dataclass
 class RunContext:
-    """What the wording of an event takes from the events before it.
+    """The values of earlier events that the wording of an event needs.
 
     Attributes:
         name: the job's name.
@@ -53,7 +55,7 @@ class RunContext:
     first_loss: float | None = None
 
     def add(self, event: Event) -> None:
-        """Take in the next event of the run."""
+        """Update the context with the next event of the run."""
         match event:
             case RunEvent():
                 self.name, self.schedule = event.name, str(event.config.get("schedule", ""))
@@ -144,7 +146,7 @@ def describe(event: Event, run: RunContext) -> str:
 
 
 def describe_details(event: Event) -> Iterator[str]:
-    """Describe what a plan and a summary have to say besides their first line."""
+    """Describe the details of a plan or a summary, in further lines."""
     match event:
         case PlanEvent():
             width = max(map(len, event.stages))
@@ -193,7 +195,6 @@ def _early_stop(event: EarlyStopEvent) -> str:
 
 
 def _summary(event: SummaryEvent, run: RunContext) -> str:
-    """Whether the run has learned: the losses of its first and last steps, and its evaluation."""
     skipped = "" if event.skipped_steps is None else f" ({event.skipped_steps} skipped)"
     first = "" if run.first_loss is None else f"{run.first_loss:.4f} -> "
     metrics = f", {_numbers(event.metrics, 'test ')}" if event.metrics else ""
@@ -211,7 +212,7 @@ def _ms(seconds: float) -> str:
 
 
 def _short(path: str) -> str:
-    """A path relative to the working directory, if it is below it."""
+    """Return a path relative to the working directory, if it is below it."""
     here = Path.cwd()
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 

@@ -1,1 +1,1 @@
-"""The figures of a run, and of a stage server, as OpenMetrics for Prometheus."""
+"""Metrics for Prometheus: of a run from its events, and of a stage server."""

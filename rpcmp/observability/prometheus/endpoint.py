@@ -1,9 +1,8 @@
-"""Where metrics are scraped: HTTP on loopback, TLS with certificates on both sides elsewhere.
+"""The endpoint that Prometheus scrapes.
 
-HTTP elsewhere too with `--insecure`.
-
-Each connection has a thread of its own, which shakes hands as well: one that says nothing holds up
-no other. There are few of them, for a short time, whoever connects.
+It serves HTTP on loopback, and elsewhere TLS with certificates on both sides, or HTTP with
+`--insecure`. Each connection has a thread of its own, handshake included, so a silent client delays
+no other. The number of connections and their duration are limited.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from rpcmp.net.identity import Credentials
 from rpcmp.net.security import Security, is_loopback
 
 SCRAPE_SECONDS = 10.0
-"""How long a connection may last, which is for one scrape; Prometheus waits no longer either."""
+"""Seconds that a connection may last, for one scrape; also Prometheus' own default timeout."""
 
 MOST = 16
-"""Connections at once. Fewer if there are few file descriptors."""
+"""Connections at once. The limit is lower if there are few file descriptors."""
 
 LEAVING_SECONDS = 0.01
-"""Between two looks whether a connection that was ended has left."""
+"""Seconds between two checks whether a connection has closed."""
 
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
@@ -43,18 +42,19 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def serving(collector: Collector, address: str, security: Security) -> Iterator[str]:
-    """Serve what `collector` has, and this process's own figures, until the block is left.
+    """Serve `collector`, and metrics of this process, until the block is left.
 
     Args:
-        collector: asked at every scrape, on another thread.
+        collector: collected at every scrape, on another thread.
         address: HOST:PORT; port 0 takes a free one.
-        security: what this process was told about it.
+        security: the security options of this process.
 
     Yields:
         the URL.
 
     Raises:
-        ConfigError: the address cannot be had, or others could reach it without a certificate.
+        ConfigError: the address is in use or invalid, or other machines could reach it without a
+            certificate.
     """
     host, port = addresses.parse(address)
     credentials = None if is_loopback(host) else security.credentials
@@ -87,7 +87,7 @@ def serving(collector: Collector, address: str, security: Security) -> Iterator[
 
 
 def _guarded(app: Application, host: str) -> Application:
-    """Return `app` for requests that name this server: no web page can read it by another name."""
+    """Return `app` with a check of the Host header, so that no web page can read the metrics."""
 
     def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if addresses.is_own_name(environ.get("HTTP_HOST", ""), host):
@@ -102,7 +102,7 @@ class _MetricsHandler(WSGIRequestHandler):
     timeout = SCRAPE_SECONDS
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Scrapes are no news."""
+        """Do not log requests."""
 
 
 class _MetricsServer(ThreadingMixIn, WSGIServer):
@@ -117,22 +117,21 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
         super().__init__((host, port), _MetricsHandler)
 
     def server_bind(self) -> None:
-        """Without asking the network for the host's name, as HTTPServer does."""
+        """Bind as HTTPServer does, but without a DNS lookup of the host's name."""
         TCPServer.server_bind(self)
         host, self.server_port = self.server_address[:2]
         self.server_name = str(host)
         self.setup_environ()
 
     def server_activate(self) -> None:
-        """Listen."""
         self.socket.setblocking(False)
         listen_deferred(self.socket)
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Return the next connection, with the certificate that there is now, maybe a new one.
+        """Return the next connection, which uses the present certificate; it may be renewed.
 
         Raises:
-            OSError: there is none, or no room for it yet.
+            OSError: there is no connection, or no room for it yet.
         """
         if not self._budget.has_room():
             time.sleep(LEAVING_SECONDS)
@@ -155,21 +154,21 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
         return connection, address
 
     def close_request(self, request: Any) -> None:
-        """Close a connection, which counts no more then."""
+        """Close a connection, and free its place."""
         super().close_request(request)
         if (guest := self._guests.pop(request, None)) is not None:
             self._budget.remove(guest)
 
     def service_actions(self) -> None:
-        """Called ten times a second, and after each connection."""
+        """Close expired connections; called ten times per second, and after each connection."""
         self._budget.expire()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Whoever is refused, or goes away, has been told so."""
+        """Log a client that was refused or has disconnected; the client knows the error."""
         log.debug("a scrape from %s failed", client_address, exc_info=True)
 
 
 def _break(connection: socket.socket) -> None:
-    """Have the thread of a connection see its end; not by TLS, which only that thread may touch."""
+    """Shut down a connection for its thread; not by TLS, which only that thread may use."""
     with contextlib.suppress(OSError):
         socket.socket.shutdown(connection, socket.SHUT_RDWR)

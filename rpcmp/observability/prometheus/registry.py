@@ -1,13 +1,13 @@
-"""What is served: families of metrics, declared before there is any value, and their values.
+"""Families of metrics, declared in advance, and their values.
 
-Values are written where things happen and read when somebody scrapes, on another thread. What is
-not known yet is not there, rather than 0.
+Values are written as things happen, and read by scrapes on another thread. A value that is not
+known yet is absent rather than 0.
 
-Counters of things that begin again at zero: processes, and the connections between them.
+A counter keeps its total over sources that restart at zero, such as processes and connections:
 
-process 1    0 ── 5 ── 9 |                  what is read
-process 2                | 0 ── 3 ── 4
-counter      0 ── 5 ── 9 ── 9 ── 12 ── 13   what is served
+    process 1    0 ── 5 ── 9 |                  counted
+    process 2                | 0 ── 3 ── 4
+    counter      0 ── 5 ── 9 ── 9 ── 12 ── 13   served
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 Value = float | Callable[[], float]
-"""A number, or what gives it when it is asked for."""
+"""A number, or a function that returns it at a scrape."""
 
 
 class Family(NamedTuple):
@@ -35,8 +35,8 @@ class Family(NamedTuple):
     Attributes:
         name: without the "_total" of a counter and the "_info" of an info.
         kind: a counter only ever grows; an info is constant, and all in its labels.
-        help: what it is.
-        labels: their names.
+        help: the description for Prometheus.
+        labels: names of the labels.
     """
 
     name: str
@@ -46,16 +46,12 @@ class Family(NamedTuple):
 
     @property
     def sample(self) -> str:
-        """The name that its samples have, and queries use."""
+        """The name of its samples, which queries use."""
         return self.name + {"gauge": "", "counter": "_total", "info": "_info"}[self.kind]
 
 
 class Store(Collector):
-    """The values of some families; any thread may read and write them.
-
-    Args:
-        families: all that there can be.
-    """
+    """The values of some families; any thread may read and write them."""
 
     def __init__(self, families: Iterable[Family]) -> None:
         self._families = {family.name: family for family in families}
@@ -63,27 +59,27 @@ class Store(Collector):
         self._lock = threading.Lock()
 
     def set(self, name: str, value: Value, *labels: str) -> None:
-        """Let one metric have a value; of an info 1."""
+        """Set the value of one metric; the value of an info is 1."""
         if len(labels) != len(self._families[name].labels):
             raise ValueError(f"{name} has the labels {self._families[name].labels}, not {labels}")
         with self._lock:
             self._values[name][labels] = value
 
     def add(self, name: str, amount: float, *labels: str) -> None:
-        """Add to a counter, which begins at 0."""
-        known = self._values[name].get(labels, 0.0)
-        self.set(name, (known() if callable(known) else known) + amount, *labels)
+        """Add to a counter, which starts at 0."""
+        value = self._values[name].get(labels, 0.0)
+        self.set(name, (value() if callable(value) else value) + amount, *labels)
 
-    def forget(self, name: str) -> None:
-        """Let a family have no values any more."""
+    def clear(self, name: str) -> None:
+        """Remove all values of a family."""
         with self._lock:
             self._values[name].clear()
 
     def collect(self) -> Iterator[Metric]:
-        """All families that have any values."""
+        """Yield all families that have values; see prometheus_client."""
         with self._lock:
-            known = {name: dict(values) for name, values in self._values.items() if values}
-        for name, values in known.items():
+            copies = {name: dict(values) for name, values in self._values.items() if values}
+        for name, values in copies.items():
             yield _metric(self._families[name], values)
 
 
@@ -101,19 +97,20 @@ def _metric(family: Family, values: dict[tuple[str, ...], Value]) -> Metric:
     return metric
 
 
-class Tally:
-    """Totals over all that has been counted; they never fall."""
+class RestartTotals:
+    """Totals of counts whose sources restart at zero; a total never falls."""
 
     def __init__(self) -> None:
         self._before: defaultdict[Hashable, float] = defaultdict(float)
         self._last: dict[Hashable, tuple[object, float]] = {}
 
     def total(self, key: Hashable, source: object, count: float) -> float:
-        """The total of `key`.
+        """Return the total of `key`.
 
         Args:
-            source: what is counted now, such as a process id; with another one it has begun anew.
-            count: of that source, so far.
+            key: the counter.
+            source: identifies the present source, such as a process id.
+            count: the count of that source so far.
         """
         known, last = self._last.get(key, (source, 0.0))
         if known != source:

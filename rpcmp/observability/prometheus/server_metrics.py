@@ -1,4 +1,4 @@
-"""The figures of a stage server: what it does, and how its worker is."""
+"""The metrics of a stage server and of its worker."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from rpcmp.observability.prometheus.registry import Family, Store, Tally
-from rpcmp.observability.prometheus.run import KINDS
+from rpcmp.observability.events import state_name
+from rpcmp.observability.prometheus.registry import Family, RestartTotals, Store
+from rpcmp.observability.prometheus.run_metrics import KINDS
 from rpcmp.v1 import control_pb2 as pb
 
 if TYPE_CHECKING:
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EVERY_SECONDS = 1.0
-"""Between two looks at the server; a scrape finds what the last one saw."""
+"""Seconds between two updates; a scrape gets the values of the last one."""
 
-STATES = ("idle", "claimed", "building", "running", "ended", "profiling")
+STATES = tuple(state_name(name) for name, number in pb.ServerState.items() if number)
 
 STAGE = ("stage",)
 
@@ -64,7 +65,7 @@ FAMILIES = [
         ("stage", "peer"),
     ),
 ]
-"""All that a stage server can serve. `stage` is the label of its worker."""
+"""All metrics of a stage server. `stage` is the label of its worker."""
 
 _PRESENT = (
     "rpcmp_server_generation",
@@ -73,70 +74,62 @@ _PRESENT = (
     "rpcmp_server_worker_in_flight_microbatches",
     "rpcmp_server_link_round_trip_seconds",
 )
-"""What is of the present worker alone."""
+"""Metrics of the present worker, which are cleared with it."""
 
 
 class ServerMetrics:
-    """Looks at a stage server now and then, on its event loop.
-
-    Args:
-        server: which.
-
-    Attributes:
-        store: what was seen.
-    """
+    """Keeps the metrics of a stage server in `store`, updated on the server's event loop."""
 
     def __init__(self, server: StageServer) -> None:
         self.store = Store(FAMILIES)
         self._server = server
-        self._tally = Tally()
+        self._totals = RestartTotals()
         self._claim: Claim | None = None
         self._job_id = ""
         self.store.set("rpcmp_server_jobs", 0)
         self.store.set("rpcmp_server_worker_restarts", 0)
-        self._introduce(server.describe())
+        self._set_info(server.describe())
 
     async def run(self) -> None:
-        """Look for ever."""
+        """Update the metrics until the task is cancelled."""
         while True:
             try:
-                self.look()
-            except Exception:  # else the last figures would be scraped for ever
+                self.update()
+            except Exception:  # otherwise the last values would be scraped for ever
                 log.exception("the figures of this second are missing")
             await asyncio.sleep(EVERY_SECONDS)
 
-    def look(self) -> None:
-        """Take in what the server is now."""
-        seen = self._server.describe()
-        state = pb.ServerState.Name(seen.state).removeprefix("SERVER_STATE_").lower()
+    def update(self) -> None:
+        description = self._server.describe()
+        state = state_name(pb.ServerState.Name(description.state))
         for each in STATES:
             self.store.set("rpcmp_server_state", each == state, each)
-        self.store.set("rpcmp_server_draining", seen.draining)
+        self.store.set("rpcmp_server_draining", description.draining)
         claim = self._server.claim
         if claim is not self._claim:
             for name in _PRESENT:
-                self.store.forget(name)
+                self.store.clear(name)
         if claim is not None:
-            self._count(claim)
+            self._count_claim(claim)
             self.store.set("rpcmp_server_generation", claim.generation)
             if claim.stage_name:
-                self._look_at(claim)
+                self._update_worker(claim)
         self._claim = claim
 
-    def _introduce(self, seen: pb.DescribeResponse) -> None:
-        index = "" if seen.spare else str(seen.stage_index)
-        software = (seen.versions.rpcmp, seen.versions.torch, seen.versions.python)
-        self.store.set("rpcmp_server", 1, index, str(seen.replica), *software, seen.machine)
+    def _set_info(self, server: pb.DescribeResponse) -> None:
+        index = "" if server.spare else str(server.stage_index)
+        software = (server.versions.rpcmp, server.versions.torch, server.versions.python)
+        self.store.set("rpcmp_server", 1, index, str(server.replica), *software, server.machine)
 
-    def _count(self, claim: Claim) -> None:
-        """A claim is of another job, or of the same job's next generation."""
+    def _count_claim(self, claim: Claim) -> None:
+        """Count a new claim: it belongs to another job, or to the same job's next generation."""
         if claim is self._claim:
             return
         is_next = claim.job_id == self._job_id
         self.store.add("rpcmp_server_worker_restarts" if is_next else "rpcmp_server_jobs", 1)
         self._job_id = claim.job_id
 
-    def _look_at(self, claim: Claim) -> None:
+    def _update_worker(self, claim: Claim) -> None:
         stage, vitals, source = claim.stage_name, claim.vitals(), (claim.job_id, claim.generation)
         self.store.set("rpcmp_server_step", claim.step, stage)
         self.store.set("rpcmp_server_worker_memory_bytes", vitals.memory, stage)
@@ -149,9 +142,9 @@ class ServerMetrics:
         for kind, seconds in claim.busy_seconds.items():
             counts["rpcmp_server_worker_busy_seconds", stage, KINDS[kind]] = seconds
         for (name, *labels), count in counts.items():
-            total = self._tally.total((name, *labels), source, count)
+            total = self._totals.total((name, *labels), source, count)
             self.store.set(name, total, *labels)
-        self.store.forget("rpcmp_server_link_round_trip_seconds")
+        self.store.clear("rpcmp_server_link_round_trip_seconds")
         for peer, seconds in claim.relay.round_trips.items():
             server = claim.servers.get(peer, peer)
             self.store.set("rpcmp_server_link_round_trip_seconds", seconds, stage, server)

@@ -1,4 +1,4 @@
-"""Reading what was kept of a run, however that run ended."""
+"""Reading the folder of a run, even if the run was killed."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from pydantic import ValidationError
 from rpcmp.config.bounded_file import MIB, read_bytes
 from rpcmp.errors import ConfigError
 from rpcmp.observability import json_lines
-from rpcmp.observability.events.definitions import parse
-from rpcmp.observability.events.event import Event
+from rpcmp.observability.events import Event, parse
 from rpcmp.observability.run_folder import writer
 from rpcmp.observability.run_folder.writer import RunInfo
 
 MAX_JSON = 16 * MIB
-"""Bytes of `run.json` and of `config.json`."""
+"""Largest `run.json` and `config.json`, in bytes."""
 
 MAX_TIME = 2.0**53
-"""Seconds; no time is that late."""
+"""Upper limit of times in seconds, beyond any date."""
 
 NAMED = 3
-"""Folders that a message names."""
+"""Folders that an error message lists."""
 
 
 Kind = TypeVar("Kind", bound=Event)
@@ -34,13 +33,14 @@ Kind = TypeVar("Kind", bound=Event)
 
 @dataclass(frozen=True)
 class Record:
-    """One run.
+    """The contents of a run's folder.
 
     Attributes:
-        path: of its folder.
-        info: of `run.json`.
-        config: the job's, see rpcmp.config.hashes.
-        events: all that were kept and that this version defines, in order; each has a time.
+        path: the folder.
+        info: the contents of `run.json`.
+        config: the job's config; see rpcmp.config.hashes.
+        events: the events in order, without those that this version does not define; each has a
+            time.
     """
 
     path: Path
@@ -50,19 +50,18 @@ class Record:
 
     @property
     def name(self) -> str:
-        """The folder's."""
+        """The name of the folder."""
         return self.path.absolute().name
 
     def all(self, kind: type[Kind]) -> list[Kind]:
-        """The events of a class."""
         return [event for event in self.events if isinstance(event, kind)]
 
 
 def read(path: Path) -> Record:
-    """The run in a folder.
+    """Read the folder of a run.
 
     Raises:
-        ConfigError: it is none, is damaged, or was written by a newer rpcmp.
+        ConfigError: it is not the folder of a run, is damaged, or was written by a newer rpcmp.
     """
     info = _info(path)
     try:
@@ -81,7 +80,7 @@ def _info(path: Path) -> RunInfo:
     file = path / writer.RUN
     try:
         data = json.loads(read_bytes(file, MAX_JSON))
-        # The format comes first: another one may well have other keys.
+        # The format is checked first, since another one may have other keys.
         if isinstance(data, dict) and isinstance(data.get("format"), int):
             _require_format(path, data["format"])
         return RunInfo.model_validate(data)
@@ -104,7 +103,7 @@ def _require_format(path: Path, found: int) -> None:
 
 
 def _instead(path: Path) -> str:
-    """What somebody may have meant who named a folder that is no run's."""
+    """Suggest other folders for one that is not the folder of a run."""
     if not path.exists():
         return "there is nothing of that name"
     inside = sorted(path.glob(f"*/{writer.RUN}"), key=lambda found: found.stat().st_mtime)
@@ -134,7 +133,7 @@ def _events(file: Path) -> list[Event]:
 
 
 def _is_time(value: Any) -> bool:
-    """Whether it is a number that a clock may show; an integer may have any number of digits."""
+    """Return whether `value` is a plausible time; an integer may have any number of digits."""
     return isinstance(value, int | float) and -MAX_TIME < value < MAX_TIME
 
 

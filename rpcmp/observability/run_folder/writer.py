@@ -1,8 +1,6 @@
-"""Keeping a run in a folder of its own while it goes on.
+"""Writing the folder of a run.
 
-Fewer of the events that come as long as a run lasts, so that a long run fills no disk.
-
-The files of a run folder.
+Periodic events are thinned out, so that a long run does not fill the disk.
 """
 
 from __future__ import annotations
@@ -22,10 +20,12 @@ from pydantic import BaseModel, Field
 from rpcmp.config.hashes import redacted
 from rpcmp.config.schema import Config
 from rpcmp.observability import json_lines
-from rpcmp.observability.events.definitions import (
+from rpcmp.observability.events import (
     EndEvent,
     EvalEvent,
+    Event,
     FaultEvent,
+    Json,
     ResumedEvent,
     RunEvent,
     StartEvent,
@@ -33,17 +33,16 @@ from rpcmp.observability.events.definitions import (
     TimelineEvent,
     VitalsEvent,
 )
-from rpcmp.observability.events.event import Event, Json
 
 SECONDS = 30.0
-"""Between two of a kind, at first."""
+"""Seconds between two periodic events of a kind, at first."""
 
 SHARE = 0.05
-"""Of the time that has passed: later, two of a kind are as far apart as this."""
+"""Later the interval is this share of the time since the run's start."""
 
 
 class Thinning:
-    """Lets pass fewer and fewer events of each kind, and keeps the newest that it held back."""
+    """Passes fewer and fewer events of each kind, and keeps the newest that it held back."""
 
     def __init__(self) -> None:
         self._first: float | None = None
@@ -51,7 +50,7 @@ class Thinning:
         self._held: dict[str, Json] = {}
 
     def passes(self, event: Json) -> bool:
-        """Whether to write an event; it has a `time`."""
+        """Return whether to write an event, which has a `time`."""
         kind, now = event["event"], event["time"]
         if self._first is None:
             self._first = now
@@ -64,13 +63,13 @@ class Thinning:
         return True
 
     def take_held(self) -> list[Json]:
-        """The newest of each kind, where it was held back."""
+        """Return the newest event of each kind that was held back after the last one passed."""
         held, self._held = list(self._held.values()), {}
         return held
 
 
 FORMAT: Final = 1
-"""The only format that there has been."""
+"""The present format of the folder, the first one."""
 
 RUN = "run.json"
 CONFIG = "config.json"
@@ -81,20 +80,20 @@ TRACE = "trace.json.gz"
 
 
 class RunInfo(BaseModel):
-    """What `run.json` says.
+    """The contents of `run.json`.
 
     Attributes:
-        format: of the folder.
-        name: the job's.
-        started: when, in seconds since 1970; so is `ended`.
-        run: which run of the job it is; one that is resumed keeps it.
-        continues: the folder of the run that this one goes on with.
+        format: format of the folder.
+        name: name of the job.
+        started: start of the run in seconds since 1970, like `ended`.
+        run: `job_id` of the run; a run that resumes another keeps its id.
+        continues: the folder of the run that this one resumes.
         versions: of rpcmp, torch and Python.
         driver: host of the driver.
-        pid: of `rpcmp drive` there.
-        outcome: how it ended; "running" until then, and for good where it was killed.
-        error: why, where it failed.
-        ended: None until then.
+        pid: process id of `rpcmp drive` on that host.
+        outcome: "running" until the run ends; a run that was killed keeps it.
+        error: the error, if the run failed.
+        ended: end of the run; None until then.
     """
 
     format: int = FORMAT
@@ -111,16 +110,12 @@ class RunInfo(BaseModel):
 
 
 def folder_name(name: str, started: float) -> str:
-    """What the folder of a run is called that started then, by the clock on the wall."""
+    """Return the name of a run's folder, which contains its start in local time."""
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(started))}"
 
 
 def make_folder(parent: Path, name: str) -> Path:
-    """A new folder in `parent`, with a number behind its name where that is taken.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Make a folder in `parent`, with a number after its name if the name is taken."""
     number = 1
     while True:
         path = parent / (name if number == 1 else f"{name}-{number}")
@@ -133,21 +128,21 @@ def make_folder(parent: Path, name: str) -> Path:
 
 
 Text = Callable[[Callable[[str], None]], Callable[[Event], None]]
-"""Given where a line goes, what turns events into lines."""
+"""Given a function that writes a line, returns the function that writes an event's lines."""
 
 BEGINNINGS = (StartEvent, FaultEvent)
-"""Events without which there has been no run, and nothing to keep."""
+"""The folder is only kept if one of these events occurs."""
 
 
 class RunFolder:
-    """Keeps one run; an observer. Every line is with the system at once, so a kill costs none.
+    """An observer that keeps one run. Each line reaches the kernel at once, so a kill loses none.
 
     Args:
-        config: the job, which says where.
-        text: makes the lines of the log.
+        config: the job, with the path of the parent folder.
+        text: creates the writer of the log.
 
     Attributes:
-        path: of the folder; None as long as there is none.
+        path: the folder; None before `make`.
     """
 
     name = "the run folder"
@@ -165,11 +160,7 @@ class RunFolder:
         self._open = contextlib.ExitStack()
 
     def make(self) -> None:
-        """Make the folder, with all that is known by now.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Make the folder and its first files; raises OSError if it cannot be written."""
         parent = self._config.log_folder
         assert parent is not None
         self._make_parent(parent)
@@ -184,7 +175,7 @@ class RunFolder:
 
     def tell(self, event: Event) -> None:
         """See Observer."""
-        if self.path is None:  # it could not be made before: now that is a reason to be dropped
+        if self.path is None:  # `make` failed before; a second failure drops the observer
             self.make()
         self._has_begun |= isinstance(event, BEGINNINGS)
         stamped = {"time": time.time(), **event.to_json()}
@@ -201,10 +192,10 @@ class RunFolder:
             case _:
                 self._events.append(stamped)
         self._log(event)
-        self._note(event)
+        self._update_info(event)
 
     def close(self) -> None:
-        """Close all files; a run that never began leaves no folder behind."""
+        """Close all files; a run that never started leaves no folder behind."""
         self._open.close()
         if not self._has_begun:
             for folder in self._vanishing:
@@ -221,15 +212,14 @@ class RunFolder:
         self._log = self._text(lambda line: print(line, file=log, flush=True))
 
     def _make_parent(self, parent: Path) -> None:
-        """Folders of runs do not belong into anybody's repository."""
+        """Make the parent of all folders, with a .gitignore to keep them out of repositories."""
         if parent.is_dir():
             return
         parent.mkdir(mode=0o700, parents=True)
         self._vanishing.append(parent)
         (parent / ".gitignore").write_text("*\n", encoding="utf-8")
 
-    def _note(self, event: Event) -> None:
-        """Keep `run.json` true."""
+    def _update_info(self, event: Event) -> None:
         info = self._info
         match event:
             case RunEvent():
@@ -246,15 +236,15 @@ class RunFolder:
         self._write_info()
 
     def _newest_of(self, run: str) -> str | None:
-        """The name of the newest other folder of that run, where it is still there."""
+        """Return the name of the newest other folder of that run, or None."""
         assert self.path is not None
-        found = []
+        folders = []
         for path in self.path.parent.glob(f"*/{RUN}"):
             with contextlib.suppress(OSError, ValueError):
                 info = RunInfo.model_validate_json(path.read_bytes())
                 if info.run == run and path.parent != self.path:
-                    found.append((info.started, path.parent.name))
-        return max(found)[1] if found else None
+                    folders.append((info.started, path.parent.name))
+        return max(folders)[1] if folders else None
 
     def _write_config(self, config: Any) -> None:
         self._write(CONFIG, json.dumps(redacted(config), indent=2))
@@ -263,7 +253,7 @@ class RunFolder:
         self._write(RUN, self._info.model_dump_json(indent=2))
 
     def _write(self, name: str, text: str) -> None:
-        """Whole or not at all: a kill leaves the file as it was."""
+        """Replace a file atomically, so that a kill leaves either the old or the new one."""
         assert self.path is not None
         new = self.path / f"{name}.new"
         with _opened(new, "w") as file:
@@ -272,12 +262,12 @@ class RunFolder:
 
 
 def _opened(path: Path, mode: str) -> IO[str]:
-    """A file of text that only its owner may read."""
+    """Open a text file that only its owner may read."""
     return open(path, mode, encoding="utf-8", opener=json_lines.private)
 
 
 def _remove(folder: Path) -> None:
-    """A folder that was made for nothing; one of runs only where it has no others."""
+    """Remove a run's folder, or the folder of runs if it is empty."""
     with contextlib.suppress(OSError):
         if (folder / RUN).exists():
             shutil.rmtree(folder)

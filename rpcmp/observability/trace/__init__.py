@@ -1,1 +1,1 @@
-"""Where the time went: recorded spans, their clocks, and what can be read from them. No torch."""
+"""Traces: recorded spans, their clocks, and their analysis. No torch."""

@@ -1,20 +1,17 @@
-"""What to change first: the stage that computes longest, and what else makes steps longer.
+"""Analysis of traces: shares of time per stage, the bottleneck, and the event `timeline`.
 
-A stage's own idle time does not tell: while one waits for the network, all behind it have a bubble.
-So waiting is measured on the critical path, and a step is seen as
+The bottleneck is the stage that computes longest, and the largest other loss. The idle time of a
+single stage does not show it: while one stage waits for the network, all stages after it have a
+bubble. So waiting is measured on the critical path, and a step consists of
 
     busy (of the busiest stage) + network + overhead (on the path) + bubble (the rest)
 
-where the rest is filling and draining the pipeline. What the busiest stage computes beyond the mean
-of all is a loss too: stages that are not even.
+The rest is the time to fill and drain the pipeline. Another loss is uneven stages: the time that
+the busiest stage computes beyond the mean.
 
-Where each stage's time went, as shares of a window that add up to 1.
-
-One step of a run that goes on, as its observers are told of it.
-
-Stages work on several steps at once, so what is shown is what all of them did from the moment when
-the first began the step until the first began the next, or until nobody did anything for it any
-more: an evaluation that follows is no part of it.
+Stages work on several steps at once. A timeline therefore shows all stages from the first start of
+the step at any stage to the first start of the next step, or to the last end of the step if that is
+earlier. An evaluation after the step is not part of it.
 """
 
 from __future__ import annotations
@@ -23,21 +20,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rpcmp.observability.events.definitions import TimelineEvent
-from rpcmp.observability.events.event import StageTimeline
+from rpcmp.observability.events import StageTimeline, TimelineEvent
 from rpcmp.observability.trace.critical_path import Causes, Loss, Via, critical_path, idle
-from rpcmp.observability.trace.spans import Kind, Trace, Track
-from rpcmp.observability.trace.window import Window
+from rpcmp.observability.trace.spans import Kind, Trace, Track, Window
 
 
 @dataclass(frozen=True)
 class Shares:
-    """One stage's shares of a window.
+    """The shares of one stage's time in a window, which add up to 1.
 
     Attributes:
-        stage, host: whose.
-        busy: for every kind of action, between 0 and 1.
-        lost: for every reason to idle, between 0 and 1.
+        stage, host: the stage and its host.
+        busy: the share of every kind of action.
+        lost: the share of every reason to idle.
     """
 
     stage: str
@@ -47,18 +42,17 @@ class Shares:
 
     @property
     def total_busy(self) -> float:
-        """The share in which the stage computes."""
         return sum(self.busy.values())
 
 
 def measure(trace: Trace, window: Window) -> tuple[Shares, ...]:
-    """The shares of every stage, in the order of the trace."""
+    """Return the shares of every stage, in the order of the trace."""
     causes = Causes(trace)
     return tuple(_shares(track, trace, causes, window) for track in trace.tracks)
 
 
 def mean_lost(shares: tuple[Shares, ...], loss: Loss) -> float:
-    """The share over all stages."""
+    """Return the mean share of a loss over all stages."""
     return sum(stage.lost[loss] for stage in shares) / len(shares)
 
 
@@ -89,21 +83,21 @@ ADVICE = {
     "faster where a step's line says that it waits for data.",
     "overhead": "Fewer, larger micro-batches have less of it; so has a host with idle cores.",
 }
-"""What to try, by loss."""
+"""The advice for each loss."""
 
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What limits the speed of a window.
+    """The bottleneck of a window.
 
     Attributes:
-        stage: the one that computes longest; no step is shorter than that.
-        busy_s: seconds that it computes in each step.
-        step_s: seconds that each step took.
-        loss: the largest loss, one of ADVICE.
-        loss_stage: where.
-        loss_share: how much of a step it takes, between 0 and 1.
-        advice: a sentence that says what to try.
+        stage: the stage that computes longest; a step cannot be shorter.
+        busy_s: seconds that it computes per step.
+        step_s: seconds per step.
+        loss: the largest loss, a key of ADVICE.
+        loss_stage: the stage with that loss.
+        loss_share: the loss as a share of a step.
+        advice: a sentence of advice.
     """
 
     stage: str
@@ -123,7 +117,7 @@ class Bottleneck:
 
 
 def bottleneck(trace: Trace, window: Window, shares: Sequence[Shares]) -> Bottleneck:
-    """The bottleneck of `window`, given its shares; of equals, the first in the graph."""
+    """Return the bottleneck of a window; of equal stages, the first in the graph."""
     busiest = max(shares, key=lambda stage: stage.total_busy)
     losses = _waits(trace, window)
     bubble = max(0.0, 1 - busiest.total_busy - sum(losses.values()))
@@ -144,7 +138,7 @@ def bottleneck(trace: Trace, window: Window, shares: Sequence[Shares]) -> Bottle
 
 
 def _waits(trace: Trace, window: Window) -> dict[tuple[str, str], float]:
-    """How long the critical path waits, by reason and stage, as shares of the window."""
+    """Return the waits on the critical path, by reason and stage, as shares of the window."""
     waits_ns: Counter[tuple[str, str]] = Counter()
     for leg in critical_path(trace, window):
         if leg.what is Loss.OVERHEAD:
@@ -156,15 +150,15 @@ def _waits(trace: Trace, window: Window) -> dict[tuple[str, str], float]:
 
 
 DIGITS = 6
-"""Of seconds: a microsecond."""
+"""Decimal places of seconds, which give microseconds."""
 
 
 def timeline(trace: Trace, step: int) -> TimelineEvent | None:
-    """The event `timeline`; None where the trace does not have all of the step.
+    """Return the event `timeline` of a step; None if the trace lacks a part of the step.
 
     Args:
-        trace: what was recorded of the step, of the one before and of the next.
-        step: which.
+        trace: a trace of the step, the step before and the next.
+        step: number of the step.
     """
     window = _window(trace, step)
     if window is None:
@@ -174,7 +168,7 @@ def timeline(trace: Trace, step: int) -> TimelineEvent | None:
     return TimelineEvent(
         step=step,
         seconds=round(window.step_s, DIGITS),
-        stages=[_stage(track, of, trace, causes, window) for track, of in pairs],
+        stages=[_stage(track, share, trace, causes, window) for track, share in pairs],
         bottleneck=str(bottleneck(trace, window, shares)),
     )
 
@@ -210,7 +204,7 @@ def _stage(
 
 
 def _within(window: Window, start_ns: int, end_ns: int) -> Iterator[tuple[float, float]]:
-    """Seconds from the window's beginning to both ends of what lies inside it, if anything does."""
+    """Yield the part of a time span inside the window, in seconds since its start, if any."""
     start_ns, end_ns = max(start_ns, window.begin_ns), min(end_ns, window.end_ns)
     if start_ns < end_ns:
         yield _seconds(window, start_ns), _seconds(window, end_ns)

@@ -1,16 +1,14 @@
-"""Trace files: the Chrome trace event format, for Perfetto and chrome://tracing, and back.
+"""Trace files in the Chrome trace event format, for Perfetto and chrome://tracing.
 
     {"traceEvents": [...], "metadata": {"rpcmp": {"version", "begin_ns", "stages": [...]}}}
 
-A file is written one event after the other, and read so: whoever wrote it, it takes no more memory
-than MAX_SPANS spans. Spans are read from the events; transfers, idle time and arrows follow from
-them and are not.
+Files are written and read one event at a time, so that reading takes no more memory than MAX_SPANS
+spans, even for a file of another program. Only spans are read back: transfers, idle time and arrows
+follow from them.
 
-A trace as events of the Chrome trace event format, which Perfetto reads too.
-
-Each stage is a process. Its first thread shows what it computes and why it idles, the others what
-is under way to it, each on a thread that is free: slices of one thread must not overlap. Arrows go
-from the span that made an output or a gradient to the span that used it.
+Each stage is a process. Its first thread shows computation and idle time, the others show transfers
+to the stage, each on a free thread since slices of one thread must not overlap. Arrows go from the
+span that computed an output or a gradient to the span that used it.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -41,20 +39,20 @@ from rpcmp.observability.trace.spans import Kind, Span, Trace, Track
 Event = dict[str, Any]
 
 COMPUTE = 0
-"""The lane of what a stage computes; transfers lie in lanes from 1 on."""
+"""The lane of computation; transfers are in lanes from 1."""
 
 ARROWS = {Kind.FORWARD: "activation", Kind.BACKWARD: "gradient"}
 
 
 def category(kind: Kind) -> str:
-    """The `cat` of a kind's events."""
+    """Return the `cat` of the events of a kind."""
     return kind.name.lower()
 
 
 def microseconds(ns: int) -> float:
-    """What the format wants, so that rounding and cutting off both give `ns` back.
+    """Convert a time so that both rounding and truncating its product with 1000 give `ns`.
 
-    Perfetto multiplies by 1000 and cuts off: 1.001 would become 1000 ns, and slices that touch
+    Perfetto multiplies by 1000 and truncates: 1.001 would become 1000 ns, and slices that touch
     would overlap and be dropped.
     """
     value = ns / 1000
@@ -62,11 +60,7 @@ def microseconds(ns: int) -> float:
 
 
 class Events:
-    """The events of a trace with at least one span; times count from its first.
-
-    Args:
-        trace: what was recorded.
-    """
+    """The events of a trace with at least one span; times count from the first span."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -103,24 +97,24 @@ class Events:
             yield self._slice(track.stage, COMPUTE, loss.value, "idle", times, {})
 
     def _transfers(self, track: Track) -> Iterator[Event]:
-        """From the end of the span that sends to the arrival of all that the reader needs."""
-        found = sorted(
+        """Yield transfers, from the end of the sending span to the arrival of all inputs."""
+        transfers = sorted(
             (sender.end_ns, max(sender.end_ns, span.ready_ns), name, span)
             for span in track.spans
             for name, sender, _ in self._causes.senders(track.stage, span)
         )
-        lanes = _lanes((start_ns, end_ns) for start_ns, end_ns, _, _ in found)
-        most = COMPUTE
-        for lane, (*times, name, span) in zip(lanes, found, strict=True):
-            if lane > most:
-                most = lane
+        lanes = _lanes((start_ns, end_ns) for start_ns, end_ns, _, _ in transfers)
+        last_lane = COMPUTE
+        for lane, (*times, name, span) in zip(lanes, transfers, strict=True):
+            if lane > last_lane:
+                last_lane = lane
                 yield self._metadata(track.stage, "thread_name", lane, name=f"transfer {lane}")
             args = {"step": span.step, "microbatch": span.microbatch}
             label = f"{span.label} from {name}"
             yield self._slice(track.stage, lane, label, "transfer", times, args)
 
     def _arrows(self, track: Track, ids: Iterator[int]) -> Iterator[Event]:
-        """Both ends strictly inside their slices, where these last longer than a nanosecond."""
+        """Yield arrows; both ends are strictly inside slices that are longer than 1 ns."""
         for span in track.spans:
             for name, sender, _ in self._causes.senders(track.stage, span):
                 to_ns = min(span.start_ns + 1, span.end_ns)
@@ -149,13 +143,13 @@ class Events:
         return {**self._thread(stage, lane), "ts": microseconds(ns - self._begin_ns)}
 
     def _thread(self, stage: str, lane: int) -> Event:
-        """Thread ids are unique in the whole file: some readers look names up by them alone."""
+        # Thread ids are unique in the whole file, since some readers use them without the pid.
         pid = self._pids[stage]
         return {"pid": pid, "tid": pid + lane * len(self._pids)}
 
 
 def _lanes(intervals: Iterable[tuple[int, int]]) -> Iterator[int]:
-    """A lane, from 1 on, for each interval; those of one lane do not overlap.
+    """Yield a lane, from 1, for each interval, so that intervals of one lane do not overlap.
 
     Args:
         intervals: (start, end) in order of start.
@@ -172,20 +166,20 @@ def _lanes(intervals: Iterable[tuple[int, int]]) -> Iterator[int]:
 
 
 MAX_SPANS = 1_000_000
-"""Of a file that is read: 15,000 steps of 4 stages with 8 micro-batches."""
+"""Spans that are read at most: 15,000 steps of 4 stages with 8 micro-batches."""
 
 MAX_TEXT = 2**30
-"""Characters of a file that is read, after it was decompressed; a span with all that is drawn with
-it takes less than 1,000."""
+"""Characters that are read at most, after decompression; a span with its transfers and arrows takes
+less than 1,000."""
 
 SHOWN = 300
-"""Characters of an event that a message has."""
+"""Characters of an event in an error message."""
 
 _KINDS = {category(kind): kind for kind in Kind}
 
 
 class _Stage(BaseModel):
-    """A track but for its spans; its process id is its index + 1."""
+    """A track without its spans; its process id is its index + 1."""
 
     name: str
     host: str
@@ -193,11 +187,11 @@ class _Stage(BaseModel):
 
 
 class _Header(BaseModel):
-    """What the events do not say.
+    """The parts of a trace that the events lack.
 
     Attributes:
-        version: of the rpcmp that wrote the file.
-        begin_ns: the driver's time that the events' times count from.
+        version: version of the rpcmp that wrote the file.
+        begin_ns: zero of the events' times, on the driver's clock.
         stages: in the graph's order.
     """
 
@@ -216,14 +210,14 @@ class _Document(BaseModel):
 
 
 class _Event(NamedTuple):
-    """A span as it stands in a file: times count from `begin_ns`."""
+    """A span in a file; its times count from `begin_ns`."""
 
     pid: int
     span: Span
 
 
 def write(trace: Trace, path: Path) -> None:
-    """Write `trace`, compressed where the name ends in ".gz".
+    """Write `trace`, compressed if the name ends in ".gz".
 
     Raises:
         ConfigError: the file cannot be written, or the trace has no span.
@@ -243,15 +237,15 @@ def write(trace: Trace, path: Path) -> None:
 
 
 def read(path: Path, first: int | None = None, last: int | None = None) -> Trace:
-    """The trace that `write` wrote.
+    """Read a trace that `write` wrote.
 
     Args:
         path: the file.
-        first, last: the steps that are looked at, None for the trace's own; of a trace with more
-            than MAX_SPANS only these and their neighbours are kept.
+        first, last: the steps that are needed; default to the trace's own. Of a trace with more
+            than MAX_SPANS only these steps and their neighbours are kept.
 
     Raises:
-        ConfigError: the file cannot be read, or is something else.
+        ConfigError: the file cannot be read, or is not a trace.
     """
     try:
         _require_regular(path)
@@ -287,7 +281,7 @@ def _header(trace: Trace) -> _Header:
 
 
 def _only_spans(value: dict[str, Any]) -> Any:
-    """Of events keep the spans, while the file is parsed: a dict for each would fill the memory."""
+    """Convert events to spans while the file is parsed: a dict per event takes too much memory."""
     if "ph" not in value:
         return value
     if value["ph"] != "X" or value.get("cat") not in _KINDS:
@@ -307,16 +301,16 @@ def _span(event: Mapping[str, Any]) -> _Event:
 
 
 class _TooManyError(Exception):
-    """More spans than are read."""
+    """The file has more than MAX_SPANS spans."""
 
 
 class _Spans:
-    """The spans of a file, by process, as they are read.
+    """The spans of a file by process, as they are read.
 
     Args:
-        first, last: steps outside of which spans are left out; None: no limit. Their neighbours
-            are kept, because a window ends where the next step begins, and a stage idles from
-            the end of the step before.
+        first, last: the steps whose spans are kept; None: no limit. Their neighbours are kept too,
+            because a window ends with the start of the next step, and a stage idles from the end
+            of the step before.
     """
 
     def __init__(self, first: int | None = None, last: int | None = None) -> None:
@@ -340,19 +334,19 @@ class _Spans:
 
 def _read(path: Path, spans: _Spans) -> Trace:
     with _open(path, "rt") as file:
-        found = Elements(file, MAX_TEXT, _only_spans).read("traceEvents", spans.take)
-    return _trace(_Document.model_validate(found).metadata.rpcmp, spans)
+        document = Elements(file, MAX_TEXT, _only_spans).read("traceEvents", spans.take)
+    return _trace(_Document.model_validate(document).metadata.rpcmp, spans)
 
 
 def _require_regular(path: Path) -> None:
-    """Refuse what has no end, such as a device, and what opening it would wait for."""
+    """Refuse devices, which have no end, and pipes, whose opening may block."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a folder's own error is better
         raise ValueError("it is not a regular file")
 
 
-def _trace(header: _Header, found: _Spans) -> Trace:
-    spans = found.by_pid
+def _trace(header: _Header, read: _Spans) -> Trace:
+    spans = read.by_pid
     tracks = (
         Track(stage.name, stage.host, _moved(spans.pop(pid, []), header.begin_ns))
         for pid, stage in enumerate(header.stages, start=1)
@@ -370,7 +364,7 @@ def _moved(spans: list[Span], by_ns: int) -> tuple[Span, ...]:
 
 
 def _check(trace: Trace, without_stage: Mapping[int, list[Span]]) -> None:
-    """Refuse what shares could not be computed of."""
+    """Refuse spans that overlap or belong to no stage, since shares would be wrong."""
     if without_stage:
         raise ValueError(f"no stages for the processes {sorted(without_stage)}")
     for track in trace.tracks:

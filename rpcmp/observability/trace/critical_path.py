@@ -1,34 +1,34 @@
-"""What each span had to wait for.
+"""Causes of waiting, idle time by reason, and the critical path.
 
-    F3   the forwards F3 of what the stage reads; without such, the driver, who sends the batch
-    B3   the input gradients B3 of the stage's readers; at the sink its own F3: the conductor beside
-         it turns the loss into a gradient
+Each span waits for its causes:
+
+    F3   the forwards F3 of the stages that its stage reads; for a source stage, the driver, which
+         sends the batch
+    B3   the input gradients B3 of the stages that read its stage; at the sink, its own F3, since
+         the loss is computed there
     W3   its own B3
-    O    its own last backward; or the driver, who has seen that of all stages, where no stage steps
-         before the norm of all gradients is known
+    O    its own last backward; or the driver, which has seen the last backwards of all stages, if
+         no stage steps before the norm of all gradients is known
 
-Where micro-batches share a message, they wait for the last one of the sender's bundle.
+If micro-batches share a message, they wait for the last one of the sender's bundle.
 
-The driver leaves no spans. What it asks for follows what it last learned: that a micro-batch's
-backward has come back to where it began, or that a stage's optimizer is done.
+The driver has no spans. Its requests follow the last report that it got: that the backward of a
+micro-batch has returned to its source stage, or that a stage's optimizer is done.
 
-Why a stage computed nothing.
+The idle time before a span has three parts:
 
     ├─ span ─┤ bubble │ network │ overhead ├─ next span ─┤
              free    sent     ready      start
 
-The span that ends a gap is what the stage waited for: until what it needs was sent, the schedule
-had nothing to do here; then it was on its way; then it lay ready.
-
-The critical path: the chain of work and waiting that a window could not be shorter than.
+The critical path is the chain of work and waiting that determines the length of a window:
 
     stage0   F0 ──F1                    ──B1──┐
                    └~~┐              ┌~~      │
     stage1            F1 ──B0 ──B1 ──┘        end
 
-Walked from the last span backwards: to the span before it on the same thread where that thread was
-not free earlier, else to the span that it waited for. A bubble is never on the path: at that time
-the path is at the stage that the idle one waits for.
+It is followed backwards from the last span: to the previous span on the same thread if that thread
+was busy until then, otherwise to the span that it waited for. A bubble is never on the path, since
+meanwhile the path is at the stage that the idle one waits for.
 """
 
 from __future__ import annotations
@@ -39,15 +39,14 @@ from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from rpcmp.observability.trace.spans import Kind, Span, Trace, Track
-from rpcmp.observability.trace.window import Window
+from rpcmp.observability.trace.spans import Kind, Span, Trace, Track, Window
 
 _BEFORE = {Kind.BACKWARD: Kind.FORWARD, Kind.WEIGHT: Kind.BACKWARD}
-"""What the stage itself has done just before, for the same micro-batch."""
+"""The preceding action of the same stage, for the same micro-batch."""
 
 
 class Via(StrEnum):
-    """How what a span needs comes to it: from the same stage, from another one, or the driver."""
+    """The source of a span's input: the same stage, another one, or the driver."""
 
     OWN = "own"
     LINK = "link"
@@ -55,12 +54,12 @@ class Via(StrEnum):
 
 
 class Cause(NamedTuple):
-    """The span that another one waited for.
+    """The span that another span waited for.
 
     Attributes:
-        stage: whose.
-        span: which; its end is when what it made was sent.
-        via: how that came to who waited.
+        stage: the stage of the span.
+        span: the span; its result was sent when it ended.
+        via: the way of the result to the waiting span.
     """
 
     stage: str
@@ -72,7 +71,7 @@ class Causes:
     """The data flow of a trace.
 
     Args:
-        trace: any; what its spans needed may be missing, at its beginning for instance.
+        trace: the trace; causes of spans may be missing, as at its start.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -90,13 +89,13 @@ class Causes:
         }
 
     def senders(self, stage: str, span: Span) -> list[Cause]:
-        """The spans at other stages whose outputs or gradients `span` of `stage` needed."""
+        """Return the spans at other stages whose outputs or gradients `span` needed."""
         neighbours: Sequence[str] = self._neighbours.get(span.kind, {}).get(stage, ())
-        found = [(name, self._spans.get(name, {}).get(span[:3])) for name in neighbours]
-        return [Cause(name, sender, Via.LINK) for name, sender in found if sender is not None]
+        spans = [(name, self._spans.get(name, {}).get(span[:3])) for name in neighbours]
+        return [Cause(name, sender, Via.LINK) for name, sender in spans if sender is not None]
 
     def latest(self, stage: str, span: Span) -> Cause | None:
-        """The last of all that `span` of `stage` needed; None where the trace cannot tell."""
+        """Return the last cause of `span` of `stage`; None if the trace lacks it."""
         if senders := self.senders(stage, span):
             return max(senders, key=_end_ns)
         if span.kind in _BEFORE:
@@ -109,7 +108,7 @@ class Causes:
         return learned[number - 1] if number else None
 
     def _own_last(self, stage: str, span: Span) -> Cause | None:
-        """What the stage itself has done last in the step that `span` ends."""
+        """Return the stage's last backward or weight gradient in the step of an optimizer."""
         own = [
             Cause(stage, each, Via.OWN)
             for each in self._spans[stage].values()
@@ -119,7 +118,7 @@ class Causes:
 
 
 def _held(trace: Trace) -> set[int]:
-    """The steps in which no stage has stepped before the last backward of all had come back."""
+    """Return the steps in which all optimizers waited for the last backward of all stages."""
     last: dict[int, int] = defaultdict(int)
     for cause in _all(trace, Kind.BACKWARD):
         last[cause.span.step] = max(last[cause.span.step], cause.span.end_ns)
@@ -132,9 +131,9 @@ def _held(trace: Trace) -> set[int]:
 
 
 def _sent(track: Track) -> dict[tuple[Kind, int, int], Span]:
-    """For each span the last one of its bundle: a message leaves when all of it is computed.
+    """Return for each span the last one of its bundle, since a bundle is one message.
 
-    What a bundle's spans have in common is when it was ready.
+    The spans of a bundle have the same `ready_ns`.
     """
     last = {(span.kind, span.step, span.ready_ns): span for span in track.spans}
     return {span[:3]: last[span.kind, span.step, span.ready_ns] for span in track.spans}
@@ -152,7 +151,7 @@ def _all(trace: Trace, kind: Kind) -> Iterator[Cause]:
 
 
 def _last_backwards(trace: Trace) -> Iterator[Cause]:
-    """The backwards that send no gradient on: a frozen producer wants none."""
+    """Yield the backwards that send no gradient to another stage; a frozen producer gets none."""
     backwards = list(_all(trace, Kind.BACKWARD))
     sending = {cause.stage for cause in backwards}
     for cause in backwards:
@@ -161,11 +160,11 @@ def _last_backwards(trace: Trace) -> Iterator[Cause]:
 
 
 class Loss(StrEnum):
-    """Where idle time goes.
+    """The reason of idle time.
 
-    BUBBLE: what the next action waits for was not computed yet.
-    NETWORK: it was on its way, through the driver where there is no other.
-    OVERHEAD: it had arrived, and the compute thread had not begun.
+    BUBBLE: the input of the next action was not computed yet.
+    NETWORK: the input was in transit, or the driver had not requested the action yet.
+    OVERHEAD: the input had arrived, but the compute thread had not started.
     """
 
     BUBBLE = "bubble"
@@ -174,7 +173,7 @@ class Loss(StrEnum):
 
 
 class Idle(NamedTuple):
-    """Time without a span; never empty."""
+    """An interval without a span, never empty."""
 
     loss: Loss
     start_ns: int
@@ -182,9 +181,9 @@ class Idle(NamedTuple):
 
 
 def idle(track: Track, causes: Causes, begin_ns: int, end_ns: int) -> Iterator[Idle]:
-    """All of a stage's time from `begin_ns` to `end_ns` that its spans leave, in order.
+    """Yield a stage's idle time from `begin_ns` to `end_ns`, in order.
 
-    The time after the last span is a bubble: others still compute.
+    The time after the last span is a bubble, since other stages still compute.
     """
     free_ns = begin_ns
     for span in track.spans:
@@ -196,7 +195,7 @@ def idle(track: Track, causes: Causes, begin_ns: int, end_ns: int) -> Iterator[I
 
 
 def gap(free_ns: int, span: Span, cause: Cause | None) -> Iterator[Idle]:
-    """The parts of the time from `free_ns` to `span`, whose cause, if unknown, is long done."""
+    """Yield the parts of the time from `free_ns` to `span`; an unknown cause is long done."""
     ready_ns = max(span.ready_ns, free_ns)
     sent_ns = free_ns if cause is None else min(max(cause.span.end_ns, free_ns), ready_ns)
     if cause is not None and cause.via is Via.OWN:
@@ -211,10 +210,10 @@ class Leg(NamedTuple):
     """A part of the path.
 
     Attributes:
-        stage: where.
-        what: computing, or waiting for the network or for the thread.
-        via: how what it waits for came to it.
-        ns: how long, inside the window.
+        stage: the stage.
+        what: the kind of computation, or the reason to wait: NETWORK or OVERHEAD.
+        via: the way of the input that is waited for.
+        ns: duration inside the window.
     """
 
     stage: str
@@ -224,14 +223,14 @@ class Leg(NamedTuple):
 
 
 def critical_path(trace: Trace, window: Window) -> Iterator[Leg]:
-    """The path through `window`, from its end to its beginning; it has no gaps.
+    """Yield the path through `window`, from its end to its start, without gaps.
 
-    It may stop before the beginning, where the trace does not say what was waited for.
+    It stops before the start if the trace lacks the cause of a span.
     """
     causes = Causes(trace)
     spans = {track.stage: track.spans for track in trace.tracks}
     at, left = _last(trace, window), window
-    for _ in range(sum(map(len, spans.values()))):  # no span twice, whatever the clocks say
+    for _ in range(sum(map(len, spans.values()))):  # no span twice, even if clocks are wrong
         if at is None or left.end_ns <= left.begin_ns:
             return
         stage, span, _ = at
@@ -254,14 +253,14 @@ def _until(window: Window, end_ns: int) -> Window:
 
 
 def _last(trace: Trace, window: Window) -> Cause | None:
-    """The span in `window` that ends last; of equals, the first stage's."""
+    """Return the span in `window` that ends last; of equal ones, the first stage's."""
     inside = (
         Cause(track.stage, span, Via.OWN)
         for track in trace.tracks
         for span in track.spans
         if span.end_ns <= window.end_ns
     )
-    return max(inside, key=lambda found: found.span.end_ns, default=None)
+    return max(inside, key=_end_ns, default=None)
 
 
 def _before(spans: tuple[Span, ...], span: Span) -> Span | None:

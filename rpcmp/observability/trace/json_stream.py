@@ -1,7 +1,7 @@
-"""A JSON object that is read piece by piece, so that a long array in it is never all in memory.
+"""Reading a JSON object piece by piece, so that a long array in it need not fit into memory.
 
-Values are parsed one after the other, each of bounded length: those of the object, but for one
-array, and the elements of that array.
+Values of bounded length are parsed one at a time: the elements of one array, and all other values
+of the object.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import IO, Any
 
 BLOCK = 2**16
-"""Characters that are read at once."""
+"""Characters per read."""
 
 MAX_VALUE = 2**20
-"""Characters of the longest value; parsed, one takes up to 25 times as many bytes."""
+"""Characters of the longest value; a parsed value takes up to 25 times that in bytes."""
 
 _SPACE = " \t\n\r"
 
@@ -23,8 +23,8 @@ class Elements:
     """A reader of one JSON object.
 
     Args:
-        file: its text.
-        limit: characters that all of it may have.
+        file: the text.
+        limit: characters of the longest text.
         object_hook: see json.JSONDecoder.
     """
 
@@ -39,18 +39,18 @@ class Elements:
         self._at = 0
 
     def read(self, array: str, take: Callable[[Any], None]) -> Any:
-        """The document without `array`, whose elements are given to `take` instead.
+        """Read the document, and pass the elements of the key `array` to `take`.
 
         Returns:
-            The object, in which `array` is empty; a document that is no object as it is.
+            The object with an empty `array`; any other document unchanged.
 
         Raises:
-            ValueError: it is not JSON, or longer than it may be.
-            RecursionError: it is nested too deep.
+            ValueError: the text is not JSON, or too long.
+            RecursionError: it is nested too deeply.
         """
-        found: Any = {}
+        document: Any = {}
         if self._peek() != "{":
-            found = self._value()
+            document = self._value()
         elif self._begins("{", "}"):
             while True:
                 key = self._value()
@@ -58,15 +58,15 @@ class Elements:
                     raise ValueError("Expecting property name enclosed in double quotes")
                 self._expect(":")
                 if key == array and self._peek() == "[":
-                    found[key] = []
+                    document[key] = []
                     self._array(take)
                 else:
-                    found[key] = self._value()
+                    document[key] = self._value()
                 if not self._goes_on("}"):
                     break
         if self._peek():
             raise ValueError("Extra data")
-        return found
+        return document
 
     def _array(self, take: Callable[[Any], None]) -> None:
         if self._begins("[", "]"):
@@ -75,7 +75,7 @@ class Elements:
                 take(self._value())
 
     def _begins(self, bracket: str, end: str) -> bool:
-        """Take the opening bracket; whether something stands behind it, or else its end too."""
+        """Consume the opening bracket; return False if `end` follows, which is consumed too."""
         self._expect(bracket)
         if self._peek() != end:
             return True
@@ -83,7 +83,7 @@ class Elements:
         return False
 
     def _goes_on(self, end: str) -> bool:
-        """Take a comma, after which there is more, or `end`."""
+        """Consume a comma, and return True, or `end`, and return False."""
         if self._peek() == end:
             self._at += 1
             return False
@@ -96,7 +96,7 @@ class Elements:
         self._at += 1
 
     def _peek(self) -> str:
-        """The next character that is no space; empty at the end."""
+        """Return the next character other than white space; empty at the end of the file."""
         while True:
             while self._at < len(self._text):
                 if (sign := self._text[self._at]) not in _SPACE:
@@ -124,7 +124,7 @@ class Elements:
                 raise ValueError(problem)
 
     def _more(self) -> bool:
-        """Read on, and forget what has been taken; False at the end of the file."""
+        """Read a block, and drop consumed text; return False at the end of the file."""
         block = self._file.read(BLOCK)
         self._left -= len(block)
         if self._left < 0:

@@ -1,6 +1,6 @@
-"""The pipeline diagram: a row a stage, time to the right, a box for each span.
+"""The pipeline diagram: a row per stage, time to the right, a box per span.
 
-matplotlib is imported late: reading a trace does not need it.
+matplotlib is imported late, since reading a trace does not need it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from rpcmp.errors import ConfigError
 from rpcmp.observability.trace.analysis import mean_lost, measure
 from rpcmp.observability.trace.critical_path import Loss
-from rpcmp.observability.trace.spans import NO_MICROBATCH, Kind, Span, Trace, Track
-from rpcmp.observability.trace.window import Window
+from rpcmp.observability.trace.spans import NO_MICROBATCH, Kind, Span, Trace, Track, Window
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +24,7 @@ COLOURS = {
     Kind.WEIGHT: "#009E73",
     Kind.OPTIMIZER: "#CC79A7",
 }
-"""Of Okabe and Ito (2008): told apart with any colour vision."""
+"""Colours of Okabe and Ito (2008), distinguishable with any colour vision."""
 
 NAMES = {
     Kind.FORWARD: "forward",
@@ -35,17 +34,17 @@ NAMES = {
 }
 
 WIDTH, DPI = 18.0, 120
-"""Inches, and pixels an inch."""
+"""Inches, and pixels per inch."""
 
 FONT_SIZE = 6.0
-"""Points; a digit is some 0.6 of them wide."""
+"""Points; the width of a digit is about 0.6 of it."""
 
 BOX = 0.8
-"""The height of a box; rows are 1 apart."""
+"""Height of a box; the distance of rows is 1."""
 
 
 def require_matplotlib() -> None:
-    """Raises ConfigError where matplotlib is missing."""
+    """Raise ConfigError if matplotlib is missing."""
     if find_spec("matplotlib") is None:
         raise ConfigError("the diagram needs matplotlib; install it: pip install 'rpcmp[plot]'")
 
@@ -64,7 +63,7 @@ def write_png(trace: Trace, window: Window, path: Path) -> None:
 
 
 def figure(trace: Trace, window: Window) -> Figure:
-    """The diagram of `window`; without pyplot, which would need a display and keep every figure."""
+    """Return the diagram of `window`; without pyplot, which needs a display and keeps figures."""
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(WIDTH, 1.6 + 0.45 * len(trace.tracks)), layout="constrained")
@@ -98,7 +97,7 @@ def _draw(axes: Axes, row: int, track: Track, window: Window) -> None:
 
 
 def _fits(span: Span, window: Window) -> bool:
-    """Whether the number of its micro-batch fits into the box; some of the width is the labels'."""
+    """Return whether a span's micro-batch fits into its box; labels take a part of the width."""
     points = 0.85 * WIDTH * 72 * (span.end_ns - span.start_ns) / (window.end_ns - window.begin_ns)
     digits = len(str(span.microbatch))
     return span.microbatch != NO_MICROBATCH and points > 0.6 * FONT_SIZE * digits + 2

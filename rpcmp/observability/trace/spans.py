@@ -1,4 +1,4 @@
-"""What a run records: which stage computed what, from when to when.
+"""Spans, which record when a stage computed what; clocks; and windows of steps.
 
     ready          start                end
       ┆  overhead    ├────── span ───────┤          on the stage's one compute thread
@@ -6,17 +6,20 @@
 
 Only training is recorded: an evaluation shows as time in which the stages wait for the driver.
 
-Clocks of different hosts, brought to the driver's.
+The clocks of different hosts are converted to the driver's:
 
     driver    sent ───┐           ┌──> received
                       │           │
     remote            └──> remote ┘
 
-A ping is answered with the remote clock. Where both ways take equally long, the remote clock was
-read in the middle; where they do not, the estimate is off by half of their difference, and never
-by more than half of the round trip. So the ping with the shortest round trip is the one to trust
-(Cristian 1989; NTP does the same). Clocks also drift apart, some microseconds a second: estimates
-before and after a run give a line through both. Pure: no sockets, no torch.
+The reply to a ping carries the time of the remote clock. If both directions take equally long, the
+remote clock was read halfway; otherwise the estimate is off by half of their difference, and never
+by more than half of the round trip. So the ping with the shortest round trip is the most accurate
+(Cristian 1989; NTP does the same). Clocks also drift apart, some microseconds per second: estimates
+before and after a run give a line through both.
+
+A window starts when any stage starts its first step, and ends when any stage starts the step after
+its last, so that the time between two steps counts once. Pure: no sockets, no torch.
 """
 
 from __future__ import annotations
@@ -27,10 +30,11 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from rpcmp.config.topology import Graph
+from rpcmp.errors import ConfigError
 
 
 class Ping(NamedTuple):
-    """One question for the remote time: `sent_ns`, `received_ns` on the driver's clock."""
+    """A request for the remote time; `sent_ns` and `received_ns` are on the driver's clock."""
 
     sent_ns: int
     remote_ns: int
@@ -38,17 +42,16 @@ class Ping(NamedTuple):
 
     @property
     def round_trip_ns(self) -> int:
-        """From question to answer."""
         return self.received_ns - self.sent_ns
 
 
 class ClockEstimate(NamedTuple):
-    """How far a remote clock is from the driver's.
+    """The offset of a remote clock, estimated at one moment.
 
     Attributes:
-        remote_ns: when, on the remote clock.
-        offset_ns: what to add to the remote clock to get the driver's; wrong by half of the
-            shortest round trip at most.
+        remote_ns: the moment, on the remote clock.
+        offset_ns: added to the remote clock, gives the driver's; wrong by half of the shortest
+            round trip at most.
     """
 
     remote_ns: int
@@ -60,9 +63,9 @@ class Clock:
     """Maps a remote clock to the driver's.
 
     Attributes:
-        offset_ns: what to add to the remote clock at `remote_ns`.
-        remote_ns: where `offset_ns` holds exactly.
-        drift: nanoseconds by which the offset grows in each nanosecond of the remote clock.
+        offset_ns: added to the remote clock at `remote_ns`, gives the driver's.
+        remote_ns: the remote time at which `offset_ns` is exact.
+        drift: nanoseconds by which the offset grows per nanosecond of the remote clock.
     """
 
     offset_ns: int = 0
@@ -70,25 +73,24 @@ class Clock:
     drift: float = 0.0
 
     def to_driver(self, ns: int) -> int:
-        """The driver's time at remote time `ns`."""
+        """Return the driver's time at remote time `ns`."""
         return ns + self.offset_ns + round(self.drift * (ns - self.remote_ns))
 
 
 DRIVER_CLOCK = Clock()
-"""The driver's own."""
 
 
 def estimate(pings: Iterable[Ping]) -> ClockEstimate:
-    """The best that `pings`, at least one, can tell."""
+    """Return the estimate of the best of `pings`; there must be at least one."""
     best = min(pings, key=lambda ping: ping.round_trip_ns)
     middle_ns = (best.sent_ns + best.received_ns) // 2
     return ClockEstimate(best.remote_ns, middle_ns - best.remote_ns)
 
 
 def between(before: ClockEstimate, after: ClockEstimate) -> Clock:
-    """The clock whose offset is a line through two estimates, such as from before and after a run.
+    """Return the clock whose offset is a line through the estimates before and after a run.
 
-    Between the two its error is at most the larger one of theirs.
+    Between the two estimates its error is at most the larger of theirs.
     """
     elapsed_ns = after.remote_ns - before.remote_ns
     drift = (after.offset_ns - before.offset_ns) / elapsed_ns if elapsed_ns else 0.0
@@ -96,11 +98,11 @@ def between(before: ClockEstimate, after: ClockEstimate) -> Clock:
 
 
 NO_MICROBATCH = -1
-"""The micro-batch of the optimizer, which works for all of them."""
+"""The micro-batch of an optimizer's span, which covers all of them."""
 
 
 class Kind(StrEnum):
-    """What a stage computes. A backward that is not split is a BACKWARD without a WEIGHT."""
+    """The kind of an action. A backward that is not split is a BACKWARD without a WEIGHT."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -109,15 +111,15 @@ class Kind(StrEnum):
 
 
 class Span(NamedTuple):
-    """One action of one stage; (kind, step, microbatch) tells it from the stage's others.
+    """One action of one stage, identified within the stage by (kind, step, microbatch).
 
     Attributes:
         kind: what was computed.
         step: optimizer step, counted from 1.
         microbatch: index within the step, or NO_MICROBATCH.
-        ready_ns: when all that it needs had arrived; at most `start_ns`.
-        start_ns, end_ns: when the thread began and ended it, like `ready_ns` on the clock of the
-            stage's host (`time.perf_counter_ns`).
+        ready_ns: when all of its inputs had arrived; at most `start_ns`.
+        start_ns, end_ns: when the thread started and finished it. Like `ready_ns`, these are on
+            the clock of the stage's host (`time.perf_counter_ns`).
     """
 
     kind: Kind
@@ -140,10 +142,10 @@ class Track:
     """The spans of one stage.
 
     Attributes:
-        stage: its name.
+        stage: the stage's name.
         host: the name of its host.
         spans: in order; they never overlap, because one thread computes them.
-        clock: brings their times to the driver's clock.
+        clock: converts their times to the driver's clock.
     """
 
     stage: str
@@ -152,7 +154,7 @@ class Track:
     clock: Clock = DRIVER_CLOCK
 
     def aligned(self) -> Track:
-        """The same on the driver's clock."""
+        """Return the track on the driver's clock."""
         if self.clock == DRIVER_CLOCK:
             return self
         at = self.clock.to_driver
@@ -165,12 +167,12 @@ class Track:
 
 @dataclass(frozen=True)
 class Trace:
-    """The tracks of all stages, always on the driver's clock, whatever clocks they come with.
+    """The tracks of all stages, converted to the driver's clock.
 
     Attributes:
-        tracks: one a stage, in the graph's order.
-        producers: for each stage, the stages that it reads; empty for one that reads the batch
-            alone.
+        tracks: one per stage, in the graph's order.
+        producers: for each stage, the stages whose outputs it reads; empty if it reads only the
+            batch.
     """
 
     tracks: tuple[Track, ...]
@@ -181,18 +183,94 @@ class Trace:
 
     @property
     def begin_ns(self) -> int:
-        """When the first span starts; there must be one."""
+        """The start of the first span; there must be one."""
         return min(track.spans[0].start_ns for track in self.tracks if track.spans)
 
     @property
     def end_ns(self) -> int:
-        """When the last span ends; there must be one."""
+        """The end of the last span; there must be one."""
         return max(track.spans[-1].end_ns for track in self.tracks if track.spans)
 
 
 def producers(graph: Graph) -> dict[str, tuple[str, ...]]:
-    """`Trace.producers` of a graph: each stage once, and nothing that comes from the batch."""
+    """Return `Trace.producers` of a graph: each stage once, without inputs from the batch."""
     return {
         stage: tuple(dict.fromkeys(ref.producer for ref in references if not ref.from_batch))
         for stage, references in graph.inputs.items()
     }
+
+
+class Window(NamedTuple):
+    """Consecutive steps, and their time on the driver's clock."""
+
+    steps: tuple[int, ...]
+    begin_ns: int
+    end_ns: int
+
+    @property
+    def step_s(self) -> float:
+        """Seconds per step."""
+        return (self.end_ns - self.begin_ns) / len(self.steps) / 1e9
+
+    def overlap_ns(self, start_ns: int, end_ns: int) -> int:
+        """Return how much of a span lies inside."""
+        return max(0, min(end_ns, self.end_ns) - max(start_ns, self.begin_ns))
+
+    def __str__(self) -> str:
+        if len(self.steps) == 1:
+            return f"step {self.steps[0]}"
+        return f"steps {self.steps[0]} to {self.steps[-1]}"
+
+
+def choose_window(trace: Trace, first: int | None = None, last: int | None = None) -> Window:
+    """Return the window of the steps from `first` to `last`, both included.
+
+    Args:
+        trace: the trace.
+        first, last: default to the trace's own. Without both, the first step is left out if there
+            are others, since it includes first-time costs of memory and code.
+
+    Raises:
+        ConfigError: the trace has no such steps.
+    """
+    steps = _step_numbers(trace)
+    if first is None and last is None and len(steps) > 1:
+        first = steps[1]
+    first, last = steps[0] if first is None else first, steps[-1] if last is None else last
+    if not steps[0] <= first <= last <= steps[-1]:
+        raise ConfigError(
+            f"no steps {first} to {last} in the trace; it has {steps[0]} to {steps[-1]}"
+        )
+    return _between(trace, tuple(step for step in steps if first <= step <= last))
+
+
+def last_complete(trace: Trace, count: int = 2) -> Window:
+    """Return the window of the last `count` complete steps, or of fewer if there are not enough.
+
+    Raises:
+        ConfigError: the trace has no steps.
+    """
+    steps = _step_numbers(trace)
+    updates = [
+        {span.step for span in track.spans if span.kind is Kind.OPTIMIZER} for track in trace.tracks
+    ]
+    updated = set.intersection(set(steps), *filter(None, updates))
+    complete = [step for step in steps if step in updated] or steps
+    return choose_window(trace, complete[-count:][0], complete[-1])
+
+
+def _step_numbers(trace: Trace) -> list[int]:
+    steps = sorted({span.step for track in trace.tracks for span in track.spans})
+    if not steps:
+        raise ConfigError("the trace has no steps; let the run train for two at least")
+    return steps
+
+
+def _between(trace: Trace, steps: tuple[int, ...]) -> Window:
+    spans = [span for track in trace.tracks for span in track.spans]
+    begin_ns = min(span.start_ns for span in spans if steps[0] <= span.step <= steps[-1])
+    later = (span.start_ns for span in spans if span.step > steps[-1])
+    end_ns = min(later, default=trace.end_ns)
+    if end_ns <= begin_ns:
+        raise ConfigError(f"steps {steps[0]} to {steps[-1]} of the trace take no time")
+    return Window(steps, begin_ns, end_ns)

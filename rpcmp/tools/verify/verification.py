@@ -14,8 +14,7 @@ from rpcmp.config.schema import Config
 from rpcmp.errors import MismatchError, WorkerDiedError, from_wire
 from rpcmp.job.autobalance import balanced, with_saved_shares
 from rpcmp.job.training_run import drive
-from rpcmp.observability.events.definitions import LogEvent, StepEvent
-from rpcmp.observability.events.event import Event
+from rpcmp.observability.events import Event, LogEvent, StepEvent
 from rpcmp.pipelining import devices, parameter_names
 from rpcmp.process import interpreter
 from rpcmp.process.fork_client import DRIVERS, WORKERS, Forks

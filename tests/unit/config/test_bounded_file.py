@@ -14,7 +14,7 @@ from rpcmp.config import loader
 from rpcmp.config.bounded_file import MIB
 from rpcmp.errors import ConfigError
 from rpcmp.observability.run_folder import reader, writer
-from rpcmp.observability.trace import chrome, window
+from rpcmp.observability.trace import chrome, spans
 from rpcmp.observability.trace.analysis import measure
 from tests.support.tracefiles import GOOD_SPAN, HEADER
 from tests.support.traces import drawn
@@ -55,13 +55,13 @@ def test_of_a_trace_with_too_many_spans_some_steps_can_be_looked_at(
     cells = "F0 B0 O . " * 9
     chrome.write(drawn(f"a {cells}\nb . {cells}"), path)
     whole = chrome.read(path)
-    expected = measure(whole, window.choose_window(whole, 4, 5))
+    expected = measure(whole, spans.choose_window(whole, 4, 5))
     monkeypatch.setattr(chrome, "MAX_SPANS", 30)
     with pytest.raises(ConfigError, match=r"run.json has more than 30 spans .* --steps 10:12"):
         chrome.read(path)
     part = chrome.read(path, 4, 5)
     assert len(part.tracks[0].spans) == 12
-    assert measure(part, window.choose_window(part, 4, 5)) == expected
+    assert measure(part, spans.choose_window(part, 4, 5)) == expected
 
 
 def run_folder(path: Path, **files: bytes) -> Path:

@@ -10,12 +10,12 @@ from rpcmp.driver.evaluation import Evaluation, mean
 from rpcmp.pipelining import microbatch
 
 
-def test_parts_count_by_their_samples() -> None:
+def test_parts_are_weighted_by_their_samples() -> None:
     parts = [Evaluation(3, 1.0, {"accuracy": 0.0}), Evaluation(1, 5.0, {"accuracy": 1.0})]
     assert mean(parts) == Evaluation(4, 2.0, {"accuracy": 0.25})
 
 
-def test_one_part_is_the_whole() -> None:
+def test_mean_of_one_part_is_that_part() -> None:
     part = Evaluation(7, 0.1, {"a": 0.3, "b": 1e-30})
     assert mean([part]) == part
 
@@ -25,11 +25,11 @@ def test_the_order_of_parts_does_not_matter() -> None:
     assert mean(parts) == mean(reversed(parts))
 
 
-def test_a_loss_that_is_not_a_number_stays_so() -> None:
+def test_nan_loss_stays_nan() -> None:
     assert math.isnan(mean([Evaluation(1, math.nan), Evaluation(1, 1.0)]).loss)
 
 
-def test_infinities_of_both_signs_are_not_a_number() -> None:
+def test_infinities_of_both_signs_give_nan() -> None:
     parts = [Evaluation(1, sign * math.inf, {"a": 1.0}) for sign in (1, -1)]
     assert math.isnan(mean(parts).loss)
     assert mean(parts).metrics == {"a": 1.0}
@@ -46,5 +46,5 @@ def test_parts_may_come_from_a_generator() -> None:
     assert mean(Evaluation(1, float(loss)) for loss in (1, 3)).loss == pytest.approx(2)
 
 
-def test_nothing_evaluated_is_no_samples() -> None:
+def test_mean_of_no_parts_has_no_samples() -> None:
     assert mean([]) == Evaluation(0, 0.0)

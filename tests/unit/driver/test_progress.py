@@ -27,7 +27,7 @@ JOIN_SECONDS = 30.0
 # Progress
 
 
-def test_an_epoch_adds_up() -> None:
+def test_progress_sums_up_an_epoch() -> None:
     progress = TrainingProgress()
     for step, loss in ((1, 0.5), (2, 0.25), (3, 0.125)):
         progress = progress.after(step, 1, loss)
@@ -35,7 +35,7 @@ def test_an_epoch_adds_up() -> None:
     assert progress.mean_loss == 0.875 / 3
 
 
-def test_the_next_epoch_begins_anew() -> None:
+def test_progress_starts_anew_in_the_next_epoch() -> None:
     last = TrainingProgress(
         step=3, epoch=1, batch=3, loss=0.1, epoch_loss=0.9, metrics={"loss": 0.2}
     )
@@ -44,7 +44,7 @@ def test_the_next_epoch_begins_anew() -> None:
     assert next_one.mean_loss == 0.5
 
 
-def test_what_follows_an_epoch_has_to_be_done_for_each() -> None:
+def test_progress_resets_the_end_of_an_epoch_after_a_step() -> None:
     ended = TrainingProgress(3, 1, 3, 0.1, 0.9, has_ended_epoch=True)
     assert not ended.after(4, 2, 0.5).has_ended_epoch
     assert not ended.after(4, 1, 0.5).has_ended_epoch
@@ -73,14 +73,14 @@ def test_a_step_leaves_the_progress_before_it_as_it_was() -> None:
         scaler=st.none() | st.builds(ScalerState, scale=st.floats(1), skipped=st.integers(0)),
     )
 )
-def test_progress_survives_the_journey_to_another_process(progress: TrainingProgress) -> None:
+def test_progress_survives_its_message(progress: TrainingProgress) -> None:
     arrived = json.loads(json.dumps(progress.message()))
     assert TrainingProgress.from_message(arrived) == progress
     added = {**arrived, "event": "progress", "told": {"loss": 0.1}, "awaits_save": True}
     assert TrainingProgress.from_message(added) == progress
 
 
-def test_what_an_older_end_does_not_say_has_its_default() -> None:
+def test_progress_has_defaults_for_keys_of_newer_versions() -> None:
     found = TrainingProgress.from_message({"step": 3, "epoch": 2})
     assert (found.step, found.epoch, found.batch, found.metrics) == (3, 2, 0, {})
     assert math.isnan(found.loss)
@@ -144,17 +144,17 @@ def due(saves: CheckpointCadence, last: int) -> list[int]:
     for step in range(1, last + 1):
         if saves.is_due(step):
             found.append(step)
-            saves.note_done(step)
+            saves.finish(step)
     return found
 
 
-def test_without_a_section_nothing_is_ever_due(clock: Clock) -> None:
+def test_no_step_is_due_without_a_section(clock: Clock) -> None:
     saves = CheckpointCadence(config(), 3)
     clock.now += 10 * DEFAULT_SECONDS
     assert due(saves, 3) == []
 
 
-def test_every_so_many_steps_are_due_and_the_last(clock: Clock) -> None:
+def test_steps_are_due_at_their_interval_and_at_the_end(clock: Clock) -> None:
     saves = CheckpointCadence(config(every_steps=4), 10)
     clock.now += 10 * DEFAULT_SECONDS  # seconds do not count where none are given
     assert due(saves, 10) == [4, 8, 10]
@@ -165,7 +165,7 @@ def test_every_so_many_steps_are_due_and_the_last(clock: Clock) -> None:
 @pytest.mark.parametrize(
     ("section", "seconds"), [({"every_seconds": 7.0}, 7.0), ({"keep": 3}, DEFAULT_SECONDS)]
 )
-def test_a_step_is_due_when_enough_time_has_gone(
+def test_step_is_due_after_enough_seconds(
     clock: Clock, section: dict[str, Any], seconds: float
 ) -> None:
     saves = CheckpointCadence(config(**section), 100)
@@ -176,11 +176,11 @@ def test_a_step_is_due_when_enough_time_has_gone(
     assert saves.is_due(3)
     assert not saves.is_due(4)
     clock.now += seconds
-    saves.note_done(3)
+    saves.finish(3)
     assert saves.is_due(5)
 
 
-def test_steps_and_seconds_are_both_heard_and_any_save_sets_the_clock_back(clock: Clock) -> None:
+def test_steps_are_due_by_number_or_time_and_a_save_resets_the_clock(clock: Clock) -> None:
     saves = CheckpointCadence(config(every_steps=10, every_seconds=60.0), 100)
     clock.now += 59.0
     assert saves.is_due(10)
@@ -188,21 +188,21 @@ def test_steps_and_seconds_are_both_heard_and_any_save_sets_the_clock_back(clock
     assert not saves.is_due(11)
     clock.now += 1.0
     assert saves.is_due(12)
-    saves.note_done(10)
+    saves.finish(10)
     clock.now += 59.0
-    saves.begin(13)  # a signal's
-    saves.note_done(12)
+    saves.start(13)  # a signal's
+    saves.finish(12)
     clock.now += 59.0
     assert not saves.is_due(14)
 
 
-def test_what_is_or_was_saved_last_is_included(clock: Clock) -> None:
+def test_checkpoints_in_progress_and_the_last_one_are_included(clock: Clock) -> None:
     saves = CheckpointCadence(config(every_steps=1), 9)
-    saves.begin(4)
-    saves.begin(5)
+    saves.start(4)
+    saves.start(5)
     assert [saves.includes(step) for step in (3, 4, 5, 6)] == [False, True, True, False]
-    saves.note_done(4)
-    saves.note_done(5)
+    saves.finish(4)
+    saves.finish(5)
     assert [saves.includes(step) for step in (3, 4, 5, 6)] == [False, False, True, False]
 
 
@@ -239,7 +239,7 @@ def until_waiting(condition: Condition) -> None:
     assert condition.entered.acquire(timeout=JOIN_SECONDS)
 
 
-def test_one_that_is_due_waits_while_too_many_are_under_way(
+def test_due_checkpoint_waits_while_too_many_are_in_progress(
     condition: Condition, threads: list[threading.Thread]
 ) -> None:
     saves = CheckpointCadence(config(every_steps=1), 99)
@@ -249,49 +249,51 @@ def test_one_that_is_due_waits_while_too_many_are_under_way(
     until_waiting(condition)
     assert returned == []
     assert not saves.includes(AT_ONCE + 1)
-    saves.note_done(99)  # of another generation
+    saves.finish(99)  # of another generation
     until_waiting(condition)
     assert returned == []
-    saves.note_done(2)
+    saves.finish(2)
     threads[0].join(JOIN_SECONDS)
     assert returned == [True]
     assert [saves.includes(step) for step in (1, 2, 3)] == [True, False, True]
 
 
-def test_the_end_waits_for_all_that_are_under_way(
+def test_wait_returns_after_all_checkpoints_in_progress(
     condition: Condition, threads: list[threading.Thread]
 ) -> None:
     saves = CheckpointCadence(config(every_steps=1), 99)
-    saves.begin(1)
-    saves.begin(2)
+    saves.start(1)
+    saves.start(2)
     returned = start(threads, saves.wait)
     until_waiting(condition)
-    saves.note_done(2)
+    saves.finish(2)
     until_waiting(condition)
     assert returned == []
-    saves.note_done(1)
+    saves.finish(1)
     threads[0].join(JOIN_SECONDS)
     assert returned == [None]
 
 
-def test_nobody_waits_for_what_is_done_already(condition: Condition) -> None:
+def test_wait_returns_at_once_if_all_checkpoints_are_done(condition: Condition) -> None:
     saves = CheckpointCadence(config(every_steps=1), 99)
     saves.wait()
     for step in range(1, 20):
-        saves.begin(step)
-        saves.note_done(step)
-        saves.note_done(step)
+        saves.start(step)
+        saves.finish(step)
+        saves.finish(step)
     saves.wait()
     assert not condition.entered.acquire(blocking=False)
 
 
-def test_all_who_wait_go_on_together(condition: Condition, threads: list[threading.Thread]) -> None:
+def test_all_waiting_threads_continue_together(
+    condition: Condition, threads: list[threading.Thread]
+) -> None:
     saves = CheckpointCadence(config(every_steps=1), 99)
-    saves.begin(1)
+    saves.start(1)
     both = [start(threads, saves.wait) for _ in range(2)]
     for _ in both:
         until_waiting(condition)
-    saves.note_done(1)
+    saves.finish(1)
     for thread in threads:
         thread.join(JOIN_SECONDS)
     assert both == [[None], [None]]

@@ -30,11 +30,11 @@ NAN = math.nan
         ("lossless", None),
     ],
 )
-def test_names_say_whether_less_or_more_is_better(metric: str, mode: Mode | None) -> None:
+def test_mode_follows_from_the_metrics_name(metric: str, mode: Mode | None) -> None:
     assert guess_direction(metric) == mode
 
 
-def test_what_is_better() -> None:
+def test_value_is_better_beyond_min_delta() -> None:
     assert is_better(0.4, 0.5, "min")
     assert is_better(0.5, 0.4, "max")
     assert not is_better(0.5, 0.5, "min")
@@ -66,7 +66,7 @@ def stopped_after(values: list[float], patience: int, mode: Mode, min_delta: flo
         ([NAN, NAN, NAN], 2, "max", 0.0, 2),
     ],
 )
-def test_a_run_ends_after_its_patience(
+def test_early_stopping_is_over_after_its_patience(
     values: list[float], patience: int, mode: Mode, min_delta: float, count: int
 ) -> None:
     assert stopped_after(values, patience, mode, min_delta) == count
@@ -78,7 +78,7 @@ def test_a_run_ends_after_its_patience(
     mode=st.sampled_from(["min", "max"]),
     min_delta=st.floats(0, 4),
 )
-def test_evaluations_that_are_done_again_change_nothing(
+def test_repeated_evaluations_change_nothing(
     values: list[float], repeated: list[bool], mode: Mode, min_delta: float
 ) -> None:
     once = again = EarlyStopping("m", mode)
@@ -95,7 +95,7 @@ def test_evaluations_that_are_done_again_change_nothing(
         assert once.best == (min(finite) if mode == "min" else max(finite))
 
 
-def test_another_metric_or_mode_begins_anew_and_more_patience_does_not() -> None:
+def test_early_stopping_restarts_for_another_metric_or_mode_but_not_for_more_patience() -> None:
     state = EarlyStopping("loss", "min", 0.5, 10, 2, 30)
     assert EarlyStopping.begin(EarlyStoppingConfig(patience=9), state) == state
     fresh = EarlyStopping("accuracy", "max")
@@ -105,7 +105,7 @@ def test_another_metric_or_mode_begins_anew_and_more_patience_does_not() -> None
 
 
 @given(st.lists(st.floats(width=16)), st.sampled_from(["min", "max"]))
-def test_the_best_is_the_first_of_the_best_numbers(values: list[float], mode: Mode) -> None:
+def test_best_is_the_first_of_equal_values(values: list[float], mode: Mode) -> None:
     best: Best | None = None
     for step, value in enumerate(values, start=1):
         best = Best("m", mode, value, step).against(best)
@@ -119,7 +119,7 @@ def test_the_best_is_the_first_of_the_best_numbers(values: list[float], mode: Mo
     assert best.step == 1 + values.index(best.value)
 
 
-def test_a_config_that_has_changed_voids_what_was_decided_by_other_rules() -> None:
+def test_progress_drops_state_of_other_metrics_under_a_changed_config() -> None:
     def config(**more: Any) -> Config:
         data = {"train": "m:f", "test": "m:f"}
         model = {"layers": "m:f"}

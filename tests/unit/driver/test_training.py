@@ -16,15 +16,14 @@ from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.data.batches import Loaded
 from rpcmp.driver.datasets import Datasets
-from rpcmp.driver.evaluation import Evaluation
+from rpcmp.driver.evaluation import Evaluation, Metrics
 from rpcmp.driver.progress import Best, TrainingProgress
 from rpcmp.driver.rounds import Batch, RoundHandle
 from rpcmp.driver.stage_group import StageGroup
-from rpcmp.driver.stateful_metrics import Metrics
 from rpcmp.driver.tracing import Tracer
 from rpcmp.driver.training import Training
 from rpcmp.errors import ConfigError, JobError
-from rpcmp.observability.events.event import Json
+from rpcmp.observability.events import Json
 from rpcmp.observability.trace import chrome
 from rpcmp.observability.trace.spans import Kind, Span
 from rpcmp.rpc.messages import AfterRound, Mode, RoundHeader, StepReport, Trained
@@ -144,7 +143,7 @@ def test_the_next_step_begins_before_this_one_is_waited_for() -> None:
     assert stages.ends == {AfterRound.STEP}
 
 
-def test_every_step_is_reported_once_with_what_the_stages_say_of_it() -> None:
+def test_every_step_is_reported_once_with_the_reports_of_the_stages() -> None:
     for config in (job(steps=3), job(steps=3, max_grad_norm=1.0)):
         _, reported = train(config)
         assert [(event["step"], event["loss"]) for event in reported] == [(1, 1), (2, 2), (3, 3)]
@@ -179,7 +178,7 @@ def test_all_steps_are_done_before_a_scheduler_steps_and_before_an_evaluation() 
     assert [event["event"] for event in reported] == ["step", "step", "eval"] * 2
 
 
-def test_a_stop_ends_the_run_after_the_steps_under_way() -> None:
+def test_stop_ends_the_run_after_the_steps_in_progress() -> None:
     config = job(steps=100)
     stages, stop = Stages(config), threading.Event()
     reported: list[Json] = []
@@ -194,7 +193,7 @@ def test_a_stop_ends_the_run_after_the_steps_under_way() -> None:
     assert stages.log[-2:] == ["finish3", "settle"]
 
 
-def test_segments_go_on_where_the_one_before_has_ended_and_leave_nothing_under_way() -> None:
+def test_segments_continue_each_other_and_leave_no_step_in_progress() -> None:
     losses: list[list[float]] = []
 
     def segments(training: Training) -> None:
@@ -284,7 +283,7 @@ WATCHING = {
 }
 
 
-def test_a_run_that_goes_on_asks_for_the_same_as_one_that_was_not_interrupted() -> None:
+def test_resumed_run_makes_the_calls_of_an_uninterrupted_run() -> None:
     config = job(**WATCHING)
     known = progress_of(config)
     assert go_on(config, known[1]) == [
@@ -297,7 +296,7 @@ def test_a_run_that_goes_on_asks_for_the_same_as_one_that_was_not_interrupted() 
     assert go_on(config, known[5]) == ["settle"]
 
 
-def test_a_run_that_goes_on_from_an_epochs_last_step_ends_that_epoch_once() -> None:
+def test_resumed_run_ends_an_epoch_once_after_its_last_step() -> None:
     config = job(**WATCHING)
     ended = progress_of(config)[4]
     assert go_on(config, ended) == ["scheduler 3.5", "start5", "finish5", "settle"]
@@ -305,7 +304,7 @@ def test_a_run_that_goes_on_from_an_epochs_last_step_ends_that_epoch_once() -> N
     assert go_on(config, beyond) == ["start5", "finish5", "settle"]
 
 
-def test_an_evaluation_that_was_stopped_is_made_by_the_run_that_goes_on() -> None:
+def test_resumed_run_repeats_an_evaluation_that_was_stopped() -> None:
     """Its step was saved when the schedulers had had the epoch's end: that is not done again."""
     where = {"checkpoint": {"dir": "saved"}, "recovery": {"enabled": False}}
     config = job(**WATCHING, **where, data=TESTED)
@@ -348,7 +347,7 @@ def _answer_saves(training: Training) -> None:
     """The supervisor's part: every checkpoint is on the disks some time."""
     while training.progress.step < 5:
         for step in range(1, 6):
-            training.saves.note_done(step)
+            training.saves.finish(step)
         threading.Event().wait(0.01)
 
 
@@ -379,7 +378,7 @@ def evaluations(log: list[str]) -> list[int]:
 
 
 @pytest.mark.parametrize("count", [{"steps": 8}, {"epochs": 4}])
-def test_evaluations_follow_every_so_many_steps(count: dict[str, int]) -> None:
+def test_evaluations_follow_steps_at_their_interval(count: dict[str, int]) -> None:
     stages, reported = train(job(evaluate_every_steps=3, data=TESTED, **count))
     assert evaluations(stages.log) == [3, 6, 8]
     told = [(event["step"], event["epoch"]) for event in reported if event["event"] == "eval"]
@@ -420,7 +419,7 @@ def _rehearsed(metric: Fails) -> list[Json]:
     return reported[: [event["event"] for event in reported].index("progress")]
 
 
-def test_what_a_metric_makes_of_one_mini_batch_is_a_warning_and_all_else_an_error() -> None:
+def test_rehearsal_warns_if_compute_raises_and_fails_on_other_errors() -> None:
     assert _rehearsed(Fails(found={"f1": 0.5})) == []
     (warning,) = _rehearsed(Fails())
     assert warning["event"] == "warning"
@@ -436,14 +435,14 @@ def test_what_a_metric_makes_of_one_mini_batch_is_a_warning_and_all_else_an_erro
 @pytest.mark.parametrize(
     ("steps", "batch_size", "fewest"), [(2, 4, 4), (3, 4, 2), (1, 1, 1), (1, 16, 10)]
 )
-def test_the_smallest_mini_batch_that_a_run_comes_to_has_to_be_enough(
+def test_smallest_mini_batch_of_a_run_has_to_suffice(
     steps: int, batch_size: int, fewest: int
 ) -> None:
     stages, _ = train(job(steps=steps, data={**TESTED, "batch_size": batch_size}))
     assert stages.trained == fewest
 
 
-def test_a_run_that_goes_on_is_evaluated_after_the_same_steps() -> None:
+def test_resumed_run_is_evaluated_after_the_same_steps() -> None:
     config = job(steps=8, evaluate_every_steps=3, data=TESTED)
     for step, begin in progress_of(config).items():
         log = go_on(config, begin)
@@ -455,7 +454,7 @@ STOPPING = {"patience": 2, "min_delta": 0.01}
 LOSSES = {2: 0.5, 4: 0.4, 6: 0.395, 8: math.nan, 10: 0.1}
 
 
-def test_a_run_ends_when_evaluations_do_not_get_better() -> None:
+def test_run_stops_early_if_evaluations_do_not_improve() -> None:
     config = job(steps=20, evaluate_every_steps=2, data=TESTED, early_stopping=STOPPING)
     reported: list[Json] = []
     stages = Stages(config, LOSSES)
@@ -476,7 +475,7 @@ def test_a_run_ends_when_evaluations_do_not_get_better() -> None:
         assert [event for event in told_again if event["event"] == "early_stop"] == [told]
 
 
-def test_more_patience_lets_a_run_go_on_that_had_stopped() -> None:
+def test_more_patience_resumes_a_run_that_had_stopped_early() -> None:
     config = job(steps=12, evaluate_every_steps=2, data=TESTED, early_stopping=STOPPING)
     reported: list[Json] = []
     training = _training(config, Stages(config, LOSSES), reported.append, threading.Event())
@@ -510,7 +509,7 @@ def test_the_best_step_is_saved_and_waited_for() -> None:
     assert training.progress.best == Best("loss", "min", 0.2, 10)
 
 
-def test_a_best_step_that_the_disks_do_not_take_is_none() -> None:
+def test_best_step_is_dropped_if_its_checkpoint_fails() -> None:
     config = job(
         steps=6,
         evaluate_every_steps=2,
@@ -529,7 +528,7 @@ def _saving(config: Config, losses: dict[int, float], failing: int = 0) -> tuple
     def report(event: Json) -> None:
         if event["event"] == "progress" and event["awaits_save"]:
             step = event["step"]
-            later = threading.Timer(0.01, lambda: training.saves.note_done(step, step == failing))
+            later = threading.Timer(0.01, lambda: training.saves.finish(step, step == failing))
             later.start()
 
     training = _training(config, stages, report, threading.Event())

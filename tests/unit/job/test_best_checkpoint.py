@@ -12,8 +12,7 @@ from rpcmp.checkpoint.folder import CheckpointFolder, remove
 from rpcmp.checkpoint.manifest import BestMark, Manifest
 from rpcmp.config.loader import parse_config
 from rpcmp.job.best_checkpoint import BestCheckpoint, mark_of
-from rpcmp.observability.events.definitions import BestEvent, WarningEvent
-from rpcmp.observability.events.event import Event
+from rpcmp.observability.events import BestEvent, Event, WarningEvent
 from tests.support.manifests import manifest
 
 LOSS = BestMark(metric="loss", value=0.5)

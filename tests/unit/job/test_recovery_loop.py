@@ -20,7 +20,7 @@ from rpcmp.errors import (
 from rpcmp.job.generation import Generation
 from rpcmp.job.recovery import Progress, RecoveryLoop, Workload
 from rpcmp.job.server_pool import ServerPool
-from rpcmp.observability.events.event import Event
+from rpcmp.observability.events import Event
 from rpcmp.process.channel import Message
 
 RECOVERY = ["abandon", "settle", "report fault", "release", "wait for servers", "close"]

@@ -13,7 +13,7 @@ import pytest
 from rpcmp.observability import json_lines
 
 
-def test_a_kill_leaves_whole_lines(tmp_path: Path) -> None:
+def test_json_lines_are_whole_after_a_kill(tmp_path: Path) -> None:
     code = """
 import os, sys
 from pathlib import Path
@@ -35,7 +35,7 @@ for step in range(1, 10**9):
     assert len(lines) >= 1000
 
 
-def test_numbers_that_json_has_not_become_null(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
     writer = json_lines.Writer(tmp_path / "lines.jsonl")
     writer.append({"loss": float("nan"), "list": [1.0, float("inf")], "table": {"x": 0.1}})
     writer.close()
@@ -43,7 +43,7 @@ def test_numbers_that_json_has_not_become_null(tmp_path: Path) -> None:
     assert line == {"loss": None, "list": [1.0, None], "table": {"x": 0.1}}
 
 
-def test_a_full_disk_is_an_error() -> None:
+def test_append_raises_when_the_disk_is_full() -> None:
     writer = json_lines.Writer(Path("/dev/full"))
     with pytest.raises(OSError, match="No space left"):
         writer.append({"step": 1})

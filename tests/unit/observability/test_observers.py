@@ -13,7 +13,7 @@ import pytest
 
 from rpcmp.errors import DrainingError, InterruptedJobError, JobError
 from rpcmp.observability import observers
-from rpcmp.observability.events.event import Event as TypedEvent
+from rpcmp.observability.events import Event as TypedEvent
 from rpcmp.observability.observers import LAG, MOST, PATIENCE, watching
 from rpcmp.process.logging.display import Display
 from tests.support.runevents import typed
@@ -68,7 +68,7 @@ def warnings(events: list[Event]) -> list[str]:
     return [event["text"] for event in events if event["event"] == "warning"]
 
 
-def test_everybody_is_told_in_order_and_the_end_is_last() -> None:
+def test_observers_get_all_events_in_order_and_the_end_last() -> None:
     shown: list[Event] = []
     first, second = Told(), Told()
     with watched([first, second], shown.append) as report:
@@ -97,7 +97,7 @@ def test_everybody_is_told_in_order_and_the_end_is_last() -> None:
         (KeyboardInterrupt(), "interrupted", "KeyboardInterrupt"),
     ],
 )
-def test_the_end_says_how_it_ended(error: BaseException, outcome: str, text: str) -> None:
+def test_end_event_has_the_outcome(error: BaseException, outcome: str, text: str) -> None:
     told = Told()
     with pytest.raises(type(error)), watched([told], lambda event: None):
         raise error
@@ -106,7 +106,7 @@ def test_the_end_says_how_it_ended(error: BaseException, outcome: str, text: str
     assert told.closed == 1
 
 
-def test_one_that_raises_is_dropped_with_a_warning_that_names_it() -> None:
+def test_observer_that_raises_is_dropped_with_a_warning() -> None:
     def fail(event: Event) -> None:
         raise OSError("the disk is full")
 
@@ -126,7 +126,7 @@ def test_one_that_raises_is_dropped_with_a_warning_that_names_it() -> None:
     assert bad.closed == 1
 
 
-def test_one_that_fails_at_the_very_end_is_named_before_the_end_is_shown() -> None:
+def test_observer_that_fails_at_the_end_is_named_before_the_end_is_shown() -> None:
     def fail(event: Event) -> None:
         raise SystemExit(3)  # user code may
 
@@ -136,7 +136,7 @@ def test_one_that_fails_at_the_very_end_is_named_before_the_end_is_shown() -> No
     assert names(shown) == ["warning", "end"]
 
 
-def test_what_is_soon_out_of_date_is_for_observers_alone() -> None:
+def test_passing_events_are_not_shown() -> None:
     shown: list[Event] = []
     observer = Told()
     with watched([observer], shown.append) as report:
@@ -146,7 +146,7 @@ def test_what_is_soon_out_of_date_is_for_observers_alone() -> None:
     assert names(observer.events) == ["start", "vitals", "timeline", "end"]
 
 
-def test_one_that_lags_misses_only_what_is_out_of_date() -> None:
+def test_observer_that_lags_misses_only_passing_events() -> None:
     slow = Hanging()
     with watched([slow], lambda event: None) as report:
         for step in range(5 * LAG):
@@ -159,7 +159,7 @@ def test_one_that_lags_misses_only_what_is_out_of_date() -> None:
     assert told[-1] == "end"
 
 
-def test_one_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_observer_that_hangs_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[Event] = []
     monkeypatch.setattr(observers, "MOST", 50)
     assert MOST > 50
@@ -173,7 +173,7 @@ def test_one_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [event["step"] for event in shown if event["event"] == "step"] == list(range(100))
 
 
-def test_the_end_waits_for_nobody_for_ever() -> None:
+def test_end_waits_for_observers_with_a_timeout() -> None:
     shown: list[Event] = []
     hanging = Hanging()
     with watched([hanging], shown.append, patience=0.01) as report:
@@ -183,7 +183,7 @@ def test_the_end_waits_for_nobody_for_ever() -> None:
     assert "did not finish in time" in shown[1]["text"]
 
 
-def test_what_an_observer_reports_goes_to_the_others_alone() -> None:
+def test_events_of_an_observer_only_reach_the_others() -> None:
     reports: list[Callable[[Event], None]] = []
 
     def speak(event: Event) -> None:
@@ -200,7 +200,7 @@ def test_what_an_observer_reports_goes_to_the_others_alone() -> None:
     assert names(speaker.events) == ["start", "end"]
 
 
-def test_an_output_that_cannot_be_written_ends_the_run_and_is_told() -> None:
+def test_observers_get_the_error_of_an_output_that_cannot_be_written() -> None:
     def show(event: Event) -> None:
         raise BrokenPipeError("nobody reads any more")
 
@@ -211,7 +211,7 @@ def test_an_output_that_cannot_be_written_ends_the_run_and_is_told() -> None:
     assert told.events[0]["outcome"] == "failed"
 
 
-def test_what_an_observer_says_is_shown_but_not_reported() -> None:
+def test_log_lines_of_an_observer_are_shown_but_not_reported() -> None:
     stream = io.StringIO()
     display = Display(stream)
 

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from rpcmp.observability.events.definitions import StartEvent
-from rpcmp.observability.events.event import Event
+from rpcmp.observability.events import Event, StartEvent
 from rpcmp.observability.observers import aside
 
 
@@ -46,7 +45,7 @@ def test_an_output_that_cannot_be_written_ends_the_run() -> None:
         report_all()
 
 
-def test_so_does_one_that_fails_at_the_end() -> None:
+def test_an_output_that_fails_at_the_end_ends_the_run() -> None:
     def show(event: Event) -> None:
         raise BrokenPipeError("nobody reads any more")
 

@@ -14,8 +14,7 @@ import pytest
 from rpcmp.cli.observing import observers
 from rpcmp.config.schema import Config
 from rpcmp.errors import FactoryError
-from rpcmp.observability.events.definitions import StartEvent, WarningEvent
-from rpcmp.observability.events.event import Event
+from rpcmp.observability.events import Event, StartEvent, WarningEvent
 from rpcmp.observability.observers import watching
 from tests.support import runs
 from tests.support.docs import block, guide
@@ -99,7 +98,7 @@ def test_loggers_of_the_guide_log_to_wandb_and_mlflow(
         ("def f(config): raise OSError('no key')", "f", "failed: OSError: no key"),
     ],
 )
-def test_one_that_cannot_be_had_fails_before_anything_starts(
+def test_loggers_raise_before_the_run_if_one_cannot_be_created(
     tmp_path: Path, code: str, name: str, said: str
 ) -> None:
     of = with_loggers(tmp_path, code, f"{MODULE}:{name}")
@@ -110,7 +109,7 @@ def test_one_that_cannot_be_had_fails_before_anything_starts(
     assert not (tmp_path / "runs").exists()
 
 
-def test_none_is_made_where_another_does_not_import(tmp_path: Path) -> None:
+def test_loggers_create_none_if_one_cannot_be_imported(tmp_path: Path) -> None:
     code = "from pathlib import Path\ndef f(config): Path(config.folder, 'made').touch()"
     of = with_loggers(tmp_path, code, f"{MODULE}:f", f"{MODULE}:missing")
     with pytest.raises(FactoryError, match=r"log\.loggers\.1"):
@@ -118,7 +117,7 @@ def test_none_is_made_where_another_does_not_import(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
-def test_what_a_logger_does_to_an_event_others_do_not_see(tmp_path: Path) -> None:
+def test_logger_gets_a_copy_of_each_event(tmp_path: Path) -> None:
     of = with_loggers(tmp_path, "def f(config): return dict.clear", f"{MODULE}:f")
     shown: list[Event] = []
     with watching(observers(of), shown.append) as report:
@@ -126,7 +125,7 @@ def test_what_a_logger_does_to_an_event_others_do_not_see(tmp_path: Path) -> Non
     assert shown[0] == StartEvent(steps=3)
 
 
-def test_one_that_raises_is_left_out_with_its_place_in_the_code(tmp_path: Path) -> None:
+def test_logger_that_raises_is_dropped_with_its_place_in_the_code(tmp_path: Path) -> None:
     code = "def f(config):\n    def tell(event):\n        raise OSError('no net')\n    return tell"
     of = with_loggers(tmp_path, code, f"{MODULE}:f")
     shown: list[Event] = []

@@ -35,7 +35,7 @@ def told(of: Config, events: Sequence[Message]) -> Any:
     return EventAccumulator(str(folder)).Reload()
 
 
-def test_curves(tmp_path: Path) -> None:
+def test_tensorboard_has_the_curves_of_a_run(tmp_path: Path) -> None:
     of = runs.config(tmp_path, log=LOG)
     vitals = {"workers": {"lift": {"memory": 7.0}}, "step": 2, "time": runs.BEGIN + 2}
     groups = {"group_learning_rates": {"head": [0.1, 0.01]}}
@@ -64,7 +64,7 @@ def test_curves(tmp_path: Path) -> None:
     }
 
 
-def test_the_config_as_text_and_as_hyperparameters(tmp_path: Path) -> None:
+def test_tensorboard_has_the_config_as_text_and_as_hyperparameters(tmp_path: Path) -> None:
     of = runs.config(tmp_path, log=LOG, metrics={"accuracy": "m:accuracy"})
     found = told(of, runs.events(of, LOSSES))
     (text,) = found.Tensors("config")
@@ -86,7 +86,7 @@ def test_the_config_as_text_and_as_hyperparameters(tmp_path: Path) -> None:
     assert metadata.SESSION_END_INFO_TAG in content
 
 
-def test_the_graph_of_stages(tmp_path: Path) -> None:
+def test_tensorboard_has_the_graph_of_stages(tmp_path: Path) -> None:
     of = runs.config(tmp_path, log=LOG)
     found = told(of, runs.events(of, LOSSES))
     nodes = {node.name: node for node in found.Graph().node}
@@ -100,7 +100,7 @@ def test_the_graph_of_stages(tmp_path: Path) -> None:
     assert nodes["head"].attr["replicas"].i == 1
 
 
-def test_a_file_that_is_cut_off_is_read_up_to_there(tmp_path: Path) -> None:
+def test_tensorboard_reads_a_file_up_to_where_it_was_cut_off(tmp_path: Path) -> None:
     of = runs.config(tmp_path, log=LOG)
     (board,) = observers(of)
     for event in runs.events(of, LOSSES)[:-1]:
@@ -111,7 +111,7 @@ def test_a_file_that_is_cut_off_is_read_up_to_there(tmp_path: Path) -> None:
     board.close()
 
 
-def test_a_run_that_never_began_leaves_nothing(tmp_path: Path) -> None:
+def test_run_that_never_started_leaves_no_folder(tmp_path: Path) -> None:
     of = runs.config(tmp_path, log=LOG)
     (board,) = observers(of)
     board.tell(typed(runs.run(of)))
@@ -120,13 +120,13 @@ def test_a_run_that_never_began_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "runs" / "x").iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_had_is_refused(tmp_path: Path) -> None:
+def test_tensorboard_refuses_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(ConfigError, match=r"log\.tensorboard: cannot write .*runs/x"):
         observers(runs.config(tmp_path, log=LOG))
 
 
-def test_without_tensorboard_the_error_says_how_to_get_it(
+def test_error_says_how_to_install_tensorboard_if_it_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     imported = builtins.__import__

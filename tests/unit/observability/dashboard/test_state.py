@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpcmp.cli import output
-from rpcmp.observability.dashboard import entries
-from rpcmp.observability.dashboard.curves import LIMIT, Curve, Row
+from rpcmp.observability.dashboard.history import MAX_ENTRIES, MAX_ROWS, Curve, Row
 from rpcmp.observability.dashboard.html import html
 from rpcmp.observability.dashboard.state import EVALUATIONS, State
-from rpcmp.observability.events.definitions import KeptEvent
+from rpcmp.observability.events import KeptEvent
 from tests.support import pageevents
 from tests.support.pageevents import Event
 from tests.support.runevents import typed
@@ -57,9 +56,9 @@ def health(state: State) -> dict[str, str]:
     return {worker["label"]: worker["state"] for worker in part(state, "workers")}
 
 
-def test_changes_one_by_one_are_what_a_page_that_opens_late_is_told() -> None:
+def test_changes_add_up_to_the_state_of_a_page_that_opens_late() -> None:
     state, always, seldom = State(), Mirror(), Mirror()
-    for number, event in enumerate(pageevents.run(2 * LIMIT + 100, lost_after=300)):
+    for number, event in enumerate(pageevents.run(2 * MAX_ROWS + 100, lost_after=300)):
         state.take(typed(event))
         always.apply(state.since(always.version))
         if number % 97 == 0:
@@ -78,7 +77,7 @@ def test_10000_steps_stay_light_and_a_step_costs_a_few_hundred_bytes() -> None:
     state = state_of(*pageevents.run(10_000, lost_after=300))
     found = state.since(None)
     assert found is not None
-    assert LIMIT / 2 <= len(found["curve"]["rows"]) <= LIMIT
+    assert MAX_ROWS / 2 <= len(found["curve"]["rows"]) <= MAX_ROWS
     assert len(json.dumps(found)) < 300_000
     version = state.version
     state.take(typed(next(e for e in pageevents.run(1) if e["event"] == "step")))
@@ -131,7 +130,7 @@ def test_a_killed_stage_is_lost_until_the_next_generation_runs() -> None:
     assert part(state, "progress")["generation"] == 2
 
 
-def test_a_step_of_the_lost_generation_brings_nobody_back() -> None:
+def test_lost_stage_stays_lost_after_a_step_of_its_generation() -> None:
     *begun, step = [event for event in pageevents.run(9) if event["event"] in ("run", "step")]
     state = state_of(*begun, pageevents.fault(8, "lift:1"))
     state.take(typed(step))
@@ -150,7 +149,7 @@ def test_a_fault_of_a_stage_with_replicas_may_name_the_stage_alone() -> None:
 
 
 @pytest.mark.parametrize("outcome", ["done", "failed", "interrupted"])
-def test_at_the_end_all_stages_have_ended_but_for_what_was_lost(outcome: str) -> None:
+def test_all_stages_but_lost_ones_have_ended_after_the_run(outcome: str) -> None:
     begin = next(pageevents.run(1))
     end = {"event": "end", "outcome": outcome, "error": "why"}
     state = state_of(begin, pageevents.fault(1, "finish"), end)
@@ -160,25 +159,25 @@ def test_at_the_end_all_stages_have_ended_but_for_what_was_lost(outcome: str) ->
     assert health(state)["fine"] == "ended"
 
 
-def test_the_driver_is_a_worker_where_vitals_tell_of_it() -> None:
+def test_driver_is_shown_as_a_worker_if_vitals_contain_it() -> None:
     state = state_of(next(pageevents.run(1)), pageevents.vitals(1))
     assert health(state)["driver"] == "running"
 
 
-def test_a_flood_of_one_kind_hides_nothing_of_another() -> None:
+def test_entries_of_one_kind_do_not_displace_another_kind() -> None:
     state = state_of(pageevents.fault(1))
-    for number in range(5 * entries.LIMIT):
+    for number in range(5 * MAX_ENTRIES):
         state.take(
             typed({"event": "log", "level": "WARNING", "logger": "x", "text": f"line {number}"})
         )
     found = state.since(None)
     assert found is not None
-    assert len(found["entries"]) == entries.LIMIT + 1
+    assert len(found["entries"]) == MAX_ENTRIES + 1
     assert found["entries"][0]["kind"] == "fault"
-    assert found["parts"]["counts"] == {"fault": 1, "message": 5 * entries.LIMIT}
+    assert found["parts"]["counts"] == {"fault": 1, "message": 5 * MAX_ENTRIES}
 
 
-def test_of_too_many_evaluations_every_other_stays_and_the_newest() -> None:
+def test_state_keeps_every_other_evaluation_and_the_newest_if_there_are_too_many() -> None:
     def evaluated(count: int) -> list[int]:
         state = state_of(*({"event": "eval", "step": n, "loss": 1.0} for n in range(count)))
         return [step for step, *_ in part(state, "evaluations")]
@@ -187,7 +186,7 @@ def test_of_too_many_evaluations_every_other_stays_and_the_newest() -> None:
     assert evaluated(EVALUATIONS + 1) == list(range(0, EVALUATIONS + 1, 2))
 
 
-def test_what_is_no_number_does_not_reach_the_browser() -> None:
+def test_state_contains_no_number_that_is_not_finite() -> None:
     step = next(event for event in pageevents.run(1) if event["event"] == "step")
     state = state_of(
         {**step, "loss": math.nan, "learning_rate": math.inf},
@@ -197,7 +196,7 @@ def test_what_is_no_number_does_not_reach_the_browser() -> None:
     assert part(state, "evaluations") == [[1, 0.0, {"loss": None, "f1": None}]]
 
 
-def test_the_learning_rates_are_those_of_all_groups() -> None:
+def test_state_contains_the_learning_rates_of_all_groups() -> None:
     step = next(event for event in pageevents.run(1) if event["event"] == "step")
     assert part(state_of(step), "progress")["learning_rates"] == [0.003]
     groups = {"lift:0": [0.003, math.inf, 0.03], "finish": [0.5, 0.25]}
@@ -212,7 +211,7 @@ def test_an_event_that_the_page_does_not_show_changes_nothing() -> None:
     assert state.since(version) is None
 
 
-def test_every_entry_says_what_the_terminal_says() -> None:
+def test_entries_have_the_wording_of_the_terminal() -> None:
     fault = {"event": "fault", "step": 3, "error": "gone", "stage": "b", "time": 1.0}
     message = state_of(fault, {"event": "vitals", "step": 3}).since(None)
     assert message is not None
@@ -223,14 +222,14 @@ def test_every_entry_says_what_the_terminal_says() -> None:
     assert (entry["kind"], entry["level"], entry["stage"]) == ("fault", "error", "b")
 
 
-def test_times_of_a_diagram_are_from_its_begin() -> None:
+def test_timeline_times_count_from_its_start() -> None:
     shown = part(state_of(pageevents.timeline(8)), "timeline")
     first = shown["stages"][0]
     assert first["spans"][0] == ["F", 0, 0, 9500]
     assert all(item[-2] >= 0 for stage in shown["stages"] for item in stage["spans"])
 
 
-def test_a_page_that_is_open_is_told_of_a_diagram_at_once() -> None:
+def test_open_page_gets_a_timeline_at_once() -> None:
     state = state_of(*pageevents.run(1))
     known = state.version
     state.take(typed(pageevents.timeline(8)))
@@ -239,7 +238,7 @@ def test_a_page_that_is_open_is_told_of_a_diagram_at_once() -> None:
     assert set(message["parts"]) == {"timeline"}
 
 
-def test_a_report_is_one_file_and_nothing_that_a_run_says_gets_out_of_its_data() -> None:
+def test_report_is_one_file_and_escapes_the_texts_of_a_run() -> None:
     hostile = "</script><script>alert(1)</script><!--"
     events = [*pageevents.run(20), {"event": "warning", "text": hostile}]
     page = html([pageevents.record("<!--<script>", events)])

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from rpcmp.config.validation import RESERVED_METRICS
-from rpcmp.observability.events.definitions import (
+from rpcmp.observability.events import (
     EarlyStopEvent,
     EvalEvent,
     ResumedEvent,
@@ -74,7 +74,7 @@ def test_metrics_are_keys_of_an_evaluation() -> None:
     assert {*event.stamped(1.0, 1).to_json()} - {"fit.samples"} == RESERVED_METRICS
 
 
-def test_another_version_may_know_other_events_and_keys() -> None:
+def test_parse_accepts_events_and_keys_of_other_versions() -> None:
     assert parse({"event": "of another version"}) is None
     warning = parse({"event": "warning", "text": "careful", "advice": "none"})
     assert warning == WarningEvent(text="careful")

@@ -7,15 +7,15 @@ import struct
 
 import pytest
 
-from rpcmp.observability.events.definitions import (
+from rpcmp.observability.events import (
     EvalEvent,
+    Event,
     FaultEvent,
     LogEvent,
     StartEvent,
     StepEvent,
     WarningEvent,
 )
-from rpcmp.observability.events.event import Event
 from rpcmp.observability.events.stream import LOSSES_KEPT, EventStream
 from tests.support.runevents import typed
 
@@ -80,7 +80,7 @@ def test_every_step_is_passed_on_once(received: Received) -> None:
     assert received.warnings == []
 
 
-def test_durations_are_those_of_the_steps_that_were_passed_on(received: Received) -> None:
+def test_step_seconds_contain_the_steps_that_were_passed_on(received: Received) -> None:
     received.emit_step(1, step_s=3.0)
     received.emit_step(2, step_s=1.0)
     received.emit_step(2, step_s=9.0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rpcmp.observability.events.definitions import EVENTS
+from rpcmp.observability.events import EVENTS
 from rpcmp.observability.events.wording import RunContext, describe, describe_details
 from tests.support.runevents import typed
 
@@ -105,7 +105,7 @@ def test_an_event_is_a_line(run: RunContext, data: dict[str, Any], line: str) ->
     assert describe(typed(data), run) == line
 
 
-def test_all_events_but_those_for_programs_have_their_words(run: RunContext) -> None:
+def test_events_other_than_those_for_programs_have_a_wording(run: RunContext) -> None:
     assert set(EVENTS) - {data["event"] for data, _ in LINES} == {"run", "vitals", "timeline"}
     assert describe(typed(RUN), run) == ""
 

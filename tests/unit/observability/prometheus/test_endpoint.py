@@ -17,7 +17,7 @@ import pytest
 from rpcmp.errors import ConfigError
 from rpcmp.net.security import Security
 from rpcmp.observability.prometheus.endpoint import MOST, serving
-from rpcmp.observability.prometheus.run import RunMetrics
+from rpcmp.observability.prometheus.run_metrics import RunMetrics
 from tests.support.lan import issue, issue_to_driver
 from tests.support.runevents import typed
 from tests.support.scraping import HERE, port_of, scrape, value
@@ -47,7 +47,7 @@ def door(address: str, security: Security) -> Iterator[str]:
         yield url
 
 
-def test_on_loopback_everybody_may_read() -> None:
+def test_endpoint_serves_every_client_on_loopback() -> None:
     with door(f"{HERE}:0", Security()) as url:
         assert url.startswith(f"http://{HERE}:")
         assert value(scrape(url), "rpcmp_checkpoint_step") == 3
@@ -56,7 +56,7 @@ def test_on_loopback_everybody_may_read() -> None:
         scrape(url)  # it is closed
 
 
-def test_no_web_page_can_read_them_by_a_name_of_its_own() -> None:
+def test_endpoint_refuses_another_host_name_on_loopback() -> None:
     with door(f"{HERE}:0", Security()) as url:
         for name in ("127.0.0.1", "localhost:9464", "[::1]:1"):
             assert status(url, name) == 200
@@ -70,7 +70,7 @@ def status(url: str, host: str) -> int:
         return line.getresponse().status
 
 
-def test_connections_that_say_nothing_are_few_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoint_limits_and_closes_silent_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rpcmp.observability.prometheus.endpoint.SCRAPE_SECONDS", 0.5)
     monkeypatch.setattr("rpcmp.net.accept.SILENT_SECONDS", 1)
     before = threading.active_count()
@@ -87,18 +87,18 @@ def test_connections_that_say_nothing_are_few_and_end(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("address", [f"{ELSEWHERE}:0", "[::]:0", "host-a:9464"])
-def test_elsewhere_nobody_is_let_in_without_certificates(address: str) -> None:
+def test_endpoint_refuses_other_addresses_without_certificates(address: str) -> None:
     refused = pytest.raises(ConfigError, match=r"not a loopback address.*--certs DIR")
     with refused, door(address, Security()):
         raise AssertionError("it is open")
 
 
-def test_who_says_insecure_gets_it() -> None:
+def test_endpoint_serves_http_elsewhere_if_insecure() -> None:
     with door(f"{ELSEWHERE}:0", Security(insecure=True)) as url:
         assert value(scrape(f"http://{HERE}:{port_of(url)}/metrics"), "rpcmp_checkpoint_step") == 3
 
 
-def test_elsewhere_both_sides_show_certificates_of_one_authority(
+def test_endpoint_and_client_need_certificates_of_one_authority_elsewhere(
     certs: Path, tmp_path: Path
 ) -> None:
     other = issue(tmp_path / "other", HERE)
@@ -116,7 +116,7 @@ def test_elsewhere_both_sides_show_certificates_of_one_authority(
             scrape(url.replace("https", "http"))
 
 
-def test_one_that_says_nothing_holds_up_nobody(certs: Path) -> None:
+def test_endpoint_serves_others_while_a_client_is_silent(certs: Path) -> None:
     with door(f"{ELSEWHERE}:0", Security(certs / "driver-here")) as bound:
         port = port_of(bound)
         with socket.create_connection((HERE, port)), socket.create_connection((HERE, port)):
@@ -124,7 +124,7 @@ def test_one_that_says_nothing_holds_up_nobody(certs: Path) -> None:
         assert value(found, "rpcmp_checkpoint_step") == 3
 
 
-def test_a_certificate_that_was_renewed_is_shown(certs: Path, tmp_path: Path) -> None:
+def test_server_uses_a_renewed_certificate(certs: Path, tmp_path: Path) -> None:
     folder = tmp_path / "own"
     shutil.copytree(certs / "driver-here", folder)
 

@@ -9,12 +9,12 @@ from typing import Any
 import promql_parser
 import pytest
 
-from rpcmp.observability.prometheus import run, server_metrics
+from rpcmp.observability.prometheus import run_metrics, server_metrics
 from tests.support.places import DEPLOY
 
 GRAFANA = DEPLOY / "grafana.json"
 
-FAMILIES = {family.sample: family for family in (*run.FAMILIES, *server_metrics.FAMILIES)}
+FAMILIES = {family.sample: family for family in (*run_metrics.FAMILIES, *server_metrics.FAMILIES)}
 """All that there can be, by the names that queries use."""
 
 
@@ -44,7 +44,7 @@ def selected(expression: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("expression", expressions())
-def test_every_query_names_what_exists(expression: str) -> None:
+def test_queries_name_existing_metrics(expression: str) -> None:
     found = selected(expression)
     assert found
     for selector in found:
@@ -54,18 +54,18 @@ def test_every_query_names_what_exists(expression: str) -> None:
 
 
 @pytest.mark.parametrize("expression", [each for each in expressions() if "rate(" in each])
-def test_rates_are_of_counters(expression: str) -> None:
+def test_rates_are_only_taken_of_counters(expression: str) -> None:
     names = re.findall(r"rate\((\w+){", expression)
     assert names
     assert {FAMILIES[name].kind for name in names} == {"counter"}
 
 
-def test_the_dashboards_show_all_that_there_is() -> None:
+def test_dashboards_show_all_metrics() -> None:
     shown = {selector.name for each in expressions() for selector in selected(each)}
     assert shown == set(FAMILIES)
 
 
-def test_legends_name_labels_that_exist() -> None:
+def test_legends_name_existing_labels() -> None:
     for panel in panels():
         for target in panel.get("targets", []):
             labels = {"instance"}.union(
@@ -74,7 +74,7 @@ def test_legends_name_labels_that_exist() -> None:
             assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels
 
 
-def test_panels_are_told_apart_and_do_not_overlap() -> None:
+def test_panels_have_unique_ids_and_do_not_overlap() -> None:
     found = panels()
     assert len({panel["id"] for panel in found}) == len(found)
     taken: set[tuple[int, int]] = set()
@@ -86,7 +86,7 @@ def test_panels_are_told_apart_and_do_not_overlap() -> None:
         taken |= cells
 
 
-def test_choices_are_made_of_metrics_that_exist() -> None:
+def test_variables_query_existing_metrics() -> None:
     variables = json.loads(GRAFANA.read_text())["templating"]["list"]
     queries = [each["query"]["query"] for each in variables if each["type"] == "query"]
     assert {re.findall(r"label_values\((\w+),", query)[0] for query in queries} <= set(FAMILIES)

@@ -10,7 +10,7 @@ import pytest
 from rpcmp.cli.observing import observers
 from rpcmp.errors import ConfigError
 from rpcmp.observability import json_lines
-from rpcmp.observability.events.definitions import EvalEvent, StepEvent, WarningEvent
+from rpcmp.observability.events import EvalEvent, StepEvent, WarningEvent
 from rpcmp.observability.run_folder import reader, writer
 from rpcmp.observability.run_folder.writer import RunFolder, Thinning
 from tests.support import runs
@@ -23,7 +23,7 @@ def names(path: Path) -> list[str]:
     return sorted(file.name for file in path.iterdir())
 
 
-def test_all_that_was_told_is_kept_in_its_file(tmp_path: Path) -> None:
+def test_run_folder_keeps_every_event_in_its_file(tmp_path: Path) -> None:
     of = runs.config(tmp_path)
     told = runs.events(of, LOSSES)
     path = runs.kept(of, told)
@@ -49,7 +49,7 @@ def test_all_that_was_told_is_kept_in_its_file(tmp_path: Path) -> None:
     assert record.info.versions["torch"] == "2.13.0"
 
 
-def test_what_was_given_in_confidence_is_not_kept(tmp_path: Path) -> None:
+def test_run_folder_keeps_no_secrets(tmp_path: Path) -> None:
     log = {"loggers": [{"callable": "m:f", "kwargs": {"key": "a secret"}}]}
     of = runs.config(tmp_path, log=log)
     path = runs.kept(of, [event for event in runs.events(of, LOSSES) if event["event"] != "run"])
@@ -77,7 +77,7 @@ def test_two_runs_of_one_second_have_two_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_a_run_that_never_began_leaves_nothing(tmp_path: Path, others: int) -> None:
+def test_run_that_never_started_leaves_no_folder(tmp_path: Path, others: int) -> None:
     of = runs.config(tmp_path)
     for _ in range(others):
         runs.kept(of, runs.events(of, LOSSES))
@@ -121,7 +121,7 @@ def test_a_folder_of_another_version_is_read(tmp_path: Path) -> None:
     assert [event.event for event in record.events[:2]] == ["warning", "timeline"]
 
 
-def test_what_comes_every_second_is_kept_ever_more_rarely() -> None:
+def test_periodic_events_are_kept_more_and_more_rarely() -> None:
     thinning = Thinning()
     kept = [
         second
@@ -134,7 +134,7 @@ def test_what_comes_every_second_is_kept_ever_more_rarely() -> None:
     assert thinning.take_held() == []
 
 
-def test_a_folder_that_was_asked_for_and_cannot_be_had_is_refused(tmp_path: Path) -> None:
+def test_run_is_refused_if_its_configured_folder_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(ConfigError, match=r"log\.folder: cannot write .*taken"):
         observers(runs.config(tmp_path, log={"folder": "taken"}))
@@ -142,7 +142,7 @@ def test_a_folder_that_was_asked_for_and_cannot_be_had_is_refused(tmp_path: Path
         observers(runs.config(tmp_path, log={"folder": "taken/below"}))
 
 
-def test_one_that_nobody_asked_for_is_missed_with_a_reason(tmp_path: Path) -> None:
+def test_run_warns_if_its_default_folder_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     (folder,) = observers(runs.config(tmp_path))
     assert isinstance(folder, RunFolder)
@@ -174,12 +174,12 @@ def damaged(path: Path, file: str, content: str) -> str:
         (writer.EVENTS, "3\n", "events.jsonl is damaged or missing: line 1 is not a JSON object"),
     ],
 )
-def test_what_is_damaged_is_named(tmp_path: Path, file: str, content: str, said: str) -> None:
+def test_read_names_a_damaged_file(tmp_path: Path, file: str, content: str, said: str) -> None:
     of = runs.config(tmp_path)
     assert said in damaged(runs.kept(of, runs.events(of, LOSSES)), file, content)
 
 
-def test_what_is_no_run_is_refused_with_what_could_be_meant(tmp_path: Path) -> None:
+def test_read_refuses_other_folders_and_suggests_runs(tmp_path: Path) -> None:
     of = runs.config(tmp_path)
     path = runs.kept(of, runs.events(of, LOSSES))
     cases = {

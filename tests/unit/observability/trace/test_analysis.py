@@ -7,8 +7,7 @@ from hypothesis import given, settings
 
 from rpcmp.observability.trace.analysis import bottleneck, measure
 from rpcmp.observability.trace.critical_path import Loss, Via, critical_path
-from rpcmp.observability.trace.spans import Trace
-from rpcmp.observability.trace.window import Window, choose_window
+from rpcmp.observability.trace.spans import Trace, Window, choose_window
 from tests.support.traces import (
     CELL_NS,
     DIAMOND,
@@ -33,17 +32,17 @@ def _cells(ns: int) -> int:
     return ns // CELL_NS
 
 
-def test_the_path_follows_what_was_waited_for() -> None:
+def test_path_follows_the_causes_of_waiting() -> None:
     assert path(drawn(SLOW_LAST)) == "0F 1F 1F 1B 1B 1F 1F 1F 1B 1B 0B"
     assert path(drawn(SLOW_LINKS)) == "0F 1n 1F 1o 1B 1F 1o 1B 0n 0B 0n 0O"
     assert path(drawn(DIAMOND, DIAMOND_PRODUCERS)) == "aF cF cF cF dF dB cB cB cB aB"
 
 
-def test_the_path_stays_where_there_was_no_waiting() -> None:
+def test_path_stays_at_a_stage_that_does_not_wait() -> None:
     assert path(drawn(ZERO_BUBBLE)) == "0F 1F 1B 0B 0W 0B 0W 0O"
 
 
-def test_the_path_goes_through_the_driver() -> None:
+def test_path_goes_through_the_driver() -> None:
     trace = drawn(FROZEN_FIRST)
     assert path(trace) == "0F 1F 1B 0n 0F 1F 1B"
     legs = list(critical_path(trace, choose_window(trace)))
@@ -52,7 +51,7 @@ def test_the_path_goes_through_the_driver() -> None:
 
 @settings(deadline=None, derandomize=True)
 @given(traces())
-def test_the_path_is_never_longer_than_its_window(trace: Trace) -> None:
+def test_path_is_never_longer_than_its_window(trace: Trace) -> None:
     whole = Window((1,), trace.begin_ns, trace.end_ns)
     legs = list(critical_path(trace, whole))
     assert 0 < sum(leg.ns for leg in legs) <= trace.end_ns - trace.begin_ns
@@ -66,7 +65,7 @@ def advice(picture: str) -> str:
     return str(bottleneck(trace, whole, measure(trace, whole)))
 
 
-def test_a_slow_stage_is_named_and_relieved() -> None:
+def test_bottleneck_names_a_slow_stage_and_advises_to_relieve_it() -> None:
     assert advice(SLOW_LAST) == (
         "bottleneck: stage1 computes 9.0 ms of each step's 11.0 ms; largest loss: uneven stages "
         "at stage1, 23% of a step. Move layers away from stage1, or give it a faster host."
@@ -87,5 +86,5 @@ def test_a_slow_stage_is_named_and_relieved() -> None:
         ("a F0 = = B0 O\nb F0 = = B0 O", "uneven stages at a, 0% of a step. Only a faster a"),
     ],
 )
-def test_the_largest_loss_is_named_with_advice(picture: str, said: str) -> None:
+def test_bottleneck_names_the_largest_loss_with_advice(picture: str, said: str) -> None:
     assert f"largest loss: {said}" in advice(picture)

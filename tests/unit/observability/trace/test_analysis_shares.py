@@ -12,8 +12,16 @@ from rpcmp.config import topology
 from rpcmp.errors import ConfigError
 from rpcmp.observability.trace.analysis import measure
 from rpcmp.observability.trace.critical_path import Loss
-from rpcmp.observability.trace.spans import Kind, Span, Trace, Track, producers
-from rpcmp.observability.trace.window import Window, choose_window, last_complete
+from rpcmp.observability.trace.spans import (
+    Kind,
+    Span,
+    Trace,
+    Track,
+    Window,
+    choose_window,
+    last_complete,
+    producers,
+)
 from tests.support.traces import (
     CELL_NS,
     DIAMOND,
@@ -33,7 +41,7 @@ def test_idle_time_is_split_as_drawn(picture: str) -> None:
     assert redrawn(drawn(picture)) == picture
 
 
-def test_a_join_waits_for_the_last_of_what_it_reads() -> None:
+def test_join_waits_for_the_last_of_its_inputs() -> None:
     assert redrawn(drawn(DIAMOND, DIAMOND_PRODUCERS)) == DIAMOND
 
 
@@ -49,7 +57,7 @@ def bundled(trace: Trace) -> Trace:
     return replace(trace, tracks=tuple(replace(t, spans=ready(t)) for t in trace.tracks))
 
 
-def test_a_bundle_travels_when_its_last_micro_batch_is_computed() -> None:
+def test_bundle_is_sent_when_its_last_micro_batch_is_computed() -> None:
     trace = drawn("""
         stage0  F0 F1 .  .  .  .  .  B0 B1
         stage1  .  .  .  F0 F1 B0 B1 .  .
@@ -59,7 +67,7 @@ def test_a_bundle_travels_when_its_last_micro_batch_is_computed() -> None:
     assert together[1].startswith("stage1  .  .  ~  F0")
 
 
-def test_the_shares_are_those_of_the_picture_without_its_first_step() -> None:
+def test_shares_match_the_picture_without_its_first_step() -> None:
     trace = drawn(SLOW_LINKS)
     first, second = measure(trace, choose_window(trace))
     assert first.busy == {Kind.FORWARD: 2 / 12, Kind.BACKWARD: 2 / 12, Kind.WEIGHT: 0} | {
@@ -70,7 +78,7 @@ def test_the_shares_are_those_of_the_picture_without_its_first_step() -> None:
     assert (first.stage, first.host) == ("stage0", "host-stage0")
 
 
-def test_a_window_ends_where_the_next_step_begins() -> None:
+def test_window_ends_when_the_next_step_starts() -> None:
     trace = drawn(SLOW_LINKS)
     assert choose_window(trace, 1, 1) == Window((1,), 0, 13 * CELL_NS)
     assert choose_window(trace, last=1) == choose_window(trace, 1, 1)
@@ -83,7 +91,7 @@ def test_a_window_ends_where_the_next_step_begins() -> None:
     assert choose_window(drawn(SLOW_LAST)).steps == (1,)  # the only one
 
 
-def test_the_last_complete_steps_leave_out_what_the_end_of_the_run_has_cut() -> None:
+def test_last_complete_excludes_a_step_cut_by_the_end_of_the_run() -> None:
     cut = drawn("stage0 F0 B0 O F0 B0 O F0 B0 O F0\nstage1 F0 B0 O F0 B0 O F0 B0 . .")
     assert last_complete(cut).steps == (1, 2)
     assert last_complete(drawn(ZERO_BUBBLE), count=1).steps == (2,)
@@ -91,12 +99,12 @@ def test_the_last_complete_steps_leave_out_what_the_end_of_the_run_has_cut() -> 
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 1), (2, 1), (1, 3), (3, None), (None, 0)])
-def test_steps_that_are_not_there_are_refused(first: int | None, last: int | None) -> None:
+def test_choose_window_refuses_missing_steps(first: int | None, last: int | None) -> None:
     with pytest.raises(ConfigError, match="in the trace; it has 1 to 2"):
         choose_window(drawn(SLOW_LINKS), first, last)
 
 
-def test_a_trace_without_steps_is_refused() -> None:
+def test_choose_window_refuses_a_trace_without_steps() -> None:
     with pytest.raises(ConfigError, match="no steps"):
         choose_window(Trace((Track("a", "host", ()),), {"a": ()}))
     with pytest.raises(ConfigError, match="take no time"):
@@ -114,6 +122,6 @@ def test_shares_of_any_window_add_up_to_1(trace: Trace, data: st.DataObject) -> 
         assert min(shares) >= 0
 
 
-def test_the_producers_of_a_graph_are_its_stages_each_once() -> None:
+def test_producers_contain_each_stage_once() -> None:
     inputs = {"a": ["input"], "b": ["a.x", "a.y", "input"], "c": ["a", "b", "target"]}
     assert producers(topology.build_graph(inputs)) == {"a": (), "b": ("a",), "c": ("a", "b")}

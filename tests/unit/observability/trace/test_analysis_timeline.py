@@ -13,7 +13,7 @@ from rpcmp.config.topology import Member
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.driver.tracing import STEPS_SAMPLED, StepSampler
 from rpcmp.errors import JobError
-from rpcmp.observability.events.event import Event, Json
+from rpcmp.observability.events import Event, Json
 from rpcmp.observability.trace import chrome
 from rpcmp.observability.trace.analysis import timeline
 from rpcmp.observability.trace.spans import Kind, Span
@@ -35,7 +35,7 @@ def stage(event: dict[str, Any], label: str) -> dict[str, Any]:
     return cast(dict[str, Any], found)
 
 
-def test_a_step_lasts_until_the_next_one_begins_anywhere() -> None:
+def test_timeline_lasts_until_the_next_step_starts_at_any_stage() -> None:
     event = shown(ZERO_BUBBLE, 1)
     assert (event["event"], event["step"], event["seconds"]) == ("timeline", 1, 8 * MS)
     assert stage(event, "stage0")["spans"] == [
@@ -52,7 +52,7 @@ def test_a_step_lasts_until_the_next_one_begins_anywhere() -> None:
     assert event["bottleneck"].startswith("bottleneck: stage")
 
 
-def test_spans_idle_time_and_shares_are_of_the_same_time() -> None:
+def test_timeline_spans_idle_times_and_shares_cover_the_same_time() -> None:
     event = shown(SLOW_LINKS, 1)
     for each in event["stages"]:
         assert sum(each["busy"].values()) + sum(each["lost"].values()) == pytest.approx(1)
@@ -64,7 +64,7 @@ def test_spans_idle_time_and_shares_are_of_the_same_time() -> None:
             assert found == pytest.approx(share * event["seconds"])
 
 
-def test_what_still_goes_on_of_the_step_before_is_seen_as_well() -> None:
+def test_timeline_shows_spans_of_the_step_before_that_still_run() -> None:
     event = shown(
         """
         stage0  F0 .  B0 O  F0 .  B0 O  F0
@@ -75,18 +75,18 @@ def test_what_still_goes_on_of_the_step_before_is_seen_as_well() -> None:
     assert [span[0] for span in stage(event, "stage1")["spans"]] == ["W", "O", "F", "B"]
 
 
-def test_an_evaluation_after_a_step_is_no_part_of_it() -> None:
+def test_timeline_excludes_an_evaluation_after_the_step() -> None:
     event = shown("stage0  F0 B0 O  .  .  .  .  F0 B0 O", 1)
     assert event["seconds"] == 3 * MS
     assert stage(event, "stage0")["idle"] == []
 
 
 @pytest.mark.parametrize("step", [2, 3])
-def test_a_step_that_is_not_whole_is_not_shown(step: int) -> None:
+def test_timeline_is_none_for_an_incomplete_step(step: int) -> None:
     assert timeline(drawn(ZERO_BUBBLE), step) is None
 
 
-def test_a_stage_keeps_what_it_did_in_its_last_steps() -> None:
+def test_stage_keeps_the_spans_of_its_last_steps() -> None:
     recorder = Recorder()
     recorder.add("F", 1, 0, 0, 0)
     cursor = recorder.keep(STEPS_SAMPLED)
@@ -164,7 +164,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> type[Clock]:
     return Clock
 
 
-def test_a_step_is_shown_every_other_second_on_the_drivers_clock(clock: type[Clock]) -> None:
+def test_sampler_emits_a_step_every_other_second_on_the_drivers_clock(clock: type[Clock]) -> None:
     stages, events = Stages(), list[dict[str, Any]]()
     follower = StepSampler(job(), cast(StageGroup, stages), keep(events), 2.0)
     for step in range(1, 11):  # half a second each
@@ -179,7 +179,7 @@ def test_a_step_is_shown_every_other_second_on_the_drivers_clock(clock: type[Clo
     assert first["spans"] == second["spans"] == [["F", 0, 0.0, 0.001], ["B", 0, 0.001, 0.002]]
 
 
-def test_steps_that_take_long_to_show_are_shown_less_often(
+def test_sampler_emits_less_often_if_steps_take_long_to_analyse(
     clock: type[Clock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spent = iter(range(0, 1000, 3))  # hundredths of a second of a processor
@@ -195,7 +195,7 @@ def test_steps_that_take_long_to_show_are_shown_less_often(
     assert stages.asked == [2, 5, 8]
 
 
-def test_an_answer_that_takes_its_time_holds_nobody_up(clock: type[Clock]) -> None:
+def test_sampler_does_not_block_training_on_a_slow_response(clock: type[Clock]) -> None:
     stages, events = Stages(), list[dict[str, Any]]()
     stages.may_answer.clear()
     follower = StepSampler(job(), cast(StageGroup, stages), keep(events), 2.0)
@@ -208,7 +208,7 @@ def test_an_answer_that_takes_its_time_holds_nobody_up(clock: type[Clock]) -> No
     assert [event["step"] for event in events] == [1]
 
 
-def test_a_stage_that_is_lost_is_the_training_s_business(clock: type[Clock]) -> None:
+def test_sampler_ignores_a_lost_stage(clock: type[Clock]) -> None:
     stages, events = Stages(), list[dict[str, Any]]()
     stages.error = JobError("the worker is gone")
     follower = StepSampler(job(), cast(StageGroup, stages), keep(events), 2.0)
@@ -221,7 +221,7 @@ def test_a_stage_that_is_lost_is_the_training_s_business(clock: type[Clock]) -> 
     assert follower._showing.exception() is None
 
 
-def test_the_last_steps_are_written_as_a_trace(tmp_path: Path) -> None:
+def test_sampler_writes_the_last_steps_as_a_trace(tmp_path: Path) -> None:
     events = list[dict[str, Any]]()
     follower = StepSampler(job(), cast(StageGroup, Stages()), keep(events), 2.0)
     follower.write(tmp_path / "trace.json.gz")

@@ -74,7 +74,7 @@ def _faults_of_arrows(events: list[Event]) -> Iterator[str]:
 @pytest.mark.parametrize(
     "trace", [drawn(SLOW_LINKS), drawn(DIAMOND, DIAMOND_PRODUCERS)], ids=["chain", "diamond"]
 )
-def test_a_run_keeps_the_rules_of_the_format(trace: Trace) -> None:
+def test_events_of_a_run_obey_the_format(trace: Trace) -> None:
     events = list(Events(trace))
     assert list(faults(events)) == []
     for event in (e for e in events if e["ph"] in "sf"):  # in order, and strictly inside
@@ -86,17 +86,17 @@ def test_a_run_keeps_the_rules_of_the_format(trace: Trace) -> None:
 
 @settings(deadline=None, derandomize=True)
 @given(traces())
-def test_any_trace_keeps_the_rules_of_the_format(trace: Trace) -> None:
+def test_events_of_any_trace_obey_the_format(trace: Trace) -> None:
     assert list(faults(list(Events(trace)))) == []
 
 
 @given(st.integers(0, 10**15))
-def test_cutting_off_and_rounding_give_the_nanoseconds_back(exact: int) -> None:
+def test_microseconds_give_the_nanoseconds_if_truncated_or_rounded(exact: int) -> None:
     value = json.loads(json.dumps(microseconds(exact)))
     assert int(value * 1000) == round(value * 1000) == exact
 
 
-def test_a_stage_shows_what_it_computes_why_it_idles_and_what_is_under_way_to_it() -> None:
+def test_stage_shows_computation_idle_time_and_transfers_to_it() -> None:
     events = list(Events(drawn("a F0 ~ ~ ~ ~ B0\nb . ~ - F0 . .")))
     names = [e["args"]["name"] for e in events if e["ph"] == "M" and "name" in e["args"]]
     assert names == ["a on host-a", "compute", "b on host-b", "compute", "transfer 1"]
@@ -119,7 +119,7 @@ def test_a_stage_shows_what_it_computes_why_it_idles_and_what_is_under_way_to_it
     assert transfer["dur"] == 1000
 
 
-def test_transfers_that_overlap_lie_on_threads_of_their_own() -> None:
+def test_overlapping_transfers_are_on_separate_threads() -> None:
     trace = drawn("a F0 F1 F2 . . .\nb . . . F0 F1 F2")
     early, late = trace.tracks
     spans = tuple(span._replace(ready_ns=3_000_000) for span in late.spans)
@@ -130,7 +130,7 @@ def test_transfers_that_overlap_lie_on_threads_of_their_own() -> None:
 
 @settings(deadline=None, derandomize=True)
 @given(trace=traces(), name=st.sampled_from(["run.json", "run.json.gz"]))
-def test_reading_gives_the_tracks_that_were_written(
+def test_read_returns_the_tracks_that_were_written(
     tmp_path_factory: pytest.TempPathFactory, trace: Trace, name: str
 ) -> None:
     path = tmp_path_factory.getbasetemp() / name
@@ -145,7 +145,7 @@ def test_clocks_are_aligned_when_a_trace_is_made() -> None:
     assert trace.tracks[0].spans == (Span(Kind.FORWARD, 1, 0, 105, 110, 120),)
 
 
-def test_a_file_is_an_object_whose_events_come_first(tmp_path: Path) -> None:
+def test_file_is_an_object_with_the_events_first(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     chrome.write(drawn(SLOW_LINKS), path)
     document = json.loads(path.read_text())
@@ -159,13 +159,13 @@ def test_a_file_is_an_object_whose_events_come_first(tmp_path: Path) -> None:
     }
 
 
-def test_a_trace_that_ends_in_gz_is_compressed(tmp_path: Path) -> None:
+def test_file_is_compressed_if_its_name_ends_in_gz(tmp_path: Path) -> None:
     path = tmp_path / "run.json.gz"
     chrome.write(drawn(SLOW_LINKS), path)
     assert json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
 
 
-def test_a_file_may_hold_no_spans_and_other_events(tmp_path: Path) -> None:
+def test_read_accepts_other_events_and_no_spans(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text(document({"ph": "C", "name": "memory"}, None, {"no": "event"}))
     assert chrome.read(path).tracks == (Track("a", "h", ()),)
@@ -192,7 +192,7 @@ def document(*events: Any) -> str:
         (document({**GOOD_SPAN, "ts": float("inf")}), "infinity"),
     ],
 )
-def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+def test_read_refuses_a_file_that_is_not_a_trace(tmp_path: Path, text: str, reason: str) -> None:
     path = tmp_path / "run.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=rf"run.json is not a trace .*: .*{reason}"):
@@ -203,14 +203,14 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, text: str, reason: s
     ("content", "reason"),
     [(b"no gzip", "Not a gzipped file"), (gzip.compress(b"[]" * 99, mtime=0)[:20], "ended before")],
 )
-def test_a_broken_archive_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
+def test_read_refuses_a_broken_archive(tmp_path: Path, content: bytes, reason: str) -> None:
     path = tmp_path / "run.json.gz"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=rf"run.json.gz.*{reason}"):
         chrome.read(path)
 
 
-def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+def test_read_refuses_a_missing_file_and_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read the trace .*: No such file"):
         chrome.read(tmp_path / "run.json")
     with pytest.raises(ConfigError, match=r"cannot write the trace .*: Is a directory"):

@@ -10,7 +10,7 @@ import pytest
 
 from rpcmp.errors import ConfigError
 from rpcmp.observability.trace import plot
-from rpcmp.observability.trace.window import choose_window
+from rpcmp.observability.trace.spans import choose_window
 from tests.support.traces import SLOW_LINKS, ZERO_BUBBLE, drawn
 
 
@@ -39,18 +39,18 @@ def test_the_title_names_the_steps_and_the_bubble_and_the_legend_what_is_drawn()
     assert texts == ["forward", "backward", "optimizer"]
 
 
-def test_numbers_that_do_not_fit_are_left_out() -> None:
+def test_plot_leaves_out_numbers_that_do_not_fit() -> None:
     trace = drawn(f"stage0 F0 {'. ' * 300} B0")
     assert list(plot.figure(trace, choose_window(trace)).axes[0].texts) == []
 
 
-def test_the_file_is_a_png_whatever_its_name(tmp_path: Path) -> None:
+def test_plot_is_a_png_for_any_file_name(tmp_path: Path) -> None:
     trace = drawn(SLOW_LINKS)
     plot.write_png(trace, choose_window(trace), tmp_path / "picture")
     assert (tmp_path / "picture").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_missing_matplotlib_says_how_to_install_it(
+def test_error_says_how_to_install_matplotlib_if_it_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -58,6 +58,6 @@ def test_a_missing_matplotlib_says_how_to_install_it(
         plot.write_png(drawn(SLOW_LINKS), choose_window(drawn(SLOW_LINKS)), tmp_path / "a.png")
 
 
-def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_error_names_a_diagram_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot write the diagram .*: Is a directory"):
         plot.write_png(drawn(SLOW_LINKS), choose_window(drawn(SLOW_LINKS)), tmp_path)

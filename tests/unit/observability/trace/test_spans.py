@@ -27,7 +27,7 @@ def ping(offset_ns: int, sent_ns: int, there_ns: int, back_ns: int) -> Ping:
 
 
 @given(offsets, times, delays, delays)
-def test_the_error_is_at_most_half_of_the_asymmetry(
+def test_clock_error_is_at_most_half_of_the_asymmetry(
     offset_ns: int, sent_ns: int, there_ns: int, back_ns: int
 ) -> None:
     found = estimate([ping(offset_ns, sent_ns, there_ns, back_ns)])
@@ -35,7 +35,7 @@ def test_the_error_is_at_most_half_of_the_asymmetry(
 
 
 @given(offsets, st.lists(st.tuples(times, delays, delays), min_size=1))
-def test_the_fastest_of_many_pings_bounds_the_error(
+def test_clock_error_is_bounded_by_the_fastest_ping(
     offset_ns: int, sent: list[tuple[int, int, int]]
 ) -> None:
     found = estimate(ping(offset_ns, *one) for one in sent)
@@ -44,7 +44,7 @@ def test_the_fastest_of_many_pings_bounds_the_error(
 
 
 @given(offsets, st.floats(-1e-3, 1e-3), times, st.integers(1, 10**13), delays, delays, st.data())
-def test_between_two_estimates_a_drifting_clock_is_as_exact_as_they_are(
+def test_drifting_clock_is_as_exact_as_its_estimates_between_them(
     offset_ns: int,
     drift: float,
     begin_ns: int,
@@ -67,11 +67,11 @@ def _estimate(truth: Clock, at_ns: int, error_ns: int) -> ClockEstimate:
     return ClockEstimate(at_ns, truth.to_driver(at_ns) - at_ns + error_ns)
 
 
-def test_one_estimate_twice_gives_its_offset() -> None:
+def test_clock_has_no_drift_if_both_estimates_are_equal() -> None:
     once = ClockEstimate(remote_ns=100, offset_ns=7)
     assert between(once, once).to_driver(1_000) == 1_007
 
 
 @pytest.mark.parametrize("ns", [0, 10**15 + 1])
-def test_the_drivers_clock_needs_nothing(ns: int) -> None:
+def test_drivers_clock_changes_no_time(ns: int) -> None:
     assert DRIVER_CLOCK.to_driver(ns) == ns

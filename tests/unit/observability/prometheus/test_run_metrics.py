@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from rpcmp.config.topology import DRIVER
 from rpcmp.job.telemetry import Vitals
-from rpcmp.observability.prometheus.registry import Family, Store, Tally
-from rpcmp.observability.prometheus.run import RunMetrics
+from rpcmp.observability.prometheus.registry import Family, RestartTotals, Store
+from rpcmp.observability.prometheus.run_metrics import RunMetrics
 from tests.support.runevents import typed
 from tests.support.scraping import Samples, of, value
 
@@ -29,7 +29,7 @@ def told(metrics: RunMetrics) -> Samples:
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 100)), max_size=30))
 def test_counters_never_fall(seen: list[tuple[int, int]]) -> None:
-    tally, before = Tally(), 0.0
+    tally, before = RestartTotals(), 0.0
     for source, count in sorted(seen, key=lambda pair: pair[0]):
         total = tally.total("key", source, count)
         assert total >= before
@@ -40,14 +40,14 @@ def test_counters_never_fall(seen: list[tuple[int, int]]) -> None:
     assert before == sum(highest.values())
 
 
-def test_what_is_counted_goes_on_where_the_process_before_it_ended() -> None:
-    tally = Tally()
+def test_totals_continue_after_a_process_is_replaced() -> None:
+    tally = RestartTotals()
     assert [tally.total("a", 1, n) for n in (5, 9)] == [5, 9]
     assert [tally.total("a", 2, n) for n in (0, 3, 12)] == [9, 12, 21]
     assert tally.total("b", 2, 7) == 7
 
 
-def test_labels_have_to_be_those_of_the_family() -> None:
+def test_store_refuses_labels_of_another_family() -> None:
     store = Store([Family("x", "gauge", "An x", ("stage",))])
     with pytest.raises(ValueError, match="has the labels"):
         store.set("x", 1.0)
@@ -87,7 +87,7 @@ def vitals(generation: int, links: dict[tuple[str, str], int], **workers: Any) -
     return event("vitals", generation, step=1, workers=workers, driver={}, links=told)
 
 
-def test_steps_add_up() -> None:
+def test_metrics_of_steps_add_up() -> None:
     metrics = RunMetrics()
     for number in (1, 2):
         metrics.tell(typed(step(number, a={"F": 0.01, "B": 0.02, "W": 0.0, "O": 0.005})))
@@ -104,14 +104,14 @@ def test_steps_add_up() -> None:
     assert not of(found, "rpcmp_idle_seconds_total", "kind")  # nobody knows the reasons yet
 
 
-def test_each_parameter_group_has_its_learning_rate_where_there_are_several() -> None:
+def test_parameter_groups_have_learning_rates_if_a_stage_has_several() -> None:
     metrics = RunMetrics()
     metrics.tell(typed({**step(1, a={}, b={}), "group_learning_rates": {"a": [0.5, 0.25]}}))
     found = of(told(metrics), "rpcmp_group_learning_rate", "group")
     assert found == {("0",): 0.5, ("1",): 0.25}
 
 
-def test_idle_time_is_divided_by_its_reasons_and_none_is_lost() -> None:
+def test_idle_time_is_divided_completely_among_its_reasons() -> None:
     metrics = RunMetrics()
     busy = {"F": 0.02, "B": 0.02, "W": 0.0, "O": 0.0}  # of 0.1 s
     lost = {"bubble": 0.3, "network": 0.1, "overhead": 0.0}
@@ -126,7 +126,7 @@ def test_idle_time_is_divided_by_its_reasons_and_none_is_lost() -> None:
     assert sum(found.values()) == pytest.approx(3 * 0.06)
 
 
-def test_bytes_and_processor_time_go_on_over_generations() -> None:
+def test_bytes_and_cpu_time_accumulate_over_generations() -> None:
     metrics = RunMetrics()
     seen = []
     for generation, count, pid, seconds in (
@@ -150,7 +150,7 @@ def test_bytes_and_processor_time_go_on_over_generations() -> None:
     assert value(found, "rpcmp_generation") == 2
 
 
-def test_a_process_is_in_one_state() -> None:
+def test_process_is_in_exactly_one_state() -> None:
     metrics = RunMetrics()
     for state in ("running", "lost"):
         metrics.tell(typed(vitals(1, {}, a=process(7, state=state))))
@@ -158,7 +158,7 @@ def test_a_process_is_in_one_state() -> None:
     assert [state for (state,), is_in in states.items() if is_in] == ["lost"]
 
 
-def test_a_driver_process_that_dies_before_its_first_sign_of_life_is_no_problem() -> None:
+def test_metrics_accept_a_driver_that_died_before_its_first_vitals() -> None:
     metrics, known = RunMetrics(), Vitals()
     for generation in (1, 2):
         known.start_generation()
@@ -169,18 +169,20 @@ def test_a_driver_process_that_dies_before_its_first_sign_of_life_is_no_problem(
     assert value(found, "rpcmp_memory_bytes", stage=DRIVER) is None
 
 
-def test_a_checkpoint_ages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_age_follows_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = RunMetrics()
     assert value(told(metrics), "rpcmp_checkpoint_age_seconds") is None  # there is none
     metrics.tell(typed(event("checkpoint", step=3, seconds=0.5, bytes=4096, path="somewhere")))
     for now, age in ((1007.0, 7.0), (1030.0, 30.0), (990.0, 0.0)):  # clocks are set back
-        monkeypatch.setattr("rpcmp.observability.prometheus.run.time.time", lambda now=now: now)
+        monkeypatch.setattr(
+            "rpcmp.observability.prometheus.run_metrics.time.time", lambda now=now: now
+        )
         assert value(told(metrics), "rpcmp_checkpoint_age_seconds") == age
     assert value(told(metrics), "rpcmp_checkpoint_duration_seconds") == 0.5
     assert value(told(metrics), "rpcmp_checkpoints_total") == 1
 
 
-def test_events_that_are_no_figures_are_no_problem() -> None:
+def test_metrics_ignore_events_without_values() -> None:
     metrics = RunMetrics()
     for name in ("warning", "log", "resumed", "end", "report"):
         metrics.tell(typed(event(name, text="t")))

@@ -1,13 +1,15 @@
-"""The figures of a run, made of its events."""
+"""The metrics of a run, made from its events."""
 
 from __future__ import annotations
 
 import time
 
 from rpcmp.config.topology import DRIVER
-from rpcmp.observability.events.definitions import (
+from rpcmp.observability.events import (
+    WORKER_STATES,
     CheckpointEvent,
     EvalEvent,
+    Event,
     FaultEvent,
     RunEvent,
     StartEvent,
@@ -15,10 +17,7 @@ from rpcmp.observability.events.definitions import (
     TimelineEvent,
     VitalsEvent,
 )
-from rpcmp.observability.events.event import Event
-from rpcmp.observability.prometheus.registry import Family, Store, Tally
-
-STATES = ("claimed", "building", "running", "ended", "lost")
+from rpcmp.observability.prometheus.registry import Family, RestartTotals, Store
 
 KINDS = {"F": "forward", "B": "backward", "W": "weight", "O": "optimizer"}
 
@@ -98,26 +97,21 @@ FAMILIES = [
     Family("rpcmp_checkpoint_size_bytes", "gauge", "Of the last checkpoint's files"),
     Family("rpcmp_checkpoints", "counter", "Checkpoints that have been written"),
 ]
-"""All that a run can serve. `stage` is the label of a worker, or "driver"."""
+"""All metrics of a run. `stage` is the label of a worker, or "driver"."""
 
 
 class RunMetrics:
-    """Observes a run.
-
-    Attributes:
-        store: the figures so far.
-    """
+    """An observer that keeps the metrics of a run in `store`."""
 
     name = "metrics"
 
     def __init__(self) -> None:
         self.store = Store(FAMILIES)
-        self._tally = Tally()
+        self._totals = RestartTotals()
         self._shares: dict[str, dict[str, float]] = {}
-        self._waiting: dict[str, float] = {}
+        self._idle_seconds: dict[str, float] = {}
 
     def tell(self, event: Event) -> None:
-        """Take in an event."""
         if event.generation is not None:
             self.store.set("rpcmp_generation", event.generation)
         match event:
@@ -143,7 +137,7 @@ class RunMetrics:
                 self._checkpoint(event)
 
     def close(self) -> None:
-        """Nothing to finish: what was last stands until the process ends."""
+        """Keep the last values, which are served until the process ends."""
 
     def _step(self, event: StepEvent) -> None:
         store, seconds = self.store, event.step_s
@@ -169,8 +163,8 @@ class RunMetrics:
             for kind, of_kind in busy.items():
                 store.add("rpcmp_busy_seconds", of_kind, stage, KINDS[kind])
             idle = max(0.0, seconds - sum(busy.values()))
-            self._waiting[stage] = self._waiting.get(stage, 0.0) + idle
-            self._divide(stage)
+            self._idle_seconds[stage] = self._idle_seconds.get(stage, 0.0) + idle
+            self._count_idle(stage)
 
     def _timeline(self, event: TimelineEvent) -> None:
         for stage in event.stages:
@@ -178,34 +172,34 @@ class RunMetrics:
             self._shares[label] = lost
             for kind, share in lost.items():
                 self.store.set("rpcmp_idle_share", share, label, kind)
-            self._divide(label)
+            self._count_idle(label)
 
-    def _divide(self, stage: str) -> None:
-        """Count idle time by its reasons, as soon as these are known."""
+    def _count_idle(self, stage: str) -> None:
+        """Divide the idle time among its reasons, as soon as a timeline has given their shares."""
         shares = self._shares.get(stage)
         if shares is None:
             return
-        whole = sum(shares.values())
-        idle = self._waiting.pop(stage, 0.0)
+        total = sum(shares.values())
+        idle = self._idle_seconds.pop(stage, 0.0)
         for kind, share in shares.items():
-            part = share / whole if whole else 1 / len(shares)
+            part = share / total if total else 1 / len(shares)
             self.store.add("rpcmp_idle_seconds", idle * part, stage, kind)
 
     def _vitals(self, event: VitalsEvent) -> None:
-        store, tally = self.store, self._tally
+        store, totals = self.store, self._totals
         processes = {**event.workers, **({DRIVER: event.driver} if event.driver else {})}
         for stage, process in processes.items():
             store.set("rpcmp_memory_bytes", process["memory"], stage)
             store.set("rpcmp_in_flight_microbatches", process["in_flight"], stage)
             store.set("rpcmp_restarts", process["restarts"], stage)
-            for state in STATES:
+            for state in WORKER_STATES:
                 store.set("rpcmp_worker_state", state == process["state"], stage, state)
             if process["pid"]:
-                total = tally.total(stage, process["pid"], process["cpu_seconds"])
+                total = totals.total(stage, process["pid"], process["cpu_seconds"])
                 store.set("rpcmp_cpu_seconds", total, stage)
         for link in event.links:
             pair = link["from"], link["to"]
-            total = tally.total(pair, event.generation, link["bytes"])
+            total = totals.total(pair, event.generation, link["bytes"])
             store.set("rpcmp_link_bytes", total, *pair)
             if link["rtt_s"]:
                 store.set("rpcmp_link_round_trip_seconds", link["rtt_s"], *pair)

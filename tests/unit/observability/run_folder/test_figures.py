@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rpcmp.observability.run_folder.compare import Comparison, compare
+from rpcmp.observability.run_folder.figures import Comparison, compare
 from rpcmp.observability.run_folder.reader import read
 from tests.support import runs
 
@@ -21,7 +21,7 @@ def compared(folder: Path, *each: tuple[dict[str, Any], list[float]]) -> Compari
     return compare(found)
 
 
-def test_one_run_in_figures(tmp_path: Path) -> None:
+def test_figures_describe_one_run(tmp_path: Path) -> None:
     found = compared(tmp_path, ({}, [2.0, 1.0, 0.5, 0.25]))
     assert {name: value for name, (value,) in found.figures} == {
         "outcome": "done",
@@ -51,7 +51,7 @@ def test_one_run_in_figures(tmp_path: Path) -> None:
     assert found.settings == []
 
 
-def test_settings_that_differ_are_named_and_no_others(tmp_path: Path) -> None:
+def test_comparison_names_only_the_settings_that_differ(tmp_path: Path) -> None:
     other = {"seed": 3, "optimizer": {"callable": "torch.optim:Adam", "kwargs": {"lr": 0.1}}}
     found = compared(tmp_path, ({}, [1.0]), (other, [1.0]))
     settings = dict(found.settings)
@@ -70,7 +70,7 @@ def test_settings_that_differ_are_named_and_no_others(tmp_path: Path) -> None:
         ([[float("nan"), 0.3], [float("nan"), 0.3]], 2, None),
     ],
 )
-def test_the_first_step_at_which_bits_differ(
+def test_comparison_names_the_first_step_whose_bits_differ(
     tmp_path: Path, losses: list[list[float]], shared: int, difference: int | None
 ) -> None:
     found = compared(tmp_path, *(({}, each) for each in losses))
@@ -78,7 +78,7 @@ def test_the_first_step_at_which_bits_differ(
     assert str(difference or "bit for bit") in found.verdict
 
 
-def test_losses_are_shown_at_few_steps_from_end_to_end(tmp_path: Path) -> None:
+def test_comparison_shows_losses_at_few_steps_with_both_ends(tmp_path: Path) -> None:
     losses = [1.0 / step for step in range(1, 501)]
     found = compared(tmp_path, ({}, losses), ({}, losses[:400]))
     steps = [step for step, _ in found.losses]

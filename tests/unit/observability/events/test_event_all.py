@@ -9,12 +9,8 @@ import sys
 
 import pytest
 
+from rpcmp.observability.events import EVENTS, Event, own_fields, parse
 from rpcmp.observability.events.__main__ import table
-from rpcmp.observability.events.definitions import (
-    EVENTS,
-    parse,
-)
-from rpcmp.observability.events.event import Event, own_fields
 from tests.support.docs import guide
 from tests.support.places import PACKAGE
 
@@ -70,7 +66,7 @@ def test_the_table_explains_every_key() -> None:
 
 def test_events_are_cheap_to_import() -> None:
     code = """
-import sys, rpcmp.observability.events.definitions
+import sys, rpcmp.observability.events
 print([name for name in ("torch", "pydantic", "rich", "grpc") if name in sys.modules])
 """
     command = [sys.executable, "-c", code]

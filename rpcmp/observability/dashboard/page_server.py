@@ -2,9 +2,9 @@
 
     observer's thread ── tell ──> state <── since ── server's thread ──> browsers
 
-The two share the state and its lock, and nothing else. The server ends with the run; a browser that
-does not take the last message in time is left behind. Connections are bounded in number, so that
-they cannot take the run's file descriptors; and what ends the server does not end the run.
+The two threads share the state and its lock, and nothing else. The server stops with the run, even
+if a browser has not read the last message in time. The number of connections is limited, so that
+they cannot use up the run's file descriptors. If the server fails, the run continues.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from rpcmp.net.accept import BoundedListener, Budget, share
 from rpcmp.net.identity import Credentials
 from rpcmp.observability.dashboard.app import Endpoint, application
 from rpcmp.observability.dashboard.state import State
-from rpcmp.observability.events.event import Event
+from rpcmp.observability.events import Event
 
 LAST_WORDS = 1
-"""Seconds for browsers to take the last message."""
+"""Seconds for browsers to read the last message."""
 
 MOST = 64
-"""Connections at once; more are refused. Fewer if there are few file descriptors."""
+"""Connections at once; more are refused. The limit is lower if there are few descriptors."""
 
 BACKLOG = 128
-"""Connections that the kernel keeps for the server to accept."""
+"""Connections that the kernel queues for the server to accept."""
 
 CLOSE_SECONDS = 10.0
-"""How long the server may take to end."""
+"""Seconds for the server to stop."""
 
 
-class Page:
-    """Serves the page of one run until it is closed.
+class LivePage:
+    """An observer that serves the page of one run until it is closed.
 
     Args:
-        place: where; its socket is closed with the page.
+        place: the endpoint to serve at; its socket is closed with the page.
 
     Raises:
         SecurityError: its certificate cannot be used.
@@ -62,17 +62,13 @@ class Page:
         self._thread.start()
 
     def tell(self, event: Event) -> None:
-        """See Observer.
-
-        Raises:
-            OSError: the server has failed.
-        """
+        """See Observer; raises the server's error if it has failed."""
         self._run.take(event)
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
-        """Send what is left, and stop; see Observer. It never raises."""
+        """Send the last message, and stop; see Observer. It never raises."""
         self._run.end()
         self._server.should_exit = True
         self._thread.join(LAST_WORDS + 1)
@@ -83,7 +79,7 @@ class Page:
         try:
             with place.listener, listener:
                 self._server.run([listener])
-        except (Exception, SystemExit) as error:  # uvicorn exits where it cannot start
+        except (Exception, SystemExit) as error:  # uvicorn exits if it cannot start
             self._failure = error if isinstance(error, Exception) else OSError("it cannot start")
 
 
@@ -93,18 +89,13 @@ class _PageServer(uvicorn.Server):
         self._budget = budget
 
     async def on_tick(self, counter: int) -> bool:
-        """See uvicorn: called ten times a second; whether to stop."""
+        """See uvicorn, which calls it ten times per second; returns whether to stop."""
         self._budget.expire()
         return await super().on_tick(counter)
 
 
 class _PublishedRun:
-    """The run's state, for two threads.
-
-    Attributes:
-        name: no other run has the same.
-        has_ended: whether nothing more will come.
-    """
+    """The run's state, shared by two threads; see RunSource."""
 
     def __init__(self) -> None:
         self.name = secrets.token_hex(4)
@@ -113,22 +104,20 @@ class _PublishedRun:
         self._lock = threading.Lock()
 
     def take(self, event: Event) -> None:
-        """An event."""
         with self._lock:
             self._state.take(event)
 
     def since(self, version: int | None) -> dict[str, Any] | None:
-        """See State. What it returns does not change any more."""
+        # What it returns does not change any more: the state replaces its parts.
         with self._lock:
             return self._state.since(version)
 
     def end(self) -> None:
-        """There will be no more events."""
         self.has_ended = True
 
 
 def _config(app: ASGIApp, place: Endpoint) -> uvicorn.Config:
-    """uvicorn without what a page on loopback has no use for."""
+    """Return uvicorn's config, without features that the page does not need."""
     config = uvicorn.Config(
         app,
         loop="asyncio",
@@ -136,7 +125,7 @@ def _config(app: ASGIApp, place: Endpoint) -> uvicorn.Config:
         ws="none",
         lifespan="off",
         log_config=None,
-        log_level="critical",  # a browser that goes away in the middle is no error
+        log_level="critical",  # a browser that disconnects in the middle is not an error
         access_log=False,
         proxy_headers=False,
         server_header=False,
@@ -150,11 +139,11 @@ def _config(app: ASGIApp, place: Endpoint) -> uvicorn.Config:
 
 
 def _tls(credentials: Credentials) -> ssl.SSLContext:
-    """uvicorn is given it once, and a certificate may be renewed: each connection looks again."""
+    """Return a context that uses the present certificate for each connection; it may be renewed."""
 
     def renew(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
         connection.context = credentials.website()
 
     context = credentials.website()
-    context.sni_callback = renew  # called for those that send no name as well
+    context.sni_callback = renew  # also called for a browser that sends no name
     return context

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rpcmp.config.loader import parse_config
-from rpcmp.driver.stateful_metrics import Metrics
+from rpcmp.driver.evaluation import Metrics
 from rpcmp.errors import ConfigError, FactoryError, JobError
 
 
@@ -93,7 +93,7 @@ READY = Ready()
 def load(more: dict[str, Any] | None = None, **metrics: Any) -> Metrics:
     """The driver's of these, which are callables of this module unless they say otherwise."""
     named = {
-        name: f"tests.unit.driver.test_stateful_metrics:{metric}"
+        name: f"tests.unit.driver.test_evaluation_metrics:{metric}"
         if isinstance(metric, str)
         else metric
         for name, metric in metrics.items()
@@ -108,7 +108,7 @@ def gives(result: Any) -> dict[str, float]:
     return Metrics({"m": Gives(result)}).compute()
 
 
-def test_only_those_with_a_state_are_the_drivers() -> None:
+def test_driver_computes_only_metrics_with_a_state() -> None:
     found = load(
         one="Gives",
         function={"callable": "rpcmp.metrics:accuracy"},
@@ -119,9 +119,9 @@ def test_only_those_with_a_state_are_the_drivers() -> None:
     assert found.names == ["one", "made"]
 
 
-def test_one_that_is_made_already_takes_no_arguments() -> None:
+def test_metric_instance_takes_no_arguments() -> None:
     assert load(m="READY").names == ["m"]
-    ready = "tests.unit.driver.test_stateful_metrics:READY"
+    ready = "tests.unit.driver.test_evaluation_metrics:READY"
     with pytest.raises(FactoryError, match="is made already: it takes no kwargs"):
         load(m={"callable": ready, "kwargs": {"num_classes": 3}})
 
@@ -138,12 +138,12 @@ def test_one_that_is_made_already_takes_no_arguments() -> None:
         ),
     ],
 )
-def test_what_is_no_metric_is_refused_before_anything_starts(metric: Any, message: str) -> None:
+def test_load_refuses_objects_that_are_not_metrics(metric: Any, message: str) -> None:
     with pytest.raises(FactoryError, match=message):
         load(m=metric)
 
 
-def test_nothing_is_decided_by_a_key_of_a_mean() -> None:
+def test_load_refuses_to_watch_a_key_of_a_mean() -> None:
     watched = {"early_stopping": {"metric": "m.f1"}}
     assert load(watched, m="Gives").names == ["m"]
     with pytest.raises(
@@ -154,7 +154,7 @@ def test_nothing_is_decided_by_a_key_of_a_mean() -> None:
         load(watched, m={"callable": "no_such_module_here:F1"})
 
 
-def test_results_are_numbers_or_dicts_of_them() -> None:
+def test_compute_accepts_numbers_and_dicts_of_numbers() -> None:
     assert gives(3) == {"m": 3.0}
     assert gives(torch.tensor(0.25, dtype=torch.bfloat16)) == {"m": 0.25}
     assert gives(torch.tensor([2])) == {"m": 2.0}
@@ -176,12 +176,12 @@ def test_results_are_numbers_or_dicts_of_them() -> None:
         ({1: 0.0, "1": 1.0}, r"two metrics are called 'm\.1'"),
     ],
 )
-def test_anything_else_is_an_error(result: Any, message: str) -> None:
+def test_compute_refuses_other_results(result: Any, message: str) -> None:
     with pytest.raises(FactoryError, match=message):
         gives(result)
 
 
-def test_a_metric_that_raises_is_named_with_what_it_got() -> None:
+def test_error_names_a_metric_that_raises_and_its_arguments() -> None:
     metrics = Metrics({"m": Gives(fails="three classes?")})
     with pytest.raises(JobError) as raised:
         metrics.update({"a": torch.zeros(2, 3)}, torch.zeros(2))
@@ -192,12 +192,15 @@ def test_a_metric_that_raises_is_named_with_what_it_got() -> None:
     assert Path(__file__).name in str(raised.value)
 
 
-def test_an_f1_of_micro_batches_is_that_of_the_whole() -> None:
+def test_f1_over_micro_batches_equals_f1_of_the_whole() -> None:
     generator = torch.Generator().manual_seed(0)
     outputs = torch.randn(50, 3, generator=generator)
     targets = torch.randint(0, 3, (50,), generator=generator)
     metrics = load(
-        f1={"callable": "tests.unit.driver.test_stateful_metrics:F1", "kwargs": {"num_classes": 3}}
+        f1={
+            "callable": "tests.unit.driver.test_evaluation_metrics:F1",
+            "kwargs": {"num_classes": 3},
+        }
     )
     whole = F1(num_classes=3)
     whole.update(outputs, targets)

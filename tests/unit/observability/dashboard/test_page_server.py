@@ -18,7 +18,7 @@ from rpcmp.errors import ConfigError, SecurityError
 from rpcmp.net import authority, identity
 from rpcmp.observability.dashboard import app as places
 from rpcmp.observability.dashboard.app import Endpoint
-from rpcmp.observability.dashboard.server import Page
+from rpcmp.observability.dashboard.page_server import LivePage
 from tests.support import pageevents
 from tests.support.pageevents import Event
 from tests.support.runevents import typed
@@ -27,8 +27,8 @@ BEGUN: list[Event] = [event for event in pageevents.run(40) if event["event"] !=
 
 
 @contextlib.contextmanager
-def serving(place: Endpoint) -> Iterator[Page]:
-    page = Page(place)
+def serving(place: Endpoint) -> Iterator[LivePage]:
+    page = LivePage(place)
     try:
         for event in BEGUN:
             page.tell(typed(event))
@@ -85,7 +85,7 @@ def message(stream: http.client.HTTPResponse) -> tuple[str, Any]:
     raise AssertionError("the stream has ended")
 
 
-def test_the_page_and_its_files_come_with_a_policy_that_lets_nothing_else_in(
+def test_page_and_files_have_a_strict_content_policy(
     here: Endpoint,
 ) -> None:
     for path, kind in (
@@ -107,11 +107,11 @@ def test_the_page_and_its_files_come_with_a_policy_that_lets_nothing_else_in(
 @pytest.mark.parametrize(
     "path", ["/nothing.js", "/../server.py", "/..%2fserver.py", "//etc/passwd", "/vendor/"]
 )
-def test_other_files_are_not_there(here: Endpoint, path: str) -> None:
+def test_server_has_no_other_files(here: Endpoint, path: str) -> None:
     assert get(here, path)[0] == 404
 
 
-def test_on_loopback_only_its_own_names_are_answered(here: Endpoint) -> None:
+def test_server_refuses_another_host_name_on_loopback(here: Endpoint) -> None:
     for name in ("127.0.0.1", "localhost", "[::1]"):
         assert get(here, "/", {"Host": f"{name}:{here.port}"})[0] == 200
     for forwarded in ("127.0.0.1", "localhost:1"):
@@ -121,12 +121,12 @@ def test_on_loopback_only_its_own_names_are_answered(here: Endpoint) -> None:
             assert get(here, path, {"Host": host})[0] == 403
 
 
-def test_nothing_can_be_sent(here: Endpoint) -> None:
+def test_server_refuses_post_requests(here: Endpoint) -> None:
     assert get(here, "/", method="POST")[0] == 405
     assert get(here, "/events", method="DELETE")[0] == 405
 
 
-def test_who_comes_back_is_told_what_it_missed(here: Endpoint) -> None:
+def test_reconnecting_browser_gets_the_changes_that_it_missed(here: Endpoint) -> None:
     with contextlib.closing(connection(here)) as line:
         line.request("GET", "/events")
         stream = line.getresponse()
@@ -150,7 +150,7 @@ def test_who_comes_back_is_told_what_it_missed(here: Endpoint) -> None:
             assert message(line.getresponse())[1]["is_all"]
 
 
-def test_the_last_message_is_that_the_run_has_ended() -> None:
+def test_stream_ends_with_the_end_of_the_run() -> None:
     place = Endpoint.open("127.0.0.1:0", None)
     with contextlib.closing(connection(place)) as line:
         with serving(place) as page:
@@ -165,7 +165,7 @@ def test_the_last_message_is_that_the_run_has_ended() -> None:
         socket.create_connection(("127.0.0.1", place.port), 5)
 
 
-def test_a_browser_that_takes_nothing_holds_nobody_up() -> None:
+def test_server_serves_others_while_a_browser_reads_nothing() -> None:
     place = Endpoint.open("127.0.0.1:0", None)
     with socket.socket() as idle, serving(place) as page:
         idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
@@ -180,7 +180,7 @@ def test_a_browser_that_takes_nothing_holds_nobody_up() -> None:
             assert len(message(line.getresponse())[1]["entries"]) > 100
 
 
-def test_elsewhere_only_who_has_the_token_is_answered(certs: Path) -> None:
+def test_server_requires_the_token_elsewhere(certs: Path) -> None:
     place = Endpoint.open("0.0.0.0:0", certs)
     assert place.token is not None
     assert place.url == f"https://driver.example:{place.port}/?token={place.token}"
@@ -214,13 +214,13 @@ def test_elsewhere_only_who_has_the_token_is_answered(certs: Path) -> None:
             assert plain.recv(100)[:4] != b"HTTP"
 
 
-def test_elsewhere_needs_a_certificate() -> None:
+def test_server_requires_a_certificate_elsewhere() -> None:
     for address in ("0.0.0.0:0", "192.0.2.1:80", "[::]:0", "host-a:8080"):
         with pytest.raises(ConfigError, match="certs issue DIR --driver"):
             Endpoint.open(address, None)
 
 
-def test_a_certificate_that_cannot_be_used_is_refused(certs: Path, tmp_path: Path) -> None:
+def test_endpoint_refuses_an_unusable_certificate(certs: Path, tmp_path: Path) -> None:
     folder = tmp_path / "certs"
     shutil.copytree(certs, folder)
     (folder / "tls.key").chmod(0o644)
@@ -228,7 +228,7 @@ def test_a_certificate_that_cannot_be_used_is_refused(certs: Path, tmp_path: Pat
         Endpoint.open("0.0.0.0:0", folder)
 
 
-def test_a_certificate_that_was_renewed_is_shown(certs: Path, tmp_path: Path) -> None:
+def test_server_uses_a_renewed_certificate(certs: Path, tmp_path: Path) -> None:
     folder = tmp_path / "own"
     shutil.copytree(certs, folder)
     renewed = authority.issue(certs.parent, "renewed", identity.DRIVER, ["driver.example"], 2)
@@ -250,17 +250,17 @@ def test_a_certificate_that_was_renewed_is_shown(certs: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("address", ["config.toml", "127.0.0.1", "127.0.0.1:x", "1:2:3:x", "", " "])
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_endpoint_refuses_an_invalid_address(address: str) -> None:
     with pytest.raises(ConfigError, match=r"not \[HOST:\]PORT.*a bare --ui comes after CONFIG"):
         Endpoint.open(address, None)
 
 
-def test_a_port_that_is_taken_is_refused_if_it_was_asked_for(here: Endpoint) -> None:
+def test_endpoint_refuses_a_used_port_if_it_was_given(here: Endpoint) -> None:
     with pytest.raises(ConfigError, match="cannot listen there: Address already in use"):
         Endpoint.open(str(here.port), None)
 
 
-def test_the_default_port_is_any_other_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoint_takes_any_port_if_the_default_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -1,9 +1,4 @@
-"""What several runs have in common, and what not.
-
-What became of a run, in figures.
-
-A comparison as tables of text, for a terminal as for a page.
-"""
+"""The figures of runs, their comparison, and tables of it for terminal and page."""
 
 from __future__ import annotations
 
@@ -16,24 +11,24 @@ from typing import Any
 
 from rpcmp.config.hashes import flat
 from rpcmp.config.types import format_size
-from rpcmp.observability.events.definitions import (
+from rpcmp.observability.events import (
     CheckpointEvent,
     EvalEvent,
+    Event,
     FaultEvent,
     StepEvent,
     SummaryEvent,
     TimelineEvent,
     WarningEvent,
 )
-from rpcmp.observability.events.event import Event
 from rpcmp.observability.run_folder.reader import Record
 
 Figures = dict[str, Any]
-"""By name, in the order of a table; None for what the run's events do not tell."""
+"""Values by name, in the order of a table; None if the run's events lack the value."""
 
 
 def figures(run: Record) -> Figures:
-    """All of them; seconds, and shares between 0 and 1."""
+    """Return all figures of a run; times in seconds, shares between 0 and 1."""
     steps = run.all(StepEvent)
     summary = next(iter(run.all(SummaryEvent)), None)
     return {
@@ -65,7 +60,7 @@ def _seconds(events: Iterable[Event]) -> float | None:
 
 
 def _metrics(run: Record, summary: SummaryEvent | None) -> dict[str, float | None]:
-    """Of the end of the run, or else of its last evaluation."""
+    """Return the metrics of the end of the run, or of its last evaluation."""
     evaluations = run.all(EvalEvent)
     values = summary.metrics if summary else {}
     if not values and evaluations:
@@ -78,32 +73,36 @@ def _finite(value: float) -> float | None:
 
 
 def _median(values: Sequence[float]) -> float | None:
-    """Without the first step, which warms up."""
-    known = [value for value in values[1:] or values if math.isfinite(value)]
+    known = _warm(values)
     return statistics.median(known) if known else None
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    known = [value for value in values[1:] or values if math.isfinite(value)]
+    known = _warm(values)
     return statistics.fmean(known) if known else None
 
 
+def _warm(values: Sequence[float]) -> list[float]:
+    """Return the finite values of all steps but the first, which warms up."""
+    return [value for value in values[1:] or values if math.isfinite(value)]
+
+
 def _busy(steps: list[StepEvent]) -> dict[str, float]:
-    """The share of each stage's time in which it computed, over all steps but the first."""
-    found: dict[str, list[float]] = defaultdict(list)
+    """Return the share of time that each worker computed, over all steps but the first."""
+    shares: dict[str, list[float]] = defaultdict(list)
     for step in steps[1:] or steps:
         for label, share in step.busy.items():
-            found[label].append(share)
-    return {label: statistics.fmean(shares) for label, shares in found.items()}
+            shares[label].append(share)
+    return {label: statistics.fmean(values) for label, values in shares.items()}
 
 
 def _bubbles(run: Record) -> dict[str, float]:
-    """The share of each stage's time in which nothing could be done, over the steps looked at."""
-    found: dict[str, list[float]] = defaultdict(list)
+    """Return the bubble of each worker as a share of time, over the steps with a timeline."""
+    shares: dict[str, list[float]] = defaultdict(list)
     for event in run.all(TimelineEvent):
         for stage in event.stages:
-            found[stage["label"]].append(stage["lost"].get("bubble", 0.0))
-    return {label: statistics.fmean(shares) for label, shares in found.items()}
+            shares[stage["label"]].append(stage["lost"].get("bubble", 0.0))
+    return {label: statistics.fmean(values) for label, values in shares.items()}
 
 
 def _memory(summary: SummaryEvent | None) -> dict[str, int]:
@@ -112,24 +111,24 @@ def _memory(summary: SummaryEvent | None) -> dict[str, int]:
 
 
 SHOWN = 8
-"""Steps whose losses are shown, spread over all that the runs share."""
+"""Steps whose losses are shown, spread over all steps in common."""
 
 Row = tuple[str, list[Any]]
-"""A name, and a value for each run; None where a run has none."""
+"""A name, and a value for each run, which may be None."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of one run or more.
+    """A comparison of one or several runs.
 
     Attributes:
-        names: the runs'.
-        figures: how each went.
-        settings: the keys of their configs that not all set to the same, in dotted form.
-        losses: at some of the steps that all have done, the first and the last among them.
-        shared: how many steps all have done.
-        first_difference: the first of them at which losses are not the same to the last bit; None:
-            they are.
+        names: names of the runs.
+        figures: figures of the runs.
+        settings: the config keys whose values differ, in dotted form.
+        losses: the losses at some of the common steps, the first and the last included.
+        shared: number of steps in common.
+        first_difference: the first common step whose losses are not equal to the last bit; None:
+            all are equal.
     """
 
     names: list[str]
@@ -141,7 +140,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """In a sentence, what the losses say of the bits."""
+        """Whether the losses are equal, as a sentence."""
         if not self.shared:
             return "the runs have no step in common"
         if self.first_difference is None:
@@ -160,7 +159,7 @@ def compare(runs: Sequence[Record]) -> Comparison:
     configs = [dict(flat(run.config)) for run in runs]
     return Comparison(
         names=[run.name for run in runs],
-        figures=[row for row in _rows([figures(run) for run in runs]) if _tells(row)],
+        figures=[row for row in _rows(map(figures, runs)) if any(v is not None for v in row[1])],
         settings=[row for row in _rows(configs) if any(value != row[1][0] for value in row[1])],
         losses=[(step, [each[step] for each in losses]) for step in _spread(shared)],
         shared=len(shared),
@@ -168,17 +167,14 @@ def compare(runs: Sequence[Record]) -> Comparison:
     )
 
 
-def _rows(runs: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
+def _rows(runs: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
+    runs = list(runs)
     for name in dict.fromkeys(name for run in runs for name in run):
         yield name, [run.get(name) for run in runs]
 
 
-def _tells(row: Row) -> bool:
-    return any(value is not None for value in row[1])
-
-
 def _spread(steps: Sequence[int]) -> Iterable[int]:
-    """Some of the steps, evenly, with both ends."""
+    """Return some of the steps, evenly spread, the first and the last included."""
     if len(steps) <= SHOWN:
         return steps
     last = len(steps) - 1
@@ -187,21 +183,19 @@ def _spread(steps: Sequence[int]) -> Iterable[int]:
 
 @dataclass(frozen=True)
 class Table:
-    """Attributes:
-    title: what its rows are.
-    rows: a name, and a text for each run.
-    """
+    """A table of text; each row has a name, and a text for each run."""
 
     title: str
     rows: list[tuple[str, list[str]]]
 
 
-def tables(found: Comparison) -> Iterator[Table]:
-    """How the runs went; of several also which settings and losses differ."""
-    yield Table("Figures", [_figure(row) for row in found.figures])
-    if len(found.names) > 1:
-        yield Table("Settings that differ", [(name, _texts(each)) for name, each in found.settings])
-        losses = [(f"step {step:,}", _losses(each)) for step, each in found.losses]
+def tables(comparison: Comparison) -> Iterator[Table]:
+    """Yield the table of figures; for several runs also the settings and losses that differ."""
+    yield Table("Figures", [_figure(row) for row in comparison.figures])
+    if len(comparison.names) > 1:
+        settings = [(name, _texts(values)) for name, values in comparison.settings]
+        yield Table("Settings that differ", settings)
+        losses = [(f"step {step:,}", _losses(values)) for step, values in comparison.losses]
         yield Table("Loss", losses)
 
 
@@ -234,5 +228,5 @@ def _text(value: Any) -> str:
 
 
 def _losses(values: Iterable[float | None]) -> list[str]:
-    """All digits, since the last ones are what is compared."""
+    """Format losses with all digits, since the last ones may differ."""
     return ["not finite" if value is None else repr(value) for value in values]

@@ -1,0 +1,213 @@
+"""The history of a run on the page, which takes bounded memory: a curve and a list of entries.
+
+The curve has at most MAX_ROWS rows, however many steps the run has:
+
+    steps   1 2 3 4 5 6 7 8            one row per step
+    full    └┬┘ └┬┘ └┬┘ └┬┘            pairs of rows are merged; new rows cover two steps each
+
+A row keeps the mean, lowest and highest loss of its steps, so that no spike is lost.
+
+The list has the newest entries of each kind, so that a flood of one kind hides no other.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rpcmp.observability.events import (
+    EndEvent,
+    Event,
+    FaultEvent,
+    LogEvent,
+    WaitingEvent,
+    WarningEvent,
+)
+from rpcmp.observability.events.wording import RunContext, describe
+
+DIGITS = 6
+"""Significant digits; a curve of 2,000 rows is a third shorter than with all digits."""
+
+MAX_ROWS = 2000
+"""Rows of a curve, more than a screen has pixels across."""
+
+MAX_ENTRIES = 200
+"""Entries of each kind in the list of events."""
+
+
+def plain(value: Any) -> Any:
+    """Return a value of an event without NaN and infinity, which JSON lacks; they become None."""
+    match value:
+        case dict():
+            return {str(key): plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [plain(item) for item in value]
+        case float():
+            return number(value)
+        case None | bool() | int() | str():
+            return value
+    return str(value)
+
+
+def number(value: float | None) -> float | None:
+    """Round a number to DIGITS significant digits; None unless it is finite."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.{DIGITS}g}")
+
+
+@dataclass
+class Row:
+    """A point of the curve: one step, or several consecutive ones.
+
+    Attributes:
+        count: number of steps.
+        step, seconds: number of the last step, and its end in seconds since the run's start.
+        loss, low, high: mean, lowest and highest loss; None if no loss was finite.
+        rate: mean samples per second.
+    """
+
+    count: int
+    step: int
+    seconds: float
+    loss: float | None
+    low: float | None
+    high: float | None
+    rate: float
+
+    def add(self, other: Row) -> None:
+        """Merge the row that follows into this one."""
+        count, added = self.count, other.count
+        if self.loss is None or other.loss is None:
+            self.loss = other.loss if self.loss is None else self.loss
+        else:
+            self.loss = (self.loss * count + other.loss * added) / (count + added)
+        lows, highs = (self.low, other.low), (self.high, other.high)
+        self.low = min((low for low in lows if low is not None), default=None)
+        self.high = max((high for high in highs if high is not None), default=None)
+        self.rate = (self.rate * count + other.rate * added) / (count + added)
+        self.count, self.step, self.seconds = count + added, other.step, other.seconds
+
+    def values(self) -> list[float | None]:
+        """Return the row as the page gets it."""
+        floats = (self.seconds, self.loss, self.low, self.high, self.rate)
+        return [self.step, *map(number, floats)]
+
+
+class Curve:
+    """The rows of a run's steps, each with the version of the state that changed it last."""
+
+    def __init__(self, limit: int = MAX_ROWS) -> None:
+        self._limit = limit
+        self._stride = 1
+        self._rows: list[Row] = []
+        self._versions: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, row: Row, version: int) -> None:
+        """Append one step."""
+        if self._rows and self._rows[-1].count < self._stride:
+            self._rows[-1].add(row)
+            self._versions[-1] = version
+            return
+        self._rows.append(row)
+        self._versions.append(version)
+        if len(self._rows) > self._limit:
+            self._halve(version)
+
+    def since(self, version: int) -> dict[str, Any] | None:
+        """Return the rows from the first that changed after `version`; None if none did."""
+        begin = bisect_right(self._versions, version)
+        if begin == len(self._rows):
+            return None
+        return {"from": begin, "rows": [row.values() for row in self._rows[begin:]]}
+
+    def _halve(self, version: int) -> None:
+        self._stride *= 2
+        kept = self._rows[::2]
+        for row, other in zip(kept, self._rows[1::2], strict=False):
+            row.add(other)
+        self._rows = kept
+        self._versions = [version] * len(kept)
+
+
+KINDS = {
+    "fault": "fault",
+    "waiting": "fault",
+    "replaced": "fault",
+    "generation": "generation",
+    "recovered": "generation",
+    "resumed": "generation",
+    "checkpoint": "checkpoint",
+    "best": "checkpoint",
+    "eval": "evaluation",
+    "early_stop": "evaluation",
+    "warning": "message",
+    "log": "message",
+    "plan": "run",
+    "shares": "run",
+    "start": "run",
+    "report": "run",
+    "summary": "run",
+    "end": "run",
+}
+"""The kind of entry that each event makes; other events make none."""
+
+
+class Entries:
+    """The list of a run's events: faults, generations, checkpoints, evaluations, messages."""
+
+    def __init__(self, limit: int = MAX_ENTRIES) -> None:
+        self._kept: dict[str, deque[dict[str, Any]]] = {
+            kind: deque(maxlen=limit) for kind in KINDS.values()
+        }
+        self._run = RunContext()
+        self.counts: Counter[str] = Counter()
+
+    def add(self, event: Event, version: int) -> bool:
+        """Add the run's next event; return whether it made an entry."""
+        self._run.add(event)
+        kind = KINDS.get(event.event)
+        if kind is None:
+            return False
+        entry = {
+            "n": version,
+            "kind": kind,
+            "time": event.time,
+            "step": getattr(event, "step", None),
+            "generation": event.generation,
+            "stage": getattr(event, "stage", ""),
+            "level": _level(event),
+            "text": describe(event, self._run),
+        }
+        self._kept[kind].append(entry)
+        self.counts[kind] += 1
+        return True
+
+    def since(self, version: int) -> list[dict[str, Any]]:
+        """Return the entries made after `version`, in order."""
+        return sorted(self._newer(version), key=lambda entry: int(entry["n"]))
+
+    def _newer(self, version: int) -> Iterator[dict[str, Any]]:
+        for kept in self._kept.values():
+            yield from (entry for entry in kept if entry["n"] > version)
+
+
+def _level(event: Event) -> str:
+    match event:
+        case FaultEvent():
+            return "error"
+        case WarningEvent() | WaitingEvent():
+            return "warning"
+        case EndEvent():
+            return "error" if event.outcome == "failed" else "info"
+        case LogEvent():
+            level = event.level.lower()
+            return {"error": "error", "critical": "error", "warning": "warning"}.get(level, "info")
+    return "info"

@@ -1,0 +1,225 @@
+"""The events of a run's processes: generations, faults, vitals and timelines.
+
+A process has one of these states, which `vitals`, the page and the metrics name alike:
+
+    claimed ──> building ──> running ──> ended
+                    any of them ──fault──> lost ──next generation──> claimed ...
+
+A process stays lost until the next generation, whatever older reports about it arrive meanwhile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypedDict
+
+from rpcmp.observability.events.event import Event
+
+LOST = "lost"
+
+WORKER_STATES = ("claimed", "building", "running", "ended", LOST)
+"""The states of a worker and of the driver, in the event `vitals`."""
+
+
+def state_name(enum_name: str) -> str:
+    """Return the name in events and metrics of a `ServerState` of the protos."""
+    return enum_name.removeprefix("SERVER_STATE_").lower()
+
+
+class LostWorkers:
+    """The workers that are lost, with the generation in which each was lost."""
+
+    def __init__(self) -> None:
+        self._generations: dict[str, int] = {}
+
+    def __contains__(self, label: object) -> bool:
+        return label in self._generations
+
+    def add(self, label: str, generation: int) -> None:
+        self._generations[label] = generation
+
+    def revive(self, label: str, generation: int) -> bool:
+        """Return whether a report of `generation` shows that the worker is not lost any more."""
+        if self._generations.get(label, -1) >= generation:
+            return False
+        self._generations.pop(label, None)
+        return True
+
+    def clear(self) -> None:
+        """Start a generation, in which no worker is lost yet."""
+        self._generations.clear()
+
+
+class ProcessPlace(TypedDict):
+    """The location of a process of a generation."""
+
+    host: str
+    pid: int
+
+
+class WorkerPlace(ProcessPlace):
+    """The location of a worker of a generation."""
+
+    address: str
+    device: str
+
+
+class ProcessVitals(TypedDict, total=False):
+    """The state of a process in the event `vitals`; the driver's is empty until it has reported."""
+
+    state: str
+    restarts: int
+    host: str
+    pid: int
+    phase: str
+    microbatch: int
+    seconds: float
+    memory: int
+    cpu_seconds: float
+    in_flight: int
+
+
+LinkTraffic = TypedDict(
+    "LinkTraffic", {"from": str, "to": str, "bytes": int, "bytes_per_s": float, "rtt_s": float}
+)
+"""The traffic from one member to another in the event `vitals`."""
+
+
+class StageTimeline(TypedDict):
+    """A stage's computation and idle times in the step of the event `timeline`.
+
+    `spans` are [kind, micro-batch, start, end], `idle` are [reason, start, end], both in seconds
+    since the step's start; `busy` and `lost` are shares of the step, by kind and by reason.
+    """
+
+    label: str
+    host: str
+    spans: list[list[Any]]
+    idle: list[list[Any]]
+    busy: dict[str, float]
+    lost: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationEvent(Event):
+    """A generation, which is a group of processes, has started.
+
+    Attributes:
+        step: the step after which it goes on
+        workers: `address`, `host`, `pid` and `device` of each worker
+        driver: `host` and `pid` of the driver's process
+    """
+
+    event: ClassVar[str] = "generation"
+
+    step: int
+    workers: dict[str, WorkerPlace]
+    driver: ProcessPlace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultEvent(Event):
+    """A process of the run was lost.
+
+    Attributes:
+        step: the last step before
+        error: what happened
+        kind: name of the error in `rpcmp.errors`
+        stage: label of the worker, or `driver`; empty if it is unknown
+        host: host of that process; empty if it is unknown
+    """
+
+    event: ClassVar[str] = "fault"
+
+    step: int
+    error: str
+    kind: str
+    stage: str
+    host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveredEvent(Event):
+    """The run goes on after a fault.
+
+    Attributes:
+        step: the step after which it goes on
+        seconds: time since the fault
+    """
+
+    event: ClassVar[str] = "recovered"
+
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingEvent(Event):
+    """The run waits for a server that is gone.
+
+    Attributes:
+        stage: label of its worker
+        address: address of the server
+    """
+
+    event: ClassVar[str] = "waiting"
+
+    stage: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplacedEvent(Event):
+    """A spare has replaced a server that is gone.
+
+    Attributes:
+        stage: label of the worker
+        lost: address of the server that is gone
+        address: address of the spare
+    """
+
+    event: ClassVar[str] = "replaced"
+
+    stage: str
+    lost: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VitalsEvent(Event):
+    """Each second, to loggers alone: the state of all processes.
+
+    Attributes:
+        step: the last step
+        workers: of each worker: `state`, `restarts`, `host`, `pid`, `phase`, `microbatch`,
+            `seconds` in that phase, `memory` in bytes, `cpu_seconds`, `in_flight` micro-batches
+        driver: the same of the driver's process; empty before it has reported
+        links: traffic `from` a member `to` another: `bytes`, `bytes_per_s`, `rtt_s`
+    """
+
+    event: ClassVar[str] = "vitals"
+
+    step: int
+    workers: dict[str, ProcessVitals]
+    driver: ProcessVitals
+    links: list[LinkTraffic]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineEvent(Event):
+    """Every other second, to loggers alone: what each stage did in a step.
+
+    Attributes:
+        step: the step
+        seconds: its duration
+        stages: of each worker: `label`, `host`, `spans` of computation, `idle` times by reason,
+            `busy` and `lost` shares
+        bottleneck: which stage limits the speed, and why
+    """
+
+    event: ClassVar[str] = "timeline"
+
+    step: int
+    seconds: float
+    stages: list[StageTimeline]
+    bottleneck: str

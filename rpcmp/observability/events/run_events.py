@@ -1,0 +1,211 @@
+"""The events of a run as a whole: what it is, what it logs, how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self, TypedDict
+
+from rpcmp.observability.events.event import Event
+
+
+class WorkerInfo(TypedDict):
+    """A worker of the event `run`; `address` is empty until its server is started."""
+
+    label: str
+    stage: str
+    stage_index: int
+    replica: int
+    address: str
+
+
+class StageInfo(TypedDict):
+    """A stage of the event `run`; `schedule_row` is its row in a pipeline diagram."""
+
+    name: str
+    index: int
+    inputs: list[str]
+    replicas: int
+    device: str
+    schedule_row: int
+
+
+class GraphInfo(TypedDict):
+    """The graph of stages of the event `run`, in topological order."""
+
+    stages: list[StageInfo]
+
+
+class StagePlan(TypedDict):
+    """The prediction for a stage in the event `plan`."""
+
+    num_layers: int
+    busy_s: float
+    bubble: float
+    memory_bytes: int
+    limit_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UiEvent(Event):
+    """First of all, with `--ui`. Loggers do not get it, since the address may hold a token.
+
+    Attributes:
+        url: address of the page
+    """
+
+    event: ClassVar[str] = "ui"
+
+    url: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEvent(Event):
+    """Before anything is started: what the job is.
+
+    Attributes:
+        name: the job's name
+        config: the config, without what is secret
+        versions: of `rpcmp`, `torch` and `python`
+        driver: host of the driver
+        pid: process id of the driver
+        job_id: unique for each start of a run
+        graph: `stages`, in topological order, with their `inputs`, `replicas` and `device`
+        workers: `label`, `stage`, `replica` and, if it is known by now, `address` of each worker
+    """
+
+    event: ClassVar[str] = "run"
+
+    name: str
+    config: dict[str, Any]
+    versions: dict[str, str]
+    driver: str
+    pid: int
+    job_id: str
+    graph: GraphInfo
+    workers: list[WorkerInfo]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanEvent(Event):
+    """The balance was measured: what it promises.
+
+    Attributes:
+        balance: layers of each stage
+        step_s: predicted seconds of a step
+        bubble: predicted share of a step in which stages idle, over all stages
+        stages: the prediction for each stage: `num_layers`, `busy_s`, `bubble`, `memory_bytes`,
+            `limit_bytes`
+    """
+
+    event: ClassVar[str] = "plan"
+
+    balance: list[int]
+    step_s: float
+    bubble: float
+    stages: dict[str, StagePlan]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharesEvent(Event):
+    """With `balance_replicas`, after the replicas were measured.
+
+    Attributes:
+        shares: micro-batches that each replica of a stage gets, in proportion to each other
+    """
+
+    event: ClassVar[str] = "shares"
+
+    shares: dict[str, list[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumedEvent(Event):
+    """With `--resume`.
+
+    Attributes:
+        step: the step after which the run goes on; 0 if there was no checkpoint
+        run: `job_id` of the run that the checkpoint is from; missing if there was none
+        changed: keys of the config that have changed since then
+    """
+
+    event: ClassVar[str] = "resumed"
+
+    step: int
+    run: str | None = None
+    changed: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarningEvent(Event):
+    """Something is allowed but hardly intended, or went wrong without ending the run.
+
+    Attributes:
+        text: the warning
+    """
+
+    event: ClassVar[str] = "warning"
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogEvent(Event):
+    """A process of the run has logged or printed a line.
+
+    Attributes:
+        stage: label of the worker, or `driver`
+        step: the step that the process was in; 0 before the first
+        level: level of the line, as in `logging`
+        logger: name of the logger, or `stdout` or `stderr`
+        text: the line
+        count: how many equal or similar lines it stands for, itself included
+    """
+
+    event: ClassVar[str] = "log"
+    STAMP_FIRST: ClassVar[bool] = True
+
+    stage: str
+    step: int
+    level: str
+    logger: str
+    text: str
+    count: int
+
+    @classmethod
+    def from_entry(cls, entry: Mapping[str, Any]) -> Self:
+        """Convert a record of `rpcmp.process.logging`; the parts of its text may be any objects.
+
+        A record that is made by hand may have None for its logger's name. An error here would
+        lose the record, since it could not be logged in turn.
+        """
+        texts = {key: str(entry[key]) for key in ("stage", "level", "logger", "text")}
+        return cls.from_json({**entry, **texts}, complete=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptEvent(Event):
+    """At the end of a run that keeps a folder.
+
+    Attributes:
+        path: the run's folder
+    """
+
+    event: ClassVar[str] = "kept"
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndEvent(Event):
+    """Last, however the run ended.
+
+    Attributes:
+        outcome: `done`, `failed` or `interrupted`
+        error: why it failed or was interrupted; else empty
+    """
+
+    event: ClassVar[str] = "end"
+
+    outcome: Literal["done", "failed", "interrupted"]
+    error: str

@@ -1,0 +1,209 @@
+"""The events of training: steps, evaluations, checkpoints, and the summary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypedDict
+
+from rpcmp.observability.events.event import Event
+
+
+class Memory(TypedDict):
+    """The memory of a stage's process in bytes, in the event `summary`."""
+
+    idle: int
+    peak: int
+
+
+class BestStep(TypedDict):
+    """The best checkpoint that is kept, in the event `summary`."""
+
+    step: int
+    metric: str
+    value: float
+    path: str
+
+
+class PlanOutcome(TypedDict):
+    """The plan of the event `plan` and its outcome, in the event `summary`."""
+
+    balance: list[int]
+    predicted_step_s: float
+    measured_step_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartEvent(Event):
+    """Training starts.
+
+    Attributes:
+        steps: optimizer steps that the whole run will have done
+    """
+
+    event: ClassVar[str] = "start"
+
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEvent(Event):
+    """After each optimizer step.
+
+    Attributes:
+        step: number of the step, from 1
+        epoch: number of its epoch, from 1
+        loss: mean loss of the mini-batch
+        samples_per_s: samples per second
+        step_s: seconds since the end of the step before
+        data_share: share of that time in which the driver waited for samples
+        busy: share of that time in which each stage computed
+        busy_seconds: seconds in which each stage computed, by kind: `F` forward, `B` backward, `W`
+            weight gradients, `O` optimizer
+        learning_rate: learning rate of the first stage that has one
+        learning_rates: learning rate of each stage's first parameter group
+        loss_scale: with `[loss_scaling]`: what the loss was multiplied by
+        is_skipped: with `[loss_scaling]`: whether the step updated nothing
+        skipped_steps: with `[loss_scaling]`: steps skipped so far
+        group_learning_rates: of each stage with several parameter groups: the learning rate of each
+    """
+
+    event: ClassVar[str] = "step"
+
+    step: int
+    epoch: int
+    loss: float
+    samples_per_s: float
+    step_s: float
+    data_share: float
+    busy: dict[str, float]
+    busy_seconds: dict[str, dict[str, float]]
+    learning_rate: float | None
+    learning_rates: dict[str, float | None]
+    loss_scale: float | None = None
+    is_skipped: bool | None = None
+    skipped_steps: int | None = None
+    group_learning_rates: dict[str, list[float]] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalEvent(Event):
+    """After each evaluation.
+
+    Attributes:
+        step: the step that it followed
+        epoch: epoch of that step
+        values: the `loss`, and each metric, by its name
+    """
+
+    event: ClassVar[str] = "eval"
+    FLAT: ClassVar[str] = "values"
+
+    step: int
+    epoch: int
+    values: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyStopEvent(Event):
+    """`[early_stopping]` ends the run.
+
+    Attributes:
+        metric: the metric that is watched
+        mode: `min` or `max`: which values of it are better
+        best: its best value; `null` if no evaluation gave a number
+        best_step: the step with the best value
+        waited: evaluations since then, none of which was better
+        step: the last step of the run
+    """
+
+    event: ClassVar[str] = "early_stop"
+
+    metric: str
+    mode: Literal["min", "max"]
+    best: float | None
+    best_step: int
+    waited: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportEvent(Event):
+    """The config's `report` has returned.
+
+    Attributes:
+        text: what it returned
+    """
+
+    event: ClassVar[str] = "report"
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointEvent(Event):
+    """A checkpoint is complete on the disks.
+
+    Attributes:
+        step: its step
+        path: its folder
+        seconds: how long saving it took
+        bytes: size of its files
+    """
+
+    event: ClassVar[str] = "checkpoint"
+
+    step: int
+    path: str
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestEvent(Event):
+    """With `checkpoint.best`: a checkpoint is the best so far.
+
+    Attributes:
+        step: its step
+        metric: the metric that decides
+        value: value of the metric
+    """
+
+    event: ClassVar[str] = "best"
+
+    step: int
+    metric: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SummaryEvent(Event):
+    """Training has ended.
+
+    Attributes:
+        steps: optimizer steps of the whole run
+        is_cut_short: whether it was stopped before its end
+        loss: loss of the last step
+        metrics: the last evaluation
+        loss_scale: with `[loss_scaling]`: the scale at the end
+        skipped_steps: with `[loss_scaling]`: steps that were skipped
+        parameters_sha256: hash of all parameters and buffers
+        hosts: what decides the bits of the results on each stage's host
+        memory: bytes of each stage's process: `idle` when its model was built, and `peak`; on a
+            GPU, what torch has allocated there
+        best: with `checkpoint.best`: `step`, `metric`, `value` and `path` of the best checkpoint
+        plan: with a measured balance: `balance`, `predicted_step_s` and `measured_step_s`, a median
+    """
+
+    event: ClassVar[str] = "summary"
+
+    steps: int
+    is_cut_short: bool
+    loss: float
+    metrics: dict[str, float]
+    loss_scale: float | None = None
+    skipped_steps: int | None = None
+    parameters_sha256: str
+    hosts: dict[str, dict[str, str]]
+    memory: dict[str, Memory]
+    best: BestStep | None = None
+    plan: PlanOutcome | None = None
