@@ -20,8 +20,8 @@ import os
 import platform
 import secrets
 import stat
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path, PurePath
 from typing import Literal
@@ -50,12 +50,12 @@ class Inside:
     Attributes:
         root: the folder, chosen by its owner; links on the way to it are followed.
         parts: plain names, from `root` on.
-        path: the same place as messages name it.
+        path: the same place as messages name it: by the driver's own path.
     """
 
     root: Path
     parts: tuple[str, ...]
-    path: Path
+    path: PurePath
 
     @property
     def name(self) -> str:
@@ -67,7 +67,7 @@ class Inside:
         return self.root.joinpath(*self.parts)
 
     def __str__(self) -> str:
-        return str(self.path)
+        return str(self.real)
 
     def __truediv__(self, name: str) -> Inside:
         require_plain(name)
@@ -123,6 +123,23 @@ def beneath(root: Path, folder: str) -> Inside:
     if not path.is_absolute():
         raise CheckpointError(f"{folder!r} is not absolute")
     return Inside(root, parts, path)
+
+
+def place_of(root: Path, folder: str, others: Sequence[str] = ()) -> Inside:
+    """Return this host's place for the folder that a job calls `folder`.
+
+    That is the first of `folder` and `others` which is `root` or beneath it.
+
+    Raises:
+        CheckpointError: none of them is.
+    """
+    try:
+        return beneath(root, folder)
+    except CheckpointError as error:
+        for other in others:
+            with contextlib.suppress(CheckpointError):
+                return replace(beneath(root, other), path=PurePath(folder))
+        raise error
 
 
 def require_plain(name: str) -> None:

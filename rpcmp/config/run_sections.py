@@ -114,7 +114,10 @@ class LossScalingConfig(Strict):
 class CheckpointConfig(Strict):
     """Checkpoints on disks."""
 
-    dir: str = Field(description="folder of the checkpoints; relative to the config's")
+    dir: str = Field(
+        description="folder of the checkpoints; if relative, below the config's folder, and on "
+        "another host below the folder that its server was started in"
+    )
     every_steps: Positive | None = Field(default=None, description="steps between checkpoints")
     every_seconds: float | None = Field(
         default=None,

@@ -186,6 +186,12 @@ class Config(JobSettings):
         return (self.folder / folder).absolute()
 
     @property
+    def relative_checkpoint_folder(self) -> str:
+        """`checkpoint_folder` relative to the folder of the config; empty if `dir` is absolute."""
+        folder = self.checkpoint.dir if self.checkpoint is not None else f"rpcmp-{self.name}"
+        return "" if Path(folder).is_absolute() else folder
+
+    @property
     def log_folder(self) -> Path | None:
         """Folder in which each run keeps one of its own; None: runs keep none."""
         return (self.folder / self.log.folder).absolute() if self.log.folder else None

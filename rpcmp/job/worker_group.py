@@ -278,6 +278,7 @@ class WorkerGroup:
                 code=code,
                 heartbeat_timeout=self._config.recovery.heartbeat_timeout,
                 checkpoint_folder=str(self._config.checkpoint_folder),
+                relative_checkpoint_folder=self._config.relative_checkpoint_folder,
                 checkpoint_run=self._run_folder,
                 group=[
                     pb.GroupStage(name=member.stage, replicas=member.num_replicas)

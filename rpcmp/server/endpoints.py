@@ -67,9 +67,11 @@ class Endpoints:
         """Listen; return the port, which is a free one for port 0.
 
         Raises:
-            ConfigError: the port is in use, or the host is not this machine's.
+            ConfigError: the port is in use, the host is not this machine's, or the path of the
+                folder for temporary files is too long for sockets.
         """
         try:
+            self._grpc.require_room_for_sockets()
             bound = await self._port.start(host, port)
         except ConfigError:
             await self.close()

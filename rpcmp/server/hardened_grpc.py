@@ -18,7 +18,8 @@ A server costs 0.3 ms to start, 0.2 ms to stop, 40 KB, and one file descriptor t
 gRPC knows only the path that the other end of a Unix socket is bound to. So that end is bound to a
 random path, and `Callers` remembers whose connection it carries. Another process of this user that
 is quick enough to find the server's socket, which is unlinked as soon as it is connected, has no
-such path and is refused.
+such path and is refused. The paths of other connections are no secret, /proc/net/unix has them, so
+a server takes only calls from that of its own.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from typing import TYPE_CHECKING, Any, cast
 import grpc
 from google.protobuf.message import DecodeError
 
-from rpcmp.errors import SecurityError, one_line
+from rpcmp.errors import ConfigError, SecurityError, one_line
 from rpcmp.net.identity import STRANGER, Role
 from rpcmp.net.port import IncomingConnection
 from rpcmp.net.splice import splice
@@ -66,7 +67,7 @@ class Callers:
 
     @contextlib.contextmanager
     def socket_of(self, connection: IncomingConnection, path: Path) -> Iterator[socket.socket]:
-        """Yield a socket bound to `path`; calls that come by it are the connection's."""
+        """Yield a socket bound to `path`, which is fresh; its calls are the connection's."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
             end.setblocking(False)
             end.bind(str(path))
@@ -77,9 +78,9 @@ class Callers:
             finally:
                 del self._connections[path.name]
 
-    def knows(self, peer: str) -> bool:
-        """Return whether a call came through the server's port."""
-        return self._find(peer) is not None
+    def came_by(self, peer: str, path: Path) -> bool:
+        """Return whether a call came by the socket that `socket_of` has bound to `path`."""
+        return self._find(peer) is not None and _name_of(peer) == path.name
 
     def is_stranger(self, peer: str) -> bool:
         """Return whether the caller is a process that this server does not work for."""
@@ -98,7 +99,11 @@ class Callers:
         return connection.role
 
     def _find(self, peer: str) -> IncomingConnection | None:
-        return self._connections.get(peer.rpartition("/")[2])
+        return self._connections.get(_name_of(peer))
+
+
+def _name_of(peer: str) -> str:
+    return peer.rpartition("/")[2]
 
 
 class _Handlers:
@@ -131,6 +136,23 @@ class GrpcServers:
         self.services = cast("grpc.aio.Server", self._handlers)
         self._running: set[grpc.aio.Server] = set()
 
+    def require_room_for_sockets(self) -> None:
+        """Bind a socket in the folder, as each connection will.
+
+        Raises:
+            ConfigError: that is not possible; most likely the folder's path is too long.
+        """
+        path = self._path()
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
+                end.bind(str(path))
+            path.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"no Unix socket can lie in {self._folder}: {one_line(error)}; set TMPDIR to a "
+                "folder with a short path"
+            ) from error
+
     async def serve(
         self,
         connection: IncomingConnection,
@@ -142,24 +164,31 @@ class GrpcServers:
         Args:
             interceptors: called in this order.
             options: of gRPC.
+
+        Raises:
+            OSError: the connection broke, or there are too many open files.
         """
-        answering = (*interceptors, _AnswerErrors(self._callers))
+        path, other_end = self._path(), self._path()
+        answering = (*interceptors, _AnswerErrors(self._callers, other_end))
         server = grpc.aio.server(
             handlers=self._handlers.generic, interceptors=answering, options=list(options)
         )
-        path = self._path()
-        server.add_insecure_port(f"unix:{path}")
         self._running.add(server)
         try:
-            await server.start()
-            with self._callers.socket_of(connection, self._path()) as end:
+            try:
+                server.add_insecure_port(f"unix:{path}")
+            except RuntimeError as error:
+                raise OSError(one_line(error)) from error
+            finally:
+                await server.start()  # without it stopping does not free the memory
+            with self._callers.socket_of(connection, other_end) as end:
                 await asyncio.get_running_loop().sock_connect(end, str(path))
                 path.unlink()
                 await splice(connection.end, Connection(end))
         finally:
             path.unlink(missing_ok=True)
             self._running.discard(server)
-            connection.end.close()  # stopping waits for methods that are cancelled
+            connection.end.close()  # the client need not wait for the server to stop
             await _stop(server, grace=None)
 
     async def stop(self, grace: float) -> None:
@@ -179,13 +208,19 @@ async def _stop(server: grpc.aio.Server, grace: float | None) -> None:
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """Return False for what gRPC and asyncio log about bytes of a client that are not UTF-8."""
+    """Return False for what clients can have logged as often as they like.
+
+    That is what gRPC and asyncio log about bytes that are not UTF-8, and gRPC about a method that
+    goes on after its connection, and so its server, has ended.
+    """
     if record.name == "asyncio":
         error = record.exc_info[1] if record.exc_info else None
         traceback = error.__traceback__ if isinstance(error, UnicodeDecodeError) else None
         return traceback is None or "_cygrpc" not in traceback.tb_frame.f_code.co_filename
-    is_header = record.getMessage().startswith("Invalid encoding")
-    return not (is_header or isinstance(record.msg, UnicodeDecodeError))
+    text = record.getMessage()
+    is_stopped = text.startswith("Aborting method") and "server stop" in text
+    is_header = text.startswith("Invalid encoding")
+    return not (is_stopped or is_header or isinstance(record.msg, UnicodeDecodeError))
 
 
 for _name in ("grpc._cython.cygrpc", "asyncio"):
@@ -197,10 +232,14 @@ class _Unreadable:
 
 
 class _AnswerErrors(Interceptor):
-    """Answers unknown callers, messages that cannot be parsed, and exceptions of methods."""
+    """Answers unknown callers, messages that cannot be parsed, and exceptions of methods.
 
-    def __init__(self, callers: Callers) -> None:
-        self._callers = callers
+    Args:
+        path: of the other end of the server's connection.
+    """
+
+    def __init__(self, callers: Callers, path: Path) -> None:
+        self._callers, self._path = callers, path
 
     async def intercept_service(
         self,
@@ -246,7 +285,7 @@ class _AnswerErrors(Interceptor):
         return answer
 
     async def _require_known(self, grpc_context: GrpcContext) -> None:
-        if not self._callers.knows(grpc_context.peer()):
+        if not self._callers.came_by(grpc_context.peer(), self._path):
             await grpc_context.abort(
                 grpc.StatusCode.UNAUTHENTICATED, "the call did not come through the server's port"
             )

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from rpcmp.checkpoint.files import beneath, require_plain, write_durably
+from rpcmp.checkpoint.files import place_of, require_plain, write_durably
 from rpcmp.config import importing
 from rpcmp.config.hashes import COMPARED_BY_VERSION, sha256_of
 from rpcmp.config.types import Strict
@@ -50,6 +50,8 @@ class CheckRequest(Strict):
         metrics: "module:callable" of the metrics that the driver may have to compute, by config
             key.
         folder: absolute path of the folder for checkpoints; empty if there are none.
+        relative_folder: the same relative to the config's folder; empty if the config has it
+            absolute. A server may keep it relative to the folder that it was started in.
         marker: name of a file that is in `folder` if it is the driver's own folder; empty if it
             need not be.
     """
@@ -58,6 +60,7 @@ class CheckRequest(Strict):
     devices: list[str]
     metrics: dict[str, str] = Field(default_factory=dict)
     folder: str = ""
+    relative_folder: str = ""
     marker: str = ""
 
 
@@ -220,15 +223,18 @@ def _certificate(security: Security) -> CertificateInfo | None:
 async def _check_folder(request: CheckRequest, checkpoints: Path | None) -> Folder | None:
     if not request.folder:
         return None
+    folder = Path(request.folder)
     try:
         if checkpoints is not None:
-            beneath(checkpoints, request.folder)
+            relative = request.relative_folder
+            others = [os.path.join(Path.cwd(), relative)] if relative else []
+            folder = place_of(checkpoints, request.folder, others).real
         if request.marker:
             require_plain(request.marker)
     except CheckpointError as error:
         return Folder(problem=f"{error}: start its server with --checkpoints, or set `dir`")
     # On a thread: a disk may be slow.
-    return await asyncio.to_thread(try_folder, Path(request.folder), request.marker)
+    return await asyncio.to_thread(try_folder, folder, request.marker)
 
 
 def try_folder(path: Path, marker: str = "") -> Folder:

@@ -332,4 +332,4 @@ class SnapshotStore:
         state = await asyncio.to_thread(files.check, path, file.sha256, file.size)
         if state != "ok":
             raise CheckpointError(f"{path} is {state}")
-        return str(path)
+        return str(path.real)

@@ -9,7 +9,7 @@ import platform
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
-from rpcmp.checkpoint.files import Inside, beneath, require_place
+from rpcmp.checkpoint.files import Inside, place_of, require_place
 from rpcmp.errors import BusyError, CheckpointError, ConfigError, DrainingError, VersionError
 from rpcmp.net import dialer
 from rpcmp.net.dialer import Dialer
@@ -96,6 +96,7 @@ class StageServer:
         self._show = show
         # Links on the way to it are its owner's, and followed once.
         self._checkpoints = Path(checkpoints or "checkpoints").resolve()
+        self._started_in = Path.cwd()
         self._reach = reach
         self._forks = forks or Forks([WORKERS])
         self._forgetting: asyncio.TimerHandle | None = None
@@ -354,7 +355,7 @@ class StageServer:
         if not request.checkpoint_folder:
             return NO_FOLDER
         try:
-            return beneath(self._checkpoints, request.checkpoint_folder)
+            return place_of(self._checkpoints, request.checkpoint_folder, self._others(request))
         except CheckpointError as error:
             text = (
                 f"checkpoints cannot lie on {platform.node()}: {error}: start `rpcmp serve` there "
@@ -363,6 +364,17 @@ class StageServer:
             if request.may_keep_nothing:
                 return text
             raise ConfigError(text) from error
+
+    def _others(self, request: pb.PrepareRequest) -> list[str]:
+        """Return where else the job's checkpoints may lie on a host that has not the driver's path.
+
+        A relative folder is relative to the config at the driver, and here to the folder that this
+        server was started in. What a run leaves that has to give up is welcome anywhere.
+        """
+        if not (relative := request.relative_checkpoint_folder):
+            return []
+        parents = [self._started_in, *([self._checkpoints] if request.may_keep_nothing else [])]
+        return [os.path.join(parent, relative) for parent in parents]
 
     def _forget(self) -> None:
         """Drop the snapshots of a driver that has not come back."""

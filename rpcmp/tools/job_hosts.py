@@ -257,5 +257,6 @@ def _request(
         callables=callables,
         devices=devices,
         folder=str(config.checkpoint_folder) if config.checkpoint is not None else "",
+        relative_folder=config.relative_checkpoint_folder,
         marker=marker,
     )

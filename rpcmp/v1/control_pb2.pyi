@@ -223,6 +223,7 @@ class PrepareRequest(_message.Message):
     MAY_KEEP_NOTHING_FIELD_NUMBER: _builtins.int
     DATA_PATHS_FIELD_NUMBER: _builtins.int
     CHECKPOINT_RUN_FIELD_NUMBER: _builtins.int
+    RELATIVE_CHECKPOINT_FOLDER_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """the name that people see"""
     job_id: _builtins.str
@@ -240,6 +241,8 @@ class PrepareRequest(_message.Message):
     """a server that does not let it lie there takes the job without"""
     checkpoint_run: _builtins.str
     """name of the folder in it for new checkpoints; empty: itself"""
+    relative_checkpoint_folder: _builtins.str
+    """as the config has it; empty if it is absolute there"""
     @_builtins.property
     def versions(self) -> Global___Versions: ...
     @_builtins.property
@@ -269,10 +272,11 @@ class PrepareRequest(_message.Message):
         may_keep_nothing: _builtins.bool = ...,
         data_paths: _abc.Iterable[_builtins.str] | None = ...,
         checkpoint_run: _builtins.str = ...,
+        relative_checkpoint_folder: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_folder", b"checkpoint_folder", "checkpoint_run", b"checkpoint_run", "code", b"code", "data_paths", b"data_paths", "generation", b"generation", "group", b"group", "heartbeat_timeout", b"heartbeat_timeout", "job", b"job", "job_id", b"job_id", "may_keep_nothing", b"may_keep_nothing", "replica", b"replica", "stage_index", b"stage_index", "threads", b"threads", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_folder", b"checkpoint_folder", "checkpoint_run", b"checkpoint_run", "code", b"code", "data_paths", b"data_paths", "generation", b"generation", "group", b"group", "heartbeat_timeout", b"heartbeat_timeout", "job", b"job", "job_id", b"job_id", "may_keep_nothing", b"may_keep_nothing", "relative_checkpoint_folder", b"relative_checkpoint_folder", "replica", b"replica", "stage_index", b"stage_index", "threads", b"threads", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

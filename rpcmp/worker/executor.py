@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch.futures import Future
 
@@ -143,14 +143,17 @@ class RoundQueue:
             self._current += 1
 
 
-class RoundHooks(Protocol):
-    """What a stage does around the actions of a round. Both run on the compute thread."""
+@dataclass(frozen=True)
+class RoundHooks:
+    """What a stage does around the actions of a round, on the compute thread; must not raise.
 
-    def before_round(self, header: RoundHeader) -> None:
-        """Called before the first action, if the worker has any in this round; must not raise."""
+    Attributes:
+        before_round: called before the first action, if the worker has any in this round.
+        after_round: called after the last action, before the next round.
+    """
 
-    def after_round(self, header: RoundHeader) -> None:
-        """Called after the last action, before the next round; must not raise."""
+    before_round: Callable[[RoundHeader], None]
+    after_round: Callable[[RoundHeader], None]
 
 
 class ComputeThread:

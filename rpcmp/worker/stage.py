@@ -73,7 +73,7 @@ from rpcmp.rpc.messages import (
 )
 from rpcmp.rpc.transport import Raised, Transport
 from rpcmp.worker.backward import Backwards, Failures, NoneGradients
-from rpcmp.worker.executor import ComputeThread
+from rpcmp.worker.executor import ComputeThread, RoundHooks
 from rpcmp.worker.forward import Execution
 from rpcmp.worker.grad_sync.sync import GradientSync
 from rpcmp.worker.measurements import Meter
@@ -139,8 +139,9 @@ class Stage:
         ports = graph.ports(stage) or (Port(DRIVER, 0, ()),)
         self._share = share = ReplicaShare(assignment.stage.turns, assignment.replica)
         self.model = StageModel(assignment)
+        hooks = RoundHooks(self._before_round, self._after_round)
         self._compute = ComputeThread(
-            policy(config.schedule), assignment.limits, share, self, activity
+            policy(config.schedule), assignment.limits, share, hooks, activity
         )
         self._inputs = Inputs(graph, stage, share, config.turns_of, peer, transport, loader)
         self._failures = Failures()
@@ -226,7 +227,8 @@ class Stage:
         """Fail all that waits in rounds `first` to `last`; return the failures of this stage."""
         self._requests.refuse(last)  # requests that the abort has overtaken must not wait for ever
         self._grad_sync.abort(first, last)  # the compute thread may wait in a sum
-        self._compute.abort(first, last)  # before failures are forgotten: `after_round` reads them
+        # Before failures are forgotten: `_after_round` reads them.
+        self._compute.abort(first, last)
         failures = self._failures.take(first, last)
         self._requests.clear()
         self._inputs.forget(last)
@@ -357,15 +359,15 @@ class Stage:
     def finish(self) -> None:
         self.finished.set()
 
-    # Around a round, on the compute thread; see RoundHooks.
+    # Around a round, on the compute thread; see RoundHooks. Private: no message may name them.
 
-    def before_round(self, header: RoundHeader) -> None:
+    def _before_round(self, header: RoundHeader) -> None:
         if header.is_training:
             own = header.indices_in(self._share.numbers(header.num_bundles))
             is_early = header.after is not AfterRound.NOTHING
             self._grad_sync.start_round(header.number, len(own), is_early)
 
-    def after_round(self, header: RoundHeader) -> None:
+    def _after_round(self, header: RoundHeader) -> None:
         """Step the optimizer and take a snapshot, as requested by the header."""
         if self._failed(header.number) is not None:
             return  # a failed backward counts as done, but the gradient lacks its part

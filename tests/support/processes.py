@@ -239,17 +239,20 @@ def running(
     cwd: Path | None = None,
     under: Sequence[str] = (),
     shares: bool | None = None,
+    as_typed: bool = False,
 ) -> Iterator[Running]:
     """`rpcmp COMMAND...`, interrupted and then killed if it still runs at the end.
 
     Args:
         under: a program and its arguments that runs it.
         shares: whether its job forks by a line of FORKS; None: unless it is under a program.
+        as_typed: without the options that tests add to a command.
     """
     if shares is None:
         shares = not under
     with program(shares=shares and command[0] in SHARING) as (rpcmp, fds):
-        run = _start([*under, *rpcmp, *map(str, _in_a_test(*command))], fds, cwd)
+        options = command if as_typed else _in_a_test(*command)
+        run = _start([*under, *rpcmp, *map(str, options)], fds, cwd)
     with _ended(run):
         yield run
 

@@ -1,4 +1,4 @@
-"""Headers of rounds and the hooks of a compute thread, for tests of one stage."""
+"""Headers of rounds, and a compute thread, for tests of one stage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from rpcmp.config.topology import ReplicaAssignment, ReplicaShare
 from rpcmp.pipelining.schedule import InFlightLimits, policy
 from rpcmp.rpc.messages import Mode, RoundHeader
-from rpcmp.worker.executor import ComputeThread
+from rpcmp.worker.executor import ComputeThread, RoundHooks
 
 ALL_BUNDLES = ReplicaShare(ReplicaAssignment([1]), 0)
 """What a stage without further replicas computes."""
@@ -20,22 +20,10 @@ def header(number: int = 1, num_microbatches: int = 1, **keys: Any) -> RoundHead
     return usual._replace(**keys)
 
 
-class Hooks:
-    """Calls a function after each round."""
-
-    def __init__(self, after_round: Callable[[RoundHeader], None] = lambda header: None) -> None:
-        self._after_round = after_round
-
-    def before_round(self, header: RoundHeader) -> None:
-        pass
-
-    def after_round(self, header: RoundHeader) -> None:
-        self._after_round(header)
-
-
 def compute_thread(
     schedule: str,
     limits: InFlightLimits = InFlightLimits(4, 4),  # noqa: B008
     after_round: Callable[[RoundHeader], None] = lambda header: None,
 ) -> ComputeThread:
-    return ComputeThread(policy(schedule), limits, ALL_BUNDLES, Hooks(after_round))
+    hooks = RoundHooks(lambda header: None, after_round)
+    return ComputeThread(policy(schedule), limits, ALL_BUNDLES, hooks)

@@ -49,7 +49,9 @@ class Newcomer:
             return None
         assert command[0] == "rpcmp"
         under = self._hosts[name].inside
-        run = self._started.enter_context(running(*command[1:], cwd=home, under=under))
+        run = self._started.enter_context(
+            running(*command[1:], cwd=home, under=under, as_typed=True)
+        )
         if command[1] == "serve":
             run.wait_for_line("is SERVING on")
             self.servers.append(run)
@@ -98,4 +100,5 @@ def test_from_nothing_to_two_hosts(
     assert "done: 20 steps" in said["drive"]
     assert "bottleneck:" in said["trace"]
     assert (home / "my_model.safetensors").exists()
+    assert list((tmp_path / "host-b").glob("checkpoints/*/step-*/stage1.safetensors"))
     assert newcomer.servers[1].wait().code == 0  # it was drained

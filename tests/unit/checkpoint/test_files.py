@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpcmp.checkpoint import files
-from rpcmp.checkpoint.files import Inside, beneath
+from rpcmp.checkpoint.files import Inside, beneath, place_of
 from rpcmp.checkpoint.folder import remove
 from rpcmp.errors import CheckpointError
 
@@ -93,6 +93,29 @@ def test_a_folder_elsewhere_is_no_place(tmp_path: Path, folder: str) -> None:
     given = folder if folder in ("/", "/etc", "relative", "\0") else f"{tmp_path}{folder}"
     with pytest.raises(CheckpointError):
         beneath(tmp_path / "root", given)
+
+
+def test_a_job_may_have_its_folder_elsewhere_on_a_host_without_the_drivers_path(
+    tmp_path: Path,
+) -> None:
+    root, driver = tmp_path / "server" / "checkpoints", "/home/other/checkpoints"
+    root.mkdir(parents=True)
+    others = [str(tmp_path / "elsewhere"), str(root), str(root / "second")]
+    place = place_of(root, driver, others)
+    assert place.real == root
+    # Messages name it and its files by the driver's path.
+    assert place.at(f"{driver}/step/a").real == root / "step" / "a"
+    files.write_durably(place / "step", [b"ours"])
+    assert (root / "step").read_bytes() == b"ours"
+    assert str(place / "step") == str(root / "step")  # but a person is told where it is
+    assert place_of(root, str(root / "own"), others).real == root / "own"
+
+
+def test_a_folder_of_which_no_place_is_allowed_is_refused_by_the_drivers_path(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(CheckpointError, match=r"^'/home/other' is neither"):
+        place_of(tmp_path, "/home/other", [str(tmp_path / ".." / "x"), "\0"])
 
 
 def test_a_link_that_is_made_meanwhile_is_not_followed(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import subprocess
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import pytest
@@ -100,6 +101,37 @@ class Evil:
 def test_all_other_names_are_refused(value: Any) -> None:
     with pytest.raises(SecurityError, match="which nobody may send"):
         load(value)
+
+
+def test_of_a_stage_a_message_may_name_what_driver_and_peers_call_and_nothing_else() -> None:
+    """What a stage does by itself, such as stepping after a round, must not be among it."""
+    nameable = {
+        name
+        for name, value in vars(Stage).items()
+        if isinstance(value, FunctionType) and _may_be_named(f"Stage.{name}")
+    }
+    of_peers = {
+        *("forward", "mark_none_gradients", "gradient_part", "gradient_total", "get_tensors"),
+    }
+    rounds_and_data = {
+        *("train", "stand_by", "abort", "settle", "sum_gradients", "sync_initial_state"),
+        *("reschedule", "keep", "save", "dataset_info", "epoch_order", "prefetch"),
+    }
+    state_and_figures = {
+        *("signature", "smallest_microbatch", "digests", "parameter_digests", "state_dict"),
+        *("state_names", "load_state_dict", "live_state", "memory", "host"),
+        *("record_spans", "read_spans", "clock", "its_optimizer", "finish"),
+    }
+    of_the_heartbeat = {"vitals"}  # here in this process; it only reads
+    assert nameable == of_peers | rounds_and_data | state_and_figures | of_the_heartbeat
+
+
+def _may_be_named(name: str) -> bool:
+    try:
+        unpickler.Unpickler(io.BytesIO(naming(Stage.__module__, name))).load()
+    except SecurityError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize(

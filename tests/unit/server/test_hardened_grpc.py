@@ -7,13 +7,14 @@ import contextlib
 import gc
 import re
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from rpcmp.errors import ConfigError
 from rpcmp.net.identity import DRIVER, GRPC, Role, stage
 from rpcmp.net.port import IncomingConnection
 from rpcmp.net.tls import Connection
@@ -82,6 +83,60 @@ def test_a_method_name_that_is_not_utf_8_ends_the_calls_of_its_connection_alone(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_method_that_ends_after_its_connection_logs_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else any client could fill the log: by calls that it leaves."""
+
+    async def run() -> None:
+        servers, _ = make(tmp_path)
+        arrived, is_over, finish = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def check(_request: object, _context: object) -> Any:
+            arrived.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await finish.wait()
+            await finish.wait()
+            is_over.set()
+            return health_pb2.HealthCheckResponse()
+
+        add_health(servers, check)
+        async with connected(servers) as client:
+            await asyncio.get_running_loop().sock_sendall(client, HEALTH)
+            await arrived.wait()
+        finish.set()
+        await is_over.wait()
+        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
+
+    with caplog.at_level("WARNING"):
+        asyncio.run(run())
+    assert not caplog.records
+
+
+def test_a_folder_too_deep_for_sockets_is_a_config_error(tmp_path: Path) -> None:
+    make(tmp_path)[0].require_room_for_sockets()
+    assert not list(tmp_path.iterdir())
+    deep = tmp_path / ("a" * 100)
+    deep.mkdir()
+    with pytest.raises(ConfigError, match="set TMPDIR to a folder with a short path"):
+        make(deep)[0].require_room_for_sockets()
+
+
+def test_a_server_that_cannot_listen_is_an_error_of_its_connection(tmp_path: Path) -> None:
+    """Such as with too many open files; the port expects an OSError."""
+
+    async def run() -> None:
+        servers, _ = make(tmp_path / ("a" * 100))
+        client, end = socket.socketpair()
+        with client:
+            connection = IncomingConnection(Connection(end), None, GRPC)
+            with pytest.raises(OSError, match="Failed to bind"):
+                await servers.serve(connection, [], [])
+            assert client.recv(1) == b""
+
+    asyncio.run(run())
+
+
 def test_an_unknown_method_is_unimplemented(tmp_path: Path) -> None:
     async def run() -> bytes:
         servers, _ = make(tmp_path)
@@ -121,10 +176,43 @@ def test_a_call_that_goes_round_the_port_is_refused(
     asyncio.run(run())
 
 
-async def connect_to_any(end: socket.socket, folder: Path) -> None:
-    """Connect to the socket in a folder that a server listens to."""
+def test_a_call_round_the_port_cannot_take_the_name_of_another_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel tells everybody the paths that sockets are bound to, in /proc/net/unix."""
+    monkeypatch.setattr(Path, "unlink", lambda *_args, **_options: None)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+
+    async def run() -> None:
+        servers, callers = make(tmp_path)
+        peers: list[str] = []
+
+        async def check(_request: object, grpc_context: Any) -> Any:
+            peers.append(grpc_context.peer())
+            return health_pb2.HealthCheckResponse()
+
+        add_health(servers, check)
+        async with connected(servers, DRIVER) as driver:
+            await answer_to(driver, HEALTH)
+            taken = set(tmp_path.iterdir())  # noqa: ASYNC240
+            async with connected(servers, stage(0), [OnlyPeers(callers)]) as client:
+                await answer_to(client, HEALTH)
+                with socket.socket(socket.AF_UNIX) as end:
+                    end.bind(str(elsewhere / peers[0].rpartition("/")[2]))
+                    await connect_to_any(end, tmp_path, taken)
+                    assert re.search(rb"grpc-status\x0216", await answer_to(end, HEALTH))
+        assert len(peers) == 2
+
+    asyncio.run(run())
+
+
+async def connect_to_any(
+    end: socket.socket, folder: Path, but: Collection[Path] = frozenset()
+) -> None:
+    """Connect to a socket in a folder that a server listens to."""
     end.setblocking(False)
-    for path in list(folder.iterdir()):  # noqa: ASYNC240
+    for path in set(folder.iterdir()).difference(but):  # noqa: ASYNC240
         with contextlib.suppress(ConnectionError):
             await asyncio.get_running_loop().sock_connect(end, str(path))
             return
