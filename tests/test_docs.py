@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from rpcmp.cli import COMMANDS, cli
-from rpcmp.config import reference
+from rpcmp.config.keys import table as table_of_keys
 from tests.support.commandlines import parsed
 from tests.support.docs import (
     PAGES,
@@ -124,7 +124,7 @@ RUN_BY = {
     "cluster/test_resume.py::test_a_run_can_start_from_given_weights": [
         "rpcmp drive config.toml --set init=model.safetensors",
     ],
-    "unit/checkpoint/test_export.py::test_export_takes_the_marked_best_or_fails": [
+    "unit/checkpoint/test_state_export.py::test_export_takes_the_marked_best_or_fails": [
         "rpcmp export --best checkpoints model.safetensors",
     ],
     "cli/test_tune.py::test_tune_measures_a_real_job": [
@@ -238,7 +238,7 @@ def test_paths_and_modules_that_pages_name_exist() -> None:
     assert {"rpcmp/worker/backward.py", "tests/unit/worker/test_backward.py"} <= paths
     assert [path for path in paths if not (ROOT / path).exists()] == []
     modules = {name for span in spans for name in re.findall(r"python -m ([\w.]+)", span)}
-    assert {"tests.benchmarks.recovery", "rpcmp.config.reference"} <= modules
+    assert {"tests.benchmarks.recovery", "rpcmp.config.keys"} <= modules
     for module in modules:
         found = importlib.util.find_spec(module)
         if found is not None and found.submodule_search_locations:
@@ -320,8 +320,8 @@ def test_the_table_of_commands_has_each_with_its_one_line() -> None:
 
 
 def test_the_table_of_keys_equals_the_schema() -> None:
-    assert reference.table() in guide("configuration"), (
-        "run `python -m rpcmp.config.reference` and paste its table"
+    assert table_of_keys() in guide("configuration"), (
+        "run `python -m rpcmp.config.keys` and paste its table"
     )
 
 
@@ -358,7 +358,7 @@ def test_the_guide_and_the_readme_show_the_same_model(language: str, starts_with
 
 def keys(config: dict[str, Any]) -> Iterator[str]:
     """Return the keys of a part of a config as in the table of keys."""
-    table = reference.table()
+    table = table_of_keys()
     for name, value in config.items():
         if f"**`{name}`**" in table:
             yield from (f"{name}.{key}" for key in value)
@@ -370,7 +370,7 @@ def keys(config: dict[str, Any]) -> Iterator[str]:
 
 @pytest.mark.parametrize("text", [b for text in CURRENT.values() for b in blocks("toml", text)])
 def test_every_piece_of_a_config_has_keys_that_exist(text: str) -> None:
-    table = reference.table()
+    table = table_of_keys()
     assert [key for key in keys(tomllib.loads(text)) if f"| `{key}` |" not in table] == []
 
 

@@ -112,10 +112,6 @@ class Inside:
 def beneath(root: Path, folder: str) -> Inside:
     """Return the place of a job's folder, which is `root` or beneath it; follows links.
 
-    Args:
-        root: resolved.
-        folder: absolute.
-
     Raises:
         CheckpointError: it is outside of `root`.
     """
@@ -213,7 +209,6 @@ def copy_durably(where: Where, memory: int, length: int) -> Written:
 
     Args:
         memory: descriptor. It is read and not mapped, as a process that shares it could cut it off.
-        length: bytes.
     """
     return _durably(where, lambda fd: _copy(fd, memory, length), PRIVATE)
 
@@ -321,7 +316,7 @@ def _opened(where: Where) -> Iterator[FileIO]:
         fd = os.open(where.name, flags, dir_fd=folder)
     with FileIO(fd) as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EISDIR, "Is no regular file", str(where))
+            raise OSError(errno.EISDIR, "Not a regular file", str(where))
         yield file
 
 

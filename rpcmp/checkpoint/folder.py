@@ -90,7 +90,6 @@ class CheckpointFolder:
         return [path for path in older if _step(path) not in kept]
 
     def _step_folders(self) -> list[Path]:
-        """Return step folders, with or without a manifest, the highest step first."""
         try:
             paths = [path for path in self.path.iterdir() if step_of(path) is not None]
             return sorted((path for path in paths if path.is_dir()), key=_step, reverse=True)

@@ -41,8 +41,6 @@ class StageFile(Strict):
     """One stage's part of a checkpoint.
 
     Attributes:
-        name: the stage's.
-        layers: of the model, in order.
         file: its name in the step folder; a bare name, so that no manifest leads elsewhere.
         sha256: of the file.
         size: of the file, in bytes.
@@ -71,20 +69,15 @@ class Manifest(Strict):
 
     Attributes:
         format: the manifest's and the files'.
-        job: the job's name.
         run: the run's name, which it keeps when it is resumed.
-        step: optimizer steps done.
         generation: counts the starts of the run's processes, from 1.
-        cursor: position in the data.
-        driver: the driver's own state.
         best: marks the best checkpoint up to this step; the newest that is marked is the best.
         is_asked_for: whether the config asked for it; else the run made it because it had to end.
         rng: the run's seed and the version of the rules by which random numbers are derived (see
             rpcmp.pipelining.layers); no generator has a state.
         versions: rpcmp's, torch's and Python's.
-        config: the job's, see rpcmp.config.redaction.
+        config: the job's, see rpcmp.config.hashes.
         written: time, in ISO format.
-        stages: in the order of the pipeline.
     """
 
     format: Literal[1] = FORMAT
@@ -126,10 +119,6 @@ def dumps(manifest: Manifest) -> str:
 
 def loads(text: str | bytes, source: str | Path) -> Manifest:
     """Return the manifest that `dumps` wrote.
-
-    Args:
-        text: the file's content.
-        source: its name in messages.
 
     Raises:
         CheckpointError: it is damaged or of another format.

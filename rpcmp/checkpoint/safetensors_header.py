@@ -38,9 +38,7 @@ as much memory."""
 Count = Annotated[int, Field(ge=0)]
 
 
-class _Entry(Strict):
-    """A tensor in the header."""
-
+class _TensorEntry(Strict):
     dtype: str
     shape: list[Count]
     data_offsets: list[Count] = Field(min_length=2, max_length=2)
@@ -52,7 +50,6 @@ class TensorSpec:
 
     Attributes:
         dtype: the format's name of it, "F32".
-        shape: its sizes.
         size: its bytes.
     """
 
@@ -129,9 +126,6 @@ def aligned(tensors: Mapping[str, Spec]) -> dict[str, Spec]:
 def read(file: BinaryIO, source: object) -> dict[str, TensorRange]:
     """Return the place of each tensor in a safetensors file, in the order of their bytes.
 
-    Args:
-        source: the file's name in messages.
-
     Raises:
         CheckpointError: it is not a safetensors file.
         OSError: it cannot be read.
@@ -139,7 +133,7 @@ def read(file: BinaryIO, source: object) -> dict[str, TensorRange]:
     try:
         entries, begin, end = _read_header(file.fileno())
         ranges = {
-            name: _range(_Entry.model_validate(entry), begin)
+            name: _range(_TensorEntry.model_validate(entry), begin)
             for name, entry in entries.items()
             if name != METADATA
         }
@@ -208,7 +202,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return unique
 
 
-def _range(entry: _Entry, begin: int) -> TensorRange:
+def _range(entry: _TensorEntry, begin: int) -> TensorRange:
     first, last = entry.data_offsets
     if last < first:
         raise ValueError("a tensor ends before it begins")

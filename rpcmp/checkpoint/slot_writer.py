@@ -44,8 +44,6 @@ Shapes = tuple[tuple[str, torch.dtype, torch.Size], ...]
 
 
 class SnapshotWriter:
-    """Writes snapshots of one stage into its slots."""
-
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self._layout: _Layout | None = None
@@ -105,7 +103,6 @@ class _Layout:
     """The place of each tensor in a slot.
 
     Args:
-        shapes: name, dtype and shape of each tensor.
         start: bytes that the header takes.
     """
 

@@ -47,8 +47,6 @@ class Snapshot:
     """The content of a slot.
 
     Attributes:
-        slot: its index.
-        step: the optimizer step after which it was taken.
         length: bytes.
         is_pinned: whether it must stay until it is saved to a disk.
     """
@@ -86,7 +84,6 @@ class Slots:
         return f"/proc/self/fd/{self.fd(slot)}"
 
     def all(self) -> list[Snapshot]:
-        """Return the complete snapshots, oldest first."""
         found = []
         for slot in range(len(self)):
             step, length, is_whole, is_pinned = _RECORD.unpack_from(self._index, slot * _SPACING)
@@ -121,7 +118,6 @@ class Slots:
         return Snapshot(slot, step, length, pin)
 
     def pin(self, slot: int) -> None:
-        """Keep a slot from being overwritten."""
         self._index[slot * _SPACING + _PINNED] = 1
 
     def unpin(self, snapshot: Snapshot) -> None:
@@ -145,7 +141,6 @@ class Slots:
                 self._record(snapshot.slot, 0, 0)
 
     def clear(self) -> None:
-        """Drop all and free their memory."""
         for slot in range(len(self)):
             self._record(slot, 0, 0)
             os.ftruncate(self.fd(slot), 0)

@@ -111,8 +111,6 @@ class StageState:
     """The state of a stage right after an optimizer step.
 
     Attributes:
-        step: optimizer steps done.
-        stage: its name.
         model: parameters and buffers, by name.
         state: the optimizer's, by parameter.
         groups: the optimizer's options; None without an optimizer.
@@ -162,8 +160,6 @@ def unpack(
     """Return a stage's state from files that each hold a part, and may hold more.
 
     Args:
-        paths: safetensors files.
-        stage: name of the stage that the state is for.
         model: names of its parameters and buffers.
         trained: names of the parameters of its optimizer.
 
@@ -204,12 +200,7 @@ def _read(path: str, model: set[str], trained: set[str]) -> StageState:
 def decoded(
     text: str, tensors: Mapping[str, Tensor], model: Collection[str], trained: Collection[str]
 ) -> StageState:
-    """Return the state that `pack` was given, for these parameters and buffers only.
-
-    Args:
-        text: the metadata.
-        tensors: by name.
-    """
+    """Return the state that `pack` was given, for these parameters and buffers only."""
     about = json.loads(text)
     kept = Restored(tensors, about.get("memory", {}))
     return StageState(
@@ -252,7 +243,6 @@ def _require_agreement(parts: Sequence[StageState], stage: str, trained: Collect
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Return whether two trees and their tensors are equal."""
     mine: dict[str, Tensor] = {}
     theirs: dict[str, Tensor] = {}
     if encode_tree(one, mine) != encode_tree(other, theirs):

@@ -26,26 +26,26 @@ from rpcmp.errors import RpcmpError, StageError, exit_code, with_notes
 from rpcmp.process.logging.display import Display
 from rpcmp.process.logging.records import Line, as_json, entry_of, visible
 
-COMMANDS = (
-    "bench",
-    "certs",
-    "completion",
-    "doctor",
-    "drain",
-    "drive",
-    "explain",
-    "export",
-    "guide",
-    "health",
-    "new",
-    "report",
-    "serve",
-    "status",
-    "trace",
-    "tune",
-    "verify",
-)
-"""Each is a function in a module of its name."""
+COMMANDS = {
+    "bench": "bench",
+    "certs": "certs",
+    "completion": "completion",
+    "doctor": "checks",
+    "drain": "servers",
+    "drive": "drive",
+    "explain": "explain",
+    "export": "export",
+    "guide": "guide",
+    "health": "servers",
+    "new": "new",
+    "report": "report",
+    "serve": "serve",
+    "status": "servers",
+    "trace": "trace",
+    "tune": "tune",
+    "verify": "checks",
+}
+"""The module of each command, which is a function of the command's name."""
 
 RUNS = (["drive"], ["serve"], ["verify"], ["tune"], ["bench"])
 """Commands that do more than print something: they go on if their output is lost."""
@@ -55,14 +55,13 @@ class Commands(click.Group):
     """Imports a command when it is used: probes that run every few seconds have to be quick."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """See click.Group."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """See click.Group."""
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(importlib.import_module(f"rpcmp.cli.{cmd_name}"), cmd_name)
+        module = importlib.import_module(f"rpcmp.cli.{COMMANDS[cmd_name]}")
+        command: click.Command = getattr(module, cmd_name)
         return command
 
 
@@ -80,7 +79,6 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line; the process ends here."""
     sys.exit(_run())
 
 
@@ -130,11 +128,10 @@ def _print(line: Line, display: Display) -> None:
 
 
 def _remedy(error: RpcmpError, began: datetime) -> str:
-    """Return the command that helps next; empty if none does."""
     from rpcmp.cli.hints import failed, remedy
 
     name, *arguments = sys.argv[1:]
     command = cli.get_command(click.Context(cli), name)
     if command is None:
         return ""
-    return remedy(error, failed(command, name, arguments, COMMANDS, began)) or ""
+    return remedy(error, failed(command, name, arguments, list(COMMANDS), began)) or ""

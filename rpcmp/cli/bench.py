@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rpcmp.cli import completion
-from rpcmp.cli.options import budget_option
+from rpcmp.cli.options import budget_option, set_option
 from rpcmp.cli.terminal import echo
 
 if TYPE_CHECKING:
@@ -43,14 +43,7 @@ WIDTH = 140
 )
 @budget_option
 @click.option("--peers", metavar="NAME,...", help="Compare with these peers only.")
-@click.option(
-    "--set",
-    "overrides",
-    metavar="KEY=VALUE",
-    multiple=True,
-    shell_complete=completion.keys,
-    help="Override a key of the case's job, such as schedule=1f1b. Repeatable.",
-)
+@set_option("a key of the case's job, such as schedule=1f1b")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per case.")
 def bench(
     names: tuple[str, ...],
@@ -102,7 +95,6 @@ def bench(
 async def _measure(
     case: Case, contestants: Sequence[Contestant], pairs: int, steps: int | None, budget: float
 ) -> tuple[BenchmarkResult | None, int]:
-    """Return the result, if there is one, and the exit code."""
     from rpcmp.cli.progress_bar import measuring
     from rpcmp.tools.bench.benchmark import benchmark
     from rpcmp.tools.bench.comparison import StoppedError, TimeLimits

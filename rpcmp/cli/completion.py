@@ -33,7 +33,7 @@ Items = list["CompletionItem[str]"]
 
 
 def configs(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    """Complete TOML files, and folders with such; any files if there are none."""
+    """Complete TOML files, and folders that have some; else any files."""
     partial = Path(incomplete)
     is_whole = incomplete.endswith("/") or not incomplete
     folder, name = (partial, "") if is_whole else (partial.parent, partial.name)
@@ -66,14 +66,12 @@ def keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
 
 
 def examples(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    """Complete names of examples."""
-    from rpcmp.tools.new.create import examples as names
+    from rpcmp.tools.new import examples as names
 
     return [CompletionItem(name) for name in names() if name.startswith(incomplete)]
 
 
 def cases(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    """Complete names of benchmark cases, and configs."""
     from rpcmp.tools.bench.cases import frozen
 
     names = [CompletionItem(name) for name in frozen() if name.startswith(incomplete)]
@@ -101,7 +99,6 @@ def _part(given: Any, part: str) -> Any:
 
 
 def _names(level: Level, given: Any, prefix: str) -> Iterator[CompletionItem[str]]:
-    """Complete `prefix` with keys of the section, or with those that the file has there."""
     if level.container is list:
         number = len(given) if isinstance(given, list) else 1
         yield from (CompletionItem(f"{prefix}{index}.") for index in range(max(1, number)))
@@ -206,7 +203,6 @@ class Zsh(ZshComplete):
 
 
 def _joined(words: Sequence[str]) -> list[str]:
-    """Join the words around each "=" again."""
     joined: list[str] = []
     for word in words:
         if word == "=" and joined:

@@ -54,8 +54,6 @@ def table(
     """Return a table without lines.
 
     Args:
-        heads: of the columns.
-        rows: one cell per column.
         right: heads of columns that are aligned right.
         pad_edge: whether to pad the outermost columns.
     """

@@ -30,7 +30,7 @@ def export(folder: Path, file: Path, best: bool, tied_once: bool) -> None:
       rpcmp export checkpoints model.safetensors
       rpcmp export --best checkpoints model.safetensors
     """
-    from rpcmp.checkpoint.export import export as run
+    from rpcmp.checkpoint.state_export import export as run
     from rpcmp.config.types import format_size
 
     result = run(folder, file, best, tied_once)

@@ -33,7 +33,7 @@ _TABLE = re.compile(r"^\|.*\n\|[ :|-]+\n(?:\|.*\n?)+", re.MULTILINE)
 _ROW = re.compile(r"- \[([\w-]+)\]\(([\w./-]+\.md)\): (.+)")
 
 
-class Page(NamedTuple):
+class GuidePage(NamedTuple):
     """A page of the guide.
 
     Attributes:
@@ -60,16 +60,16 @@ class Match(NamedTuple):
     line: str
 
 
-def pages() -> dict[str, Page]:
+def pages() -> dict[str, GuidePage]:
     """Return all pages by topic, in the order of the list of topics."""
-    found: dict[str, Page] = {}
+    found: dict[str, GuidePage] = {}
     group = ""
     for line in (FOLDER / "README.md").read_text(encoding="utf-8").splitlines():
         if heading := _HEADING.fullmatch(line):
             group = heading[1]
         elif row := _ROW.fullmatch(line):
             topic, target, summary = row.groups()
-            found[topic] = Page(topic, summary, FOLDER / target, group)
+            found[topic] = GuidePage(topic, summary, FOLDER / target, group)
     return found
 
 
@@ -132,7 +132,7 @@ def guide(topic: str | None, word: str | None) -> None:
         echo(chosen[0].text(), nl=False)
 
 
-def _page(topic: str, every: dict[str, Page]) -> Page:
+def _page(topic: str, every: dict[str, GuidePage]) -> GuidePage:
     if topic in every:
         return every[topic]
     raise ConfigError(
@@ -141,7 +141,7 @@ def _page(topic: str, every: dict[str, Page]) -> Page:
     )
 
 
-def _instead(topic: str, every: dict[str, Page]) -> str:
+def _instead(topic: str, every: dict[str, GuidePage]) -> str:
     """Return the end of an error that suggests a topic: by its name, or by its headings."""
     from rpcmp.config.suggestion import did_you_mean, nearest
 
@@ -153,11 +153,11 @@ def _instead(topic: str, every: dict[str, Page]) -> str:
     return did_you_mean(nearest(topic, every))
 
 
-def _headings(page: Page) -> str:
+def _headings(page: GuidePage) -> str:
     return "\n".join([page.summary, *(match.heading for match in search("#", page.text()))])
 
 
-def _show_topics(every: list[Page]) -> None:
+def _show_topics(every: list[GuidePage]) -> None:
     width = max(len(page.topic) for page in every)
     group = ""
     for page in every:
@@ -168,7 +168,7 @@ def _show_topics(every: list[Page]) -> None:
     echo("\nrpcmp guide TOPIC shows one, rpcmp guide --search WORD looks in all of them")
 
 
-def _show_matches(word: str, chosen: list[Page]) -> None:
+def _show_matches(word: str, chosen: list[GuidePage]) -> None:
     if not word.strip():
         raise click.UsageError("--search needs a word to look for")
     count = 0

@@ -33,7 +33,7 @@ import click
 
 from rpcmp import errors
 from rpcmp.config import loader
-from rpcmp.config.redaction import redacted
+from rpcmp.config.hashes import redacted
 from rpcmp.errors import ConfigError, RpcmpError, SecurityError
 
 if TYPE_CHECKING:
@@ -137,8 +137,6 @@ def remedy(error: RpcmpError, command: Command) -> str | None:
 
 
 def _job_command(name: str) -> Decision:
-    """Suggest a command with the same config, unless it is the one that has failed."""
-
     def decide(command: Command) -> Words:
         if not command.is_there or command.name == name or name not in command.others:
             return None
@@ -148,8 +146,6 @@ def _job_command(name: str) -> Decision:
 
 
 def _first(*decisions: Decision) -> Decision:
-    """Suggest what the first decision with a result suggests."""
-
     def decide(command: Command) -> Words:
         results = (decision(command) for decision in decisions)
         return next((words for words in results if words is not None), None)
@@ -176,14 +172,12 @@ def _help_of(name: str) -> Decision:
 
 
 def _resume(command: Command) -> Words:
-    """Suggest the same command, from the newest checkpoint on."""
     if command.name != "drive" or not command.has_checkpoint:
         return None
     return _again(command)
 
 
 def _continue(command: Command) -> Words:
-    """Suggest the same command, with the checkpoints of an earlier run."""
     return _resume(replace(command, has_checkpoint=True))
 
 
@@ -211,7 +205,6 @@ def _bfloat16(command: Command) -> Words:
 
 
 def _fresh(command: Command) -> Words:
-    """Suggest to leave the checkpoints alone, and start beside them."""
     if command.name != "drive" or not command.is_loaded:
         return _usage(command)
     words = [word for word in command.arguments if word not in ("--resume", "--fresh")]
@@ -299,7 +292,6 @@ def failed(
 
 
 def _options(params: dict[str, Any]) -> list[str]:
-    """Return the options that other commands with a config take too, a bare --connect last."""
     words = []
     for override in params.get("overrides") or ():
         words += ["--set", override]

@@ -29,7 +29,7 @@ def new(name: str, like: str | None) -> None:
       rpcmp new my_model
       rpcmp new my_model --like llama
     """
-    from rpcmp.tools.new.create import create
+    from rpcmp.tools.new import create
 
     model, config = create(name, Path.cwd(), like)
     echo(f"{model.name}: the model")

@@ -29,11 +29,7 @@ KEPT_SECONDS = 10.0
 
 
 def observers(config: Config) -> list[Observer]:
-    """Create the observers of `[log]`; what can fail fails here, before the run starts.
-
-    Raises:
-        ConfigError: a folder cannot be written, or a logger cannot be created.
-    """
+    """Create the observers of `[log]`; what can fail fails here, before the run starts."""
     found: list[Observer] = []
     try:
         if config.log_folder is not None:
@@ -75,17 +71,12 @@ def seconds_between_timelines(found: Sequence[Observer]) -> float:
 
 
 def path_of(found: Sequence[Observer]) -> Path | None:
-    """Return the run folder's path, if there is one."""
     paths = (observer.path for observer in found if isinstance(observer, RunFolder))
     return next(paths, None)
 
 
 def run_folder(config: Config) -> RunFolder:
-    """Create the run folder. If the config does not name one, a failure does not end the run.
-
-    Raises:
-        ConfigError: the config's folder cannot be written.
-    """
+    """Create the run folder. If the config does not name one, a failure does not end the run."""
     folder = RunFolder(config, lambda write: with_log(plain(write), write))
     try:
         folder.make()
@@ -101,11 +92,7 @@ def run_folder(config: Config) -> RunFolder:
 
 @contextlib.contextmanager
 def page_of(job: Config, ui: str | None, observers: list[Observer], show: Report) -> Iterator[None]:
-    """Serve the run's page, if `ui` is given: show its address, and add it to the observers.
-
-    Raises:
-        ConfigError: it cannot be served there.
-    """
+    """Serve the run's page, if `ui` is given: show its address, and add it to the observers."""
     if ui is None:
         yield
         return

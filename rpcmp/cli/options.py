@@ -43,19 +43,24 @@ def config_argument(command: Command) -> Command:
 
 
 def _config_options(command: Command) -> Command:
-    command = click.option(
-        "--set",
-        "overrides",
-        metavar="KEY=VALUE",
-        multiple=True,
-        shell_complete=completion.keys,
-        help="Override a key of the config, such as data.batch_size=64. Repeatable.",
-    )(command)
+    command = set_option("a key of the config, such as data.batch_size=64")(command)
     return click.argument(
         "config",
         type=click.Path(path_type=Path, dir_okay=False),
         shell_complete=completion.configs,
     )(command)
+
+
+def set_option(what: str) -> Callable[[Command], Command]:
+    """Return a decorator that adds `--set`, which overrides `what`."""
+    return click.option(
+        "--set",
+        "overrides",
+        metavar="KEY=VALUE",
+        multiple=True,
+        shell_complete=completion.keys,
+        help=f"Override {what}. Repeatable.",
+    )
 
 
 def connect_option(command: Command) -> Command:
@@ -71,7 +76,6 @@ def connect_option(command: Command) -> Command:
 
 
 def certs_options(command: Command) -> Command:
-    """Add `--certs` and `--insecure`."""
     command = click.option(
         "--insecure",
         is_flag=True,
@@ -88,12 +92,11 @@ def certs_options(command: Command) -> Command:
 
 
 def metrics_option(command: Command) -> Command:
-    """Add `--metrics`."""
     return click.option(
         "--metrics",
         metavar="HOST:PORT",
         help="Serve metrics at this address, as OpenMetrics for Prometheus; port 0 picks a free "
-        "one. Other than on loopback by TLS, with --certs; with --insecure open to all.",
+        "one. Addresses other than loopback need --certs, for TLS, or --insecure, for everyone.",
     )(command)
 
 
@@ -138,11 +141,7 @@ def log_options(command: Command) -> Command:
 
 
 def require_writable(path: Path) -> None:
-    """Check that a result can be written, before the work for it starts; leaves no file behind.
-
-    Raises:
-        ConfigError: `path` cannot be written.
-    """
+    """Check that a result can be written, before the work for it starts; leaves no file behind."""
     existed = path.exists()
     try:
         path.open("ab").close()

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from rpcmp.cli.console import Console
 from rpcmp.cli.terminal import echo
-from rpcmp.process.signals import count_stop_requests, handle_stop_signals
+from rpcmp.process.interpreter import count_stop_requests, handle_stop_signals
 from rpcmp.tools.bench.comparison import Progress as Tell
 
 PLAIN_SECONDS = 2.0
@@ -48,9 +48,6 @@ def measuring(name: str) -> Iterator[Measuring]:
     """Show the progress of a measurement in an event loop, and handle Ctrl-C.
 
     The first signal sets `stop`, the second cancels the current task.
-
-    Raises:
-        Exit: there was a second signal.
     """
     task, stop = asyncio.current_task(), asyncio.Event()
     signals: list[int] = []

@@ -72,7 +72,6 @@ def report(folders: tuple[Path, ...], output: Path | None, text: bool) -> None:
 
 
 def _print(comparison: Comparison) -> None:
-    """Print how the runs went; for several also which settings and losses differ."""
     from rpcmp.cli.console import Console, table
     from rpcmp.observability.run_folder.figures import tables
 

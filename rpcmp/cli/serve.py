@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 def _modules(
     ctx: click.Context, option: click.Parameter, given: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Check that each value is the dotted name of a module."""
     for name in given:
         if not all(step.isidentifier() for step in name.split(".")):
             raise click.BadParameter(

@@ -23,13 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def echo(text: object = "", err: bool = False, nl: bool = True) -> None:
-    """Print `text`, made visible first; see click.echo.
-
-    Args:
-        text: any object.
-        err: whether to print to standard error.
-        nl: whether to add a new line.
-    """
+    """Print `text`, made visible first; see click.echo."""
     click.echo(visible(str(text)), err=err, nl=nl)
 
 
@@ -37,7 +31,6 @@ class Forgiving(io.FileIO):
     """A file that ignores failed writes: what cannot be written is lost.
 
     Args:
-        fd: of the file; it stays open.
         tell: called with the first failure.
 
     Attributes:

@@ -86,7 +86,6 @@ def _parse(steps: str | None) -> tuple[int | None, int | None]:
 
 
 def _object(window: Window, shares: Sequence[Shares], bottleneck: Bottleneck) -> dict[str, Any]:
-    """The table and the bottleneck for programs; shares are between 0 and 1."""
     stages = [
         {
             "stage": stage.stage,
@@ -105,7 +104,6 @@ def _object(window: Window, shares: Sequence[Shares], bottleneck: Bottleneck) ->
 
 
 def _print(shares: Sequence[Shares]) -> None:
-    """Print a row per stage, in per cent of its time."""
     from rpcmp.cli.console import print_wide, table
     from rpcmp.observability.trace.critical_path import Loss
     from rpcmp.observability.trace.spans import Kind

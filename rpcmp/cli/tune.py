@@ -132,7 +132,6 @@ async def _tune(
     steps: int | None,
     budget: float,
 ) -> tuple[Tuned | None, int]:
-    """Return the result, if there is one, and the exit code."""
     from rpcmp.cli.progress_bar import measuring
     from rpcmp.tools.bench.comparison import StoppedError, TimeLimits
     from rpcmp.tools.tune.setting_times import GroupRunner
@@ -167,7 +166,6 @@ def _show(tuned: Tuned, as_json: bool) -> None:
 
 
 def _values(option: str, text: str | None) -> list[str] | None:
-    """Split "a,b"; None if the option was not given."""
     if text is None:
         return None
     values = [part.strip() for part in text.split(",") if part.strip()]

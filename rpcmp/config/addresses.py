@@ -48,7 +48,6 @@ def parse(address: str) -> tuple[str, int]:
 
 
 def joined(host: str, port: int) -> str:
-    """Return "HOST:PORT" or "[IPV6]:PORT"; the inverse of `parse`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -59,7 +58,6 @@ def is_own_name(host_header: str, host: str) -> bool:
 
     Args:
         host_header: the request's. Its port is ignored, since a forwarded one differs.
-        host: the host that the server listens on.
     """
     try:
         name = urlsplit(f"//{host_header}").hostname

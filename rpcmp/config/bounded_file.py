@@ -16,7 +16,7 @@ def open_regular(path: Path) -> BinaryIO:
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     file.close()
-    raise ValueError("it is no regular file")
+    raise ValueError("it is not a regular file")
 
 
 def _without_waiting(path: str, flags: int) -> int:

@@ -46,7 +46,7 @@ opens a file that its arguments name, or runs a program; `rpcmp.examples.llama` 
 
 
 class AllowList:
-    """The callables that jobs may use: those of BUILT_IN and of some modules.
+    """The callables that jobs may use: BUILT_IN and the contents of some modules.
 
     Args:
         prefixes: the modules; their submodules are allowed as well.
@@ -56,19 +56,17 @@ class AllowList:
         self._prefixes = tuple(prefixes)
 
     def has_module(self, module: object) -> bool:
-        """Return whether a name may lead through this module."""
         return self._is_below(module) or module in BUILT_IN
 
     def find(self, module: str, attribute: str) -> Callable[..., Any]:
         """Return the object "module:attribute"; imports only allowed modules.
 
         Raises:
-            FactoryError: it is not allowed, with the reason.
             Exception: a module does not import, or has no such attribute.
         """
         for step in (*module.split("."), *attribute.split(".")):
             if not step.isidentifier() or step.startswith("__"):
-                raise FactoryError(f"{step!r} is no name that a job may use")
+                raise FactoryError(f"{step!r} is not a name that a job may use")
         if not self.has_module(module):
             raise FactoryError(self._not_here(f"the module {module!r}"))
         if not self._is_below(module):
@@ -87,7 +85,6 @@ class AllowList:
         return any(f"{module}.".startswith(f"{prefix}.") for prefix in self._prefixes)
 
     def _imported(self, module: str) -> ModuleType:
-        """Import a module step by step; refuse parents that are aliases of other modules."""
         parts = module.split(".")
         names = [".".join(parts[: count + 1]) for count in range(len(parts))]
         for name in filter(self._is_below, names):
@@ -120,18 +117,17 @@ class AllowList:
     def _not_here(self, what: str) -> str:
         given = f", and --allow adds {', '.join(self._prefixes)}" if self._prefixes else ""
         return (
-            f"{what} is not among what this host allows: torch.nn, torch.optim, rpcmp.metrics and "
-            f"rpcmp.examples{given}"
+            f"{what} is not allowed by this host, which allows torch.nn, torch.optim, "
+            f"rpcmp.metrics and rpcmp.examples{given}"
         )
 
 
 def _built_in(module: str, attribute: str) -> Callable[..., Any]:
-    """Return an attribute of a module of BUILT_IN, if it is listed there."""
     found: Any = getattr(importlib.import_module(module), attribute, None)
     if not attribute.startswith("_") and _is_built_in(module, attribute, found):
         built_in: Callable[..., Any] = found
         return built_in
-    raise FactoryError(f"{attribute!r} is not among what hosts allow of {module}")
+    raise FactoryError(f"{attribute!r} is not an allowed name of {module}")
 
 
 def _is_built_in(module: str, name: str, found: object) -> bool:
@@ -175,10 +171,6 @@ def resolve(name: str, what: str) -> Callable[..., Any]:
 
     Args:
         name: module path and dotted attribute, such as "torch.optim:AdamW".
-        what: the config key, for the error message.
-
-    Raises:
-        FactoryError: it does not import, does not exist, is not callable, or not allowed here.
     """
     module_name, _, attribute = name.partition(":")
     try:
@@ -204,12 +196,7 @@ def accepting(factory: Factory, what: str, num_args: int = 0) -> Callable[..., A
     """Return the factory's callable, after checking that it takes the keyword arguments.
 
     Args:
-        factory: the config's.
-        what: the config key, for the error message.
         num_args: number of positional arguments of the call.
-
-    Raises:
-        FactoryError: it does not import, or takes no such keyword argument.
     """
     target = resolve(factory.callable, what)
     known = _keywords(target, num_args)

@@ -131,7 +131,6 @@ def _form(key: str) -> str:
 
 
 def _nearest(key: str, place: Sequence[int | str]) -> str:
-    """Return a hint at the valid name of `key`, in its own section or else in another."""
     valid = list(_keys(place))
     if near := nearest(key, valid, ALIKE):
         return f"did you mean {near!r}?"
@@ -142,7 +141,6 @@ def _nearest(key: str, place: Sequence[int | str]) -> str:
 
 
 def _keys(place: Sequence[int | str]) -> Iterable[str]:
-    """Return the valid keys of the section at `place`."""
     level = Level(Config)
     for part in place:
         level = level.below(str(part))

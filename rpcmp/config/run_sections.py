@@ -50,7 +50,10 @@ def _direction(key: str, metric: str, mode: Mode | None) -> Mode:
     """Return the mode that the config gives, or else the one that the metric's name suggests."""
     direction = mode or guess_direction(metric)
     if direction is None:
-        raise ValueError(f'is less or more of {metric!r} better? give `{key}` = "min" or "max"')
+        raise ValueError(
+            f'give `{key}` = "min" or "max": it is unknown whether lower or higher {metric!r} '
+            "is better"
+        )
     return direction
 
 
@@ -58,17 +61,18 @@ class EarlyStoppingConfig(Strict):
     """`[early_stopping]`."""
 
     metric: str = Field(
-        default="loss", description='what is watched: "loss", a metric, or a key of it ("name.key")'
+        default="loss",
+        description='the metric to watch: "loss", a metric, or a key of it ("name.key")',
     )
     mode: Mode | None = Field(
         default=None,
-        description="whether less or more of it is better; by its name when omitted",
+        description="whether lower or higher is better; by the metric's name when omitted",
     )
     patience: Positive = Field(
         default=3, description="evaluations in a row without an improvement that end the run"
     )
     min_delta: float = Field(
-        default=0.0, ge=0, description="what an improvement has to be more than"
+        default=0.0, ge=0, description="smallest change that counts as an improvement"
     )
 
     @property
@@ -82,13 +86,13 @@ class EarlyStoppingConfig(Strict):
 
 
 class LossScalingConfig(Strict):
-    """One scale for the loss of all stages; the defaults are those of `torch.amp.GradScaler`."""
+    """One scale for the loss of all stages; defaults as in `torch.amp.GradScaler`."""
 
     initial: float = Field(
         default=2.0**16,
         ge=1,
         le=2.0**126,
-        description="what the loss is multiplied by at first",
+        description="initial factor of the loss",
     )
     growth_factor: float = Field(
         default=2.0,
@@ -100,7 +104,7 @@ class LossScalingConfig(Strict):
         default=0.5,
         gt=0,
         lt=1,
-        description="the scale shrinks by it where a gradient is not finite; that step is skipped",
+        description="the scale shrinks by it if a gradient is not finite; that step is skipped",
     )
     growth_interval: Positive = Field(
         default=2000, description="steps in a row, none skipped, after which the scale grows"
@@ -118,9 +122,11 @@ class CheckpointConfig(Strict):
     every_seconds: float | None = Field(
         default=None,
         gt=0,
-        description="seconds between checkpoints; 300 where neither is given",
+        description="seconds between checkpoints; 300 if neither is given",
     )
-    keep: Positive = Field(default=3, description="how many are kept; older ones are removed")
+    keep: Positive = Field(
+        default=3, description="number of checkpoints to keep; older ones are removed"
+    )
     best: str | None = Field(
         default=None,
         description='"loss", a metric, or a key of it ("name.key"): the step with the best '
@@ -128,7 +134,7 @@ class CheckpointConfig(Strict):
     )
     best_mode: Mode | None = Field(
         default=None,
-        description="whether less or more of it is better; by its name when omitted",
+        description="whether lower or higher is better; by the metric's name when omitted",
     )
     shared: bool = Field(
         default=False,
@@ -151,7 +157,7 @@ class CheckpointConfig(Strict):
         if self.best is not None:
             _direction("best_mode", self.best, self.best_mode)
         elif self.best_mode is not None:
-            raise ValueError("`best_mode` of what? give `best`, the name of a metric")
+            raise ValueError("`best_mode` needs `best`, the name of a metric")
         return self
 
 
@@ -176,7 +182,7 @@ class SecurityConfig(Strict):
 
 
 class RecoveryConfig(Strict):
-    """What happens when a worker, a host or a connection is lost."""
+    """Recovery from lost workers, hosts and connections."""
 
     enabled: bool = Field(default=True, description="go on by itself after a fault")
     mirror_every_steps: int = Field(
@@ -191,12 +197,12 @@ class RecoveryConfig(Strict):
     heartbeat_timeout: float = Field(
         default=6.0,
         ge=1,
-        description="seconds without a sign of life after which a worker is ended",
+        description="seconds without a heartbeat after which a worker is killed",
     )
     watchdog: float = Field(
         default=600.0,
         ge=0,
-        description="seconds without any progress that count as a hang; 0: none",
+        description="seconds without progress that count as a hang; 0: never",
     )
     replace_after: float = Field(
         default=60.0, ge=0, description="seconds after which a spare replaces a lost host"
@@ -235,7 +241,7 @@ class RecoveryConfig(Strict):
 
 
 class LogConfig(Strict):
-    """What is kept of a run, and which other loggers get its events."""
+    """Records of a run, and the loggers that get its events."""
 
     folder: str = Field(
         default="runs",

@@ -12,26 +12,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import PrivateAttr, model_validator
 
 from rpcmp.config import validation
-from rpcmp.config.run_sections import (
-    CheckpointConfig,
-    EarlyStoppingConfig,
-    LogConfig,
-    LossScalingConfig,
-    RecoveryConfig,
-    SecurityConfig,
-)
-from rpcmp.config.sections import DataConfig, ModelConfig, StageConfig
+from rpcmp.config.sections import DataConfig, JobSettings, StageConfig
 from rpcmp.config.topology import Graph, Member, ReplicaAssignment, build_graph, chain_graph
 from rpcmp.config.types import (
-    NAME,
     Autocast,
     Factory,
-    FactoryOrName,
     OptimizerFactory,
-    OptimizerOrName,
     Positive,
     Schedule,
     Strict,
@@ -39,103 +28,8 @@ from rpcmp.config.types import (
 from rpcmp.errors import ConfigError
 
 
-class Config(Strict):
-    """A job."""
-
-    name: str = Field(default="job", pattern=NAME, description="the job's name; the file's stem")
-    seed: int = Field(default=0, description="rules every random number of the run")
-    epochs: Positive | None = Field(default=None, description="passes over the data; 1 by default")
-    steps: Positive | None = Field(default=None, description="optimizer steps, instead of epochs")
-    num_microbatches: Positive = Field(default=4, description="slices of a mini-batch")
-    schedule: Schedule = Field(default="1f1b", description="order of forwards and backwards")
-    max_in_flight: Positive | None = Field(
-        default=None,
-        description="micro-batches of which a stage may hold activations, in whole messages; by "
-        "the schedule when omitted",
-    )
-    microbatches_per_message: Positive = Field(
-        default=1,
-        description="micro-batches that travel between stages in one message; worth trying where a "
-        "stage computes one in a few milliseconds",
-    )
-    balance_replicas: bool = Field(
-        default=False,
-        description="give a stage's replicas `shares` by their measured speed, where it has none",
-    )
-    wire_dtype: Literal["bfloat16"] | None = Field(
-        default=None,
-        description="float32 activations and gradients travel between stages as this",
-    )
-    autocast: Autocast | None = Field(
-        default=None,
-        description="compute in this what `torch.autocast` computes in it; parameters stay as they "
-        "are",
-    )
-    max_grad_norm: float | None = Field(
-        default=None, gt=0, description="clip the gradient's norm over all stages"
-    )
-    evaluate_every: int | None = Field(
-        default=None,
-        ge=0,
-        description="epochs between evaluations; 1 by default; 0: only at the end",
-    )
-    evaluate_every_steps: Positive | None = Field(
-        default=None, description="steps between evaluations, instead of epochs"
-    )
-    ship_code: bool = Field(
-        default=True, description="send the Python files beside the config to the stage servers"
-    )
-    model: ModelConfig | None = Field(default=None, description="a model as a list of layers")
-    stages: list[StageConfig] = Field(
-        default_factory=list, description="the stages, in order (`[[stages]]`)"
-    )
-    loss: FactoryOrName = Field(
-        description="mean loss of (outputs, targets): a class such as torch.nn:CrossEntropyLoss, "
-        "or a function"
-    )
-    optimizer: OptimizerOrName = Field(
-        default_factory=lambda: OptimizerFactory(callable="torch.optim:SGD", kwargs={"lr": 0.01}),
-        description="the optimizer; each stage has one of its own",
-    )
-    scheduler: FactoryOrName | None = Field(default=None, description="learning-rate scheduler")
-    scheduler_interval: Literal["epoch", "step"] = Field(
-        default="epoch", description="when the scheduler steps"
-    )
-    metrics: dict[str, FactoryOrName] = Field(
-        default_factory=dict,
-        description="by name: functions of (outputs, targets) that are means over samples, or "
-        "classes with update, compute and reset, such as torchmetrics'",
-    )
-    report: FactoryOrName | None = Field(
-        default=None, description="called with `predict` after training; its text is printed"
-    )
-    tied: list[list[str]] = Field(
-        default_factory=list,
-        description="parameters that are one, by their names in the unsplit model, such as "
-        '[["embed.weight", "head.weight"]]; stored under the first name',
-    )
-    init: str | None = Field(
-        default=None,
-        description="safetensors file with the weights to start from, by the unsplit model's names",
-    )
-    data: DataConfig | None = Field(default=None, description="needed by the command line")
-    early_stopping: EarlyStoppingConfig | None = Field(
-        default=None, description="ends the run when evaluations do not get better any more"
-    )
-    loss_scaling: LossScalingConfig | None = Field(
-        default=None,
-        description="gradients of a scaled loss, which float16 does not lose; empty: as torch does",
-    )
-    checkpoint: CheckpointConfig | None = Field(default=None, description="checkpoints on disks")
-    security: SecurityConfig = Field(
-        default_factory=SecurityConfig, description="who may talk to whom"
-    )
-    recovery: RecoveryConfig = Field(
-        default_factory=RecoveryConfig, description="what happens when something is lost"
-    )
-    log: LogConfig = Field(
-        default_factory=LogConfig, description="what is kept of each run, and who else is told"
-    )
+class Config(JobSettings):
+    """A job: its settings, and what follows from them."""
 
     _folder: Path = PrivateAttr(default_factory=Path.cwd)
 
@@ -247,7 +141,6 @@ class Config(Strict):
 
     @property
     def modules(self) -> set[str]:
-        """The modules of all callables that the job names."""
         factories = [self.loss, self.optimizer, self.scheduler, self.report, *self.metrics.values()]
         for index in range(self.num_stages):
             factories += [self.optimizer_of(index), self.scheduler_of(index)]
@@ -399,16 +292,11 @@ class Config(Strict):
         return self.model_copy(update={"scheduler": None, "stages": stages})
 
     def without_mixed_precision(self) -> Self:
-        """Return a copy without autocast and loss scaling."""
         stages = [stage.model_copy(update={"autocast": None}) for stage in self.stages]
         return self.model_copy(update={"autocast": None, "loss_scaling": None, "stages": stages})
 
     def graph(self) -> Graph:
-        """Return which stage reads what.
-
-        Raises:
-            ConfigError: the inputs do not form a graph with one sink.
-        """
+        """Return which stage reads what."""
         if not any(stage.inputs for stage in self.stages):
             return chain_graph(self.stage_names)
         sources = ["input", *self.stage_names[:-1]]
@@ -444,11 +332,9 @@ class ScheduleOptions(Strict):
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """Return the options of `config`."""
         return cls(**{key: getattr(config, key) for key in cls.model_fields})
 
     def on(self, config: Config) -> Config:
-        """Return `config` with these options."""
         return config.model_copy(update=self.model_dump())
 
     @property

@@ -1,6 +1,6 @@
-"""The sections that say what is trained: the model, its stages and the data.
+"""The settings of a job, and the sections for its model, its stages and its data.
 
-`rpcmp.config.schema` puts the sections together. Unknown keys are refused, so that a typo cannot
+Unknown keys are refused, so that a typo cannot
 silently fall back to a default.
 """
 
@@ -10,16 +10,28 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from rpcmp.config.run_sections import (
+    CheckpointConfig,
+    EarlyStoppingConfig,
+    LogConfig,
+    LossScalingConfig,
+    RecoveryConfig,
+    SecurityConfig,
+)
 from rpcmp.config.topology import ReplicaAssignment
 from rpcmp.config.types import (
     NAME,
     Arguments,
+    Autocast,
     Balance,
     Factory,
     FactoryOrName,
+    OptimizerFactory,
+    OptimizerOrName,
     Own,
     OwnOptimizer,
     Positive,
+    Schedule,
     Size,
     Strict,
     parse_size,
@@ -41,7 +53,7 @@ class ModelConfig(Strict):
         "omitted",
     )
     num_stages: Positive | None = Field(
-        default=None, description="how many stages, where no balance says it"
+        default=None, description="number of stages, if `balance` does not give it"
     )
 
 
@@ -140,8 +152,10 @@ class StageConfig(Strict):
         }
         given = {key: count for key, count in counts.items() if count is not None}
         if len(set(given.values())) > 1 or (self.shares is not None and len(given) == 1):
-            counted = ", ".join(f"{key} says {count}" for key, count in given.items())
-            raise ValueError(f"how many replicas? {counted}; give `replicas`, or one address each")
+            counted = ", ".join(f"{key} gives {count}" for key, count in given.items())
+            raise ValueError(
+                f"unclear number of replicas: {counted}; give `replicas`, or one address each"
+            )
         return self
 
     @property
@@ -150,7 +164,7 @@ class StageConfig(Strict):
 
 
 class DataConfig(Strict):
-    """Where samples come from: map-style datasets, and how they become mini-batches."""
+    """Map-style datasets of samples, and how they become mini-batches."""
 
     train: FactoryOrName = Field(description="the training dataset")
     test: FactoryOrName | None = Field(default=None, description="the evaluation dataset")
@@ -205,3 +219,104 @@ class DataConfig(Strict):
     def num_loaders(self) -> int:
         """Loader processes per stage that reads the batch."""
         return max(1, self.num_workers)
+
+
+class JobSettings(Strict):
+    """The keys of a job: its own, and its sections."""
+
+    name: str = Field(default="job", pattern=NAME, description="the job's name; the file's stem")
+    seed: int = Field(default=0, description="seed of all random numbers of the run")
+    epochs: Positive | None = Field(default=None, description="passes over the data; 1 by default")
+    steps: Positive | None = Field(default=None, description="optimizer steps, instead of epochs")
+    num_microbatches: Positive = Field(default=4, description="slices of a mini-batch")
+    schedule: Schedule = Field(default="1f1b", description="order of forwards and backwards")
+    max_in_flight: Positive | None = Field(
+        default=None,
+        description="micro-batches of which a stage may hold activations, in whole messages; by "
+        "the schedule when omitted",
+    )
+    microbatches_per_message: Positive = Field(
+        default=1,
+        description="micro-batches that stages send in one message; worth trying where a "
+        "stage computes one in a few milliseconds",
+    )
+    balance_replicas: bool = Field(
+        default=False,
+        description="give a stage's replicas `shares` by their measured speed, if it has none",
+    )
+    wire_dtype: Literal["bfloat16"] | None = Field(
+        default=None,
+        description="float32 activations and gradients travel between stages as this",
+    )
+    autocast: Autocast | None = Field(
+        default=None,
+        description="compute in this what `torch.autocast` computes in it; parameters stay as they "
+        "are",
+    )
+    max_grad_norm: float | None = Field(
+        default=None, gt=0, description="clip the gradient's norm over all stages"
+    )
+    evaluate_every: int | None = Field(
+        default=None,
+        ge=0,
+        description="epochs between evaluations; 1 by default; 0: only at the end",
+    )
+    evaluate_every_steps: Positive | None = Field(
+        default=None, description="steps between evaluations, instead of epochs"
+    )
+    ship_code: bool = Field(
+        default=True, description="send the Python files beside the config to the stage servers"
+    )
+    model: ModelConfig | None = Field(default=None, description="a model as a list of layers")
+    stages: list[StageConfig] = Field(
+        default_factory=list, description="the stages, in order (`[[stages]]`)"
+    )
+    loss: FactoryOrName = Field(
+        description="mean loss of (outputs, targets): a class such as torch.nn:CrossEntropyLoss, "
+        "or a function"
+    )
+    optimizer: OptimizerOrName = Field(
+        default_factory=lambda: OptimizerFactory(callable="torch.optim:SGD", kwargs={"lr": 0.01}),
+        description="the optimizer; each stage has one of its own",
+    )
+    scheduler: FactoryOrName | None = Field(default=None, description="learning-rate scheduler")
+    scheduler_interval: Literal["epoch", "step"] = Field(
+        default="epoch", description="when the scheduler steps"
+    )
+    metrics: dict[str, FactoryOrName] = Field(
+        default_factory=dict,
+        description="by name: functions of (outputs, targets) that are means over samples, or "
+        "classes with update, compute and reset, such as torchmetrics'",
+    )
+    report: FactoryOrName | None = Field(
+        default=None, description="called with `predict` after training; its text is printed"
+    )
+    tied: list[list[str]] = Field(
+        default_factory=list,
+        description="parameters that are one, by their names in the unsplit model, such as "
+        '[["embed.weight", "head.weight"]]; stored under the first name',
+    )
+    init: str | None = Field(
+        default=None,
+        description="safetensors file with the weights to start from, by the unsplit model's names",
+    )
+    data: DataConfig | None = Field(default=None, description="needed by the command line")
+    early_stopping: EarlyStoppingConfig | None = Field(
+        default=None, description="stops the run when evaluations no longer improve"
+    )
+    loss_scaling: LossScalingConfig | None = Field(
+        default=None,
+        description="gradients of a scaled loss, which float16 does not lose; empty: as torch does",
+    )
+    checkpoint: CheckpointConfig | None = Field(default=None, description="checkpoints on disks")
+    security: SecurityConfig = Field(
+        default_factory=SecurityConfig, description="who may talk to whom"
+    )
+    recovery: RecoveryConfig = Field(
+        default_factory=RecoveryConfig,
+        description="recovery from lost workers, hosts and connections",
+    )
+    log: LogConfig = Field(
+        default_factory=LogConfig,
+        description="what is kept of each run, and which loggers get its events",
+    )

@@ -104,11 +104,7 @@ class Graph:
         return tuple(dict.fromkeys(needed))
 
     def depth(self, stage: str, count: Callable[[str], int] = lambda stage: 1) -> int:
-        """Return the length of the longest way from `stage` to the sink, both included.
-
-        Args:
-            count: weight of a stage; 1 by default.
-        """
+        """Return the length of the longest way from `stage` to the sink, both included."""
         readers = {port.reader for port in self.ports(stage)}
         return count(stage) + max((self.depth(reader, count) for reader in readers), default=0)
 
@@ -122,9 +118,6 @@ def chain_graph(names: Sequence[str]) -> Graph:
 def build_graph(inputs: Mapping[str, Sequence[str]]) -> Graph:
     """Return the graph of named stages.
 
-    Args:
-        inputs: for each stage, in the config's order, the references that it reads.
-
     Raises:
         ConfigError: a reference to nothing, a cycle, a stage that reads nothing, or more than one
             stage that no other stage reads.
@@ -136,7 +129,7 @@ def build_graph(inputs: Mapping[str, Sequence[str]]) -> Graph:
     sinks = [name for name in graph.stages if not graph.ports(name)]
     if len(sinks) != 1:
         raise ConfigError(
-            f"nobody reads the stages {', '.join(map(repr, sinks))}; the loss needs exactly one "
+            f"no stage reads {', '.join(map(repr, sinks))}; the loss needs exactly one "
             "last stage: list the others in the `inputs` of some stage or remove them"
         )
     return graph
@@ -185,14 +178,7 @@ DRIVER = "driver"
 
 @dataclass(frozen=True)
 class Member:
-    """One worker: a replica of a stage.
-
-    Attributes:
-        stage: the stage's name.
-        stage_index: its index in the config.
-        replica: index of the replica.
-        num_replicas: replicas of the stage.
-    """
+    """One worker: a replica of a stage."""
 
     stage: str
     stage_index: int
@@ -282,7 +268,6 @@ def shares_by_speed(seconds: Sequence[float], num_bundles: int) -> list[int]:
 
     Args:
         seconds: per bundle, for each replica.
-        num_bundles: per round.
     """
     shares = [0] * len(seconds)
     for _ in range(max(num_bundles, len(seconds))):

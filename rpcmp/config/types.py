@@ -37,7 +37,7 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", text)
     size = int(float(match[1]) * UNITS.get(match[2], 0)) if match else 0
     if size < 1:
-        raise ConfigError(f'{text!r} is no size; write one like "8 GiB" ({", ".join(UNITS)})')
+        raise ConfigError(f'{text!r} is not a size; write one such as "8 GiB" ({", ".join(UNITS)})')
     return size
 
 
@@ -113,9 +113,9 @@ class ParameterGroup(BaseModel):
             return given
         options = _plain({key: value for key, value in given.items() if key != "match"})
         if not options:
-            raise ValueError("what is different for them? give an option, such as lr = 0.1")
+            raise ValueError("a group needs at least one option, such as lr = 0.1")
         if "params" in options:
-            raise ValueError("`match` says which parameters; `params` is no option")
+            raise ValueError("`params` is not an option; `match` selects the parameters")
         return {**given, **options}
 
 
@@ -159,7 +159,7 @@ def _own(value: Any) -> Any:
         mixed = ", ".join(f"`{key}`" for key in value if key not in OptimizerFactory.model_fields)
         if mixed:
             raise ValueError(
-                f"{mixed} beside `callable`: what a stage has of its own is written "
+                f"{mixed} beside `callable`: write a stage's own factory as "
                 "{ callable = ..., kwargs = { ... } }; a table without `callable` holds arguments "
                 "that override the job's"
             )

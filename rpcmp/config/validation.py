@@ -80,7 +80,7 @@ def _check_stages(config: Config) -> None:
     names = config.stage_names
     for name in names:
         if names.count(name) > 1 or name in (*topology.SOURCES, DRIVER):
-            raise ValueError(f"the stage name {name!r} is taken twice or reserved")
+            raise ValueError(f"the stage name {name!r} is used twice or is reserved")
     with_address = sum(bool(stage.addresses) for stage in config.stages)
     if with_address not in (0, config.num_stages):
         raise ValueError(
@@ -97,7 +97,9 @@ def _check_tied(config: Config) -> None:
             raise ValueError(f"tied: {names} names one parameter; name at least two")
     every = [name for names in config.tied for name in names]
     if twice := sorted({name for name in every if every.count(name) > 1}):
-        raise ValueError(f"tied: {', '.join(twice)} is named twice; list all that are one together")
+        raise ValueError(
+            f"tied: {', '.join(twice)} is named twice; list all names of a parameter together"
+        )
 
 
 def _check_replicas(config: Config) -> None:
@@ -120,8 +122,8 @@ def _check_stage(config: Config, name: str, stage: StageConfig) -> None:
         )
     if config.scheduler is None and stage.scheduler and not isinstance(stage.scheduler, Factory):
         raise ValueError(
-            f"stage {name!r}: `scheduler` gives arguments to the job's, which has none; give "
-            "the job a `scheduler`, or the stage one of its own: { callable = ... }"
+            f"stage {name!r}: `scheduler` gives arguments of the job's scheduler, but the job has "
+            "none; give the job a `scheduler`, or the stage one of its own: { callable = ... }"
         )
     for address in stage.addresses:
         try:
@@ -132,13 +134,13 @@ def _check_stage(config: Config, name: str, stage: StageConfig) -> None:
 
 def _check_metrics(config: Config) -> None:
     if taken := RESERVED_METRICS & set(config.metrics):
-        raise ValueError(f"no metric can be called {', '.join(map(repr, sorted(taken)))}")
+        raise ValueError(f"a metric cannot be named {', '.join(map(repr, sorted(taken)))}")
     known = ["loss", *config.metrics]
     for key, watched in config.watched.items():
         # Which keys a metric has that gives a dict only the first evaluation shows.
         if watched not in known and not any(watched.startswith(f"{m}.") for m in config.metrics):
             hint = did_you_mean(nearest(watched, known))
-            raise ValueError(f"{key} = {watched!r} is not among {', '.join(known)}{hint}")
+            raise ValueError(f"{key} = {watched!r} is not one of {', '.join(known)}{hint}")
 
 
 def _check_evaluation(config: Config) -> None:
@@ -165,7 +167,7 @@ def _check_loss_scaling(config: Config) -> None:
     if in_float16 and config.loss_scaling is None:
         raise ValueError(
             f'autocast = "float16" (stage {", ".join(in_float16)}) loses small gradients '
-            "without loss scaling: add a section [loss_scaling], which may be empty, or take "
+            "without loss scaling: add a section [loss_scaling], which may be empty, or use "
             '"bfloat16"'
         )
 
@@ -181,10 +183,12 @@ def _check_count(config: Config) -> None:
     }
     given = {key: count for key, count in counts.items() if count}
     if len(set(given.values())) > 1:
-        said = ", ".join(f"{key} says {count}" for key, count in given.items())
-        raise ValueError(f"how many stages? {said}")
+        counted = ", ".join(f"{key} gives {count}" for key, count in given.items())
+        raise ValueError(f"the numbers of stages differ: {counted}")
     if config.is_balanced_by_measurement and not given:
-        raise ValueError('balance = "auto" for how many stages? give num_stages or [[stages]]')
+        raise ValueError(
+            'balance = "auto" needs the number of stages: give num_stages or [[stages]]'
+        )
 
 
 RULES = (

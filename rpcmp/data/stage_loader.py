@@ -32,7 +32,7 @@ from rpcmp.data import loader_process
 from rpcmp.data.loader_process import Parts
 from rpcmp.errors import JobError, RpcmpError, StageError, WorkerDiedError, from_wire, to_wire
 from rpcmp.pipelining import microbatch
-from rpcmp.pipelining.inflight import STEPS_AHEAD
+from rpcmp.pipelining.cost_model import STEPS_AHEAD
 from rpcmp.process import interpreter
 from rpcmp.rpc import transport
 from rpcmp.rpc.messages import BatchIndices, Bundle, DatasetInfo, RoundHeader, StageOutputs

@@ -35,7 +35,7 @@ from rpcmp.driver.tracing import StepSampler, Tracer
 from rpcmp.driver.training import Training
 from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
 from rpcmp.observability.events import Event, StartEvent, SummaryEvent
-from rpcmp.pipelining import assignment, inflight
+from rpcmp.pipelining import assignment, cost_model
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.process import liveness
 from rpcmp.process.channel import ChildContext, Message
@@ -150,7 +150,7 @@ class DriverProcess:
         unpickler.allow(config.modules, (path.stem for path in folder.iterdir()))
         settings = [ScheduleOptions(**setting) for setting in message["settings"]]
         configs = [config, *(setting.on(config) for setting in settings)]
-        transport.reserve_threads(max(map(inflight.in_flight, configs)))
+        transport.reserve_threads(max(map(cost_model.in_flight, configs)))
         planned = plan_job(config, settings, message["load_data"])
         self._metrics, self._datasets = planned.metrics, planned.datasets
         self._loads_at_stages = planned.loads_at_stages

@@ -20,7 +20,7 @@ from rpcmp.data.batch_server import BatchServer
 from rpcmp.data.batches import Loaded
 from rpcmp.driver.worker_refs import WorkerRefs
 from rpcmp.errors import JobError, RpcmpError, StageError, from_wire
-from rpcmp.pipelining import inflight, microbatch
+from rpcmp.pipelining import cost_model, microbatch
 from rpcmp.rpc import transport
 from rpcmp.rpc.messages import AfterRound, BatchIndices, Bundle, Mode, RoundHeader, Trained
 from rpcmp.rpc.transport import Raised
@@ -69,12 +69,12 @@ class RoundScheduler:
         self._last_trained: dict[int, int] = {}
         self._step = 0
         self._accumulated = 0
-        self._threads = ThreadPoolExecutor(inflight.in_flight(config), "rpcmp-bundle")
+        self._threads = ThreadPoolExecutor(cost_model.in_flight(config), "rpcmp-bundle")
 
     def reschedule(self, config: Config) -> None:
         """Switch to the schedule options of `config`, between two rounds."""
         self._threads.shutdown()
-        self._threads = ThreadPoolExecutor(inflight.in_flight(config), "rpcmp-bundle")
+        self._threads = ThreadPoolExecutor(cost_model.in_flight(config), "rpcmp-bundle")
         self._config = config
 
     def train(

@@ -26,7 +26,7 @@ from rpcmp.driver.rounds import Batch, RoundHandle, RoundScheduler
 from rpcmp.driver.worker_refs import WorkerRefs
 from rpcmp.errors import ConfigError, JobError, RpcmpError, one_line
 from rpcmp.observability.trace.spans import Span
-from rpcmp.pipelining import inflight, microbatch
+from rpcmp.pipelining import cost_model, microbatch
 from rpcmp.rpc import tensors
 from rpcmp.rpc.messages import (
     AfterRound,
@@ -119,7 +119,7 @@ class StageGroup:
     def reschedule(self, config: Config) -> None:
         """Switch to schedule options that the plan foresaw, between two rounds."""
         self._rounds.reschedule(config)
-        self.everywhere(Stage.reschedule, config.schedule, inflight.limits(config))
+        self.everywhere(Stage.reschedule, config.schedule, cost_model.limits(config))
         self._config = config
 
     def start_step(

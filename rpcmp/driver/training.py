@@ -37,7 +37,7 @@ from rpcmp.observability.events import (
     StepEvent,
     WarningEvent,
 )
-from rpcmp.pipelining.inflight import STEPS_AHEAD
+from rpcmp.pipelining.cost_model import STEPS_AHEAD
 from rpcmp.process.activity import Activity
 from rpcmp.rpc.messages import AfterRound, StepReport
 from rpcmp.worker.stage import Stage

@@ -39,15 +39,16 @@ from rpcmp.job.server_calls import (
     shipped_code,
 )
 from rpcmp.job.server_pool import connected
-from rpcmp.pipelining import inflight
+from rpcmp.pipelining import cost_model
 from rpcmp.pipelining.cost_model import Prediction, predict
-from rpcmp.pipelining.layer_profile import (
+from rpcmp.pipelining.partition import (
     HostProfile,
     ProfileOrder,
+    StageHost,
+    choose_balance,
     merge_profiles,
     profile_seconds,
 )
-from rpcmp.pipelining.partition import StageHost, choose_balance
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.task import run_task
@@ -221,7 +222,7 @@ async def _busy_seconds(
 
 
 def _shares(config: Config, index: int, busy: dict[str, float]) -> list[int]:
-    count = inflight.num_bundles(config)
+    count = cost_model.num_bundles(config)
     turns = config.stage(index).turns
     replicas = [worker for worker in config.workers if worker.stage_index == index]
     bundles = [len(turns.numbers(worker.replica, count)) for worker in replicas]
@@ -255,7 +256,7 @@ async def balanced(config: Config, connect: Sequence[str] | None, forks: Forks) 
 
 
 async def _with_balance(config: Config, connect: Sequence[str] | None, forks: Forks) -> Balanced:
-    inflight.limits(config)  # raises for configs that it does not support
+    cost_model.limits(config)  # raises for configs that it does not support
     full = with_full_microbatches(config)
     hosts = await stage_hosts(full, connect, forks)
     balance = choose_balance(hosts)
@@ -278,7 +279,7 @@ async def stage_hosts(
     Args:
         config: from `with_full_microbatches`; without a list of layers, each stage is one layer.
     """
-    held = inflight.held(config)
+    held = cost_model.held(config)
     addresses = config.addresses if connect is None else connect
     require_addresses(config, addresses)
     measured = await measure(config, addresses, await _sample(config, forks), forks)
@@ -308,7 +309,7 @@ def as_one(config: Config, index: int, replicas: Sequence[HostProfile]) -> HostP
     Args:
         replicas: their profiles.
     """
-    stage, bundles = config.stage(index), inflight.num_bundles(config)
+    stage, bundles = config.stage(index), cost_model.num_bundles(config)
     turns = stage.turns
     if config.balance_replicas and stage.shares is None:
         turns = ReplicaAssignment(

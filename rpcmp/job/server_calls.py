@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from rpcmp.config.hashes import python_files
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
-from rpcmp.config.user_code import python_files
 from rpcmp.errors import ConfigError, UnreachableError
 from rpcmp.net.dialer import Dialer
 from rpcmp.net.security import Security

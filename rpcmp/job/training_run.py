@@ -23,7 +23,7 @@ from typing import Any
 
 from rpcmp.checkpoint.files import require_place
 from rpcmp.checkpoint.folder import newest_in
-from rpcmp.config.redaction import redacted
+from rpcmp.config.hashes import redacted
 from rpcmp.config.schema import Config
 from rpcmp.errors import InterruptedJobError
 from rpcmp.job.autobalance import balanced, with_saved_shares
@@ -47,7 +47,7 @@ from rpcmp.observability.events.stream import EventStream
 from rpcmp.pipelining.cost_model import Prediction
 from rpcmp.process.channel import Message
 from rpcmp.process.fork_client import Forks
-from rpcmp.process.signals import count_stop_requests, handle_stop_signals
+from rpcmp.process.interpreter import count_stop_requests, handle_stop_signals
 from rpcmp.server.connection import versions
 
 Report = Callable[[Event], None]

@@ -19,7 +19,7 @@ from rpcmp.config.sections import StageConfig
 from rpcmp.config.topology import Member
 from rpcmp.config.types import Factory, Strict
 from rpcmp.errors import ConfigError, one_line
-from rpcmp.pipelining import devices, inflight, layers, optimizers, parameter_names, partition
+from rpcmp.pipelining import cost_model, devices, layers, optimizers, parameter_names, partition
 from rpcmp.pipelining.layers import require_known_weights
 from rpcmp.pipelining.schedule import InFlightLimits
 
@@ -59,28 +59,27 @@ class Assignment(Strict):
 
     @property
     def stage(self) -> StageConfig:
-        """The stage's section of the config."""
         return self.config.stage(self.stage_index)
 
     @property
     def limits(self) -> InFlightLimits:
         """Bundles of micro-batches that this stage may keep in flight."""
-        return inflight.limits(self.config)[self.stage_name]
+        return cost_model.limits(self.config)[self.stage_name]
 
     @property
     def all_limits(self) -> list[InFlightLimits]:
         """The limits under each setting, the config's own first."""
-        return [inflight.limits(config)[self.stage_name] for config in self._configs]
+        return [cost_model.limits(config)[self.stage_name] for config in self._configs]
 
     @property
     def in_flight(self) -> int:
         """The most bundles in flight in the whole job, under any setting."""
-        return max(map(inflight.in_flight, self._configs))
+        return max(map(cost_model.in_flight, self._configs))
 
     @property
     def conducted(self) -> int:
         """The most bundles in flight per replica of the sink, under any setting."""
-        return max(map(inflight.conducted, self._configs))
+        return max(map(cost_model.conducted, self._configs))
 
     @property
     def _configs(self) -> list[Config]:
@@ -93,12 +92,7 @@ def assign(
     driver_metrics: Sequence[str] = (),
     loads_data: bool = False,
 ) -> list[Assignment]:
-    """Return every worker's assignment, in the config's order; arguments as in `Assignment`.
-
-    Raises:
-        ConfigError: the layers cannot be imported, the balance does not fit them, or a loss,
-            optimizer or scheduler of torch or rpcmp refuses its arguments.
-    """
+    """Return every worker's assignment, in the config's order; arguments as in `Assignment`."""
     _try_out(config, driver_metrics)
     layers_of_stages = _layers_of_stages(config)
     unsplit = [layer for layers in layers_of_stages for layer in layers]
@@ -219,7 +213,6 @@ def _try_optimizer(config: Config, index: int) -> None:
 
 
 def _metrics(config: Config, driver_metrics: Sequence[str]) -> list[tuple[str, Factory]]:
-    """Return the metrics that the sink computes."""
     return [
         (f"metrics.{name}", metric)
         for name, metric in config.metrics.items()

@@ -23,12 +23,7 @@ def host_facts(device: torch.device = CPU) -> dict[str, str]:
 
 
 def host_differences(reference: dict[str, str], hosts: dict[str, dict[str, str]]) -> list[str]:
-    """Return how stages differ from the reference process, one sentence each.
-
-    Args:
-        reference: its facts.
-        hosts: facts by stage name.
-    """
+    """Return how stages differ from the reference process, one sentence each."""
     return [
         f"{fact} is {theirs[fact]} at stage {stage!r} and {expected} in the reference"
         for stage, theirs in hosts.items()
@@ -89,7 +84,6 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def _container_limit() -> list[int]:
-    """Return the control group's limit, if there is one."""
     try:
         text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:

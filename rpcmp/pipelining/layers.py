@@ -59,12 +59,7 @@ def require_known_weights(
     """Check that every tensor of the file belongs to one of the model's layers.
 
     Args:
-        path: the file.
-        prefixes: prefixes of the layers' names.
         names: all names of the model; None if not known yet.
-
-    Raises:
-        ConfigError: one does not, or the file cannot be read.
     """
     begins = tuple(prefixes)
     with _open_weights(path) as file:
@@ -85,14 +80,10 @@ def load_weights(
     """Load the tensors of these layers from the file.
 
     Args:
-        path: the file.
         modules: by the layers' names, with the prefix of their tensors.
         tied_to: first names of tied parameters, whose other names may be missing in the file.
         owns_prefixes: whether no other layer shares a prefix, so that an unknown name with it is a
             mistake.
-
-    Raises:
-        ConfigError: one is missing, unknown or of another shape, or the file cannot be read.
     """
     with _open_weights(path) as file:
         names = set(file.keys())
@@ -127,11 +118,7 @@ LayerFactory = Callable[[], nn.Module]
 
 
 def chain_layers(config: Config) -> dict[str, LayerFactory]:
-    """Return the factories of the layers of a `[model]`, by name, in order.
-
-    Raises:
-        ConfigError: `layers` fails or does not return named layers.
-    """
+    """Return the factories of the layers of a `[model]`, by name, in order."""
     if config.model is None:
         raise ConfigError("only a job with [model] has a list of layers")
     seed_all(config.seed, "layers")
@@ -149,11 +136,7 @@ def chain_layers(config: Config) -> dict[str, LayerFactory]:
 
 
 def layer_sizes(layers: Mapping[str, LayerFactory]) -> list[int]:
-    """Return the parameters per layer, counted on the meta device without allocating any.
-
-    Raises:
-        ConfigError: a layer cannot be built on the meta device.
-    """
+    """Return the parameters per layer, counted on the meta device without allocating any."""
     sizes = []
     for name, layer in layers.items():
         try:
@@ -173,10 +156,6 @@ def build_layers(config: Config, stage_index: int, names: Iterable[str]) -> dict
 
     Args:
         names: the stage's layers; for a named stage, its own name.
-
-    Raises:
-        FactoryError: a factory does not import, raised, or returned no module.
-        ConfigError: the weights to start from do not fit.
     """
     stage = config.stage(stage_index)
     if config.model is not None:
@@ -218,7 +197,6 @@ def _build_layer(seed: int, name: str, layer: LayerFactory) -> nn.Module:
 
 
 def _pairs(made: Any, source: str) -> Iterable[tuple[str, LayerFactory]]:
-    """Yield (name, factory) pairs from any result of `layers`."""
     if isinstance(made, nn.Module):  # a module that stands twice in a Sequential is two layers
         every = made.named_modules(remove_duplicate=False)
         made = [(name, module) for name, module in every if name and "." not in name]

@@ -34,12 +34,7 @@ def sizes(num_samples: int, num_microbatches: int, smallest: int = 1) -> list[in
     """Return the samples in each micro-batch, the larger ones first.
 
     Args:
-        num_samples: size of the mini-batch.
-        num_microbatches: the most micro-batches to make.
         smallest: the fewest samples per micro-batch, unless the mini-batch has fewer.
-
-    Raises:
-        ConfigError: the mini-batch is empty.
     """
     if num_samples < 1:
         raise ConfigError("a mini-batch has no samples; is the dataset empty?")
@@ -59,19 +54,11 @@ def smallest_for(modules: Iterable[nn.Module]) -> int:
 
 
 def _uses_batch(layer: nn.Module) -> bool:
-    """Return whether batch normalization computes statistics of its batch."""
     return layer.training or (layer.running_mean is None and layer.running_var is None)
 
 
 def num_samples(batch: Any, what: str = "") -> int:
-    """Return the size of the first dimension, which all tensors of `batch` must share.
-
-    Args:
-        what: the batch's name, for errors.
-
-    Raises:
-        ConfigError: a leaf is not a tensor, has no dimension, or the sizes differ.
-    """
+    """Return the size of the first dimension, which all tensors of `batch` must share."""
     found: dict[int, str] = {}
     for path, leaf in pytree.leaves_with_path(batch):
         name = ".".join(map(str, [what, *path] if what else path)) or "the batch"

@@ -8,12 +8,29 @@ The first group is for parameters that no pattern matches, unless one is "*"; th
 follow, in order. A parameter goes to the first of these with a pattern that matches its name in the
 unsplit model, or any of its names if it is tied. Every stage has all groups, even empty ones, so
 that the state of a scheduler fits another cut as well.
+
+Torch's optimizers import the front end of `torch.compile` when they are made, to keep out of its
+graphs, and again at each step: 800 modules, and as much time as `import torch` itself. What they
+use of it does nothing unless something is being compiled. So `defer_dynamo` defers the import. It
+gives a module with two functions, which the real one replaces when any other attribute is used.
+
+    optimizer.step() ──import torch._dynamo──> deferred: graph_break(), disable()
+    torch.compile(f) ──torch._dynamo.optimize──> the real one takes its place, everywhere
+
+tests/unit/pipelining/test_optimizers_dynamo.py pins down what this relies on in torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -24,7 +41,6 @@ from rpcmp.config.schema import Config
 from rpcmp.config.suggestion import did_you_mean, nearest, what_there_is
 from rpcmp.config.types import Factory, OptimizerFactory
 from rpcmp.errors import ConfigError, FactoryError
-from rpcmp.pipelining import lazy_dynamo
 
 Trained = Mapping[str, Mapping[str, bool]]
 """Whether each parameter is trained, by its stage and its name in the unsplit model."""
@@ -34,15 +50,13 @@ def create(source: OptimizerFactory, named: Mapping[str, Tensor], what: str = "o
     """Create the optimizer of these parameters.
 
     Args:
-        source: the config's.
         named: its parameters, by the names of the unsplit model.
-        what: the config key, for the error message.
 
     Raises:
         FactoryError: it does not import, raised, or does not know an option of a group; names the
             parameters that it does not take.
     """
-    lazy_dynamo.defer()
+    defer_dynamo()
     try:
         optimizer = importing.create(source, what, _arranged(source, named))
     except FactoryError as error:
@@ -100,15 +114,7 @@ def _refused(source: OptimizerFactory, named: Mapping[str, Tensor]) -> list[str]
 
 
 def require_matches(config: Config, trained: Trained) -> None:
-    """Check that every pattern matches a parameter that its optimizer trains.
-
-    Args:
-        config: the job.
-        trained: the parameters of all stages.
-
-    Raises:
-        ConfigError: a pattern matches none; names its matches and the optimizer that trains them.
-    """
+    """Check that every pattern matches a parameter that its optimizer trains."""
     stages: dict[str, list[int]] = {}
     for index in range(config.num_stages):
         key = f"stages.{index}.optimizer" if _has_own(config, index) else "optimizer"
@@ -128,7 +134,6 @@ def _has_own(config: Config, index: int) -> bool:
 
 
 def _trained_in(config: Config, index: int, trained: Trained) -> Iterator[str]:
-    """Yield the names of the parameters that a stage's optimizer trains, with tied ones' all."""
     for name, is_trained in trained[config.stage_names[index]].items():
         if is_trained and name not in config.tied_to:
             yield from config.optimizer_of(index).names_of(name)
@@ -183,3 +188,96 @@ def _is_needed(source: OptimizerFactory, named: Mapping[str, Tensor], option: st
     """Return whether the optimizer cannot be built unless its groups give the option."""
     shapes = {n: nn.Parameter(torch.empty_like(p, device="meta")) for n, p in named.items()}
     return not _can_build(source, shapes, without=option)
+
+
+DYNAMO = "torch._dynamo"
+
+
+def defer_dynamo() -> None:
+    """Defer the import in this process and its forks, unless it has been done."""
+    if DYNAMO not in sys.modules and _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
+
+
+class _Deferred(ModuleType):
+    """Stands in for torch._dynamo until more of it is needed than this."""
+
+    def graph_break(self, msg: str = "") -> None:
+        """Nothing is being compiled, so there is no graph to break."""
+        if _FINDER.has_imported:
+            _FINDER.real().graph_break(msg)
+
+    def disable(self, fn: Any = None, recursive: bool = True, **options: Any) -> Any:
+        """Return `fn`, kept out of graphs once there may be any.
+
+        Only functions are deferred. The results for classes, modules and calls without an argument
+        (decorators, contexts) are not functions, so the real module makes them.
+        """
+        if not isinstance(fn, FunctionType | MethodType):
+            return _FINDER.real().disable(fn, recursive, **options)
+        kept_out: list[Callable[..., Any]] = []
+
+        @functools.wraps(fn)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not _FINDER.has_imported:
+                return fn(*args, **kwargs)
+            if not kept_out:
+                kept_out.append(_FINDER.real().disable(fn, recursive, **options))
+            return kept_out[0](*args, **kwargs)
+
+        return call
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":
+            raise AttributeError(name)  # who looks through sys.modules wants nothing of it
+        return getattr(_FINDER.real(), name)
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds and loads torch._dynamo and its submodules."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._is_importing = False
+        self._real: ModuleType | None = None
+
+    @property
+    def has_imported(self) -> bool:
+        return self._real is not None
+
+    def real(self) -> ModuleType:
+        """Return the real module, imported the first time; other threads wait meanwhile."""
+        with self._lock:
+            if self._real is None and not self._is_importing:
+                self._is_importing = True
+                sys.modules.pop(DYNAMO, None)
+                vars(torch).pop("_dynamo", None)
+                try:
+                    self._real = importlib.import_module(DYNAMO)
+                finally:
+                    self._is_importing = False
+        return sys.modules[DYNAMO]  # as far as it has come, for what it imports itself
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname == DYNAMO and not self._is_importing and not self.has_imported:
+            return ModuleSpec(fullname, self)
+        if fullname.startswith(f"{DYNAMO}.") and fullname in sys.modules:
+            # Asked for by who has found the deferred one, and imported with the real one meanwhile.
+            return ModuleSpec(fullname, self, loader_state=sys.modules[fullname].__spec__)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return a new deferred module, or a submodule that has been imported already."""
+        return ModuleType(spec.name) if spec.name == DYNAMO else sys.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Make the former a `_Deferred`; give the latter its own spec back."""
+        if module.__name__ == DYNAMO:
+            module.__class__ = _Deferred
+        elif (spec := module.__spec__) is not None and spec.loader is self:
+            module.__spec__ = spec.loader_state
+
+
+_FINDER = _Finder()

@@ -45,11 +45,7 @@ class Named(NamedTuple):
 def named_parameters_of(
     config: Config, layers_of_stages: Sequence[Sequence[str]]
 ) -> dict[str, Named] | None:
-    """Return the names of every layer; None if one cannot be built on the meta device here.
-
-    Raises:
-        ConfigError: two layers have the same name.
-    """
+    """Return the names of every layer; None if one cannot be built on the meta device here."""
     plain = config.model_copy(update={"init": None})  # weights change no names
     found: dict[str, Named] = {}
     try:
@@ -99,9 +95,6 @@ def layer_of(config: Config, parameter: str, found: Mapping[str, Named | None]) 
 
     Args:
         found: the names of each layer; None if unknown: then its prefix decides.
-
-    Raises:
-        ConfigError: there is none, or prefixes do not tell layers apart.
     """
     for layer, named in found.items():
         if named is not None and parameter in named.parameters:
@@ -135,7 +128,6 @@ def require_equal_ties(tied: Sequence[Sequence[str]], kinds: Mapping[str, str]) 
     """Raise ConfigError unless tied parameters exist and have equal dtypes and shapes.
 
     Args:
-        tied: the config's.
         kinds: dtype and shape of the parameters, by their names.
     """
     for group in tied:

@@ -1,4 +1,4 @@
-"""Cut a list of layers into stages.
+"""Cut a list of layers into stages, by their sizes or by measurements on each host.
 
     layers   embedding block0 block1 block2 block3 head        balance = [2, 2, 2]
     stages   └── stage0 ────┘ └── stage1 ──┘ └─ stage2 ──┘
@@ -6,10 +6,10 @@
 A balance is the number of consecutive layers of each stage. Without one, `balance_by_size` makes
 the largest stage as small as possible (exact, by bisection on that size).
 
-From measured layers, `choose_balance` makes the slowest stage as fast as possible, among the
-balances that fit into every host's memory. It is exact, by dynamic programming over (stage, layer):
-the best way to give the first `end` layers to the first stages follows from the best ways to give
-fewer layers to one stage less.
+From measured layers (`HostProfile`), `choose_balance` makes the slowest stage as fast as possible,
+among the balances that fit into every host's memory. It is exact, by dynamic programming over
+(stage, layer): the best way to give the first `end` layers to the first stages follows from the
+best ways to give fewer layers to one stage less.
 
     stage 0     stage 1
     [0, start)  [start, end)    best[end] = min over start of max(best[start], cost(stage 1))
@@ -27,19 +27,103 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from rpcmp.config.types import format_size
+from pydantic import Field
+
+from rpcmp.config.schema import Config
+from rpcmp.config.types import Strict, format_size
 from rpcmp.errors import ConfigError
-from rpcmp.pipelining.layer_profile import HostProfile, LayerProfile
+
+Seconds = Annotated[float, Field(ge=0)]
+Bytes = Annotated[int, Field(ge=0)]
+
+
+class ProfileOrder(Strict):
+    """A request to measure all layers on a host, as one stage.
+
+    Attributes:
+        differentiates: whether a frozen layer has to compute input gradients nevertheless, for
+            layers before it on other hosts.
+    """
+
+    config: Config
+    differentiates: bool
+
+
+class LayerProfile(Strict):
+    """One layer on one host. Times and activations are those of one micro-batch.
+
+    Attributes:
+        forward_s, backward_s, weight_s: seconds of the forward, the input gradient and the weight
+            gradient; the last layer's include the loss.
+        update_s: seconds of the optimizer's step.
+        state_bytes: parameters, buffers, gradients and optimizer state.
+        activation_bytes: saved tensors of the backward and the output, without the input.
+        input_bytes: the layer's input.
+    """
+
+    forward_s: Seconds
+    backward_s: Seconds
+    weight_s: Seconds
+    update_s: Seconds
+    state_bytes: Bytes
+    activation_bytes: Bytes
+    input_bytes: Bytes
+
+
+class HostProfile(Strict):
+    """All layers on one host.
+
+    Attributes:
+        base_bytes: a worker's memory without layers.
+        available_bytes: the device's memory for all workers together; None if unknown.
+    """
+
+    layers: list[LayerProfile] = Field(min_length=1)
+    base_bytes: Bytes
+    available_bytes: Bytes | None
+
+
+def merge_profiles(replicas: Sequence[HostProfile], shares: Sequence[float]) -> HostProfile:
+    """Merge the hosts of a stage's replicas into one that is as slow as the slowest of them.
+
+    Each replica steps its own optimizer, and holds the whole stage in memory.
+
+    Args:
+        shares: each one's share of a step's micro-batches; together 1.
+    """
+    last, share = max(
+        zip(replicas, shares, strict=True), key=lambda each: each[1] * profile_seconds(each[0])
+    )
+    layers = [
+        LayerProfile(
+            forward_s=share * slowest.forward_s,
+            backward_s=share * slowest.backward_s,
+            weight_s=share * slowest.weight_s,
+            update_s=max(layer.update_s for layer in each),
+            state_bytes=max(layer.state_bytes for layer in each),
+            activation_bytes=max(layer.activation_bytes for layer in each),
+            input_bytes=max(layer.input_bytes for layer in each),
+        )
+        for slowest, *each in zip(
+            last.layers, *(replica.layers for replica in replicas), strict=True
+        )
+    ]
+    available = [one.available_bytes for one in replicas if one.available_bytes is not None]
+    return HostProfile(
+        layers=layers,
+        base_bytes=max(replica.base_bytes for replica in replicas),
+        available_bytes=min(available, default=None),
+    )
+
+
+def profile_seconds(host: HostProfile) -> float:
+    return sum(layer.forward_s + layer.backward_s + layer.weight_s for layer in host.layers)
 
 
 def cut_layers(layers: Sequence[str], balance: Sequence[int]) -> list[list[str]]:
-    """Return the names of the layers of each stage.
-
-    Raises:
-        ConfigError: the balance does not add up to the number of layers.
-    """
+    """Return the names of the layers of each stage."""
     if sum(balance) != len(layers):
         raise ConfigError(
             f"balance = {list(balance)} adds up to {sum(balance)}, but the model has "
@@ -57,7 +141,6 @@ def balance_by_size(sizes: Sequence[int], num_stages: int) -> list[int]:
 
     Args:
         sizes: cost of each layer, such as its number of parameters; at least zero.
-        num_stages: how many stages; each gets at least one layer.
 
     Raises:
         ConfigError: more stages than layers.
@@ -108,7 +191,6 @@ class StageHost:
     """One stage's host, and the cost of any part of the model there.
 
     Attributes:
-        stage: the stage's name.
         profile: the layers, measured on that host.
         limit_bytes: memory limit of the stage; None: no limit.
         num_microbatches: per step.

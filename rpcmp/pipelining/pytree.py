@@ -21,7 +21,6 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def leaves_with_path(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the path to each leaf of `tree`, and the leaf."""
     if isinstance(tree, dict):
         for key, child in tree.items():
             yield from leaves_with_path(child, (*path, key))
@@ -33,7 +32,6 @@ def leaves_with_path(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
-    """Return the leaves of `tree` that are tensors."""
     if isinstance(tree, torch.Tensor):  # by far the most frequent, several times a micro-batch
         return [tree]
     return [leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]

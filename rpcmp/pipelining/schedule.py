@@ -55,7 +55,6 @@ class RoundProgress:
     """The actions that a stage has done in this round, and those it could do next.
 
     Attributes:
-        num_microbatches: micro-batches of the round.
         forwards, backwards, weights: how many are done; the next one's micro-batch index.
         forward_ready, backward_ready: whether everything that the next one needs has arrived.
     """
@@ -109,11 +108,7 @@ class Policy(Protocol):
         """Return the limits of a stage.
 
         Args:
-            num_microbatches: per step.
             max_in_flight: the config's; None for the policy's own.
-
-        Raises:
-            ConfigError: the schedule cannot run with so small a `max_in_flight`.
         """
 
     def choose(self, progress: RoundProgress, limits: InFlightLimits) -> Action | None:

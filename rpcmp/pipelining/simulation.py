@@ -32,13 +32,10 @@ class ActionTimes(NamedTuple):
         return sum(self)
 
     def scaled(self, number: float) -> ActionTimes:
-        """Return the times of `number` micro-batches."""
         return ActionTimes(*(number * seconds for seconds in self))
 
 
 class SimulatedRun(NamedTuple):
-    """One action of a stage."""
-
     action: Action
     microbatch: int
     start: float
@@ -107,9 +104,6 @@ class Simulation:
     """One step on all stages.
 
     Args:
-        graph: the stages and what they read.
-        policy: the schedule.
-        num_microbatches: per step.
         duration: seconds per action.
         limits: by stage; see `limits`.
         latency: seconds on the wire, each way.

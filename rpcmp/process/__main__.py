@@ -29,10 +29,9 @@ from typing import Any, NoReturn
 from setproctitle import setproctitle
 
 from rpcmp.process.channel import die_with_parent
-from rpcmp.process.interpreter import kill_group
+from rpcmp.process.interpreter import STOP_SIGNALS, kill_group
 from rpcmp.process.sandbox import confinement, namespace
 from rpcmp.process.sandbox.confinement import Reach
-from rpcmp.process.signals import STOP_SIGNALS
 
 MAX_BYTES = 64 * 1024
 MAX_FDS = 64

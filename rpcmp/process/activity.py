@@ -35,7 +35,6 @@ class Doing(NamedTuple):
     Attributes:
         phase: "build", "join", "forward", "backward", "weight", "sum", "optimizer", "saving"; for
             the driver "plan", "join", "data", "step", "evaluation", "report"; empty while waiting.
-        step: optimizer step.
         microbatch: its index, or NO_MICROBATCH.
         seconds: elapsed so far.
     """
@@ -72,7 +71,6 @@ class Activity:
 
     @contextlib.contextmanager
     def during(self, phase: str, step: int = 0) -> Iterator[None]:
-        """Record the activity of the block."""
         self.start(phase, step)
         try:
             yield

@@ -15,9 +15,9 @@ import threading
 from typing import Any, NamedTuple
 
 from rpcmp.process.activity import Activity, enable_stack_dumps
+from rpcmp.process.interpreter import STOP_SIGNALS
 from rpcmp.process.logging import capture
 from rpcmp.process.logging.capture import Sender
-from rpcmp.process.signals import STOP_SIGNALS
 
 Message = dict[str, Any]
 
@@ -25,11 +25,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Channel:
-    """Sends and receives messages. Any thread may send; one thread receives.
-
-    Args:
-        fd: the inherited end of the socket pair.
-    """
+    """Sends and receives messages. Any thread may send; one thread receives."""
 
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
@@ -59,7 +55,6 @@ class ChildContext(NamedTuple):
     """What a child shares with its supervisor.
 
     Attributes:
-        channel: to the supervisor.
         activity: where this process records what it is doing.
         log: sends what its Python code prints and logs.
         fds: further inherited descriptors.

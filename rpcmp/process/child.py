@@ -43,8 +43,6 @@ class Child:
     """A running `python -m MODULE` with a channel to it. Created by `spawn`.
 
     Attributes:
-        stacks: its stack dumps.
-        activity: its current activity.
         log: receives what its Python code prints and logs.
         scratch: its folder for temporary files if it is confined; removed with it.
     """
@@ -84,16 +82,10 @@ class Child:
         """Start `python -m module CHANNEL PARENT_PID STACKS ACTIVITY LOG HELD FDS...`.
 
         Args:
-            module: its `__main__` calls `rpcmp.process.channel.connect_to_supervisor`.
-            environment: set in addition to our own.
-            fds: file descriptors to inherit, see `rpcmp.process.channel.ChildContext`.
             forks: where to fork it; None to start an interpreter, which imports everything anew.
             on_line: called with each of its log lines; None to add them to our own log.
             reach: what it may open; None for an unconfined child. Only a fork can be confined.
             max_message_bytes: of the longest message that it may send.
-
-        Raises:
-            WorkerDiedError: the fork server has died.
         """
         ours, theirs = socket.socketpair()
         stacks, memory = Stacks(), descriptors.memory("rpcmp-activity", mmap.PAGESIZE)
@@ -127,7 +119,6 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id."""
         return self._process.pid
 
     @property
@@ -178,7 +169,6 @@ class Child:
             ended.cancel()
 
     async def _next_line(self, ended: asyncio.Future[int]) -> bytes:
-        """Return the next line; empty if there will be none."""
         reading = asyncio.ensure_future(self._reader.readline())
         either: list[asyncio.Future[Any]] = [reading, ended]
         try:
@@ -205,7 +195,6 @@ class Child:
         return None
 
     async def kill(self) -> None:
-        """Kill the child and what it has forked, and wait for its end."""
         interpreter.kill_group(self._process.pid)
         await self._process.wait()
         if self._output is not None:
@@ -219,7 +208,6 @@ class Child:
         """Return the error for a message of this child that cannot be parsed.
 
         Args:
-            error: what is wrong with the message.
             who: sent it, such as "the worker of stage 'a'".
         """
         return WorkerDiedError(
@@ -266,7 +254,6 @@ class Child:
         return f"{state}\n{self.stacks.read(size)}"
 
     async def _dumps_more_than(self, size: int) -> bool:
-        """Wait until the child has written more than `size` bytes of stacks, or has ended."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STACKS_SECONDS):
                 while self.stacks.size == size and self.exit_code is None:
@@ -278,7 +265,6 @@ class Child:
 
 
 def _own_log(module: str) -> LineHandler:
-    """The handler for lines of a child that belongs to no group."""
     name = module.removeprefix("rpcmp.")
 
     def on_line(line: Line) -> None:

@@ -19,7 +19,6 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def limit() -> int:
-    """Return how many descriptors this process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return ENOUGH if soft == resource.RLIM_INFINITY else soft
 
@@ -37,12 +36,7 @@ def raise_limit() -> None:
 
 
 def memory(name: str, size: int) -> int:
-    """Return the descriptor of fresh memory whose size is sealed.
-
-    Args:
-        name: its name in /proc.
-        size: bytes.
-    """
+    """Return the descriptor of fresh memory whose size is sealed."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)

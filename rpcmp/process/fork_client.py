@@ -51,7 +51,6 @@ class Forked:
     """A forked process, with the part of asyncio.subprocess.Process that `Child` uses.
 
     Attributes:
-        pid: process id.
         returncode: None while it runs; -n if signal n ended it.
     """
 
@@ -61,12 +60,10 @@ class Forked:
         self._ended = asyncio.Event()
 
     def set_returncode(self, code: int) -> None:
-        """Record that the process has ended."""
         self.returncode = code
         self._ended.set()
 
     async def wait(self) -> int:
-        """Wait for the process's end, and return its exit code."""
         await self._ended.wait()
         assert self.returncode is not None
         return self.returncode
@@ -112,10 +109,6 @@ class Forks:
                 last one of a confined child is its standard output and error.
             reach: what the child may open, if it is confined.
             scratch: the folder for temporary files of a confined child.
-
-        Raises:
-            WorkerDiedError: the fork server has died meanwhile.
-            JobError: the system allows no more processes.
         """
         await self._require_server(environment)
         message = {
@@ -128,7 +121,6 @@ class Forks:
         return forked
 
     async def network(self) -> NetworkOf:
-        """Return the network of forked processes."""
         await self._require_server(self._environment)
         network: NetworkOf = await self._request({"op": "network"})
         return network
@@ -139,17 +131,12 @@ class Forks:
         await self._request({"op": "address", "rank": rank})
 
     async def connectable(self) -> socket.socket:
-        """Return a TCP socket in the network of forked processes."""
         async with self._requesting:
             connectable: socket.socket = await self._request({"op": "socket"})
             return connectable
 
     async def listener(self, host: str, port: int) -> socket.socket:
-        """Return a listening TCP socket in the network of forked processes.
-
-        Raises:
-            JobError: the port is taken.
-        """
+        """Return a listening TCP socket in the network of forked processes."""
         message = {"op": "listener", "host": host, "port": port}
         listener: socket.socket = await self._request(message)
         return listener
@@ -208,7 +195,6 @@ class Forks:
         asyncio.get_running_loop().add_reader(line, self._read, line)
 
     def _request(self, message: dict[str, Any], fds: Sequence[int] = ()) -> asyncio.Future[Any]:
-        """Send a message, and return its pending answer; answers come in order."""
         request = asyncio.get_running_loop().create_future()
         if self._line is None:
             request.set_exception(WorkerDiedError(GONE))
@@ -261,7 +247,6 @@ class Forks:
             interpreter.kill_group(child.pid)
 
     def _answer(self, answer: Forked | NetworkOf | socket.socket | list[int] | None) -> bool:
-        """Resolve the oldest request; return False if it was cancelled."""
         request = self._requests.popleft()
         if request.cancelled():
             return False
@@ -269,7 +254,6 @@ class Forks:
         return True
 
     def _disconnect(self) -> None:
-        """Close the line, with which all children end."""
         if self._line is not None:
             asyncio.get_running_loop().remove_reader(self._line)
             self._line.close()

@@ -33,7 +33,6 @@ def start_heartbeat(channel: Channel, more: Callable[[], Message]) -> None:
     """Start the heartbeat thread.
 
     Args:
-        channel: to the supervisor.
         more: returns what else each heartbeat carries; called on the heartbeat thread.
     """
 
@@ -58,7 +57,6 @@ class HeartbeatMonitor:
         self._last = time.monotonic()
 
     def beat(self) -> None:
-        """Record a heartbeat."""
         self._last = time.monotonic()
 
     async def lost(self) -> float:

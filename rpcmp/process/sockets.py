@@ -53,7 +53,6 @@ _CONFINEMENT_MARKS = ("NoNewPrivs", "Seccomp_filters")
 
 
 def _sockets() -> list[tuple[str, int]]:
-    """This process's sockets: their identities in the kernel, and their descriptors."""
     if sys.platform != "linux":
         return []
     sockets = []
@@ -204,11 +203,7 @@ class Traffic:
         self._closed: dict[str, tuple[int, int]] = {}
 
     def read(self, sockets: Iterable[tuple[str, int]]) -> list[PeerTraffic]:
-        """Return the totals of open and closed connections, per peer and for INCOMING.
-
-        Args:
-            sockets: of this process, as `Links.watch` returns them.
-        """
+        """Return the totals of open and closed connections, per peer and for INCOMING."""
         infos = {name: (fd, seen) for name, fd in sockets if (seen := info(fd)) is not None}
         for fd, seen in infos.values():
             if seen.state == LISTEN:
@@ -243,12 +238,7 @@ class Traffic:
 
 
 def is_of_family(inode: int, parent: int) -> bool:
-    """Return whether a process, or a child of it, has a socket.
-
-    Args:
-        inode: the socket's number.
-        parent: process id.
-    """
+    """Return whether a process, or a child of it, has a socket."""
     return _owner(inode, [parent, *_children(parent)]) is not None
 
 
@@ -258,9 +248,6 @@ def is_free(inode: int) -> bool:
     A connection's user does not prove which program opened it: code of jobs runs as the same user,
     confined to its files but free to open connections on its host. A socket whose owner we cannot
     see, as from another container, counts as confined.
-
-    Args:
-        inode: the socket's number.
     """
     pid = _owner(inode, _processes_of_this_user())
     if pid is None:

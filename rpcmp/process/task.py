@@ -88,7 +88,6 @@ def _function(op: str) -> Callable[[Message], Iterator[Message]]:
 
 
 def _set_title(title: str) -> None:
-    """Show in `ps` what this process does."""
     os.environ.setdefault("SPT_NOENV", "1")  # a title must not be written over the environment
     from setproctitle import setproctitle
 

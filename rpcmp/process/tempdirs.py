@@ -22,7 +22,6 @@ _locks: dict[Path, int] = {}
 
 
 def create(prefix: str) -> Path:
-    """Create a folder whose name starts with `prefix`."""
     unlocked = Path(tempfile.mkdtemp(prefix=_UNLOCKED + prefix))
     fd = _lock(unlocked)
     folder = unlocked.with_name(unlocked.name.removeprefix(_UNLOCKED))
@@ -32,7 +31,6 @@ def create(prefix: str) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder of this process."""
     with contextlib.suppress(OSError):
         _remove_all(folder)
     if (fd := _locks.pop(folder, None)) is not None:

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable
 
 from rpcmp.net.security import INSECURE, WARN_SECONDS, Security, watch
-from rpcmp.process.signals import count_stop_requests, stop_signals
+from rpcmp.process.interpreter import count_stop_requests, stop_signals
 from rpcmp.server.stage_server import DRAIN_SECONDS, StageServer
 
 

@@ -32,7 +32,6 @@ class HostReport:
     """Facts about the host of a worker, a spare or the driver.
 
     Attributes:
-        name: the worker's label, "spare HOST:PORT", or the driver's.
         settings: the stage's; for a spare those of the most demanding stages, else defaults.
         address: HOST:PORT of its server; empty for the driver.
         facts: None if they are unknown.
@@ -60,7 +59,6 @@ class HostSurvey:
     """Collects facts about the hosts of a job.
 
     Args:
-        clients: connections to the job's servers, one per worker.
         dialer: opens connections to the spares.
         forks: where the process comes from that looks at this host.
     """
@@ -74,7 +72,6 @@ class HostSurvey:
         self._code = collect_code(config.folder) if config.ship_code else []
 
     async def collect(self) -> HostReports:
-        """Ask all hosts."""
         config = self._config
         with contextlib.ExitStack() as stack:
             marker = ""
@@ -142,12 +139,7 @@ class HostSurvey:
         return HostReport(name, settings, client.address, facts, speed, error)
 
     async def _reach(self, client: StageClient, index: int | None) -> LinkSpeed:
-        """Return the latency of a server that can take part.
-
-        Raises:
-            UnreachableError, SecurityError: it cannot be reached.
-            VersionError, ConfigError: it has other versions, or serves another stage.
-        """
+        """Return the latency of a server that can take part."""
         try:  # its errors are more precise than gRPC's
             speed = await way_to(self._dialer, client.name, client.address, index, seconds=0)
         except UnreachableError as error:
@@ -243,7 +235,6 @@ def _metrics(config: Config) -> dict[str, Factory]:
 
 
 def _data(config: Config, at: str) -> dict[str, Factory | None]:
-    """Return the datasets and what draws from them, if they are loaded `at` this place."""
     data = config.data
     if data is None or data.at != at:
         return {}

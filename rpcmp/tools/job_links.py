@@ -62,8 +62,6 @@ def links(
     """Return every link between the members of a group, each once.
 
     Args:
-        graph: which stage reads what.
-        workers: in the config's order.
         holders: for each worker, the index of the one whose server holds its snapshots as well.
         sends_batches: whether the driver loads the samples.
         tied: groups of stages that share a parameter, its owner first.
@@ -106,7 +104,6 @@ class Whereabouts:
 
     Attributes:
         address: HOST:PORT of the server; empty for the driver, and if the server is started here.
-        host: the host's name.
         machine: equal for all that share a kernel.
         network: equal for workers that reach each other by loopback.
         exposed: why other users of the host reach the worker; empty: they do not; None: only the
@@ -125,9 +122,7 @@ class Listener:
     """A port at which a server listens.
 
     Attributes:
-        stage: the worker's label.
         address: HOST:PORT; None: a free port of the loopback.
-        host: the host's name.
         admits: who is let in.
         exposed: see Whereabouts.
     """

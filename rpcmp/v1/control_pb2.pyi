@@ -399,7 +399,7 @@ class ProfileRequest(_message.Message):
     ORDER_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
     order: _builtins.str
-    """JSON of rpcmp.pipelining.layer_profile.Order"""
+    """JSON of rpcmp.pipelining.partition.ProfileOrder"""
     sample: _builtins.bytes
     """inputs and targets of one micro-batch, see rpcmp.rpc.tensors.dumps"""
     @_builtins.property
@@ -427,7 +427,7 @@ class ProfileResponse(_message.Message):
 
     PROFILE_FIELD_NUMBER: _builtins.int
     profile: _builtins.str
-    """JSON of rpcmp.pipelining.layer_profile.HostProfile"""
+    """JSON of rpcmp.pipelining.partition.HostProfile"""
     def __init__(
         self,
         *,

@@ -29,7 +29,7 @@ from rpcmp.data.batches import load_batches
 from rpcmp.errors import ConfigError, JobError, RpcmpError
 from rpcmp.pipelining import devices, layers, microbatch, optimizers, pytree
 from rpcmp.pipelining.assignment import Assignment
-from rpcmp.pipelining.layer_profile import HostProfile, LayerProfile, ProfileOrder
+from rpcmp.pipelining.partition import HostProfile, LayerProfile, ProfileOrder
 from rpcmp.process.channel import Message
 from rpcmp.rpc import tensors
 from rpcmp.rpc.messages import MicrobatchMeta, Mode, RoundHeader, StageOutputs

@@ -15,7 +15,7 @@ from rpcmp.cli import COMMANDS, cli
 from rpcmp.config.loader import load_config
 from rpcmp.errors import ConfigError
 from rpcmp.tools.bench.cases import frozen
-from rpcmp.tools.new.create import examples
+from rpcmp.tools.new import examples
 from tests.support.places import EXAMPLES
 
 CONFIG = """

@@ -15,7 +15,7 @@ from rpcmp import metrics
 from rpcmp.config import loader
 from rpcmp.data.batches import load_batches
 from rpcmp.errors import ConfigError
-from rpcmp.tools.new.create import STARTER, create, examples
+from rpcmp.tools.new import STARTER, create, examples
 from tests.support.localgroup import unsplit
 from tests.support.processes import rpcmp
 

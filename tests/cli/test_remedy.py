@@ -27,6 +27,8 @@ from tests.support.places import EXAMPLES
 from tests.support.pool import lend_servers
 from tests.support.processes import Result, rpcmp, running_server
 
+NAMES = list(COMMANDS)
+
 LONG_AGO = datetime.min.replace(tzinfo=UTC)
 CONFIG = 'steps = 1\nloss = "torch.nn:MSELoss"\n[[stages]]\nmodule = "torch.nn:Identity"\n'
 DRIVE = "'my job.toml' --steps 9 --connect a:1,b:2 --certs . --set seed=3"
@@ -39,7 +41,7 @@ def drive(arguments: str = DRIVE, **known: Any) -> Command:
     words = shlex.split(arguments)
     command = cli.get_command(click.Context(cli), "drive")
     assert command is not None
-    found = failed(command, "drive", words, COMMANDS, LONG_AGO)
+    found = failed(command, "drive", words, NAMES, LONG_AGO)
     return Command(**{**vars(found), "is_there": True, "is_loaded": True, **known})
 
 
@@ -55,9 +57,9 @@ def test_every_error_class_has_a_decision() -> None:
 def test_remedy_suggests_only_valid_commands() -> None:
     for error, name in itertools.product(ERRORS, COMMANDS):
         for command in (
-            Command(name, ["c.toml"], "c.toml", ["--set", "seed=1", "--connect"], others=COMMANDS),
+            Command(name, ["c.toml"], "c.toml", ["--set", "seed=1", "--connect"], others=NAMES),
             Command(name, ["c.toml"], "c.toml", has_checkpoint=True),
-            Command(name, [], listen="127.0.0.1:1", certs="certs", others=COMMANDS),
+            Command(name, [], listen="127.0.0.1:1", certs="certs", others=NAMES),
         ):
             words = shlex.split(remedy(error, command) or "")
             if words[:1] == ["rpcmp"]:
@@ -206,7 +208,7 @@ def typed(path: Path, *more: str, name: str = "drive") -> Command:
     """Return a failed `rpcmp NAME PATH MORE...`."""
     command = cli.get_command(click.Context(cli), name)
     assert command is not None
-    return failed(command, name, [str(path), *more], COMMANDS, LONG_AGO)
+    return failed(command, name, [str(path), *more], NAMES, LONG_AGO)
 
 
 def overrides(words: list[str]) -> list[str]:
@@ -236,9 +238,7 @@ def test_health_asks_the_address_of_the_listener(
     command = cli.get_command(click.Context(cli), "serve")
     assert command is not None
     words = options.replace("CERTS", str(certs)).split()
-    found = remedy(
-        an(errors.AddressInUseError), failed(command, "serve", words, COMMANDS, LONG_AGO)
-    )
+    found = remedy(an(errors.AddressInUseError), failed(command, "serve", words, NAMES, LONG_AGO))
     assert shlex.split(found or "") == shlex.split(
         f"rpcmp health {expected}".replace("CERTS", str(certs))
     )
@@ -248,9 +248,7 @@ def test_a_listen_address_of_another_machine_suggests_the_help() -> None:
     command = cli.get_command(click.Context(cli), "serve")
     assert command is not None
     words = ["--stage", "1", "--insecure", "--listen", "192.0.2.7:0"]
-    found = remedy(
-        an(errors.AddressInUseError), failed(command, "serve", words, COMMANDS, LONG_AGO)
-    )
+    found = remedy(an(errors.AddressInUseError), failed(command, "serve", words, NAMES, LONG_AGO))
     assert found == "rpcmp serve --help"
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rpcmp.config.schema import Config
-from rpcmp.pipelining import layer_profile
+from rpcmp.pipelining import partition
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.rpc import tensors
 from rpcmp.server.connection import versions
@@ -64,7 +64,7 @@ def test_a_server_runs_only_code_that_its_allow_list_names(
         sample = tensors.dump_message([torch.ones(2, 2), torch.ones(2, 2)])
         measured = pb.ProfileRequest(
             job=pb.PrepareRequest(versions=versions(), threads=1),
-            order=layer_profile.ProfileOrder(config=config, differentiates=False).model_dump_json(),
+            order=partition.ProfileOrder(config=config, differentiates=False).model_dump_json(),
             sample=sample,
         )
         with pytest.raises(grpc.RpcError, match="--allow or --no-code"):

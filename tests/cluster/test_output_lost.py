@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rpcmp.process.signals import count_stop_requests
+from rpcmp.process.interpreter import count_stop_requests
 from tests.support.processes import (
     JobFolder,
     Server,

@@ -9,7 +9,7 @@ from typing import Any
 
 BEGIN = """
 import inspect, json, os, sys, torch
-from rpcmp.pipelining import lazy_dynamo as lazydynamo
+from rpcmp.pipelining import optimizers
 def is_there():
     return "torch._dynamo.eval_frame" in sys.modules
 def optimizer(kind=torch.optim.AdamW):
@@ -24,7 +24,7 @@ def optimizer(kind=torch.optim.AdamW):
     return layer, found, closure
 """
 
-DEFER = "lazydynamo.defer()\n"
+DEFER = "optimizers.defer_dynamo()\n"
 
 
 def output_of(code: str, *arguments: str) -> list[Any]:

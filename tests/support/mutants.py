@@ -31,7 +31,7 @@ import pytest
 from tests.support.places import ROOT
 
 AREAS = {
-    "schedules": ("pipelining/schedule.py", "pipelining/simulation.py", "pipelining/inflight.py"),
+    "schedules": ("pipelining/schedule.py", "pipelining/simulation.py", "pipelining/cost_model.py"),
     "boundary": ("worker/boundary.py", "worker/forward.py", "worker/requests.py"),
     "backward": ("worker/backward.py", "worker/weight_grad.py", "worker/recompute.py"),
     "summing": (

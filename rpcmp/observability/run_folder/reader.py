@@ -38,7 +38,7 @@ class Record:
     Attributes:
         path: the folder.
         info: the contents of `run.json`.
-        config: the job's config; see rpcmp.config.redaction.
+        config: the job's config; see rpcmp.config.hashes.
         events: the events in order, without those that this version does not define; each has a
             time.
     """

@@ -342,7 +342,7 @@ def _require_regular(path: Path) -> None:
     """Refuse devices, which have no end, and pipes, whose opening may block."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a folder's own error is better
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
 
 
 def _trace(header: _Header, read: _Spans) -> Trace:

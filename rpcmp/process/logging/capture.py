@@ -30,8 +30,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, TextIO
 
-from rpcmp.process.logging.rate_limit import LogRateLimiter
-from rpcmp.process.logging.records import MAX_BYTES, Line, cut
+from rpcmp.process.logging.records import MAX_BYTES, Line, LogRateLimiter, cut
 
 _SIZE = struct.Struct("<I")
 
@@ -98,7 +97,6 @@ class Sender:
             self._send_all(self._limiter.flush())
 
     def _send_due(self) -> None:
-        """Send summaries when they are due, until no line is held."""
         pause = threading.Event()
         while True:
             with self._lock:
@@ -129,7 +127,6 @@ class Sender:
             self._hold(line)
 
     def _try_send(self, line: Line) -> bool:
-        """Return False if the socket's buffer is full."""
         try:
             self._socket.send(line.pack(), socket.MSG_NOSIGNAL)
         except BlockingIOError:
@@ -171,7 +168,6 @@ class Stream(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """See io.TextIOBase."""
         return "utf-8"
 
     @property
@@ -202,11 +198,9 @@ class Stream(io.TextIOBase):
         return self._original.fileno()
 
     def isatty(self) -> bool:
-        """See io.TextIOBase."""
         return False
 
     def writable(self) -> bool:
-        """See io.TextIOBase."""
         return True
 
     def reconfigure(self, **_: Any) -> None:

@@ -18,10 +18,10 @@ from dataclasses import replace
 from typing import NamedTuple, TextIO
 
 from rpcmp.process.logging.capture import show_warnings
-from rpcmp.process.logging.rate_limit import LogRateLimiter
 from rpcmp.process.logging.records import (
     Entry,
     Line,
+    LogRateLimiter,
     Unreported,
     as_json,
     as_text,
@@ -69,7 +69,6 @@ class RecordSource(NamedTuple):
     Attributes:
         stage: "driver", "stage 1" or "spare".
         generation: of the group that it works for; 0 if there is none.
-        step: optimizer step; 0 if there is none.
     """
 
     stage: str = ""
@@ -114,7 +113,6 @@ class Display(logging.Handler):
         show_warnings(lambda text: log.warning("%s", text))
 
     def set(self, as_json: bool, lowest: str) -> None:
-        """Choose the format and the lowest level."""
         self.json, self.lowest = as_json, lowest
         logging.getLogger("rpcmp").setLevel(number_of(lowest))
         logging.root.setLevel(logging.DEBUG if lowest == "debug" else logging.WARNING)
@@ -130,7 +128,6 @@ class Display(logging.Handler):
             self._put(entry)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See logging.Handler."""
         if (entry := getattr(record, "entry", None)) is not None:
             self.show(entry)
             return
@@ -193,7 +190,6 @@ class Display(logging.Handler):
                     item.set()
 
     def _next(self) -> _Item:
-        """Return the next item, or DUE."""
         times = [limiter.next_due() for limiter in self._limiters.values()]
         due = min((at for at in times if at is not None), default=None)
         try:

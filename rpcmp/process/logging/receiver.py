@@ -20,8 +20,7 @@ from collections.abc import Callable
 
 from rpcmp.process import descriptors
 from rpcmp.process.logging.capture import MEMORY, Stream, held
-from rpcmp.process.logging.rate_limit import LogRateLimiter
-from rpcmp.process.logging.records import MAX_BYTES, Line, unpack
+from rpcmp.process.logging.records import MAX_BYTES, Line, LogRateLimiter, unpack
 
 LineHandler = Callable[[Line], None]
 
@@ -42,11 +41,7 @@ LAST_BYTES = 1024 * 1024
 
 
 class Receiver:
-    """Receives one child's log lines. Closed by `close`, after the child has ended.
-
-    Args:
-        on_line: called with each line, in order.
-    """
+    """Receives one child's log lines. Closed by `close`, after the child has ended."""
 
     def __init__(self, on_line: LineHandler) -> None:
         self._on_line = on_line
@@ -60,7 +55,6 @@ class Receiver:
 
     @property
     def fds(self) -> tuple[int, int]:
-        """Descriptors for the child: its socket and the memory."""
         return self._theirs.fileno(), self._memory_fd
 
     def start(self) -> None:
@@ -117,11 +111,7 @@ class Receiver:
 
 
 class Output:
-    """Receives what one child writes to descriptors. Closed by `close`, after the child has ended.
-
-    Args:
-        on_line: called with each line, in order.
-    """
+    """Receives a child's writes to descriptors. Closed by `close`, after the child has ended."""
 
     def __init__(self, on_line: LineHandler) -> None:
         self._on_line = on_line

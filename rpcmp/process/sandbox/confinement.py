@@ -70,12 +70,10 @@ class Reach:
     hidden: tuple[str, ...] = ()
 
     def reading(self, *paths: Path | str | None) -> Self:
-        """Return this reach with more readable paths."""
         more = (str(path) for path in paths if path)
         return dataclasses.replace(self, readable=(*self.readable, *more))
 
     def writing(self, *paths: Path | str) -> Self:
-        """Return this reach with more writable paths."""
         return dataclasses.replace(self, writable=(*self.writable, *map(str, paths)))
 
     def may_read(self, path: str) -> bool:
@@ -102,16 +100,11 @@ _state = _State()
 
 
 def is_confined() -> bool:
-    """Return whether this process is confined."""
     return _state.is_confined
 
 
 def enter(reach: Reach, scratch: str) -> None:
     """Confine this process, which must have one thread.
-
-    Args:
-        reach: what it may open.
-        scratch: its folder for temporary files.
 
     Raises:
         OSError: the kernel refuses what it offers.

@@ -57,12 +57,7 @@ class Access(enum.Enum):
 
 
 class Grant(NamedTuple):
-    """Access to a file, or to a folder and everything beneath it.
-
-    Attributes:
-        path: absolute, without links.
-        access: to it.
-    """
+    """Access to a file, or to a folder and everything beneath it."""
 
     path: str
     access: Access
@@ -73,7 +68,6 @@ def grants(paths: Iterable[str], access: Access, hidden: Iterable[str]) -> list[
 
     Args:
         paths: absolute; links are followed, missing files are skipped.
-        access: to them.
         hidden: files and folders that stay out of reach with everything beneath them.
     """
     hidden_paths = {os.path.realpath(path) for path in hidden}
@@ -99,10 +93,6 @@ def private_files(folder: str, depth: int = 100) -> list[str]:
     """Return the entries of `folder` that are not world-readable, such as keys and password hashes.
 
     Permissions alone do not protect them: a file's owner may read it, and root owns those of /etc.
-
-    Args:
-        folder: absolute.
-        depth: levels of folders to search.
     """
     result = []
     for entry in _entries(folder):

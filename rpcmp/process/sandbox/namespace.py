@@ -89,7 +89,6 @@ class Network:
             self.run(lambda: _add_address(_label(rank), address_of(rank)))
 
     def connectable(self) -> socket.socket:
-        """Return an unconnected TCP socket in this network."""
         return self.run(lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM))
 
     def listener(self, host: str, port: int) -> socket.socket:
@@ -165,11 +164,7 @@ def _check_allowed() -> None:
 
 
 def share(namespaces: Sequence[int]) -> Network:
-    """Join the private network of another process; requires a process of one thread.
-
-    Args:
-        namespaces: the other process's `Network.namespaces`.
-    """
+    """Join the private network of another process; requires a process of one thread."""
     for user in namespaces[1:]:
         _check(_LIBC.setns(user, _CLONE_NEWUSER))
     return Network(namespaces)

@@ -113,9 +113,6 @@ class BenchmarkResult:
     Attributes:
         pairs, steps: rounds, and steps of each contestant in each round.
         bound_s: seconds of a step without a bubble; None if the stages are not a chain.
-        ours: times of rpcmp.
-        peers: times of the other contestants.
-        notes: remarks for the reader of the figures.
     """
 
     case: Case
@@ -145,7 +142,6 @@ async def benchmark(
 
     Raises:
         StoppedError: stopped before the end of the first round.
-        MismatchError: losses differ in a frozen case.
         UnsupportedJobError: rpcmp cannot run the job.
     """
     notes = list(case.notes)
@@ -241,7 +237,6 @@ def lines(result: BenchmarkResult) -> Iterator[str]:
 
 
 def _driver_cpu(result: BenchmarkResult) -> float | None:
-    """Return the driver's median CPU seconds per step."""
     measured = result.ours.driver_cpu_seconds
     return spread(measured).median if measured else None
 

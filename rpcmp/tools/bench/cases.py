@@ -58,7 +58,6 @@ class Case:
         nominal: times of each stage's actions, if the case fixes them.
         is_frozen: whether losses must be equal; a user's model may draw random numbers.
         peers: names of the default peers; None: all of them.
-        notes: remarks for the user.
     """
 
     name: str
@@ -193,7 +192,6 @@ def _own_case(
 
 
 def _features_left_out(job: Config) -> tuple[str, ...]:
-    """Name the features of `job` that the benchmark's job lacks."""
     notes = []
     if job.has_schedulers or job.max_grad_norm is not None:
         notes.append("without learning-rate scheduler and gradient clipping")

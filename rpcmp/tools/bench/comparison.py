@@ -115,7 +115,6 @@ class TimeLimits:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the user has stopped the measurement."""
         return self._stop.is_set()
 
     async def run(self, work: Awaitable[Item], is_needed: bool = False) -> Item:
@@ -204,7 +203,6 @@ async def compare(
         steps: per round; None for as many as the fastest does in ROUND_SECONDS, or fewer if the
             budget is too small.
         progress: called before each measurement.
-        limits: at a limit, the rounds so far are returned.
 
     Raises:
         StoppedError: stopped before the end of the first round.
@@ -280,12 +278,10 @@ class _Comparison:
         self._step_s[one.name] = segment.seconds_per_step
 
     def _report(self, what: str, pending: float, rounds: int) -> None:
-        """Report progress: `pending` seconds for the current round, and `rounds` after it."""
         rest = min(rounds * self._cost(self._contestants, self.steps), self._limits.left - pending)
         self._progress(what, pending + max(0.0, rest))
 
     def _cost(self, contestants: Sequence[Contestant], steps: int) -> float:
-        """Return the seconds that `steps` steps of each take."""
         return steps * sum(self._step_s[one.name] for one in contestants)
 
     def whole_rounds(self) -> list[ContestantTimes]:
@@ -304,13 +300,7 @@ class _Comparison:
 
 
 def _steps(fastest: float, whole: float, budget: float) -> int:
-    """Choose the steps per round.
-
-    Args:
-        fastest: seconds of a step of the fastest contestant.
-        whole: seconds of a step of every contestant in every round.
-        budget: seconds for all rounds.
-    """
+    """Choose the steps per round."""
     wanted = max(MIN_STEPS, round(ROUND_SECONDS / fastest))
     return wanted if whole * wanted <= budget else max(1, int(budget / whole))
 
@@ -333,11 +323,7 @@ def loss_difference(series: Sequence[ContestantTimes]) -> str | None:
 
 
 def require_equal_losses(series: Sequence[ContestantTimes]) -> None:
-    """Fail if contestants train differently: their times cannot be compared.
-
-    Raises:
-        MismatchError: says where they first differ.
-    """
+    """Fail if contestants train differently: their times cannot be compared."""
     if difference := loss_difference(series):
         raise MismatchError(f"the contestants do not train the same: {difference}")
 
@@ -349,7 +335,6 @@ async def _start_all(
     progress: Progress,
     limits: TimeLimits,
 ) -> AsyncIterator[list[Contestant]]:
-    """Start the contestants one after the other, since starting measures as well."""
     started: list[Contestant] = []
     clock = asyncio.get_running_loop().time
     start_time = clock()

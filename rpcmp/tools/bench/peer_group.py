@@ -33,13 +33,7 @@ MEASUREMENTS = 10
 
 
 class Processes:
-    """Processes of one kind that do the same at the same time.
-
-    Args:
-        kind: what they do.
-        case: what they train.
-        threads: compute threads of each process; there is one process per number.
-    """
+    """Processes of one kind that do the same at the same time."""
 
     def __init__(self, kind: Kind, case: Case, threads: Sequence[int]) -> None:
         self._kind = kind
@@ -61,7 +55,6 @@ class Processes:
             child.send(self._config(rank, store).model_dump(mode="json"))
 
     async def ask(self, **message: str | int) -> list[Message]:
-        """Send a message to all of them; returns their answers by rank."""
         for child in self._children:
             child.send(message)
         return await asyncio.gather(*map(self._answer, range(len(self._children))))
@@ -77,7 +70,6 @@ class Processes:
                 raise UnsupportedJobError(answer["reason"])
 
     async def close(self) -> None:
-        """Kill them."""
         await asyncio.gather(*(child.kill() for child in self._children))
         if self._folder is not None:
             self._folder.cleanup()
@@ -158,7 +150,6 @@ class PeerGroup:
         return min(seconds, key=seconds.__getitem__)
 
     async def _try_way(self, way: str) -> float:
-        """Return the seconds of a step."""
         await self._processes.build(way)
         settling = await self.run(SETTLE_STEPS)
         steps = max(TRIAL_STEPS, math.ceil(TRIAL_SECONDS / settling.seconds_per_step))

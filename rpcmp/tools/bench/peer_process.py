@@ -55,7 +55,6 @@ class PeerTrainer(Protocol):
 
 
 def main() -> None:
-    """Serve the benchmark; the process ends here."""
     # First of all, and torch is imported after it: a supervisor that dies meanwhile must not leave
     # a process behind.
     channel = connect_to_supervisor().channel

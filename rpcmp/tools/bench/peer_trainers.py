@@ -43,7 +43,6 @@ class ModelPart:
     optimizer: torch.optim.Optimizer | None
 
     def step(self) -> None:
-        """Update the parameters and clear their gradients."""
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -73,12 +72,7 @@ def layer_names(config: Config, parts_per_stage: int = 1) -> list[list[str]]:
 
 
 def build(config: Config, stage_index: int, names: list[str]) -> ModelPart:
-    """Build a part with the parameters that the pipelined job starts with.
-
-    Args:
-        stage_index: index of the stage that the part belongs to.
-        names: names of its layers.
-    """
+    """Build a part with the parameters that the pipelined job starts with."""
     settings = config.stage(stage_index)
     built = layers.build_layers(config, stage_index, names)
     module = nn.Sequential(*built.values()).train()
@@ -93,6 +87,10 @@ def build(config: Config, stage_index: int, names: list[str]) -> ModelPart:
     if not trained:
         return ModelPart(module, None)
     return ModelPart(module, optimizers.create(config.optimizer_of(stage_index), trained))
+
+
+def build_stages(config: Config) -> list[ModelPart]:
+    return [build(config, index, names) for index, names in enumerate(layer_names(config))]
 
 
 def slice_loss(config: Config, num_slices: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -142,8 +140,7 @@ class OneProcess:
 
     def build(self, way: str) -> None:
         """Build the model, to be trained by "whole batch" or "micro-batches"."""
-        names = layer_names(self._config)
-        self._parts = [build(self._config, i, layers) for i, layers in enumerate(names)]
+        self._parts = build_stages(self._config)
         self._batches = endless_batches(self._config)
         self._num_slices = 1 if way == "whole batch" else self._config.num_microbatches
         self._loss = slice_loss(self._config, self._num_slices)
@@ -184,9 +181,7 @@ class StageClock:
         self._config = peer.config
 
     def build(self, way: str) -> None:
-        """Build all stages; there is only one way."""
-        names = layer_names(self._config)
-        self._parts = [build(self._config, i, layers) for i, layers in enumerate(names)]
+        self._parts = build_stages(self._config)
         inputs, targets = next(endless_batches(self._config))
         count = self._config.num_microbatches
         self._loss = slice_loss(self._config, count)

@@ -21,7 +21,7 @@ from rpcmp.job.autobalance import stage_hosts, with_full_microbatches
 from rpcmp.job.server_calls import collect_code, dialer_for, require_addresses
 from rpcmp.job.server_pool import connected, forks_for
 from rpcmp.net.security import is_loopback
-from rpcmp.pipelining import inflight
+from rpcmp.pipelining import cost_model
 from rpcmp.pipelining.cost_model import Prediction, predict, simulate, times_of
 from rpcmp.pipelining.partition import StageHost, choose_balance
 from rpcmp.pipelining.simulation import ActionTimes, Simulation
@@ -44,7 +44,6 @@ class File:
     """A file or a folder.
 
     Attributes:
-        what: its kind.
         path: absolute, on the host that uses it.
         text: which process uses it, how and when.
         is_in_the_way: whether a run would refuse to start because of it.
@@ -57,7 +56,6 @@ class File:
 
 
 def job_files(config: Config) -> list[File]:
-    """Return the files that a run reads and writes."""
     files = [_code(config)] if config.ship_code else []
     if config.init is not None:
         files.append(File("weights", config.init, "read by each stage, on its host"))
@@ -116,8 +114,6 @@ class Explanation:
         step: one step by itself, simulated.
         prediction: from measurements; None if nothing was measured. Then in `step` forwards, input
             gradients and weight gradients all take the same time.
-        files: files that are read and written.
-        notes: further remarks.
     """
 
     name: str
@@ -179,7 +175,7 @@ async def explain(
     require_addresses(config, addresses)
     # These are called for what they refuse.
     dialer_for(config, [*addresses, *config.recovery.spares])
-    inflight.limits(config)
+    cost_model.limits(config)
     if config.is_balanced_by_measurement and not measures:
         raise ConfigError('balance = "auto" is measured: explain it without --no-measure')
     async with forks_for(config, connect) as forks:
@@ -270,7 +266,6 @@ class _Gatherer:
         )
 
     async def _ask_hosts(self) -> dict[str, Whereabouts]:
-        """Return where each member is, by the facts of its host."""
         config = self._config
         dialer = dialer_for(config, [*self._addresses, *config.recovery.spares])
         count = len(config.workers)

@@ -21,7 +21,7 @@ from rpcmp.config.types import Strict
 from rpcmp.driver.datasets import Datasets, total_steps
 from rpcmp.driver.process import Planned, plan_job
 from rpcmp.errors import RpcmpError, one_line
-from rpcmp.pipelining import devices, inflight, layers, optimizers, pytree
+from rpcmp.pipelining import cost_model, devices, layers, optimizers, pytree
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.process.channel import Message
 
@@ -101,7 +101,7 @@ def summarize_model(config: Config, is_here: bool = True) -> ModelSummary:
         config: the job, with its balance.
         is_here: whether all of it runs on this machine.
     """
-    inflight.limits(config)
+    cost_model.limits(config)
     planned = plan_job(config)
     first_replicas = [part for part in planned.assignments if part.replica == 0]
     datasets, unknown = _datasets(config, planned, is_here)
@@ -136,7 +136,6 @@ def _datasets(config: Config, planned: Planned, is_here: bool) -> tuple[Datasets
 
 
 def summarize_stage(assignment: Assignment) -> StageFacts:
-    """Count what one stage is made of."""
     modules = _build_modules(assignment)
     config = assignment.config
     named: dict[str, nn.Parameter] = {}

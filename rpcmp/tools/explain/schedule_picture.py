@@ -27,7 +27,6 @@ def picture(
     Args:
         runs: the actions of each stage, in order.
         names: of the stages, in the config's order, by which they are numbered.
-        width: characters per line.
     """
     heads = [f"{index} {name}" for index, name in enumerate(names)]
     indent = max(map(len, heads)) + 2

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from rpcmp.checkpoint.slots import RETAINED
 from rpcmp.config.schema import Config
-from rpcmp.pipelining import inflight
+from rpcmp.pipelining import cost_model
 from rpcmp.pipelining.partition import StageHost
 from rpcmp.tools.explain.model_summary import LayerFacts, ModelSummary, StageFacts
 
@@ -47,12 +47,10 @@ class MemoryEstimate:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all parts of `total` are known."""
         return None not in (self.process, self.optimizer, self.activations)
 
     @property
     def is_too_much(self) -> bool:
-        """Whether the worker exceeds its limit."""
         return self.limit is not None and self.total > self.limit
 
 
@@ -102,8 +100,6 @@ class ExplainedStage:
     """One stage as it will run.
 
     Attributes:
-        index: its place in the config.
-        inputs: what it reads.
         replicas: number of workers that share its micro-batches.
         shares: of the replicas; empty if they are equal, or measured when the run starts.
         device, threads: of each replica.
@@ -145,11 +141,10 @@ def explain_stages(
     """Return all stages, in the config's order.
 
     Args:
-        config: the job, with its balance.
         hosts: measurements of the stages' hosts; None if there are none.
         addresses: of running servers, one per worker; empty if they are started on this machine.
     """
-    held, graph = inflight.held(config), config.graph()
+    held, graph = cost_model.held(config), config.graph()
     ends = [0, *accumulate(len(facts.layers) for facts in summary.stages)]
     pairs = list(zip(config.workers, addresses, strict=False))
     explained = []

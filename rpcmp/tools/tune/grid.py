@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.config.topology import num_bundles
 from rpcmp.errors import ConfigError
-from rpcmp.pipelining import inflight, simulation
+from rpcmp.pipelining import cost_model, simulation
 from rpcmp.pipelining.schedule import policy
 from rpcmp.tools.tune.setting_times import SETTLE_STEPS
 
@@ -139,7 +139,6 @@ def _in_flight(config: Config, axes: Axes, schedule: str, per_message: int) -> S
 
 
 def _why_useless(setting: ScheduleOptions, batch_size: int) -> str:
-    """Return why the setting is not worth measuring, or an empty string."""
     if setting.num_microbatches > batch_size:
         return f"a mini-batch has {batch_size} samples"
     if setting.schedule == "gpipe" and setting.max_in_flight is not None:
@@ -161,7 +160,7 @@ def _effect(config: Config, setting: ScheduleOptions) -> Hashable:
             each.splits,
             min(each.deferred, bundles - 1),  # after the last backward nothing is deferred
         )
-        for each in inflight.limits(setting.on(config)).values()
+        for each in cost_model.limits(setting.on(config)).values()
     ]
     return count, setting.schedule, bundles, tuple(stages)
 
@@ -176,10 +175,8 @@ class Plan:
     """The rest of a sweep, predicted from the speeds measured so far.
 
     Attributes:
-        own: the config's setting, which is never dropped.
         rounds: number of rounds, and of rounds of the confirmation.
         steps: steps per round.
-        budget: seconds of the whole sweep.
         step_s: seconds of a step, by setting.
     """
 
@@ -190,7 +187,6 @@ class Plan:
     step_s: Mapping[ScheduleOptions, float]
 
     def cost(self, settings: Iterable[ScheduleOptions]) -> float:
-        """Return the seconds of a round."""
         return (self.steps + SETTLE_STEPS) * sum(self.step_s[one] for one in settings)
 
     def confirmation(self, alive: Sequence[ScheduleOptions]) -> float:

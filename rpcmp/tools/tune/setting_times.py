@@ -42,7 +42,6 @@ class GroupRunner:
     """Runner that trains as `rpcmp drive` does.
 
     Args:
-        settings: all settings that will be measured.
         connect: addresses of running stage servers; see rpcmp.job.server_pool.ServerPool.
     """
 
@@ -175,15 +174,12 @@ class Tuned:
 
 
 def common_rounds(series: Sequence[SettingTimes]) -> int:
-    """Return the number of rounds that all of them have."""
     return min(len(one.measured) for one in series)
 
 
 def is_less(ratio: Estimate) -> bool:
-    """Return whether the ratio is certainly below one."""
     return ratio.high < 1 and is_conclusive(ratio)
 
 
 def is_more(ratio: Estimate) -> bool:
-    """Return whether the ratio is certainly above one."""
     return ratio.low > 1 and is_conclusive(ratio)

@@ -36,10 +36,8 @@ async def tune(
     """Measure the settings of `grid` and choose.
 
     Args:
-        runner: started.
         rounds: number of rounds, and of rounds of the confirmation.
         steps: per round; None: as many as the budget allows, up to MOST_STEPS.
-        progress: called before each measurement.
         limits: at a limit, the results so far are returned; the config's own setting and another
             one are measured whatever the budget.
 
@@ -53,8 +51,6 @@ async def tune(
 
 
 class _Sweep:
-    """One sweep; see `tune`."""
-
     def __init__(
         self,
         grid: Grid,
@@ -141,7 +137,6 @@ class _Sweep:
         return fastest + self._plan(self._steps or 1).reserve(known) <= self._limits.left
 
     async def _halve(self) -> None:
-        """Run all rounds, with fewer and fewer settings."""
         for number in range(self._rounds):
             plan, left = self._plan(), self._limits.left
             kept = plan.survivors(self._alive, number, left)
@@ -192,7 +187,6 @@ class _Sweep:
     def _report(
         self, what: str, plan: Plan, pending: Sequence[ScheduleOptions], after: float
     ) -> None:
-        """Report what is measured now, and how long this and the rest will take."""
         seconds = min(self._limits.left, plan.cost(pending) + after)
         self._progress(what, max(seconds, plan.cost(pending[:1])))
 

@@ -52,7 +52,6 @@ def as_json(tuned: Tuned) -> dict[str, Any]:
 
 
 def table(tuned: Tuned) -> Table:
-    """Return a table with a row per setting."""
     title = f"{tuned.config.name}: {tuned.config.num_stages} stages, {tuned.basis}"
     rows = Table(title=title, title_justify="left", box=None, header_style="bold")
     for head in COLUMNS:
@@ -184,7 +183,6 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 
 
 def write_png(tuned: Tuned, path: Path) -> None:
-    """Draw the picture into `path`."""
     require_matplotlib()
     try:
         draw(tuned).savefig(path, format="png", dpi=DPI)

@@ -97,7 +97,6 @@ class UnsplitModel:
         ]
 
     def train(self, batches: Batches, steps: int) -> Iterator[float]:
-        """Train for `steps` steps and yield the loss of each."""
         for modules in self._modules.values():
             for module in modules.values():
                 module.train()
@@ -126,7 +125,6 @@ class UnsplitModel:
         }
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return all trained parameters, in order."""
         trained = [
             parameter
             for name, parameter in self._named_parameters().items()

@@ -40,11 +40,7 @@ def autocast(config: Config, stage_index: int) -> AbstractContextManager[object]
 
 
 class ReferenceSteps:
-    """The end of a mini-batch: unscale, clip and step as the config says.
-
-    Args:
-        optimizers: of all stages, by name.
-    """
+    """The end of a mini-batch: unscale, clip and step as the config says."""
 
     def __init__(self, config: Config, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         self._max_norm = config.max_grad_norm
@@ -87,12 +83,7 @@ class ReferenceSteps:
 
 
 class _CombinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers as one.
-
-    Attributes:
-        number: number of the next step, from 1.
-        steps: number of steps taken.
-    """
+    """Several optimizers as one."""
 
     def __init__(self, seed: int, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
@@ -110,12 +101,7 @@ class _CombinedOptimizer(torch.optim.Optimizer):
 
 
 class Replicas:
-    """The replicas of one stage.
-
-    Args:
-        modules: the stage's layers.
-        assignment: which replica computes which bundle.
-    """
+    """The replicas of one stage."""
 
     def __init__(self, modules: Iterable[nn.Module], assignment: ReplicaAssignment) -> None:
         self._modules = list(modules)
@@ -170,7 +156,6 @@ class ReferenceTies:
     """The tied parameters of a model.
 
     Args:
-        tied: groups of names, as in the config.
         parameters: all parameters, by their names in the unsplit model.
     """
 

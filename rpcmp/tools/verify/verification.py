@@ -32,7 +32,6 @@ class ComparedRun:
     """Results of one run.
 
     Attributes:
-        losses: the loss of each step.
         state: the final parameters and buffers by name.
         hosts: facts about the hosts by stage, or of the reference's host under "reference".
         skipped: number of steps that loss scaling skipped, since gradients were not finite.
@@ -157,7 +156,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 async def _run_both(
     config: Config, connect: Sequence[str] | None
 ) -> tuple[Config, ComparedRun, ComparedRun]:
-    """Return the job with its balance, the pipelined run and the reference."""
     with tempfile.TemporaryDirectory(prefix="rpcmp-verify-") as folder:
         async with Forks([WORKERS, DRIVERS]) as forks:
             # Shares of the run that left checkpoints, if any; and the same stages for both runs.

@@ -88,7 +88,7 @@ def test_a_reference_survives_parsing_and_printing(
         ({"a": ["b"], "b": ["c"], "c": ["a"]}, "'a' reads 'b' reads 'c' reads 'a'"),
         ({"x": ["a"], "a": ["b"], "b": ["a"]}, "form a cycle: 'a' reads 'b' reads 'a'"),
         ({"a": ["input"], "b": ["a", "c"], "c": ["a", "b"]}, "cycle: 'b' reads 'c' reads 'b'"),
-        ({"a": ["input"], "b": ["input"]}, "nobody reads the stages 'a', 'b'"),
+        ({"a": ["input"], "b": ["input"]}, "no stage reads 'a', 'b'"),
     ],
 )
 def test_a_graph_without_exactly_one_end_is_refused(

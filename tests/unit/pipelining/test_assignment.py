@@ -11,7 +11,7 @@ from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER, member_name, member_names
 from rpcmp.errors import ConfigError
-from rpcmp.pipelining import inflight
+from rpcmp.pipelining import cost_model
 from rpcmp.pipelining.assignment import Assignment, assign
 from rpcmp.pipelining.schedule import InFlightLimits
 from tests.support.graphs import workers
@@ -80,7 +80,7 @@ def test_limits_follow_the_schedule_the_graph_and_max_in_flight(
     overrides: dict[str, Any], of_a: InFlightLimits, of_b: InFlightLimits, of_c: InFlightLimits
 ) -> None:
     config = parse_config({**BRANCHES, **overrides})
-    assert inflight.limits(config) == {"a": of_a, "b": of_b, "c": of_c}
+    assert cost_model.limits(config) == {"a": of_a, "b": of_b, "c": of_c}
     assert [assignment.limits for assignment in assign(config)] == [of_c, of_a, of_b]
 
 
@@ -108,9 +108,9 @@ def test_schedules_count_bundles_if_micro_batches_share_a_message(
     overrides: dict[str, Any], of_c: InFlightLimits, held: dict[str, int], in_flight: int
 ) -> None:
     config = parse_config({**BRANCHES, "microbatches_per_message": 3, **overrides})
-    assert inflight.limits(config)["c"] == of_c
-    assert inflight.held(config) == held
-    assert inflight.in_flight(config) == in_flight
+    assert cost_model.limits(config)["c"] == of_c
+    assert cost_model.held(config) == held
+    assert cost_model.in_flight(config) == in_flight
 
 
 def test_a_message_must_not_hold_more_than_may_be_in_flight() -> None:
@@ -118,13 +118,13 @@ def test_a_message_must_not_hold_more_than_may_be_in_flight() -> None:
     with pytest.raises(
         ConfigError, match="max_in_flight = 2, but one message has microbatches_per_m"
     ):
-        inflight.limits(config)
+        cost_model.limits(config)
 
 
 def test_a_schedule_that_cannot_run_within_max_in_flight_is_refused() -> None:
     config = parse_config({**BRANCHES, "schedule": "gpipe", "max_in_flight": 4})
     with pytest.raises(ConfigError, match="max_in_flight = 4: gpipe holds all 8 micro-batches"):
-        inflight.limits(config)
+        cost_model.limits(config)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from rpcmp.errors import ConfigError
 from rpcmp.job import autobalance
 from rpcmp.job.autobalance import as_one, with_full_microbatches
 from rpcmp.pipelining.cost_model import Prediction, predict
-from rpcmp.pipelining.layer_profile import HostProfile, LayerProfile
-from rpcmp.pipelining.partition import StageHost, choose_balance
+from rpcmp.pipelining.partition import HostProfile, LayerProfile, StageHost, choose_balance
 from rpcmp.process.fork_client import Forks
 
 

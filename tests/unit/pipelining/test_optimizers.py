@@ -84,10 +84,10 @@ def test_the_first_group_with_a_matching_name_applies() -> None:
         ({"match": ["*.biass"], "lr": 0.1}, r"'\*.biass' matches no parameter of the unsplit mod"),
         ({"match": ["*.bias"], "weight_decy": 0.1}, "no option 'weight_decy'; did you mean 'weig"),
         ({"match": ["*"], "weight_decy": 0.1}, "no option 'weight_decy'; did you mean 'weig"),
-        ({"match": ["*.bias"]}, "what is different for them"),
+        ({"match": ["*.bias"]}, "needs at least one option"),
         ({"match": [], "lr": 0.1}, "optimizer.groups.0.match"),
         ({"lr": 0.1}, "optimizer.groups.0.match"),
-        ({"match": ["*"], "params": [1]}, "`params` is no option"),
+        ({"match": ["*"], "params": [1]}, "`params` is not an option"),
         ({"match": ["*"], "lr": object()}, "groups.0"),
     ],
 )

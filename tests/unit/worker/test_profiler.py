@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rpcmp.config.loader import parse_config
 from rpcmp.errors import JobError
-from rpcmp.pipelining.layer_profile import HostProfile, ProfileOrder
+from rpcmp.pipelining.partition import HostProfile, ProfileOrder
 from rpcmp.rpc import tensors
 from rpcmp.tools.bench import models
 from rpcmp.worker import profiler

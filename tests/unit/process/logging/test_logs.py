@@ -23,14 +23,19 @@ from hypothesis import strategies as st
 from rpcmp.process.logging import capture
 from rpcmp.process.logging.capture import Sender
 from rpcmp.process.logging.display import Display, RecordSource, unreported
-from rpcmp.process.logging.rate_limit import BURST, FIRST, KINDS, LONGEST, SECONDS, LogRateLimiter
 from rpcmp.process.logging.receiver import Receiver
 from rpcmp.process.logging.records import (
+    BURST,
+    FIRST,
+    KINDS,
+    LONGEST,
     MAX_BYTES,
     MAX_TEXT,
     NOTE,
+    SECONDS,
     Entry,
     Line,
+    LogRateLimiter,
     as_json,
     as_text,
     cut,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rpcmp.pipelining.cost_model import predict
-from rpcmp.pipelining.layer_profile import HostProfile, LayerProfile
-from rpcmp.pipelining.partition import StageHost
+from rpcmp.pipelining.partition import HostProfile, LayerProfile, StageHost
 from rpcmp.tools.explain.model_summary import LayerFacts, ModelSummary, StageFacts
 from rpcmp.tools.explain.stage_estimates import explain_stages
 from tests.support.graphs import chain_of

@@ -16,7 +16,7 @@ import pytest
 
 from rpcmp.net import authority, identity
 from rpcmp.server.client import StageClient
-from rpcmp.tools.doctor import checkup
+from rpcmp.tools import diagnosis
 from tests.support.findings import failed
 from tests.support.lan import cli
 from tests.support.processes import (
@@ -85,7 +85,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure links only briefly, and give up absent servers soon."""
-    monkeypatch.setattr(checkup, "SECONDS", 0.01)
+    monkeypatch.setattr(diagnosis, "PROBE_SECONDS", 0.01)
     monkeypatch.setattr(StageClient.connect, "__defaults__", (2.0,))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rpcmp.config import user_code
+from rpcmp.config import hashes
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_the_hash_covers_named_modules_their_siblings_and_versions_of_imports(folder: Path) -> None:
     for name in ("model_a", "loss_g"):
         importlib.import_module(name)
-    found = user_code.of_job({"model_a", "loss_g", "torch.nn", "functools"})
+    found = hashes.of_job({"model_a", "loss_g", "torch.nn", "functools"})
     assert list(found) == [
         "the code of 'helper_b'",
         "the code of 'loss_g'",
@@ -65,9 +65,9 @@ def test_a_changed_file_is_reported_by_its_module_if_it_is_used(
     folder: Path, changed: str, name: str | None
 ) -> None:
     importlib.import_module("model_a")
-    before = user_code.of_job({"model_a", "loss_g"})  # the latter is loaded in another process
+    before = hashes.of_job({"model_a", "loss_g"})  # the latter is loaded in another process
     (folder / changed).write_text("# another release\n")
-    after = user_code.of_job({"model_a", "loss_g"})
+    after = hashes.of_job({"model_a", "loss_g"})
     assert {key for key in after if after[key] != before[key]} == ({name} if name else set())
 
 
@@ -80,7 +80,7 @@ def test_the_build_of_a_release_is_ignored(folder: Path) -> None:
         importlib.invalidate_caches()
         importlib.import_module("model_a")
         importlib.import_module("packed_c")
-        return user_code.of_job({"model_a", "packed_c"})  # named by the config, too
+        return hashes.of_job({"model_a", "packed_c"})  # named by the config, too
 
     assert found("cpu")["the version of 'packed_c'"] == "1.2"
     assert found("cpu") == found("cu126")

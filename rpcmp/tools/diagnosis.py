@@ -1,8 +1,9 @@
-"""Judge the reports of a job's hosts and links: the findings of `rpcmp doctor`. Pure."""
+"""Check the hosts of a job and the links between them before a run, and judge the results."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -10,15 +11,22 @@ from enum import StrEnum
 from rpcmp.config import addresses
 from rpcmp.config.schema import Config
 from rpcmp.config.sections import StageConfig
+from rpcmp.config.topology import DRIVER
 from rpcmp.config.types import format_size, parse_size
 from rpcmp.errors import RpcmpError, SecurityError, UnavailableError, UnreachableError, VersionError
+from rpcmp.job.restore_point import mirrors_of
+from rpcmp.job.server_calls import dialer_for, require_addresses
+from rpcmp.job.server_pool import connected, forks_for
 from rpcmp.net.authority import SKEW
+from rpcmp.net.dialer import Dialer
 from rpcmp.net.link_test import LinkSpeed
 from rpcmp.net.security import EXPIRES_DAYS, INSECURE
-from rpcmp.server.connection import NEEDED_EQUAL, is_same_release
+from rpcmp.server.client import StageClient
+from rpcmp.server.connection import NEEDED_EQUAL, is_same_release, way_to
 from rpcmp.server.host_facts import Device, Folder, HostFacts
-from rpcmp.tools.job_hosts import HostReport
-from rpcmp.tools.job_links import Link
+from rpcmp.tools.job_hosts import HostReport, HostSurvey
+from rpcmp.tools.job_links import Link, job_links
+from rpcmp.v1 import doctor_pb2
 
 CLOCK_SECONDS = 5.0
 """Largest difference of clocks that leaves logs and traces readable."""
@@ -36,8 +44,6 @@ class Finding:
 
     Attributes:
         where: the worker, the driver, or "a - b" for the link between two.
-        check: what was checked, one word.
-        text: what was found, and what to do about it.
         is_temporary: whether it may be mended without any action.
     """
 
@@ -290,3 +296,73 @@ def _link(checked: CheckedLink) -> Finding:
 
 def _short(digest: str) -> str:
     return digest[:8]
+
+
+PROBE_SECONDS = 0.25
+"""Least time for which a link is measured in each direction; a check takes a few times that."""
+
+
+async def check_up(config: Config, connect: Sequence[str] | None = None) -> list[Finding]:
+    """Check all hosts of a job and the links between them.
+
+    Args:
+        connect: addresses of running stage servers, one per worker; None uses the config's or, if
+            it has none, starts servers on this machine.
+    """
+    addresses = config.addresses if connect is None else connect
+    require_addresses(config, addresses)
+    dialer = dialer_for(config, [*addresses, *config.recovery.spares])
+    async with (
+        forks_for(config, connect) as forks,
+        connected(config, dialer, addresses, len(config.workers), forks) as clients,
+    ):
+        driver, workers, spares = await HostSurvey(config, clients, dialer, forks).collect()
+        checked = await LinkCheck(config, clients, dialer).run([driver, *workers])
+        return diagnose(config, driver, workers, spares, checked, time.time())
+
+
+class LinkCheck:
+    """Checks the links that a job uses."""
+
+    def __init__(self, config: Config, clients: Sequence[StageClient], dialer: Dialer) -> None:
+        self._config, self._dialer = config, dialer
+        self._clients = {client.name: client for client in clients}
+        names = (client.name for client in clients)
+        self._workers = dict(zip(names, config.workers, strict=True))
+
+    async def run(self, reports: Sequence[HostReport]) -> list[CheckedLink]:
+        """Check the links between hosts that have answered, one after the other."""
+        facts = {report.name: report.facts for report in reports if report.facts}
+        labels = [worker.label for worker in self._config.workers]
+        machines = [facts[label].machine if label in facts else label for label in labels]
+        links = job_links(self._config, mirrors_of(self._config, machines))
+        return [
+            await self._check(link, facts)
+            for link in links
+            if link.one in facts and link.other in facts
+        ]
+
+    async def _check(self, link: Link, facts: Mapping[str, HostFacts]) -> CheckedLink:
+        if facts[link.one].network == facts[link.other].network:
+            return CheckedLink(link)
+        seconds = PROBE_SECONDS if link.has_tensors else 0
+        try:
+            other = self._clients[link.other]
+            if link.one == DRIVER:
+                index = self._workers[other.name].stage_index
+                speed = await way_to(self._dialer, other.name, other.address, index, seconds)
+                return CheckedLink(link, speed)
+            one = self._clients[link.one]
+            speed = await one.probe(self._probe(other, seconds))
+            await other.probe(self._probe(one, seconds=0))
+        except RpcmpError as error:
+            return CheckedLink(link, error=error)
+        return CheckedLink(link, speed)
+
+    def _probe(self, other: StageClient, seconds: float) -> doctor_pb2.ProbeRequest:
+        return doctor_pb2.ProbeRequest(
+            stage_name=other.name,
+            address=other.address,
+            stage_index=self._workers[other.name].stage_index,
+            seconds=seconds,
+        )

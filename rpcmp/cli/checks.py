@@ -1,4 +1,4 @@
-"""`rpcmp doctor`: find what would go wrong in a run, before it starts."""
+"""Check a job before a run, `rpcmp doctor`, and the bits that it computes, `rpcmp verify`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from rpcmp.cli.terminal import echo
 from rpcmp.config import loader
 
 if TYPE_CHECKING:
-    from rpcmp.tools.doctor.diagnosis import Finding
+    from rpcmp.tools.diagnosis import Finding
+
 
 WIDTH = 250
 """Characters of a line when the output is not a terminal."""
@@ -37,8 +38,7 @@ def doctor(config: Path, overrides: tuple[str, ...], connect: str | None, as_jso
     Example:
       rpcmp doctor config.toml --connect host-a,host-b --certs certs/driver
     """
-    from rpcmp.tools.doctor.checkup import check_up
-    from rpcmp.tools.doctor.diagnosis import exit_code
+    from rpcmp.tools.diagnosis import check_up, exit_code
 
     job = loader.load_config(config, overrides)
     findings = asyncio.run(check_up(job, addresses_of(connect, job)))
@@ -46,15 +46,14 @@ def doctor(config: Path, overrides: tuple[str, ...], connect: str | None, as_jso
     if as_json:
         echo(json.dumps({"findings": [asdict(one) for one in findings], "exit_code": code}))
     else:
-        _print(findings)
+        _print_findings(findings)
     if code:
         raise click.exceptions.Exit(code)
 
 
-def _print(findings: Sequence[Finding]) -> None:
-    """Print a row per finding, and how many are not as they should be."""
+def _print_findings(findings: Sequence[Finding]) -> None:
     from rpcmp.cli.console import Console, table
-    from rpcmp.tools.doctor.diagnosis import Status
+    from rpcmp.tools.diagnosis import Status
 
     styles = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILED: "bold red"}
     console = Console()
@@ -73,3 +72,39 @@ def _print(findings: Sequence[Finding]) -> None:
         for status in (Status.FAILED, Status.WARNING)
     )
     console.print(f"{failed} failed, {warned} warnings, {len(findings)} checks")
+
+
+@click.command()
+@config_argument
+@connect_option
+@click.option("--steps", type=click.IntRange(min=1), default=5, show_default=True)
+def verify(config: Path, overrides: tuple[str, ...], connect: str | None, steps: int) -> None:
+    """Train CONFIG on stages and in one process, and compare bits.
+
+    Compares each step's loss and every final parameter and buffer. Exits 1 and names the first
+    difference, if there is one.
+
+    \b
+    Example:
+      rpcmp verify config.toml --steps 5
+    """
+    from rpcmp.tools.verify.verification import verify as run
+
+    job = loader.load_config(config, (*overrides, f"steps={steps}"))
+    result = run(job, addresses_of(connect, job))
+    for caveat in result.caveats:
+        echo(f"note: {caveat}")
+    if result.skipped:
+        echo(f"skipped: {result.skipped} of {result.steps} steps, whose gradients were not finite")
+    if result.difference is not None:
+        echo(
+            f"different, as wire_dtype = {job.wire_dtype!r} makes it: losses by up to "
+            f"{result.difference.loss:.1e}, parameters and buffers by "
+            f"{result.difference.parameters:.1e} (relative) after {result.steps} steps"
+        )
+        return
+    echo(
+        f"identical: {result.steps} losses and {result.num_tensors} tensors "
+        f"({result.num_elements:,} numbers), bit for bit"
+    )
+    echo(f"parameters sha256 {result.parameters_sha256}")

@@ -17,7 +17,7 @@ from rpcmp.server.host_facts import (
     Folder,
     HostFacts,
 )
-from rpcmp.tools.doctor.diagnosis import CheckedLink, Finding, Status, diagnose, exit_code
+from rpcmp.tools.diagnosis import CheckedLink, Finding, Status, diagnose, exit_code
 from rpcmp.tools.job_hosts import HostReport
 from rpcmp.tools.job_links import Link
 

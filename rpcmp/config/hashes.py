@@ -1,16 +1,23 @@
-"""Identify the user's code on this host: its Python files, their hashes, versions of packages."""
+"""Identify the user's code by hashes and versions, and hide secrets of a stored config by hashes.
+
+Of the code, Python files are hashed. In a config, the strings among the arguments of the user's
+code are replaced by hashes, which still show whether a string has changed. A hash hides a token,
+which cannot be guessed, but not a password that is on a list of common ones.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import importlib.util
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
 
 
 def python_files(folder: Path) -> Iterator[Path]:
@@ -106,7 +113,6 @@ def _top(module: str) -> str:
 
 
 def _folders(spec: ModuleSpec | None) -> set[Path]:
-    """Return the folders in which a top-level Python module was found."""
     if spec is None:
         return set()
     places = list(spec.submodule_search_locations or ())
@@ -116,7 +122,6 @@ def _folders(spec: ModuleSpec | None) -> set[Path]:
 
 
 def _is_package(places: set[Path]) -> bool:
-    """Return whether a module that was found in these folders was installed."""
     return any(map(_is_shared, places))
 
 
@@ -145,3 +150,43 @@ def _add(digest: hashlib._Hash, name: str, path: Path) -> None:
     content = path.read_bytes()
     digest.update(f"{name}\0{len(content)}\0".encode())
     digest.update(content)
+
+
+DIGITS = 16
+
+_HASHED = re.compile(rf"sha256:[0-9a-f]{{{DIGITS}}}")
+
+
+def redacted(config: Any, is_given: bool = False) -> Any:
+    """Return a config with the hash of every text among arguments in its place; idempotent.
+
+    Args:
+        is_given: whether this part is among the arguments of a callable: `kwargs`, or the arguments
+            in a stage's `optimizer` or `scheduler`.
+    """
+    if isinstance(config, dict):
+        return {
+            key: redacted(item, is_given or _holds_arguments(key, item))
+            for key, item in config.items()
+        }
+    if isinstance(config, list):
+        return [redacted(item, is_given) for item in config]
+    if isinstance(config, str) and is_given and not _HASHED.fullmatch(config):
+        return f"sha256:{hashlib.sha256(config.encode()).hexdigest()[:DIGITS]}"
+    return config
+
+
+def _holds_arguments(key: str, item: Any) -> bool:
+    is_factory = isinstance(item, dict) and "callable" in item
+    return key == "kwargs" or (key in ("optimizer", "scheduler") and not is_factory)
+
+
+def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested tables by dotted key; lists without tables are leaves."""
+    if isinstance(values, list) and any(isinstance(item, dict) for item in values):
+        values = dict(enumerate(values))
+    if not isinstance(values, dict):
+        yield prefix, values
+        return
+    for key, value in values.items():
+        yield from flat(value, f"{prefix}.{key}" if prefix else str(key))

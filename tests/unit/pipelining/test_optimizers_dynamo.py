@@ -51,8 +51,8 @@ facts["is there"] = is_there()
 facts["calls"] = [
     [(each.name, each.default) for each in inspect.signature(call).parameters.values()][:most]
     for call, most in [
-        (torch._dynamo.disable, 2), (lazydynamo._Deferred.disable.__get__(0), 2),
-        (torch._dynamo.graph_break, 1), (lazydynamo._Deferred.graph_break.__get__(0), 1),
+        (torch._dynamo.disable, 2), (optimizers._Deferred.disable.__get__(0), 2),
+        (torch._dynamo.graph_break, 1), (optimizers._Deferred.graph_break.__get__(0), 1),
     ]
 ]
 facts["is real"] = [torch._dynamo is sys.modules["torch._dynamo"], type(torch._dynamo).__name__]
@@ -65,7 +65,7 @@ print(json.dumps(facts))
 # Whoever asks for it
 
 DISABLE = """
-lazydynamo.defer()
+optimizers.defer_dynamo()
 class Doubled(torch.nn.Linear):
     def twice(self, x):
         return doubled(x)
@@ -83,8 +83,8 @@ print(json.dumps([same, is_there()]))
 
 IMPORTED = """
 import torch._dynamo.utils
-lazydynamo.defer()
-print(json.dumps([is_there(), type(torch._dynamo).__name__, lazydynamo._FINDER in sys.meta_path]))
+optimizers.defer_dynamo()
+print(json.dumps([is_there(), type(torch._dynamo).__name__, optimizers._FINDER in sys.meta_path]))
 """
 
 STAND_IN = {

@@ -28,11 +28,7 @@ class Exported:
     """The result of `export`.
 
     Attributes:
-        step: the checkpoint's.
         num_tensors: parameters and buffers.
-        num_elements: of all tensors together.
-        size: bytes of the file.
-        manifest: the checkpoint's.
         skipped: problems of newer checkpoints, a line each.
     """
 
@@ -113,7 +109,6 @@ def _require_place(target: Path) -> None:
 
 
 def _candidates(source: Path) -> list[FoundCheckpoint]:
-    """Return the checkpoints to try, in order."""
     if not source.is_dir():
         raise CheckpointError(f"there is no folder {source}")
     # A copy of a step folder may have any name.
@@ -179,7 +174,6 @@ def _export(
 
 
 def _tied_to(manifest: Manifest, sources: Mapping[str, _Source]) -> dict[str, str]:
-    """Return the first name of each tied parameter, by its other names in the config."""
     tied = manifest.config.get("tied")
     groups = tied if isinstance(tied, list) else []
     found: dict[str, str] = {}

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rpcmp.checkpoint import safetensors_header
-from rpcmp.checkpoint.export import export
 from rpcmp.checkpoint.files import sha256_of
 from rpcmp.checkpoint.folder import CheckpointFolder, look
 from rpcmp.checkpoint.manifest import BestMark, Cursor, Manifest, StageFile
+from rpcmp.checkpoint.state_export import export
 from rpcmp.cli import cli
 from rpcmp.errors import CheckpointError, ConfigError
 

@@ -1,1 +1,0 @@
-"""Before a run: what would go wrong, and how good the hosts and the ways between them are."""
