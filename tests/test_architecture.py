@@ -208,7 +208,7 @@ import rpcmp.cli, rpcmp.config.schema, rpcmp.job.training_run, rpcmp.job.server_
 import rpcmp.observability.observers, rpcmp.observability.tensorboard, rpcmp.observability.observers
 import rpcmp.observability.dashboard.html, rpcmp.observability.dashboard.page_server
 import rpcmp.server.lifecycle, rpcmp.server.stage_server, rpcmp.server.probe
-for module in rpcmp.cli.COMMANDS.values():
+for module in rpcmp.cli.COMMANDS:
     importlib.import_module(f"rpcmp.cli.{module}")
 print([name for name in ("torch", "numpy") if name in sys.modules])
 """

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from tests.support.places import PACKAGE, TESTS
 
-MOST = 115
+MOST = 107
 """Modules without a test of their own; to be lowered with their number, and never raised."""
 
 ELSEWHERE = {
-    "cli/test_servers_health.py": "server/probe",
+    "cli/test_health.py": "server/probe",
     "cli/test_remedy.py": "cli/hints cli/options",
     "cluster/test_balance_auto.py": """
         job/autobalance server/services
@@ -39,9 +39,10 @@ ELSEWHERE = {
     "cluster/test_run_log.py": "job/worker_group",
     "cluster/test_segments.py": "job/segments",
     "cluster/test_servers.py": """
-        cli/serve job/generation server/claim server/lifecycle
+        cli/drain cli/serve cli/status job/generation server/claim server/lifecycle
         server/stage_server
     """,
+    "cluster/test_verify.py": "cli/verify",
     "cluster/test_tunnel.py": "net/dialer",
     "group/test_bits.py": "driver/stage_group driver/worker_refs worker/step_runner",
     "group/test_optimizers.py": "driver/distributed_optimizer",

@@ -1,6 +1,6 @@
 """The command line: parse, call one library function, map errors to exit codes.
 
-`COMMANDS` names the module of each command. May import every package, but each command only when
+A module per command, see `COMMANDS`. May import every package, but each command only when
 it runs: `--help` and shell completion must not wait for torch.
 
 0  done (a drained server too)      1  failed      2  usage or configuration
@@ -26,26 +26,11 @@ from rpcmp.errors import RpcmpError, StageError, exit_code, with_notes
 from rpcmp.process.logging.display import Display
 from rpcmp.process.logging.records import Line, as_json, entry_of, visible
 
-COMMANDS = {
-    "bench": "bench",
-    "certs": "certs",
-    "completion": "completion",
-    "doctor": "checks",
-    "drain": "servers",
-    "drive": "drive",
-    "explain": "explain",
-    "export": "export",
-    "guide": "guide",
-    "health": "servers",
-    "new": "new",
-    "report": "report",
-    "serve": "serve",
-    "status": "servers",
-    "trace": "trace",
-    "tune": "tune",
-    "verify": "checks",
-}
-"""The module of each command, which is a function of the command's name."""
+COMMANDS = (
+    *("bench", "certs", "completion", "doctor", "drain", "drive", "explain", "export", "guide"),
+    *("health", "new", "report", "serve", "status", "trace", "tune", "verify"),
+)
+"""Each is a function of its own name in a module of its own name."""
 
 RUNS = (["drive"], ["serve"], ["verify"], ["tune"], ["bench"])
 """Commands that do more than print something: they go on if their output is lost."""
@@ -60,7 +45,7 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"rpcmp.cli.{COMMANDS[cmd_name]}")
+        module = importlib.import_module(f"rpcmp.cli.{cmd_name}")
         command: click.Command = getattr(module, cmd_name)
         return command
 

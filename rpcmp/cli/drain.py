@@ -1,0 +1,31 @@
+"""`rpcmp drain`: stop a stage server once its job's running step is saved."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import click
+
+from rpcmp.cli.options import certs_options
+from rpcmp.cli.terminal import echo
+
+
+@click.command()
+@click.argument("address")
+@certs_options
+@click.option("--wait/--no-wait", default=True, help="Return once the server has exited.")
+def drain(address: str, certs: Path | None, insecure: bool, wait: bool) -> None:
+    """Stop a stage server once its job's running step is saved.
+
+    It accepts no new job. A running job continues once the server, or a spare, is there again.
+
+    \b
+    Example:
+      rpcmp drain 127.0.0.1:50051
+    """
+    from rpcmp.job.server_calls import drain as run
+    from rpcmp.net.security import Security
+
+    job = asyncio.run(run(address, wait, Security(certs, insecure)))
+    echo(f"{address} is draining job {job!r}" if job and not wait else f"{address} has ended")

@@ -1,0 +1,47 @@
+"""`rpcmp verify`: compare a pipelined run with one process, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from rpcmp.cli.options import addresses_of, config_argument, connect_option
+from rpcmp.cli.terminal import echo
+from rpcmp.config import loader
+
+
+@click.command()
+@config_argument
+@connect_option
+@click.option("--steps", type=click.IntRange(min=1), default=5, show_default=True)
+def verify(config: Path, overrides: tuple[str, ...], connect: str | None, steps: int) -> None:
+    """Train CONFIG on stages and in one process, and compare bits.
+
+    Compares each step's loss and every final parameter and buffer. Exits 1 and names the first
+    difference, if there is one.
+
+    \b
+    Example:
+      rpcmp verify config.toml --steps 5
+    """
+    from rpcmp.tools.verify.verification import verify as run
+
+    job = loader.load_config(config, (*overrides, f"steps={steps}"))
+    result = run(job, addresses_of(connect, job))
+    for caveat in result.caveats:
+        echo(f"note: {caveat}")
+    if result.skipped:
+        echo(f"skipped: {result.skipped} of {result.steps} steps, whose gradients were not finite")
+    if result.difference is not None:
+        echo(
+            f"different, as wire_dtype = {job.wire_dtype!r} makes it: losses by up to "
+            f"{result.difference.loss:.1e}, parameters and buffers by "
+            f"{result.difference.parameters:.1e} (relative) after {result.steps} steps"
+        )
+        return
+    echo(
+        f"identical: {result.steps} losses and {result.num_tensors} tensors "
+        f"({result.num_elements:,} numbers), bit for bit"
+    )
+    echo(f"parameters sha256 {result.parameters_sha256}")
