@@ -24,7 +24,8 @@ PROTOCOL = 8
 MAX_MESSAGE = 64 * 2**20
 """Bytes; enough for the code that a job ships."""
 
-# A host that vanished without closing its connections is noticed within KEEPALIVE + its timeout.
+# A client notices within the sum of both times that a server's host has vanished. A server does not
+# close a connection whose client answers no pings: that is left to TCP, see `rpcmp.net.port`.
 _KEEPALIVE: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", 3_000),
     ("grpc.keepalive_timeout_ms", 4_000),
