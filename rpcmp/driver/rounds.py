@@ -106,7 +106,7 @@ class RoundScheduler:
             return [
                 next(remaining[self._sink_replica(bundle)])
                 for bundle in header.bundles()
-                for _ in bundle.microbatches
+                for _ in header.indices_in([bundle.number])
             ]
 
         return RoundHandle(header, answer)

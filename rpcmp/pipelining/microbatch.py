@@ -36,11 +36,28 @@ def sizes(num_samples: int, num_microbatches: int, smallest: int = 1) -> list[in
     Args:
         smallest: the fewest samples per micro-batch, unless the mini-batch has fewer.
     """
+    count = _count(num_samples, num_microbatches, smallest)
+    return [len(samples_of(index, num_samples, count)) for index in range(count)]
+
+
+def samples_of(microbatch: int, num_samples: int, num_microbatches: int) -> range:
+    """Return the samples of one micro-batch, as `sizes` cuts them, in constant time.
+
+    Raises:
+        IndexError: there is no such micro-batch.
+    """
+    count = _count(num_samples, num_microbatches)
+    if not 0 <= microbatch < count:
+        raise IndexError(f"micro-batch {microbatch} of {count}")
+    base, larger = divmod(num_samples, count)
+    start = microbatch * base + min(microbatch, larger)
+    return range(start, start + base + (microbatch < larger))
+
+
+def _count(num_samples: int, num_microbatches: int, smallest: int = 1) -> int:
     if num_samples < 1:
         raise ConfigError("a mini-batch has no samples; is the dataset empty?")
-    count = max(1, min(num_samples // smallest, num_microbatches))
-    base, larger = divmod(num_samples, count)
-    return [base + 1] * larger + [base] * (count - larger)
+    return max(1, min(num_samples // smallest, num_microbatches))
 
 
 def smallest_for(modules: Iterable[nn.Module]) -> int:
@@ -76,7 +93,7 @@ def num_samples(batch: Any, what: str = "") -> int:
 
 def split(batch: Any, num_microbatches: int, smallest: int = 1) -> list[Any]:
     """Cut `batch` along the first dimension of its tensors; see `sizes`."""
-    count = len(sizes(num_samples(batch), num_microbatches, smallest))
+    count = _count(num_samples(batch), num_microbatches, smallest)
     return [cut(batch, count, microbatch) for microbatch in range(count)]
 
 
@@ -97,11 +114,12 @@ def cut(batch: Any, num_microbatches: int, microbatch: int) -> Any:
     The offset of a view into its storage would decide which vector code a kernel takes, and with it
     the last bits of the result.
     """
-    all_sizes = sizes(num_samples(batch), num_microbatches)
-    start = sum(all_sizes[:microbatch])
-    end = start + all_sizes[microbatch]
+    samples = samples_of(microbatch, num_samples(batch), num_microbatches)
     return pytree.map_tensors(
-        lambda tensor: tensor[start:end].clone(memory_format=torch.contiguous_format), batch
+        lambda tensor: tensor[samples.start : samples.stop].clone(
+            memory_format=torch.contiguous_format
+        ),
+        batch,
     )
 
 

@@ -17,7 +17,6 @@ is 141 bytes of pickle, however many micro-batches it has.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -84,13 +83,21 @@ class RoundHeader(NamedTuple):
 
     def indices_in(self, bundles: Iterable[int]) -> list[int]:
         """Return the indices of the micro-batches in the bundles with these numbers."""
-        sizes = microbatch.sizes(self.num_microbatches, self.num_bundles)
-        firsts = list(itertools.accumulate(sizes, initial=0))
-        return [index for number in bundles for index in range(firsts[number], firsts[number + 1])]
+        return [
+            index
+            for number in bundles
+            for index in microbatch.samples_of(number, self.num_microbatches, self.num_bundles)
+        ]
 
     def microbatches(self, indices: Iterable[int]) -> list[MicrobatchMeta]:
-        sizes = microbatch.sizes(self.num_samples, self.num_microbatches)
-        return [MicrobatchMeta(self, index, sizes[index]) for index in indices]
+        return [
+            MicrobatchMeta(
+                self,
+                index,
+                len(microbatch.samples_of(index, self.num_samples, self.num_microbatches)),
+            )
+            for index in indices
+        ]
 
 
 class MicrobatchMeta(NamedTuple):

@@ -50,6 +50,21 @@ def test_slices_equal_those_of_tensor_split(num_samples: int, num_microbatches: 
         assert torch.equal(ours, theirs)
 
 
+@given(num_samples=st.integers(1, 200), num_microbatches=st.integers(1, 40))
+def test_samples_of_the_micro_batches_follow_each_other(
+    num_samples: int, num_microbatches: int
+) -> None:
+    sizes = microbatch.sizes(num_samples, num_microbatches)
+    pieces = [
+        microbatch.samples_of(index, num_samples, num_microbatches) for index in range(len(sizes))
+    ]
+    assert [sample for piece in pieces for sample in piece] == list(range(num_samples))
+    assert list(map(len, pieces)) == sizes
+    for index in (-1, len(sizes)):
+        with pytest.raises(IndexError):
+            microbatch.samples_of(index, num_samples, num_microbatches)
+
+
 def test_every_tensor_of_a_tree_is_cut_alike() -> None:
     batch = {"image": torch.arange(5.0), "meta": (torch.arange(10).reshape(5, 2),)}
     first, second = microbatch.split(batch, 2)
