@@ -125,20 +125,24 @@ def beneath(root: Path, folder: str) -> Inside:
     return Inside(root, parts, path)
 
 
-def place_of(root: Path, folder: str, others: Sequence[str] = ()) -> Inside:
-    """Return this host's place for the folder that a job calls `folder`.
+def place_of(root: Path, folder: str, relative: str, parents: Sequence[Path] = ()) -> Inside:
+    """Return a server's place for the folder that a job calls `folder`; `root` or beneath it.
 
-    That is the first of `folder` and `others` which is `root` or beneath it.
+    On a host without the driver's path that is `relative`, below the folder that the server was
+    started in or below another of `parents`.
+
+    Args:
+        relative: the folder relative to the config's, at the driver; empty if it is absolute there.
 
     Raises:
-        CheckpointError: none of them is.
+        CheckpointError: none of these places is beneath `root`.
     """
     try:
         return beneath(root, folder)
     except CheckpointError as error:
-        for other in others:
+        for parent in (Path.cwd(), *parents) if relative else ():
             with contextlib.suppress(CheckpointError):
-                return replace(beneath(root, other), path=PurePath(folder))
+                return replace(beneath(root, str(parent / relative)), path=PurePath(folder))
         raise error
 
 

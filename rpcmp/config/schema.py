@@ -182,14 +182,17 @@ class Config(JobSettings):
     @property
     def checkpoint_folder(self) -> Path:
         """Folder of the checkpoints; without [checkpoint], of a run that had to give up."""
-        folder = self.checkpoint.dir if self.checkpoint is not None else f"rpcmp-{self.name}"
-        return (self.folder / folder).absolute()
+        return (self.folder / self._checkpoint_dir).absolute()
 
     @property
     def relative_checkpoint_folder(self) -> str:
         """`checkpoint_folder` relative to the folder of the config; empty if `dir` is absolute."""
-        folder = self.checkpoint.dir if self.checkpoint is not None else f"rpcmp-{self.name}"
+        folder = self._checkpoint_dir
         return "" if Path(folder).is_absolute() else folder
+
+    @property
+    def _checkpoint_dir(self) -> str:
+        return self.checkpoint.dir if self.checkpoint is not None else f"rpcmp-{self.name}"
 
     @property
     def log_folder(self) -> Path | None:

@@ -180,10 +180,8 @@ class TrainingWorkload(Workload[SummaryEvent]):
             if _is_message("progress", event) or isinstance(event, StepEvent | EvalEvent):
                 await self._handle(event, generation)
         self.checkpoints.forget_parts()
-        if isinstance(
-            error, InterruptedJobError
-        ):  # the step is complete, and saved if it has to be
-            raise error
+        if isinstance(error, InterruptedJobError):
+            raise error  # the step is complete, and saved if it has to be
         step = self._events.step
         is_new, self._step_at_fault = step > self._step_at_fault, step
         if is_new:

@@ -226,9 +226,7 @@ async def _check_folder(request: CheckRequest, checkpoints: Path | None) -> Fold
     folder = Path(request.folder)
     try:
         if checkpoints is not None:
-            relative = request.relative_folder
-            others = [os.path.join(Path.cwd(), relative)] if relative else []
-            folder = place_of(checkpoints, request.folder, others).real
+            folder = place_of(checkpoints, request.folder, request.relative_folder).real
         if request.marker:
             require_plain(request.marker)
     except CheckpointError as error:

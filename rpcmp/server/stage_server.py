@@ -96,7 +96,6 @@ class StageServer:
         self._show = show
         # Links on the way to it are its owner's, and followed once.
         self._checkpoints = Path(checkpoints or "checkpoints").resolve()
-        self._started_in = Path.cwd()
         self._reach = reach
         self._forks = forks or Forks([WORKERS])
         self._forgetting: asyncio.TimerHandle | None = None
@@ -354,8 +353,11 @@ class StageServer:
         """Return the folder of the job's checkpoints on this host."""
         if not request.checkpoint_folder:
             return NO_FOLDER
+        # What a run leaves that has to give up is welcome anywhere below.
+        parents = [self._checkpoints] if request.may_keep_nothing else []
+        folder, relative = request.checkpoint_folder, request.relative_checkpoint_folder
         try:
-            return place_of(self._checkpoints, request.checkpoint_folder, self._others(request))
+            return place_of(self._checkpoints, folder, relative, parents)
         except CheckpointError as error:
             text = (
                 f"checkpoints cannot lie on {platform.node()}: {error}: start `rpcmp serve` there "
@@ -364,17 +366,6 @@ class StageServer:
             if request.may_keep_nothing:
                 return text
             raise ConfigError(text) from error
-
-    def _others(self, request: pb.PrepareRequest) -> list[str]:
-        """Return where else the job's checkpoints may lie on a host that has not the driver's path.
-
-        A relative folder is relative to the config at the driver, and here to the folder that this
-        server was started in. What a run leaves that has to give up is welcome anywhere.
-        """
-        if not (relative := request.relative_checkpoint_folder):
-            return []
-        parents = [self._started_in, *([self._checkpoints] if request.may_keep_nothing else [])]
-        return [os.path.join(parent, relative) for parent in parents]
 
     def _forget(self) -> None:
         """Drop the snapshots of a driver that has not come back."""

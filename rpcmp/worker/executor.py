@@ -263,9 +263,8 @@ class ComputeThread:
         while (run := self._wait()) is not None:
             try:
                 run()
-            except (
-                BaseException
-            ):  # tasks do not raise, so this is a bug, and no caller would see it
+            except BaseException:
+                # Tasks do not raise, so this is a bug, and no caller would see it.
                 sys.excepthook(*sys.exc_info())
                 os._exit(1)
             del run  # an idle thread must not keep a micro-batch alive

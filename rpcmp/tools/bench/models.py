@@ -101,9 +101,8 @@ class Sleep(nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_rows, features))
 
     def forward(self, x: Tensor) -> Tensor:
-        if (
-            not x.requires_grad
-        ):  # the model's first layer: its input gradient is to take time as well
+        if not x.requires_grad:
+            # The model's first layer: its input gradient is to take time as well.
             x = x.detach().requires_grad_()
         return apply_sleep(x, self.weight, self.times)
 

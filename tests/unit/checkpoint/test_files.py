@@ -96,26 +96,32 @@ def test_a_folder_outside_the_root_is_refused(tmp_path: Path, folder: str) -> No
 
 
 def test_a_job_may_have_its_folder_elsewhere_on_a_host_without_the_drivers_path(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, driver = tmp_path / "server" / "checkpoints", "/home/other/checkpoints"
     root.mkdir(parents=True)
-    others = [str(tmp_path / "elsewhere"), str(root), str(root / "second")]
-    place = place_of(root, driver, others)
+    others = [tmp_path / "elsewhere", root.parent, root]
+    place = place_of(root, driver, "checkpoints", others)
     assert place.real == root
     # Messages name it and its files by the driver's path.
     assert place.at(f"{driver}/step/a").real == root / "step" / "a"
     files.write_durably(place / "step", [b"ours"])
     assert (root / "step").read_bytes() == b"ours"
     assert str(place / "step") == str(root / "step")  # but a person is told where it is
-    assert place_of(root, str(root / "own"), others).real == root / "own"
+    assert place_of(root, str(root / "own"), "checkpoints", others).real == root / "own"
+    monkeypatch.chdir(root.parent)
+    assert place_of(root, driver, "checkpoints").real == root
+    with pytest.raises(CheckpointError):
+        place_of(root, driver, "")
 
 
 def test_a_folder_of_which_no_place_is_allowed_is_refused_by_the_drivers_path(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(CheckpointError, match=r"^'/home/other' is neither"):
-        place_of(tmp_path, "/home/other", [str(tmp_path / ".." / "x"), "\0"])
+        place_of(tmp_path, "/home/other", "../x", [tmp_path])
+    with pytest.raises(CheckpointError, match=r"^'/home/other' is neither"):
+        place_of(tmp_path, "/home/other", "\0", [tmp_path])
 
 
 def test_a_link_that_is_made_meanwhile_is_not_followed(tmp_path: Path) -> None:
