@@ -57,7 +57,6 @@ ELSEWHERE = {
     "unit/checkpoint/test_stage_state.py": "checkpoint/slot_writer",
     "unit/cli/test_output.py": "cli/terminal config/validation",
     "unit/config/test_importing.py": "config/suggestion",
-    "unit/data/test_batch_server.py": "data/batch_prefetch",
     "unit/data/test_index_batches.py": "driver/datasets",
     "unit/data/test_stage_loader.py": "data/loader_process",
     "unit/driver/test_progress.py": "driver/checkpoint_schedule",

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from rpcmp.data.sample_order import Key, SampleOrder
+from rpcmp.data.batches import Key, SampleOrder
 from rpcmp.rpc.messages import BatchIndices
 
 AHEAD = 2
@@ -52,7 +52,7 @@ class SampledThere:
         return len(self._indices)
 
     def set_epoch(self, epoch: int) -> None:
-        """See rpcmp.data.sample_order.Epochs."""
+        """See rpcmp.data.batches.Epochs."""
         self._indices = self._ask(epoch).tolist()
 
     def __iter__(self) -> Iterator[int]:

@@ -24,8 +24,7 @@ from rpcmp.config.importing import explain_error
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import SOURCES, Reference
 from rpcmp.data import batches
-from rpcmp.data.batches import Collate, Samples
-from rpcmp.data.sample_order import OwnSampler, sampler_of
+from rpcmp.data.batches import Collate, OwnSampler, Samples, sampler_of
 from rpcmp.errors import ConfigError, RpcmpError, StageError, one_line, to_wire
 from rpcmp.pipelining import pytree
 from rpcmp.process.channel import die_with_parent

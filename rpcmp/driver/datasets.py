@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rpcmp.config.schema import Config
-from rpcmp.data.batches import load_batches, require_enough
+from rpcmp.data.batches import SampleOrder, load_batches, require_enough
 from rpcmp.data.index_batches import AHEAD, Announcer, IndexBatches, SampledThere
-from rpcmp.data.sample_order import SampleOrder
 from rpcmp.driver.rounds import Batch
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.errors import ConfigError

@@ -23,7 +23,7 @@ from rpcmp.config.topology import (
     ReplicaShare,
     member_name,
 )
-from rpcmp.data.batch_prefetch import Slices
+from rpcmp.data.batch_server import Slices
 from rpcmp.data.stage_loader import StageDataLoader
 from rpcmp.errors import JobError, RpcmpError, to_wire
 from rpcmp.pipelining.schedule import Action

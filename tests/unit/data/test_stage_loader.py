@@ -14,9 +14,8 @@ import torch
 from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Reference
-from rpcmp.data.batches import load_batches
+from rpcmp.data.batches import Key, load_batches
 from rpcmp.data.loader_process import Parts
-from rpcmp.data.sample_order import Key
 from rpcmp.data.stage_loader import LoaderPool, StageDataLoader
 from rpcmp.errors import ConfigError, RpcmpError, StageError, WorkerDiedError, from_wire
 from rpcmp.pipelining import microbatch
