@@ -27,7 +27,7 @@ ELSEWHERE = {
     "cluster/test_bench.py": """
         tools/bench/peer_group tools/bench/peer_process tools/bench/peer_trainers
     """,
-    "cluster/test_drive.py": "cli/drive driver/process rpc/store",
+    "cluster/test_drive.py": "cli/drive driver/process",
     "cluster/test_faults.py": "worker/process",
     "cluster/test_front.py": "server/endpoints",
     "cluster/test_hosts.py": "job/server_pool server/snapshot_saver server/snapshot_store",

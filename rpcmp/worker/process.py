@@ -39,8 +39,7 @@ from rpcmp.process import liveness
 from rpcmp.process.channel import ChildContext, Message
 from rpcmp.rpc import transport, unpickler
 from rpcmp.rpc.messages import Bundle, TensorKey
-from rpcmp.rpc.store import ChannelStore
-from rpcmp.rpc.transport import TorchRpc, Transport
+from rpcmp.rpc.transport import ChannelStore, Transport
 from rpcmp.worker import weight_grad
 from rpcmp.worker.snapshots import StageSnapshots, restore
 from rpcmp.worker.stage import Stage
@@ -135,7 +134,7 @@ class WorkerProcess:
     def _build(self, assignment: Assignment, loaders: LoaderPool | None) -> Stage:
         try:
             loader = None if loaders is None else StageDataLoader(loaders)
-            group = TorchRpc()
+            group = Transport()
             peer = functools.partial(RemoteStage, group)
             rehearses = self._start["rehearses"]
             stage = Stage(assignment, group, peer, self._activity, loader, rehearses)

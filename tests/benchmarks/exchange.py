@@ -115,7 +115,7 @@ class Sum(Exchange):
             _require(parameter.grad, self._world_size * (self._world_size + 1) / 2)
 
 
-RPC = transport.TorchRpc()
+RPC = transport.Transport()
 
 
 class Served:

@@ -282,7 +282,7 @@ def local_group(
         services: dict[str, Any] = {DRIVER: BatchServer()}
         peers = LocalTransport(services)
         stack.callback(peers.close)
-        patch.setattr(process, "TorchRpc", lambda: peers)
+        patch.setattr(process, "Transport", lambda: peers)
         workers = []
         for part in planned.assignments:
             workers.append(LocalWorker(part, [] if saved is None else saved.files))
