@@ -46,7 +46,6 @@ ELSEWHERE = {
     "cluster/test_tunnel.py": "net/dialer",
     "group/test_bits.py": "driver/stage_group driver/worker_refs worker/step_runner",
     "group/test_optimizers.py": "driver/distributed_optimizer",
-    "group/test_ties.py": "worker/grad_sync/tied",
     "system/test_examples.py": """
         examples/branches examples/encoder_decoder examples/hybrid_devices examples/llama
         examples/residual_ddp examples/resnet50 examples/stdlib_gpt examples/two_parts

@@ -37,7 +37,7 @@ AREAS = {
     "summing": (
         "worker/grad_sync/bucket_allreduce.py",
         "worker/grad_sync/buckets.py",
-        "worker/grad_sync/tied.py",
+        "worker/grad_sync/mailbox.py",
     ),
     "snapshots": (
         "checkpoint/slots.py",

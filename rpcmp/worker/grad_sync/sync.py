@@ -22,8 +22,7 @@ from rpcmp.pipelining.assignment import Assignment
 from rpcmp.rpc.messages import Peer
 from rpcmp.worker.grad_sync.bucket_allreduce import BucketAllReduce
 from rpcmp.worker.grad_sync.buckets import GradientReadyTracker
-from rpcmp.worker.grad_sync.mailbox import ReplicaBroadcast, TensorMailbox
-from rpcmp.worker.grad_sync.tied import TiedParameters
+from rpcmp.worker.grad_sync.mailbox import ReplicaBroadcast, TensorMailbox, TiedParameters
 from rpcmp.worker.model import StageModel
 
 
