@@ -96,7 +96,7 @@ ELSEWHERE = {
     """,
     "unit/worker/grad_sync/test_bucket_allreduce.py": "worker/grad_sync/buckets",
     "group/test_replicas.py": "driver/replica_check worker/grad_sync/sync",
-    "unit/worker/test_optimizer_state.py": "worker/option_overrides worker/rehearsal",
+    "unit/worker/test_optimizer_state.py": "worker/rehearsal",
 }
 """Modules without a test of their own, by the test that proves them."""
 

@@ -30,9 +30,8 @@ from rpcmp.pipelining.assignment import Assignment
 from rpcmp.rpc.messages import StepReport
 from rpcmp.worker.executor import ComputeThread
 from rpcmp.worker.model import LossScale, StageModel
-from rpcmp.worker.optimizer_state import KeptState, OptimizerState
-from rpcmp.worker.option_overrides import BuiltOptions, Options, merge_options
-from rpcmp.worker.rehearsal import require_restorable, require_steppable
+from rpcmp.worker.optimizer_state import BuiltOptions, KeptState, OptimizerState, merge_options
+from rpcmp.worker.rehearsal import HiddenState, require_restorable, require_steppable
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -108,7 +107,7 @@ class StageOptimizer:
         self._seed = config.seed
         self._optimizer: Any = None
         self._scheduler: Any = None
-        self._kept: OptimizerState | None = None
+        self._hidden: HiddenState | None = None
         self._built: BuiltOptions | None = None
         if not self._parameters:
             return
@@ -119,8 +118,8 @@ class StageOptimizer:
                 group_of = functools.partial(optimizers.group_of, source)
                 what = f"optimizer = {type(self._optimizer).__name__}"
                 require_restorable(self._build, self._named, group_of, what)
-            self._kept = OptimizerState(self._optimizer, self._named, f"stage {self.stage!r}")
-            options = copy.deepcopy((self._kept.groups(), self._scheduler_state()))
+            self._hidden = HiddenState(self._keeper)
+            options = copy.deepcopy((self._keeper.groups(), self._scheduler_state()))
             self._built = BuiltOptions(_asked(source, self._schedule), *options)
 
     def step_now(self) -> None:
@@ -205,21 +204,25 @@ class StageOptimizer:
         """
         if self._optimizer is None:
             return {}, None, None, None, None
-        kept, built = self._keeper.read(), self._built
-        self._keeper.warn_of_hidden()
-        began = None if built is None else built._asdict()
-        return kept.state, kept.groups, self._scheduler_state(), began, kept.aside
+        kept = self._keeper.read()
+        if self._hidden is None:  # a user's program asks, and no snapshots are taken
+            self._hidden = HiddenState(self._keeper)
+        self._hidden.warn_of_changes()
+        built = None if self._built is None else self._built._asdict()
+        return kept.state, kept.groups, self._scheduler_state(), built, kept.aside
 
     def restore(self, state: StageState) -> None:
         """Restore `state` before the group starts, with options that the config has changed."""
         self.steps = state.step
         if self._optimizer is None:
             return
-        options = Options(state.groups, state.scheduler)
+        groups, scheduler = state.groups, state.scheduler
         if self._built is not None and state.built is not None:
             then = BuiltOptions(**state.built)
-            options = merge_options(options, then, self._built, self._keeper.defaults)
-        self._load(KeptState(state.state, options.groups, state.aside), options.scheduler)
+            groups, scheduler = merge_options(
+                groups, scheduler, then, self._built, self._keeper.defaults
+            )
+        self._load(KeptState(state.state, groups, state.aside), scheduler)
 
     @_on_compute_thread
     def state_dict(self) -> dict[str, Any]:
@@ -295,11 +298,9 @@ class StageOptimizer:
         elif self._scheduler is not None:
             self._scheduler.step()
 
-    @property
+    @functools.cached_property
     def _keeper(self) -> OptimizerState:
-        if self._kept is None:  # a user's program asks, and no snapshots are taken
-            self._kept = OptimizerState(self._optimizer, self._named, f"stage {self.stage!r}")
-        return self._kept
+        return OptimizerState(self._optimizer, self._named, f"stage {self.stage!r}")
 
     def _build(self, named: Mapping[str, nn.Parameter]) -> tuple[Any, Any]:
         optimizer = optimizers.create(self._source, named)

@@ -5,15 +5,18 @@
          5 steps, packed as into a file; a fresh one, unpacked, 15 ──> B     A and B: same bits?
 
 A user's optimizer may keep state anywhere, and state that its `state_dict` leaves out would show as
-different numbers after the first fault. torch's own are tested in this repository instead.
+different numbers after the first fault. torch's own are tested in this repository instead. What
+no file can hold and the trial did not need is watched while the run goes on.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import pickle
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -214,3 +217,85 @@ def _difference(one: _Trial, other: _Trial) -> str:
     hidden = one.state.hidden()
     lost = f" (no checkpoint holds its attributes {', '.join(hidden)})" if hidden else ""
     return f"{what} differ {STEPS - BEFORE} steps after it was restored{lost}"
+
+
+MAX_PICKLE_BYTES = 2**20
+"""Larger attributes are not watched, because this is done after every step."""
+
+
+class HiddenState:
+    """Watches attributes of an optimizer that no file can hold: neither tensors nor plain values.
+
+    Most do not matter, such as a helper without a memory of its own. A pickle tells whether one has
+    changed, with a tensor as its identity and the number of its changes in place, and a parameter
+    as its identity.
+
+    Args:
+        state: of the optimizer, before the steps to watch.
+    """
+
+    def __init__(self, state: OptimizerState) -> None:
+        self._state = state
+        self._parameters = {id(parameter) for parameter in state.parameters.values()}
+        self._reported: set[str] = set()
+        self._marks = self._marked()
+
+    def warn_of_changes(self) -> None:
+        """Warn, once each, about attributes that have changed or are new.
+
+        The steps of the rehearsal did not need them, but later ones may.
+        """
+        for name, mark in self._marked().items():
+            if mark != self._marks.get(name):
+                self._reported.add(name)
+                _log.warning(
+                    "%s: %s has changed its attribute %r, which no checkpoint holds: if steps "
+                    "depend on it, a run that goes on after a fault has other bits; keep what they "
+                    "need in self.state[parameter]",
+                    self._state.where,
+                    self._state.kind,
+                    name,
+                )
+
+    def _marked(self) -> dict[str, bytes | None]:
+        """Return a hash of each value that changes with it; None if it cannot be watched."""
+        hidden = self._state.hidden().items()
+        return {name: self._mark(value) for name, value in hidden if name not in self._reported}
+
+    def _mark(self, value: Any) -> bytes | None:
+        hashed = _Hashed()
+        try:
+            _Marker(hashed, self._parameters).dump(value)
+        except Exception:  # of a lock, a local class, too many bytes, anything of the user's
+            return None
+        return hashed.digest
+
+
+class _Marker(pickle.Pickler):
+    def __init__(self, file: _Hashed, parameters: Collection[int]) -> None:
+        super().__init__(file)
+        self._parameters = parameters
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor):
+            return None
+        return (id(obj), None if id(obj) in self._parameters else obj._version)
+
+
+class _Hashed:
+    """A file that keeps only the hash of its content."""
+
+    def __init__(self) -> None:
+        self._hash, self._size = hashlib.sha256(), 0
+
+    def write(self, data: bytes) -> int:
+        size = memoryview(data).nbytes
+        self._size += size
+        if self._size > MAX_PICKLE_BYTES:
+            raise ValueError("too large")
+        self._hash.update(data)
+        return size
+
+    @property
+    def digest(self) -> bytes:
+        return self._hash.digest()

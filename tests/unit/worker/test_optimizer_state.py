@@ -11,7 +11,7 @@ import torch
 
 from rpcmp.checkpoint.stage_state import _require_agreement, decoded, pack
 from rpcmp.errors import CheckpointError, ConfigError
-from rpcmp.worker import optimizer_state
+from rpcmp.worker import rehearsal
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.rehearsal import LARGEST
@@ -124,7 +124,7 @@ def test_a_changed_attribute_that_no_file_holds_causes_one_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Too late for any trial: momentum after a warm-up. What is too large is not looked at."""
-    monkeypatch.setattr(optimizer_state, "MAX_PICKLE_BYTES", 2**16)  # its table has more
+    monkeypatch.setattr(rehearsal, "MAX_PICKLE_BYTES", 2**16)  # its table has more
     _, optimizer = made({"optimizer": "tests.zoo.ownoptimizers:LaterHidden"})
     message = []
     for number in range(1, optimizers.WARM_UP + 4):
