@@ -44,7 +44,7 @@ ELSEWHERE = {
     """,
     "cluster/test_verify.py": "cli/verify",
     "cluster/test_tunnel.py": "net/dialer",
-    "group/test_bits.py": "driver/stage_group driver/worker_refs worker/step_runner",
+    "group/test_bits.py": "driver/stage_group driver/worker_refs",
     "group/test_optimizers.py": "driver/distributed_optimizer",
     "system/test_examples.py": """
         examples/branches examples/encoder_decoder examples/hybrid_devices examples/llama

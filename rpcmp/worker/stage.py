@@ -79,9 +79,8 @@ from rpcmp.worker.grad_sync.sync import GradientSync
 from rpcmp.worker.measurements import Meter
 from rpcmp.worker.model import LossScale, StageModel
 from rpcmp.worker.optimizer import StageOptimizer
-from rpcmp.worker.requests import ForwardRequests, Inputs
+from rpcmp.worker.requests import ForwardRequests, Inputs, TrainStepRunner
 from rpcmp.worker.snapshots import StageSnapshots
-from rpcmp.worker.step_runner import TrainStepRunner
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
