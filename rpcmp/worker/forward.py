@@ -18,10 +18,9 @@ from rpcmp.config.topology import DRIVER, Port, Reference
 from rpcmp.pipelining import pytree
 from rpcmp.rpc.messages import Bundle, MicrobatchMeta, Mode, StageOutputs
 from rpcmp.worker import boundary
-from rpcmp.worker.backward import Backwards, SavedBundle, SavedForward, Tape, stage_error
-from rpcmp.worker.boundary import LocalTape
+from rpcmp.worker.backward import Backwards, SavedBundle, SavedForward, stage_error
+from rpcmp.worker.boundary import Buffers, LocalTape, Replay
 from rpcmp.worker.model import LossScale, StageModel
-from rpcmp.worker.recompute import Buffers, Replay
 from rpcmp.worker.weight_grad import Splitter
 
 
@@ -132,7 +131,7 @@ class Execution:
         weights = self._splitter.begin(self._backwards.splits)
         compute = functools.partial(self._compute, meta, targets)
         device = self._model.device
-        tape: Tape
+        tape: LocalTape | Replay
         if self._buffers is not None:
             tape = replay = Replay(
                 compute, received, device, self._buffers, self._splitter, weights
@@ -179,13 +178,7 @@ class Execution:
     def _copied(self, port: Port, part: Any) -> StageOutputs:
         _check_plain(part)
         dtype = None if port.reader == DRIVER else self._wire_dtype
-        tensors = pytree.tensors(part)
-        narrowed = tuple(i for i, t in enumerate(tensors) if dtype and t.dtype is torch.float32)
-        copies = iter(
-            _host_copy(tensor, dtype if index in narrowed else None)
-            for index, tensor in enumerate(tensors)
-        )
-        return StageOutputs(pytree.map_tensors(lambda _: next(copies), part), narrowed=narrowed)
+        return boundary.to_wire_dtype(part, dtype)
 
     def _infer(self, meta: MicrobatchMeta, received: list[StageOutputs], targets: Any) -> list[Any]:
         tape = LocalTape(received, self._model.device)
@@ -216,9 +209,3 @@ def _check_plain(outputs: Any) -> None:
                 f"a stage returned {type(leaf).__name__}; return tensors, numbers, strings, None, "
                 "and tuples, lists and dicts of these"
             )
-
-
-def _host_copy(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A contiguous copy on the host that no other code writes to."""
-    host = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="cpu")
-    return host.copy_(tensor.detach())

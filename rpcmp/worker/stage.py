@@ -72,7 +72,7 @@ from rpcmp.rpc.messages import (
     TensorKey,
 )
 from rpcmp.rpc.transport import Raised, Transport
-from rpcmp.worker.backward import Backwards, Failures, NoneGradients
+from rpcmp.worker.backward import Backwards, Failures
 from rpcmp.worker.executor import ComputeThread, RoundHooks
 from rpcmp.worker.forward import Execution
 from rpcmp.worker.grad_sync.sync import GradientSync
@@ -144,9 +144,8 @@ class Stage:
         )
         self._inputs = Inputs(graph, stage, share, config.turns_of, peer, transport, loader)
         self._failures = Failures()
-        self._none_gradients = NoneGradients()
-        backwards = Backwards(
-            self.name, self._compute, self._none_gradients, self._inputs, self._failures
+        self._backwards = Backwards(
+            self.name, self._compute, self._inputs.mark_none_gradients, self._failures
         )
         scaling = config.loss_scaling
         scale = None if scaling is None else LossScale(scaling.initial)
@@ -155,7 +154,7 @@ class Stage:
             self.model,
             self._inputs.references,
             ports,
-            backwards,
+            self._backwards,
             recompute=assignment.stage.recompute,
             wire_dtype=_WIRE_DTYPES[config.wire_dtype],
             loss_scale=scale,
@@ -199,7 +198,7 @@ class Stage:
     def mark_none_gradients(
         self, round_number: int, microbatch: int, port: int, tensors: list[int]
     ) -> None:
-        self._none_gradients.mark(round_number, microbatch, port, tensors)
+        self._backwards.mark_none_gradients(round_number, microbatch, port, tensors)
 
     def gradient_part(self, rank: int, round_number: int, bucket: int) -> Future[Any]:
         return self._grad_sync.all_reduce.part(rank, round_number, bucket)
@@ -231,7 +230,7 @@ class Stage:
         failures = self._failures.take(first, last)
         self._requests.clear()
         self._inputs.forget(last)
-        self._none_gradients.clear()
+        self._backwards.forget_marks()
         return failures
 
     @_on_compute_thread

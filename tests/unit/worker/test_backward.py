@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rpcmp.errors import StageError, from_wire
 from rpcmp.pipelining.schedule import Action, InFlightLimits
 from rpcmp.rpc.messages import Bundle, MicrobatchMeta, StageOutputs
-from rpcmp.worker.backward import Backwards, Failures, NoneGradients, SavedBundle, SavedForward
+from rpcmp.worker.backward import Backwards, Failures, SavedBundle, SavedForward
 from rpcmp.worker.boundary import LocalTape
 from rpcmp.worker.executor import Task
 from rpcmp.worker.weight_grad import WeightGradients, splittable
@@ -47,16 +47,14 @@ class Stage:
         schedule, limits = "zero-bubble" if splits else "1f1b", InFlightLimits(1, 1, splits)
         self.compute = compute_thread(schedule, limits, lambda _: self.ended.set())
         self.compute.start_round(ROUND)
-        marks = NoneGradients()
+        self.backwards = Backwards("s", self.compute, self._mark_at_producer, self.failures)
         for port, tensors in (missing or {}).items():
-            marks.mark(1, 0, port, tensors)
-        self.backwards = Backwards("s", self.compute, marks, self, self.failures)
+            self.backwards.mark_none_gradients(1, 0, port, tensors)
         self._pool = ThreadPoolExecutor(1)
 
-    def mark_none_gradients(
+    def _mark_at_producer(
         self, meta: MicrobatchMeta, bundle: int, index: int, tensors: list[int]
     ) -> None:
-        """As of its inputs."""
         self.reported.append((index, tensors))
 
     def forward(

@@ -19,7 +19,7 @@ from rpcmp.config.topology import DRIVER, Port
 from rpcmp.pipelining.assignment import assign
 from rpcmp.pipelining.schedule import Action
 from rpcmp.rpc.messages import Bundle, StageOutputs
-from rpcmp.worker.backward import Backwards, Failures, NoneGradients
+from rpcmp.worker.backward import Backwards, Failures
 from rpcmp.worker.executor import Task
 from rpcmp.worker.forward import Execution
 from rpcmp.worker.model import StageModel
@@ -96,7 +96,7 @@ class Stage:
         self._execution = Execution(
             *(name, self.model, graph.inputs[name]),
             graph.ports(name) or (Port(DRIVER, 0, ()),),
-            Backwards(name, self._compute, NoneGradients(), cast(Any, None), self.failures),
+            Backwards(name, self._compute, cast(Any, None), self.failures),
             recompute=assignment.stage.recompute,
             wire_dtype={None: None, "bfloat16": torch.bfloat16}[config.wire_dtype],
         )

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from rpcmp.pipelining import layers
 from rpcmp.rpc.messages import StageOutputs
-from rpcmp.worker.boundary import LocalTape
-from rpcmp.worker.recompute import Buffers, Replay
+from rpcmp.worker.boundary import Buffers, LocalTape, Replay
 from rpcmp.worker.weight_grad import Splitter, WeightGradients
 from tests.support import splitlayers
 
