@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch.futures import Future
 
@@ -33,6 +33,10 @@ from rpcmp.process.activity import Activity
 from rpcmp.rpc.messages import AfterRound, RoundHeader
 from rpcmp.rpc.transport import attempt
 from rpcmp.worker.measurements import Recorder
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+Owner = TypeVar("Owner", bound="ComputeThreadOwner")
 
 
 @dataclass
@@ -143,19 +147,6 @@ class RoundQueue:
             self._current += 1
 
 
-@dataclass(frozen=True)
-class RoundHooks:
-    """What a stage does around the actions of a round, on the compute thread; must not raise.
-
-    Attributes:
-        before_round: called before the first action, if the worker has any in this round.
-        after_round: called after the last action, before the next round.
-    """
-
-    before_round: Callable[[RoundHeader], None]
-    after_round: Callable[[RoundHeader], None]
-
-
 class ComputeThread:
     """Runs a stage's actions one at a time, in the order that the schedule chooses.
 
@@ -163,11 +154,12 @@ class ComputeThread:
         policy: the schedule.
         limits: what the stage may keep in flight while it trains.
         share: the bundles that this worker computes.
-        hooks: called around each round.
+        before_round: called on the thread before the first action, if the worker has any in the
+            round; must not raise.
+        after_round: called after the last action, before the next round; must not raise.
         activity: shows what the thread does.
 
     Attributes:
-        policy, limits, activity: as given.
         recorder: records every action of a train step.
         in_flight: micro-batches whose activations wait for their backward; any thread may read it.
     """
@@ -177,7 +169,8 @@ class ComputeThread:
         policy: Policy,
         limits: InFlightLimits,
         share: ReplicaShare,
-        hooks: RoundHooks,
+        before_round: Callable[[RoundHeader], None],
+        after_round: Callable[[RoundHeader], None],
         activity: Activity | None = None,
     ) -> None:
         self.policy = policy
@@ -186,7 +179,8 @@ class ComputeThread:
         self.recorder = Recorder()
         self.in_flight = 0
         self._share = share
-        self._hooks = hooks
+        self._before_round = before_round
+        self._after_round = after_round
         self._changed = threading.Condition()
         self._rounds = RoundQueue()
         self._calls: deque[Callable[[], None]] = deque()
@@ -281,7 +275,7 @@ class ComputeThread:
         current = self._rounds.current
         if current is not None and current.is_complete and not current.is_held:
             self._rounds.complete()
-            return functools.partial(self._hooks.after_round, current.header)
+            return functools.partial(self._after_round, current.header)
         if self._calls and (current is None or not current.is_local or current.is_complete):
             return self._calls.popleft()
         if current is None:
@@ -300,7 +294,7 @@ class ComputeThread:
         def run() -> None:
             if is_first:
                 self.in_flight = 0
-                self._hooks.before_round(header)
+                self._before_round(header)
             if header.is_training and action is Action.FORWARD:
                 self.in_flight += len(task.parts)
             for microbatch, part in enumerate(task.parts, task.first):
@@ -314,3 +308,27 @@ class ComputeThread:
             self.activity.stop()
 
         return run
+
+
+class ComputeThreadOwner:
+    """A class whose decorated methods run `on_compute_thread`."""
+
+    _compute: ComputeThread
+
+    def _guard(self, function: Callable[[], Result]) -> Result:
+        """Call `function` on the compute thread; may translate its errors."""
+        return function()
+
+
+def on_compute_thread(
+    method: Callable[Concatenate[Owner, Parameters], Result],
+) -> Callable[Concatenate[Owner, Parameters], Future[Result]]:
+    """Make a method run on its owner's compute thread; callers get a future of the result."""
+
+    @functools.wraps(method)
+    def submit(
+        owner: Owner, /, *args: Parameters.args, **kwargs: Parameters.kwargs
+    ) -> Future[Result]:
+        return owner._compute.future(lambda: owner._guard(lambda: method(owner, *args, **kwargs)))
+
+    return submit

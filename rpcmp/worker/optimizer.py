@@ -13,11 +13,10 @@ import json
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.futures import Future
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rpcmp.checkpoint.stage_state import StageState
@@ -28,35 +27,13 @@ from rpcmp.observability.trace.spans import NO_MICROBATCH, Kind
 from rpcmp.pipelining import layers, optimizers
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.rpc.messages import StepReport
-from rpcmp.worker.executor import ComputeThread
+from rpcmp.worker.executor import ComputeThread, ComputeThreadOwner, Result, on_compute_thread
 from rpcmp.worker.model import LossScale, StageModel
 from rpcmp.worker.optimizer_state import BuiltOptions, KeptState, OptimizerState, merge_options
 from rpcmp.worker.rehearsal import HiddenState, require_restorable, require_steppable
 
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
 
-
-def _on_compute_thread(
-    method: Callable[Concatenate[StageOptimizer, Parameters], Result],
-) -> Callable[Concatenate[StageOptimizer, Parameters], Future[Result]]:
-    """Make a method of StageOptimizer run on the stage's compute thread.
-
-    Callers get a future of the result. Errors of the user's optimizer name the stage.
-    """
-
-    @functools.wraps(method)
-    def submit(
-        optimizer: StageOptimizer, /, *args: Parameters.args, **kwargs: Parameters.kwargs
-    ) -> Future[Result]:
-        return optimizer._compute.future(
-            lambda: optimizer._guard(lambda: method(optimizer, *args, **kwargs))
-        )
-
-    return submit
-
-
-class StageOptimizer:
+class StageOptimizer(ComputeThreadOwner):
     """One stage's optimizer and scheduler; all of it runs on the stage's compute thread.
 
     Args:
@@ -128,7 +105,7 @@ class StageOptimizer:
         if self._steps_scheduler:
             self._guard(lambda: self._step_scheduler(0.0))
 
-    @_on_compute_thread
+    @on_compute_thread
     def step(self, updates: bool = True) -> StepReport:
         """Update the parameters and clear the gradients.
 
@@ -137,7 +114,7 @@ class StageOptimizer:
         """
         return self._step(updates)
 
-    @_on_compute_thread
+    @on_compute_thread
     def finish(
         self,
         factor: Tensor | None,
@@ -163,22 +140,22 @@ class StageOptimizer:
         self._compute.release()
         return report
 
-    @_on_compute_thread
+    @on_compute_thread
     def unscale(self, inverse: float) -> bool:
         """Multiply all gradients by `inverse`; returns whether all of them are finite."""
         return _unscale(self._parameters, inverse)
 
-    @_on_compute_thread
+    @on_compute_thread
     def set_scale(self, scale: float) -> None:
         """Multiply the losses of the next steps by `scale`."""
         self._set_scale(scale)
 
-    @_on_compute_thread
+    @on_compute_thread
     def zero_grad(self) -> None:
         """Clear the gradients."""
         self._zero_grad()
 
-    @_on_compute_thread
+    @on_compute_thread
     def norms(self, norm_type: float) -> dict[str, Tensor]:
         """Return the norm of each gradient that is not None, by the parameter's name."""
         return {
@@ -187,12 +164,12 @@ class StageOptimizer:
             if parameter.grad is not None
         }
 
-    @_on_compute_thread
+    @on_compute_thread
     def scale(self, factor: Tensor) -> None:
         """Multiply all gradients by the float32 scalar `factor`."""
         self._scale(factor)
 
-    @_on_compute_thread
+    @on_compute_thread
     def step_scheduler(self, loss: float) -> None:
         """Step the scheduler; `loss` is for those that watch one."""
         self._step_scheduler(loss)
@@ -224,7 +201,7 @@ class StageOptimizer:
             )
         self._load(KeptState(state.state, groups, state.aside), scheduler)
 
-    @_on_compute_thread
+    @on_compute_thread
     def state_dict(self) -> dict[str, Any]:
         """Return the state by parameter name, the options and the scheduler's state, on the host.
 
@@ -241,7 +218,7 @@ class StageOptimizer:
         }
         return {name: _on_host(part) for name, part in parts.items()}
 
-    @_on_compute_thread
+    @on_compute_thread
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of `DistributedOptimizer.state_dict`."""
         if self._optimizer is None:
@@ -250,7 +227,7 @@ class StageOptimizer:
         kept = KeptState(state["state"], state["param_groups"].get(self.stage), aside)
         self._load(kept, state["scheduler"].get(self.stage))
 
-    def _guard(self, function: Callable[[], Any]) -> Any:
+    def _guard(self, function: Callable[[], Result]) -> Result:
         """Call `function`; errors of the user's optimizer become errors of this stage."""
         try:
             with self._compute.activity.during("optimizer", self.steps + 1):

@@ -40,12 +40,11 @@ A failure is an answer as well: it travels down the answers, the stage records i
 
 from __future__ import annotations
 
-import functools
 import platform
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,7 +72,7 @@ from rpcmp.rpc.messages import (
 )
 from rpcmp.rpc.transport import Raised, Transport
 from rpcmp.worker.backward import Backwards, Failures
-from rpcmp.worker.executor import ComputeThread, RoundHooks
+from rpcmp.worker.executor import ComputeThread, ComputeThreadOwner, on_compute_thread
 from rpcmp.worker.forward import Execution
 from rpcmp.worker.grad_sync.sync import GradientSync
 from rpcmp.worker.measurements import Meter
@@ -82,28 +81,10 @@ from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.requests import ForwardRequests, Inputs, TrainStepRunner
 from rpcmp.worker.snapshots import StageSnapshots
 
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
-
-
-def _on_compute_thread(
-    method: Callable[Concatenate[Stage, Parameters], Result],
-) -> Callable[Concatenate[Stage, Parameters], Future[Result]]:
-    """Make a method of Stage run on its compute thread; callers get a future of the result."""
-
-    @functools.wraps(method)
-    def submit(
-        stage: Stage, /, *args: Parameters.args, **kwargs: Parameters.kwargs
-    ) -> Future[Result]:
-        return stage._compute.future(lambda: method(stage, *args, **kwargs))
-
-    return submit
-
-
 _WIRE_DTYPES = {None: None, "bfloat16": torch.bfloat16}
 
 
-class Stage:
+class Stage(ComputeThreadOwner):
     """One stage of the model. It is built before its process joins the group, and served after.
 
     Args:
@@ -138,9 +119,13 @@ class Stage:
         ports = graph.ports(stage) or (Port(DRIVER, 0, ()),)
         self._share = share = ReplicaShare(assignment.stage.turns, assignment.replica)
         self.model = StageModel(assignment)
-        hooks = RoundHooks(self._before_round, self._after_round)
         self._compute = ComputeThread(
-            policy(config.schedule), assignment.limits, share, hooks, activity
+            policy(config.schedule),
+            assignment.limits,
+            share,
+            self._before_round,
+            self._after_round,
+            activity,
         )
         self._inputs = Inputs(graph, stage, share, config.turns_of, peer, transport, loader)
         self._failures = Failures()
@@ -233,36 +218,36 @@ class Stage:
         self._backwards.forget_marks()
         return failures
 
-    @_on_compute_thread
+    @on_compute_thread
     def settle(self) -> StepReport | None:
         """Return the report of the last step, if there was one, once that is done."""
         if self._failures.broken is not None:
             raise self._failures.broken
         return self.optimizer.report
 
-    @_on_compute_thread
+    @on_compute_thread
     def sum_gradients(self, round_number: int) -> None:
         """Sum all gradients that a step needs, after a round that has not done so by itself."""
         if (failed := self._failed(round_number)) is not None:
             raise failed
         self._sum_gradients(round_number)
 
-    @_on_compute_thread
+    @on_compute_thread
     def sync_initial_state(self, copies_parameters: bool) -> None:
         """Copy the state of replica 0 and of the owners of tied parameters; see GradientSync."""
         self._grad_sync.sync_initial_state(copies_parameters)
 
-    @_on_compute_thread
+    @on_compute_thread
     def reschedule(self, schedule: str, limits: dict[str, InFlightLimits]) -> None:
         """Switch to another schedule, with limits by stage, between two rounds."""
         self._compute.reschedule(policy(schedule), limits[self.optimizer.stage])
 
-    @_on_compute_thread
+    @on_compute_thread
     def keep(self, version: int) -> None:
         """Take a snapshot of the stage as `version`."""
         self._snapshot(lambda snapshots: snapshots.take(version))
 
-    @_on_compute_thread
+    @on_compute_thread
     def save(self, step: int) -> None:
         """Write the stage's state after `step`, the last one, to its disk."""
         self._snapshot(lambda snapshots: snapshots.save(step))
@@ -290,24 +275,24 @@ class Stage:
         """Return what replicas must agree on: names, dtypes and shapes of tensors, and the code."""
         return self.model.signature()
 
-    @_on_compute_thread
+    @on_compute_thread
     def smallest_microbatch(self) -> int:
         """Return how many samples a micro-batch needs to train with."""
         return self.model.smallest_microbatch()
 
-    @_on_compute_thread
+    @on_compute_thread
     def digests(self) -> dict[str, str]:
         """Return `tensors.tensor_line` of each parameter and buffer, by name."""
         state = self.model.state_dict()
         return {name: tensors.tensor_line(name, value) for name, value in state.items()}
 
-    @_on_compute_thread
+    @on_compute_thread
     def parameter_digests(self) -> dict[str, str]:
         """Return `tensors.tensor_line` of each parameter, by name."""
         named = self.model.named_parameters()
         return {name: tensors.tensor_line(name, value) for name, value in named}
 
-    @_on_compute_thread
+    @on_compute_thread
     def state_dict(self) -> dict[str, Tensor]:
         """Return copies of the parameters and buffers, on the host, by name."""
         state = self.model.state_dict()
@@ -317,7 +302,7 @@ class Stage:
         """The names of this stage's parameters and buffers in the unsplit model."""
         return list(self.model.state_dict())
 
-    @_on_compute_thread
+    @on_compute_thread
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load parameters and buffers by name."""
         self.model.load_state_dict(state)
@@ -336,12 +321,12 @@ class Stage:
         """Return the facts about this host that decide bits."""
         return host_facts(self.model.device)
 
-    @_on_compute_thread
+    @on_compute_thread
     def record_spans(self, steps: int) -> tuple[str, int]:
         """Keep the actions of the last `steps` steps; return this host's name and a cursor."""
         return platform.node(), self._compute.recorder.keep(steps)
 
-    @_on_compute_thread
+    @on_compute_thread
     def read_spans(self, cursor: int, first_step: int, last_step: int) -> tuple[int, list[Span]]:
         """Return the next cursor, and the actions from `cursor` on of these steps."""
         return self._compute.recorder.read(cursor, first_step, last_step)
@@ -357,7 +342,7 @@ class Stage:
     def finish(self) -> None:
         self.finished.set()
 
-    # Around a round, on the compute thread; see RoundHooks. Private: no message may name them.
+    # Around a round, on the compute thread. Private: no message may name them.
 
     def _before_round(self, header: RoundHeader) -> None:
         if header.is_training:
