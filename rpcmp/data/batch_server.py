@@ -40,12 +40,9 @@ class BatchServer:
                     self._slices[round_number, kind, microbatch] = part
 
     def clear(self, round_number: int) -> None:
-        """Drop a round's slices."""
         with self._lock:
             for key in [key for key in self._slices if key[0] == round_number]:
                 del self._slices[key]
-
-    # Called by the stages.
 
     def slices(
         self, round_number: int, kind: str, path: tuple[str, ...], microbatches: list[int]
@@ -74,7 +71,6 @@ class Slices:
 
     Args:
         own: the bundles that this worker computes, and for which alone it fetches.
-        peers: the other members of the group, including the driver.
     """
 
     def __init__(self, own: ReplicaShare, peers: Transport) -> None:

@@ -42,16 +42,13 @@ Key = tuple[int, int, list[int]]
 
 
 class Epochs(Protocol):
-    """The order of a dataset's samples in each epoch; torch's DistributedSampler is one."""
+    """The order of a dataset's samples in each epoch, counted from 0, as torch's samplers have."""
 
-    def __len__(self) -> int:
-        """Return the number of samples in an epoch."""
+    def __len__(self) -> int: ...
 
-    def set_epoch(self, epoch: int) -> None:
-        """Draw this epoch next; epochs are counted from 0."""
+    def set_epoch(self, epoch: int) -> None: ...
 
-    def __iter__(self) -> Iterator[int]:
-        """Yield the indices of the epoch's samples."""
+    def __iter__(self) -> Iterator[int]: ...
 
 
 class SampleOrder(Sampler[Key]):
@@ -106,7 +103,6 @@ class OwnSampler:
     Args:
         sampler: like torch's, has a length and yields indices of samples.
         samples: number of samples in the dataset.
-        seed: the config's.
     """
 
     def __init__(self, sampler: Any, samples: int, seed: int) -> None:
@@ -123,7 +119,6 @@ class OwnSampler:
         return len(self._sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """See Epochs; calls the sampler's own method too, if it has one."""
         self._epoch = epoch
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
@@ -188,7 +183,6 @@ class Loaded(NamedTuple):
 
     @property
     def num_samples(self) -> int:
-        """Number of samples."""
         samples = microbatch.num_samples(self.inputs, "input")
         if self.targets is None:
             return samples
@@ -202,7 +196,6 @@ class Batches:
 
     Args:
         dataset: map-style, of (input, target) pairs of tensors, or of tuples and dicts of them.
-        data: batch size, shuffling, loader processes.
         seed: the config's; an epoch's order is drawn from seed + epoch.
         training: shuffle or sample, and drop an incomplete last mini-batch, if the config says so.
     """
@@ -213,7 +206,6 @@ class Batches:
         collate = Collate(data.collate)
         # torch's loaders hand memory over by Unix sockets, which a confined process may not use.
         self._sends_bytes = data.num_workers > 0 and is_confined()
-        self._empty: DataLoader[Any] = DataLoader([])  # type: ignore[arg-type]
         self._loader: DataLoader[Any] = DataLoader(
             Samples(dataset, seed),
             sampler=self._order,
@@ -232,17 +224,15 @@ class Batches:
 
     @property
     def fewest(self) -> int:
-        """Number of samples in the smallest mini-batch, the last of an epoch."""
         return self._order.fewest
 
     def close(self) -> None:
         """Stop the loader processes, which would otherwise run on for seconds."""
         if self._loader.num_workers:
-            self._loader = self._empty
+            self._loader = DataLoader([])  # type: ignore[arg-type]
             gc.collect()
 
     def first(self) -> Loaded:
-        """Return the first mini-batch of the first epoch."""
         return next(self.epoch(1))
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[Loaded]:
@@ -280,13 +270,7 @@ class Collate:
 
 
 class Samples(Dataset[Any]):
-    """Dataset whose items are the samples of whole mini-batches, each loaded under its own seed.
-
-    Args:
-        dataset: see Batches.
-        seed: the config's.
-        collate: makes a mini-batch of samples.
-    """
+    """Dataset whose items are the samples of whole mini-batches, each loaded under its own seed."""
 
     def __init__(
         self, dataset: Dataset[Any], seed: int, collate: Callable[[Any], Any] = default_collate
@@ -317,14 +301,12 @@ class Samples(Dataset[Any]):
 def load_batches(
     source: Factory, what: str, data: DataConfig, seed: int, training: bool
 ) -> Batches:
-    """Create the dataset `source`, and its mini-batches."""
     dataset = create_dataset(source, what, seed)
     require_enough(len(require_sized(dataset)), what, data, training)
     return Batches(dataset, data, seed, training)
 
 
 def create_dataset(source: Factory, what: str, seed: int) -> Dataset[Any]:
-    """Create the dataset `source`."""
     layers.seed_all(seed, "dataset", what)
     dataset: Dataset[Any] = importing.create(source, what)
     is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
@@ -334,7 +316,6 @@ def create_dataset(source: Factory, what: str, seed: int) -> Dataset[Any]:
 
 
 def require_enough(samples: int, what: str, data: DataConfig, training: bool) -> None:
-    """Fail if a dataset is too small."""
     if samples < (data.batch_size if data.drop_last and training else 1):
         raise ConfigError(f"{what}: {samples} samples make no mini-batch")
 
@@ -345,13 +326,10 @@ def _to_bytes(collate: Callable[[Any], Any], samples: Any) -> bytes:
 
 
 def _pair(batch: Any) -> Loaded:
-    """Return inputs and targets, which are the same object unless the mini-batch is a pair.
-
-    They are the same for a model that reconstructs its input, and for a loss that picks its targets
-    from a dict.
-    """
+    """Return inputs and targets, which are the same object unless the mini-batch is a pair."""
     batch = pytree.plain(batch)  # a collate function may return any mapping
     if isinstance(batch, torch.Tensor | dict):
+        # A model that reconstructs its input, or a loss that picks its targets from a dict.
         return Loaded(batch, batch)
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise ConfigError(

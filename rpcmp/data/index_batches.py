@@ -27,12 +27,12 @@ class Announcer(NamedTuple):
     """The announcements of all datasets of a job.
 
     Attributes:
-        tell: announces mini-batches to the stages.
+        announce: announces mini-batches to the stages.
         num_ahead: how many are announced before they are needed.
         numbers: yields the number of each mini-batch, in the order in which they are drawn.
     """
 
-    tell: Callable[[Sequence[BatchIndices]], None]
+    announce: Callable[[Sequence[BatchIndices]], None]
     num_ahead: int
     numbers: Iterator[int]
 
@@ -52,7 +52,6 @@ class SampledThere:
         return len(self._indices)
 
     def set_epoch(self, epoch: int) -> None:
-        """See rpcmp.data.batches.Epochs."""
         self._indices = self._ask(epoch).tolist()
 
     def __iter__(self) -> Iterator[int]:
@@ -64,8 +63,6 @@ class IndexBatches:
 
     Args:
         dataset: "train" or "test".
-        order: of its samples.
-        announcer: announces each mini-batch in advance.
         total: number of mini-batches in all epochs, so that an epoch's first ones are loaded while
             the one before ends; 0: epochs do not follow on each other.
     """
@@ -95,7 +92,7 @@ class IndexBatches:
         """Return the first mini-batch of the first epoch, and load no other."""
         self._announced.clear()
         (drawn,) = itertools.islice(self._draw(1, 0), 1)
-        self._announcer.tell([drawn])
+        self._announcer.announce([drawn])
         return drawn
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[BatchIndices]:
@@ -111,7 +108,7 @@ class IndexBatches:
         """Announce the mini-batch that is needed now and some after it, unless done before."""
         missing = 1 + self._announcer.num_ahead - len(self._announced)
         if drawn := list(itertools.islice(self._coming, missing)):
-            self._announcer.tell(drawn)
+            self._announcer.announce(drawn)
             self._announced.extend(drawn)
 
     def _draw(self, epoch: int, first: int) -> Iterator[BatchIndices]:
