@@ -97,7 +97,7 @@ class IndexBatches:
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[BatchIndices]:
         """Yield the mini-batches of `epoch`, counted from 1, from the one with index `first`."""
-        if not self._announced or self._announced[0].place != (epoch, first):
+        if not self._announced or self._announced[0].position != (epoch, first):
             self._announced.clear()
             self._coming = self._draw(epoch, first)
         for _ in range(first, len(self)):

@@ -90,7 +90,6 @@ class Payload:
                 self._sent[peer] += size if tensor.requires_grad else 0
 
     def read(self) -> list[PeerTraffic]:
-        """Return the counts since the process started."""
         with self._lock:
             return [PeerTraffic(p, self._sent[p], n, 0.0) for p, n in self._received.items() if n]
 
@@ -198,9 +197,6 @@ def join(members: Sequence[str], rank: int, store: Store, service: object) -> st
         rank: of this process.
         store: through which the members exchange addresses.
         service: the object whose methods the others may call.
-
-    Raises:
-        SecurityError: the agent listens on another address than intended.
     """
     _served.service, _served.store, _served.num_members = service, store, len(members)
     os.environ["TP_SOCKET_IFNAME"] = namespace.current.interface(rank)

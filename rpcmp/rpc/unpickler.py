@@ -40,7 +40,17 @@ _CALLED = {
     ("rpcmp.worker.optimizer", "StageOptimizer"),
     ("rpcmp.data.batch_server", "BatchServer"),
 }
-"""Classes whose methods are called remotely."""
+"""Classes whose public methods are called remotely, except _LOCAL."""
+
+_LOCAL = {
+    ("rpcmp.worker.stage", "Stage.vitals"),
+    ("rpcmp.worker.optimizer", "StageOptimizer.step_now"),
+    ("rpcmp.worker.optimizer", "StageOptimizer.parts"),
+    ("rpcmp.worker.optimizer", "StageOptimizer.restore"),
+    ("rpcmp.data.batch_server", "BatchServer.load"),
+    ("rpcmp.data.batch_server", "BatchServer.clear"),
+}
+"""Methods that only their own process calls."""
 
 _PLAIN = {
     "builtins": {"complex", "bytearray", "set", "frozenset", "range", "slice"}
@@ -76,11 +86,7 @@ def allow(modules: Iterable[str], files: Iterable[str] = ()) -> None:
 
 
 class Method:
-    """A function that a message names. It cannot be called before the message has been read.
-
-    Attributes:
-        function: a message cannot change it.
-    """
+    """A function that a message names, and can neither call nor change while it is read."""
 
     __slots__ = ("function",)
 
@@ -100,11 +106,6 @@ class Unpickler(pickle.Unpickler):
     """Finds allowed names and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the object of an allowed name.
-
-        Raises:
-            SecurityError: the name is not allowed.
-        """
         if (module, name) == ("builtins", "getattr"):
             return _receiver
         if name in _PLAIN.get(module, ()):
@@ -116,7 +117,8 @@ class Unpickler(pickle.Unpickler):
         )
         if is_its_own and isinstance(found, FunctionType):
             owner, _, method = name.rpartition(".")
-            if (module, owner) in _CALLED and not method.startswith("_"):
+            is_remote = (module, owner) in _CALLED and (module, name) not in _LOCAL
+            if is_remote and not method.startswith("_"):
                 return Method(found)
             if module == "rpcmp.rpc.transport" and name in _ENTRANCES:
                 return found
@@ -162,9 +164,6 @@ def _received(receive: Callable[[Any], Any], fork: Any) -> Any:
     """Receive a reference to a Python object.
 
     For other types torch would look up, and compile, the name of the type.
-
-    Raises:
-        SecurityError: the reference is to something else.
     """
     if not isinstance(fork, tuple) or fork[-1:] != ("PyObject",):
         raise SecurityError(f"a message refers to {fork!r}, which nobody may send")

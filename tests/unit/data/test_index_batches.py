@@ -70,7 +70,7 @@ def test_indices_equal_the_order_in_which_a_driver_loads(
         expected = [inputs.tolist() for inputs, _ in loaded.epoch(epoch, first)]
         drawn = list(draws.epoch(epoch, first))
         assert [each.samples for each in drawn] == expected
-        assert [each.place for each in drawn] == [
+        assert [each.position for each in drawn] == [
             (epoch, index) for index in range(first, len(loaded))
         ]
 
@@ -88,7 +88,7 @@ def test_mini_batches_are_announced_before_they_are_needed_and_once() -> None:
                 break
     assert asked == reported.drawn
     assert [each.batch_id for each in asked] == list(range(1, 7))
-    assert [each.place for each in asked] == [(1, 1), (1, 2), (2, 0), (2, 1), (2, 2), (3, 0)]
+    assert [each.position for each in asked] == [(1, 1), (1, 2), (2, 0), (2, 1), (2, 2), (3, 0)]
 
 
 def test_an_evaluation_announces_only_its_own_mini_batches() -> None:
@@ -103,7 +103,7 @@ def test_an_abandoned_epoch_is_announced_again() -> None:
     reported = RecordedMessages()
     draws = reported.draws(total=9)
     next(draws.epoch(1))
-    assert [each.place for each in draws.epoch(2)] == [(2, 0), (2, 1), (2, 2)]
+    assert [each.position for each in draws.epoch(2)] == [(2, 0), (2, 1), (2, 2)]
 
 
 def test_announcements_have_indices_only() -> None:
