@@ -83,19 +83,12 @@ class RoundState:
         self.done[action] += 1
         return self.ready.pop((action, bundle))
 
-    @property
-    def is_local(self) -> bool:
-        """Whether the rest of the round needs no other stage."""
-        last = Action.BACKWARD if self.header.is_training else Action.FORWARD
-        return self.done[last] == len(self.bundles)
-
-    @property
-    def is_complete(self) -> bool:
-        last = Action.WEIGHT if self.header.is_training else Action.FORWARD
+    def is_done(self, action: Action) -> bool:
+        """Whether all actions of a kind are done; outside of training there are only forwards."""
+        last = action if self.header.is_training else Action.FORWARD
         return self.done[last] == len(self.bundles)
 
     def progress(self) -> RoundProgress:
-        """Return the input of the schedule's decision."""
         return RoundProgress(
             len(self.bundles),
             self.done[Action.FORWARD],
@@ -151,13 +144,11 @@ class ComputeThread:
     """Runs a stage's actions one at a time, in the order that the schedule chooses.
 
     Args:
-        policy: the schedule.
         limits: what the stage may keep in flight while it trains.
         share: the bundles that this worker computes.
         before_round: called on the thread before the first action, if the worker has any in the
             round; must not raise.
         after_round: called after the last action, before the next round; must not raise.
-        activity: shows what the thread does.
 
     Attributes:
         recorder: records every action of a train step.
@@ -209,12 +200,9 @@ class ComputeThread:
             task.cancel()
 
     def future(self, function: Callable[[], Any]) -> Future[Any]:
-        """Run something that belongs to no round, such as reading the parameters.
+        """Return a future of the result, or a Raised, of something that belongs to no round.
 
         First the thread does everything that the round before can do without other stages.
-
-        Returns:
-            A future of the function's result, or of a Raised.
         """
         future: Future[Any] = Future()
         with self._changed:
@@ -244,14 +232,10 @@ class ComputeThread:
             self._changed.notify()
 
     def _new_round(self, header: RoundHeader) -> RoundState:
-        return RoundState(
-            header,
-            self._share.numbers(header.num_bundles),
-            self.limits
-            if header.is_training
-            else InFlightLimits(header.num_bundles, header.num_bundles),
-            is_held=header.after is AfterRound.HOLD,
-        )
+        bundles = self._share.numbers(header.num_bundles)
+        unlimited = InFlightLimits(header.num_bundles, header.num_bundles)
+        limits = self.limits if header.is_training else unlimited
+        return RoundState(header, bundles, limits, is_held=header.after is AfterRound.HOLD)
 
     def _loop(self) -> None:
         while (run := self._wait()) is not None:
@@ -273,10 +257,12 @@ class ComputeThread:
 
     def _next(self) -> Callable[[], None] | None:
         current = self._rounds.current
-        if current is not None and current.is_complete and not current.is_held:
+        is_complete = current is not None and current.is_done(Action.WEIGHT)
+        if current is not None and is_complete and not current.is_held:
             self._rounds.complete()
             return functools.partial(self._after_round, current.header)
-        if self._calls and (current is None or not current.is_local or current.is_complete):
+        # Not while the thread can complete the round by itself.
+        if self._calls and (current is None or is_complete or not current.is_done(Action.BACKWARD)):
             return self._calls.popleft()
         if current is None:
             return None

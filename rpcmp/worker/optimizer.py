@@ -37,16 +37,9 @@ class StageOptimizer(ComputeThreadOwner):
     """One stage's optimizer and scheduler; all of it runs on the stage's compute thread.
 
     Args:
-        model: whose trained parameters it optimizes.
-        assignment: the config, with the stage's own optimizer arguments.
-        compute: the thread that it runs on.
         after_step: called after each step with its number; may raise StageError.
         loss_scale: of the gradients; None: they are not scaled.
         rehearses: whether to try that an optimizer that is not torch's can be restored.
-
-    Raises:
-        FactoryError: the optimizer or scheduler does not import, or refuses its arguments.
-        ConfigError: a parameter's gradient cannot be unscaled.
 
     Attributes:
         steps: number of steps so far, including skipped ones.
@@ -107,11 +100,6 @@ class StageOptimizer(ComputeThreadOwner):
 
     @on_compute_thread
     def step(self, updates: bool = True) -> StepReport:
-        """Update the parameters and clear the gradients.
-
-        Args:
-            updates: whether to update the parameters; False: the step is skipped.
-        """
         return self._step(updates)
 
     @on_compute_thread
@@ -152,7 +140,6 @@ class StageOptimizer(ComputeThreadOwner):
 
     @on_compute_thread
     def zero_grad(self) -> None:
-        """Clear the gradients."""
         self._zero_grad()
 
     @on_compute_thread
@@ -175,10 +162,7 @@ class StageOptimizer(ComputeThreadOwner):
         self._step_scheduler(loss)
 
     def parts(self) -> tuple[dict[str, Any], Any, Any, Any, Any]:
-        """Return `state`, `groups`, `scheduler`, `built` and `aside` of a StageState, not copied.
-
-        Called on the compute thread.
-        """
+        """Return state, groups, scheduler, built options and `aside` of a StageState, no copies."""
         if self._optimizer is None:
             return {}, None, None, None, None
         kept = self._keeper.read()
@@ -321,7 +305,6 @@ def _on_host(state: Any) -> Any:
 
 
 def _require_unscalable(stage: str, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Check that gradients can be divided by the scale without loss."""
     for name, parameter in parameters:
         if parameter.dtype is torch.float16:
             raise ConfigError(

@@ -72,9 +72,6 @@ class OptimizerState:
         named: its parameters, by name.
         where: names the stage in errors.
 
-    Raises:
-        ConfigError: it has no parameter groups, or other parameters than these.
-
     Attributes:
         where: see above.
         parameters: by name.
@@ -129,12 +126,7 @@ class OptimizerState:
         ]
 
     def load(self, kept: KeptState) -> None:
-        """Load a state.
-
-        Raises:
-            ConfigError: it belongs to another optimizer.
-            CheckpointError: a tensor has another shape than a fused kernel expects.
-        """
+        """Load a state."""
         own = self._whole()
         groups = self._own_kernels(kept.groups, own["param_groups"])
         self._require_shapes(kept.state, groups)
@@ -269,11 +261,7 @@ class OptimizerState:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two trees are equal, their tensors bit for bit.
-
-    Raises:
-        TypeError: a leaf is neither a tensor nor plain.
-    """
+    """Whether two trees are equal, their tensors bit for bit."""
     mine: dict[str, Tensor] = {}
     theirs: dict[str, Tensor] = {}
     if str(encode_tree(one, mine)) != str(encode_tree(other, theirs)):  # NaN is NaN
@@ -323,15 +311,9 @@ def _as_saved(saved: Any, found: Any) -> Any:
 
 
 class BuiltOptions(NamedTuple):
-    """The options of an optimizer and its scheduler right after both were built.
+    """The options of an optimizer and its scheduler right after both were built."""
 
-    Attributes:
-        asked: a hash of the config's sections for both.
-        groups: the options of each parameter group, without its parameters.
-        scheduler: its `state_dict()`; None without one.
-    """
-
-    asked: str
+    asked: str  # a hash of the config's sections for both
     groups: list[Group]
     scheduler: Any
 

@@ -56,12 +56,7 @@ class _Trial(NamedTuple):
 
 
 def require_steppable(optimizer: Any, what: str) -> None:
-    """Check that a step needs nothing but gradients.
-
-    Raises:
-        FactoryError: its `step` needs a closure, which would compute the loss again, or it has
-            different weights for evaluations.
-    """
+    """Check that a step needs nothing but gradients."""
     if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
         raise FactoryError(
             f"{what} = {type(optimizer).__name__}: it has weights for training and others for all "
@@ -91,9 +86,6 @@ def require_restorable(
         named: the parameters that it is to train; they are not changed.
         group_of: returns the number of a parameter's group.
         what: the config key and the optimizer's class, for the error message.
-
-    Raises:
-        FactoryError: bits differ, or it cannot be tried.
     """
     try:
         kinds, whole = _whole(build, named, group_of)
@@ -229,9 +221,6 @@ class HiddenState:
     Most do not matter, such as a helper without a memory of its own. A pickle tells whether one has
     changed, with a tensor as its identity and the number of its changes in place, and a parameter
     as its identity.
-
-    Args:
-        state: of the optimizer, before the steps to watch.
     """
 
     def __init__(self, state: OptimizerState) -> None:

@@ -43,7 +43,7 @@ from __future__ import annotations
 import platform
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -88,10 +88,7 @@ class Stage(ComputeThreadOwner):
     """One stage of the model. It is built before its process joins the group, and served after.
 
     Args:
-        assignment: which stage of which job.
-        transport: of the group that it will be a member of.
         peer: returns another worker of the group by its name.
-        activity: shows what it does.
         loader: loads its samples; None: the driver has the batch.
         rehearses: whether to try that its optimizer can be restored.
 
@@ -244,7 +241,6 @@ class Stage(ComputeThreadOwner):
 
     @on_compute_thread
     def keep(self, version: int) -> None:
-        """Take a snapshot of the stage as `version`."""
         self._snapshot(lambda snapshots: snapshots.take(version))
 
     @on_compute_thread
@@ -255,7 +251,6 @@ class Stage(ComputeThreadOwner):
     # Calls of the driver: data.
 
     def dataset_info(self) -> DatasetInfo | None:
-        """Return the datasets of the stage's loader, if it has one."""
         return None if self._loader is None else self._loader.holding
 
     def epoch_order(self, epoch: int) -> Future[Any]:
@@ -277,20 +272,17 @@ class Stage(ComputeThreadOwner):
 
     @on_compute_thread
     def smallest_microbatch(self) -> int:
-        """Return how many samples a micro-batch needs to train with."""
         return self.model.smallest_microbatch()
 
     @on_compute_thread
     def digests(self) -> dict[str, str]:
         """Return `tensors.tensor_line` of each parameter and buffer, by name."""
-        state = self.model.state_dict()
-        return {name: tensors.tensor_line(name, value) for name, value in state.items()}
+        return _digests(self.model.state_dict().items())
 
     @on_compute_thread
     def parameter_digests(self) -> dict[str, str]:
         """Return `tensors.tensor_line` of each parameter, by name."""
-        named = self.model.named_parameters()
-        return {name: tensors.tensor_line(name, value) for name, value in named}
+        return _digests(self.model.named_parameters())
 
     @on_compute_thread
     def state_dict(self) -> dict[str, Tensor]:
@@ -304,7 +296,6 @@ class Stage(ComputeThreadOwner):
 
     @on_compute_thread
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load parameters and buffers by name."""
         self.model.load_state_dict(state)
 
     # Calls of the driver: figures.
@@ -318,7 +309,6 @@ class Stage(ComputeThreadOwner):
         return self._meter.read()
 
     def host(self) -> dict[str, str]:
-        """Return the facts about this host that decide bits."""
         return host_facts(self.model.device)
 
     @on_compute_thread
@@ -384,3 +374,7 @@ class Stage(ComputeThreadOwner):
         except Exception as error:
             cause = f"{one_line(error)} (with recovery.enabled = false nothing is stored)"
             raise StageError(self.name, "saving", cause, step=self.optimizer.steps) from error
+
+
+def _digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    return {name: tensors.tensor_line(name, tensor) for name, tensor in named}

@@ -68,15 +68,15 @@ def test_a_training_round_ends_with_its_last_weight_gradient() -> None:
     found = a_round(num_bundles=2)
     for actions, is_local, is_complete in (([F], 0, 0), ([B], 1, 0), ([W], 1, 1)):
         finish(found, actions)
-        assert (found.is_local, found.is_complete) == (is_local, is_complete)
+        assert (found.is_done(B), found.is_done(W)) == (is_local, is_complete)
 
 
 def test_an_evaluation_ends_with_its_last_forward() -> None:
     found = a_round(num_bundles=2, training=False)
-    assert not found.is_local
+    assert not found.is_done(B)
     finish(found, [F])
-    assert found.is_local
-    assert found.is_complete
+    assert found.is_done(B)
+    assert found.is_done(W)
 
 
 # Rounds.
