@@ -117,12 +117,7 @@ class BackwardResult(NamedTuple):
 
 @dataclass
 class SavedBundle:
-    """What a stage saves of a bundle for its backward.
-
-    Attributes:
-        forwards: of its micro-batches, in order.
-        result: of the backward, once that has been submitted.
-    """
+    """What a stage saves of a bundle for its backward."""
 
     bundle: Bundle
     forwards: list[SavedForward]

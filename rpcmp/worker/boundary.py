@@ -128,7 +128,6 @@ class Root(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, gradients: Sequence[Tensor], *outputs: Tensor) -> Tensor:
-        """Return a dummy scalar whose backward passes `gradients` on to `outputs`."""
         ctx.gradients = gradients  # type: ignore[attr-defined]
         return torch.zeros((), device=outputs[0].device)
 
@@ -288,9 +287,6 @@ class Buffers:
 
     The first micro-batch shows by value which ones do: batch normalization does not increase the
     version of its buffers. Large constants, such as masks, are only copied then.
-
-    Args:
-        modules: all of the stage's, including nested ones.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -304,7 +300,6 @@ class Buffers:
         return [Copy(*one, None if one[-1] is None else one[-1].clone()) for one in buffers]
 
     def learn(self, before: list[Copy]) -> None:
-        """Find the buffers that the first forward has changed."""
         if not self._is_known:
             self._candidates = [(copy.owner, copy.name) for copy in before if copy.has_changed]
             self._is_known = True

@@ -43,18 +43,7 @@ class Computed:
 
 
 class Execution:
-    """The forwards of one stage.
-
-    Args:
-        stage: the worker's label, for errors.
-        model: its layers.
-        references: its inputs.
-        ports: its readers.
-        backwards: run its backwards.
-        recompute: whether activations are recomputed instead of kept.
-        wire_dtype: dtype of float32 tensors on their way between stages; None: unchanged.
-        loss_scale: of the gradients; None: they are not scaled.
-    """
+    """The forwards of one stage."""
 
     def __init__(
         self,

@@ -62,13 +62,6 @@ class LossScale:
 class StageModel:
     """One stage's layers, and for the sink the loss and the metrics.
 
-    Args:
-        assignment: which layers, and the job's config.
-
-    Raises:
-        FactoryError: something that the config names does not import or raised.
-        ConfigError: the device does not exist here, or cannot compute as `autocast` says.
-
     Attributes:
         is_sink: whether it computes the loss.
         device: where its modules are.
@@ -107,7 +100,6 @@ class StageModel:
         }
 
     def forward(self, inputs: list[Any], meta: MicrobatchMeta) -> Any:
-        """Return the stage's output for one micro-batch."""
         header = meta.round
         self._set_mode(header.is_training)
         for index, (name, module) in enumerate(self._modules.items()):
@@ -126,11 +118,7 @@ class StageModel:
                 module.train(training)
 
     def loss(self, outputs: Any, targets: Any, meta: MicrobatchMeta) -> Tensor:
-        """Return the micro-batch's part of the mini-batch's loss: a scalar, weighted by samples.
-
-        Raises:
-            ValueError: the loss function does not return a scalar.
-        """
+        """Return the micro-batch's part of the mini-batch's loss: a scalar, weighted by samples."""
         loss = self._scalar_loss(outputs, self._to_device(targets))
         return loss if self._sums_samples else loss * meta.weight
 
@@ -185,11 +173,7 @@ class StageModel:
         return microbatch.smallest_for(self._modules.values())
 
     def signature(self) -> dict[str, str]:
-        """Describe each parameter and buffer, the code that computes with them, and the host.
-
-        Raises:
-            OSError: a Python file cannot be read.
-        """
+        """Describe each parameter and buffer, the code that computes with them, and the host."""
         described = {
             name: f"{value.dtype} of shape {tuple(value.shape)}"
             for name, value in [*self.state_dict().items(), *self.named_parameters()]
@@ -209,11 +193,7 @@ class StageModel:
         return hashes.of_job(imported | self._loaded_elsewhere)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load this stage's parameters and buffers, by their names in the unsplit model.
-
-        Raises:
-            ConfigError: a tensor is missing or has another shape.
-        """
+        """Load this stage's parameters and buffers, by their names in the unsplit model."""
         for layer, module in self._modules.items():
             prefix = self._prefixes[layer]
             new = {  # tied parameters of another owner stay

@@ -68,12 +68,7 @@ def run(bond: ChildContext) -> None:
 
 
 class WorkerProcess:
-    """One worker of one generation.
-
-    Args:
-        bond: to the supervisor.
-        start: the supervisor's first message.
-    """
+    """One worker of one generation."""
 
     def __init__(self, bond: ChildContext, start: Message) -> None:
         self._channel = bond.channel
@@ -129,7 +124,7 @@ class WorkerProcess:
             if snapshot is None:
                 raise CheckpointError(f"there is no snapshot of step {step} to go on from")
             files = [self._slots.path(snapshot.slot)]
-        restore(files, stage.optimizer.stage, stage.model, stage.optimizer)
+        restore(files, stage.model, stage.optimizer)
 
     def _build(self, assignment: Assignment, loaders: LoaderPool | None) -> Stage:
         try:
@@ -141,7 +136,15 @@ class WorkerProcess:
             if loader is not None:
                 loader.wait()
             if assignment.config.takes_snapshots:
-                self._snapshots = stage.snapshots = self._snapshots_of(stage, assignment)
+                self._snapshots = stage.snapshots = StageSnapshots(
+                    self._slots,
+                    stage.model,
+                    stage.optimizer,
+                    self._activity,
+                    self._start["is_mirrored"],
+                    self._start["saves"],
+                    self._channel.send,
+                )
         except Exception as error:
             text = str(error) if isinstance(error, RpcmpError) else explain_error(error)
             first, _, rest = text.partition("\n")
@@ -152,18 +155,6 @@ class WorkerProcess:
         device = str(stage.model.device)
         self._channel.send({"event": "built", "num_parameters": sum(sizes), "device": device})
         return stage
-
-    def _snapshots_of(self, stage: Stage, assignment: Assignment) -> StageSnapshots:
-        return StageSnapshots(
-            stage.optimizer.stage,
-            self._slots,
-            stage.model,
-            stage.optimizer,
-            self._activity,
-            self._start["is_mirrored"],
-            self._start["saves"],
-            self._channel.send,
-        )
 
     def _listen(self) -> None:
         while (message := self._channel.receive()) is not None:

@@ -35,7 +35,6 @@ class StageSnapshots:
 
     def __init__(
         self,
-        stage: str,
         slots: Slots,
         model: StageModel,
         optimizer: StageOptimizer,
@@ -44,7 +43,6 @@ class StageSnapshots:
         saves: bool,
         send: Callable[[Message], None],
     ) -> None:
-        self._stage = stage
         self._slots = slots
         self._writer = SnapshotWriter(slots)
         self._model = model
@@ -63,10 +61,6 @@ class StageSnapshots:
         Args:
             version: its number, which is the step if the driver runs the training loop.
             save: whether it goes to a disk.
-
-        Raises:
-            TypeError: the optimizer or the scheduler keeps something that cannot be stored.
-            OSError: out of memory.
         """
         with self._activity.during("saving", self._optimizer.steps):
             slot = self._free_slot()
@@ -85,9 +79,6 @@ class StageSnapshots:
         """Write the snapshot `version`, the last one, to a disk.
 
         If it was not taken, take it from the stage's current state.
-
-        Raises:
-            TypeError, OSError: see `take`.
         """
         snapshot = self._slots.get(version)
         if snapshot is None:
@@ -97,7 +88,6 @@ class StageSnapshots:
             self._send({"event": "snapshot", "step": version})
 
     def mark_mirrored(self, step: int) -> None:
-        """Record that the mirror holds the snapshot of `step`."""
         with self._changed:
             self._mirrored = max(step, self._mirrored)
             self._changed.notify_all()
@@ -117,22 +107,19 @@ class StageSnapshots:
 
     def _state(self) -> StageState:
         model, optimizer = self._model.state_dict(), self._optimizer
-        return StageState(optimizer.steps, self._stage, model, *optimizer.parts())
+        return StageState(optimizer.steps, optimizer.stage, model, *optimizer.parts())
 
 
-def restore(paths: Sequence[str], stage: str, model: StageModel, optimizer: StageOptimizer) -> None:
+def restore(paths: Sequence[str], model: StageModel, optimizer: StageOptimizer) -> None:
     """Restore the state of a new stage, before the group starts.
 
     Args:
         paths: of the files or the slot that hold the state.
-
-    Raises:
-        CheckpointError: the state belongs to another model.
     """
-    state = unpack(paths, stage, list(model.state_dict()), optimizer.names)
+    state = unpack(paths, optimizer.stage, list(model.state_dict()), optimizer.names)
     try:
         model.load_state_dict(state.model)
         optimizer.restore(state)
     except (ConfigError, ValueError, KeyError) as error:
-        reason = f"stage {stage!r} cannot take over {', '.join(paths)}: {error}"
+        reason = f"stage {optimizer.stage!r} cannot take over {', '.join(paths)}: {error}"
         raise CheckpointError(reason) from error

@@ -77,11 +77,7 @@ _watched = _Watched()
 
 
 class WeightGradients:
-    """The deferred weight gradients of one micro-batch.
-
-    Args:
-        splittable: the parameters that may be deferred; see `used_once`.
-    """
+    """The deferred weight gradients of one micro-batch."""
 
     def __init__(self, splittable: frozenset[Tensor]) -> None:
         self._splittable = splittable

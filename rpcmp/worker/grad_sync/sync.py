@@ -29,11 +29,6 @@ from rpcmp.worker.model import StageModel
 class GradientSync:
     """One worker's side; its methods run on the compute thread, except `abort`.
 
-    Args:
-        assignment: the worker and its job.
-        model: its layers.
-        peer: returns another worker by its name.
-
     Attributes:
         all_reduce: sums over replicas; answers their requests.
         mailbox: answers requests for this worker's tensors.
@@ -67,12 +62,7 @@ class GradientSync:
         self._copies_parameters = False
 
     def start_round(self, round_number: int, num_microbatches: int, is_early: bool) -> None:
-        """Start to watch gradients, before a training round's first action.
-
-        Args:
-            num_microbatches: that this worker computes in the round.
-            is_early: whether the round ends with a sum, whose first buckets may be launched early.
-        """
+        """Start to watch gradients, before a training round's first action."""
         if round_number == self._round:
             return
         self._round = round_number
@@ -84,12 +74,7 @@ class GradientSync:
         self._tracker.start_round(num_microbatches, is_early)
 
     def sum(self, round_number: int, step: int) -> None:
-        """Complete the gradients that this worker's optimizer needs; waits for other workers.
-
-        Args:
-            round_number: the round that has just ended.
-            step: the optimizer step that the gradients are for.
-        """
+        """Complete the gradients that this worker's optimizer needs; waits for other workers."""
         with self._named(step):
             self.start_round(round_number, 0, is_early=False)  # if it had no action here
             finish_buffers = self._broadcast.start_buffers(round_number)
