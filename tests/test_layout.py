@@ -94,8 +94,8 @@ ELSEWHERE = {
     "unit/tools/verify/test_reference_model.py": """
         tools/verify/verification tools/verify/reference_parts
     """,
-    "unit/worker/grad_sync/test_bucket_allreduce.py": "worker/grad_sync/buckets",
-    "group/test_replicas.py": "driver/replica_check worker/grad_sync/sync",
+    "unit/worker/test_bucket_allreduce.py": "worker/buckets",
+    "group/test_replicas.py": "driver/replica_check worker/grad_sync",
     "unit/worker/test_optimizer_state.py": "worker/rehearsal",
 }
 """Modules without a test of their own, by the test that proves them."""

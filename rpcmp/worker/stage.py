@@ -74,7 +74,7 @@ from rpcmp.rpc.transport import Raised, Transport
 from rpcmp.worker.backward import Backwards, Failures
 from rpcmp.worker.executor import ComputeThread, ComputeThreadOwner, on_compute_thread
 from rpcmp.worker.forward import Execution
-from rpcmp.worker.grad_sync.sync import GradientSync
+from rpcmp.worker.grad_sync import GradientSync
 from rpcmp.worker.measurements import Meter
 from rpcmp.worker.model import LossScale, StageModel
 from rpcmp.worker.optimizer import StageOptimizer

@@ -35,9 +35,9 @@ AREAS = {
     "boundary": ("worker/boundary.py", "worker/forward.py", "worker/requests.py"),
     "backward": ("worker/backward.py", "worker/weight_grad.py"),
     "summing": (
-        "worker/grad_sync/bucket_allreduce.py",
-        "worker/grad_sync/buckets.py",
-        "worker/grad_sync/mailbox.py",
+        "worker/bucket_allreduce.py",
+        "worker/buckets.py",
+        "worker/mailbox.py",
     ),
     "snapshots": (
         "checkpoint/slots.py",

@@ -20,9 +20,9 @@ from rpcmp.config.topology import member_name
 from rpcmp.errors import JobError, RpcmpError, StageError, WorkerDiedError, one_line
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.rpc.messages import Peer
-from rpcmp.worker.grad_sync.bucket_allreduce import BucketAllReduce
-from rpcmp.worker.grad_sync.buckets import GradientReadyTracker
-from rpcmp.worker.grad_sync.mailbox import ReplicaBroadcast, TensorMailbox, TiedParameters
+from rpcmp.worker.bucket_allreduce import BucketAllReduce
+from rpcmp.worker.buckets import GradientReadyTracker
+from rpcmp.worker.mailbox import ReplicaBroadcast, TensorMailbox, TiedParameters
 from rpcmp.worker.model import StageModel
 
 

@@ -31,7 +31,7 @@ from rpcmp.errors import JobError, RpcmpError, from_wire, one_line, to_wire
 from rpcmp.rpc import transport
 from rpcmp.rpc.messages import GradientPart, Peer
 from rpcmp.rpc.transport import Raised
-from rpcmp.worker.grad_sync import buckets
+from rpcmp.worker import buckets
 
 
 class BucketReduction:

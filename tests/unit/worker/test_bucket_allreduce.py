@@ -15,10 +15,9 @@ from torch.futures import Future
 
 from rpcmp.errors import JobError
 from rpcmp.rpc.messages import GradientPart
-from rpcmp.worker import weight_grad
-from rpcmp.worker.grad_sync import buckets
-from rpcmp.worker.grad_sync.bucket_allreduce import BucketAllReduce
-from rpcmp.worker.grad_sync.buckets import GradientReadyTracker
+from rpcmp.worker import buckets, weight_grad
+from rpcmp.worker.bucket_allreduce import BucketAllReduce
+from rpcmp.worker.buckets import GradientReadyTracker
 from rpcmp.worker.weight_grad import WeightGradients
 
 SHAPES = [(3, 5), (7,), (40, 30), (), (200, 400)]

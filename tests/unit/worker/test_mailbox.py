@@ -11,7 +11,7 @@ from torch.futures import Future
 
 from rpcmp.config.topology import Member
 from rpcmp.rpc.messages import TensorKey
-from rpcmp.worker.grad_sync.mailbox import ReplicaBroadcast, TensorMailbox
+from rpcmp.worker.mailbox import ReplicaBroadcast, TensorMailbox
 
 
 class _Model:
