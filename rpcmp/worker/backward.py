@@ -88,7 +88,6 @@ class SavedForward:
     """What a stage saves of one micro-batch for its backward.
 
     Attributes:
-        tape: its activations.
         weights: its deferred weight gradients.
         dtypes: of the tensors that the stage produced.
         read: for each port, the positions of the tensors that it reads.

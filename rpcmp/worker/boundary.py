@@ -35,10 +35,6 @@ Differentiated = tuple[list[Tensor | None], dict[int, list[int]]]
 class LocalTape:
     """The part of one micro-batch's graph inside a stage.
 
-    Args:
-        received: the stage's inputs, in order; float tensors that require grad get a gradient.
-        device: of the stage.
-
     Attributes:
         inputs: `received` on the stage's device, at the start of the local tape.
     """
@@ -63,9 +59,6 @@ class LocalTape:
 
     def backward(self, gradients: Gradients) -> Differentiated:
         """Differentiate the stage.
-
-        Args:
-            gradients: for each tensor of the outputs, its gradient or None.
 
         Returns:
             The gradient of each received tensor, tokens included, contiguous on the host, or None.

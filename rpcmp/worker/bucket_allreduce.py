@@ -38,7 +38,6 @@ class BucketReduction:
     """Progress of one bucket of one sum.
 
     Attributes:
-        own: this member's gradients, flat.
         chunk: the sum of the chunk that this member sums.
         total: the sum of the whole bucket.
         missing: what `total` waits for: the own chunk, and all others; unused between two members.
@@ -73,7 +72,6 @@ class BucketAllReduce:
 
     Args:
         parameters: those that the members share, in the same order at each.
-        rank: of this member.
         members: by rank; of this member's own only the place counts.
     """
 

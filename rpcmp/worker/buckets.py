@@ -141,7 +141,6 @@ class GradientReadyTracker:
     at times, no bucket is ready early, and nothing is wrong.
 
     Args:
-        buckets: indices of the parameters in each bucket.
         on_ready: called with the number of a bucket once all of its gradients are final.
     """
 
@@ -167,12 +166,7 @@ class GradientReadyTracker:
         ]
 
     def start_round(self, num_microbatches: int, is_early: bool) -> None:
-        """Start counting.
-
-        Args:
-            num_microbatches: that this worker computes in the round.
-            is_early: whether to call `on_ready` before the end of the round.
-        """
+        """Start counting; `is_early`: whether to call `on_ready` before the end of the round."""
         self._num_microbatches, self._is_early = num_microbatches, is_early
         for hook in self._hooks:
             hook.reset()

@@ -29,7 +29,6 @@ class Computed:
     """The forward of one micro-batch.
 
     Attributes:
-        received: its inputs.
         answers: for each port, StageOutputs that are not in any graph yet. Evaluated instead, from
             the sink in an evaluation.
         constants: tensors of the answers that depend on nothing that is trained.
@@ -67,12 +66,7 @@ class Execution:
         self._buffers = Buffers(model.modules()) if recompute else None
 
     def forward(self, meta: MicrobatchMeta, answers: list[StageOutputs]) -> Computed:
-        """Compute one micro-batch.
-
-        Args:
-            answers: its inputs in the order of the references, followed by the targets if a sink
-                needs them.
-        """
+        """Compute one micro-batch of its inputs, which the targets follow if a sink needs them."""
         received = answers[: len(self._references)]
         targets = answers[-1].value
         try:
@@ -110,9 +104,9 @@ class Execution:
         return [[_replaced(outputs, connected) for outputs in answer] for answer in answers]
 
     def _are_differentiated(self, losses: list[Tensor]) -> bool:
-        """Whether the sink's backward follows; a loss that is not finite ends the step.
+        """Whether the sink's backward follows; without loss scaling, a loss may not be NaN or inf.
 
-        With loss scaling it does not: the step is skipped unless all gradients are finite.
+        With loss scaling the step is skipped unless all gradients are finite.
         """
         return self._loss_scale is not None or all(bool(torch.isfinite(loss)) for loss in losses)
 

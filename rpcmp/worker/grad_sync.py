@@ -97,8 +97,7 @@ class GradientSync:
     def sync_initial_state(self, copies_parameters: bool) -> None:
         """Copy the state of replica 0 and of the owners of tied parameters.
 
-        Args:
-            copies_parameters: whether to copy replica 0's parameters after each step as well.
+        Replica 0's parameters are copied after each step as well, if `copies_parameters`.
         """
         self._tied.sync_initial_state()
         self._broadcast.sync_initial_state()

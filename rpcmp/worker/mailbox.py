@@ -108,9 +108,6 @@ class ReplicaBroadcast:
     last backward, so they travel while the gradients are summed. Buffers that still have their
     initial value, such as masks and tables of positions, do not travel. Parameters are equal
     anyway, except between hosts whose processors round an optimizer's step differently.
-
-    Args:
-        first: replica 0.
     """
 
     def __init__(self, own: Member, model: StageModel, mailbox: TensorMailbox, first: Peer) -> None:

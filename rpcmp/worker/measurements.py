@@ -52,10 +52,9 @@ class Recorder:
         return {str(kind): nanoseconds / 1e9 for kind, nanoseconds in busy.items()}
 
     def keep(self, steps: int) -> int:
-        """Keep the spans of the newest step and of at least `steps` before it.
+        """Keep the spans of the newest step and `steps` before it; return the cursor to read from.
 
-        Returns:
-            The cursor to read from, which skips spans recorded earlier.
+        Spans that were recorded earlier lie before the cursor.
         """
         self._steps_kept = max(steps, self._steps_kept)
         return self._first + len(self._spans)

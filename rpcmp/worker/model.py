@@ -48,8 +48,7 @@ ALIGNMENT = 64
 class LossScale:
     """The gradient of the loss, where the sink's backwards start; changes between two steps.
 
-    The loss itself is never multiplied: starting from the scale instead of one comes to the same,
-    and leaves the loss as it is reported.
+    To start from the scale instead of one leaves the loss as it is reported.
     """
 
     value: float = 1.0
@@ -63,8 +62,6 @@ class StageModel:
     """One stage's layers, and for the sink the loss and the metrics.
 
     Attributes:
-        is_sink: whether it computes the loss.
-        device: where its modules are.
         foreign: names of parameters that another one is tied to, which alone is stored and trained.
         returns_outputs: whether the driver computes metrics from the outputs.
     """
@@ -184,11 +181,8 @@ class StageModel:
 
     @cached_property
     def _code(self) -> dict[str, str]:
-        """The user's code, read when all is built: later imports depend on what was computed.
-
-        Of the modules that the job names, those that are imported here count. Others, such as a
-        metric's that the driver computes, need not be installed.
-        """
+        """The user's code, read when all is built: later imports depend on what was computed."""
+        # Other modules that the job names, such as a metric's of the driver, need not be installed.
         imported = {name for name in self._named if name in sys.modules}
         return hashes.of_job(imported | self._loaded_elsewhere)
 

@@ -49,11 +49,7 @@ LEAVE_SECONDS = 10.0
 
 
 def run(bond: ChildContext) -> None:
-    """Run one worker, and end the process.
-
-    Args:
-        bond: its file descriptors are the memory of the stage's snapshots.
-    """
+    """Run one worker, and end the process."""
     channel = bond.channel
     channel.send({"event": "ready"})
     start = channel.receive()
@@ -74,7 +70,7 @@ class WorkerProcess:
         self._channel = bond.channel
         self._activity = bond.activity
         self._log = bond.log
-        self._slots = Slots(bond.fds)
+        self._slots = Slots(bond.fds)  # the memory of the stage's snapshots
         self._start = start
         self._snapshots: StageSnapshots | None = None
         self._stage: Stage | None = None

@@ -82,7 +82,6 @@ def require_restorable(
     """Check that storing and restoring the optimizer does not change its bits.
 
     Args:
-        build: makes a new optimizer.
         named: the parameters that it is to train; they are not changed.
         group_of: returns the number of a parameter's group.
         what: the config key and the optimizer's class, for the error message.

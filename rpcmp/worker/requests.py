@@ -293,7 +293,6 @@ class TrainStepRunner:
     cost per micro-batch is its slice of the batch.
 
     Args:
-        requests: of the sink, in this process.
         in_flight: how many bundles may be in flight.
         is_scaled: whether the loss is scaled. Gradients then decide whether a step is skipped, and
             a loss that is not finite is not an error.
@@ -318,14 +317,13 @@ class TrainStepRunner:
         """Run forward and backward of one round.
 
         Args:
-            bundles: this worker's bundles of the round.
             after: the training round before; 0 for the first. Calls may overtake each other, and
                 micro-batches of a later round must not occupy the threads that an earlier round
                 needs to complete.
 
         Returns:
-            A future of one Trained per micro-batch, in order. The first failure ends it at once
-            with a Raised: the driver then aborts the round, which frees the other threads.
+            A future of one Trained per micro-batch, in order. The first failure ends it with a
+            Raised: the driver then aborts the round, which frees the other threads.
         """
         answer: Future[Any] = Future()
         with self._lock:

@@ -26,8 +26,6 @@ class StageSnapshots:
     """Takes the snapshots of one stage.
 
     Args:
-        slots: the memory for them.
-        activity: shows when one is taken.
         is_mirrored: whether a mirror holds them as well, and acknowledges that.
         saves: whether they go to a disk when a checkpoint is due; not all replicas write files.
         send: sends a message to the supervisor.
@@ -58,9 +56,7 @@ class StageSnapshots:
     def take(self, version: int, save: bool = False) -> None:
         """Take a snapshot of the stage's current state; on the compute thread.
 
-        Args:
-            version: its number, which is the step if the driver runs the training loop.
-            save: whether it goes to a disk.
+        `version` is the step if the driver runs the training loop.
         """
         with self._activity.during("saving", self._optimizer.steps):
             slot = self._free_slot()
@@ -76,10 +72,7 @@ class StageSnapshots:
         self._send({"event": "snapshot", "step": version})
 
     def save(self, version: int) -> None:
-        """Write the snapshot `version`, the last one, to a disk.
-
-        If it was not taken, take it from the stage's current state.
-        """
+        """Write the last snapshot to a disk; take it first if that has not been done."""
         snapshot = self._slots.get(version)
         if snapshot is None:
             self.take(version, save=True)
@@ -111,11 +104,7 @@ class StageSnapshots:
 
 
 def restore(paths: Sequence[str], model: StageModel, optimizer: StageOptimizer) -> None:
-    """Restore the state of a new stage, before the group starts.
-
-    Args:
-        paths: of the files or the slot that hold the state.
-    """
+    """Restore the state of a new stage from files or a slot, before the group starts."""
     state = unpack(paths, optimizer.stage, list(model.state_dict()), optimizer.names)
     try:
         model.load_state_dict(state.model)
