@@ -52,7 +52,7 @@ class GradientSync:
         self._tracker = GradientReadyTracker(
             self.all_reduce.parameters,
             [bucket.indices for bucket in self.all_reduce.buckets],
-            self._launch,
+            lambda bucket: self.all_reduce.launch(self._round, bucket, computes=True),
         )
         self._broadcast = ReplicaBroadcast(own, model, self.mailbox, replicas[0])
         self._tied = TiedParameters(own, model, assignment.tied, num_replicas, self.mailbox, peer)
@@ -108,9 +108,6 @@ class GradientSync:
         error = cause or JobError(f"stage {self._own.label!r}: the step was aborted")
         self.all_reduce.abort(first, last, error)
         self.mailbox.abort(first, last, error)
-
-    def _launch(self, bucket: int) -> None:
-        self.all_reduce.launch(self._round, bucket, computes=True)
 
     @contextlib.contextmanager
     def _named(self, step: int) -> Iterator[None]:

@@ -319,11 +319,8 @@ def _unscale(parameters: Iterable[nn.Parameter], inverse: float) -> bool:
     Same arithmetic as `torch.amp.GradScaler.unscale_`.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    are_finite = [bool(_values(gradient).isfinite().all()) for gradient in gradients]
+    values = [each.coalesce().values() if each.is_sparse else each for each in gradients]
+    are_finite = [bool(value.isfinite().all()) for value in values]
     for gradient in gradients:
         gradient.mul_(inverse)
     return all(are_finite)
-
-
-def _values(gradient: Tensor) -> Tensor:
-    return gradient.coalesce().values() if gradient.is_sparse else gradient

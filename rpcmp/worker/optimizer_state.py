@@ -116,7 +116,9 @@ class OptimizerState:
         if not any(aside.values()):
             return KeptState(state, self.groups())
         # A collection may have an entry for each parameter, and then fits no other cut.
-        names = self._names if _has_collections(list(aside.values())) else None
+        collections = (Tensor, Mapping, list, tuple)
+        has_some = any(isinstance(v, collections) for part in aside.values() for v in part.values())
+        names = self._names if has_some else None
         return KeptState(state, self.groups(), {**aside, "names": names})
 
     def groups(self) -> list[dict[str, Any]]:
@@ -283,14 +285,6 @@ def _is_own(key: str, mine: Mapping[str, Any], saved: Mapping[str, Any]) -> bool
     if key in _KERNELS:
         return True
     return isinstance(mine[key], Enum) and key in saved and bool(mine[key] == saved[key])
-
-
-def _has_collections(values: Sequence[Mapping[Any, Any]]) -> bool:
-    return any(
-        isinstance(value, Tensor | Mapping | list | tuple)
-        for each in values
-        for value in each.values()
-    )
 
 
 def _as_saved(saved: Any, found: Any) -> Any:

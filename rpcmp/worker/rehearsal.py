@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rpcmp.checkpoint.slot_writer import require_storable
 from rpcmp.checkpoint.stage_state import StageState, decoded, pack
@@ -169,11 +170,8 @@ def _step(trial: _Trial, first: int, last: int) -> None:
         layers.seed_all(0, "optimizer", step, "rehearsal")
         trial.optimizer.step()
         if trial.scheduler is not None:
-            trial.scheduler.step(*([1.0 / step] if _watches(trial.scheduler) else []))
-
-
-def _watches(scheduler: Any) -> bool:
-    return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+            watches_loss = isinstance(trial.scheduler, ReduceLROnPlateau)
+            trial.scheduler.step(*([1.0 / step] if watches_loss else []))
 
 
 def _copy(source: _Trial, target: _Trial) -> None:

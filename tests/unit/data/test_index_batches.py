@@ -16,7 +16,7 @@ from rpcmp.config.schema import Config
 from rpcmp.config.sections import DataConfig
 from rpcmp.config.types import Factory
 from rpcmp.data.batches import Batches, Loaded, SampleOrder
-from rpcmp.data.index_batches import Announcer, IndexBatches
+from rpcmp.data.index_batches import IndexBatches
 from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.errors import ConfigError
@@ -46,9 +46,7 @@ class RecordedMessages:
 
     def draws(self, dataset: str = "train", total: int = 0, **options: Any) -> IndexBatches:
         order = SampleOrder(range(SAMPLES), section(**options), 0, dataset == "train")
-        return IndexBatches(
-            dataset, order, Announcer(self.announce, AHEAD, itertools.count(1)), total
-        )
+        return IndexBatches(dataset, order, self.announce, AHEAD, itertools.count(1), total)
 
 
 @given(
