@@ -198,7 +198,13 @@ def splittable(operation: Operation) -> Operation:
         parameters = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if not _can_split(gradients, input, parameters):
             return operation(input, *args, **kwargs)
-        again = functools.partial(_call, operation, args, kwargs)
+
+        def again(input: Tensor, *parameters: Tensor) -> Tensor:
+            left = iter(parameters)
+            placed = [next(left) if isinstance(v, Tensor) else v for v in args]
+            named = {k: next(left) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+            return operation(input, *placed, **named)
+
         return _apply(_Taped, again, gradients, input, *parameters)
 
     return split
@@ -251,23 +257,6 @@ def _is_one_product(input: Tensor, weight: Tensor) -> bool:
     """Whether torch computes this linear as one matrix product, with known gradients."""
     is_matrix = input.dim() in (2, 3) and input.is_contiguous() and weight.is_contiguous()
     return is_matrix and weight.shape[1] > 1  # a column is contiguous both ways
-
-
-def _call(
-    operation: Operation,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    input: Tensor,
-    *parameters: Tensor,
-) -> Tensor:
-    """`operation(input, *args, **kwargs)`, with `parameters` in the place of its tensors."""
-    left = iter(parameters)
-
-    def place(value: Any) -> Any:
-        return next(left) if isinstance(value, Tensor) else value
-
-    placed = [place(value) for value in args]
-    return operation(input, *placed, **{key: place(value) for key, value in kwargs.items()})
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
