@@ -91,14 +91,14 @@ class Slices:
         """
         header = bundle.round
         own = header.indices_in(self._own.numbers(header.num_bundles))
-        places = [own.index(index) for index in header.indices_in([bundle.number])]
+        positions = [own.index(index) for index in header.indices_in([bundle.number])]
         with self._lock:
-            groups = [self._group(bundle, own, at, kind, path, reader) for at in places]
+            groups = [self._group(bundle, own, at, kind, path, reader) for at in positions]
         answer: Future[Any] = Future()
 
-        def arrived(found: list[Any]) -> None:
-            failed = next((group for group in found if isinstance(group, Raised)), None)
-            slices = zip(places, found, strict=True)
+        def arrived(answers: list[Any]) -> None:
+            failed = next((group for group in answers if isinstance(group, Raised)), None)
+            slices = zip(positions, answers, strict=True)
             answer.set_result(failed or [StageOutputs(group[at % GROUP]) for at, group in slices])
 
         when_all([(NOBODY, group) for group in groups], arrived)
@@ -108,13 +108,13 @@ class Slices:
         self,
         bundle: Bundle,
         own: Sequence[int],
-        at: int,
+        position: int,
         kind: str,
         path: tuple[str, ...],
         reader: int,
     ) -> Future[Any]:
-        """Return the slices of the group with the micro-batch `own[at]`."""
-        key = _Key(bundle.round.number, kind, path, reader, at // GROUP)
+        """Return the slices of the group with the micro-batch `own[position]`."""
+        key = _Key(bundle.round.number, kind, path, reader, position // GROUP)
         group = self._groups.get(key)
         if group is None:
             wanted = list(own[key.group * GROUP :][:GROUP])
@@ -125,7 +125,7 @@ class Slices:
             del self._groups[key], self._left[key]
         return group
 
-    def _fetch(self, *what: Any) -> Future[Any]:
+    def _fetch(self, *request: Any) -> Future[Any]:
         """Request slices of the driver, on a thread outside the micro-batch's autograd context.
 
         Inside it, torch would make the driver a member of the context, which costs one more message
@@ -134,7 +134,7 @@ class Slices:
         answer: Future[Any] = Future()
 
         def ask() -> None:
-            called = attempt(lambda: self._peers.call(DRIVER, BatchServer.slices, *what))  # [5]
+            called = attempt(lambda: self._peers.call(DRIVER, BatchServer.slices, *request))  # [5]
             if isinstance(called, Raised):
                 answer.set_result(called)
             else:

@@ -78,7 +78,7 @@ class SampleOrder(Sampler[Key]):
             cast(Sampler[int], self._sampler), self._batch_size, drop_last=self._drop_last
         )
 
-    def begin(self, epoch: int, first: int = 0) -> None:
+    def start_epoch(self, epoch: int, first: int = 0) -> None:
         """Yield the mini-batches of `epoch` next, from the one with index `first`."""
         self._epoch, self._first = epoch, first
 
@@ -241,7 +241,7 @@ class Batches:
         Starts with the one whose index is `first`; those before it are not loaded. Random
         transforms are seeded if they draw from the default generators of torch, Python or numpy.
         """
-        self._order.begin(epoch, first)
+        self._order.start_epoch(epoch, first)
         batches = iter(self._loader)
         for _ in range(first, len(self._loader)):
             # A dataset's own StopIteration must not end the epoch in silence.

@@ -114,6 +114,6 @@ class IndexBatches:
 
     def _keys(self, epoch: int, first: int) -> Iterator[Key]:
         while True:
-            self._order.begin(epoch, first)
+            self._order.start_epoch(epoch, first)
             yield from self._order
             epoch, first = epoch + 1, 0

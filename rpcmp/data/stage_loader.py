@@ -186,17 +186,17 @@ class StageDataLoader:
         """Return the indices of an epoch's samples, or a Raised."""
         answer: Future[Any] = Future()
 
-        def done(found: Tensor | RpcmpError) -> None:
-            answer.set_result(Raised(to_wire(found)) if isinstance(found, RpcmpError) else found)
+        def done(order: Tensor | RpcmpError) -> None:
+            answer.set_result(Raised(to_wire(order)) if isinstance(order, RpcmpError) else order)
 
         self._loaders.order(epoch, done)
         return answer
 
     def prefetch(self, drawn: Sequence[BatchIndices]) -> None:
-        for each in drawn:
+        for batch in drawn:
             with self._lock:
-                mini_batch = self._mini_batch(each.batch_id)
-            self._loaders.load(each, mini_batch.parts.set_result)
+                mini_batch = self._mini_batch(batch.batch_id)
+            self._loaders.load(batch, mini_batch.parts.set_result)
 
     def get(self, bundle: Bundle, reference: Reference) -> Future[Any]:
         """Return StageOutputs per micro-batch of a bundle, or a Raised; copies at every call.

@@ -110,25 +110,25 @@ class Unpickler(pickle.Unpickler):
             return _receiver
         if name in _PLAIN.get(module, ()):
             return super().find_class(module, name)
-        found = _find(module, name)
+        value = _find(module, name)
         is_its_own = (
-            getattr(found, "__module__", None) == module
-            and getattr(found, "__qualname__", None) == name  # not what it merely imports
+            getattr(value, "__module__", None) == module
+            and getattr(value, "__qualname__", None) == name  # not what it merely imports
         )
-        if is_its_own and isinstance(found, FunctionType):
+        if is_its_own and isinstance(value, FunctionType):
             owner, _, method = name.rpartition(".")
             is_remote = (module, owner) in _CALLED and (module, name) not in _LOCAL
             if is_remote and not method.startswith("_"):
-                return Method(found)
+                return Method(value)
             if module == "rpcmp.rpc.transport" and name in _ENTRANCES:
-                return found
-        if is_its_own and isinstance(found, type):
-            if module in _DATA and _is_data(found):
-                return found
-            if module.partition(".")[0] in _named and _is_named_tuple(found):
-                return found
-        if module == "torch" and isinstance(found, torch.dtype):
-            return found
+                return value
+        if is_its_own and isinstance(value, type):
+            if module in _DATA and _is_data(value):
+                return value
+            if module.partition(".")[0] in _named and _is_named_tuple(value):
+                return value
+        if module == "torch" and isinstance(value, torch.dtype):
+            return value
         raise SecurityError(f"a message names {module}.{name}, which nobody may send")
 
 
@@ -136,10 +136,10 @@ def _find(module: str, name: str) -> Any:
     """Return the object of a name; None if it does not exist or its module is not imported."""
     if module in _imported:
         importlib.import_module(module)
-    found: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
+        value = getattr(value, part, None)
+    return value
 
 
 def _is_data(kind: type) -> bool:

@@ -247,9 +247,9 @@ class Backwards:
             marks = self._none_gradients.pop(key, {})
         for port, positions in enumerate(forward.read):
             none = marks.get(port, ())
-            for place, position in enumerate(positions):
+            for index, position in enumerate(positions):
                 gradient = next(remaining)
-                if gradient is not None and place not in none:
+                if gradient is not None and index not in none:
                     contributions[position].append(gradient.to(forward.dtypes[position]))
             if forward.has_token[port]:
                 next(remaining)

@@ -46,7 +46,7 @@ class LocalTape:
         self._received = [pytree.tensors(outputs.value) for outputs in received]
         self._has_token = [outputs.token is not None for outputs in received]
         tensors = [tensor for outputs in received for tensor in from_wire_dtype(outputs, device)]
-        needed = [tensor.requires_grad for found in self._received for tensor in found]
+        needed = [tensor.requires_grad for of_input in self._received for tensor in of_input]
         entered = iter(self._enter(tensors, needed))
         self.inputs: list[Any] = [
             pytree.map_tensors(lambda _: next(entered), outputs.value) for outputs in received

@@ -111,7 +111,7 @@ class Execution:
         return self._loss_scale is not None or all(bool(torch.isfinite(loss)) for loss in losses)
 
     def _train(self, meta: MicrobatchMeta, received: list[StageOutputs], targets: Any) -> Computed:
-        weights = self._splitter.begin(self._backwards.splits)
+        weights = self._splitter.next_microbatch(self._backwards.splits)
         compute = functools.partial(self._compute, meta, targets)
         device = self._model.device
         tape: LocalTape | Replay

@@ -120,7 +120,7 @@ class ReplicaBroadcast:
         if self._own.num_replicas == 1:
             return
         self._num_syncs += 1
-        key = (NEVER, f"replicas begin {self._num_syncs}")
+        key = (NEVER, f"replicas start {self._num_syncs}")
         self._copy_from_first(key, [*self._parameters(), *self._buffers()])
         self._initial_buffers = [buffer.detach().clone() for buffer in self._buffers()]
 
@@ -176,7 +176,7 @@ class TiedParameters:
     replicas, all of them first get the sum over replicas, and replica 0 exchanges for its stage.
 
     Args:
-        tied: the places of each tied parameter, its owner first.
+        tied: the stages and names of each tied parameter, its owner first.
         num_replicas: returns the number of replicas of a stage.
         peer: returns another worker by its name.
     """
@@ -199,62 +199,60 @@ class TiedParameters:
 
     def sum(self, round_number: int) -> None:
         """Send gradients to the owners, and add up those of the parameters owned here."""
-        for places in self._tied:
-            self._send(places, round_number)
-        for places in self._tied:
-            self._add(places, round_number)
+        for owner, *copies in self._tied:
+            for copy in copies:
+                if copy.stage == self._own.stage != owner.stage:
+                    self._send(copy, owner.stage, round_number)
+        for owner, *copies in self._tied:
+            if owner.stage == self._own.stage:
+                self._add(owner, copies, round_number)
 
     def sync_initial_state(self) -> None:
         self._num_syncs += 1
-        self._copy_from_owners(NEVER, f"begin {self._num_syncs}")
+        self._copy_from_owners(NEVER, f"start {self._num_syncs}")
 
     def after_step(self, round_number: int, step: int) -> None:
         """Copy the owners' values after an optimizer step."""
         self._copy_from_owners(round_number, f"step {step}")
 
-    def _send(self, places: Sequence[TiedParameter], round_number: int) -> None:
-        owner, *others = places
-        for place in others:
-            if place.stage != self._own.stage or place.stage == owner.stage:
-                continue
-            parameter = self._parameters[place.name]
-            if self._own.replica == 0:
-                tensors = [] if parameter.grad is None else [parameter.grad]
-                key = (round_number, f"gradient {place.name}")
-                self._mailbox.put(key, tensors, self._num_replicas(owner.stage))
-            parameter.grad = None
+    def _send(self, copy: TiedParameter, owner: str, round_number: int) -> None:
+        parameter = self._parameters[copy.name]
+        if self._own.replica == 0:
+            tensors = [] if parameter.grad is None else [parameter.grad]
+            key = (round_number, f"gradient {copy.name}")
+            self._mailbox.put(key, tensors, self._num_replicas(owner))
+        parameter.grad = None
 
-    def _add(self, places: Sequence[TiedParameter], round_number: int) -> None:
-        owner, *others = places
-        if owner.stage != self._own.stage:
-            return
+    def _add(
+        self, owner: TiedParameter, copies: Sequence[TiedParameter], round_number: int
+    ) -> None:
         parameter = self._parameters[owner.name]
         total = parameter.grad
-        for place in others:
-            gradient = self._gradient(place, round_number)
+        for copy in copies:
+            gradient = self._gradient(copy, round_number)
             if gradient is not None:
                 total = gradient if total is None else total + gradient
         parameter.grad = total
 
-    def _gradient(self, place: TiedParameter, round_number: int) -> Tensor | None:
-        if place.stage == self._own.stage:
-            parameter = self._parameters[place.name]
+    def _gradient(self, copy: TiedParameter, round_number: int) -> Tensor | None:
+        if copy.stage == self._own.stage:
+            parameter = self._parameters[copy.name]
             gradient, parameter.grad = parameter.grad, None
             return gradient
-        tensors = self._fetch(place.stage, (round_number, f"gradient {place.name}"))
+        tensors = self._fetch(copy.stage, (round_number, f"gradient {copy.name}"))
         return tensors[0].to(self._device) if tensors else None
 
     def _copy_from_owners(self, round_number: int, moment: str) -> None:
         def key(owner: TiedParameter) -> TensorKey:
             return round_number, f"{moment}, {owner.name}"
 
-        for owner, *others in self._tied:  # first what other workers wait for
+        for owner, *copies in self._tied:  # first what other workers wait for
             if (owner.stage, self._own.replica) == (self._own.stage, 0):
-                reading = {place.stage for place in others} - {owner.stage}
+                reading = {copy.stage for copy in copies} - {owner.stage}
                 readers = sum(map(self._num_replicas, reading))
                 self._mailbox.put(key(owner), [self._parameters[owner.name]], readers)
-        for owner, *others in self._tied:
-            own = [self._parameters[p.name] for p in others if p.stage == self._own.stage]
+        for owner, *copies in self._tied:
+            own = [self._parameters[c.name] for c in copies if c.stage == self._own.stage]
             if owner.stage == self._own.stage:
                 copy_all((parameter, self._parameters[owner.name]) for parameter in own)
             elif own:

@@ -181,8 +181,8 @@ class OptimizerState:
     @property
     def _own(self) -> dict[str, Any]:
         """Attributes that torch's optimizers do not have."""
-        found = getattr(self._optimizer, "__dict__", {})
-        return {key: value for key, value in found.items() if key not in _torchs_own()}
+        attributes = getattr(self._optimizer, "__dict__", {})
+        return {key: value for key, value in attributes.items() if key not in _torchs_own()}
 
     def _can_store(self, value: Any) -> bool:
         """Whether a file can hold it: it is plain, and contains no parameter."""
@@ -211,17 +211,17 @@ class OptimizerState:
                 f"the optimizer state of {self.where} has {len(groups)} parameter groups, and "
                 f"{self.kind} has {len(own)} now: keep the `groups` of the optimizer"
             )
-        found = [
-            {**group, **{key: mine[key] for key in mine if _is_own(key, mine, group)}}
-            for group, mine in zip(groups, own, strict=True)
-        ]
-        for group in found:
-            if missing := [key for key in self.defaults if key not in group]:
+        merged = []
+        for group, own_group in zip(groups, own, strict=True):
+            stays = {key: v for key, v in own_group.items() if _is_own(key, own_group, group)}
+            options = {**group, **stays}
+            if missing := [key for key in self.defaults if key not in options]:
                 raise ConfigError(
                     f"the optimizer state of {self.where} is another optimizer's than "
                     f"{self.kind}'s: it has no {', '.join(missing)}"
                 )
-        return [{**g, "params": mine["params"]} for g, mine in zip(found, own, strict=True)]
+            merged.append({**options, "params": own_group["params"]})
+        return merged
 
     def _require_shapes(
         self, state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
@@ -240,10 +240,10 @@ class OptimizerState:
                     )
 
     def _undo_casts(self, state: Mapping[str, Any]) -> None:
-        found = getattr(self._optimizer, "state", {})
+        states = getattr(self._optimizer, "state", {})
         for name, saved in state.items():
-            if (parameter := self.parameters.get(name)) is not None and parameter in found:
-                found[parameter] = _as_saved(saved, found[parameter])
+            if (parameter := self.parameters.get(name)) is not None and parameter in states:
+                states[parameter] = _as_saved(saved, states[parameter])
 
     def _lay_out(self) -> None:
         """Give loaded tensors the strides of their parameter, as a fused kernel needs.
@@ -255,20 +255,20 @@ class OptimizerState:
         if not any(group.get("fused") for group in self._optimizer.param_groups):
             return
         for parameter in self.parameters.values():
-            found = self._optimizer.state[parameter]
-            for key, value in found.items():
+            state = self._optimizer.state[parameter]
+            for key, value in state.items():
                 is_like_it = isinstance(value, Tensor) and value.shape == parameter.shape
                 if is_like_it and value.stride() != parameter.stride():
-                    found[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+                    state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def same(one: Any, other: Any) -> bool:
     """Whether two trees are equal, their tensors bit for bit."""
-    mine: dict[str, Tensor] = {}
-    theirs: dict[str, Tensor] = {}
-    if str(encode_tree(one, mine)) != str(encode_tree(other, theirs)):  # NaN is NaN
+    tensors: dict[str, Tensor] = {}
+    others: dict[str, Tensor] = {}
+    if str(encode_tree(one, tensors)) != str(encode_tree(other, others)):  # NaN is NaN
         return False
-    return all(same_bits(mine[name], theirs[name]) for name in mine)
+    return all(same_bits(tensors[name], others[name]) for name in tensors)
 
 
 def _is_plain(value: Any, tensors: dict[str, Tensor] | None = None) -> bool:
@@ -280,28 +280,28 @@ def _is_plain(value: Any, tensors: dict[str, Tensor] | None = None) -> bool:
     return True
 
 
-def _is_own(key: str, mine: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+def _is_own(key: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
     """Whether an option stays: it chooses a kernel, or is an enum, which files have plain."""
     if key in _KERNELS:
         return True
-    return isinstance(mine[key], Enum) and key in saved and bool(mine[key] == saved[key])
+    return isinstance(own[key], Enum) and key in saved and bool(own[key] == saved[key])
 
 
-def _as_saved(saved: Any, found: Any) -> Any:
-    """`saved` with its tensors on the devices of those in `found`, into which torch cast them."""
-    if isinstance(saved, Tensor) and isinstance(found, Tensor):
-        return found if saved.dtype is found.dtype else saved.to(found.device)
-    if isinstance(saved, Mapping) and isinstance(found, Mapping):
+def _as_saved(saved: Any, loaded: Any) -> Any:
+    """`saved` with its tensors on the devices of those in `loaded`, into which torch cast them."""
+    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
+        return loaded if saved.dtype is loaded.dtype else saved.to(loaded.device)
+    if isinstance(saved, Mapping) and isinstance(loaded, Mapping):
         return {
             key: _as_saved(saved[key], value) if key in saved else value
-            for key, value in found.items()
+            for key, value in loaded.items()
         }
-    if isinstance(saved, list | tuple) and isinstance(found, list | tuple):
-        if len(saved) == len(found):
-            pairs = zip(saved, found, strict=True)
+    if isinstance(saved, list | tuple) and isinstance(loaded, list | tuple):
+        if len(saved) == len(loaded):
+            pairs = zip(saved, loaded, strict=True)
             return type(saved)(_as_saved(*pair) for pair in pairs)
-        return found
-    return saved if isinstance(saved, str) else found
+        return loaded
+    return saved if isinstance(saved, str) else loaded
 
 
 class BuiltOptions(NamedTuple):

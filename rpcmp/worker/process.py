@@ -93,8 +93,8 @@ class WorkerProcess:
         liveness.start_heartbeat(self._channel, self._vitals)
         with self._activity.during("build"):
             stage = self._stage = self._build(assignment, loaders)
-            if (begin := self._start["restore"]) is not None:
-                self._restore(stage, begin["step"], begin["files"])
+            if (source := self._start["restore"]) is not None:
+                self._restore(stage, source["step"], source["files"])
         with self._activity.during("join"):
             address = transport.join(
                 self._start["members"], self._start["rank"], self._store, stage
@@ -118,7 +118,7 @@ class WorkerProcess:
         if not files:
             snapshot = self._slots.get(step)
             if snapshot is None:
-                raise CheckpointError(f"there is no snapshot of step {step} to go on from")
+                raise CheckpointError(f"there is no snapshot of step {step} to resume from")
             files = [self._slots.path(snapshot.slot)]
         restore(files, stage.model, stage.optimizer)
 

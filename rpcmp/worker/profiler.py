@@ -244,7 +244,7 @@ class Layer:
         """Return the seconds of a forward, a backward and its weight gradients."""
         # Gradients add up, as they do over the micro-batches of a step.
         tape = self._tape()
-        weights = self._splitter.begin()
+        weights = self._splitter.next_microbatch()
         started = self._now()
         with weights.watch():
             produced = tape.leave(self._forward(tape))

@@ -187,25 +187,29 @@ def _copy(source: _Trial, target: _Trial) -> None:
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
     }
-    found = decoded(about, copies, list(model), list(model))
+    restored = decoded(about, copies, list(model), list(model))
     with torch.no_grad():
         for name, parameter in target.named.items():
-            parameter.copy_(found.model[name])
-    target.state.load(KeptState(found.state, found.groups, found.aside))
+            parameter.copy_(restored.model[name])
+    target.state.load(KeptState(restored.state, restored.groups, restored.aside))
     if target.scheduler is not None:
-        target.scheduler.load_state_dict(found.scheduler)
+        target.scheduler.load_state_dict(restored.scheduler)
 
 
 def _difference(one: _Trial, other: _Trial) -> str:
     """Describe how two trials differ; empty if they do not."""
-    mine, theirs = one.state.read(), other.state.read()
+    state, other_state = one.state.read(), other.state.read()
     names = [name for name in one.named if not same_bits(one.named[name], other.named[name])]
-    if not names and same(mine.state, theirs.state) and same(mine.groups, theirs.groups):
+    if (
+        not names
+        and same(state.state, other_state.state)
+        and same(state.groups, other_state.groups)
+    ):
         return ""
-    what = f"parameters such as {names[0]!r}" if names else "its state or its options"
+    different = f"parameters such as {names[0]!r}" if names else "its state or its options"
     hidden = one.state.hidden()
     lost = f" (no checkpoint holds its attributes {', '.join(hidden)})" if hidden else ""
-    return f"{what} differ {STEPS - BEFORE} steps after it was restored{lost}"
+    return f"{different} differ {STEPS - BEFORE} steps after it was restored{lost}"
 
 
 MAX_PICKLE_BYTES = 2**20

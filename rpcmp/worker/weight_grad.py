@@ -147,7 +147,7 @@ class Splitter:
     def __init__(self) -> None:
         self._splittable: frozenset[Tensor] | None = None
 
-    def begin(self, splits: bool = True) -> WeightGradients:
+    def next_microbatch(self, splits: bool = True) -> WeightGradients:
         """Return those of the next micro-batch; nothing is deferred unless the stage `splits`."""
         return WeightGradients((splits and self._splittable) or frozenset())
 
@@ -359,10 +359,10 @@ def _differentiate(
     wanted = _trained(*inputs)
     if not wanted:
         return (None,) * len(inputs)
-    found = iter(
+    gradients = iter(
         torch.autograd.grad([output], wanted, [grad], retain_graph=True, create_graph=create_graph)
     )
-    return tuple(next(found) if _trained(value) else None for value in inputs)
+    return tuple(next(gradients) if _trained(value) else None for value in inputs)
 
 
 def _add_to_grad(parameter: Tensor, grad: Tensor) -> None:

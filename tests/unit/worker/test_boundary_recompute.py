@@ -82,7 +82,7 @@ def begun(
 ) -> tuple[Replay, WeightGradients, Any]:
     """A micro-batch after its first forward, where its weight gradients wait, and its outputs."""
     splitter = splitter or Splitter()
-    weights = splitter.begin()
+    weights = splitter.next_microbatch()
     made = Replay(compute, [StageOutputs(received)], CPU, buffers or Buffers([]), splitter, weights)
     return made, weights, made.forward()
 

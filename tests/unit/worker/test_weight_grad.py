@@ -76,7 +76,7 @@ def train(model: nn.Module, inputs: list[Tensor], loss: Loss, late: Late | None)
     splitter, waiting = Splitter(), WeightGradients(frozenset())
     for number, value in enumerate(inputs):
         torch.manual_seed(number)
-        gradients = splitter.begin()
+        gradients = splitter.next_microbatch()
         with gradients.watch() if late else contextlib.nullcontext():
             output = loss(model(value))
         if late:
