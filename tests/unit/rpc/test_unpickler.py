@@ -62,7 +62,7 @@ def test_messages_of_the_protocol_are_unpickled(value: Any) -> None:
 
 
 def test_enum_members_named_by_getattr_are_unpickled() -> None:
-    """As Python 3.11.0 to 3.11.3 do, Debian's among them."""
+    """Python 3.11.0 to 3.11.3 pickle them so."""
     assert load(Evil(getattr, Mode, "TRAIN")) is Mode.TRAIN
     with pytest.raises(SecurityError, match="'mro'"):
         load(Evil(getattr, Mode, "mro"))
@@ -190,7 +190,7 @@ def test_a_message_cannot_import_a_module(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_a_pickle_that_changes_allowed_classes_is_refused(tmp_path: Path) -> None:
-    """It changes classes that it finds, and has one of ours call what a string names."""
+    """The pickle makes one of our classes call the function that a string names."""
     marker = tmp_path / "was-here"
 
     def text(value: str) -> bytes:

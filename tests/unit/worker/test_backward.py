@@ -34,7 +34,7 @@ class Stage:
 
     Attributes:
         failures: of its backwards and weight gradients.
-        told: what its producers were told.
+        reported: inputs without gradients, as reported to their producers.
         ended: the round is complete.
     """
 
@@ -60,7 +60,7 @@ class Stage:
     def forward(
         self, weights: WeightGradients, function: Callable[..., Any], *received: Tensor
     ) -> SavedBundle:
-        """Run `function`, whose outputs one reader reads, one each."""
+        """Run `function`, each of whose outputs has a reader of its own."""
         tape = LocalTape([StageOutputs(value) for value in received], CPU)
         with weights.watch():
             produced = tape.leave(function(*tape.inputs))
@@ -71,7 +71,7 @@ class Stage:
         return memory_of(tape, weights, read, produced)
 
     def run(self, memory: SavedBundle, *gradients: Tensor | None) -> Future[list[Tensor | None]]:
-        """As a thread of the distributed autograd engine does it."""
+        """Run the backward on a thread, as the distributed autograd engine does."""
         return self._pool.submit(self.backwards.run, memory, gradients)
 
 
@@ -84,7 +84,7 @@ def memory_of(
 
 
 def plain() -> WeightGradients:
-    """For micro-batches that are not split."""
+    """Weight gradients of a micro-batch that is not split."""
     return WeightGradients(frozenset())
 
 
@@ -122,7 +122,7 @@ def test_an_output_with_several_readers_gets_the_sum_of_their_gradients() -> Non
 
 
 def bundle(*functions: Callable[[Tensor], Any]) -> SavedBundle:
-    """Micro-batches whose outputs two readers read: the first one of them all, the other one."""
+    """Micro-batches with two readers: one reads all outputs, the other reads one."""
     kept = []
     for microbatch, function in enumerate(functions):
         tape = LocalTape([StageOutputs(torch.ones(1, requires_grad=True))], CPU)
@@ -179,8 +179,6 @@ def test_a_split_backward_answers_before_its_weight_gradient_which_ends_the_roun
 
 
 class Planted(torch.autograd.Function):
-    """Fails in its backward."""
-
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
         return value.clone()
@@ -195,7 +193,7 @@ planted: Callable[[Tensor], Tensor] = Planted.apply
 
 @splittable
 def product_that_fails(value: Tensor, weight: Tensor) -> Tensor:
-    """Only where the gradient of the weight is asked for."""
+    """A product whose backward fails if the weight needs a gradient."""
     return value * planted(weight)
 
 

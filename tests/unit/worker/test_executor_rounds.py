@@ -1,4 +1,4 @@
-"""How far a stage has come: rounds in strict order, whichever is heard of first."""
+"""Progress of rounds, which run in strict order, whichever starts first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def a_round(num_bundles: int = 1, training: bool = True) -> RoundState:
 
 
 def begun(*numbers: int) -> RoundQueue:
-    """Rounds of which these have begun, in this order."""
+    """Return a queue in which these rounds have started, in this order."""
     rounds = RoundQueue()
     for number in numbers:
         rounds.start(number, a_round)
@@ -31,7 +31,7 @@ def task() -> Task:
 
 
 def finish(found: RoundState, actions: Iterable[Action]) -> None:
-    """Do all of a round's actions of these kinds."""
+    """Take all actions of these kinds of a round."""
     for action in actions:
         for microbatch in range(len(found.bundles)):
             found.ready[action, microbatch] = task()
