@@ -27,7 +27,7 @@ ELSEWHERE = {
     "cluster/test_bench.py": """
         tools/bench/peer_group tools/bench/peer_process tools/bench/peer_trainers
     """,
-    "cluster/test_drive.py": "cli/drive driver/process rpc/store",
+    "cluster/test_drive.py": "cli/drive driver/process",
     "cluster/test_faults.py": "worker/process",
     "cluster/test_front.py": "server/endpoints",
     "cluster/test_hosts.py": "job/server_pool server/snapshot_saver server/snapshot_store",
@@ -44,9 +44,8 @@ ELSEWHERE = {
     """,
     "cluster/test_verify.py": "cli/verify",
     "cluster/test_tunnel.py": "net/dialer",
-    "group/test_bits.py": "driver/stage_group driver/worker_refs worker/step_runner",
+    "group/test_bits.py": "driver/stage_group driver/worker_refs",
     "group/test_optimizers.py": "driver/distributed_optimizer",
-    "group/test_ties.py": "worker/grad_sync/tied",
     "system/test_examples.py": """
         examples/branches examples/encoder_decoder examples/hybrid_devices examples/llama
         examples/residual_ddp examples/resnet50 examples/stdlib_gpt examples/two_parts
@@ -57,7 +56,6 @@ ELSEWHERE = {
     "unit/checkpoint/test_stage_state.py": "checkpoint/slot_writer",
     "unit/cli/test_output.py": "cli/terminal config/validation",
     "unit/config/test_importing.py": "config/suggestion",
-    "unit/data/test_batch_server.py": "data/batch_prefetch",
     "unit/data/test_index_batches.py": "driver/datasets",
     "unit/data/test_stage_loader.py": "data/loader_process",
     "unit/driver/test_progress.py": "driver/checkpoint_schedule",
@@ -96,9 +94,9 @@ ELSEWHERE = {
     "unit/tools/verify/test_reference_model.py": """
         tools/verify/verification tools/verify/reference_parts
     """,
-    "unit/worker/grad_sync/test_bucket_allreduce.py": "worker/grad_sync/buckets",
-    "group/test_replicas.py": "driver/replica_check worker/grad_sync/sync",
-    "unit/worker/test_optimizer_state.py": "worker/option_overrides worker/rehearsal",
+    "unit/worker/test_bucket_allreduce.py": "worker/buckets",
+    "group/test_replicas.py": "driver/replica_check worker/grad_sync",
+    "unit/worker/test_optimizer_state.py": "worker/rehearsal",
 }
 """Modules without a test of their own, by the test that proves them."""
 

@@ -1,28 +1,174 @@
-"""Mini-batches: the same bits for every number of loader processes, wherever they are loaded.
+"""Mini-batches: which samples they consist of, and how they are loaded.
+
+An epoch's order is that of torch's DistributedSampler after `set_epoch`, so a run here and one
+under DistributedDataParallel see the same mini-batches. Or it is that of the config's own sampler,
+which draws under a seed of the epoch.
 
 Before a process loads a mini-batch it seeds itself from (seed, epoch, index of the mini-batch). So
-random transforms depend neither on the process nor on what it has loaded before, and an epoch can
-be resumed in its middle.
+the bits are the same for every number of loader processes, wherever they are, and an epoch can be
+resumed in its middle.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import itertools
+import operator
 import pickle
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sized
+from typing import Any, NamedTuple, Protocol, SupportsIndex, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    default_collate,
+)
 
 from rpcmp.config import importing
 from rpcmp.config.sections import DataConfig
 from rpcmp.config.types import Factory
-from rpcmp.data.sample_order import Key, SampleOrder, require_sized, sampler_of
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import layers, microbatch, pytree
 from rpcmp.process.sandbox.confinement import is_confined
+
+Key = tuple[int, int, list[int]]
+"""One mini-batch: the epoch, its index there, and the indices of its samples."""
+
+
+class Epochs(Protocol):
+    """The order of a dataset's samples in each epoch, counted from 0, as torch's samplers have."""
+
+    def __len__(self) -> int: ...
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+    def __iter__(self) -> Iterator[int]: ...
+
+
+class SampleOrder(Sampler[Key]):
+    """The mini-batches of each epoch, as the indices of their samples.
+
+    Args:
+        dataset: only its length is used.
+        data, seed, training: see Batches.
+        sampler: of the samples; None: as `data.shuffle` says.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        data: DataConfig,
+        seed: int,
+        training: bool,
+        sampler: Epochs | None = None,
+    ) -> None:
+        self._epoch, self._first = 1, 0
+        # Of all samples: the stages' replicas share a mini-batch, not the dataset.
+        self._sampler: Epochs = sampler or DistributedSampler(
+            cast(Dataset[Any], dataset), 1, 0, shuffle=data.shuffle and training, seed=seed
+        )
+        self._batch_size, self._drop_last = data.batch_size, data.drop_last and training
+        self._samples = BatchSampler(
+            cast(Sampler[int], self._sampler), self._batch_size, drop_last=self._drop_last
+        )
+
+    def start_epoch(self, epoch: int, first: int = 0) -> None:
+        """Yield the mini-batches of `epoch` next, from the one with index `first`."""
+        self._epoch, self._first = epoch, first
+
+    @property
+    def fewest(self) -> int:
+        """Number of samples in the smallest mini-batch, the last of an epoch."""
+        left = 0 if self._drop_last else len(self._sampler) % self._batch_size
+        return left or self._batch_size
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __iter__(self) -> Iterator[Key]:
+        self._sampler.set_epoch(self._epoch - 1)  # there they are counted from 0
+        keys = zip(itertools.repeat(self._epoch), itertools.count(), self._samples, strict=False)
+        return itertools.islice(keys, self._first, None)
+
+
+class OwnSampler:
+    """The config's own sampler of the training dataset; an epoch's order is always the same.
+
+    Args:
+        sampler: like torch's, has a length and yields indices of samples.
+        samples: number of samples in the dataset.
+    """
+
+    def __init__(self, sampler: Any, samples: int, seed: int) -> None:
+        self._sampler, self._num_samples, self._seed = sampler, samples, seed
+        self._epoch = 0
+        if self.indices() != self.indices():
+            raise ConfigError(
+                "data.sampler orders the same epoch differently when it is asked again: have it "
+                "draw from the default generators of torch, Python or numpy, which are seeded for "
+                "each epoch, or from an attribute `generator`"
+            )
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices())
+
+    def indices(self) -> list[int]:
+        """Return an epoch's indices at once, since other code draws from the same generators."""
+        layers.seed_all(self._seed, "sampler", self._epoch)
+        if isinstance(generator := getattr(self._sampler, "generator", None), torch.Generator):
+            generator.manual_seed(layers.derive_seed(self._seed, "sampler", self._epoch))
+        indices = list(self._sampler)
+        if len(indices) != len(self):
+            text = (
+                f"{len(indices)} samples in epoch {self._epoch + 1}, and its length is {len(self)}"
+            )
+            raise ConfigError(f"data.sampler yields {text}")
+        return [self._checked(index) for index in indices]
+
+    def _checked(self, index: Any) -> int:
+        is_scalar = not isinstance(index, torch.Tensor) or index.dim() == 0
+        if isinstance(index, SupportsIndex) and is_scalar:
+            number = operator.index(index)
+            if 0 <= number < self._num_samples:
+                return number
+        raise ConfigError(
+            f"data.sampler yields {index!r}: it has to yield indices of samples, here from 0 to "
+            f"{self._num_samples - 1}, one by one"
+        )
+
+
+def sampler_of(dataset: Dataset[Any], data: DataConfig, seed: int) -> OwnSampler | None:
+    """Create the config's own sampler of the training dataset, if it has one."""
+    if data.sampler is None:
+        return None
+    layers.seed_all(seed, "sampler")
+    sampler = importing.create(data.sampler, "data.sampler", dataset)
+    if not (hasattr(sampler, "__len__") and hasattr(sampler, "__iter__")):
+        raise ConfigError(
+            f"data.sampler = {data.sampler.callable!r} makes no sampler: it needs a length, and "
+            "yields indices of samples"
+        )
+    return OwnSampler(sampler, len(require_sized(dataset)), seed)
+
+
+def require_sized(dataset: Dataset[Any]) -> Sized:
+    if not isinstance(dataset, Sized):
+        raise ConfigError("the dataset has no length")
+    return dataset
 
 
 class Loaded(NamedTuple):
@@ -37,7 +183,6 @@ class Loaded(NamedTuple):
 
     @property
     def num_samples(self) -> int:
-        """Number of samples."""
         samples = microbatch.num_samples(self.inputs, "input")
         if self.targets is None:
             return samples
@@ -51,7 +196,6 @@ class Batches:
 
     Args:
         dataset: map-style, of (input, target) pairs of tensors, or of tuples and dicts of them.
-        data: batch size, shuffling, loader processes.
         seed: the config's; an epoch's order is drawn from seed + epoch.
         training: shuffle or sample, and drop an incomplete last mini-batch, if the config says so.
     """
@@ -62,7 +206,6 @@ class Batches:
         collate = Collate(data.collate)
         # torch's loaders hand memory over by Unix sockets, which a confined process may not use.
         self._sends_bytes = data.num_workers > 0 and is_confined()
-        self._empty: DataLoader[Any] = DataLoader([])  # type: ignore[arg-type]
         self._loader: DataLoader[Any] = DataLoader(
             Samples(dataset, seed),
             sampler=self._order,
@@ -81,17 +224,15 @@ class Batches:
 
     @property
     def fewest(self) -> int:
-        """Number of samples in the smallest mini-batch, the last of an epoch."""
         return self._order.fewest
 
     def close(self) -> None:
         """Stop the loader processes, which would otherwise run on for seconds."""
         if self._loader.num_workers:
-            self._loader = self._empty
+            self._loader = DataLoader([])  # type: ignore[arg-type]
             gc.collect()
 
     def first(self) -> Loaded:
-        """Return the first mini-batch of the first epoch."""
         return next(self.epoch(1))
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[Loaded]:
@@ -100,7 +241,7 @@ class Batches:
         Starts with the one whose index is `first`; those before it are not loaded. Random
         transforms are seeded if they draw from the default generators of torch, Python or numpy.
         """
-        self._order.begin(epoch, first)
+        self._order.start_epoch(epoch, first)
         batches = iter(self._loader)
         for _ in range(first, len(self._loader)):
             # A dataset's own StopIteration must not end the epoch in silence.
@@ -129,13 +270,7 @@ class Collate:
 
 
 class Samples(Dataset[Any]):
-    """Dataset whose items are the samples of whole mini-batches, each loaded under its own seed.
-
-    Args:
-        dataset: see Batches.
-        seed: the config's.
-        collate: makes a mini-batch of samples.
-    """
+    """Dataset whose items are the samples of whole mini-batches, each loaded under its own seed."""
 
     def __init__(
         self, dataset: Dataset[Any], seed: int, collate: Callable[[Any], Any] = default_collate
@@ -166,14 +301,12 @@ class Samples(Dataset[Any]):
 def load_batches(
     source: Factory, what: str, data: DataConfig, seed: int, training: bool
 ) -> Batches:
-    """Create the dataset `source`, and its mini-batches."""
     dataset = create_dataset(source, what, seed)
     require_enough(len(require_sized(dataset)), what, data, training)
     return Batches(dataset, data, seed, training)
 
 
 def create_dataset(source: Factory, what: str, seed: int) -> Dataset[Any]:
-    """Create the dataset `source`."""
     layers.seed_all(seed, "dataset", what)
     dataset: Dataset[Any] = importing.create(source, what)
     is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
@@ -183,7 +316,6 @@ def create_dataset(source: Factory, what: str, seed: int) -> Dataset[Any]:
 
 
 def require_enough(samples: int, what: str, data: DataConfig, training: bool) -> None:
-    """Fail if a dataset is too small."""
     if samples < (data.batch_size if data.drop_last and training else 1):
         raise ConfigError(f"{what}: {samples} samples make no mini-batch")
 
@@ -194,13 +326,10 @@ def _to_bytes(collate: Callable[[Any], Any], samples: Any) -> bytes:
 
 
 def _pair(batch: Any) -> Loaded:
-    """Return inputs and targets, which are the same object unless the mini-batch is a pair.
-
-    They are the same for a model that reconstructs its input, and for a loss that picks its targets
-    from a dict.
-    """
+    """Return inputs and targets, which are the same object unless the mini-batch is a pair."""
     batch = pytree.plain(batch)  # a collate function may return any mapping
     if isinstance(batch, torch.Tensor | dict):
+        # A model that reconstructs its input, or a loss that picks its targets from a dict.
         return Loaded(batch, batch)
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise ConfigError(

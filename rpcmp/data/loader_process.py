@@ -24,8 +24,7 @@ from rpcmp.config.importing import explain_error
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import SOURCES, Reference
 from rpcmp.data import batches
-from rpcmp.data.batches import Collate, Samples
-from rpcmp.data.sample_order import OwnSampler, sampler_of
+from rpcmp.data.batches import Collate, OwnSampler, Samples, sampler_of
 from rpcmp.errors import ConfigError, RpcmpError, StageError, one_line, to_wire
 from rpcmp.pipelining import pytree
 from rpcmp.process.channel import die_with_parent
@@ -38,13 +37,7 @@ Parts = dict[Reference, Any]
 
 
 def serve(handoff: Handoff, parent_pid: int, config: Config, stage: str) -> NoReturn:
-    """Answer the worker until it is gone; the process ends here.
-
-    Args:
-        handoff: to the worker.
-        parent_pid: the worker's.
-        stage: the stage's name.
-    """
+    """Answer the worker, whose process id is `parent_pid`, until it is gone; then exit."""
     die_with_parent(parent_pid, signal.SIGKILL)
     setproctitle("rpcmp.data.batches")
     torch.set_num_threads(1)
@@ -85,7 +78,6 @@ class _Loading:
         self._samples: dict[str, Samples] = {}
 
     def build(self) -> Message:
-        """Build the datasets, and answer with their sizes."""
         section, sizes = self._config.require_data("loading samples at a stage"), {}
         try:
             for name, source in section.factories.items():
@@ -97,7 +89,6 @@ class _Loading:
         return {"sizes": sizes}
 
     def order(self, epoch: int) -> Message:
-        """Answer with the order of an epoch's samples, by the config's own sampler."""
         try:
             self._sampler.set_epoch(epoch)
             return {"indices": torch.tensor(self._sampler.indices(), dtype=torch.int64)}
@@ -106,7 +97,7 @@ class _Loading:
 
     @functools.cached_property
     def _sampler(self) -> OwnSampler:
-        """Created on first use, since only one process of a job draws an order."""
+        # Created on first use, since only one process of a job draws an order.
         section = self._config.require_data("sampling")
         sampler = sampler_of(self._samples["train"].dataset, section, self._config.seed)
         if sampler is None:
@@ -114,7 +105,6 @@ class _Loading:
         return sampler
 
     def load(self, dataset: str, epoch: int, index: int, samples: list[int]) -> Message:
-        """Answer with what the stage reads of one mini-batch."""
         try:
             loaded = self._samples[dataset].load((epoch, index, samples))
             batch = dict(zip(SOURCES, loaded, strict=True))

@@ -20,9 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.context import ForkProcess
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 from torch.futures import Future
 
@@ -39,6 +38,8 @@ from rpcmp.rpc.messages import BatchIndices, Bundle, DatasetInfo, RoundHeader, S
 from rpcmp.rpc.tensors import Handoff
 from rpcmp.rpc.transport import NOBODY, Raised
 
+T = TypeVar("T")
+
 END_SECONDS = 1.0
 """Longest wait for the exit code of a process that has closed its connection."""
 
@@ -50,22 +51,17 @@ class _Loader(NamedTuple):
 
 
 class LoaderPool:
-    """The processes that load what one stage reads; created before this process has threads.
-
-    Args:
-        stage: the name of a stage that reads some of the batch.
-    """
+    """The processes that load what one stage reads; created before this process has threads."""
 
     def __init__(self, config: Config, stage: str) -> None:
         section = config.require_data("loading samples at a stage")
         self._stage = stage
         self._references = config.graph().parts(stage)
         self._all: list[_Loader] = []
+        self._idle = queue.SimpleQueue[_Loader]()
         for _ in range(section.num_loaders):
             self._all.append(self._fork(config))
-        self._idle: queue.SimpleQueue[_Loader] = queue.SimpleQueue()
-        for loader in self._all:
-            self._idle.put(loader)
+            self._idle.put(self._all[-1])
         self._threads = ThreadPoolExecutor(len(self._all), "rpcmp-loader")
 
     def holding(self) -> DatasetInfo:
@@ -89,27 +85,26 @@ class LoaderPool:
 
     def load(self, drawn: BatchIndices, done: Callable[[Parts | RpcmpError], None]) -> None:
         """Load a mini-batch as soon as a process is idle, and call `done` from another thread."""
-        self._threads.submit(lambda: done(self._attempt(drawn)))
 
-    def order(self, epoch: int, done: Callable[[torch.Tensor | RpcmpError], None]) -> None:
-        """Draw the order of an epoch, and call `done` from another thread."""
-
-        def attempt() -> torch.Tensor | RpcmpError:
-            try:
-                answer = self._ask([epoch])
-                indices: torch.Tensor = answer["indices"]
-            except RpcmpError as error:
-                return error
-            return indices
-
-        self._threads.submit(lambda: done(attempt()))
-
-    def _attempt(self, drawn: BatchIndices) -> Parts | RpcmpError:
-        try:
-            answer = self._ask([drawn.dataset, *drawn.place, drawn.samples])
+        def load() -> Parts:
+            answer = self._ask([drawn.dataset, drawn.epoch, drawn.batch, drawn.samples])
             return loader_process.unpacked(self._references, answer)
-        except RpcmpError as error:
-            return error
+
+        self._submit(load, done)
+
+    def order(self, epoch: int, done: Callable[[Tensor | RpcmpError], None]) -> None:
+        """Draw the order of an epoch, and call `done` from another thread."""
+        self._submit(lambda: self._ask([epoch])["indices"], done)
+
+    def _submit(self, load: Callable[[], T], done: Callable[[T | RpcmpError], None]) -> None:
+        def run() -> None:
+            try:
+                loaded: T | RpcmpError = load()
+            except RpcmpError as error:
+                loaded = error
+            done(loaded)
+
+        self._threads.submit(run)
 
     def _ask(self, request: list[Any]) -> Any:
         """Return the answer of the next process that is idle."""
@@ -167,9 +162,7 @@ class _MiniBatch:
 
 
 class StageDataLoader:
-    """The mini-batches that a stage loads, from their announcement to the end of their round.
-
-    Thread-safe.
+    """The mini-batches that a stage loads, until the end of their round. Thread-safe.
 
     Attributes:
         holding: sizes of the datasets; set by `wait`.
@@ -193,31 +186,28 @@ class StageDataLoader:
         """Return the indices of an epoch's samples, or a Raised."""
         answer: Future[Any] = Future()
 
-        def done(found: Tensor | RpcmpError) -> None:
-            answer.set_result(Raised(to_wire(found)) if isinstance(found, RpcmpError) else found)
+        def done(order: Tensor | RpcmpError) -> None:
+            answer.set_result(Raised(to_wire(order)) if isinstance(order, RpcmpError) else order)
 
         self._loaders.order(epoch, done)
         return answer
 
     def prefetch(self, drawn: Sequence[BatchIndices]) -> None:
-        """Load these mini-batches, one after the other."""
-        for each in drawn:
+        for batch in drawn:
             with self._lock:
-                mini_batch = self._mini_batch(each.batch_id)
-            self._loaders.load(each, mini_batch.parts.set_result)
+                mini_batch = self._mini_batch(batch.batch_id)
+            self._loaders.load(batch, mini_batch.parts.set_result)
 
     def get(self, bundle: Bundle, reference: Reference) -> Future[Any]:
         """Return StageOutputs per micro-batch of a bundle, or a Raised; copies at every call.
 
         The mini-batch may be announced later, since messages overtake each other.
         """
-        mini_batch = self._needed(bundle.round)
         answer: Future[Any] = Future()
-
-        def loaded(found: list[Any]) -> None:
-            answer.set_result(_slices(found[0], bundle, reference))
-
-        transport.when_all([(NOBODY, mini_batch.parts)], loaded)
+        transport.when_all(
+            [(NOBODY, self._needed(bundle.round).parts)],
+            lambda parts: answer.set_result(_slices(parts[0], bundle, reference)),
+        )
         return answer
 
     def skip(self, header: RoundHeader) -> None:
@@ -227,8 +217,7 @@ class StageDataLoader:
     def forget(self, last: int) -> None:
         """Drop all mini-batches after the rounds up to `last` were aborted.
 
-        What is needed later is announced again. A request for an aborted round, which the abort has
-        overtaken, fails.
+        What is needed later is announced again. Requests that the abort has overtaken fail.
         """
         with self._lock:
             self._aborted_round = max(last, self._aborted_round)

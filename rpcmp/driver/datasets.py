@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rpcmp.config.schema import Config
-from rpcmp.data.batches import load_batches, require_enough
-from rpcmp.data.index_batches import AHEAD, Announcer, IndexBatches, SampledThere
-from rpcmp.data.sample_order import SampleOrder
+from rpcmp.data.batches import SampleOrder, load_batches, require_enough
+from rpcmp.data.index_batches import AHEAD, IndexBatches, RemoteSampler
 from rpcmp.driver.rounds import Batch
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.errors import ConfigError
@@ -71,16 +70,16 @@ class Datasets:
         section, seed = config.require_data("training"), config.seed
         sizes = _common_sizes(group.dataset_infos())
         num_ahead = AHEAD * section.num_loaders
-        announcer = Announcer(group.prefetch, num_ahead, itertools.count(1))
+        announces = group.prefetch, num_ahead, itertools.count(1)
         orders = {}
         for name, samples in sizes.items():
             training = name == "train"
             require_enough(samples, f"data.{name}", section, training)
-            sampler = SampledThere(group.epoch_order) if training and section.sampler else None
+            sampler = RemoteSampler(group.epoch_order) if training and section.sampler else None
             orders[name] = SampleOrder(range(samples), section, seed, training, sampler)
         total = total_steps(config, len(orders["train"]))
-        train = IndexBatches("train", orders["train"], announcer, total)
-        test = IndexBatches("test", orders["test"], announcer) if "test" in orders else None
+        train = IndexBatches("train", orders["train"], *announces, total)
+        test = IndexBatches("test", orders["test"], *announces) if "test" in orders else None
         return cls(train, test)
 
     def close(self) -> None:

@@ -40,9 +40,8 @@ from rpcmp.pipelining.assignment import Assignment
 from rpcmp.process import liveness
 from rpcmp.process.channel import ChildContext, Message
 from rpcmp.rpc import transport, unpickler
-from rpcmp.rpc.store import ChannelStore
 from rpcmp.rpc.tensors import save_tensors
-from rpcmp.rpc.transport import TorchRpc
+from rpcmp.rpc.transport import ChannelStore, Transport
 from rpcmp.worker.stage import Stage
 
 
@@ -126,7 +125,7 @@ class DriverProcess:
             address = transport.join(order["members"], order["rank"], self._store, self._source)
         self._channel.send({"event": "joined", "address": address})
         work = self._messages.get()
-        group = StageGroup(config, self._source, TorchRpc())
+        group = StageGroup(config, self._source, Transport())
         if self._loads_at_stages:
             self._datasets = Datasets.at_stages(config, group)
         match work["op"]:

@@ -9,10 +9,9 @@ milliseconds of CPU, whatever it contains, so stages that compute for less are f
 messages. Schedules, rounds and distributed autograd see only bundles. Computing, drawing random
 numbers and summing still go micro-batch by micro-batch, so bits do not depend on the bundles.
 
-Every bundle has the header of its round, instead of the first message per worker and round.
-Messages overtake each other and rounds are aborted: with the header in each of them, any message
-can start its round at a stage, and no stage keeps headers that a late message could miss. A bundle
-is 141 bytes of pickle, however many micro-batches it has.
+Every bundle has the header of its round. Messages overtake each other and rounds are aborted: with
+the header in each of them, any message can start its round at a stage, and no stage keeps headers
+that a late message could miss. A bundle is 141 bytes of pickle, however many micro-batches it has.
 """
 
 from __future__ import annotations
@@ -54,9 +53,7 @@ class RoundHeader(NamedTuple):
     Attributes:
         number: counts train steps, evaluations and predictions together; unique per generation.
         step: the optimizer step that the round is for or follows; seeds dropout, names errors.
-        num_samples: samples in the mini-batch.
         accumulated: micro-batches of earlier rounds whose gradients this step already has.
-        after: what a stage does after the round.
         version: the number of the snapshot that stages take after the round; 0: none.
         save: whether that snapshot goes to a disk.
         batch_id: the `BatchIndices` that the stages load; 0: the driver has the samples.
@@ -101,12 +98,7 @@ class RoundHeader(NamedTuple):
 
 
 class MicrobatchMeta(NamedTuple):
-    """One micro-batch of a round.
-
-    Attributes:
-        number: of the round's micro-batches, from 0.
-        num_samples: samples in this micro-batch.
-    """
+    """One micro-batch of a round, whose micro-batches are numbered from 0."""
 
     round: RoundHeader
     number: int
@@ -124,18 +116,14 @@ class MicrobatchMeta(NamedTuple):
 
 
 class Bundle(NamedTuple):
-    """The micro-batches of one message; the unit in which stages ask each other.
-
-    Attributes:
-        number: of the round's bundles, from 0.
-    """
+    """The micro-batches of one message; a round's bundles are numbered from 0."""
 
     round: RoundHeader
     number: int
 
     @property
     def microbatches(self) -> list[MicrobatchMeta]:
-        """Its micro-batches in order; never empty."""
+        """The micro-batches in order; never empty."""
         return self.round.microbatches(self.round.indices_in([self.number]))
 
 
@@ -147,7 +135,6 @@ class BatchIndices(NamedTuple):
         dataset: "train" or "test".
         epoch: counted from 1.
         batch: index in the epoch; random transforms draw from (seed, epoch, batch).
-        samples: their indices, in order.
     """
 
     batch_id: int
@@ -161,7 +148,7 @@ class BatchIndices(NamedTuple):
         return len(self.samples)
 
     @property
-    def place(self) -> tuple[int, int]:
+    def position(self) -> tuple[int, int]:
         return self.epoch, self.batch
 
 
@@ -169,7 +156,6 @@ class DatasetInfo(NamedTuple):
     """The datasets that a stage has built.
 
     Attributes:
-        host: name of the stage's host.
         sizes: samples in each dataset, by "train" and "test".
     """
 
@@ -192,7 +178,6 @@ class StepReport(NamedTuple):
 
     @property
     def learning_rate(self) -> float | None:
-        """Of the first parameter group."""
         return self.learning_rates[0] if self.learning_rates else None
 
 
@@ -221,7 +206,7 @@ class Trained(NamedTuple):
 
     Attributes:
         loss: the mean loss, or the micro-batch's part of it.
-        reports: reports of the step before, by stage; empty if unknown.
+        reports: of the step before, by stage; empty if unknown.
     """
 
     loss: float

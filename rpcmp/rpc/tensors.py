@@ -89,28 +89,24 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     return safetensors.torch.load_file(path)
 
 
-def tensors_to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+def _tensors_to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
     data: bytes = safetensors.torch.save(_independent(tensors))
     return data
 
 
-def tensors_from_bytes(data: bytes) -> dict[str, Tensor]:
-    return safetensors.torch.load(data)
-
-
-def tensors_to_memory(tensors: Mapping[str, Tensor]) -> int:
+def _tensors_to_memory(tensors: Mapping[str, Tensor]) -> int:
     """Copy `tensors` to anonymous shared memory; return its file descriptor, to be closed.
 
     A memfd counts towards the processes' memory and needs no room in /dev/shm.
     """
-    data = tensors_to_bytes(tensors)
+    data = _tensors_to_bytes(tensors)
     fd = os.memfd_create("rpcmp-tensors")
-    with open(os.dup(fd), "wb") as file:
+    with open(fd, "wb", closefd=False) as file:
         file.write(data)
     return fd
 
 
-def tensors_from_memory(fd: int) -> dict[str, Tensor]:
+def _tensors_from_memory(fd: int) -> dict[str, Tensor]:
     """Return copies of the tensors in shared memory; closes `fd`."""
     try:
         with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as memory:
@@ -167,15 +163,11 @@ def decode_tree(spec: Spec, tensors: Mapping[str, Tensor]) -> Any:
         case "list":
             return [decode_tree(item, tensors) for item in content]
         case "dtype":
-            return _dtype(content)
+            dtype = getattr(torch, content, None)
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"{content!r} is no dtype of torch")
+            return dtype
     return content
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype of torch")
-    return found
 
 
 def _join(name: str, key: Any) -> str:
@@ -192,42 +184,34 @@ _HEADER = struct.Struct("!Q")
 
 
 def dump_message(message: Any) -> bytes:
-    """Return the bytes of a tree of tensors, numbers, strings and None.
-
-    Raises:
-        TypeError: a leaf is neither a tensor nor plain.
-    """
+    """Return the bytes of a tree of tensors, numbers, strings and None."""
     tensors: dict[str, Tensor] = {}
     data = json.dumps(encode_tree(message, tensors)).encode()
-    return _HEADER.pack(len(data)) + data + tensors_to_bytes(tensors)
+    return _HEADER.pack(len(data)) + data + _tensors_to_bytes(tensors)
 
 
 def load_message(message: bytes) -> Any:
     (size,) = _HEADER.unpack_from(message)
     end = _HEADER.size + size
-    return decode_tree(json.loads(message[_HEADER.size : end]), tensors_from_bytes(message[end:]))
+    return decode_tree(
+        json.loads(message[_HEADER.size : end]), safetensors.torch.load(message[end:])
+    )
 
 
 class Handoff:
-    """One end of the connection; messages are trees of tensors, numbers, strings and None.
+    """One end of a Unix stream socket, which it closes.
 
-    Args:
-        connection: a Unix stream socket, which this object closes.
+    Messages are trees of tensors, numbers, strings and None.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
 
     def send(self, message: Any) -> None:
-        """Send one message.
-
-        Raises:
-            OSError: the other end is closed.
-            TypeError: a leaf is neither a tensor nor plain.
-        """
+        """Send one message; raises OSError if the other end is closed."""
         tensors: dict[str, Tensor] = {}
         data = json.dumps(encode_tree(message, tensors)).encode()
-        fds = [tensors_to_memory(tensors)] if tensors else []
+        fds = [_tensors_to_memory(tensors)] if tensors else []
         try:
             socket.send_fds(self._socket, [_HEADER.pack(len(data))], fds)
             self._socket.sendall(data)
@@ -236,11 +220,7 @@ class Handoff:
                 os.close(fd)
 
     def receive(self) -> Any:
-        """Return the next message.
-
-        Raises:
-            EOFError: the other end is closed.
-        """
+        """Return the next message; raises EOFError if the other end is closed."""
         header, fds, _, _ = socket.recv_fds(self._socket, _HEADER.size, 1)
         try:
             header += self._read(_HEADER.size - len(header))
@@ -250,7 +230,7 @@ class Handoff:
             for fd in fds:
                 os.close(fd)
             raise
-        tensors = tensors_from_memory(fds[0]) if fds else {}
+        tensors = _tensors_from_memory(fds[0]) if fds else {}
         return decode_tree(json.loads(data), tensors)
 
     def close(self) -> None:

@@ -20,25 +20,25 @@ well. tests/unit/test_torch_contract.py pins down what this module relies on in 
 Calls name a function, not a string: `call(member, Stage.forward, bundle, port)` runs
 `Stage.forward` on the object that the other process serves. A method may return a Future and answer
 later; no handler blocks, so a few RPC threads are enough for any number of micro-batches.
-
-The kernel counts bytes on connections (see `rpcmp.process.sockets`), but not those that go from
-process to process through one machine's memory. So `Payload` counts tensors as answers arrive.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import gc
+import itertools
 import os
 import queue
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch._C._distributed_autograd import _init as _init_autograd
@@ -60,6 +60,7 @@ from rpcmp.errors import (
     to_wire,
 )
 from rpcmp.pipelining import pytree
+from rpcmp.process.channel import Message
 from rpcmp.process.sandbox import namespace
 from rpcmp.process.sandbox.confinement import is_confined
 from rpcmp.process.sandbox.namespace import address_of
@@ -69,34 +70,28 @@ from rpcmp.rpc.unpickler import Method
 
 
 class Payload:
-    """Bytes of tensors per member: in its answers, and in gradients sent back. Thread-safe."""
+    """Bytes of tensors per member: in its answers, and in gradients sent back. Thread-safe.
+
+    The kernel counts bytes on connections, see `rpcmp.process.sockets`, but not those that pass
+    from process to process through one machine's memory.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._traffic: dict[str, PeerTraffic] = {}
+        self._sent = Counter[str]()
+        self._received = Counter[str]()
 
-    def note(self, peer: str, answer: Any) -> None:
-        """Count the tensors of a member's answer.
-
-        Also count a gradient for each of them that requires grad. It goes back with the same shape
-        and dtype, unless the round is aborted.
-        """
-        sent = received = 0
-        for tensor in pytree.tensors(answer):
-            size = tensor.numel() * tensor.element_size()  # `nbytes` raises for sparse ones
-            received += size
-            sent += size if tensor.requires_grad else 0
-        if received:
-            with self._lock:
-                old = self._traffic.get(peer, PeerTraffic(peer, 0, 0, 0.0))
-                self._traffic[peer] = old._replace(
-                    sent=old.sent + sent, received=old.received + received
-                )
+    def count(self, peer: str, answer: Any) -> None:
+        """Count the tensors of an answer, and the gradients that go back unless a round aborts."""
+        with self._lock:
+            for tensor in pytree.tensors(answer):
+                size = tensor.numel() * tensor.element_size()  # `nbytes` raises for sparse ones
+                self._received[peer] += size
+                self._sent[peer] += size if tensor.requires_grad else 0
 
     def read(self) -> list[PeerTraffic]:
-        """Return the counts since the process started."""
         with self._lock:
-            return list(self._traffic.values())
+            return [PeerTraffic(p, self._sent[p], n, 0.0) for p, n in self._received.items() if n]
 
 
 NUM_RPC_THREADS = 4
@@ -120,6 +115,53 @@ class Raised(NamedTuple):
     """An error as the value of a call."""
 
     error: str
+
+
+class ChannelStore(Store):
+    """The rendezvous store of one generation, which asks the process's own supervisor. Thread-safe.
+
+    With no TCPStore and no Gloo group there is no further listening socket, and this process
+    connects to no other host.
+
+    Args:
+        send: sends {"event": "store", "id", "call", "keys", ...} to the supervisor, whose answer
+            {"op": "stored", "id", "value" or "error"} has to be passed to `set_answer`.
+    """
+
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        super().__init__()
+        self._send = send
+        self._ids = itertools.count()
+        self._answers: dict[int, queue.SimpleQueue[Message]] = {}
+
+    def set_answer(self, answer: Message) -> None:
+        self._answers.pop(answer["id"]).put(answer)
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._ask("set", key, value=_text(value))
+
+    def get(self, key: str) -> bytes:
+        return self._ask("get", key)
+
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        return self._ask("compare_set", key, expected=_text(expected), value=_text(desired))
+
+    def add(self, key: str, value: int) -> int:
+        return int(self._ask("add", key, amount=value))
+
+    def _ask(self, call: str, key: str, **more: str | int) -> bytes:
+        number = next(self._ids)
+        arriving = self._answers[number] = queue.SimpleQueue[Message]()
+        self._send({"event": "store", "id": number, "call": call, "keys": [key], **more})
+        answer = arriving.get()
+        if "error" in answer:
+            raise from_wire(answer["error"])
+        return base64.b64decode(answer["value"])
+
+
+def _text(value: bytes | str) -> str:
+    data = value.encode() if isinstance(value, str) else bytes(value)
+    return base64.b64encode(data).decode()
 
 
 @dataclass
@@ -155,9 +197,6 @@ def join(members: Sequence[str], rank: int, store: Store, service: object) -> st
         rank: of this process.
         store: through which the members exchange addresses.
         service: the object whose methods the others may call.
-
-    Raises:
-        SecurityError: the agent listens on another address than intended.
     """
     _served.service, _served.store, _served.num_members = service, store, len(members)
     os.environ["TP_SOCKET_IFNAME"] = namespace.current.interface(rank)
@@ -205,33 +244,39 @@ def _meet() -> None:
         _served.store.get("all have left")
 
 
-class Transport(Protocol):
-    """Calls to the other members of a group, and distributed autograd across them.
+class Transport:
+    """Calls to the other members of the group, and distributed autograd across them.
 
     Stages and the driver use nothing else to reach each other.
     """
 
     def call(self, member: str, method: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run `method(service, *args)` in the process called `member`."""
-        ...
+        future: Future[Any] = rpc.rpc_async(member, _dispatch, args=(method, args))
+        return future
 
     def remote_service(self, member: str) -> RRef[Any]:
         """Return a reference to the object that `member` serves, which keeps it alive."""
-        ...
+        service_rref: RRef[Any] = rpc.remote(member, _get_service)
+        return service_rref
 
     def remote_part(self, owner_rref: RRef[Any], getter: Callable[[Any], Any]) -> RRef[Any]:
         """Return a reference to `getter(object)`, called where the object of `owner_rref` is."""
-        ...
+        part_rref: RRef[Any] = rpc.remote(owner_rref.owner(), _get_part, args=(owner_rref, getter))
+        return part_rref
 
     def call_rref(
         self, target_rref: RRef[Any], method: Callable[..., Any], *args: Any
     ) -> Future[Any]:
         """Run `method(object, *args)` in the process that owns the object of `target_rref`."""
-        ...
+        arguments = (target_rref, method, args)
+        future: Future[Any] = rpc.rpc_async(target_rref.owner(), _dispatch_rref, args=arguments)
+        return future
 
     def autograd_context(self) -> AbstractContextManager[int]:
         """Enter a distributed autograd context; all members drop it soon after the block."""
-        ...
+        context: AbstractContextManager[int] = dist_autograd.context()
+        return context
 
     def backward(self, context_id: int, roots: Sequence[torch.Tensor]) -> None:
         """Differentiate the scalars `roots` across all members; blocks until every stage is done.
@@ -239,44 +284,10 @@ class Transport(Protocol):
         Raises:
             RuntimeError: a stage's backward raised; that stage has recorded the cause.
         """
-        ...
-
-    def live_state(self) -> dict[str, int]:
-        """Return counts of contexts and references, which a step must not leave behind."""
-        ...
-
-
-class TorchRpc:
-    """The transport of the group that this process has joined, by torch RPC."""
-
-    def call(self, member: str, method: Callable[..., Any], *args: Any) -> Future[Any]:
-        future: Future[Any] = rpc.rpc_async(member, _dispatch, args=(method, args))
-        return future
-
-    def remote_service(self, member: str) -> RRef[Any]:
-        service_rref: RRef[Any] = rpc.remote(member, _get_service)
-        return service_rref
-
-    def remote_part(self, owner_rref: RRef[Any], getter: Callable[[Any], Any]) -> RRef[Any]:
-        part_rref: RRef[Any] = rpc.remote(owner_rref.owner(), _get_part, args=(owner_rref, getter))
-        return part_rref
-
-    def call_rref(
-        self, target_rref: RRef[Any], method: Callable[..., Any], *args: Any
-    ) -> Future[Any]:
-        arguments = (target_rref, method, args)
-        future: Future[Any] = rpc.rpc_async(target_rref.owner(), _dispatch_rref, args=arguments)
-        return future
-
-    @contextlib.contextmanager
-    def autograd_context(self) -> Iterator[int]:
-        with dist_autograd.context() as context_id:
-            yield context_id
-
-    def backward(self, context_id: int, roots: Sequence[torch.Tensor]) -> None:
         _backward(context_id, list(roots))
 
     def live_state(self) -> dict[str, int]:
+        """Return counts of contexts and references, which a step must not leave behind."""
         gc.collect()
         # The call that asks for this came with a reference, which is acknowledged some time later.
         ends = time.monotonic() + ACKNOWLEDGED_SECONDS
@@ -322,7 +333,7 @@ def outcome(future: Future[Any], member: str) -> Any:
         lost = WorkerDiedError(f"lost the connection to {member!r}: {one_line(error)}")
         return Raised(to_wire(lost))
     if member != NOBODY:
-        answered.note(member, value)
+        answered.count(member, value)
     return value
 
 

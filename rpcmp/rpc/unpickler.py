@@ -40,7 +40,17 @@ _CALLED = {
     ("rpcmp.worker.optimizer", "StageOptimizer"),
     ("rpcmp.data.batch_server", "BatchServer"),
 }
-"""Classes whose methods are called remotely."""
+"""Classes whose public methods are called remotely, except _LOCAL."""
+
+_LOCAL = {
+    ("rpcmp.worker.stage", "Stage.vitals"),
+    ("rpcmp.worker.optimizer", "StageOptimizer.step_now"),
+    ("rpcmp.worker.optimizer", "StageOptimizer.parts"),
+    ("rpcmp.worker.optimizer", "StageOptimizer.restore"),
+    ("rpcmp.data.batch_server", "BatchServer.load"),
+    ("rpcmp.data.batch_server", "BatchServer.clear"),
+}
+"""Methods that only their own process calls."""
 
 _PLAIN = {
     "builtins": {"complex", "bytearray", "set", "frozenset", "range", "slice"}
@@ -76,11 +86,7 @@ def allow(modules: Iterable[str], files: Iterable[str] = ()) -> None:
 
 
 class Method:
-    """A function that a message names. It cannot be called before the message has been read.
-
-    Attributes:
-        function: a message cannot change it.
-    """
+    """A function that a message names, and can neither call nor change while it is read."""
 
     __slots__ = ("function",)
 
@@ -100,33 +106,29 @@ class Unpickler(pickle.Unpickler):
     """Finds allowed names and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the object of an allowed name.
-
-        Raises:
-            SecurityError: the name is not allowed.
-        """
         if (module, name) == ("builtins", "getattr"):
             return _receiver
         if name in _PLAIN.get(module, ()):
             return super().find_class(module, name)
-        found = _find(module, name)
+        value = _find(module, name)
         is_its_own = (
-            getattr(found, "__module__", None) == module
-            and getattr(found, "__qualname__", None) == name  # not what it merely imports
+            getattr(value, "__module__", None) == module
+            and getattr(value, "__qualname__", None) == name  # not what it merely imports
         )
-        if is_its_own and isinstance(found, FunctionType):
+        if is_its_own and isinstance(value, FunctionType):
             owner, _, method = name.rpartition(".")
-            if (module, owner) in _CALLED and not method.startswith("_"):
-                return Method(found)
+            is_remote = (module, owner) in _CALLED and (module, name) not in _LOCAL
+            if is_remote and not method.startswith("_"):
+                return Method(value)
             if module == "rpcmp.rpc.transport" and name in _ENTRANCES:
-                return found
-        if is_its_own and isinstance(found, type):
-            if module in _DATA and _is_data(found):
-                return found
-            if module.partition(".")[0] in _named and _is_named_tuple(found):
-                return found
-        if module == "torch" and isinstance(found, torch.dtype):
-            return found
+                return value
+        if is_its_own and isinstance(value, type):
+            if module in _DATA and _is_data(value):
+                return value
+            if module.partition(".")[0] in _named and _is_named_tuple(value):
+                return value
+        if module == "torch" and isinstance(value, torch.dtype):
+            return value
         raise SecurityError(f"a message names {module}.{name}, which nobody may send")
 
 
@@ -134,10 +136,10 @@ def _find(module: str, name: str) -> Any:
     """Return the object of a name; None if it does not exist or its module is not imported."""
     if module in _imported:
         importlib.import_module(module)
-    found: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
+        value = getattr(value, part, None)
+    return value
 
 
 def _is_data(kind: type) -> bool:
@@ -162,9 +164,6 @@ def _received(receive: Callable[[Any], Any], fork: Any) -> Any:
     """Receive a reference to a Python object.
 
     For other types torch would look up, and compile, the name of the type.
-
-    Raises:
-        SecurityError: the reference is to something else.
     """
     if not isinstance(fork, tuple) or fork[-1:] != ("PyObject",):
         raise SecurityError(f"a message refers to {fork!r}, which nobody may send")

@@ -221,7 +221,7 @@ MAX_CALLS = 64
 
 
 class StoreProxy:
-    """Makes the calls for a worker's `rpcmp.rpc.store.ChannelStore`.
+    """Makes the calls for a worker's `rpcmp.rpc.transport.ChannelStore`.
 
     Args:
         client: of the server that has the store; closed with the proxy.

@@ -18,10 +18,10 @@ import functools
 import itertools
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future as Waiting
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from rpcmp.pipelining.schedule import Action
 from rpcmp.rpc.messages import Bundle, MicrobatchMeta
 from rpcmp.rpc.transport import Raised
 from rpcmp.worker import boundary
-from rpcmp.worker.boundary import Differentiated, Gradients
+from rpcmp.worker.boundary import Gradients, LocalTape, Replay
 from rpcmp.worker.executor import ComputeThread, Task
 from rpcmp.worker.weight_grad import WeightGradients
 
@@ -83,54 +83,11 @@ class Failures:
         return [raised for number, raised in failures if first <= number <= last]
 
 
-class NoneGradients:
-    """Gradients that do not exist, although distributed autograd delivers zeros. Thread-safe.
-
-    None and zeros differ: weight decay and momentum act on zeros. A reader rarely ignores some of
-    what it reads, so it reports that in a call of its own.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._marks: dict[tuple[int, int], dict[int, Sequence[int]]] = {}
-
-    def mark(self, round_number: int, microbatch: int, port: int, tensors: Sequence[int]) -> None:
-        """Record that a port's reader has no gradients for some tensors of its answer."""
-        with self._lock:
-            self._marks.setdefault((round_number, microbatch), {})[port] = tensors
-
-    def take(self, meta: MicrobatchMeta) -> Mapping[int, Sequence[int]]:
-        """Return and forget the marks of a micro-batch, by port."""
-        with self._lock:
-            return self._marks.pop((meta.round.number, meta.number), {})
-
-    def clear(self) -> None:
-        with self._lock:
-            self._marks.clear()
-
-
-class Producers(Protocol):
-    """The stages that this one reads; see `rpcmp.worker.requests.Inputs`."""
-
-    def mark_none_gradients(
-        self, meta: MicrobatchMeta, bundle: int, index: int, tensors: list[int]
-    ) -> None: ...
-
-
-class Tape(Protocol):
-    """The activations of one micro-batch, or what they can be computed from; see LocalTape."""
-
-    def backward(self, gradients: Gradients) -> Differentiated: ...
-
-    def free(self) -> None: ...
-
-
 @dataclass
 class SavedForward:
     """What a stage saves of one micro-batch for its backward.
 
     Attributes:
-        tape: its activations.
         weights: its deferred weight gradients.
         dtypes: of the tensors that the stage produced.
         read: for each port, the positions of the tensors that it reads.
@@ -138,7 +95,7 @@ class SavedForward:
     """
 
     meta: MicrobatchMeta
-    tape: Tape
+    tape: LocalTape | Replay
     weights: WeightGradients
     dtypes: list[torch.dtype] = field(default_factory=list)
     read: list[list[int]] = field(default_factory=list)
@@ -159,12 +116,7 @@ class BackwardResult(NamedTuple):
 
 @dataclass
 class SavedBundle:
-    """What a stage saves of a bundle for its backward.
-
-    Attributes:
-        forwards: of its micro-batches, in order.
-        result: of the backward, once that has been submitted.
-    """
+    """What a stage saves of a bundle for its backward."""
 
     bundle: Bundle
     forwards: list[SavedForward]
@@ -174,11 +126,14 @@ class SavedBundle:
 class Backwards:
     """The backwards of one stage.
 
+    Distributed autograd delivers zeros for gradients that do not exist. None and zeros differ:
+    weight decay and momentum act on zeros. A reader rarely ignores some of what it reads, so it
+    reports that in a call of its own.
+
     Args:
         stage: the worker's label, for errors.
-        compute: its compute thread.
-        none_gradients: marked by the readers.
-        producers: get marks of this stage.
+        mark_at_producer: marks tensors of an input for which this stage has no gradient: of a
+            micro-batch, a bundle, the index of the input, its tensors. Blocks.
         failures: collects failures in a backward, which distributed autograd cannot return, and in
             weight gradients, for which no caller waits any more.
     """
@@ -187,26 +142,37 @@ class Backwards:
         self,
         stage: str,
         compute: ComputeThread,
-        none_gradients: NoneGradients,
-        producers: Producers,
+        mark_at_producer: Callable[[MicrobatchMeta, int, int, list[int]], None],
         failures: Failures,
     ) -> None:
         self._stage = stage
         self._compute = compute
-        self._none_gradients = none_gradients
-        self._producers = producers
+        self._mark_at_producer = mark_at_producer
         self._failures = failures
+        self._none_gradients: dict[tuple[int, int], dict[int, Sequence[int]]] = {}
+        self._lock = threading.Lock()
 
     @property
     def splits(self) -> bool:
         return self._compute.limits.splits
+
+    def mark_none_gradients(
+        self, round_number: int, microbatch: int, port: int, tensors: Sequence[int]
+    ) -> None:
+        """Record that a port's reader has no gradients for some tensors of its answer."""
+        with self._lock:
+            self._none_gradients.setdefault((round_number, microbatch), {})[port] = tensors
+
+    def forget_marks(self) -> None:
+        with self._lock:
+            self._none_gradients.clear()
 
     def run(self, saved: SavedBundle, gradients: Gradients) -> list[Tensor | None]:
         """Return the gradients of the inputs; blocks until the schedule has let it run."""
         waiting = saved.result or self.start(saved, gradients)  # [9]
         result = waiting.result()
         for meta, index, tensors in result.none:
-            self._producers.mark_none_gradients(meta, saved.bundle.number, index, tensors)
+            self._mark_at_producer(meta, saved.bundle.number, index, tensors)
         return result.gradients
 
     def start(self, saved: SavedBundle, gradients: Gradients) -> Waiting[BackwardResult]:
@@ -276,12 +242,14 @@ class Backwards:
         """The readers' gradients of each tensor that the stage produced, summed in one order."""
         contributions: list[list[Tensor | None]] = [[] for _ in forward.dtypes]
         remaining = iter(gradients)
-        marks = self._none_gradients.take(forward.meta)
+        with self._lock:
+            key = forward.meta.round.number, forward.meta.number
+            marks = self._none_gradients.pop(key, {})
         for port, positions in enumerate(forward.read):
             none = marks.get(port, ())
-            for place, position in enumerate(positions):
+            for index, position in enumerate(positions):
                 gradient = next(remaining)
-                if gradient is not None and place not in none:
+                if gradient is not None and index not in none:
                     contributions[position].append(gradient.to(forward.dtypes[position]))
             if forward.has_token[port]:
                 next(remaining)

@@ -9,19 +9,22 @@ Its backward hands the work to the stage's compute thread and waits. That is wha
 decide when a backward runs, and what makes everything else local: gradients accumulate in `.grad`,
 so any torch optimizer works, and the stage may use any device, since boundary tensors are on the
 host.
+
+A stage that recomputes its activations has a Replay in place of the local tape.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from rpcmp.pipelining import pytree
 from rpcmp.rpc.messages import StageOutputs
+from rpcmp.worker.weight_grad import Splitter, WeightGradients
 
 Gradients = Sequence[Tensor | None]
 
@@ -31,10 +34,6 @@ Differentiated = tuple[list[Tensor | None], dict[int, list[int]]]
 
 class LocalTape:
     """The part of one micro-batch's graph inside a stage.
-
-    Args:
-        received: the stage's inputs, in order; float tensors that require grad get a gradient.
-        device: of the stage.
 
     Attributes:
         inputs: `received` on the stage's device, at the start of the local tape.
@@ -46,13 +45,9 @@ class LocalTape:
         self._outputs: list[Tensor] = []
         self._received = [pytree.tensors(outputs.value) for outputs in received]
         self._has_token = [outputs.token is not None for outputs in received]
-        tensors = [
-            tensor.detach().to(device, torch.float32 if index in outputs.narrowed else tensor.dtype)
-            for outputs, found in zip(received, self._received, strict=True)
-            for index, tensor in enumerate(found)
-        ]
-        needed = [tensor.requires_grad for found in self._received for tensor in found]
-        entered = iter(_enter(self._set_gradients, tensors, needed))
+        tensors = [tensor for outputs in received for tensor in from_wire_dtype(outputs, device)]
+        needed = [tensor.requires_grad for of_input in self._received for tensor in of_input]
+        entered = iter(self._enter(tensors, needed))
         self.inputs: list[Any] = [
             pytree.map_tensors(lambda _: next(entered), outputs.value) for outputs in received
         ]
@@ -64,9 +59,6 @@ class LocalTape:
 
     def backward(self, gradients: Gradients) -> Differentiated:
         """Differentiate the stage.
-
-        Args:
-            gradients: for each tensor of the outputs, its gradient or None.
 
         Returns:
             The gradient of each received tensor, tokens included, contiguous on the host, or None.
@@ -84,13 +76,16 @@ class LocalTape:
             with torch.enable_grad():
                 root = apply(wanted, *outputs)
             torch.autograd.backward(root)  # [10]
-        arrived = iter(self._gradients or [None] * sum(map(len, self._received)))
+        arrived = iter(self._gradients)
         result: list[Tensor | None] = []
         none: dict[int, list[int]] = {}
         for index, (received, has_token) in enumerate(
             zip(self._received, self._has_token, strict=True)
         ):
-            grads = [_to_host(next(arrived), tensor.dtype) for tensor in received]
+            grads = [
+                _to_host(next(arrived, None), tensor.dtype) if tensor.requires_grad else None
+                for tensor in received
+            ]
             without = [
                 i for i, grad in enumerate(grads) if grad is None and received[i].requires_grad
             ]
@@ -106,8 +101,15 @@ class LocalTape:
         self._outputs.clear()
         self.inputs.clear()
 
-    def _set_gradients(self, gradients: Gradients) -> None:
-        self._gradients = list(gradients)
+    def _enter(self, tensors: list[Tensor], needed: list[bool]) -> list[Tensor]:
+        """Make those of the tensors results of an Entry that need a gradient."""
+        if not any(needed):
+            return tensors
+        apply: Callable[..., tuple[Tensor, ...]] = Entry.apply
+        inner = [tensor for tensor, need in zip(tensors, needed, strict=True) if need]
+        anchor = torch.empty(0, requires_grad=True)
+        entered = iter(apply(self._gradients.extend, inner, anchor))
+        return [next(entered) if need else t for t, need in zip(tensors, needed, strict=True)]
 
 
 class Root(torch.autograd.Function):
@@ -119,7 +121,6 @@ class Root(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, gradients: Sequence[Tensor], *outputs: Tensor) -> Tensor:
-        """Return a dummy scalar whose backward passes `gradients` on to `outputs`."""
         ctx.gradients = gradients  # type: ignore[attr-defined]
         return torch.zeros((), device=outputs[0].device)
 
@@ -142,7 +143,6 @@ class Entry(torch.autograd.Function):
         """Return `tensors` as results of this node, which the first layer may change in place.
 
         Args:
-            set_gradients: called with their gradients.
             tensors: in a list, which hides them from the tape: nothing is copied.
             anchor: requires grad, so that they do.
         """
@@ -154,23 +154,6 @@ class Entry(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         ctx.set_gradients(gradients)
         return (None, None, None)
-
-
-def _enter(
-    set_gradients: Callable[[Gradients], None], tensors: list[Tensor], needed: list[bool]
-) -> list[Tensor]:
-    if not any(needed):
-        return tensors
-    anchor = torch.empty(0, requires_grad=True)
-
-    def set_all(gradients: Gradients) -> None:
-        existing = iter(gradients)
-        set_gradients([next(existing) if need else None for need in needed])
-
-    apply: Callable[..., tuple[Tensor, ...]] = Entry.apply
-    inner = [tensor for tensor, need in zip(tensors, needed, strict=True) if need]
-    entered = iter(apply(set_all, inner, anchor))
-    return [next(entered) if need else t for t, need in zip(tensors, needed, strict=True)]
 
 
 class Boundary(torch.autograd.Function):
@@ -248,3 +231,153 @@ def sum_gradients(contributions: Sequence[Tensor | None]) -> Tensor | None:
 
 def _to_host(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if gradient is None else gradient.to("cpu", dtype).contiguous()
+
+
+def to_wire_dtype(outputs: Any, dtype: torch.dtype | None) -> StageOutputs:
+    """Copy a tree of tensors to contiguous host memory that no other code writes to.
+
+    Args:
+        dtype: of float32 tensors on their way between stages; None: unchanged.
+    """
+    tensors = pytree.tensors(outputs)
+    narrowed = tuple(i for i, t in enumerate(tensors) if dtype and t.dtype is torch.float32)
+    copies = iter(
+        torch.empty(
+            tensor.shape, dtype=dtype if index in narrowed else tensor.dtype, device="cpu"
+        ).copy_(tensor.detach())
+        for index, tensor in enumerate(tensors)
+    )
+    return StageOutputs(pytree.map_tensors(lambda _: next(copies), outputs), narrowed=narrowed)
+
+
+def from_wire_dtype(received: StageOutputs, device: torch.device) -> list[Tensor]:
+    """Return the tensors of an input on `device`, of the dtype that the producer computed."""
+    return [
+        tensor.detach().to(device, torch.float32 if index in received.narrowed else tensor.dtype)
+        for index, tensor in enumerate(pytree.tensors(received.value))
+    ]
+
+
+class Copy(NamedTuple):
+    """A module's buffer and its earlier value."""
+
+    owner: dict[str, Tensor | None]
+    name: str
+    buffer: Tensor | None
+    value: Tensor | None
+
+    @property
+    def has_changed(self) -> bool:
+        if self.owner[self.name] is not self.buffer:
+            return True
+        if self.buffer is None or self.value is None:
+            return False
+        return not torch.equal(self.buffer, self.value)
+
+
+class Buffers:
+    """The buffers of a stage that change in a forward, in place or by assignment.
+
+    The first micro-batch shows by value which ones do: batch normalization does not increase the
+    version of its buffers. Large constants, such as masks, are only copied then.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._candidates = [
+            (module._buffers, name) for module in modules for name in module._buffers
+        ]
+        self._is_known = False
+
+    def copy(self) -> list[Copy]:
+        buffers = [(owner, name, owner[name]) for owner, name in self._candidates]
+        return [Copy(*one, None if one[-1] is None else one[-1].clone()) for one in buffers]
+
+    def learn(self, before: list[Copy]) -> None:
+        if not self._is_known:
+            self._candidates = [(copy.owner, copy.name) for copy in before if copy.has_changed]
+            self._is_known = True
+
+
+def _restore(copies: list[Copy]) -> None:
+    """Restore the buffers of `Buffers.copy` and their values."""
+    with torch.no_grad():
+        for owner, name, buffer, value in copies:
+            owner[name] = buffer
+            if buffer is not None and value is not None:
+                buffer.copy_(value)
+
+
+class Replay:
+    """A micro-batch whose activations are computed twice; otherwise like a LocalTape.
+
+    Also called activation checkpointing (arXiv:1604.06174). The first forward builds its graph as
+    usual, which tells which outputs are differentiable, but saves no tensor in it. The backward
+    runs the forward again. That draws the same random numbers, because every layer is seeded, and
+    starts from the same buffers: batch normalization must not count a micro-batch twice.
+
+    Args:
+        compute: the stage's forward, of its inputs.
+        splitter, weights: collect the weight gradients of the second forward.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[list[Any]], Any],
+        received: Sequence[StageOutputs],
+        device: torch.device,
+        buffers: Buffers,
+        splitter: Splitter,
+        weights: WeightGradients,
+    ) -> None:
+        self._compute = compute
+        self._received = list(received)
+        self._device = device
+        self._buffers = buffers
+        self._splitter = splitter
+        self._weights = weights
+        self._before: list[Copy] = []
+
+    def forward(self) -> Any:
+        """Return the stage's outputs, on a graph that cannot be differentiated."""
+        self._before = self._buffers.copy()
+        # The first layer may work in place, and the second forward needs the original inputs.
+        copies = [
+            outputs._replace(value=pytree.map_tensors(_copy, outputs.value))
+            for outputs in self._received
+        ]
+        tape = LocalTape(copies, self._device)
+        with torch.autograd.graph.saved_tensors_hooks(_drop, _never):
+            outputs = self._compute(tape.inputs)
+        self._buffers.learn(self._before)
+        return outputs
+
+    def backward(self, gradients: Gradients) -> Differentiated:
+        """Run the forward again, and then `LocalTape.backward`."""
+        after = self._buffers.copy()
+        _restore(self._before)
+        try:
+            tape = LocalTape(self._received, self._device)
+            self.free()
+            with torch.enable_grad(), self._weights.watch():
+                self._splitter.calibrate(tape.leave(self._compute(tape.inputs)))
+            return tape.backward(gradients)
+        finally:  # after the backward, to which batch normalization hands its buffers
+            _restore(after)
+
+    def free(self) -> None:
+        self._received.clear()
+        self._before.clear()
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _drop(tensor: Tensor) -> None:
+    return None
+
+
+def _never(packed: None) -> Tensor:
+    raise RuntimeError(
+        "a layer differentiates inside of its forward, which does not go with recompute = true"
+    )

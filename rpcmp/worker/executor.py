@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch.futures import Future
 
@@ -33,6 +33,10 @@ from rpcmp.process.activity import Activity
 from rpcmp.rpc.messages import AfterRound, RoundHeader
 from rpcmp.rpc.transport import attempt
 from rpcmp.worker.measurements import Recorder
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+Owner = TypeVar("Owner", bound="ComputeThreadOwner")
 
 
 @dataclass
@@ -79,19 +83,12 @@ class RoundState:
         self.done[action] += 1
         return self.ready.pop((action, bundle))
 
-    @property
-    def is_local(self) -> bool:
-        """Whether the rest of the round needs no other stage."""
-        last = Action.BACKWARD if self.header.is_training else Action.FORWARD
-        return self.done[last] == len(self.bundles)
-
-    @property
-    def is_complete(self) -> bool:
-        last = Action.WEIGHT if self.header.is_training else Action.FORWARD
+    def is_done(self, action: Action) -> bool:
+        """Whether all actions of a kind are done; outside of training there are only forwards."""
+        last = action if self.header.is_training else Action.FORWARD
         return self.done[last] == len(self.bundles)
 
     def progress(self) -> RoundProgress:
-        """Return the input of the schedule's decision."""
         return RoundProgress(
             len(self.bundles),
             self.done[Action.FORWARD],
@@ -143,31 +140,17 @@ class RoundQueue:
             self._current += 1
 
 
-@dataclass(frozen=True)
-class RoundHooks:
-    """What a stage does around the actions of a round, on the compute thread; must not raise.
-
-    Attributes:
-        before_round: called before the first action, if the worker has any in this round.
-        after_round: called after the last action, before the next round.
-    """
-
-    before_round: Callable[[RoundHeader], None]
-    after_round: Callable[[RoundHeader], None]
-
-
 class ComputeThread:
     """Runs a stage's actions one at a time, in the order that the schedule chooses.
 
     Args:
-        policy: the schedule.
         limits: what the stage may keep in flight while it trains.
         share: the bundles that this worker computes.
-        hooks: called around each round.
-        activity: shows what the thread does.
+        before_round: called on the thread before the first action, if the worker has any in the
+            round; must not raise.
+        after_round: called after the last action, before the next round; must not raise.
 
     Attributes:
-        policy, limits, activity: as given.
         recorder: records every action of a train step.
         in_flight: micro-batches whose activations wait for their backward; any thread may read it.
     """
@@ -177,7 +160,8 @@ class ComputeThread:
         policy: Policy,
         limits: InFlightLimits,
         share: ReplicaShare,
-        hooks: RoundHooks,
+        before_round: Callable[[RoundHeader], None],
+        after_round: Callable[[RoundHeader], None],
         activity: Activity | None = None,
     ) -> None:
         self.policy = policy
@@ -186,7 +170,8 @@ class ComputeThread:
         self.recorder = Recorder()
         self.in_flight = 0
         self._share = share
-        self._hooks = hooks
+        self._before_round = before_round
+        self._after_round = after_round
         self._changed = threading.Condition()
         self._rounds = RoundQueue()
         self._calls: deque[Callable[[], None]] = deque()
@@ -215,12 +200,9 @@ class ComputeThread:
             task.cancel()
 
     def future(self, function: Callable[[], Any]) -> Future[Any]:
-        """Run something that belongs to no round, such as reading the parameters.
+        """Return a future of the result, or a Raised, of something that belongs to no round.
 
         First the thread does everything that the round before can do without other stages.
-
-        Returns:
-            A future of the function's result, or of a Raised.
         """
         future: Future[Any] = Future()
         with self._changed:
@@ -250,14 +232,10 @@ class ComputeThread:
             self._changed.notify()
 
     def _new_round(self, header: RoundHeader) -> RoundState:
-        return RoundState(
-            header,
-            self._share.numbers(header.num_bundles),
-            self.limits
-            if header.is_training
-            else InFlightLimits(header.num_bundles, header.num_bundles),
-            is_held=header.after is AfterRound.HOLD,
-        )
+        bundles = self._share.numbers(header.num_bundles)
+        unlimited = InFlightLimits(header.num_bundles, header.num_bundles)
+        limits = self.limits if header.is_training else unlimited
+        return RoundState(header, bundles, limits, is_held=header.after is AfterRound.HOLD)
 
     def _loop(self) -> None:
         while (run := self._wait()) is not None:
@@ -279,10 +257,12 @@ class ComputeThread:
 
     def _next(self) -> Callable[[], None] | None:
         current = self._rounds.current
-        if current is not None and current.is_complete and not current.is_held:
+        is_complete = current is not None and current.is_done(Action.WEIGHT)
+        if current is not None and is_complete and not current.is_held:
             self._rounds.complete()
-            return functools.partial(self._hooks.after_round, current.header)
-        if self._calls and (current is None or not current.is_local or current.is_complete):
+            return functools.partial(self._after_round, current.header)
+        # Not while the thread can complete the round by itself.
+        if self._calls and (current is None or is_complete or not current.is_done(Action.BACKWARD)):
             return self._calls.popleft()
         if current is None:
             return None
@@ -300,7 +280,7 @@ class ComputeThread:
         def run() -> None:
             if is_first:
                 self.in_flight = 0
-                self._hooks.before_round(header)
+                self._before_round(header)
             if header.is_training and action is Action.FORWARD:
                 self.in_flight += len(task.parts)
             for microbatch, part in enumerate(task.parts, task.first):
@@ -314,3 +294,27 @@ class ComputeThread:
             self.activity.stop()
 
         return run
+
+
+class ComputeThreadOwner:
+    """A class whose decorated methods run `on_compute_thread`."""
+
+    _compute: ComputeThread
+
+    def _guard(self, function: Callable[[], Result]) -> Result:
+        """Call `function` on the compute thread; may translate its errors."""
+        return function()
+
+
+def on_compute_thread(
+    method: Callable[Concatenate[Owner, Parameters], Result],
+) -> Callable[Concatenate[Owner, Parameters], Future[Result]]:
+    """Make a method run on its owner's compute thread; callers get a future of the result."""
+
+    @functools.wraps(method)
+    def submit(
+        owner: Owner, /, *args: Parameters.args, **kwargs: Parameters.kwargs
+    ) -> Future[Result]:
+        return owner._compute.future(lambda: owner._guard(lambda: method(owner, *args, **kwargs)))
+
+    return submit

@@ -18,10 +18,9 @@ from rpcmp.config.topology import DRIVER, Port, Reference
 from rpcmp.pipelining import pytree
 from rpcmp.rpc.messages import Bundle, MicrobatchMeta, Mode, StageOutputs
 from rpcmp.worker import boundary
-from rpcmp.worker.backward import Backwards, SavedBundle, SavedForward, Tape, stage_error
-from rpcmp.worker.boundary import LocalTape
+from rpcmp.worker.backward import Backwards, SavedBundle, SavedForward, stage_error
+from rpcmp.worker.boundary import Buffers, LocalTape, Replay
 from rpcmp.worker.model import LossScale, StageModel
-from rpcmp.worker.recompute import Buffers, Replay
 from rpcmp.worker.weight_grad import Splitter
 
 
@@ -30,7 +29,6 @@ class Computed:
     """The forward of one micro-batch.
 
     Attributes:
-        received: its inputs.
         answers: for each port, StageOutputs that are not in any graph yet. Evaluated instead, from
             the sink in an evaluation.
         constants: tensors of the answers that depend on nothing that is trained.
@@ -44,18 +42,7 @@ class Computed:
 
 
 class Execution:
-    """The forwards of one stage.
-
-    Args:
-        stage: the worker's label, for errors.
-        model: its layers.
-        references: its inputs.
-        ports: its readers.
-        backwards: run its backwards.
-        recompute: whether activations are recomputed instead of kept.
-        wire_dtype: dtype of float32 tensors on their way between stages; None: unchanged.
-        loss_scale: of the gradients; None: they are not scaled.
-    """
+    """The forwards of one stage."""
 
     def __init__(
         self,
@@ -79,12 +66,7 @@ class Execution:
         self._buffers = Buffers(model.modules()) if recompute else None
 
     def forward(self, meta: MicrobatchMeta, answers: list[StageOutputs]) -> Computed:
-        """Compute one micro-batch.
-
-        Args:
-            answers: its inputs in the order of the references, followed by the targets if a sink
-                needs them.
-        """
+        """Compute one micro-batch of its inputs, which the targets follow if a sink needs them."""
         received = answers[: len(self._references)]
         targets = answers[-1].value
         try:
@@ -122,17 +104,17 @@ class Execution:
         return [[_replaced(outputs, connected) for outputs in answer] for answer in answers]
 
     def _are_differentiated(self, losses: list[Tensor]) -> bool:
-        """Whether the sink's backward follows; a loss that is not finite ends the step.
+        """Whether the sink's backward follows; without loss scaling, a loss may not be NaN or inf.
 
-        With loss scaling it does not: the step is skipped unless all gradients are finite.
+        With loss scaling the step is skipped unless all gradients are finite.
         """
         return self._loss_scale is not None or all(bool(torch.isfinite(loss)) for loss in losses)
 
     def _train(self, meta: MicrobatchMeta, received: list[StageOutputs], targets: Any) -> Computed:
-        weights = self._splitter.begin(self._backwards.splits)
+        weights = self._splitter.next_microbatch(self._backwards.splits)
         compute = functools.partial(self._compute, meta, targets)
         device = self._model.device
-        tape: Tape
+        tape: LocalTape | Replay
         if self._buffers is not None:
             tape = replay = Replay(
                 compute, received, device, self._buffers, self._splitter, weights
@@ -179,13 +161,7 @@ class Execution:
     def _copied(self, port: Port, part: Any) -> StageOutputs:
         _check_plain(part)
         dtype = None if port.reader == DRIVER else self._wire_dtype
-        tensors = pytree.tensors(part)
-        narrowed = tuple(i for i, t in enumerate(tensors) if dtype and t.dtype is torch.float32)
-        copies = iter(
-            _host_copy(tensor, dtype if index in narrowed else None)
-            for index, tensor in enumerate(tensors)
-        )
-        return StageOutputs(pytree.map_tensors(lambda _: next(copies), part), narrowed=narrowed)
+        return boundary.to_wire_dtype(part, dtype)
 
     def _infer(self, meta: MicrobatchMeta, received: list[StageOutputs], targets: Any) -> list[Any]:
         tape = LocalTape(received, self._model.device)
@@ -216,9 +192,3 @@ def _check_plain(outputs: Any) -> None:
                 f"a stage returned {type(leaf).__name__}; return tensors, numbers, strings, None, "
                 "and tuples, lists and dicts of these"
             )
-
-
-def _host_copy(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A contiguous copy on the host that no other code writes to."""
-    host = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="cpu")
-    return host.copy_(tensor.detach())

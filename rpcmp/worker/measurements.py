@@ -29,7 +29,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.total: dict[str, int] = dict.fromkeys(Kind, 0)
-        self._busy: dict[str, int] = dict.fromkeys(Kind, 0)
+        self._taken = dict(self.total)
         self._spans: deque[Span] = deque()
         self._first = 0  # the position of the oldest span that is kept
         self._steps_kept = 0
@@ -37,7 +37,6 @@ class Recorder:
     def add(self, kind: str, step: int, microbatch: int, ready: int, start: int) -> None:
         """Record an action that has just ended; times are those of `time.perf_counter_ns`."""
         end = time.perf_counter_ns()
-        self._busy[kind] += end - start
         self.total[kind] += end - start
         if not self._steps_kept:
             return
@@ -48,14 +47,13 @@ class Recorder:
 
     def take_busy(self) -> dict[str, float]:
         """Return the seconds per kind of action since the last call."""
-        busy, self._busy = self._busy, dict.fromkeys(Kind, 0)
-        return {str(kind): nanoseconds / 1e9 for kind, nanoseconds in busy.items()}
+        before, self._taken = self._taken, dict(self.total)
+        return {str(kind): (now - before[kind]) / 1e9 for kind, now in self.total.items()}
 
     def keep(self, steps: int) -> int:
-        """Keep the spans of the newest step and of at least `steps` before it.
+        """Keep the spans of the newest step and `steps` before it; return the cursor to read from.
 
-        Returns:
-            The cursor to read from, which skips spans recorded earlier.
+        Spans that were recorded earlier lie before the cursor.
         """
         self._steps_kept = max(steps, self._steps_kept)
         return self._first + len(self._spans)

@@ -48,8 +48,7 @@ ALIGNMENT = 64
 class LossScale:
     """The gradient of the loss, where the sink's backwards start; changes between two steps.
 
-    The loss itself is never multiplied: starting from the scale instead of one comes to the same,
-    and leaves the loss as it is reported.
+    To start from the scale instead of one leaves the loss as it is reported.
     """
 
     value: float = 1.0
@@ -62,16 +61,7 @@ class LossScale:
 class StageModel:
     """One stage's layers, and for the sink the loss and the metrics.
 
-    Args:
-        assignment: which layers, and the job's config.
-
-    Raises:
-        FactoryError: something that the config names does not import or raised.
-        ConfigError: the device does not exist here, or cannot compute as `autocast` says.
-
     Attributes:
-        is_sink: whether it computes the loss.
-        device: where its modules are.
         foreign: names of parameters that another one is tied to, which alone is stored and trained.
         returns_outputs: whether the driver computes metrics from the outputs.
     """
@@ -107,7 +97,6 @@ class StageModel:
         }
 
     def forward(self, inputs: list[Any], meta: MicrobatchMeta) -> Any:
-        """Return the stage's output for one micro-batch."""
         header = meta.round
         self._set_mode(header.is_training)
         for index, (name, module) in enumerate(self._modules.items()):
@@ -126,11 +115,7 @@ class StageModel:
                 module.train(training)
 
     def loss(self, outputs: Any, targets: Any, meta: MicrobatchMeta) -> Tensor:
-        """Return the micro-batch's part of the mini-batch's loss: a scalar, weighted by samples.
-
-        Raises:
-            ValueError: the loss function does not return a scalar.
-        """
+        """Return the micro-batch's part of the mini-batch's loss: a scalar, weighted by samples."""
         loss = self._scalar_loss(outputs, self._to_device(targets))
         return loss if self._sums_samples else loss * meta.weight
 
@@ -185,11 +170,7 @@ class StageModel:
         return microbatch.smallest_for(self._modules.values())
 
     def signature(self) -> dict[str, str]:
-        """Describe each parameter and buffer, the code that computes with them, and the host.
-
-        Raises:
-            OSError: a Python file cannot be read.
-        """
+        """Describe each parameter and buffer, the code that computes with them, and the host."""
         described = {
             name: f"{value.dtype} of shape {tuple(value.shape)}"
             for name, value in [*self.state_dict().items(), *self.named_parameters()]
@@ -200,20 +181,13 @@ class StageModel:
 
     @cached_property
     def _code(self) -> dict[str, str]:
-        """The user's code, read when all is built: later imports depend on what was computed.
-
-        Of the modules that the job names, those that are imported here count. Others, such as a
-        metric's that the driver computes, need not be installed.
-        """
+        """The user's code, read when all is built: later imports depend on what was computed."""
+        # Other modules that the job names, such as a metric's of the driver, need not be installed.
         imported = {name for name in self._named if name in sys.modules}
         return hashes.of_job(imported | self._loaded_elsewhere)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load this stage's parameters and buffers, by their names in the unsplit model.
-
-        Raises:
-            ConfigError: a tensor is missing or has another shape.
-        """
+        """Load this stage's parameters and buffers, by their names in the unsplit model."""
         for layer, module in self._modules.items():
             prefix = self._prefixes[layer]
             new = {  # tied parameters of another owner stay

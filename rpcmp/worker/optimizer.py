@@ -13,11 +13,10 @@ import json
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.futures import Future
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rpcmp.checkpoint.stage_state import StageState
@@ -28,49 +27,19 @@ from rpcmp.observability.trace.spans import NO_MICROBATCH, Kind
 from rpcmp.pipelining import layers, optimizers
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.rpc.messages import StepReport
-from rpcmp.worker.executor import ComputeThread
+from rpcmp.worker.executor import ComputeThread, ComputeThreadOwner, Result, on_compute_thread
 from rpcmp.worker.model import LossScale, StageModel
-from rpcmp.worker.optimizer_state import KeptState, OptimizerState
-from rpcmp.worker.option_overrides import BuiltOptions, Options, merge_options
-from rpcmp.worker.rehearsal import require_restorable, require_steppable
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
+from rpcmp.worker.optimizer_state import BuiltOptions, KeptState, OptimizerState, merge_options
+from rpcmp.worker.rehearsal import HiddenState, require_restorable, require_steppable
 
 
-def _on_compute_thread(
-    method: Callable[Concatenate[StageOptimizer, Parameters], Result],
-) -> Callable[Concatenate[StageOptimizer, Parameters], Future[Result]]:
-    """Make a method of StageOptimizer run on the stage's compute thread.
-
-    Callers get a future of the result. Errors of the user's optimizer name the stage.
-    """
-
-    @functools.wraps(method)
-    def submit(
-        optimizer: StageOptimizer, /, *args: Parameters.args, **kwargs: Parameters.kwargs
-    ) -> Future[Result]:
-        return optimizer._compute.future(
-            lambda: optimizer._guard(lambda: method(optimizer, *args, **kwargs))
-        )
-
-    return submit
-
-
-class StageOptimizer:
+class StageOptimizer(ComputeThreadOwner):
     """One stage's optimizer and scheduler; all of it runs on the stage's compute thread.
 
     Args:
-        model: whose trained parameters it optimizes.
-        assignment: the config, with the stage's own optimizer arguments.
-        compute: the thread that it runs on.
         after_step: called after each step with its number; may raise StageError.
         loss_scale: of the gradients; None: they are not scaled.
         rehearses: whether to try that an optimizer that is not torch's can be restored.
-
-    Raises:
-        FactoryError: the optimizer or scheduler does not import, or refuses its arguments.
-        ConfigError: a parameter's gradient cannot be unscaled.
 
     Attributes:
         steps: number of steps so far, including skipped ones.
@@ -108,7 +77,7 @@ class StageOptimizer:
         self._seed = config.seed
         self._optimizer: Any = None
         self._scheduler: Any = None
-        self._kept: OptimizerState | None = None
+        self._hidden: HiddenState | None = None
         self._built: BuiltOptions | None = None
         if not self._parameters:
             return
@@ -119,8 +88,8 @@ class StageOptimizer:
                 group_of = functools.partial(optimizers.group_of, source)
                 what = f"optimizer = {type(self._optimizer).__name__}"
                 require_restorable(self._build, self._named, group_of, what)
-            self._kept = OptimizerState(self._optimizer, self._named, f"stage {self.stage!r}")
-            options = copy.deepcopy((self._kept.groups(), self._scheduler_state()))
+            self._hidden = HiddenState(self._keeper)
+            options = copy.deepcopy((self._keeper.groups(), self._scheduler_state()))
             self._built = BuiltOptions(_asked(source, self._schedule), *options)
 
     def step_now(self) -> None:
@@ -129,16 +98,11 @@ class StageOptimizer:
         if self._steps_scheduler:
             self._guard(lambda: self._step_scheduler(0.0))
 
-    @_on_compute_thread
+    @on_compute_thread
     def step(self, updates: bool = True) -> StepReport:
-        """Update the parameters and clear the gradients.
-
-        Args:
-            updates: whether to update the parameters; False: the step is skipped.
-        """
         return self._step(updates)
 
-    @_on_compute_thread
+    @on_compute_thread
     def finish(
         self,
         factor: Tensor | None,
@@ -164,22 +128,21 @@ class StageOptimizer:
         self._compute.release()
         return report
 
-    @_on_compute_thread
+    @on_compute_thread
     def unscale(self, inverse: float) -> bool:
         """Multiply all gradients by `inverse`; returns whether all of them are finite."""
         return _unscale(self._parameters, inverse)
 
-    @_on_compute_thread
+    @on_compute_thread
     def set_scale(self, scale: float) -> None:
         """Multiply the losses of the next steps by `scale`."""
         self._set_scale(scale)
 
-    @_on_compute_thread
+    @on_compute_thread
     def zero_grad(self) -> None:
-        """Clear the gradients."""
         self._zero_grad()
 
-    @_on_compute_thread
+    @on_compute_thread
     def norms(self, norm_type: float) -> dict[str, Tensor]:
         """Return the norm of each gradient that is not None, by the parameter's name."""
         return {
@@ -188,40 +151,41 @@ class StageOptimizer:
             if parameter.grad is not None
         }
 
-    @_on_compute_thread
+    @on_compute_thread
     def scale(self, factor: Tensor) -> None:
         """Multiply all gradients by the float32 scalar `factor`."""
         self._scale(factor)
 
-    @_on_compute_thread
+    @on_compute_thread
     def step_scheduler(self, loss: float) -> None:
         """Step the scheduler; `loss` is for those that watch one."""
         self._step_scheduler(loss)
 
     def parts(self) -> tuple[dict[str, Any], Any, Any, Any, Any]:
-        """Return `state`, `groups`, `scheduler`, `built` and `aside` of a StageState, not copied.
-
-        Called on the compute thread.
-        """
+        """Return state, groups, scheduler, built options and `aside` of a StageState, no copies."""
         if self._optimizer is None:
             return {}, None, None, None, None
-        kept, built = self._keeper.read(), self._built
-        self._keeper.warn_of_hidden()
-        began = None if built is None else built._asdict()
-        return kept.state, kept.groups, self._scheduler_state(), began, kept.aside
+        kept = self._keeper.read()
+        if self._hidden is None:  # a user's program asks, and no snapshots are taken
+            self._hidden = HiddenState(self._keeper)
+        self._hidden.warn_of_changes()
+        built = None if self._built is None else self._built._asdict()
+        return kept.state, kept.groups, self._scheduler_state(), built, kept.aside
 
     def restore(self, state: StageState) -> None:
         """Restore `state` before the group starts, with options that the config has changed."""
         self.steps = state.step
         if self._optimizer is None:
             return
-        options = Options(state.groups, state.scheduler)
+        groups, scheduler = state.groups, state.scheduler
         if self._built is not None and state.built is not None:
             then = BuiltOptions(**state.built)
-            options = merge_options(options, then, self._built, self._keeper.defaults)
-        self._load(KeptState(state.state, options.groups, state.aside), options.scheduler)
+            groups, scheduler = merge_options(
+                groups, scheduler, then, self._built, self._keeper.defaults
+            )
+        self._load(KeptState(state.state, groups, state.aside), scheduler)
 
-    @_on_compute_thread
+    @on_compute_thread
     def state_dict(self) -> dict[str, Any]:
         """Return the state by parameter name, the options and the scheduler's state, on the host.
 
@@ -238,7 +202,7 @@ class StageOptimizer:
         }
         return {name: _on_host(part) for name, part in parts.items()}
 
-    @_on_compute_thread
+    @on_compute_thread
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of `DistributedOptimizer.state_dict`."""
         if self._optimizer is None:
@@ -247,7 +211,7 @@ class StageOptimizer:
         kept = KeptState(state["state"], state["param_groups"].get(self.stage), aside)
         self._load(kept, state["scheduler"].get(self.stage))
 
-    def _guard(self, function: Callable[[], Any]) -> Any:
+    def _guard(self, function: Callable[[], Result]) -> Result:
         """Call `function`; errors of the user's optimizer become errors of this stage."""
         try:
             with self._compute.activity.during("optimizer", self.steps + 1):
@@ -295,11 +259,9 @@ class StageOptimizer:
         elif self._scheduler is not None:
             self._scheduler.step()
 
-    @property
+    @functools.cached_property
     def _keeper(self) -> OptimizerState:
-        if self._kept is None:  # a user's program asks, and no snapshots are taken
-            self._kept = OptimizerState(self._optimizer, self._named, f"stage {self.stage!r}")
-        return self._kept
+        return OptimizerState(self._optimizer, self._named, f"stage {self.stage!r}")
 
     def _build(self, named: Mapping[str, nn.Parameter]) -> tuple[Any, Any]:
         optimizer = optimizers.create(self._source, named)
@@ -343,7 +305,6 @@ def _on_host(state: Any) -> Any:
 
 
 def _require_unscalable(stage: str, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Check that gradients can be divided by the scale without loss."""
     for name, parameter in parameters:
         if parameter.dtype is torch.float16:
             raise ConfigError(
@@ -358,11 +319,8 @@ def _unscale(parameters: Iterable[nn.Parameter], inverse: float) -> bool:
     Same arithmetic as `torch.amp.GradScaler.unscale_`.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    are_finite = [bool(_values(gradient).isfinite().all()) for gradient in gradients]
+    values = [each.coalesce().values() if each.is_sparse else each for each in gradients]
+    are_finite = [bool(value.isfinite().all()) for value in values]
     for gradient in gradients:
         gradient.mul_(inverse)
     return all(are_finite)
-
-
-def _values(gradient: Tensor) -> Tensor:
-    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -9,16 +9,19 @@ from plain `load_state_dict` in three points:
   of their parameter, and breaks strings and named tuples.
 - State beside the parameters is restored as well: other keys of the state, other entries of the
   `state_dict` of an optimizer around another, and attributes that steps have changed.
+
+torch takes all options of an optimizer and of a scheduler from the state that it loads: a lower
+learning rate beside `--resume` would do nothing. `merge_options` lets those win that the config has
+changed since the state was saved: what it asks for now is compared to the options right after both
+were built then. Everything else, such as options that schedulers change, stays as it was saved.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import hashlib
 import logging
-import pickle
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -27,8 +30,6 @@ from torch import Tensor
 
 from rpcmp.errors import CheckpointError, ConfigError
 from rpcmp.rpc.tensors import encode_tree, same_bits
-
-_log = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -43,6 +44,9 @@ _KERNELS = ("fused", "foreach", "capturable")
 
 _CONSTANTS = (torch.device, Enum, bytes, complex, logging.Logger)
 """Types that no step changes."""
+
+
+Group = dict[str, Any]
 
 
 class KeptState(NamedTuple):
@@ -68,17 +72,16 @@ class OptimizerState:
         named: its parameters, by name.
         where: names the stage in errors.
 
-    Raises:
-        ConfigError: it has no parameter groups, or other parameters than these.
-
     Attributes:
+        where: see above.
+        parameters: by name.
         defaults: the options that it was built with.
     """
 
     def __init__(self, optimizer: Any, named: Mapping[str, Tensor], where: str) -> None:
         self._optimizer = optimizer
-        self._named = dict(named)
-        self._where = where
+        self.parameters = dict(named)
+        self.where = where
         names = {id(parameter): name for name, parameter in named.items()}
         try:
             self._names = [
@@ -88,12 +91,11 @@ class OptimizerState:
             ]
         except (AttributeError, LookupError, TypeError) as error:
             raise ConfigError(
-                f"{where}: {self._kind} keeps its parameters in no usual form (`param_groups`, "
+                f"{where}: {self.kind} keeps its parameters in no usual form (`param_groups`, "
                 "each with the `params` that it was given), which checkpoints need"
             ) from error
         self.defaults = dict(getattr(optimizer, "defaults", {}))
         self._built = copy.deepcopy(self._attributes())
-        self._hidden = HiddenState(self.hidden(), self._named.values())
 
     def read(self) -> KeptState:
         """Return the current state; tensors are not copied."""
@@ -114,7 +116,9 @@ class OptimizerState:
         if not any(aside.values()):
             return KeptState(state, self.groups())
         # A collection may have an entry for each parameter, and then fits no other cut.
-        names = self._names if _has_collections(list(aside.values())) else None
+        collections = (Tensor, Mapping, list, tuple)
+        has_some = any(isinstance(v, collections) for part in aside.values() for v in part.values())
+        names = self._names if has_some else None
         return KeptState(state, self.groups(), {**aside, "names": names})
 
     def groups(self) -> list[dict[str, Any]]:
@@ -124,12 +128,7 @@ class OptimizerState:
         ]
 
     def load(self, kept: KeptState) -> None:
-        """Load a state.
-
-        Raises:
-            ConfigError: it belongs to another optimizer.
-            CheckpointError: a tensor has another shape than a fused kernel expects.
-        """
+        """Load a state."""
         own = self._whole()
         groups = self._own_kernels(kept.groups, own["param_groups"])
         self._require_shapes(kept.state, groups)
@@ -162,30 +161,15 @@ class OptimizerState:
             and not _is_plain(value)  # last, because it visits the whole tree
         }
 
-    def warn_of_hidden(self) -> None:
-        """Warn, once each, about attributes that steps have changed and that no file can hold.
-
-        The steps of the rehearsal did not need them, but later ones may.
-        """
-        for name in self._hidden.changed(self.hidden()):
-            _log.warning(
-                "%s: %s has changed its attribute %r, which no checkpoint holds: if steps depend "
-                "on it, a run that goes on after a fault has other bits; keep what they need in "
-                "self.state[parameter]",
-                self._where,
-                self._kind,
-                name,
-            )
-
     @property
-    def _kind(self) -> str:
+    def kind(self) -> str:
         return type(self._optimizer).__name__
 
     def _whole(self) -> Mapping[str, Any]:
         whole: Mapping[str, Any] = self._optimizer.state_dict()
         if not {"state", "param_groups"} <= set(whole):
             raise ConfigError(
-                f"{self._where}: the state_dict of {self._kind} has {', '.join(map(repr, whole))}: "
+                f"{self.where}: the state_dict of {self.kind} has {', '.join(map(repr, whole))}: "
                 "it needs 'state' and 'param_groups' as torch.optim.Optimizer has them, for an "
                 "optimizer around another those of the inner one, and may have more"
             )
@@ -197,15 +181,15 @@ class OptimizerState:
     @property
     def _own(self) -> dict[str, Any]:
         """Attributes that torch's optimizers do not have."""
-        found = getattr(self._optimizer, "__dict__", {})
-        return {key: value for key, value in found.items() if key not in _torchs_own()}
+        attributes = getattr(self._optimizer, "__dict__", {})
+        return {key: value for key, value in attributes.items() if key not in _torchs_own()}
 
     def _can_store(self, value: Any) -> bool:
         """Whether a file can hold it: it is plain, and contains no parameter."""
         tensors: dict[str, Tensor] = {}
         if not _is_plain(value, tensors):
             return False
-        own = {parameter.data_ptr() for parameter in self._named.values()} - {0}
+        own = {parameter.data_ptr() for parameter in self.parameters.values()} - {0}
         return all(tensor.data_ptr() not in own for tensor in tensors.values())
 
     def _changed(self) -> dict[str, Any]:
@@ -224,20 +208,20 @@ class OptimizerState:
         """
         if len(groups) != len(own):
             raise ConfigError(
-                f"the optimizer state of {self._where} has {len(groups)} parameter groups, and "
-                f"{self._kind} has {len(own)} now: keep the `groups` of the optimizer"
+                f"the optimizer state of {self.where} has {len(groups)} parameter groups, and "
+                f"{self.kind} has {len(own)} now: keep the `groups` of the optimizer"
             )
-        found = [
-            {**group, **{key: mine[key] for key in mine if _is_own(key, mine, group)}}
-            for group, mine in zip(groups, own, strict=True)
-        ]
-        for group in found:
-            if missing := [key for key in self.defaults if key not in group]:
+        merged = []
+        for group, own_group in zip(groups, own, strict=True):
+            stays = {key: v for key, v in own_group.items() if _is_own(key, own_group, group)}
+            options = {**group, **stays}
+            if missing := [key for key in self.defaults if key not in options]:
                 raise ConfigError(
-                    f"the optimizer state of {self._where} is another optimizer's than "
-                    f"{self._kind}'s: it has no {', '.join(missing)}"
+                    f"the optimizer state of {self.where} is another optimizer's than "
+                    f"{self.kind}'s: it has no {', '.join(missing)}"
                 )
-        return [{**g, "params": mine["params"]} for g, mine in zip(found, own, strict=True)]
+            merged.append({**options, "params": own_group["params"]})
+        return merged
 
     def _require_shapes(
         self, state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
@@ -245,21 +229,21 @@ class OptimizerState:
         """Check shapes for a fused kernel, which would write past the end of a smaller state."""
         if not any(group.get("fused") for group in groups):
             return
-        for name, parameter in self._named.items():
+        for name, parameter in self.parameters.items():
             for key, value in state.get(name, {}).items():
                 fits = key == "step" or not isinstance(value, Tensor)
                 if not fits and value.shape != parameter.shape:
                     raise CheckpointError(
-                        f"{key!r} of parameter {name!r} of {self._where} has shape "
+                        f"{key!r} of parameter {name!r} of {self.where} has shape "
                         f"{tuple(value.shape)}, and the parameter {tuple(parameter.shape)}: it is "
                         "another model's, or damaged; resume from another checkpoint"
                     )
 
     def _undo_casts(self, state: Mapping[str, Any]) -> None:
-        found = getattr(self._optimizer, "state", {})
+        states = getattr(self._optimizer, "state", {})
         for name, saved in state.items():
-            if (parameter := self._named.get(name)) is not None and parameter in found:
-                found[parameter] = _as_saved(saved, found[parameter])
+            if (parameter := self.parameters.get(name)) is not None and parameter in states:
+                states[parameter] = _as_saved(saved, states[parameter])
 
     def _lay_out(self) -> None:
         """Give loaded tensors the strides of their parameter, as a fused kernel needs.
@@ -270,25 +254,21 @@ class OptimizerState:
         """
         if not any(group.get("fused") for group in self._optimizer.param_groups):
             return
-        for parameter in self._named.values():
-            found = self._optimizer.state[parameter]
-            for key, value in found.items():
+        for parameter in self.parameters.values():
+            state = self._optimizer.state[parameter]
+            for key, value in state.items():
                 is_like_it = isinstance(value, Tensor) and value.shape == parameter.shape
                 if is_like_it and value.stride() != parameter.stride():
-                    found[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+                    state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two trees are equal, their tensors bit for bit.
-
-    Raises:
-        TypeError: a leaf is neither a tensor nor plain.
-    """
-    mine: dict[str, Tensor] = {}
-    theirs: dict[str, Tensor] = {}
-    if str(encode_tree(one, mine)) != str(encode_tree(other, theirs)):  # NaN is NaN
+    """Whether two trees are equal, their tensors bit for bit."""
+    tensors: dict[str, Tensor] = {}
+    others: dict[str, Tensor] = {}
+    if str(encode_tree(one, tensors)) != str(encode_tree(other, others)):  # NaN is NaN
         return False
-    return all(same_bits(mine[name], theirs[name]) for name in mine)
+    return all(same_bits(tensors[name], others[name]) for name in tensors)
 
 
 def _is_plain(value: Any, tensors: dict[str, Tensor] | None = None) -> bool:
@@ -300,105 +280,111 @@ def _is_plain(value: Any, tensors: dict[str, Tensor] | None = None) -> bool:
     return True
 
 
-def _is_own(key: str, mine: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+def _is_own(key: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
     """Whether an option stays: it chooses a kernel, or is an enum, which files have plain."""
     if key in _KERNELS:
         return True
-    return isinstance(mine[key], Enum) and key in saved and bool(mine[key] == saved[key])
+    return isinstance(own[key], Enum) and key in saved and bool(own[key] == saved[key])
 
 
-def _has_collections(values: Sequence[Mapping[Any, Any]]) -> bool:
-    return any(
-        isinstance(value, Tensor | Mapping | list | tuple)
-        for each in values
-        for value in each.values()
-    )
-
-
-def _as_saved(saved: Any, found: Any) -> Any:
-    """`saved` with its tensors on the devices of those in `found`, into which torch cast them."""
-    if isinstance(saved, Tensor) and isinstance(found, Tensor):
-        return found if saved.dtype is found.dtype else saved.to(found.device)
-    if isinstance(saved, Mapping) and isinstance(found, Mapping):
+def _as_saved(saved: Any, loaded: Any) -> Any:
+    """`saved` with its tensors on the devices of those in `loaded`, into which torch cast them."""
+    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
+        return loaded if saved.dtype is loaded.dtype else saved.to(loaded.device)
+    if isinstance(saved, Mapping) and isinstance(loaded, Mapping):
         return {
             key: _as_saved(saved[key], value) if key in saved else value
-            for key, value in found.items()
+            for key, value in loaded.items()
         }
-    if isinstance(saved, list | tuple) and isinstance(found, list | tuple):
-        if len(saved) == len(found):
-            pairs = zip(saved, found, strict=True)
+    if isinstance(saved, list | tuple) and isinstance(loaded, list | tuple):
+        if len(saved) == len(loaded):
+            pairs = zip(saved, loaded, strict=True)
             return type(saved)(_as_saved(*pair) for pair in pairs)
-        return found
-    return saved if isinstance(saved, str) else found
+        return loaded
+    return saved if isinstance(saved, str) else loaded
 
 
-MAX_PICKLE_BYTES = 2**20
-"""Larger attributes are not watched, because this is done after every step."""
+class BuiltOptions(NamedTuple):
+    """The options of an optimizer and its scheduler right after both were built."""
+
+    asked: str  # a hash of the config's sections for both
+    groups: list[Group]
+    scheduler: Any
 
 
-class HiddenState:
-    """Watches attributes of an optimizer that no file can hold: neither tensors nor plain values.
+def merge_options(
+    saved: list[Group],
+    scheduler: Any,
+    then: BuiltOptions,
+    now: BuiltOptions,
+    known: Collection[str],
+) -> tuple[list[Group], Any]:
+    """Return the saved options of the groups and the scheduler, changed as `now` is from `then`.
 
-    Most do not matter, such as a helper without a memory of its own. A pickle tells whether one has
-    changed, with a tensor as its identity and the number of its changes in place, and a parameter
-    as its identity.
+    A learning rate that a scheduler moves is scaled by the ratio of its initial values.
 
     Args:
-        attributes: by name, as they were built.
-        parameters: of the optimizer.
+        saved, scheduler: the options when the state was saved.
+        then, now: as built from the config at that time, and now.
+        known: names of the optimizer's own options; the scheduler has added all others in `now`.
     """
+    if then.asked == now.asked or len(saved) != len(now.groups):
+        return saved, scheduler
+    is_moved = then.scheduler is not None and now.scheduler is not None
+    groups = [
+        _group(*each, known, is_moved) for each in zip(saved, then.groups, now.groups, strict=True)
+    ]
+    scheduler = _merge(scheduler, then.scheduler, now.scheduler)
+    if isinstance(scheduler, dict) and "_last_lr" in scheduler:
+        scheduler = {**scheduler, "_last_lr": [group.get("lr") for group in groups]}
+    return groups, scheduler
 
-    def __init__(self, attributes: Mapping[str, Any], parameters: Iterable[Tensor]) -> None:
-        self._parameters = {id(parameter) for parameter in parameters}
-        self._reported: set[str] = set()
-        self._marks = {name: self._mark(value) for name, value in attributes.items()}
 
-    def changed(self, attributes: Mapping[str, Any]) -> list[str]:
-        """Return the attributes that have changed or are new, each of them once."""
-        now = {
-            name: self._mark(value)
-            for name, value in attributes.items()
-            if name not in self._reported
+def _group(saved: Group, then: Group, now: Group, known: Collection[str], is_moved: bool) -> Group:
+    added = {key: value for key, value in now.items() if key not in then and key not in known}
+    kept = {
+        key: _merge(value, then[key], now[key]) if key in then and key in now else value
+        for key, value in saved.items()
+    }
+    if is_moved and all("lr" in group for group in (saved, then, now)):
+        kept["lr"] = _moved(saved, then, now)
+    return {**added, **kept}
+
+
+def _moved(saved: Group, then: Group, now: Group) -> Any:
+    """The learning rate under a scheduler; most schedulers keep the initial one in the group."""
+    before, after = (group.get("initial_lr", group["lr"]) for group in (then, now))
+    if _are_equal(before, after):
+        return saved["lr"]
+    return saved["lr"] * (after / before) if before else now["lr"]
+
+
+def _merge(saved: Any, then: Any, now: Any) -> Any:
+    """`saved` where `then` and `now` are equal, and `now` elsewhere, recursively."""
+    if _are_equal(then, now):
+        return saved
+    if all(isinstance(tree, Mapping) for tree in (saved, then, now)) and set(then) == set(now):
+        return {
+            key: _merge(value, then[key], now[key]) if key in now else value
+            for key, value in saved.items()
         }
-        names = [name for name, mark in now.items() if mark != self._marks.get(name)]
-        self._reported |= set(names)
-        return names
-
-    def _mark(self, value: Any) -> bytes | None:
-        """Return a hash that changes with the value; None if it cannot be watched."""
-        hashed = _Hashed()
-        try:
-            _Marker(hashed, self._parameters).dump(value)
-        except Exception:  # of a lock, a local class, too many bytes, anything of the user's
-            return None
-        return hashed.digest
+    if _are_lists(saved, then, now) and len(saved) == len(then) == len(now):
+        merged = [_merge(*each) for each in zip(saved, then, now, strict=True)]
+        return tuple(merged) if isinstance(saved, tuple) else merged
+    return now
 
 
-class _Marker(pickle.Pickler):
-    def __init__(self, file: _Hashed, parameters: Collection[int]) -> None:
-        super().__init__(file)
-        self._parameters = parameters
-
-    def persistent_id(self, obj: Any) -> Any:
-        if not isinstance(obj, Tensor):
-            return None
-        return (id(obj), None if id(obj) in self._parameters else obj._version)
+def _are_lists(*trees: Any) -> bool:
+    return all(isinstance(tree, Sequence) and not isinstance(tree, str) for tree in trees)
 
 
-class _Hashed:
-    """A file that keeps only the hash of its content."""
-
-    def __init__(self) -> None:
-        self._hash, self._size = hashlib.sha256(), 0
-
-    def write(self, data: bytes) -> int:
-        size = memoryview(data).nbytes
-        self._size += size
-        if self._size > MAX_PICKLE_BYTES:
-            raise ValueError("too large")
-        self._hash.update(data)
-        return size
-
-    @property
-    def digest(self) -> bytes:
-        return self._hash.digest()
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two trees are equal. Those from a file have lists instead of other sequences."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return same_bits(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return set(one) == set(other) and all(_are_equal(one[key], other[key]) for key in one)
+    if _are_lists(one, other):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    is_nan = one != one and other != other
+    return type(one) is type(other) and (is_nan or bool(one == other))

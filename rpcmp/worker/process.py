@@ -39,8 +39,7 @@ from rpcmp.process import liveness
 from rpcmp.process.channel import ChildContext, Message
 from rpcmp.rpc import transport, unpickler
 from rpcmp.rpc.messages import Bundle, TensorKey
-from rpcmp.rpc.store import ChannelStore
-from rpcmp.rpc.transport import TorchRpc, Transport
+from rpcmp.rpc.transport import ChannelStore, Transport
 from rpcmp.worker import weight_grad
 from rpcmp.worker.snapshots import StageSnapshots, restore
 from rpcmp.worker.stage import Stage
@@ -50,11 +49,7 @@ LEAVE_SECONDS = 10.0
 
 
 def run(bond: ChildContext) -> None:
-    """Run one worker, and end the process.
-
-    Args:
-        bond: its file descriptors are the memory of the stage's snapshots.
-    """
+    """Run one worker, and end the process."""
     channel = bond.channel
     channel.send({"event": "ready"})
     start = channel.receive()
@@ -69,18 +64,13 @@ def run(bond: ChildContext) -> None:
 
 
 class WorkerProcess:
-    """One worker of one generation.
-
-    Args:
-        bond: to the supervisor.
-        start: the supervisor's first message.
-    """
+    """One worker of one generation."""
 
     def __init__(self, bond: ChildContext, start: Message) -> None:
         self._channel = bond.channel
         self._activity = bond.activity
         self._log = bond.log
-        self._slots = Slots(bond.fds)
+        self._slots = Slots(bond.fds)  # the memory of the stage's snapshots
         self._start = start
         self._snapshots: StageSnapshots | None = None
         self._stage: Stage | None = None
@@ -103,8 +93,8 @@ class WorkerProcess:
         liveness.start_heartbeat(self._channel, self._vitals)
         with self._activity.during("build"):
             stage = self._stage = self._build(assignment, loaders)
-            if (begin := self._start["restore"]) is not None:
-                self._restore(stage, begin["step"], begin["files"])
+            if (source := self._start["restore"]) is not None:
+                self._restore(stage, source["step"], source["files"])
         with self._activity.during("join"):
             address = transport.join(
                 self._start["members"], self._start["rank"], self._store, stage
@@ -128,21 +118,29 @@ class WorkerProcess:
         if not files:
             snapshot = self._slots.get(step)
             if snapshot is None:
-                raise CheckpointError(f"there is no snapshot of step {step} to go on from")
+                raise CheckpointError(f"there is no snapshot of step {step} to resume from")
             files = [self._slots.path(snapshot.slot)]
-        restore(files, stage.optimizer.stage, stage.model, stage.optimizer)
+        restore(files, stage.model, stage.optimizer)
 
     def _build(self, assignment: Assignment, loaders: LoaderPool | None) -> Stage:
         try:
             loader = None if loaders is None else StageDataLoader(loaders)
-            group = TorchRpc()
+            group = Transport()
             peer = functools.partial(RemoteStage, group)
             rehearses = self._start["rehearses"]
             stage = Stage(assignment, group, peer, self._activity, loader, rehearses)
             if loader is not None:
                 loader.wait()
             if assignment.config.takes_snapshots:
-                self._snapshots = stage.snapshots = self._snapshots_of(stage, assignment)
+                self._snapshots = stage.snapshots = StageSnapshots(
+                    self._slots,
+                    stage.model,
+                    stage.optimizer,
+                    self._activity,
+                    self._start["is_mirrored"],
+                    self._start["saves"],
+                    self._channel.send,
+                )
         except Exception as error:
             text = str(error) if isinstance(error, RpcmpError) else explain_error(error)
             first, _, rest = text.partition("\n")
@@ -153,18 +151,6 @@ class WorkerProcess:
         device = str(stage.model.device)
         self._channel.send({"event": "built", "num_parameters": sum(sizes), "device": device})
         return stage
-
-    def _snapshots_of(self, stage: Stage, assignment: Assignment) -> StageSnapshots:
-        return StageSnapshots(
-            stage.optimizer.stage,
-            self._slots,
-            stage.model,
-            stage.optimizer,
-            self._activity,
-            self._start["is_mirrored"],
-            self._start["saves"],
-            self._channel.send,
-        )
 
     def _listen(self) -> None:
         while (message := self._channel.receive()) is not None:

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,12 +85,7 @@ def profile(message: Message) -> Iterator[Message]:
 
 
 def measure(order: ProfileOrder, inputs: Any, targets: Any) -> HostProfile:
-    """Measure every layer, fed with the outputs of the layer before it.
-
-    Args:
-        order: the job, as one stage.
-        inputs, targets: one micro-batch, trees of tensors (samples, ...).
-    """
+    """Measure every layer with the outputs of the layer before it, first with one micro-batch."""
     device = devices.resolve_device(order.config.stage(0).device)
     _warm_up_torch(order)
     base, available = devices.base_bytes(device), devices.available_bytes(device)
@@ -143,12 +138,16 @@ def _measure_layer(
     order: ProfileOrder, name: str, inputs: list[Any], targets: Any, stage_index: int = 0
 ) -> tuple[LayerProfile, Any]:
     """Return the layer's profile and its outputs, which are the next layer's inputs."""
+
+    def as_input(tensor: Tensor) -> Tensor:
+        """Require a gradient if this layer's output did, or if layers before it need one."""
+        return tensor.requires_grad_(
+            tensor.requires_grad or (order.differentiates and tensor.is_floating_point())
+        )
+
     try:
         layer = Layer(order.config, name, inputs, targets, stage_index)
-        layer_profile = layer.measure()
-        return layer_profile, pytree.map_tensors(
-            lambda tensor: _as_input(tensor, order.differentiates), layer.outputs
-        )
+        return layer.measure(), pytree.map_tensors(as_input, layer.outputs)
     except RpcmpError:
         raise
     except BaseException as error:  # sys.exit() in a layer as well
@@ -158,46 +157,13 @@ def _measure_layer(
         ) from error
 
 
-def _as_input(tensor: Tensor, differentiates: bool) -> Tensor:
-    """Require a gradient if this layer's output did, or if layers before it need one."""
-    return tensor.requires_grad_(
-        tensor.requires_grad or (differentiates and tensor.is_floating_point())
-    )
+def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return the bytes of each storage, which several tensors may share, by its address.
 
-
-class Storages:
-    """The memory of tensors; storage that several of them share is counted once."""
-
-    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        self._sizes: dict[int, int] = {}
-        for tensor in tensors:
-            self.add(tensor)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(self._sizes.values())
-
-    def add(self, tensor: Tensor) -> None:
-        """Count `tensor`, which must stay alive as long as this object is used.
-
-        Storages are told apart by their addresses, which are used again for others.
-        """
-        if tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
-            self._sizes[storage.data_ptr()] = storage.nbytes()
-
-    def without(self, others: Storages) -> int:
-        """Return the bytes that are not in `others` too."""
-        own = self._sizes.items()
-        return sum(size for pointer, size in own if pointer not in others._sizes)
-
-
-class LayerTimes(NamedTuple):
-    """Seconds of one micro-batch."""
-
-    forward: float
-    backward: float
-    weight: float
+    The tensors must stay alive as long as the result is used: addresses are used again.
+    """
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 class Layer:
@@ -205,11 +171,9 @@ class Layer:
 
     Args:
         config: the job, as one stage.
-        name: the layer's name.
         inputs: one tree of tensors (samples, ...) per input; tensors that require a gradient get
             one.
         targets: for the last layer, whose times include the loss; None for the others.
-        stage_index: which stage of the config it belongs to.
 
     Attributes:
         outputs: for the next layer, detached; those that required a gradient still do.
@@ -221,7 +185,10 @@ class Layer:
         own = Assignment(config=config, stage_index=stage_index, layers=[name])
         self._model = StageModel(own)
         self._inputs, self._targets = inputs, targets
-        self._meta = _microbatch_meta(inputs, config)
+        samples = next((tensor.shape[0] for tensor in pytree.tensors(inputs) if tensor.dim()), 1)
+        count = config.num_microbatches
+        header = RoundHeader(1, 1, Mode.TRAIN, samples * count, count, 1)
+        self._meta = MicrobatchMeta(header, 0, samples)
         self._splitter = Splitter()
         trained = {n: value for n, value in self._model.named_parameters() if value.requires_grad}
         self._trained = list(trained.values())
@@ -233,12 +200,12 @@ class Layer:
     def measure(self) -> LayerProfile:
         """Return the medians of as many runs as time allows."""
         activations, received = self._measure_activations()
-        times = self._repeat()
+        forward, backward, weight = map(statistics.median, zip(*self._repeat(), strict=True))
         update = self._measure_update()
         return LayerProfile(
-            forward_s=statistics.median(each.forward for each in times),
-            backward_s=statistics.median(each.backward for each in times),
-            weight_s=statistics.median(each.weight for each in times),
+            forward_s=forward,
+            backward_s=backward,
+            weight_s=weight,
             update_s=update,
             state_bytes=self._state_bytes(),
             activation_bytes=activations,
@@ -248,25 +215,23 @@ class Layer:
     def _measure_activations(self) -> tuple[int, int]:
         """Return the bytes that a forward keeps for its backward, and the bytes of its inputs."""
         tape = self._tape()
-        saved = Storages()
-        alive: list[Tensor] = []
+        saved: list[Tensor] = []
 
         def pack(tensor: Tensor) -> Tensor:
-            alive.append(tensor.detach())
-            saved.add(tensor)
-            return alive[-1]
+            saved.append(tensor.detach())
+            return saved[-1]
 
-        received = Storages(pytree.tensors(tape.inputs))
+        received = sum(storage_sizes(pytree.tensors(tape.inputs)).values())
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = self._forward(tape)
-        for tensor in pytree.tensors(outputs):
-            saved.add(tensor)
-        own = Storages([*self._model.state_dict().values(), *pytree.tensors(tape.inputs)])
-        self._splitter.calibrate(pytree.tensors(outputs))
+        produced = pytree.tensors(outputs)
+        kept = storage_sizes([*saved, *produced])
+        own = storage_sizes([*self._model.state_dict().values(), *pytree.tensors(tape.inputs)])
+        self._splitter.calibrate(produced)
         self.outputs = pytree.map_tensors(_detached, outputs)
-        return saved.without(own), received.num_bytes
+        return sum(size for address, size in kept.items() if address not in own), received
 
-    def _repeat(self) -> list[LayerTimes]:
+    def _repeat(self) -> list[tuple[float, float, float]]:
         """Measure at least once, after one measurement that does not count."""
         started = time.perf_counter()
         self._measure_once()
@@ -275,10 +240,11 @@ class Layer:
             times.append(self._measure_once())
         return times
 
-    def _measure_once(self) -> LayerTimes:
+    def _measure_once(self) -> tuple[float, float, float]:
+        """Return the seconds of a forward, a backward and its weight gradients."""
         # Gradients add up, as they do over the micro-batches of a step.
         tape = self._tape()
-        weights = self._splitter.begin()
+        weights = self._splitter.next_microbatch()
         started = self._now()
         with weights.watch():
             produced = tape.leave(self._forward(tape))
@@ -289,7 +255,7 @@ class Layer:
             tape.backward(ones)
         backward = self._now()
         weights.accumulate()
-        return LayerTimes(forward - started, backward - ready, self._now() - backward)
+        return forward - started, backward - ready, self._now() - backward
 
     def _forward(self, tape: LocalTape) -> Any:
         with torch.enable_grad():
@@ -318,9 +284,8 @@ class Layer:
     def _state_bytes(self) -> int:
         state = self._optimizer.state_dict() if self._optimizer is not None else {}
         gradients = [value.grad for value in self._trained if value.grad is not None]
-        return Storages(
-            [*self._model.state_dict().values(), *gradients, *pytree.tensors(state)]
-        ).num_bytes
+        tensors = [*self._model.state_dict().values(), *gradients, *pytree.tensors(state)]
+        return sum(storage_sizes(tensors).values())
 
     def _now(self) -> float:
         """Return the time in seconds, once the device has finished all work."""
@@ -331,9 +296,3 @@ class Layer:
 
 def _detached(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _microbatch_meta(inputs: Any, config: Config) -> MicrobatchMeta:
-    samples = next((tensor.shape[0] for tensor in pytree.tensors(inputs) if tensor.dim()), 1)
-    count = config.num_microbatches
-    return MicrobatchMeta(RoundHeader(1, 1, Mode.TRAIN, samples * count, count, 1), 0, samples)

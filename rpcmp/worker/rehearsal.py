@@ -5,19 +5,23 @@
          5 steps, packed as into a file; a fresh one, unpacked, 15 ──> B     A and B: same bits?
 
 A user's optimizer may keep state anywhere, and state that its `state_dict` leaves out would show as
-different numbers after the first fault. torch's own are tested in this repository instead.
+different numbers after the first fault. torch's own are tested in this repository instead. What
+no file can hold and the trial did not need is watched while the run goes on.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import pickle
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rpcmp.checkpoint.slot_writer import require_storable
 from rpcmp.checkpoint.stage_state import StageState, decoded, pack
@@ -53,12 +57,7 @@ class _Trial(NamedTuple):
 
 
 def require_steppable(optimizer: Any, what: str) -> None:
-    """Check that a step needs nothing but gradients.
-
-    Raises:
-        FactoryError: its `step` needs a closure, which would compute the loss again, or it has
-            different weights for evaluations.
-    """
+    """Check that a step needs nothing but gradients."""
     if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
         raise FactoryError(
             f"{what} = {type(optimizer).__name__}: it has weights for training and others for all "
@@ -84,13 +83,9 @@ def require_restorable(
     """Check that storing and restoring the optimizer does not change its bits.
 
     Args:
-        build: makes a new optimizer.
         named: the parameters that it is to train; they are not changed.
         group_of: returns the number of a parameter's group.
         what: the config key and the optimizer's class, for the error message.
-
-    Raises:
-        FactoryError: bits differ, or it cannot be tried.
     """
     try:
         kinds, whole = _whole(build, named, group_of)
@@ -175,11 +170,8 @@ def _step(trial: _Trial, first: int, last: int) -> None:
         layers.seed_all(0, "optimizer", step, "rehearsal")
         trial.optimizer.step()
         if trial.scheduler is not None:
-            trial.scheduler.step(*([1.0 / step] if _watches(trial.scheduler) else []))
-
-
-def _watches(scheduler: Any) -> bool:
-    return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+            watches_loss = isinstance(trial.scheduler, ReduceLROnPlateau)
+            trial.scheduler.step(*([1.0 / step] if watches_loss else []))
 
 
 def _copy(source: _Trial, target: _Trial) -> None:
@@ -195,22 +187,105 @@ def _copy(source: _Trial, target: _Trial) -> None:
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
     }
-    found = decoded(about, copies, list(model), list(model))
+    restored = decoded(about, copies, list(model), list(model))
     with torch.no_grad():
         for name, parameter in target.named.items():
-            parameter.copy_(found.model[name])
-    target.state.load(KeptState(found.state, found.groups, found.aside))
+            parameter.copy_(restored.model[name])
+    target.state.load(KeptState(restored.state, restored.groups, restored.aside))
     if target.scheduler is not None:
-        target.scheduler.load_state_dict(found.scheduler)
+        target.scheduler.load_state_dict(restored.scheduler)
 
 
 def _difference(one: _Trial, other: _Trial) -> str:
     """Describe how two trials differ; empty if they do not."""
-    mine, theirs = one.state.read(), other.state.read()
+    state, other_state = one.state.read(), other.state.read()
     names = [name for name in one.named if not same_bits(one.named[name], other.named[name])]
-    if not names and same(mine.state, theirs.state) and same(mine.groups, theirs.groups):
+    if (
+        not names
+        and same(state.state, other_state.state)
+        and same(state.groups, other_state.groups)
+    ):
         return ""
-    what = f"parameters such as {names[0]!r}" if names else "its state or its options"
+    different = f"parameters such as {names[0]!r}" if names else "its state or its options"
     hidden = one.state.hidden()
     lost = f" (no checkpoint holds its attributes {', '.join(hidden)})" if hidden else ""
-    return f"{what} differ {STEPS - BEFORE} steps after it was restored{lost}"
+    return f"{different} differ {STEPS - BEFORE} steps after it was restored{lost}"
+
+
+MAX_PICKLE_BYTES = 2**20
+"""Larger attributes are not watched, because this is done after every step."""
+
+
+class HiddenState:
+    """Watches attributes of an optimizer that no file can hold: neither tensors nor plain values.
+
+    Most do not matter, such as a helper without a memory of its own. A pickle tells whether one has
+    changed, with a tensor as its identity and the number of its changes in place, and a parameter
+    as its identity.
+    """
+
+    def __init__(self, state: OptimizerState) -> None:
+        self._state = state
+        self._parameters = {id(parameter) for parameter in state.parameters.values()}
+        self._reported: set[str] = set()
+        self._marks = self._marked()
+
+    def warn_of_changes(self) -> None:
+        """Warn, once each, about attributes that have changed or are new.
+
+        The steps of the rehearsal did not need them, but later ones may.
+        """
+        for name, mark in self._marked().items():
+            if mark != self._marks.get(name):
+                self._reported.add(name)
+                _log.warning(
+                    "%s: %s has changed its attribute %r, which no checkpoint holds: if steps "
+                    "depend on it, a run that goes on after a fault has other bits; keep what they "
+                    "need in self.state[parameter]",
+                    self._state.where,
+                    self._state.kind,
+                    name,
+                )
+
+    def _marked(self) -> dict[str, bytes | None]:
+        """Return a hash of each value that changes with it; None if it cannot be watched."""
+        hidden = self._state.hidden().items()
+        return {name: self._mark(value) for name, value in hidden if name not in self._reported}
+
+    def _mark(self, value: Any) -> bytes | None:
+        hashed = _Hashed()
+        try:
+            _Marker(hashed, self._parameters).dump(value)
+        except Exception:  # of a lock, a local class, too many bytes, anything of the user's
+            return None
+        return hashed.digest
+
+
+class _Marker(pickle.Pickler):
+    def __init__(self, file: _Hashed, parameters: Collection[int]) -> None:
+        super().__init__(file)
+        self._parameters = parameters
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor):
+            return None
+        return (id(obj), None if id(obj) in self._parameters else obj._version)
+
+
+class _Hashed:
+    """A file that keeps only the hash of its content."""
+
+    def __init__(self) -> None:
+        self._hash, self._size = hashlib.sha256(), 0
+
+    def write(self, data: bytes) -> int:
+        size = memoryview(data).nbytes
+        self._size += size
+        if self._size > MAX_PICKLE_BYTES:
+            raise ValueError("too large")
+        self._hash.update(data)
+        return size
+
+    @property
+    def digest(self) -> bytes:
+        return self._hash.digest()

@@ -2,14 +2,19 @@
 
     a reader asks ──> ask the inputs ──> all arrived: queue the forward ──> answer all readers
 
-No thread waits: every arrow is a callback. Failures travel as answers.
+No thread waits: every arrow is a callback. Failures travel as answers. In training the sink's
+reader is a TrainStepRunner in the same process, with one thread per bundle in flight.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future as Running
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from torch.futures import Future
@@ -23,12 +28,20 @@ from rpcmp.config.topology import (
     ReplicaShare,
     member_name,
 )
-from rpcmp.data.batch_prefetch import Slices
+from rpcmp.data.batch_server import Slices
 from rpcmp.data.stage_loader import StageDataLoader
-from rpcmp.errors import JobError, RpcmpError, to_wire
+from rpcmp.errors import JobError, NonFiniteLossError, RpcmpError, to_wire
 from rpcmp.pipelining.schedule import Action
-from rpcmp.rpc.messages import Bundle, MicrobatchMeta, Mode, Peer, StageOutputs, StepReport
-from rpcmp.rpc.transport import NOBODY, Raised, Transport, result, when_all
+from rpcmp.rpc.messages import (
+    Bundle,
+    MicrobatchMeta,
+    Mode,
+    Peer,
+    StageOutputs,
+    StepReport,
+    Trained,
+)
+from rpcmp.rpc.transport import NOBODY, Raised, Transport, attempt, result, when_all
 from rpcmp.worker.backward import Failures
 from rpcmp.worker.executor import ComputeThread, Task
 from rpcmp.worker.forward import Computed, Execution
@@ -41,12 +54,9 @@ class Inputs:
     """The inputs of one stage: answers of other stages, and slices of the batch.
 
     Args:
-        graph: which stage reads which.
-        stage: the stage whose inputs these are.
         share: the bundles that this replica of the stage computes.
         assignment_of: returns which replica of another stage computes which bundle.
         peer: returns another worker of the group by its name.
-        transport: of the group, for the driver.
         loader: loads this stage's samples; None: the driver has the batch.
 
     Attributes:
@@ -76,16 +86,15 @@ class Inputs:
         }
 
     def ask(self, bundle: Bundle, callback: Callable[[list[Any]], None]) -> None:
-        """Request everything that a forward needs, and call `callback` with the answers.
+        """Request all inputs of a bundle's forward, and call `callback` with the answers.
 
-        These are in the order of the references, followed by the targets if a sink needs them:
-        per input one list of a StageOutputs per micro-batch, or a Raised.
+        These are in the order of the references, followed by the targets if a sink needs them. Each
+        is a list of one StageOutputs per micro-batch, or a Raised.
         """
-        requests = [self._ask_one(bundle, index) for index in range(len(self.references))]
+        references = list(self.references)
         if self._is_sink and bundle.round.mode is not Mode.PREDICT:
-            targets = self._ask_batch(bundle, Reference(SOURCES[1]), len(self.references))
-            requests.append((NOBODY, targets))
-        when_all(requests, callback)
+            references.append(Reference(SOURCES[1]))
+        when_all([self._ask_one(bundle, *each) for each in enumerate(references)], callback)
 
     def mark_none_gradients(
         self, meta: MicrobatchMeta, bundle: int, index: int, tensors: list[int]
@@ -106,21 +115,17 @@ class Inputs:
         stage = self.references[index].producer
         return self._peer(member_name(stage, self._assignments[stage].owner(bundle)))
 
-    def _ask_one(self, bundle: Bundle, index: int) -> tuple[str, Future[Any]]:
-        reference = self.references[index]
-        if reference.from_batch:
-            return NOBODY, self._ask_batch(bundle, reference, index)
-        producer = self._producer(bundle.number, index)
-        return producer.name, producer.forward(bundle, self._ports[index])  # [4]
-
-    def _ask_batch(self, bundle: Bundle, reference: Reference, index: int) -> Future[Any]:
+    def _ask_one(self, bundle: Bundle, index: int, reference: Reference) -> tuple[str, Future[Any]]:
+        if not reference.from_batch:
+            producer = self._producer(bundle.number, index)
+            return producer.name, producer.forward(bundle, self._ports[index])  # [4]
         if self._loader is not None and bundle.round.batch_id:
-            return self._loader.get(bundle, reference)
-        return self._slices.get(bundle, reference.producer, reference.path, index)
+            return NOBODY, self._loader.get(bundle, reference)
+        return NOBODY, self._slices.get(bundle, reference.producer, reference.path, index)
 
 
 def _port(graph: Graph, stage: str, index: int) -> int:
-    """The port of its producer that an input is; 0 for an input from the batch."""
+    """Return the port of its producer that an input is; 0 for an input from the batch."""
     reference = graph.inputs[stage][index]
     if reference.from_batch:
         return 0
@@ -132,12 +137,8 @@ class ForwardRequests:
 
     Args:
         worker: the worker's label, for errors and reports.
-        inputs: of the stage.
-        num_ports: number of its readers.
+        num_ports: number of the stage's readers.
         share: the bundles that it computes.
-        compute: where forwards run.
-        execution: computes them.
-        failures: collects those that fail.
         last_report: returns the report of the step before.
     """
 
@@ -277,3 +278,93 @@ class _PendingForward:
     def ask(self, port: int) -> Future[Any]:
         self.unasked_ports.discard(port)
         return self.answers[port]
+
+
+class TrainStepRunner:
+    """Runs train steps from the worker that computes the loss.
+
+        driver ──one call per step──> TrainStepRunner, in the sink's process
+                                         │  for each bundle, several at once, on a thread each:
+                                         │    an autograd context, losses, a distributed backward
+               <──losses, reports────────┘
+
+    If the driver asked for each micro-batch itself, every one of them would make two round trips
+    more and carry nothing new: with two stages a third of all messages. This way the driver's only
+    cost per micro-batch is its slice of the batch.
+
+    Args:
+        in_flight: how many bundles may be in flight.
+        is_scaled: whether the loss is scaled. Gradients then decide whether a step is skipped, and
+            a loss that is not finite is not an error.
+    """
+
+    def __init__(
+        self,
+        requests: ForwardRequests,
+        in_flight: int,
+        transport: Transport,
+        is_scaled: bool = False,
+    ) -> None:
+        self._requests = requests
+        self._transport = transport
+        self._is_scaled = is_scaled
+        self._threads = ThreadPoolExecutor(in_flight, "rpcmp-bundle")
+        self._lock = threading.Lock()
+        self._last = 0
+        self._waiting: dict[int, tuple[Sequence[Bundle], Future[Any]]] = {}
+
+    def train(self, bundles: Sequence[Bundle], after: int) -> Future[Any]:
+        """Run forward and backward of one round.
+
+        Args:
+            after: the training round before; 0 for the first. Calls may overtake each other, and
+                micro-batches of a later round must not occupy the threads that an earlier round
+                needs to complete.
+
+        Returns:
+            A future of one Trained per micro-batch, in order. The first failure ends it with a
+            Raised: the driver then aborts the round, which frees the other threads.
+        """
+        answer: Future[Any] = Future()
+        with self._lock:
+            self._waiting[after] = (bundles, answer)
+            while (following := self._waiting.pop(self._last, None)) is not None:
+                self._start(*following)
+        return answer
+
+    def _start(self, bundles: Sequence[Bundle], answer: Future[Any]) -> None:
+        running = [
+            self._threads.submit(attempt, functools.partial(self._train, bundle))
+            for bundle in bundles
+        ]
+        lock = threading.Lock()
+
+        def collect(_: Running[Any]) -> None:
+            with lock:
+                if answer.done():
+                    return
+                results = [each.result() for each in running if each.done()]
+                failed = next((each for each in results if isinstance(each, Raised)), None)
+                if failed is not None:
+                    answer.set_result(failed)
+                elif len(results) == len(running):
+                    answer.set_result(list(itertools.chain.from_iterable(results)))
+
+        for each in running:
+            each.add_done_callback(collect)
+        self._last = bundles[0].round.number
+
+    def _train(self, bundle: Bundle) -> list[Trained]:
+        with self._transport.autograd_context() as context_id:  # [3]
+            answer: list[StageOutputs] = result(self._requests.ask(bundle, DRIVER_PORT))
+            trained = [
+                Trained(self._checked(outputs.value.item(), meta), outputs.reports or {})
+                for meta, outputs in zip(bundle.microbatches, answer, strict=True)
+            ]
+            self._transport.backward(context_id, [outputs.value for outputs in answer])  # [9]
+        return trained
+
+    def _checked(self, loss: float, meta: MicrobatchMeta) -> float:
+        if not self._is_scaled and not math.isfinite(loss):
+            raise NonFiniteLossError(loss, meta.round.step, meta.number)
+        return loss

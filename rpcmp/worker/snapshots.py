@@ -26,8 +26,6 @@ class StageSnapshots:
     """Takes the snapshots of one stage.
 
     Args:
-        slots: the memory for them.
-        activity: shows when one is taken.
         is_mirrored: whether a mirror holds them as well, and acknowledges that.
         saves: whether they go to a disk when a checkpoint is due; not all replicas write files.
         send: sends a message to the supervisor.
@@ -35,7 +33,6 @@ class StageSnapshots:
 
     def __init__(
         self,
-        stage: str,
         slots: Slots,
         model: StageModel,
         optimizer: StageOptimizer,
@@ -44,7 +41,6 @@ class StageSnapshots:
         saves: bool,
         send: Callable[[Message], None],
     ) -> None:
-        self._stage = stage
         self._slots = slots
         self._writer = SnapshotWriter(slots)
         self._model = model
@@ -60,13 +56,7 @@ class StageSnapshots:
     def take(self, version: int, save: bool = False) -> None:
         """Take a snapshot of the stage's current state; on the compute thread.
 
-        Args:
-            version: its number, which is the step if the driver runs the training loop.
-            save: whether it goes to a disk.
-
-        Raises:
-            TypeError: the optimizer or the scheduler keeps something that cannot be stored.
-            OSError: out of memory.
+        `version` is the step if the driver runs the training loop.
         """
         with self._activity.during("saving", self._optimizer.steps):
             slot = self._free_slot()
@@ -82,13 +72,7 @@ class StageSnapshots:
         self._send({"event": "snapshot", "step": version})
 
     def save(self, version: int) -> None:
-        """Write the snapshot `version`, the last one, to a disk.
-
-        If it was not taken, take it from the stage's current state.
-
-        Raises:
-            TypeError, OSError: see `take`.
-        """
+        """Write the last snapshot to a disk; take it first if that has not been done."""
         snapshot = self._slots.get(version)
         if snapshot is None:
             self.take(version, save=True)
@@ -97,7 +81,6 @@ class StageSnapshots:
             self._send({"event": "snapshot", "step": version})
 
     def mark_mirrored(self, step: int) -> None:
-        """Record that the mirror holds the snapshot of `step`."""
         with self._changed:
             self._mirrored = max(step, self._mirrored)
             self._changed.notify_all()
@@ -117,22 +100,15 @@ class StageSnapshots:
 
     def _state(self) -> StageState:
         model, optimizer = self._model.state_dict(), self._optimizer
-        return StageState(optimizer.steps, self._stage, model, *optimizer.parts())
+        return StageState(optimizer.steps, optimizer.stage, model, *optimizer.parts())
 
 
-def restore(paths: Sequence[str], stage: str, model: StageModel, optimizer: StageOptimizer) -> None:
-    """Restore the state of a new stage, before the group starts.
-
-    Args:
-        paths: of the files or the slot that hold the state.
-
-    Raises:
-        CheckpointError: the state belongs to another model.
-    """
-    state = unpack(paths, stage, list(model.state_dict()), optimizer.names)
+def restore(paths: Sequence[str], model: StageModel, optimizer: StageOptimizer) -> None:
+    """Restore the state of a new stage from files or a slot, before the group starts."""
+    state = unpack(paths, optimizer.stage, list(model.state_dict()), optimizer.names)
     try:
         model.load_state_dict(state.model)
         optimizer.restore(state)
     except (ConfigError, ValueError, KeyError) as error:
-        reason = f"stage {stage!r} cannot take over {', '.join(paths)}: {error}"
+        reason = f"stage {optimizer.stage!r} cannot take over {', '.join(paths)}: {error}"
         raise CheckpointError(reason) from error

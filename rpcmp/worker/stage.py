@@ -40,12 +40,11 @@ A failure is an answer as well: it travels down the answers, the stage records i
 
 from __future__ import annotations
 
-import functools
 import platform
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,46 +71,24 @@ from rpcmp.rpc.messages import (
     TensorKey,
 )
 from rpcmp.rpc.transport import Raised, Transport
-from rpcmp.worker.backward import Backwards, Failures, NoneGradients
-from rpcmp.worker.executor import ComputeThread, RoundHooks
+from rpcmp.worker.backward import Backwards, Failures
+from rpcmp.worker.executor import ComputeThread, ComputeThreadOwner, on_compute_thread
 from rpcmp.worker.forward import Execution
-from rpcmp.worker.grad_sync.sync import GradientSync
+from rpcmp.worker.grad_sync import GradientSync
 from rpcmp.worker.measurements import Meter
 from rpcmp.worker.model import LossScale, StageModel
 from rpcmp.worker.optimizer import StageOptimizer
-from rpcmp.worker.requests import ForwardRequests, Inputs
+from rpcmp.worker.requests import ForwardRequests, Inputs, TrainStepRunner
 from rpcmp.worker.snapshots import StageSnapshots
-from rpcmp.worker.step_runner import TrainStepRunner
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
-
-
-def _on_compute_thread(
-    method: Callable[Concatenate[Stage, Parameters], Result],
-) -> Callable[Concatenate[Stage, Parameters], Future[Result]]:
-    """Make a method of Stage run on its compute thread; callers get a future of the result."""
-
-    @functools.wraps(method)
-    def submit(
-        stage: Stage, /, *args: Parameters.args, **kwargs: Parameters.kwargs
-    ) -> Future[Result]:
-        return stage._compute.future(lambda: method(stage, *args, **kwargs))
-
-    return submit
-
 
 _WIRE_DTYPES = {None: None, "bfloat16": torch.bfloat16}
 
 
-class Stage:
+class Stage(ComputeThreadOwner):
     """One stage of the model. It is built before its process joins the group, and served after.
 
     Args:
-        assignment: which stage of which job.
-        transport: of the group that it will be a member of.
         peer: returns another worker of the group by its name.
-        activity: shows what it does.
         loader: loads its samples; None: the driver has the batch.
         rehearses: whether to try that its optimizer can be restored.
 
@@ -139,15 +116,18 @@ class Stage:
         ports = graph.ports(stage) or (Port(DRIVER, 0, ()),)
         self._share = share = ReplicaShare(assignment.stage.turns, assignment.replica)
         self.model = StageModel(assignment)
-        hooks = RoundHooks(self._before_round, self._after_round)
         self._compute = ComputeThread(
-            policy(config.schedule), assignment.limits, share, hooks, activity
+            policy(config.schedule),
+            assignment.limits,
+            share,
+            self._before_round,
+            self._after_round,
+            activity,
         )
         self._inputs = Inputs(graph, stage, share, config.turns_of, peer, transport, loader)
         self._failures = Failures()
-        self._none_gradients = NoneGradients()
-        backwards = Backwards(
-            self.name, self._compute, self._none_gradients, self._inputs, self._failures
+        self._backwards = Backwards(
+            self.name, self._compute, self._inputs.mark_none_gradients, self._failures
         )
         scaling = config.loss_scaling
         scale = None if scaling is None else LossScale(scaling.initial)
@@ -156,7 +136,7 @@ class Stage:
             self.model,
             self._inputs.references,
             ports,
-            backwards,
+            self._backwards,
             recompute=assignment.stage.recompute,
             wire_dtype=_WIRE_DTYPES[config.wire_dtype],
             loss_scale=scale,
@@ -200,7 +180,7 @@ class Stage:
     def mark_none_gradients(
         self, round_number: int, microbatch: int, port: int, tensors: list[int]
     ) -> None:
-        self._none_gradients.mark(round_number, microbatch, port, tensors)
+        self._backwards.mark_none_gradients(round_number, microbatch, port, tensors)
 
     def gradient_part(self, rank: int, round_number: int, bucket: int) -> Future[Any]:
         return self._grad_sync.all_reduce.part(rank, round_number, bucket)
@@ -232,39 +212,38 @@ class Stage:
         failures = self._failures.take(first, last)
         self._requests.clear()
         self._inputs.forget(last)
-        self._none_gradients.clear()
+        self._backwards.forget_marks()
         return failures
 
-    @_on_compute_thread
+    @on_compute_thread
     def settle(self) -> StepReport | None:
         """Return the report of the last step, if there was one, once that is done."""
         if self._failures.broken is not None:
             raise self._failures.broken
         return self.optimizer.report
 
-    @_on_compute_thread
+    @on_compute_thread
     def sum_gradients(self, round_number: int) -> None:
         """Sum all gradients that a step needs, after a round that has not done so by itself."""
         if (failed := self._failed(round_number)) is not None:
             raise failed
         self._sum_gradients(round_number)
 
-    @_on_compute_thread
+    @on_compute_thread
     def sync_initial_state(self, copies_parameters: bool) -> None:
         """Copy the state of replica 0 and of the owners of tied parameters; see GradientSync."""
         self._grad_sync.sync_initial_state(copies_parameters)
 
-    @_on_compute_thread
+    @on_compute_thread
     def reschedule(self, schedule: str, limits: dict[str, InFlightLimits]) -> None:
         """Switch to another schedule, with limits by stage, between two rounds."""
         self._compute.reschedule(policy(schedule), limits[self.optimizer.stage])
 
-    @_on_compute_thread
+    @on_compute_thread
     def keep(self, version: int) -> None:
-        """Take a snapshot of the stage as `version`."""
         self._snapshot(lambda snapshots: snapshots.take(version))
 
-    @_on_compute_thread
+    @on_compute_thread
     def save(self, step: int) -> None:
         """Write the stage's state after `step`, the last one, to its disk."""
         self._snapshot(lambda snapshots: snapshots.save(step))
@@ -272,7 +251,6 @@ class Stage:
     # Calls of the driver: data.
 
     def dataset_info(self) -> DatasetInfo | None:
-        """Return the datasets of the stage's loader, if it has one."""
         return None if self._loader is None else self._loader.holding
 
     def epoch_order(self, epoch: int) -> Future[Any]:
@@ -292,24 +270,21 @@ class Stage:
         """Return what replicas must agree on: names, dtypes and shapes of tensors, and the code."""
         return self.model.signature()
 
-    @_on_compute_thread
+    @on_compute_thread
     def smallest_microbatch(self) -> int:
-        """Return how many samples a micro-batch needs to train with."""
         return self.model.smallest_microbatch()
 
-    @_on_compute_thread
+    @on_compute_thread
     def digests(self) -> dict[str, str]:
         """Return `tensors.tensor_line` of each parameter and buffer, by name."""
-        state = self.model.state_dict()
-        return {name: tensors.tensor_line(name, value) for name, value in state.items()}
+        return _digests(self.model.state_dict().items())
 
-    @_on_compute_thread
+    @on_compute_thread
     def parameter_digests(self) -> dict[str, str]:
         """Return `tensors.tensor_line` of each parameter, by name."""
-        named = self.model.named_parameters()
-        return {name: tensors.tensor_line(name, value) for name, value in named}
+        return _digests(self.model.named_parameters())
 
-    @_on_compute_thread
+    @on_compute_thread
     def state_dict(self) -> dict[str, Tensor]:
         """Return copies of the parameters and buffers, on the host, by name."""
         state = self.model.state_dict()
@@ -319,9 +294,8 @@ class Stage:
         """The names of this stage's parameters and buffers in the unsplit model."""
         return list(self.model.state_dict())
 
-    @_on_compute_thread
+    @on_compute_thread
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load parameters and buffers by name."""
         self.model.load_state_dict(state)
 
     # Calls of the driver: figures.
@@ -335,15 +309,14 @@ class Stage:
         return self._meter.read()
 
     def host(self) -> dict[str, str]:
-        """Return the facts about this host that decide bits."""
         return host_facts(self.model.device)
 
-    @_on_compute_thread
+    @on_compute_thread
     def record_spans(self, steps: int) -> tuple[str, int]:
         """Keep the actions of the last `steps` steps; return this host's name and a cursor."""
         return platform.node(), self._compute.recorder.keep(steps)
 
-    @_on_compute_thread
+    @on_compute_thread
     def read_spans(self, cursor: int, first_step: int, last_step: int) -> tuple[int, list[Span]]:
         """Return the next cursor, and the actions from `cursor` on of these steps."""
         return self._compute.recorder.read(cursor, first_step, last_step)
@@ -359,7 +332,7 @@ class Stage:
     def finish(self) -> None:
         self.finished.set()
 
-    # Around a round, on the compute thread; see RoundHooks. Private: no message may name them.
+    # Around a round, on the compute thread. Private: no message may name them.
 
     def _before_round(self, header: RoundHeader) -> None:
         if header.is_training:
@@ -401,3 +374,7 @@ class Stage:
         except Exception as error:
             cause = f"{one_line(error)} (with recovery.enabled = false nothing is stored)"
             raise StageError(self.name, "saving", cause, step=self.optimizer.steps) from error
+
+
+def _digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    return {name: tensors.tensor_line(name, tensor) for name, tensor in named}

@@ -77,11 +77,7 @@ _watched = _Watched()
 
 
 class WeightGradients:
-    """The deferred weight gradients of one micro-batch.
-
-    Args:
-        splittable: the parameters that may be deferred; see `used_once`.
-    """
+    """The deferred weight gradients of one micro-batch."""
 
     def __init__(self, splittable: frozenset[Tensor]) -> None:
         self._splittable = splittable
@@ -151,7 +147,7 @@ class Splitter:
     def __init__(self) -> None:
         self._splittable: frozenset[Tensor] | None = None
 
-    def begin(self, splits: bool = True) -> WeightGradients:
+    def next_microbatch(self, splits: bool = True) -> WeightGradients:
         """Return those of the next micro-batch; nothing is deferred unless the stage `splits`."""
         return WeightGradients((splits and self._splittable) or frozenset())
 
@@ -202,7 +198,13 @@ def splittable(operation: Operation) -> Operation:
         parameters = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if not _can_split(gradients, input, parameters):
             return operation(input, *args, **kwargs)
-        again = functools.partial(_call, operation, args, kwargs)
+
+        def again(input: Tensor, *parameters: Tensor) -> Tensor:
+            left = iter(parameters)
+            placed = [next(left) if isinstance(v, Tensor) else v for v in args]
+            named = {k: next(left) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+            return operation(input, *placed, **named)
+
         return _apply(_Taped, again, gradients, input, *parameters)
 
     return split
@@ -255,23 +257,6 @@ def _is_one_product(input: Tensor, weight: Tensor) -> bool:
     """Whether torch computes this linear as one matrix product, with known gradients."""
     is_matrix = input.dim() in (2, 3) and input.is_contiguous() and weight.is_contiguous()
     return is_matrix and weight.shape[1] > 1  # a column is contiguous both ways
-
-
-def _call(
-    operation: Operation,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    input: Tensor,
-    *parameters: Tensor,
-) -> Tensor:
-    """`operation(input, *args, **kwargs)`, with `parameters` in the place of its tensors."""
-    left = iter(parameters)
-
-    def place(value: Any) -> Any:
-        return next(left) if isinstance(value, Tensor) else value
-
-    placed = [place(value) for value in args]
-    return operation(input, *placed, **{key: place(value) for key, value in kwargs.items()})
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
@@ -374,10 +359,10 @@ def _differentiate(
     wanted = _trained(*inputs)
     if not wanted:
         return (None,) * len(inputs)
-    found = iter(
+    gradients = iter(
         torch.autograd.grad([output], wanted, [grad], retain_graph=True, create_graph=create_graph)
     )
-    return tuple(next(found) if _trained(value) else None for value in inputs)
+    return tuple(next(gradients) if _trained(value) else None for value in inputs)
 
 
 def _add_to_grad(parameter: Tensor, grad: Tensor) -> None:

@@ -20,7 +20,7 @@ from rpcmp.errors import MismatchError
 from rpcmp.process.channel import Message
 from rpcmp.rpc import transport, unpickler
 from rpcmp.rpc.messages import Peer
-from rpcmp.worker.grad_sync.bucket_allreduce import BucketAllReduce
+from rpcmp.worker.bucket_allreduce import BucketAllReduce
 
 PARAMETER_BYTES = 10**6
 """Size of each parameter but the last: several tensors, as in a model with several layers."""
@@ -115,7 +115,7 @@ class Sum(Exchange):
             _require(parameter.grad, self._world_size * (self._world_size + 1) / 2)
 
 
-RPC = transport.TorchRpc()
+RPC = transport.Transport()
 
 
 class Served:

@@ -14,7 +14,7 @@ others have loaded theirs before. All losses have to agree.
 
 exchange: the time from when all processes have their gradients, 50 MB of float32, until each of
 them has the sum, several times in a row. Ours: parameters of 1 MB each, all buckets of
-`rpcmp.worker.grad_sync.bucket_allreduce` begun at once and finished, over torch RPC as between
+`rpcmp.worker.bucket_allreduce` begun at once and finished, over torch RPC as between
 workers; copies from the gradients and back are in it. Gloo: `all_reduce` of one tensor of 50 MB.
 Nothing is computed besides, so nothing is hidden behind a backward. 2 and 4 processes with one
 thread each.

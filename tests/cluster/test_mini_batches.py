@@ -76,7 +76,7 @@ def require_that_loaders_load(path: str) -> None:
             loaders.order(1, answers.put)
             alone._order._sampler.set_epoch(1)
             assert answers.get(timeout=30).tolist() == list(alone._order._sampler)
-        alone._order.begin(2)
+        alone._order.start_epoch(2)
         keys = list(itertools.islice(alone._order, 3))
         for number, (key, loaded) in enumerate(zip(keys, alone.epoch(2), strict=False), start=1):
             batch = dict(zip(("input", "target"), loaded, strict=True))

@@ -34,8 +34,7 @@ from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER
 from rpcmp.data import loader_process
 from rpcmp.data.batch_server import BatchServer
-from rpcmp.data.batches import Samples, load_batches
-from rpcmp.data.sample_order import OwnSampler
+from rpcmp.data.batches import OwnSampler, Samples, load_batches
 from rpcmp.data.stage_loader import LoaderPool
 from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.evaluation import Metrics
@@ -283,7 +282,7 @@ def local_group(
         services: dict[str, Any] = {DRIVER: BatchServer()}
         peers = LocalTransport(services)
         stack.callback(peers.close)
-        patch.setattr(process, "TorchRpc", lambda: peers)
+        patch.setattr(process, "Transport", lambda: peers)
         workers = []
         for part in planned.assignments:
             workers.append(LocalWorker(part, [] if saved is None else saved.files))

@@ -19,14 +19,14 @@ from torch.autograd.function import FunctionCtx
 from torch.futures import Future
 
 from rpcmp.rpc import unpickler
-from rpcmp.rpc.transport import attempt
+from rpcmp.rpc.transport import Transport, attempt
 
 NUM_THREADS = 4
 """Threads of the pool; as in a worker, no handler blocks one."""
 
 
-class LocalTransport:
-    """Transport between members in this process; see rpcmp.rpc.transport.Transport.
+class LocalTransport(Transport):
+    """Transport between members in this process.
 
     Args:
         services: what each member serves, by its name; may be filled in later.

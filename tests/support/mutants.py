@@ -33,11 +33,11 @@ from tests.support.places import ROOT
 AREAS = {
     "schedules": ("pipelining/schedule.py", "pipelining/simulation.py", "pipelining/cost_model.py"),
     "boundary": ("worker/boundary.py", "worker/forward.py", "worker/requests.py"),
-    "backward": ("worker/backward.py", "worker/weight_grad.py", "worker/recompute.py"),
+    "backward": ("worker/backward.py", "worker/weight_grad.py"),
     "summing": (
-        "worker/grad_sync/bucket_allreduce.py",
-        "worker/grad_sync/buckets.py",
-        "worker/grad_sync/tied.py",
+        "worker/bucket_allreduce.py",
+        "worker/buckets.py",
+        "worker/mailbox.py",
     ),
     "snapshots": (
         "checkpoint/slots.py",

@@ -8,7 +8,7 @@ from typing import Any
 from rpcmp.config.topology import ReplicaAssignment, ReplicaShare
 from rpcmp.pipelining.schedule import InFlightLimits, policy
 from rpcmp.rpc.messages import Mode, RoundHeader
-from rpcmp.worker.executor import ComputeThread, RoundHooks
+from rpcmp.worker.executor import ComputeThread
 
 ALL_BUNDLES = ReplicaShare(ReplicaAssignment([1]), 0)
 """What a stage without further replicas computes."""
@@ -25,5 +25,4 @@ def compute_thread(
     limits: InFlightLimits = InFlightLimits(4, 4),  # noqa: B008
     after_round: Callable[[RoundHeader], None] = lambda header: None,
 ) -> ComputeThread:
-    hooks = RoundHooks(lambda header: None, after_round)
-    return ComputeThread(policy(schedule), limits, ALL_BUNDLES, hooks)
+    return ComputeThread(policy(schedule), limits, ALL_BUNDLES, lambda header: None, after_round)

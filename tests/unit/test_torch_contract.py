@@ -129,8 +129,8 @@ def find() -> Findings:
     found["gradients"] = TwoOutputs.seen
     TwoOutputs.fails = True
     found["raised_in_backward"] = _error(_differentiate)
-    found["left_behind"] = transport.TorchRpc().live_state()
-    service_rref = transport.TorchRpc().remote_service(ALONE)
+    found["left_behind"] = transport.Transport().live_state()
+    service_rref = transport.Transport().remote_service(ALONE)
     found["reference"] = [service_rref.owner().name, service_rref.local_value()]
     del service_rref
     store.operations.clear()
@@ -145,9 +145,9 @@ def _agent_with_transport(name: str) -> None:
 
 
 def _differentiate() -> None:
-    with transport.TorchRpc().autograd_context() as context_id:
+    with transport.Transport().autograd_context() as context_id:
         used, _ = rpc.rpc_async(ALONE, answer_later).wait()
-        transport.TorchRpc().backward(context_id, [used.sum()])
+        transport.Transport().backward(context_id, [used.sum()])
 
 
 def _error(function: Any) -> str:

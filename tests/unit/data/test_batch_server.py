@@ -10,8 +10,7 @@ import pytest
 from torch.futures import Future
 
 from rpcmp.config.topology import DRIVER, ReplicaAssignment, ReplicaShare
-from rpcmp.data.batch_prefetch import GROUP, Slices
-from rpcmp.data.batch_server import BatchServer
+from rpcmp.data.batch_server import GROUP, BatchServer, Slices
 from rpcmp.errors import ConfigError, JobError, to_wire
 from rpcmp.rpc.messages import Bundle, StageOutputs
 from rpcmp.rpc.transport import Raised, Transport

@@ -72,8 +72,7 @@ def test_mini_batches_equal_those_of_ranks_with_distributed_samplers() -> None:
 
 @pytest.fixture(scope="module")
 def tracker() -> None:
-    """A helper process of multiprocessing's, which lives on: started before a test looks for its
-    own."""
+    """Start the resource tracker of multiprocessing before a test looks for its own processes."""
     resource_tracker.ensure_running()
 
 

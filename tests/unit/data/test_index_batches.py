@@ -15,9 +15,8 @@ from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
 from rpcmp.config.sections import DataConfig
 from rpcmp.config.types import Factory
-from rpcmp.data.batches import Batches, Loaded
-from rpcmp.data.index_batches import Announcer, IndexBatches
-from rpcmp.data.sample_order import SampleOrder
+from rpcmp.data.batches import Batches, Loaded, SampleOrder
+from rpcmp.data.index_batches import IndexBatches
 from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.errors import ConfigError
@@ -47,9 +46,7 @@ class RecordedMessages:
 
     def draws(self, dataset: str = "train", total: int = 0, **options: Any) -> IndexBatches:
         order = SampleOrder(range(SAMPLES), section(**options), 0, dataset == "train")
-        return IndexBatches(
-            dataset, order, Announcer(self.announce, AHEAD, itertools.count(1)), total
-        )
+        return IndexBatches(dataset, order, self.announce, AHEAD, itertools.count(1), total)
 
 
 @given(
@@ -71,7 +68,7 @@ def test_indices_equal_the_order_in_which_a_driver_loads(
         expected = [inputs.tolist() for inputs, _ in loaded.epoch(epoch, first)]
         drawn = list(draws.epoch(epoch, first))
         assert [each.samples for each in drawn] == expected
-        assert [each.place for each in drawn] == [
+        assert [each.position for each in drawn] == [
             (epoch, index) for index in range(first, len(loaded))
         ]
 
@@ -89,7 +86,7 @@ def test_mini_batches_are_announced_before_they_are_needed_and_once() -> None:
                 break
     assert asked == reported.drawn
     assert [each.batch_id for each in asked] == list(range(1, 7))
-    assert [each.place for each in asked] == [(1, 1), (1, 2), (2, 0), (2, 1), (2, 2), (3, 0)]
+    assert [each.position for each in asked] == [(1, 1), (1, 2), (2, 0), (2, 1), (2, 2), (3, 0)]
 
 
 def test_an_evaluation_announces_only_its_own_mini_batches() -> None:
@@ -104,7 +101,7 @@ def test_an_abandoned_epoch_is_announced_again() -> None:
     reported = RecordedMessages()
     draws = reported.draws(total=9)
     next(draws.epoch(1))
-    assert [each.place for each in draws.epoch(2)] == [(2, 0), (2, 1), (2, 2)]
+    assert [each.position for each in draws.epoch(2)] == [(2, 0), (2, 1), (2, 2)]
 
 
 def test_announcements_have_indices_only() -> None:

@@ -14,9 +14,8 @@ import torch
 from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Reference
-from rpcmp.data.batches import load_batches
+from rpcmp.data.batches import Key, load_batches
 from rpcmp.data.loader_process import Parts
-from rpcmp.data.sample_order import Key
 from rpcmp.data.stage_loader import LoaderPool, StageDataLoader
 from rpcmp.errors import ConfigError, RpcmpError, StageError, WorkerDiedError, from_wire
 from rpcmp.pipelining import microbatch
@@ -29,7 +28,7 @@ INPUT, TARGET = Reference("input"), Reference("target")
 
 
 def bundle(drawn: int, round_number: int, *microbatches: int) -> Bundle:
-    """Micro-batches of three of a mini-batch of seven samples."""
+    """Return a bundle of a mini-batch of seven samples in three micro-batches."""
     keys = {"step": 5, "num_samples": 7, "batch_id": drawn}
     if len(microbatches) == 1:
         return Bundle(header(round_number, 3, **keys), microbatches[0])
@@ -38,12 +37,12 @@ def bundle(drawn: int, round_number: int, *microbatches: int) -> Bundle:
 
 
 def drawn(number: int) -> BatchIndices:
-    """A mini-batch of seven samples."""
+    """Return the indices of a mini-batch of seven samples."""
     return BatchIndices(number, "train", 1, number - 1, list(range(7)))
 
 
 class Given:
-    """A loader that returns what and when the test tells it to."""
+    """A loader whose answers the test sends."""
 
     def __init__(self) -> None:
         self.asked: dict[int, Callable[[Parts | RpcmpError], None]] = {}
@@ -111,7 +110,7 @@ def test_finished_mini_batches_are_dropped_and_announced_ones_kept(
 
 
 def test_a_request_overtaken_by_an_abort_fails(given: Given, feed: StageDataLoader) -> None:
-    """Nothing would ever be loaded for it: the job hung instead of reporting the failure."""
+    """Its mini-batch would never be loaded, and the job would hang."""
     feed.prefetch([drawn(1)])
     feed.forget(1)
     raised = feed.get(bundle(1, 1, 0), INPUT).value()

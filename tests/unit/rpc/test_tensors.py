@@ -68,7 +68,7 @@ def test_the_hash_ignores_strides_and_gradients() -> None:
 
 
 def flipped(tensor: Tensor) -> Tensor:
-    """`tensor` with its very last bit changed."""
+    """Return `tensor` with its last bit changed."""
     changed = tensor.clone()
     changed.view(torch.uint8).reshape(-1)[-1] ^= 1
     return changed

@@ -1,4 +1,4 @@
-"""Trees of tensors from one process to another; here both ends lie in one."""
+"""Trees of tensors between two ends of a connection, here in one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ class Ends(NamedTuple):
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    """Both ends of one connection."""
     both = Ends(*map(Handoff, socket.socketpair()))
     yield both
     for end in both:
@@ -30,7 +29,7 @@ def ends() -> Iterator[Ends]:
 
 
 def sent(ends: Ends, message: Any) -> Any:
-    """`message` as the other end receives it."""
+    """Return `message` as the other end receives it."""
     sender = threading.Thread(target=ends.here.send, args=[message])
     sender.start()
     received = ends.there.receive()

@@ -1,4 +1,4 @@
-"""How members leave a group, and the results of calls; for torch see test_torch_contract."""
+"""Leaving a group, and the results of calls; for torch RPC see test_torch_contract."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from rpcmp.data.batch_server import BatchServer
 from rpcmp.driver import rounds
 from rpcmp.errors import SecurityError
 from rpcmp.rpc import transport, unpickler
@@ -61,7 +62,7 @@ def test_messages_of_the_protocol_are_unpickled(value: Any) -> None:
 
 
 def test_enum_members_named_by_getattr_are_unpickled() -> None:
-    """As Python 3.11.0 to 3.11.3 do, Debian's among them."""
+    """Python 3.11.0 to 3.11.3 pickle them so."""
     assert load(Evil(getattr, Mode, "TRAIN")) is Mode.TRAIN
     with pytest.raises(SecurityError, match="'mro'"):
         load(Evil(getattr, Mode, "mro"))
@@ -103,32 +104,49 @@ def test_all_other_names_are_refused(value: Any) -> None:
         load(value)
 
 
-def test_of_a_stage_a_message_may_name_what_driver_and_peers_call_and_nothing_else() -> None:
-    """What a stage does by itself, such as stepping after a round, must not be among it."""
+@pytest.mark.parametrize(
+    ("kind", "called"),
+    [
+        (
+            Stage,
+            {
+                # by other stages
+                *("forward", "mark_none_gradients"),
+                *("gradient_part", "gradient_total", "get_tensors"),
+                # by the driver: rounds and data
+                *("train", "stand_by", "abort", "settle", "sum_gradients", "sync_initial_state"),
+                *("reschedule", "keep", "save", "dataset_info", "epoch_order", "prefetch"),
+                # by the driver: state and figures
+                *("signature", "smallest_microbatch", "digests", "parameter_digests"),
+                *("state_dict", "state_names", "load_state_dict", "live_state", "memory", "host"),
+                *("record_spans", "read_spans", "clock", "its_optimizer", "finish"),
+            },
+        ),
+        (
+            StageOptimizer,
+            {
+                *("step", "finish", "unscale", "set_scale", "zero_grad", "norms", "scale"),
+                *("step_scheduler", "state_dict", "load_state_dict"),
+            },
+        ),
+        (BatchServer, {"slices"}),
+    ],
+)
+def test_a_message_may_name_the_methods_that_others_call_and_no_further(
+    kind: type, called: set[str]
+) -> None:
+    """What a stage does by itself, such as stepping after a round, must not be among them."""
     nameable = {
         name
-        for name, value in vars(Stage).items()
-        if isinstance(value, FunctionType) and _may_be_named(f"Stage.{name}")
+        for name, value in vars(kind).items()
+        if isinstance(value, FunctionType) and _may_be_named(kind, name)
     }
-    of_peers = {
-        *("forward", "mark_none_gradients", "gradient_part", "gradient_total", "get_tensors"),
-    }
-    rounds_and_data = {
-        *("train", "stand_by", "abort", "settle", "sum_gradients", "sync_initial_state"),
-        *("reschedule", "keep", "save", "dataset_info", "epoch_order", "prefetch"),
-    }
-    state_and_figures = {
-        *("signature", "smallest_microbatch", "digests", "parameter_digests", "state_dict"),
-        *("state_names", "load_state_dict", "live_state", "memory", "host"),
-        *("record_spans", "read_spans", "clock", "its_optimizer", "finish"),
-    }
-    of_the_heartbeat = {"vitals"}  # here in this process; it only reads
-    assert nameable == of_peers | rounds_and_data | state_and_figures | of_the_heartbeat
+    assert nameable == called
 
 
-def _may_be_named(name: str) -> bool:
+def _may_be_named(kind: type, name: str) -> bool:
     try:
-        unpickler.Unpickler(io.BytesIO(naming(Stage.__module__, name))).load()
+        unpickler.Unpickler(io.BytesIO(naming(kind.__module__, f"{kind.__name__}.{name}"))).load()
     except SecurityError:
         return False
     return True
@@ -172,7 +190,7 @@ def test_a_message_cannot_import_a_module(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_a_pickle_that_changes_allowed_classes_is_refused(tmp_path: Path) -> None:
-    """It changes classes that it finds, and has one of ours call what a string names."""
+    """The pickle makes one of our classes call the function that a string names."""
     marker = tmp_path / "was-here"
 
     def text(value: str) -> bytes:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rpcmp.errors import StageError, from_wire
 from rpcmp.pipelining.schedule import Action, InFlightLimits
 from rpcmp.rpc.messages import Bundle, MicrobatchMeta, StageOutputs
-from rpcmp.worker.backward import Backwards, Failures, NoneGradients, SavedBundle, SavedForward
+from rpcmp.worker.backward import Backwards, Failures, SavedBundle, SavedForward
 from rpcmp.worker.boundary import LocalTape
 from rpcmp.worker.executor import Task
 from rpcmp.worker.weight_grad import WeightGradients, splittable
@@ -34,7 +34,7 @@ class Stage:
 
     Attributes:
         failures: of its backwards and weight gradients.
-        told: what its producers were told.
+        reported: inputs without gradients, as reported to their producers.
         ended: the round is complete.
     """
 
@@ -47,22 +47,20 @@ class Stage:
         schedule, limits = "zero-bubble" if splits else "1f1b", InFlightLimits(1, 1, splits)
         self.compute = compute_thread(schedule, limits, lambda _: self.ended.set())
         self.compute.start_round(ROUND)
-        marks = NoneGradients()
+        self.backwards = Backwards("s", self.compute, self._mark_at_producer, self.failures)
         for port, tensors in (missing or {}).items():
-            marks.mark(1, 0, port, tensors)
-        self.backwards = Backwards("s", self.compute, marks, self, self.failures)
+            self.backwards.mark_none_gradients(1, 0, port, tensors)
         self._pool = ThreadPoolExecutor(1)
 
-    def mark_none_gradients(
+    def _mark_at_producer(
         self, meta: MicrobatchMeta, bundle: int, index: int, tensors: list[int]
     ) -> None:
-        """As of its inputs."""
         self.reported.append((index, tensors))
 
     def forward(
         self, weights: WeightGradients, function: Callable[..., Any], *received: Tensor
     ) -> SavedBundle:
-        """Run `function`, whose outputs one reader reads, one each."""
+        """Run `function`, each of whose outputs has a reader of its own."""
         tape = LocalTape([StageOutputs(value) for value in received], CPU)
         with weights.watch():
             produced = tape.leave(function(*tape.inputs))
@@ -73,7 +71,7 @@ class Stage:
         return memory_of(tape, weights, read, produced)
 
     def run(self, memory: SavedBundle, *gradients: Tensor | None) -> Future[list[Tensor | None]]:
-        """As a thread of the distributed autograd engine does it."""
+        """Run the backward on a thread, as the distributed autograd engine does."""
         return self._pool.submit(self.backwards.run, memory, gradients)
 
 
@@ -86,7 +84,7 @@ def memory_of(
 
 
 def plain() -> WeightGradients:
-    """For micro-batches that are not split."""
+    """Weight gradients of a micro-batch that is not split."""
     return WeightGradients(frozenset())
 
 
@@ -124,7 +122,7 @@ def test_an_output_with_several_readers_gets_the_sum_of_their_gradients() -> Non
 
 
 def bundle(*functions: Callable[[Tensor], Any]) -> SavedBundle:
-    """Micro-batches whose outputs two readers read: the first one of them all, the other one."""
+    """Micro-batches with two readers: one reads all outputs, the other reads one."""
     kept = []
     for microbatch, function in enumerate(functions):
         tape = LocalTape([StageOutputs(torch.ones(1, requires_grad=True))], CPU)
@@ -181,8 +179,6 @@ def test_a_split_backward_answers_before_its_weight_gradient_which_ends_the_roun
 
 
 class Planted(torch.autograd.Function):
-    """Fails in its backward."""
-
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
         return value.clone()
@@ -197,7 +193,7 @@ planted: Callable[[Tensor], Tensor] = Planted.apply
 
 @splittable
 def product_that_fails(value: Tensor, weight: Tensor) -> Tensor:
-    """Only where the gradient of the weight is asked for."""
+    """A product whose backward fails if the weight needs a gradient."""
     return value * planted(weight)
 
 

@@ -1,4 +1,4 @@
-"""The edge between a stage's own tape and the distributed one; here both are plain autograd."""
+"""The boundary between a stage's tape and the distributed one; here both are plain autograd."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ CPU = torch.device("cpu")
 
 
 def token() -> Tensor:
-    """What makes an answer differentiable that has nothing else that is."""
+    """Return a token, which makes an answer without differentiable tensors differentiable."""
     return torch.empty(0, requires_grad=True)
 
 
 def run_stage(function: Callable[..., Any], received: Sequence[StageOutputs]) -> tuple[Tensor, ...]:
-    """A whole stage: its outputs as its readers see them."""
+    """Run a whole stage; return its outputs as its readers get them."""
     tape = LocalTape(received, CPU)
     outputs = tape.leave(function(*tape.inputs))
     copies = [output.detach().clone() for output in outputs]
@@ -185,7 +185,7 @@ def test_nothing_of_a_micro_batch_stays_alive_after_its_backward(
 
 
 class _Saved(list[Tensor]):
-    """What autograd has saved; a list that can be referred to weakly."""
+    """A list of saved tensors that weak references may refer to."""
 
 
 # Boundary: the node in the distributed graph.
@@ -311,7 +311,7 @@ def test_none_gradients_are_not_summed() -> None:
 def test_a_backward_equals_that_of_torch_without_importing_sympy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Twice the same output, and one in place of another: gradients are summed in torch's order."""
+    """One output occurs twice, and one is modified in place."""
 
     def leaves() -> list[Tensor]:
         return [torch.linspace(1, 2, 7, requires_grad=True) for _ in range(2)]

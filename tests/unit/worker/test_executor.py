@@ -45,7 +45,6 @@ class Stage:
         self._gate = threading.Event()
 
     def begin(self, number: int, num_microbatches: int, training: bool = True, **more: Any) -> None:
-        """Let a round begin."""
         mode = Mode.TRAIN if training else Mode.EVALUATE
         self.compute.start_round(header(number, num_microbatches, step=number, mode=mode, **more))
 
@@ -53,7 +52,7 @@ class Stage:
         self.note("end" if header.number == 1 else f"end@{header.number}")
 
     def submit(self, *names: str, number: int = 1) -> None:
-        """Hand in actions of a round; a backward that is split hands in its weight gradient."""
+        """Submit actions of a round; a split backward submits its weight gradient."""
         for name in names:
             action, microbatch = Action(name[0]), int(name[1:])
             task = self.task(name, number)
@@ -74,7 +73,7 @@ class Stage:
         assert held.wait(SECONDS)
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """What `function` returns, run on the thread."""
+        """Return the result of `function`, run on the thread."""
         done = threading.Event()
         future = self.compute.future(function)
         future.add_done_callback(lambda _: done.set())
@@ -86,7 +85,7 @@ class Stage:
         return Task([lambda: self.note(name)], 0, lambda: self.note(f"-{name}"))
 
     def expect(self, names: str) -> None:
-        """Wait until that much has happened, and see that it was this and nothing else."""
+        """Wait until as many actions have run, and check that they are these."""
         self._gate.set()
         expected = names.split()
         with self._logged:

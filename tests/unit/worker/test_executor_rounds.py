@@ -1,4 +1,4 @@
-"""How far a stage has come: rounds in strict order, whichever is heard of first."""
+"""Progress of rounds, which run in strict order, whichever starts first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def a_round(num_bundles: int = 1, training: bool = True) -> RoundState:
 
 
 def begun(*numbers: int) -> RoundQueue:
-    """Rounds of which these have begun, in this order."""
+    """Return a queue in which these rounds have started, in this order."""
     rounds = RoundQueue()
     for number in numbers:
         rounds.start(number, a_round)
@@ -31,7 +31,7 @@ def task() -> Task:
 
 
 def finish(found: RoundState, actions: Iterable[Action]) -> None:
-    """Do all of a round's actions of these kinds."""
+    """Take all actions of these kinds of a round."""
     for action in actions:
         for microbatch in range(len(found.bundles)):
             found.ready[action, microbatch] = task()
@@ -68,15 +68,15 @@ def test_a_training_round_ends_with_its_last_weight_gradient() -> None:
     found = a_round(num_bundles=2)
     for actions, is_local, is_complete in (([F], 0, 0), ([B], 1, 0), ([W], 1, 1)):
         finish(found, actions)
-        assert (found.is_local, found.is_complete) == (is_local, is_complete)
+        assert (found.is_done(B), found.is_done(W)) == (is_local, is_complete)
 
 
 def test_an_evaluation_ends_with_its_last_forward() -> None:
     found = a_round(num_bundles=2, training=False)
-    assert not found.is_local
+    assert not found.is_done(B)
     finish(found, [F])
-    assert found.is_local
-    assert found.is_complete
+    assert found.is_done(B)
+    assert found.is_done(W)
 
 
 # Rounds.

@@ -1,4 +1,4 @@
-"""A stage's forwards, as its readers see them: what they get, and how much of it is kept."""
+"""A stage's forwards: the answers of its readers, and the activations that it keeps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rpcmp.config.topology import DRIVER, Port
 from rpcmp.pipelining.assignment import assign
 from rpcmp.pipelining.schedule import Action
 from rpcmp.rpc.messages import Bundle, StageOutputs
-from rpcmp.worker.backward import Backwards, Failures, NoneGradients
+from rpcmp.worker.backward import Backwards, Failures
 from rpcmp.worker.executor import Task
 from rpcmp.worker.forward import Execution
 from rpcmp.worker.model import StageModel
@@ -31,7 +31,7 @@ SECONDS = 30.0  # after which a test that hangs fails
 
 
 class Ordered(nn.Module):
-    """Returns an integer tensor, too."""
+    """Returns an integer tensor as well."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,15 +42,13 @@ class Ordered(nn.Module):
 
 
 class Square(nn.Module):
-    """Its output is what a linear layer keeps for its weight gradient."""
+    """A layer whose output a following linear layer keeps for its weight gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * x
 
 
 class Last(nn.Module):
-    """Reads a dictionary."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(FEATURES, 1)
@@ -60,7 +58,7 @@ class Last(nn.Module):
 
 
 def chain() -> list[tuple[str, Callable[[], nn.Module]]]:
-    """The layers of the config below, one a stage."""
+    """Return the layers of the config below, one per stage."""
     return [
         ("first", lambda: nn.Sequential(Square(), nn.Linear(FEATURES, FEATURES))),
         ("middle", lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), Square(), Ordered())),
@@ -70,7 +68,7 @@ def chain() -> list[tuple[str, Callable[[], nn.Module]]]:
 
 @pytest.fixture(autouse=True)
 def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers that split, for the time of a test."""
+    """Install layers that split for one test."""
     splitlayers.install(monkeypatch)
 
 
@@ -96,7 +94,7 @@ class Stage:
         self._execution = Execution(
             *(name, self.model, graph.inputs[name]),
             graph.ports(name) or (Port(DRIVER, 0, ()),),
-            Backwards(name, self._compute, NoneGradients(), cast(Any, None), self.failures),
+            Backwards(name, self._compute, cast(Any, None), self.failures),
             recompute=assignment.stage.recompute,
             wire_dtype={None: None, "bfloat16": torch.bfloat16}[config.wire_dtype],
         )
@@ -104,7 +102,7 @@ class Stage:
         self._compute.start_round(self._header)
 
     def forward(self, microbatch: int, *received: Any) -> Future[list[StageOutputs]]:
-        """The answer to the only reader."""
+        """Return the answer to the only reader."""
         bundle = Bundle(self._header, microbatch)
         (meta,) = bundle.microbatches
         answer: Future[list[StageOutputs]] = Future()
@@ -119,7 +117,7 @@ class Stage:
         return answer
 
     def differentiate(self, answer: Future[list[StageOutputs]]) -> Future[None]:
-        """The gradient of the answer's "x" comes back, on a thread of the engine."""
+        """Send the gradient of the answer's "x" back, on a thread as of the engine."""
 
         def run() -> None:
             (outputs,) = answer.result(SECONDS)
@@ -156,7 +154,7 @@ def test_the_driver_gets_the_loss_in_full() -> None:
 
 
 class Activations:
-    """The outputs of all Square layers, and how many of them there ever were at once."""
+    """The outputs of all Square layers, and the largest number alive at once."""
 
     def __init__(self) -> None:
         self.most = 0
@@ -173,7 +171,6 @@ class Activations:
 
 @pytest.fixture
 def activations() -> Iterator[Activations]:
-    """Those of a test."""
     found = Activations()
     handle = register_module_forward_hook(found.see)
     yield found

@@ -1,4 +1,4 @@
-"""What a compute thread notes of what it did."""
+"""Busy times and spans that a compute thread records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stage does with scaled gradients, and what it computes in."""
+"""Scaled gradients at a stage, and the precision that it computes in."""
 
 from __future__ import annotations
 
@@ -86,8 +86,6 @@ def test_a_device_without_autocast_is_refused() -> None:
 
 
 class Weighed(nn.Module):
-    """Uses its weight twice."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 4))
@@ -99,12 +97,11 @@ class Weighed(nn.Module):
 
 
 def weighed_layers() -> dict[str, nn.Module]:
-    """Two such layers."""
     return {"one": Weighed(), "two": Weighed()}
 
 
 def casts(output: Tensor) -> int:
-    """How often the graph of `output` casts its layer's weight."""
+    """Return how often the graph of `output` casts its layer's weight."""
     nodes, found = [output.grad_fn], set()
     while nodes:
         node = nodes.pop()
@@ -148,5 +145,4 @@ def test_a_parameter_whose_gradient_cannot_be_unscaled_is_named() -> None:
 
 
 def half_layers() -> dict[str, nn.Module]:
-    """A layer in float16."""
     return {"half": nn.Linear(2, 2).half()}

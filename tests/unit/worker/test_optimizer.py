@@ -49,13 +49,13 @@ def test_an_optimizer_restores_the_state_of_another_one() -> None:
 
 
 def own(*, scheduler: dict[str, Any] | None = None, **kwargs: Any) -> dict[str, Any]:
-    """OWN, with other arguments."""
+    """Return OWN with other arguments."""
     found = {"optimizer": {**OWN["optimizer"], "kwargs": {"lr": 0.5, **kwargs}}}
     return {**found, "scheduler": {**OWN["scheduler"], "kwargs": scheduler or {"step_size": 1}}}
 
 
 def taken_over(before: dict[str, Any], after: dict[str, Any], steps: int = 2) -> StageState:
-    """What a stage under the config `after` makes of the state of one under `before`."""
+    """Return the state of a stage under config `after`, restored from one under `before`."""
     model, optimizer = made(before)
     for _ in range(steps):
         train(model, optimizer)
@@ -113,7 +113,7 @@ def test_differences_between_processes_are_not_changes_of_the_config() -> None:
 
 
 class Starting(torch.optim.lr_scheduler.StepLR):
-    """Knows nothing to begin with."""
+    """A scheduler without state at first."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer, 1)
@@ -141,7 +141,7 @@ def test_a_nested_scheduler_takes_a_changed_rate() -> None:
 
 
 def warm_up(optimizer: torch.optim.Optimizer) -> Any:
-    """Two steps up from a tenth, then down."""
+    """Return a schedule: two steps up from a tenth, then down."""
     schedulers = torch.optim.lr_scheduler
     up = schedulers.LinearLR(optimizer, 0.1, total_iters=2)
     return schedulers.SequentialLR(optimizer, [up, schedulers.StepLR(optimizer, 1)], [2])
@@ -162,7 +162,7 @@ def test_a_new_scheduler_finds_the_options_that_it_needs() -> None:
 
 
 def test_state_among_the_options_is_not_a_change_of_the_config() -> None:
-    """As those do that need no schedule: it is not the config that has changed it."""
+    """Schedule-free optimizers keep such state."""
     counting = {"optimizer": {"callable": f"{__name__}:Counting", "kwargs": {"lr": 0.5}}}
     found = taken_over(counting, {"optimizer": {**counting["optimizer"], "kwargs": {"lr": 0.25}}})
     assert (rates(found), found.groups[0]["k"]) == ([0.25], 2)
@@ -216,7 +216,7 @@ FUSED = {"optimizer": {"callable": "torch.optim:AdamW", "kwargs": {"lr": 0.5, "f
 
 
 def test_a_fused_kernel_gets_no_state_of_another_shape() -> None:
-    """It writes where its parameter's elements would be, whatever memory there is."""
+    """The kernel writes as many elements as the parameter has, beyond the end of smaller state."""
     model, optimizer = made(FUSED)
     train(model, optimizer)
     whole = optimizer.state_dict().wait()
@@ -241,7 +241,7 @@ def test_a_loaded_state_does_not_choose_the_kernel() -> None:
 
 @pytest.mark.parametrize("kept", ["contiguous", "expanded"])
 def test_a_fused_kernel_gets_state_with_the_strides_of_its_parameter(kept: str) -> None:
-    """Files keep no strides, and the kernel goes by those of the parameter alone."""
+    """Files keep no strides, and the kernel only looks at those of the parameter."""
 
     def laid_out() -> tuple[StageModel, StageOptimizer]:
         model, optimizer = made(FUSED)

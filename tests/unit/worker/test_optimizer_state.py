@@ -11,7 +11,7 @@ import torch
 
 from rpcmp.checkpoint.stage_state import _require_agreement, decoded, pack
 from rpcmp.errors import CheckpointError, ConfigError
-from rpcmp.worker import optimizer_state
+from rpcmp.worker import rehearsal
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.rehearsal import LARGEST
@@ -51,7 +51,7 @@ OF_A_PACKAGE = [
 
 
 def step(optimizer: StageOptimizer, number: int) -> None:
-    """One step with the gradients of that number."""
+    """Step with the gradients of this number."""
     generator = torch.Generator().manual_seed(number)
     for parameter in optimizer._parameters:
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
@@ -123,8 +123,8 @@ def test_an_optimizer_that_refuses_smaller_parameters_is_tried_in_full_size() ->
 def test_a_changed_attribute_that_no_file_holds_causes_one_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Too late for any trial: momentum after a warm-up. What is too large is not looked at."""
-    monkeypatch.setattr(optimizer_state, "MAX_PICKLE_BYTES", 2**16)  # its table has more
+    """Momentum after a warm-up changes too late for the rehearsal; large attributes are skipped."""
+    monkeypatch.setattr(rehearsal, "MAX_PICKLE_BYTES", 2**16)  # its table has more
     _, optimizer = made({"optimizer": "tests.zoo.ownoptimizers:LaterHidden"})
     message = []
     for number in range(1, optimizers.WARM_UP + 4):

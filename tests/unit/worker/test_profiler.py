@@ -1,4 +1,4 @@
-"""What is measured of a layer, and how it is fed."""
+"""Measured times and bytes of layers, and their inputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Chain = list[tuple[str, Callable[[], nn.Module]]]
 
 
 def chain(kind: str) -> Chain:
-    """The layers of the configs below."""
+    """Return the layers of the configs below."""
     linear = ("linear", lambda: nn.Linear(FEATURES, FEATURES, bias=False))
     head = ("head", lambda: nn.Linear(FEATURES, 1))
     chains: dict[str, Chain] = {
@@ -46,7 +46,7 @@ def chain(kind: str) -> Chain:
 
 @pytest.fixture(autouse=True)
 def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The functions that the profile process replaces for good are put back."""
+    """Restore the functions that a profile process replaces for good."""
     splitlayers.install(monkeypatch)
 
 
@@ -89,7 +89,7 @@ def test_a_host_profile_has_its_free_memory_and_that_of_an_empty_worker() -> Non
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time passes only where a layer sleeps, and there at once."""
+    """Let time pass only while a layer sleeps, without waiting."""
     slept: list[float] = []
     monkeypatch.setattr(models, "sleep", slept.append)
     monkeypatch.setattr(zoo, "time", SimpleNamespace(sleep=slept.append))

@@ -20,7 +20,7 @@ NUM_READERS = 2
 
 
 class _Around:
-    """What is around an exchange: inputs that arrive, and computing, when the test says so."""
+    """Inputs, compute thread and execution of ForwardRequests, under the control of the test."""
 
     def __init__(self) -> None:
         self.asked: list[Callable[[list[Any]], None]] = []
@@ -67,7 +67,7 @@ class _Around:
     # In one go
 
     def arrive(self) -> None:
-        """Let what was asked for come, and have it computed."""
+        """Let the requested inputs arrive, and compute the bundle."""
         self.asked.pop(0)([[StageOutputs("input")] * 2])
         for part in self.tasks.pop(0).parts:
             part()

@@ -19,7 +19,7 @@ MOST_LINES = 4500
 
 
 def citations() -> dict[Path, set[int]]:
-    """The numbers in comments such as `# [5]`, by module."""
+    """Return the numbers in comments such as `# [5]`, by module."""
     cited = {}
     for path in PACKAGE.rglob("*.py"):
         comments = CITATION.findall(path.read_text(encoding="utf-8"))

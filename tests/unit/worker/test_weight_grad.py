@@ -31,7 +31,7 @@ Found = dict[str, Tensor | None]
 
 @pytest.fixture(autouse=True)
 def installed() -> Iterator[None]:
-    """The functions of torch.nn.functional, replaced for the time of a test."""
+    """Replace the functions of torch.nn.functional for one test."""
     names = ("linear", *weight_grad.CONVOLUTIONS)
     originals = {name: getattr(F, name) for name in names}
     weight_grad.install()
@@ -41,14 +41,14 @@ def installed() -> Iterator[None]:
 
 
 class Late:
-    """Which parameters got their gradients when the stage's backward was over."""
+    """Records which parameters got their gradients after the stage's backward."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.names: set[str] = set()
 
     def accumulate(self, gradients: WeightGradients) -> None:
-        """Add what waits, and note which parameters it was for."""
+        """Add the deferred gradients, and record their parameters."""
         before = self._gradients()
         gradients.accumulate()
         after = self._gradients()
@@ -67,16 +67,16 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def squares(output: Tensor) -> Tensor:
-    """A loss whose gradient is as dense as it can be."""
+    """Return a loss with a dense gradient."""
     return (output * torch.linspace(-1, 1, output.numel()).reshape(output.shape) + 0.1).pow(2).sum()
 
 
 def train(model: nn.Module, inputs: list[Tensor], loss: Loss, late: Late | None) -> Found:
-    """The gradients of all parameters and inputs; split, where `late` is to hear of it."""
+    """Return the gradients of all parameters and inputs; splits backwards if `late` is not None."""
     splitter, waiting = Splitter(), WeightGradients(frozenset())
     for number, value in enumerate(inputs):
         torch.manual_seed(number)
-        gradients = splitter.begin()
+        gradients = splitter.next_microbatch()
         with gradients.watch() if late else contextlib.nullcontext():
             output = loss(model(value))
         if late:
@@ -98,9 +98,9 @@ def check(
     loss: Loss = squares,
     received: Sequence[bool] = (True, False),
 ) -> None:
-    """Compare both ways to train `model`, and see that just the parameters in `late` are late.
+    """Compare both ways to train `model`; only the parameters in `late` may be late.
 
-    With inputs that need a gradient and with others, or as `received` says.
+    Checks inputs with and without gradients, unless `received` says which.
     """
     for is_received in received:
 
@@ -118,7 +118,7 @@ def check(
 
 
 def random(*shape: int) -> Callable[[int], Tensor]:
-    """Inputs of a shape, other ones for each micro-batch."""
+    """Return random inputs of a shape per micro-batch."""
     return lambda number: torch.randn(*shape, generator=torch.Generator().manual_seed(number))
 
 
@@ -451,7 +451,7 @@ def test_hooks_of_a_parameter_fire_once_per_micro_batch(layer: nn.Module, kind: 
 
 @pytest.mark.parametrize("layer", [nn.Linear(6, 6), nn.Conv1d(6, 6, 1)], ids=["linear", "conv"])
 def test_an_accumulate_grad_hook_runs_at_deferred_additions_too(layer: nn.Module) -> None:
-    """And does not keep a parameter from being split."""
+    """The hook does not keep a parameter from being split either."""
     layer = copy.deepcopy(layer)
     plain = copy.deepcopy(layer)
     heard: list[float] = []

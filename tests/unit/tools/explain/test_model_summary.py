@@ -15,7 +15,7 @@ from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError, RpcmpError
 from rpcmp.pipelining import layers, pytree
 from rpcmp.tools.explain.model_summary import ModelSummary, StageFacts, summarize_model
-from rpcmp.worker.profiler import Storages
+from rpcmp.worker.profiler import storage_sizes
 from tests.support.places import ZOO
 
 LANGUAGE = {
@@ -63,7 +63,7 @@ def config(values: dict[str, Any]) -> Config:
 
 
 def bytes_of(tensors: list[torch.Tensor]) -> int:
-    return Storages(tensors).num_bytes
+    return sum(storage_sizes(tensors).values())
 
 
 def trained(job: Config, index: int, found: StageFacts) -> None:

@@ -20,20 +20,14 @@ from rpcmp.config.topology import member_name
 from rpcmp.errors import JobError, RpcmpError, StageError, WorkerDiedError, one_line
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.rpc.messages import Peer
-from rpcmp.worker.grad_sync.bucket_allreduce import BucketAllReduce
-from rpcmp.worker.grad_sync.buckets import GradientReadyTracker
-from rpcmp.worker.grad_sync.mailbox import ReplicaBroadcast, TensorMailbox
-from rpcmp.worker.grad_sync.tied import TiedParameters
+from rpcmp.worker.bucket_allreduce import BucketAllReduce
+from rpcmp.worker.buckets import GradientReadyTracker
+from rpcmp.worker.mailbox import ReplicaBroadcast, TensorMailbox, TiedParameters
 from rpcmp.worker.model import StageModel
 
 
 class GradientSync:
     """One worker's side; its methods run on the compute thread, except `abort`.
-
-    Args:
-        assignment: the worker and its job.
-        model: its layers.
-        peer: returns another worker by its name.
 
     Attributes:
         all_reduce: sums over replicas; answers their requests.
@@ -58,7 +52,7 @@ class GradientSync:
         self._tracker = GradientReadyTracker(
             self.all_reduce.parameters,
             [bucket.indices for bucket in self.all_reduce.buckets],
-            self._launch,
+            lambda bucket: self.all_reduce.launch(self._round, bucket, computes=True),
         )
         self._broadcast = ReplicaBroadcast(own, model, self.mailbox, replicas[0])
         self._tied = TiedParameters(own, model, assignment.tied, num_replicas, self.mailbox, peer)
@@ -68,12 +62,7 @@ class GradientSync:
         self._copies_parameters = False
 
     def start_round(self, round_number: int, num_microbatches: int, is_early: bool) -> None:
-        """Start to watch gradients, before a training round's first action.
-
-        Args:
-            num_microbatches: that this worker computes in the round.
-            is_early: whether the round ends with a sum, whose first buckets may be launched early.
-        """
+        """Start to watch gradients, before a training round's first action."""
         if round_number == self._round:
             return
         self._round = round_number
@@ -85,12 +74,7 @@ class GradientSync:
         self._tracker.start_round(num_microbatches, is_early)
 
     def sum(self, round_number: int, step: int) -> None:
-        """Complete the gradients that this worker's optimizer needs; waits for other workers.
-
-        Args:
-            round_number: the round that has just ended.
-            step: the optimizer step that the gradients are for.
-        """
+        """Complete the gradients that this worker's optimizer needs; waits for other workers."""
         with self._named(step):
             self.start_round(round_number, 0, is_early=False)  # if it had no action here
             finish_buffers = self._broadcast.start_buffers(round_number)
@@ -113,8 +97,7 @@ class GradientSync:
     def sync_initial_state(self, copies_parameters: bool) -> None:
         """Copy the state of replica 0 and of the owners of tied parameters.
 
-        Args:
-            copies_parameters: whether to copy replica 0's parameters after each step as well.
+        Replica 0's parameters are copied after each step as well, if `copies_parameters`.
         """
         self._tied.sync_initial_state()
         self._broadcast.sync_initial_state()
@@ -125,9 +108,6 @@ class GradientSync:
         error = cause or JobError(f"stage {self._own.label!r}: the step was aborted")
         self.all_reduce.abort(first, last, error)
         self.mailbox.abort(first, last, error)
-
-    def _launch(self, bucket: int) -> None:
-        self.all_reduce.launch(self._round, bucket, computes=True)
 
     @contextlib.contextmanager
     def _named(self, step: int) -> Iterator[None]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import RandomSampler
 
-from rpcmp.data.sample_order import OwnSampler
+from rpcmp.data.batches import OwnSampler
 from rpcmp.errors import ConfigError
 
 

@@ -1,4 +1,4 @@
-"""Tensors that one worker has for others, requested before or after they are there.
+"""State that workers copy from each other: buffers, parameters, gradients of tied parameters.
 
     one worker   put(key, tensors) ──┐
     others       get(key) ───────────┴──> the tensors, once both have happened
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from rpcmp.config.topology import Member
+from rpcmp.config.topology import Member, member_name
 from rpcmp.errors import RpcmpError, to_wire
+from rpcmp.pipelining.assignment import TiedParameter
 from rpcmp.rpc.messages import Peer, TensorKey
 from rpcmp.rpc.tensors import same_bits
 from rpcmp.rpc.transport import Raised, result
@@ -107,11 +108,6 @@ class ReplicaBroadcast:
     last backward, so they travel while the gradients are summed. Buffers that still have their
     initial value, such as masks and tables of positions, do not travel. Parameters are equal
     anyway, except between hosts whose processors round an optimizer's step differently.
-
-    Args:
-        own: this replica.
-        mailbox: of this replica.
-        first: replica 0.
     """
 
     def __init__(self, own: Member, model: StageModel, mailbox: TensorMailbox, first: Peer) -> None:
@@ -124,7 +120,7 @@ class ReplicaBroadcast:
         if self._own.num_replicas == 1:
             return
         self._num_syncs += 1
-        key = (NEVER, f"replicas begin {self._num_syncs}")
+        key = (NEVER, f"replicas start {self._num_syncs}")
         self._copy_from_first(key, [*self._parameters(), *self._buffers()])
         self._initial_buffers = [buffer.detach().clone() for buffer in self._buffers()]
 
@@ -168,6 +164,109 @@ class ReplicaBroadcast:
         return [
             buffer for module in self._model.modules() for buffer in module.buffers(recurse=False)
         ]
+
+
+class TiedParameters:
+    """The parameters that this worker shares with other stages; on the compute thread.
+
+        after the backward      others ──gradients──> the owner, which adds them, by their names
+        after the owner's step  the owner ──the parameter's value──> others
+
+    See `rpcmp.pipelining.parameter_names` for why one stage owns a parameter. If a stage has
+    replicas, all of them first get the sum over replicas, and replica 0 exchanges for its stage.
+
+    Args:
+        tied: the stages and names of each tied parameter, its owner first.
+        num_replicas: returns the number of replicas of a stage.
+        peer: returns another worker by its name.
+    """
+
+    def __init__(
+        self,
+        own: Member,
+        model: StageModel,
+        tied: Sequence[Sequence[TiedParameter]],
+        num_replicas: Callable[[str], int],
+        mailbox: TensorMailbox,
+        peer: Callable[[str], Peer],
+    ) -> None:
+        self._own = own
+        self._tied = list(tied)
+        self._num_replicas = num_replicas
+        self._mailbox, self._peer = mailbox, peer
+        self._parameters = dict(model.named_parameters())
+        self._num_syncs = 0
+
+    def sum(self, round_number: int) -> None:
+        """Send gradients to the owners, and add up those of the parameters owned here."""
+        for owner, *copies in self._tied:
+            for copy in copies:
+                if copy.stage == self._own.stage != owner.stage:
+                    self._send(copy, owner.stage, round_number)
+        for owner, *copies in self._tied:
+            if owner.stage == self._own.stage:
+                self._add(owner, copies, round_number)
+
+    def sync_initial_state(self) -> None:
+        self._num_syncs += 1
+        self._copy_from_owners(NEVER, f"start {self._num_syncs}")
+
+    def after_step(self, round_number: int, step: int) -> None:
+        """Copy the owners' values after an optimizer step."""
+        self._copy_from_owners(round_number, f"step {step}")
+
+    def _send(self, copy: TiedParameter, owner: str, round_number: int) -> None:
+        parameter = self._parameters[copy.name]
+        if self._own.replica == 0:
+            tensors = [] if parameter.grad is None else [parameter.grad]
+            key = (round_number, f"gradient {copy.name}")
+            self._mailbox.put(key, tensors, self._num_replicas(owner))
+        parameter.grad = None
+
+    def _add(
+        self, owner: TiedParameter, copies: Sequence[TiedParameter], round_number: int
+    ) -> None:
+        parameter = self._parameters[owner.name]
+        total = parameter.grad
+        for copy in copies:
+            gradient = self._gradient(copy, round_number)
+            if gradient is not None:
+                total = gradient if total is None else total + gradient
+        parameter.grad = total
+
+    def _gradient(self, copy: TiedParameter, round_number: int) -> Tensor | None:
+        if copy.stage == self._own.stage:
+            parameter = self._parameters[copy.name]
+            gradient, parameter.grad = parameter.grad, None
+            return gradient
+        tensors = self._fetch(copy.stage, (round_number, f"gradient {copy.name}"))
+        return tensors[0].to(self._device) if tensors else None
+
+    def _copy_from_owners(self, round_number: int, moment: str) -> None:
+        def key(owner: TiedParameter) -> TensorKey:
+            return round_number, f"{moment}, {owner.name}"
+
+        for owner, *copies in self._tied:  # first what other workers wait for
+            if (owner.stage, self._own.replica) == (self._own.stage, 0):
+                reading = {copy.stage for copy in copies} - {owner.stage}
+                readers = sum(map(self._num_replicas, reading))
+                self._mailbox.put(key(owner), [self._parameters[owner.name]], readers)
+        for owner, *copies in self._tied:
+            own = [self._parameters[c.name] for c in copies if c.stage == self._own.stage]
+            if owner.stage == self._own.stage:
+                copy_all((parameter, self._parameters[owner.name]) for parameter in own)
+            elif own:
+                (value,) = self._fetch(owner.stage, key(owner))
+                copy_all((parameter, value) for parameter in own)
+
+    def _fetch(self, stage: str, key: TensorKey) -> list[Tensor]:
+        peer = self._peer(member_name(stage))
+        tensors: list[Tensor] = result(peer.get_tensors(key), peer.name)
+        return tensors
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._parameters.values())).device
 
 
 def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

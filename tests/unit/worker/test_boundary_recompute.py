@@ -1,4 +1,4 @@
-"""Activations that are computed again: nothing is kept, and nothing else is different."""
+"""Recomputed activations: none is kept, and gradients and buffers stay the same."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from rpcmp.pipelining import layers
 from rpcmp.rpc.messages import StageOutputs
-from rpcmp.worker.boundary import LocalTape
-from rpcmp.worker.recompute import Buffers, Replay
+from rpcmp.worker.boundary import Buffers, LocalTape, Replay
 from rpcmp.worker.weight_grad import Splitter, WeightGradients
 from tests.support import splitlayers
 
@@ -27,12 +26,12 @@ Forward = Callable[[list[Any]], Any]
 
 @pytest.fixture(autouse=True)
 def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers that split, for the time of a test."""
+    """Install layers that split for one test."""
     splitlayers.install(monkeypatch)
 
 
 class Running(nn.Module):
-    """Assigns to its buffers, of which one is not there at first."""
+    """Assigns to its buffers, one of which is None at first."""
 
     mean: Tensor
     last: Tensor | None
@@ -49,7 +48,7 @@ class Running(nn.Module):
 
 
 def model() -> nn.Sequential:
-    """All that a second forward could get wrong: its first layer changes what it receives."""
+    """Layers that a second forward could get wrong; the first one changes its input in place."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.ReLU(inplace=True),
@@ -81,15 +80,15 @@ def begun(
     buffers: Buffers | None = None,
     splitter: Splitter | None = None,
 ) -> tuple[Replay, WeightGradients, Any]:
-    """A micro-batch after its first forward, where its weight gradients wait, and its outputs."""
+    """Run a first forward; return the micro-batch, its weight gradients and its outputs."""
     splitter = splitter or Splitter()
-    weights = splitter.begin()
+    weights = splitter.next_microbatch()
     made = Replay(compute, [StageOutputs(received)], CPU, buffers or Buffers([]), splitter, weights)
     return made, weights, made.forward()
 
 
 def state(module: nn.Module, received: list[Tensor]) -> dict[str, Tensor]:
-    """Parameters and buffers, the parameters' gradients, and those of what was received."""
+    """Return parameters, buffers, and the gradients of parameters and inputs."""
     grads = {
         **{f"{name}.grad": parameter.grad for name, parameter in module.named_parameters()},
         **{f"received {number}": tensor.grad for number, tensor in enumerate(received)},
@@ -98,7 +97,7 @@ def state(module: nn.Module, received: list[Tensor]) -> dict[str, Tensor]:
 
 
 def kept(module: nn.Module) -> dict[str, Tensor]:
-    """What a plain stage comes to, all forwards before the first backward."""
+    """Return the state after a plain stage has run all forwards before the first backward."""
     received = micro_batches()
     tapes = [LocalTape([StageOutputs(tensor)], CPU) for tensor in received]
     for number, tape in enumerate(tapes):

@@ -1,4 +1,4 @@
-"""What replicas take over from replica 0, and what does not travel for it."""
+"""Buffers and parameters that replicas copy from replica 0, and those that do not travel."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.futures import Future
 
 from rpcmp.config.topology import Member
 from rpcmp.rpc.messages import TensorKey
-from rpcmp.worker.grad_sync.mailbox import ReplicaBroadcast, TensorMailbox
+from rpcmp.worker.mailbox import ReplicaBroadcast, TensorMailbox
 
 
 class _Model:
-    """As much of a StageModel as is asked for: a layer with a table and running statistics."""
+    """The part of a StageModel that is used: a layer with a table and running statistics."""
 
     def __init__(self) -> None:
         self.layer = nn.BatchNorm1d(4)
@@ -33,7 +33,7 @@ class _Model:
 
 
 class _Replicas:
-    """Two of them, which share replica 0's mailbox."""
+    """Two replicas, which share replica 0's mailbox."""
 
     name = "stage"
 
@@ -48,7 +48,7 @@ class _Replicas:
         ]
 
     def get_tensors(self, key: TensorKey) -> Future[Any]:
-        """As of replica 0, for the other one."""
+        """Answer the other replica as replica 0 does."""
         answer = self.mailbox.get(key)
         answer.add_done_callback(lambda done: self.sent.append(done.value()))
         return answer

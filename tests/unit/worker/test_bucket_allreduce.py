@@ -1,4 +1,4 @@
-"""The sum of gradients over members, in one process: all of the protocol, but for the network."""
+"""Sums of gradients over members in one process: the whole protocol without a network."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from torch.futures import Future
 
 from rpcmp.errors import JobError
 from rpcmp.rpc.messages import GradientPart
-from rpcmp.worker import weight_grad
-from rpcmp.worker.grad_sync import buckets
-from rpcmp.worker.grad_sync.bucket_allreduce import BucketAllReduce
-from rpcmp.worker.grad_sync.buckets import GradientReadyTracker
+from rpcmp.worker import buckets, weight_grad
+from rpcmp.worker.bucket_allreduce import BucketAllReduce
+from rpcmp.worker.buckets import GradientReadyTracker
 from rpcmp.worker.weight_grad import WeightGradients
 
 SHAPES = [(3, 5), (7,), (40, 30), (), (200, 400)]
@@ -54,7 +53,7 @@ class Members:
         future.add_done_callback(pass_on)
 
     def give(self, seed: int, missing: Sequence[tuple[int, int]] = ()) -> list[Tensor | None]:
-        """Give all random gradients but the `missing`, (member, index); their sums in order."""
+        """Assign random gradients except those `missing`, (member, index); return the sums."""
         generator = torch.Generator().manual_seed(seed)
         totals: list[Tensor | None] = [None] * len(SHAPES)
         for rank, mine in enumerate(self.parameters):
@@ -67,7 +66,7 @@ class Members:
         return totals
 
     def sum(self, key: int, order: Sequence[int] | None = None) -> None:
-        """All launch all buckets, in this order of members, and finish."""
+        """Launch all buckets of all members, in this order of members, and finish."""
         for rank in order or range(len(self.summing)):
             for number in range(len(self.summing[rank].buckets)):
                 self.summing[rank].launch(key, number, computes=number % 2 == 0)
@@ -78,7 +77,7 @@ class Members:
 
 
 class _Peer:
-    """One of the members, as the others call it."""
+    """A member as the others call it."""
 
     def __init__(self, members: Members, member: int) -> None:
         self.name = f"member {member}"
@@ -107,7 +106,7 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _sent(value: Any) -> Any:
-    """What arrives is never the sender's own memory."""
+    """Copy a message, which never arrives in the sender's memory."""
     return value._replace(values=value.values.clone()) if isinstance(value, GradientPart) else value
 
 
@@ -208,7 +207,7 @@ def test_a_gradient_that_is_not_contiguous_keeps_its_strides() -> None:
 
 
 class Watched:
-    """A layer that some micro-batches use, watched."""
+    """Layers that some micro-batches use, and a tracker of their gradients."""
 
     def __init__(self) -> None:
         self.layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
@@ -217,7 +216,7 @@ class Watched:
         self.readiness = GradientReadyTracker(weights, [[2], [1], [0]], self.ready.append)
 
     def round(self, *used: str) -> list[int]:
-        """One micro-batch for each text of layers, such as "02"; what was ready before the end."""
+        """Run a micro-batch per string of layers ("02"); return the early ready buckets."""
         self.ready.clear()
         self.readiness.start_round(len(used), is_early=True)
         for layers in used:
@@ -239,7 +238,7 @@ def test_no_bucket_is_early_in_the_first_round_and_all_in_the_next() -> None:
 def test_a_deferred_gradient_is_ready_once_it_is_added(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As at a stage under zero-bubble; a backward that fails halfway does not count."""
+    """A backward that fails halfway does not count."""
     for name in ("linear", *weight_grad.CONVOLUTIONS):  # to be as they were afterwards
         monkeypatch.setattr(F, name, getattr(F, name))
     weight_grad.install()

@@ -31,21 +31,22 @@ from rpcmp.errors import JobError, RpcmpError, from_wire, one_line, to_wire
 from rpcmp.rpc import transport
 from rpcmp.rpc.messages import GradientPart, Peer
 from rpcmp.rpc.transport import Raised
-from rpcmp.worker.grad_sync import buckets
+from rpcmp.worker import buckets
 
 
 class BucketReduction:
     """Progress of one bucket of one sum.
 
     Attributes:
-        own: this member's gradients, flat.
         chunk: the sum of the chunk that this member sums.
         total: the sum of the whole bucket.
         missing: what `total` waits for: the own chunk, and all others; unused between two members.
         unread: how many reads are to come, by other members and by this one.
     """
 
-    def __init__(self, missing: int, unread: int) -> None:
+    def __init__(self, round_number: int, number: int, missing: int, unread: int) -> None:
+        self.round_number = round_number
+        self.number = number
         self.own: Waiting[GradientPart] = Waiting()
         self.chunk: Waiting[GradientPart] = Waiting()
         self.total: Waiting[GradientPart] = Waiting()
@@ -71,7 +72,6 @@ class BucketAllReduce:
 
     Args:
         parameters: those that the members share, in the same order at each.
-        rank: of this member.
         members: by rank; of this member's own only the place counts.
     """
 
@@ -103,29 +103,25 @@ class BucketAllReduce:
             computes: whether this thread goes on computing. If it would only wait, it packs the
                 bucket itself: a hop to another thread takes half a millisecond on busy cores.
         """
+        reduction = self._reductions(round_number)[number]
         bucket = self.buckets[number]
         gradients = [self.parameters[index].grad for index in bucket.indices]
 
         def pack() -> None:
-            self._exchange(round_number, number, bucket.flatten(gradients))
+            self._exchange(reduction, bucket.flatten(gradients))
 
         if computes:
-            self._submit(round_number, number, pack)
+            self._thread.submit(self._attempt, reduction, pack)
         else:
-            self._attempt(round_number, number, pack)
+            self._attempt(reduction, pack)
 
     def finish(self, round_number: int) -> None:
-        """Wait for all buckets, which must have been launched, and assign the sums to `.grad`.
-
-        Raises:
-            RpcmpError: a member has failed or is gone.
-            ValueError: a gradient cannot be summed.
-        """
+        """Wait for all buckets, which must have been launched, and assign the sums to `.grad`."""
         if not self.buckets:
             return
         for bucket, reduction in zip(self.buckets, self._reductions(round_number), strict=True):
             bucket.unflatten(reduction.total.result(), self.parameters)
-            self._mark_read(round_number, reduction)
+            self._mark_read(reduction)
 
     def abort(self, first: int, last: int, error: RpcmpError) -> None:
         """Fail the sums of the rounds from `first` to `last` at all that wait for them."""
@@ -145,90 +141,80 @@ class BucketAllReduce:
             return GradientPart(own.values[start:end], own.has)
 
         reduction = self._reductions(round_number)[number]
-        return self._answer(round_number, reduction, reduction.own, chunk)
+        return self._answer(reduction, reduction.own, chunk)
 
     def chunk_total(self, round_number: int, number: int) -> Future[Any]:
         """Return a future of the sum of the chunk that this member sums."""
         reduction = self._reductions(round_number)[number]
-        return self._answer(round_number, reduction, reduction.chunk, lambda chunk: chunk)
+        return self._answer(reduction, reduction.chunk, lambda chunk: chunk)
 
     # The course of a sum, mostly on the thread for it.
 
-    def _exchange(self, round_number: int, number: int, own: GradientPart) -> None:
+    def _exchange(self, reduction: BucketReduction, own: GradientPart) -> None:
         """Answer with the own gradients, and request what this member needs of the others."""
-        self._reductions(round_number)[number].own.set_result(own)
+        reduction.own.set_result(own)
+        round_number, number = reduction.round_number, reduction.number
         if self._sums_chunk(self.rank, number):
-            parts = [
-                (peer.name, peer.gradient_part(self.rank, round_number, number))
-                for peer in (self._members[rank] for rank in self._others)
-            ]
-            self._when_all(round_number, number, parts, self._sum_chunk)
+            peers = [self._members[rank] for rank in self._others]
+            parts = [(p.name, p.gradient_part(self.rank, round_number, number)) for p in peers]
+            self._when_all(reduction, parts, self._sum_chunk)
         ranks = [rank for rank in self._others if self._sums_chunk(rank, number)]
         if ranks and not self._is_pair:
-            totals = [
-                (peer.name, peer.gradient_total(round_number, number))
-                for peer in (self._members[rank] for rank in ranks)
-            ]
-            self._when_all(round_number, number, totals, functools.partial(self._gather, ranks))
+            peers = [self._members[rank] for rank in ranks]
+            totals = [(p.name, p.gradient_total(round_number, number)) for p in peers]
+            self._when_all(reduction, totals, functools.partial(self._gather, ranks))
 
-    def _sum_chunk(self, round_number: int, number: int, others: list[GradientPart]) -> None:
+    def _sum_chunk(self, reduction: BucketReduction, others: list[GradientPart]) -> None:
         """Called with the other members' parts of the own chunk."""
-        reduction = self._reductions(round_number)[number]
-        start, end = self._chunks[number][self.rank]
+        bucket = self.buckets[reduction.number]
+        start, end = self._chunks[reduction.number][self.rank]
         own = reduction.own.result()
         if self._is_pair:
-            total = buckets.add([*others, own], self.buckets[number], start)
-            reduction.total.set_result(total)
+            reduction.total.set_result(buckets.add([*others, own], bucket, start))
             return
         # A copy: the sum is still being sent when an optimizer may already change the gradients.
         copy = GradientPart(own.values[start:end].clone(), own.has)
         parts = [*others[: self.rank], copy, *others[self.rank :]]
-        chunk = buckets.add(parts, self.buckets[number], start)
+        chunk = buckets.add(parts, bucket, start)
         own.values[start:end] = chunk.values
         reduction.chunk.set_result(chunk)
         reduction.add_chunk(chunk)
 
     def _gather(
-        self, ranks: list[int], round_number: int, number: int, chunks: list[GradientPart]
+        self, ranks: list[int], reduction: BucketReduction, chunks: list[GradientPart]
     ) -> None:
         """Called with the chunks that the others sum. They have had this member's parts then."""
-        reduction = self._reductions(round_number)[number]
         values = reduction.own.result().values
         for rank, chunk in zip(ranks, chunks, strict=True):
-            start, end = self._chunks[number][rank]
+            start, end = self._chunks[reduction.number][rank]
             values[start:end] = chunk.values
         reduction.add_chunk(chunks[0])
 
     def _when_all(
         self,
-        round_number: int,
-        number: int,
+        reduction: BucketReduction,
         requests: list[tuple[str, Future[Any]]],
-        then: Callable[[int, int, list[GradientPart]], None],
+        then: Callable[[BucketReduction, list[GradientPart]], None],
     ) -> None:
         def arrived(answers: list[Any]) -> None:
-            def go_on() -> None:
+            def resume() -> None:
                 for answer in answers:
                     if isinstance(answer, Raised):
                         raise from_wire(answer.error)
-                then(round_number, number, answers)
+                then(reduction, answers)
 
-            self._submit(round_number, number, go_on)
+            self._thread.submit(self._attempt, reduction, resume)
 
         transport.when_all(requests, arrived)
 
-    def _submit(self, round_number: int, number: int, work: Callable[[], None]) -> None:
-        self._thread.submit(self._attempt, round_number, number, work)
-
-    def _attempt(self, round_number: int, number: int, work: Callable[[], None]) -> None:
+    def _attempt(self, reduction: BucketReduction, work: Callable[[], None]) -> None:
         try:
             work()
         except Exception as error:
-            self._reductions(round_number)[number].fail(error)
+            reduction.fail(error)
 
     def _answer(
         self,
-        round_number: int,
         reduction: BucketReduction,
         waiting: Waiting[GradientPart],
         convert: Callable[[GradientPart], GradientPart],
@@ -242,7 +228,7 @@ class BucketAllReduce:
             else:
                 known = error if isinstance(error, RpcmpError) else JobError(one_line(error))
                 future.set_result(Raised(to_wire(known)))
-            self._mark_read(round_number, reduction)
+            self._mark_read(reduction)
 
         waiting.add_done_callback(done)
         return future
@@ -256,7 +242,9 @@ class BucketAllReduce:
         with self._lock:
             reductions = self._sums.get(round_number)
             if reductions is None:
-                reductions = [self._new_reduction(number) for number in range(len(self.buckets))]
+                reductions = [
+                    self._new_reduction(round_number, number) for number in range(len(self.buckets))
+                ]
                 if round_number > self._last_complete and round_number not in self._aborted:
                     self._sums[round_number] = reductions
                     return reductions
@@ -264,14 +252,16 @@ class BucketAllReduce:
                     reduction.fail(JobError(f"the step of round {round_number} was aborted"))
         return reductions
 
-    def _new_reduction(self, number: int) -> BucketReduction:
+    def _new_reduction(self, round_number: int, number: int) -> BucketReduction:
         sums_chunk = self._sums_chunk(self.rank, number)
         owners = sum(self._sums_chunk(rank, number) for rank in self._others)
         totals = len(self._others) if sums_chunk and not self._is_pair else 0
-        return BucketReduction(missing=sums_chunk + bool(owners), unread=owners + totals + 1)
+        missing, unread = sums_chunk + bool(owners), owners + totals + 1
+        return BucketReduction(round_number, number, missing, unread)
 
-    def _mark_read(self, round_number: int, reduction: BucketReduction) -> None:
+    def _mark_read(self, reduction: BucketReduction) -> None:
         """Count one read; forget a sum that all have read."""
+        round_number = reduction.round_number
         with self._lock:
             reduction.unread -= 1
             if not any(one.unread for one in self._sums.get(round_number, ())):

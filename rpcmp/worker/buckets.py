@@ -31,12 +31,7 @@ WHOLE_BYTES = 256 * 2**10
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some parameters of one dtype.
-
-    Attributes:
-        indices: of the parameters, in the order in which they lie in the bucket.
-        sizes: elements of each.
-    """
+    """Some parameters of one dtype."""
 
     indices: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -47,14 +42,7 @@ class Bucket:
         return sum(self.sizes)
 
     def flatten(self, gradients: Sequence[Tensor | None]) -> GradientPart:
-        """Return its gradients as one contiguous host tensor, with zeros for None.
-
-        Args:
-            gradients: of its parameters, in the bucket's order.
-
-        Raises:
-            ValueError: one is sparse.
-        """
+        """Return its gradients as one contiguous host tensor, with zeros for None."""
         if any(gradient is not None and gradient.is_sparse for gradient in gradients):
             raise ValueError(
                 "sparse gradients cannot be summed over workers; make the layer with sparse=False"
@@ -126,10 +114,6 @@ def add(parts: Sequence[GradientPart], bucket: Bucket, start: int) -> GradientPa
     """Return the sum of the members' parts of one chunk, in their order; overwrites the first.
 
     Missing gradients are left out, not added as zeros: minus zero plus zero is zero.
-
-    Args:
-        parts: one per member.
-        start: the chunk's first element in the bucket.
     """
     total, total_has = parts[0]
     for values, has in parts[1:]:
@@ -157,7 +141,6 @@ class GradientReadyTracker:
     at times, no bucket is ready early, and nothing is wrong.
 
     Args:
-        buckets: indices of the parameters in each bucket.
         on_ready: called with the number of a bucket once all of its gradients are final.
     """
 
@@ -183,12 +166,7 @@ class GradientReadyTracker:
         ]
 
     def start_round(self, num_microbatches: int, is_early: bool) -> None:
-        """Start counting.
-
-        Args:
-            num_microbatches: that this worker computes in the round.
-            is_early: whether to call `on_ready` before the end of the round.
-        """
+        """Start counting; `is_early`: whether to call `on_ready` before the end of the round."""
         self._num_microbatches, self._is_early = num_microbatches, is_early
         for hook in self._hooks:
             hook.reset()
@@ -201,11 +179,7 @@ class GradientReadyTracker:
         self._ready = set()
 
     def finish_round(self) -> list[int]:
-        """Return the buckets that were not ready before; now all gradients are final.
-
-        Raises:
-            RuntimeError: a gradient has changed after its bucket was ready.
-        """
+        """Return the buckets that were not ready before; now all gradients are final."""
         for index, (count, expected) in enumerate(zip(self._counts, self._expected, strict=True)):
             if self._bucket_of[index] in self._ready and count != expected:
                 raise RuntimeError(
