@@ -22,8 +22,8 @@ from rpcmp.errors import ConfigError
 
 if TYPE_CHECKING:
     from rpcmp.config.schema import Config
-    from rpcmp.tools.tune.grid import Grid
-    from rpcmp.tools.tune.setting_times import Tuned
+    from rpcmp.tools.tuning import Tuned
+    from rpcmp.tools.tuning_grid import Grid
 
 WIDTH = 160
 """Characters that a row of the table may take."""
@@ -95,7 +95,7 @@ def tune(
       rpcmp tune config.toml --microbatches 4,8,16 --png curve.png
     """
     from rpcmp.observability.trace.plot import require_matplotlib
-    from rpcmp.tools.tune.grid import Axes, grid
+    from rpcmp.tools.tuning_grid import Axes, grid
 
     job = loader.load_config(config, overrides)
     swept = grid(
@@ -117,7 +117,7 @@ def tune(
         raise click.exceptions.Exit(code)
     _show(tuned, as_json)
     if png is not None:
-        from rpcmp.tools.tune.sweep_report import write_png
+        from rpcmp.tools.tuning_report import write_png
 
         write_png(tuned, png)
     if code:
@@ -134,8 +134,8 @@ async def _tune(
 ) -> tuple[Tuned | None, int]:
     from rpcmp.cli.progress_bar import measuring
     from rpcmp.tools.bench.comparison import StoppedError, TimeLimits
-    from rpcmp.tools.tune.setting_times import GroupRunner
-    from rpcmp.tools.tune.sweep import tune as run
+    from rpcmp.tools.tuning import GroupRunner
+    from rpcmp.tools.tuning import tune as run
 
     runner, tuned = GroupRunner(config, swept.settings, connect), None
     with measuring(config.name) as now:
@@ -154,14 +154,14 @@ async def _tune(
 
 def _show(tuned: Tuned, as_json: bool) -> None:
     from rpcmp.cli.console import Console
-    from rpcmp.tools.tune import sweep_report
+    from rpcmp.tools import tuning_report
 
     if as_json:
-        echo(json.dumps(sweep_report.as_json(tuned)))
+        echo(json.dumps(tuning_report.as_json(tuned)))
         return
     # Never narrower than the table: a terminal wraps lines more legibly than rich does cells.
-    Console(width=max(Console().width, WIDTH)).print(sweep_report.table(tuned))
-    for line in sweep_report.lines(tuned):
+    Console(width=max(Console().width, WIDTH)).print(tuning_report.table(tuned))
+    for line in tuning_report.lines(tuned):
         echo(line)
 
 

@@ -20,7 +20,7 @@ from rpcmp.data.batch_server import BatchServer
 from rpcmp.data.batches import Loaded
 from rpcmp.driver.worker_refs import WorkerRefs
 from rpcmp.errors import JobError, RpcmpError, StageError, from_wire
-from rpcmp.pipelining import cost_model, microbatch
+from rpcmp.pipelining import cost_model, pytree
 from rpcmp.rpc import transport
 from rpcmp.rpc.messages import AfterRound, BatchIndices, Bundle, Mode, RoundHeader, Trained
 from rpcmp.rpc.transport import Raised
@@ -170,12 +170,12 @@ class RoundScheduler:
     def _new_round(self, mode: Mode, step: int, batch: Batch) -> RoundHeader:
         """Number a new round, and serve its slices to the stages."""
         smallest = self.smallest if mode is Mode.TRAIN else 1
-        sizes = microbatch.sizes(batch.num_samples, self._config.num_microbatches, smallest)
+        sizes = pytree.sizes(batch.num_samples, self._config.num_microbatches, smallest)
         count = len(sizes)
         self._last += 1
         if isinstance(batch, Loaded):
-            targets = None if batch.targets is None else microbatch.split(batch.targets, count)
-            self._source.load(self._last, microbatch.split(batch.inputs, count), targets)
+            targets = None if batch.targets is None else pytree.split(batch.targets, count)
+            self._source.load(self._last, pytree.split(batch.inputs, count), targets)
         return RoundHeader(
             number=self._last,
             step=step,

@@ -18,15 +18,14 @@ from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER, Member
 from rpcmp.data.batch_server import BatchServer
 from rpcmp.data.batches import Loaded
-from rpcmp.driver import replica_check
-from rpcmp.driver.distributed_optimizer import DistributedOptimizer
+from rpcmp.driver import worker_refs
+from rpcmp.driver.distributed_optimizer import DistributedOptimizer, LossScaler
 from rpcmp.driver.evaluation import Evaluation, Metrics, mean
-from rpcmp.driver.loss_scaler import LossScaler
 from rpcmp.driver.rounds import Batch, RoundHandle, RoundScheduler
 from rpcmp.driver.worker_refs import WorkerRefs
 from rpcmp.errors import ConfigError, JobError, RpcmpError, one_line
 from rpcmp.observability.trace.spans import Span
-from rpcmp.pipelining import cost_model, microbatch
+from rpcmp.pipelining import cost_model, pytree
 from rpcmp.rpc import tensors
 from rpcmp.rpc.messages import (
     AfterRound,
@@ -159,7 +158,7 @@ class StageGroup:
             self._clear_gradients()
             raise
         reports = {name: report for part in trained for name, report in part.reports.items()}
-        return Trained(microbatch.exact_sum(part.loss for part in trained), reports)
+        return Trained(pytree.exact_sum(part.loss for part in trained), reports)
 
     def forward_backward(self, batch: Batch, step: int) -> float:
         """Accumulate the gradients of a mini-batch and return its loss; see `start_step`."""
@@ -254,7 +253,7 @@ class StageGroup:
         header, found = started.header, list[Evaluated](self._rounds.finish(started))
         if own is not None and own.names:
             parts = (
-                microbatch.split(batch.targets, header.num_microbatches)
+                pytree.split(batch.targets, header.num_microbatches)
                 if isinstance(batch, Loaded)
                 else [answer.targets for answer in found]
             )
@@ -271,7 +270,7 @@ class StageGroup:
         """The last stage's outputs for `inputs`, joined again along the first dimension."""
         started = self._rounds.forward(Mode.PREDICT, Loaded(inputs), step)
         found: list[StageOutputs] = self._rounds.finish(started)
-        return microbatch.join([answer.value for answer in found])
+        return pytree.join([answer.value for answer in found])
 
     def parameters_sha256(self) -> str:
         """The hash of `rpcmp.rpc.tensors` over the unsplit model.
@@ -280,7 +279,7 @@ class StageGroup:
             MismatchError: the replicas of a stage are not the same model.
         """
         if self._config.is_replicated:
-            replica_check.require_equal(self._workers)
+            worker_refs.require_equal_parameters(self._workers)
         lines = self.merge(Stage.digests)
         tied = self._config.tied_to.items()
         tied_lines = {name: tensors.renamed_line(lines[first], name) for name, first in tied}
@@ -373,9 +372,9 @@ class StageGroup:
 
     def _sync_initial_state(self) -> None:
         if self._config.sums_gradients or self._config.names_parameters:
-            replica_check.require_fit(self._workers, self._config)
+            worker_refs.require_same_model(self._workers, self._config)
         if self._config.sums_gradients:
-            replica_check.sync_initial_state(self._workers)
+            worker_refs.sync_initial_state(self._workers)
 
     def _sum_gradients(self) -> None:
         """Have workers sum the accumulated gradients, unless they have done so."""

@@ -19,12 +19,10 @@ from rpcmp.config import importing
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.data.batches import Loaded
-from rpcmp.driver.checkpoint_schedule import CheckpointCadence
 from rpcmp.driver.datasets import Datasets, Step, StepStream, fewest_samples
-from rpcmp.driver.evaluation import Metrics
-from rpcmp.driver.evaluator import Evaluator
-from rpcmp.driver.loss_scaler import ScalerState
-from rpcmp.driver.progress import Best, EarlyStopping, TrainingProgress
+from rpcmp.driver.distributed_optimizer import ScalerState
+from rpcmp.driver.evaluation import Evaluator, Metrics
+from rpcmp.driver.progress import Best, CheckpointCadence, EarlyStopping, TrainingProgress
 from rpcmp.driver.rounds import RoundHandle
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.driver.tracing import StepSampler, Tracer

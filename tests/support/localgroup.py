@@ -51,8 +51,8 @@ from rpcmp.process.activity import Activity
 from rpcmp.process.channel import ChildContext, Message
 from rpcmp.rpc import unpickler
 from rpcmp.rpc.messages import DatasetInfo
-from rpcmp.tools.verify.reference_model import UnsplitModel
-from rpcmp.tools.verify.verification import ComparedRun, first_difference
+from rpcmp.tools.reference_model import UnsplitModel
+from rpcmp.tools.verification import ComparedRun, first_difference
 from rpcmp.worker import process, weight_grad
 from rpcmp.worker.forward import Execution
 from rpcmp.worker.optimizer import StageOptimizer

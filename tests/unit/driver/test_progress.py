@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 from rpcmp.config import loader
 from rpcmp.config.schema import Config
-from rpcmp.driver import checkpoint_schedule as saves_module
-from rpcmp.driver.checkpoint_schedule import AT_ONCE, DEFAULT_SECONDS, CheckpointCadence
-from rpcmp.driver.loss_scaler import ScalerState
-from rpcmp.driver.progress import TrainingProgress
+from rpcmp.driver import progress as saves_module
+from rpcmp.driver.distributed_optimizer import ScalerState
+from rpcmp.driver.progress import AT_ONCE, DEFAULT_SECONDS, CheckpointCadence, TrainingProgress
 
 JOIN_SECONDS = 30.0
 """How long to wait for a thread that must end by itself."""

@@ -2,7 +2,7 @@
 
 It imports nothing of the data plane, so that an error there cannot hide here. With the stages it
 shares how callables and parameter groups are made (`rpcmp.pipelining.optimizers`) and how small a
-micro-batch may be (`rpcmp.pipelining.microbatch`), which have tests of their own. These rules make
+micro-batch may be (`rpcmp.pipelining.pytree`), which have tests of their own. These rules make
 its bits comparable with those of a pipelined run:
 
 - A mini-batch is cut by `torch.tensor_split` into slices with storage of their own, none of fewer
@@ -14,7 +14,7 @@ its bits comparable with those of a pipelined run:
   seeded by (seed, "optimizer", step, stage).
 - There is a region of autocast per call of a layer, and one for the loss.
 
-`rpcmp.tools.verify.reference_parts` has the rules for loss scaling, replicas and tied parameters.
+`rpcmp.tools.reference_parts` has the rules for loss scaling, replicas and tied parameters.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from rpcmp.config.schema import Config
 from rpcmp.config.topology import Reference
 from rpcmp.data.batches import Batches, load_batches
 from rpcmp.errors import JobError, RpcmpError
-from rpcmp.pipelining import assignment, devices, layers, microbatch, optimizers
+from rpcmp.pipelining import assignment, devices, layers, optimizers, pytree
 from rpcmp.process.channel import Message
 from rpcmp.rpc.tensors import save_tensors
-from rpcmp.tools.verify.reference_parts import ReferenceSteps, ReferenceTies, Replicas, autocast
+from rpcmp.tools.reference_parts import ReferenceSteps, ReferenceTies, Replicas, autocast
 
 
 def train(message: Message) -> Iterator[Message]:
@@ -158,7 +158,7 @@ class UnsplitModel:
         self._ties.copy_values()
         for parameter in self.parameters():
             parameter.grad = None
-        loss = microbatch.exact_sum(losses)
+        loss = pytree.exact_sum(losses)
         if self._config.scheduler_interval == "step" and has_stepped:
             self._step_schedulers(loss)
         return loss
@@ -208,7 +208,7 @@ class UnsplitModel:
         section = self._config.data
         if section is not None and section.min_microbatch is not None:
             return section.min_microbatch
-        return microbatch.smallest_for(
+        return pytree.smallest_for(
             module for modules in self._modules.values() for module in modules.values()
         )
 

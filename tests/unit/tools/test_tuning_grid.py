@@ -10,7 +10,7 @@ import pytest
 from rpcmp.config import loader
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.errors import ConfigError
-from rpcmp.tools.tune.grid import Axes, Grid, grid
+from rpcmp.tools.tuning_grid import Axes, Grid, grid
 
 CHAIN = {
     "model": {"layers": "zoo:mlp", "num_stages": 2},

@@ -23,7 +23,9 @@ from rpcmp.config.topology import num_bundles
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import cost_model, simulation
 from rpcmp.pipelining.schedule import policy
-from rpcmp.tools.tune.setting_times import SETTLE_STEPS
+
+SETTLE_STEPS = 1
+"""Steps after a change before the clock counts: memory of other sizes, new threads."""
 
 MOST_MICROBATCHES = 128
 SCHEDULES = ("1f1b", "zero-bubble")
