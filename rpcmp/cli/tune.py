@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -133,22 +134,23 @@ async def _tune(
     budget: float,
 ) -> tuple[Tuned | None, int]:
     from rpcmp.cli.progress_bar import measuring
+    from rpcmp.job.segments import Segments
+    from rpcmp.tools import tuning
     from rpcmp.tools.bench.comparison import StoppedError, TimeLimits
-    from rpcmp.tools.tuning import GroupRunner
-    from rpcmp.tools.tuning import tune as run
 
-    runner, tuned = GroupRunner(config, swept.settings, connect), None
+    segments = Segments(tuning.plain_training(config), connect, swept.settings)
+    measure, tuned = functools.partial(tuning.measure, segments), None
     with measuring(config.name) as now:
         try:
             limits = TimeLimits(budget, now.stop)
             what = f"{STARTING}, then measuring {len(swept.settings)} settings within the budget"
             now.tell(what, limits.left)
-            await limits.run(runner.start(), is_needed=True)
-            tuned = await run(config, swept, runner, rounds, steps, now.tell, limits)
+            await limits.run(segments.start(), is_needed=True)
+            tuned = await tuning.tune(config, swept, measure, rounds, steps, now.tell, limits)
         except StoppedError:
             pass
         finally:
-            await runner.close()
+            await segments.close()
     return tuned, now.exit_code
 
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, median
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.errors import ConfigError
@@ -38,37 +38,16 @@ class Measurement(NamedTuple):
     busiest_stage: float
 
 
-class Runner(Protocol):
-    async def run(self, setting: ScheduleOptions, steps: int) -> Measurement:
-        """Train `steps` steps under `setting` and return their mean."""
+Measure = Callable[[ScheduleOptions, int], Awaitable[Measurement]]
+"""Trains this many steps under a setting; returns their mean."""
 
 
-class GroupRunner:
-    """Runner that trains as `rpcmp drive` does.
-
-    Args:
-        connect: addresses of running stage servers; see rpcmp.job.server_pool.ServerPool.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        settings: Sequence[ScheduleOptions],
-        connect: Sequence[str] | None = None,
-    ) -> None:
-        self._segments = Segments(plain_training(config), connect, settings)
-
-    async def start(self) -> None:
-        await self._segments.start()
-
-    async def run(self, setting: ScheduleOptions, steps: int) -> Measurement:
-        self._segments.change_to(setting)
-        await self._segments.run(SETTLE_STEPS)
-        done = await self._segments.run(steps)
-        return Measurement(done.seconds, max(done.busy_seconds.values()))
-
-    async def close(self) -> None:
-        await self._segments.close()
+async def measure(segments: Segments, setting: ScheduleOptions, steps: int) -> Measurement:
+    """Train as `rpcmp drive` does; see `Measure`."""
+    segments.change_to(setting)
+    await segments.run(SETTLE_STEPS)
+    done = await segments.run(steps)
+    return Measurement(done.seconds, max(done.busy_seconds.values()))
 
 
 def plain_training(config: Config) -> Config:
@@ -117,10 +96,9 @@ class SettingTimes:
 
     @property
     def busiest_stage_s(self) -> float:
-        """Median of the seconds in which the busiest stage computes."""
         return median(each.busiest_stage for each in self.counted)
 
-    def seconds_of(self, rounds: int) -> list[float]:
+    def seconds_in(self, rounds: int) -> list[float]:
         """Return the seconds of a step in the first `rounds` rounds, or in the warm-up if 0."""
         return [each.step for each in self.measured[:rounds] or self.warm_up]
 
@@ -156,7 +134,7 @@ class Tuned:
 
     @property
     def basis(self) -> str:
-        """Describe what the figures come from."""
+        """A description of what the figures come from."""
         if not self.rounds:
             return "one step each, in the warm-up alone"
         steps = f"{self.steps} step{'s' * (self.steps > 1)}"
@@ -165,29 +143,26 @@ class Tuned:
     @property
     def is_faster(self) -> bool:
         """Whether the best setting is known to be faster than the config's own."""
-        return self.confirmed is not None and is_less(self.confirmed)
+        ratio = self.confirmed
+        return ratio is not None and ratio.high < 1 and is_conclusive(ratio)
 
     @property
     def recommended(self) -> ScheduleOptions:
         """The setting that the config should have."""
         return self.best.setting if self.is_faster else self.own.setting
 
-    def against_best(self, one: SettingTimes) -> Estimate:
+    def ratio_to_best(self, times: SettingTimes) -> Estimate:
         """Estimate how much slower than the best a setting is, in the rounds that both have."""
-        both = common_rounds([one, self.best])
-        return paired_ratio(one.seconds_of(both), self.best.seconds_of(both))
+        return _ratio(times, self.best)
 
 
-def common_rounds(series: Sequence[SettingTimes]) -> int:
-    return min(len(one.measured) for one in series)
+def _common_rounds(series: Iterable[SettingTimes]) -> int:
+    return min(len(times.measured) for times in series)
 
 
-def is_less(ratio: Estimate) -> bool:
-    return ratio.high < 1 and is_conclusive(ratio)
-
-
-def is_more(ratio: Estimate) -> bool:
-    return ratio.low > 1 and is_conclusive(ratio)
+def _ratio(ours: SettingTimes, theirs: SettingTimes) -> Estimate:
+    rounds = _common_rounds([ours, theirs])
+    return paired_ratio(ours.seconds_in(rounds), theirs.seconds_in(rounds))
 
 
 MOST_STEPS = 5
@@ -200,11 +175,11 @@ NEEDED = 2
 async def tune(
     config: Config,
     grid: Grid,
-    runner: Runner,
+    measure: Measure,
     rounds: int,
     steps: int | None,
     progress: Progress,
-    limits: TimeLimits | None = None,
+    limits: TimeLimits,
 ) -> Tuned:
     """Measure the settings of `grid` and choose.
 
@@ -217,172 +192,157 @@ async def tune(
     Raises:
         StoppedError: stopped before the config's own setting was measured.
     """
-    sweep = _Sweep(grid, runner, rounds, steps, progress, limits or TimeLimits())
+    sweep = _Sweep(grid, measure, rounds, steps, progress, limits)
     with contextlib.suppress(StoppedError):
         await sweep.run()
     return sweep.results(config)
 
 
+@dataclass
 class _Sweep:
-    def __init__(
-        self,
-        grid: Grid,
-        runner: Runner,
-        rounds: int,
-        steps: int | None,
-        progress: Progress,
-        limits: TimeLimits,
-    ) -> None:
-        self._grid, self._runner, self._rounds = grid, runner, rounds
-        self._steps, self._progress, self._limits = steps, progress, limits
-        self._series = {setting: SettingTimes(setting) for setting in grid.settings}
-        self._alive = list(grid.settings)
-        self._dropped: set[ScheduleOptions] = set()
-        self._again: list[SettingTimes] = []
+    """The state of `tune`, whose arguments are the first fields.
+
+    Attributes:
+        alive: settings that were not dropped.
+        repeated: times of the best and of the config's own setting, measured after the choice.
+    """
+
+    grid: Grid
+    measure: Measure
+    rounds: int
+    steps: int | None
+    progress: Progress
+    limits: TimeLimits
+    dropped: set[ScheduleOptions] = field(default_factory=set)
+    repeated: list[SettingTimes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.series = {setting: SettingTimes(setting) for setting in self.grid.settings}
+        self.alive = self.grid.settings
 
     async def run(self) -> None:
-        """Measure all settings, or those for which there is time.
-
-        Raises:
-            StoppedError: a limit was reached.
-        """
         await self._warm_up()
-        self._alive = [one for one in self._alive if self._series[one].warm_up]
-        self._steps = self._steps or self._affordable_steps()
+        self.alive = [one for one in self.alive if self.series[one].warm_up]
+        self.steps = self.steps or self._affordable_steps()
         await self._halve()
         await self._confirm()
 
     def results(self, config: Config) -> Tuned:
-        """Return the results so far.
-
-        Raises:
-            StoppedError: not even the config's own setting was measured.
-        """
-        series = [one for one in self._series.values() if one.counted]
-        own = self._series[self._grid.own]
+        series = [times for times in self.series.values() if times.counted]
+        own = self.series[self.grid.own]
         if not own.counted:
             raise StoppedError
+        is_confirmed = self.repeated and _common_rounds(self.repeated)
         return Tuned(
             config=config,
-            rounds=max(len(one.measured) for one in series),
-            steps=self._steps or 1,
+            rounds=max(len(times.measured) for times in series),
+            steps=self.steps or 1,
             series=series,
             best=self._best,
             own=own,
-            confirmed=self._confirmed,
-            dropped=frozenset(self._dropped),
-            unmeasured=[one.setting for one in self._series.values() if not one.counted],
-            left_out=list(self._grid.notes()),
-            is_cut_short=self._limits.is_stopped,
+            confirmed=_ratio(*self.repeated) if is_confirmed else None,
+            dropped=frozenset(self.dropped),
+            unmeasured=[times.setting for times in self.series.values() if not times.counted],
+            left_out=self.grid.left_out,
+            is_cut_short=self.limits.is_stopped,
         )
 
     @property
     def _best(self) -> SettingTimes:
-        """The fastest in the rounds that all have, whichever the current round has reached."""
-        # Settings that were dropped have lost already.
-        running = [one for one in map(self._series.__getitem__, self._alive) if one.counted]
-        both = common_rounds(running)
-        return min(running, key=lambda one: median(one.seconds_of(both)))
+        """The fastest in the rounds that all have, whichever the current round has reached.
 
-    @property
-    def _confirmed(self) -> Estimate | None:
-        both = common_rounds(self._again) if self._again else 0
-        if not both:
-            return None
-        return paired_ratio(*(one.seconds_of(both) for one in self._again))
+        Settings that were dropped have lost already.
+        """
+        running = [self.series[one] for one in self.alive if self.series[one].counted]
+        rounds = _common_rounds(running)
+        return min(running, key=lambda times: median(times.seconds_in(rounds)))
 
     async def _warm_up(self) -> None:
         """Touch memory, connections and caches for the first time, and measure roughly."""
-        order = spread_out(self._grid.settings, self._grid.own)
+        order = spread_out(self.grid.settings, self.grid.own)
         for number, setting in enumerate(order):
             if number >= NEEDED and not self._has_time_to_warm_up():
                 break
             self._report_warm_up(order[number:])
-            work = self._runner.run(setting, 1)
-            rough = await self._limits.run(work, is_needed=number < NEEDED)
-            self._series[setting].warm_up.append(rough)
+            work = self.measure(setting, 1)
+            rough = await self.limits.run(work, is_needed=number < NEEDED)
+            self.series[setting].warm_up.append(rough)
 
     def _has_time_to_warm_up(self) -> bool:
         """Return whether one more setting fits, if it is as fast as the fastest so far."""
         plan = self._plan(1)
-        known = [one for one in self._alive if self._series[one].warm_up]
+        known = [one for one in self.alive if self.series[one].warm_up]
         fastest = min(plan.cost([one]) for one in known)
-        return fastest + self._plan(self._steps or 1).reserve(known) <= self._limits.left
+        return fastest + self._plan(self.steps or 1).reserve(known) <= self.limits.left
 
     async def _halve(self) -> None:
-        for number in range(self._rounds):
-            plan, left = self._plan(), self._limits.left
-            kept = plan.survivors(self._alive, number, left)
+        for number in range(self.rounds):
+            plan, left = self._plan(), self.limits.left
+            kept = plan.survivors(self.alive, number, left)
             if not plan.has_time(kept, left):
                 break
-            self._dropped.update(set(self._alive) - set(kept))
-            self._alive = kept
+            self.dropped.update(set(self.alive) - set(kept))
+            self.alive = kept
             after = plan.expected(kept, number + 1, left - plan.cost(kept))
-            series = [self._series[one] for one in kept]
-            await self._round(series, number, f"round {number + 1} of {self._rounds}", after)
+            series = [self.series[one] for one in kept]
+            await self._round(series, number, f"round {number + 1} of {self.rounds}", after)
 
     async def _confirm(self) -> None:
         """Measure the best against the config's own again, unless they are the same."""
-        both = [self._best.setting, self._grid.own]
+        both = [self._best.setting, self.grid.own]
         if both[0] == both[1]:
             return
-        self._again = [SettingTimes(one) for one in both]
+        self.repeated = [SettingTimes(one) for one in both]
         cost = self._plan().cost(both)
-        for number in range(self._rounds):
-            if self._limits.left < cost:
+        for number in range(self.rounds):
+            if self.limits.left < cost:
                 break
-            after = cost * (self._rounds - number - 1)
-            await self._round(
-                self._again, number, f"once more: {both[0]} and your {both[1]}", after
-            )
+            after = cost * (self.rounds - number - 1)
+            what = f"once more: {both[0]} and your {both[1]}"
+            await self._round(self.repeated, number, what, after)
 
     async def _round(
         self, series: Sequence[SettingTimes], number: int, what: str, after: float
     ) -> None:
         """Measure each of `series` once; `after` is the time of what follows the round."""
-        stride = max(1, len(series) // self._rounds)  # early in some rounds, late in others
+        stride = max(1, len(series) // self.rounds)  # early in some rounds, late in others
         order = rotated(series, number * stride)
         for place, one in enumerate(order):
             pending = [each.setting for each in order[place:]]
             self._report(f"{what}: {one.setting}", self._plan(), pending, after)
-            work = self._runner.run(one.setting, self._steps or 1)
-            one.measured.append(await self._limits.run(work))
+            work = self.measure(one.setting, self.steps or 1)
+            one.measured.append(await self.limits.run(work))
 
     def _report_warm_up(self, pending: Sequence[ScheduleOptions]) -> None:
         what = f"warm-up: {pending[0]}"
-        if not self._series[self._grid.own].warm_up:
-            self._progress(what, self._limits.at_most)
+        if not self.series[self.grid.own].warm_up:
+            self.progress(what, self.limits.at_most)
             return
         plan = self._plan(1)
-        after = self._plan().expected(self._alive, 0, self._limits.left - plan.cost(pending))
+        after = self._plan().expected(self.alive, 0, self.limits.left - plan.cost(pending))
         self._report(what, plan, pending, after)
 
     def _report(
         self, what: str, plan: Plan, pending: Sequence[ScheduleOptions], after: float
     ) -> None:
-        seconds = min(self._limits.left, plan.cost(pending) + after)
-        self._progress(what, max(seconds, plan.cost(pending[:1])))
+        seconds = min(self.limits.left, plan.cost(pending) + after)
+        self.progress(what, max(seconds, plan.cost(pending[:1])))
 
     def _plan(self, steps: int | None = None) -> Plan:
         """Return the plan; a setting that was not measured yet takes as long as the others."""
-        known = {one.setting: one.median_s for one in self._series.values() if one.counted}
+        known = {one.setting: one.median_s for one in self.series.values() if one.counted}
         usual = mean(known.values())
         return Plan(
-            own=self._grid.own,
-            rounds=self._rounds,
-            steps=steps or self._steps or self._affordable_steps(),
-            budget=self._limits.budget,
-            step_s={one: known.get(one, usual) for one in self._grid.settings},
+            own=self.grid.own,
+            rounds=self.rounds,
+            steps=steps or self.steps or self._affordable_steps(),
+            budget=self.limits.budget,
+            step_s={one: known.get(one, usual) for one in self.grid.settings},
         )
 
     def _affordable_steps(self) -> int:
         """Return the most steps for which all that would be measured without a budget fits."""
-        left = self._limits.left
-        return next(
-            (
-                steps
-                for steps in range(MOST_STEPS, 1, -1)
-                if self._plan(steps).expected(self._alive, 0, math.inf) <= left
-            ),
-            1,
-        )
+        for steps in range(MOST_STEPS, 1, -1):
+            if self._plan(steps).expected(self.alive, 0, math.inf) <= self.limits.left:
+                return steps
+        return 1

@@ -113,7 +113,7 @@ def sweep(
 
         limits = TimeLimits(budget, runner.stop)
         await asyncio.sleep(starting)
-        return await tune(job, swept, runner, rounds, steps, tell, limits)
+        return await tune(job, swept, runner.run, rounds, steps, tell, limits)
 
     tuned, took = in_pretended_time(run())
     assert len(reported) == len(runner.runs)
