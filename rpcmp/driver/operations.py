@@ -139,7 +139,9 @@ class Operations:
         """Accumulate gradients; returns the mean loss."""
         self._require_scaled()
         self._has_gradients = True
-        return self._group.forward_backward(Loaded(inputs, targets), self.step + 1)
+        batch = Loaded(inputs, targets)
+        started = self._group.start_step(batch, self.step + 1, AfterRound.NOTHING)
+        return self._group.finish_step(started).loss
 
     @_operation(Effect.READS)
     def evaluate(self, inputs: Any, targets: Any) -> dict[str, Any]:
@@ -155,7 +157,7 @@ class Operations:
 
     @_operation(Effect.READS)
     def state_dict(self) -> dict[str, Tensor]:
-        return self._group.merge(Stage.state_dict)
+        return self._group.workers.merge(Stage.state_dict)
 
     @_operation(Effect.CHANGES)
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -247,7 +249,7 @@ class Operations:
 
     def _keep(self) -> None:
         if self._is_due() and not self._has_gradients:
-            self._group.everywhere(Stage.keep, self.version)
+            self._group.workers.everywhere(Stage.keep, self.version)
             self.kept = self.version
 
 

@@ -179,9 +179,9 @@ class DriverProcess:
             tracer.write(Path(order["trace"]))
         self._activity.stop()
         training.saves.wait()
-        memory = group.everywhere(Stage.memory)  # before anything is copied for a file
+        memory = group.workers.everywhere(Stage.memory)  # before anything is copied for a file
         if order["save_state"]:
-            save_tensors(group.merge(Stage.state_dict), Path(order["save_state"]))
+            save_tensors(group.workers.merge(Stage.state_dict), Path(order["save_state"]))
         scaler = training.progress.scaler
         self._report(
             SummaryEvent(
@@ -192,7 +192,7 @@ class DriverProcess:
                 loss_scale=None if scaler is None else scaler.scale,
                 skipped_steps=None if scaler is None else scaler.skipped,
                 parameters_sha256=group.parameters_sha256(),
-                hosts=group.everywhere(Stage.host),
+                hosts=group.workers.everywhere(Stage.host),
                 memory=memory,
             )
         )

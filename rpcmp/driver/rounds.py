@@ -152,7 +152,7 @@ class RoundScheduler:
         """
         first = self._last if first is None else first
         futures = {
-            worker.label: self._workers.on(worker, Stage.abort, first, self._last)
+            worker.label: self._workers.rpc_async(worker, Stage.abort, first, self._last)
             for worker in self._workers
         }
         answers = [transport.outcome(future, name) for name, future in futures.items()]

@@ -159,7 +159,7 @@ class Training:
             # No stage has its state of before its scheduler stepped any more.
             self.progress = replace(self.progress, has_ended_epoch=True)
         self._report_progress()
-        self._group.everywhere(Stage.save, step)
+        self._group.workers.everywhere(Stage.save, step)
 
     def segment(self, steps: int) -> SegmentTotals:
         """Train the next `steps` steps, and wait until all stages have done them.

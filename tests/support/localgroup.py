@@ -222,7 +222,7 @@ class LocalGroup:
         losses = [event["loss"] for event in self.of("step")]
         scaler = self.training.progress.scaler
         skipped = 0 if scaler is None else scaler.skipped
-        merged = self.group.merge(Stage.state_dict)
+        merged = self.group.workers.merge(Stage.state_dict)
         state = parameter_names.under_all_names(merged, self.config.tied_to)
         return ComparedRun(losses, state, skipped=skipped)
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import pytest
 
@@ -27,6 +27,7 @@ from rpcmp.observability.events import Json
 from rpcmp.observability.trace import chrome
 from rpcmp.observability.trace.spans import Kind, Span
 from rpcmp.rpc.messages import AfterRound, Mode, RoundHeader, StepReport, Trained
+from rpcmp.worker.stage import Stage
 from tests.support.twostages import STAGES, job
 
 
@@ -82,6 +83,10 @@ class Stages:
     def settle(self) -> dict[str, StepReport]:
         self.log.append("settle")
         return self._reports(self._done)
+
+    @property
+    def workers(self) -> Self:
+        return self
 
     def everywhere(self, method: Callable[..., Any], *args: Any) -> Any:
         return getattr(self, method.__name__)(*args)
@@ -217,6 +222,10 @@ class Recording:
         self.now = 0
         self._step = 0
 
+    @property
+    def workers(self) -> Self:
+        return self
+
     def everywhere(self, method: Callable[..., Any], *args: Any) -> Any:
         return getattr(self, method.__name__)(*args)
 
@@ -224,10 +233,11 @@ class Recording:
         self.log.append(f"record {steps}")
         return {stage: (f"host of {stage}", 0) for stage in STAGES}
 
-    def request_spans(
-        self, cursors: dict[str, int], first: int, last: int
+    def start(
+        self, method: Callable[..., Any], args_of: Callable[[Member], tuple[int, int, int]]
     ) -> Callable[[], dict[str, tuple[int, list[Span]]]]:
-        self.log.append(f"read from {cursors['stage0']}")
+        cursor, _, _ = args_of(job().workers[0])
+        self.log.append(f"read from {cursor}")
         self._step += 1
         start = self._step * 10**6
         answers = {
@@ -238,7 +248,8 @@ class Recording:
         }
         return lambda: {stage: (self._step, spans) for stage, spans in answers.items()}
 
-    def clock(self, worker: Member) -> int:
+    def rpc_sync(self, worker: Member, method: Callable[..., Any]) -> int:
+        assert method is Stage.clock
         return self.now + (self.AHEAD if worker.stage == "stage1" else 0)
 
 
