@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 
 from rpcmp.config.run_sections import LossScalingConfig
 from rpcmp.driver.worker_refs import WorkerRefs
@@ -69,11 +68,7 @@ class LossScaler:
         return as_float32(1.0 / self.state.scale)
 
     def require_useful(self, step: int) -> None:
-        """Raise LossScaleError if the scale is so low that gradients will never be finite.
-
-        Args:
-            step: the last step that was done or skipped.
-        """
+        """Raise LossScaleError if the scale is so low that gradients will never be finite."""
         if self.state.scale < LOWEST:
             raise LossScaleError(self.state.scale, step)
 
@@ -126,16 +121,13 @@ class DistributedOptimizer:
         """Update the parameters of all stages and clear their gradients.
 
         If the loss is scaled and a gradient is not finite, no stage updates anything.
-
-        Raises:
-            StageError: an optimizer raised; no other stage waits for it any more.
         """
         with self._abort_on_error():
             self._sum_gradients()
             updates = self._unscale()
-            reports = self._everywhere(StageOptimizer.step, updates)
+            reports = self._optimizers.everywhere(StageOptimizer.step, updates)
         if (scale := self._update_scale(updates)) is not None:
-            self._everywhere(StageOptimizer.set_scale, scale)
+            self._optimizers.everywhere(StageOptimizer.set_scale, scale)
         return reports
 
     def finish(self, max_norm: float | None, loss: float | None) -> dict[str, StepReport]:
@@ -148,20 +140,16 @@ class DistributedOptimizer:
         updates = self._unscale()
         factor = None
         if max_norm is not None and updates:
-            factor = self._clip_factor(self._norm(2.0), max_norm)
+            factor = _clip_factor(self._norm(2.0), max_norm)
         scale = self._update_scale(updates)
-        return self._everywhere(StageOptimizer.finish, factor, loss, updates, scale)
+        return self._optimizers.everywhere(StageOptimizer.finish, factor, loss, updates, scale)
 
     def zero_grad(self) -> None:
         self._are_finite = None
-        self._everywhere(StageOptimizer.zero_grad)
+        self._optimizers.everywhere(StageOptimizer.zero_grad)
 
     def require_scaled(self) -> None:
-        """Check that the stages' gradients are still scaled, so that more may be added.
-
-        Raises:
-            JobError: they are unscaled already.
-        """
+        """Raise JobError if the stages' gradients are unscaled, so that none may be added."""
         if self._are_finite is not None:
             raise JobError(
                 "gradients that have been clipped are unscaled, and more of them would come "
@@ -180,18 +168,17 @@ class DistributedOptimizer:
             self._sum_gradients()
         self._unscale()
         total = self._norm(norm_type)
-        self._everywhere(StageOptimizer.scale, self._clip_factor(total, max_norm))
+        self._optimizers.everywhere(StageOptimizer.scale, _clip_factor(total, max_norm))
         return total
 
     def step_scheduler(self, loss: float) -> None:
-        """Step the learning-rate schedulers of all stages."""
-        self._everywhere(StageOptimizer.step_scheduler, loss)
+        self._optimizers.everywhere(StageOptimizer.step_scheduler, loss)
 
     def load_scaler(self, state: ScalerState) -> None:
         """Set the scaler's state at the driver and the stages; ignored without loss scaling."""
         if self.scaler is not None:
             self.scaler.state = state
-            self._everywhere(StageOptimizer.set_scale, state.scale)
+            self._optimizers.everywhere(StageOptimizer.set_scale, state.scale)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: "state" by parameter name, "scaler", everything else by stage."""
@@ -205,12 +192,11 @@ class DistributedOptimizer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a result of `state_dict`; each stage finds its own part by name."""
-        self._everywhere(StageOptimizer.load_state_dict, state)
+        self._optimizers.everywhere(StageOptimizer.load_state_dict, state)
         if "scaler" in state:
             self.load_scaler(ScalerState(**state["scaler"]))
 
     def release(self) -> None:
-        """Release the stages' optimizers; no other method may be called afterwards."""
         self._optimizers.release()
 
     @contextlib.contextmanager
@@ -226,7 +212,7 @@ class DistributedOptimizer:
         if self.scaler is None:
             return True
         if self._are_finite is None:
-            are_finite = self._everywhere(StageOptimizer.unscale, self.scaler.inverse)
+            are_finite = self._optimizers.everywhere(StageOptimizer.unscale, self.scaler.inverse)
             self._are_finite = all(are_finite.values())
         return self._are_finite
 
@@ -246,9 +232,6 @@ class DistributedOptimizer:
         total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         return total
 
-    @staticmethod
-    def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-        return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
-    def _everywhere(self, method: Callable[..., Future[Any]], *args: Any) -> dict[str, Any]:
-        return self._optimizers.everywhere(method, *args)
+def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -17,9 +17,9 @@ from __future__ import annotations
 import inspect
 import numbers
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -78,24 +78,15 @@ def mean(parts: Iterable[Evaluation]) -> Evaluation:
     )
 
 
-class Metric(Protocol):
-    """A metric with a state, as in torchmetrics."""
-
-    def update(self, preds: Any, target: Any) -> object:
-        """Add one micro-batch: the model's outputs, and the targets."""
-
-    def compute(self) -> Any:
-        """Return the result for all micro-batches: a number, or a dict of numbers."""
-
-    def reset(self) -> object:
-        """Start a new evaluation."""
-
-
 class Metrics:
-    """The metrics with a state of one job, by name; the driver computes them."""
+    """The metrics with a state of one job, by name; the driver computes them.
 
-    def __init__(self, metrics: Mapping[str, Metric]) -> None:
-        self._metrics = dict(metrics)
+    They have methods as in torchmetrics: `update(outputs, targets)` adds a micro-batch, `compute()`
+    returns a number or a dict of numbers for all of them, and `reset()` starts a new evaluation.
+    """
+
+    def __init__(self, metrics: Mapping[str, Any]) -> None:
+        self._metrics = metrics
 
     @classmethod
     def load(cls, config: Config) -> Self:
@@ -121,41 +112,50 @@ class Metrics:
         return list(self._metrics)
 
     def reset(self) -> None:
-        """Start a new evaluation; raises JobError if a metric raised."""
-        for name, metric in self._metrics.items():
-            _call(name, "reset", metric.reset)
+        for name in self._metrics:
+            self._call(name, "reset")
 
     def update(self, outputs: Any, targets: Any) -> None:
-        """Add the next micro-batch; raises JobError if a metric raised."""
-        for name, metric in self._metrics.items():
-            _call(name, "update", metric.update, outputs, targets)
+        for name in self._metrics:
+            self._call(name, "update", outputs, targets)
 
     def compute(self) -> dict[str, float]:
         """Return all results, by "name", or by "name.key" for a metric that returns a dict.
 
         Raises:
-            JobError: a metric raised.
             FactoryError: a metric returned something other than numbers, or a name occurs twice.
         """
         results: dict[str, float] = {}
-        for name, metric in self._metrics.items():
-            for key, value in _named(name, _call(name, "compute", metric.compute)):
+        for name in self._metrics:
+            result = self._call(name, "compute")
+            parts = [(name, result)]
+            if isinstance(result, Mapping):
+                parts = [(f"{name}.{key}", part) for key, part in result.items()]
+            for key, part in parts:
+                number = _number(key, part)
                 if key in results:
                     raise FactoryError(f"two metrics are called {key!r}: rename metrics.{name}")
-                results[key] = value
+                results[key] = number
         return results
+
+    def _call(self, name: str, method: str, *arguments: Any) -> Any:
+        """Call a metric's method; raises JobError if that raised."""
+        try:
+            with torch.no_grad():
+                return getattr(self._metrics[name], method)(*arguments)
+        except Exception as error:
+            types = ", ".join(pytree.describe(argument) for argument in arguments)
+            raise JobError(
+                f"metrics.{name} failed in {method}({types}): {importing.explain_error(error)}"
+            ) from error
 
 
 class Evaluator:
     """Evaluates the stages on the `test` dataset.
 
     Args:
-        config: the job.
         test: the dataset; None: there are no evaluations.
-        group: the stages.
-        metrics: the metrics that the driver computes.
         stop: aborts an evaluation if another thread sets it.
-        activity: records what the driver does.
     """
 
     def __init__(
@@ -200,7 +200,15 @@ class Evaluator:
             return ""
         self._activity.start("evaluation", 0, 0)
         first = self._try("first", self._test.first())
-        warning = self._try_results(first)
+        warning = ""
+        try:
+            self._values([first])
+        except JobError as error:
+            reason = str(error).partition("\n")[0]
+            warning = (
+                f"{reason}; tried on one mini-batch of data.test before the first step. If it "
+                "fails on the whole of data.test as well, the first evaluation ends the run"
+            )
         if self._test.fewest < first.num_samples:
             self._activity.start("evaluation", 0, 1)
             self._try("last", next(self._test.epoch(1, len(self._test) - 1)))
@@ -213,32 +221,14 @@ class Evaluator:
         except (WorkerDiedError, WorkerHungError):
             raise
         except JobError as error:
-            where = f"\n{error.traceback.rstrip()}" if isinstance(error, StageError) else ""
+            text = f"\n{error.traceback.rstrip()}" if isinstance(error, StageError) else ""
             raise ConfigError(
                 f"an evaluation fails, tried on the {which} mini-batch of data.test before the "
-                f"first step: {error}{where}"
+                f"first step: {error}{text}"
             ) from error
 
-    def _try_results(self, part: Evaluation) -> str:
-        """Return a warning if a metric's `compute` raised; it may need more samples."""
-        try:
-            self._values([part])
-        except JobError as error:
-            reason = str(error).partition("\n")[0]
-            return (
-                f"{reason}; tried on one mini-batch of data.test before the first step. If it "
-                "fails on the whole of data.test as well, the first evaluation ends the run"
-            )
-        return ""
-
     def run(self, step: int, epoch: int) -> dict[str, float] | None:
-        """Return the loss and all metrics of the whole dataset, by name; None if stopped.
-
-        Raises:
-            StageError: the user's code raised at a stage.
-            JobError: a metric of the driver raised.
-            ConfigError: a metric that the config watches is not among the results.
-        """
+        """Return the loss and all metrics of the whole dataset, by name; None if stopped."""
         if self._test is None:
             return None
         parts: list[Evaluation] = []
@@ -262,7 +252,7 @@ class Evaluator:
 
 
 def _require(
-    key: str, watched: str, sources: Mapping[str, Factory], metrics: Mapping[str, Metric]
+    key: str, watched: str, sources: Mapping[str, Factory], metrics: Collection[str]
 ) -> None:
     """Check that a metric can have the result `watched`, which the config's `key` names.
 
@@ -277,7 +267,7 @@ def _require(
     raise ConfigError(f"{key} = {watched!r}: metrics.{name} is a mean, without keys")
 
 
-def _create(source: Factory, what: str) -> Metric | None:
+def _create(source: Factory, what: str) -> Any:
     """Return a metric with a state; None for any other metric."""
     try:
         target = importing.resolve(source.callable, what)
@@ -290,11 +280,6 @@ def _create(source: Factory, what: str) -> Metric | None:
     if source.kwargs and not isinstance(target, type):
         raise FactoryError(f"{what} = {source.callable!r} is made already: it takes no kwargs")
     metric: Any = importing.create(source, what) if isinstance(target, type) else target
-    _check(metric, source, what)
-    return cast(Metric, metric)
-
-
-def _check(metric: Any, source: Factory, what: str) -> None:
     missing = [name for name in METHODS if not callable(getattr(metric, name, None))]
     if missing:
         raise FactoryError(
@@ -309,25 +294,7 @@ def _check(metric: Any, source: Factory, what: str) -> None:
         raise FactoryError(
             f"{what} = {source.callable!r}: its update does not take (outputs, targets): {error}"
         ) from error
-
-
-def _call(name: str, method: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    try:
-        with torch.no_grad():
-            return function(*arguments)
-    except Exception as error:
-        got = ", ".join(pytree.describe(argument) for argument in arguments)
-        what = f"metrics.{name} failed in {method}({got}): {importing.explain_error(error)}"
-        raise JobError(what) from error
-
-
-def _named(name: str, value: Any) -> list[tuple[str, float]]:
-    parts = (
-        [(f"{name}.{key}", part) for key, part in value.items()]
-        if isinstance(value, Mapping)
-        else [(name, value)]
-    )
-    return [(key, _number(key, part)) for key, part in parts]
+    return metric
 
 
 def _number(name: str, value: Any) -> float:

@@ -108,13 +108,13 @@ def require_same_model(workers: WorkerRefs, config: Config) -> None:
     kinds: dict[str, dict[str, str]] = {}
     trained: dict[str, dict[str, bool]] = {}
     for worker in workers:
-        signature = signatures[worker.label].items()
-        kinds[worker.stage] = {
-            n: kind for n, kind in signature if kind.endswith(("trained", "frozen"))
+        parameters = {
+            name: kind
+            for name, kind in signatures[worker.label].items()
+            if kind.endswith(("trained", "frozen"))
         }
-        trained[worker.stage] = {
-            name: kind.endswith("trained") for name, kind in kinds[worker.stage].items()
-        }
+        kinds[worker.stage] = parameters
+        trained[worker.stage] = {n: kind.endswith("trained") for n, kind in parameters.items()}
     require_distinct(kinds)
     optimizers.require_matches(config, trained)
     by_name = {name: kind for of_stage in kinds.values() for name, kind in of_stage.items()}
