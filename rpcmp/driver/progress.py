@@ -16,8 +16,10 @@ import math
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
+
+from pydantic import TypeAdapter
 
 from rpcmp.config.run_sections import EarlyStoppingConfig, Mode, is_better
 from rpcmp.config.schema import Config
@@ -26,14 +28,7 @@ from rpcmp.driver.distributed_optimizer import ScalerState
 
 @dataclass(frozen=True)
 class Best:
-    """The best evaluation so far.
-
-    Attributes:
-        metric: the metric that is compared.
-        mode: whether lower or higher values are better.
-        value: value of the metric.
-        step: the optimizer step before the evaluation.
-    """
+    """The best evaluation so far; `step` is the optimizer step before it."""
 
     metric: str
     mode: Mode
@@ -54,8 +49,6 @@ class EarlyStopping:
     """The state of early stopping.
 
     Attributes:
-        metric: the metric that is watched.
-        mode: whether lower or higher values are better.
         best: the best value so far; None before the first.
         best_step: the step with the best value.
         waited: evaluations since then without an improvement by more than `min_delta`.
@@ -70,7 +63,7 @@ class EarlyStopping:
     step: int = 0
 
     @classmethod
-    def begin(cls, section: EarlyStoppingConfig, before: Self | None) -> Self:
+    def resume(cls, section: EarlyStoppingConfig, before: Self | None) -> Self:
         """Continue from the state `before`, unless the config watches another metric now."""
         fresh = cls(section.metric, section.direction)
         if before is None or (before.metric, before.mode) != (fresh.metric, fresh.mode):
@@ -78,13 +71,7 @@ class EarlyStopping:
         return before
 
     def after(self, step: int, value: float, min_delta: float) -> Self:
-        """Return the state after one more evaluation; one that a fault repeats counts once.
-
-        Args:
-            step: the optimizer step before the evaluation.
-            value: value of the metric; NaN is never an improvement.
-            min_delta: an improvement has to exceed this difference.
-        """
+        """Return the state after one more evaluation; one that a fault repeats counts once."""
         if step <= self.step:
             return self
         if is_better(value, self.best, self.mode, min_delta):
@@ -148,7 +135,7 @@ class TrainingProgress:
         """Return the progress under a config that may differ; it drops state of other metrics."""
         stopping, best = None, self.best
         if (section := config.early_stopping) is not None:
-            stopping = EarlyStopping.begin(section, self.stopping)
+            stopping = EarlyStopping.resume(section, self.stopping)
         saved = config.checkpoint
         if best is not None and (
             saved is None
@@ -175,19 +162,10 @@ class TrainingProgress:
         """The mean loss of the epoch's steps so far."""
         return self.epoch_loss / self.batch
 
-    def message(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Self:
-        """Return the progress of a result of `message`; other keys are ignored."""
-        names = {field.name for field in fields(cls)}
-        values = {name: value for name, value in message.items() if name in names}
-        kinds = (("stopping", EarlyStopping), ("best", Best), ("scaler", ScalerState))
-        for name, kind in kinds:
-            if values.get(name) is not None:
-                values[name] = kind(**values[name])
-        return cls(**values)
+        """Return the progress whose `asdict` is in `message`; other keys are ignored."""
+        return TypeAdapter(cls).validate_python(dict(message))
 
 
 AT_ONCE = 2
@@ -232,8 +210,7 @@ class CheckpointCadence:
     def start(self, step: int) -> None:
         """Add the checkpoint of `step`; waits while too many are in progress."""
         with self._changed:
-            while len(self._in_progress) >= AT_ONCE:
-                self._changed.wait()
+            self._changed.wait_for(lambda: len(self._in_progress) < AT_ONCE)
             self._in_progress.add(step)
             self._saved = step
         self._started_at = time.monotonic()
@@ -256,16 +233,12 @@ class CheckpointCadence:
     def wait(self) -> None:
         """Wait until no checkpoint is in progress."""
         with self._changed:
-            while self._in_progress:
-                self._changed.wait()
+            self._changed.wait_for(lambda: not self._in_progress)
 
     def _is_due_by_steps(self, step: int) -> bool:
-        return step == self._last or (
-            self._every_steps is not None and step % self._every_steps == 0
-        )
+        return step == self._last or bool(self._every_steps and step % self._every_steps == 0)
 
     def _is_due_by_time(self) -> bool:
-        return (
-            self._every_seconds is not None
-            and time.monotonic() - self._started_at >= self._every_seconds
-        )
+        if self._every_seconds is None:
+            return False
+        return time.monotonic() - self._started_at >= self._every_seconds

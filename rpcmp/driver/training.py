@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from rpcmp.config import importing
@@ -277,7 +277,7 @@ class Training:
         awaits_save = self.saves.includes(self.progress.step)
         last_event = None if self._last is None else self._last.to_json()
         more = {"told": last_event, "awaits_save": awaits_save}
-        self._send_progress({"event": "progress", **self.progress.message(), **more})
+        self._send_progress({"event": "progress", **asdict(self.progress), **more})
 
     def _after_drained(self, step: Step, evaluate: bool) -> None:
         """Step the schedulers, and evaluate, after a step that all stages have done."""

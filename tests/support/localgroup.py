@@ -21,7 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -243,7 +243,7 @@ class LocalGroup:
             assert snapshot is not None, f"{worker.part.member.label} keeps nothing of step {step}"
             files.append(str(folder / f"{worker.part.member.name}.safetensors"))
             shutil.copyfile(worker.slots.path(snapshot.slot), files[-1])
-        message = json.loads(json.dumps(self.training.progress.message()))
+        message = json.loads(json.dumps(asdict(self.training.progress)))
         return SavedGroup(TrainingProgress.from_message(message), files)
 
 
