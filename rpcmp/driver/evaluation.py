@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import numbers
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -211,7 +211,8 @@ class Evaluator:
             )
         if self._test.fewest < first.num_samples:
             self._activity.start("evaluation", 0, 1)
-            self._try("last", next(self._test.epoch(1, len(self._test) - 1)))
+            rest: Iterator[Batch] = self._test.epoch(1, len(self._test) - 1)
+            self._try("last", next(rest))
         return warning
 
     def _try(self, which: str, batch: Batch) -> Evaluation:
@@ -233,7 +234,8 @@ class Evaluator:
             return None
         parts: list[Evaluation] = []
         self._metrics.reset()
-        for index, batch in enumerate(self._test.epoch(epoch)):
+        batches: Iterator[Batch] = self._test.epoch(epoch)
+        for index, batch in enumerate(batches):
             if self._stop.is_set():
                 return None
             self._activity.start("evaluation", step, index)

@@ -167,7 +167,7 @@ class DriverProcess:
         if progress is not None and progress.scaler is not None:
             group.optimizer.load_scaler(progress.scaler)
         training = self._training = self._make_training(config, group, tracers, progress)
-        self._report(StartEvent(steps=training.total_steps()))
+        self._report(StartEvent(steps=training.total_steps))
         training.run(evaluate=order["evaluate"])
         if self._saves_at_end or config.checkpoint is not None:
             training.save()

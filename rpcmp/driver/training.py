@@ -20,7 +20,6 @@ from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.data.batches import Loaded
 from rpcmp.driver.datasets import Datasets, Step, StepStream, fewest_samples
-from rpcmp.driver.distributed_optimizer import ScalerState
 from rpcmp.driver.evaluation import Evaluator, Metrics
 from rpcmp.driver.progress import Best, CheckpointCadence, EarlyStopping, TrainingProgress
 from rpcmp.driver.rounds import RoundHandle
@@ -39,10 +38,6 @@ from rpcmp.pipelining.cost_model import STEPS_AHEAD
 from rpcmp.process.activity import Activity
 from rpcmp.rpc.messages import AfterRound, StepReport
 from rpcmp.worker.stage import Stage
-
-Report = Callable[[Event], None]
-
-ProgressSink = Callable[[dict[str, Any]], None]
 
 
 class SegmentTotals(NamedTuple):
@@ -63,20 +58,16 @@ class Training:
     """One run of a config.
 
     Args:
-        config: the job.
-        datasets: its data.
-        group: the stages.
-        report: called with every event.
         send_progress: called after each step with the state from which a later generation resumes.
         stop: if another thread sets it, the run ends after the steps in progress.
-        begin: the progress from which the run resumes; None: it starts.
-        activity: records what the driver does.
+        resumed: the progress from which the run resumes; None: it starts.
         tracers: called after every step.
         metrics: the metrics that the driver computes.
 
     Attributes:
         progress: the state after the last step.
         saves: the schedule of checkpoints.
+        total_steps: of the whole run.
     """
 
     def __init__(
@@ -84,10 +75,10 @@ class Training:
         config: Config,
         datasets: Datasets,
         group: StageGroup,
-        report: Report,
-        send_progress: ProgressSink,
+        report: Callable[[Event], None],
+        send_progress: Callable[[dict[str, Any]], None],
         stop: threading.Event,
-        begin: TrainingProgress | None = None,
+        resumed: TrainingProgress | None = None,
         activity: Activity | None = None,
         tracers: Sequence[Tracer | StepSampler] = (),
         metrics: Metrics | None = None,
@@ -97,10 +88,11 @@ class Training:
         self._report = report
         self._send_progress = send_progress
         self._activity = activity or Activity()
-        self._steps = StepStream(config, datasets, self._activity)
-        self.progress = (begin or TrainingProgress()).under(config)
+        self._steps = StepStream(config, datasets.train, self._activity)
+        self.total_steps = self._steps.total
+        self.progress = (resumed or TrainingProgress()).under(config)
         saved = self.progress.step if self.progress.is_saved else 0
-        self.saves = CheckpointCadence(config, self._steps.total, saved, self.progress.since_saved)
+        self.saves = CheckpointCadence(config, self.total_steps, saved, self.progress.since_saved)
         self._stop = stop
         self._tracers = tracers
         self._evaluator = Evaluator(
@@ -118,14 +110,11 @@ class Training:
         for text in group.warnings():
             report(WarningEvent(text=text))
 
-    def total_steps(self) -> int:
-        return self._steps.total
-
     def run(self, evaluate: bool) -> None:
         """Train to the end of the run, or until `stop` is set.
 
         Args:
-            evaluate: whether to evaluate after epochs and at the end, and to write the report.
+            evaluate: whether to evaluate as the config says and at the end, and write the report.
         """
         if evaluate and self.progress.step == 0 and (warning := self._evaluator.rehearse()):
             self._report(WarningEvent(text=warning))
@@ -190,18 +179,18 @@ class Training:
 
     def _resume_after(self, evaluate: bool) -> None:
         """Repeat what follows a step, if the run resumes right after it."""
-        begin = self.progress
-        ends_epoch = self._steps.ends_epoch(begin.batch)
-        step = Step(begin.step, begin.epoch, ends_epoch, Loaded(None), 0.0)
-        if begin.step and not begin.has_ended_epoch and self._must_drain(step, evaluate):
+        last = self.progress
+        ends_epoch = self._steps.ends_epoch(last.batch)
+        step = Step(last.step, last.epoch, ends_epoch, Loaded(None), 0.0)
+        if last.step and not last.has_ended_epoch and self._must_drain(step, evaluate):
             self._after_drained(step, evaluate)
         elif (
-            begin.has_ended_epoch
-            and begin.evaluated_after != begin.step
+            last.has_ended_epoch
+            and last.evaluated_after != last.step
             and self._is_evaluation_due(step, evaluate)
         ):
-            self._evaluate(begin.epoch)  # the run was stopped during that evaluation
-        elif begin.best is not None and begin.best.step == begin.step:
+            self._evaluate(last.epoch)  # the run was stopped during that evaluation
+        elif last.best is not None and last.best.step == last.step:
             self._keep_best(None)
 
     def _must_drain(self, step: Step, evaluate: bool) -> bool:
@@ -210,7 +199,7 @@ class Training:
         return steps_scheduler or self._is_evaluation_due(step, evaluate)
 
     def _is_evaluation_due(self, step: Step, evaluate: bool) -> bool:
-        if not evaluate or step.number == self._steps.total:
+        if not evaluate or step.number == self.total_steps:
             return False
         return self._evaluator.is_due(step.number, step.epoch, step.ends_epoch)
 
@@ -247,12 +236,17 @@ class Training:
         if self._config.holds_steps:
             reports = self._group.end_step(started, trained.loss)
         now = time.perf_counter()
+        event = _event_of_driver(step, trained.loss, now - self._ended)
         scaler = self._group.optimizer.scaler
-        state = None if scaler is None else scaler.state
-        scaling = None
         if scaler is not None:
-            scaling = (self.progress.scaler or scaler.initial, scaler.state)
-        event = event_of_driver(step, trained.loss, now - self._ended, scaling)
+            before = self.progress.scaler or scaler.initial
+            event = replace(
+                event,
+                loss_scale=before.scale,
+                is_skipped=scaler.state.skipped > before.skipped,
+                skipped_steps=scaler.state.skipped,
+            )
+        state = None if scaler is None else scaler.state
         self.progress = self.progress.after(step.number, step.epoch, trained.loss, state)
         self._last = self._unreported = event
         self._report_progress()
@@ -268,7 +262,7 @@ class Training:
         if self._unreported is None:
             return
         event, self._unreported = self._unreported, None
-        whole = with_stage_reports(event, self._config.workers, stages)
+        whole = _with_stage_reports(event, self._config.workers, stages)
         self._last = whole if self._last is event else self._last
         self._report(whole)
 
@@ -302,16 +296,11 @@ class Training:
             self._report_progress()
 
     def _keep_best(self, before: Best | None) -> None:
-        """Save this step, the best so far, and wait for the disks.
-
-        After a fault the stages may only have later steps, and this one could not be saved then.
-
-        Args:
-            before: the previous best, which is kept if the checkpoint fails.
-        """
+        """Save this step, the best so far; `before`, the previous one, is kept if that fails."""
         self.save()
         self._report_progress()
         self._activity.stop()
+        # After a fault the stages may only have later steps, and this one could not be saved then.
         self.saves.wait()
         step = self.progress.step
         if self.saves.has_failed(step):
@@ -334,18 +323,9 @@ class Training:
         self._report(ReportEvent(text=text))
 
 
-def event_of_driver(
-    step: Step, loss: float, seconds: float, scaling: tuple[ScalerState, ScalerState] | None
-) -> StepEvent:
-    """Return the event of a step, without the values that the stages report.
-
-    Args:
-        step: the step.
-        loss: mean loss of the mini-batch.
-        seconds: time since the end of the step before.
-        scaling: with loss scaling, the scaler's state before and after the step.
-    """
-    event = StepEvent(
+def _event_of_driver(step: Step, loss: float, seconds: float) -> StepEvent:
+    """Return the event of a step, without the values that the stages report."""
+    return StepEvent(
         step=step.number,
         epoch=step.epoch,
         loss=loss,
@@ -357,27 +337,12 @@ def event_of_driver(
         learning_rate=None,
         learning_rates={},
     )
-    if scaling is None:
-        return event
-    before, after = scaling
-    return replace(
-        event,
-        loss_scale=before.scale,
-        is_skipped=after.skipped > before.skipped,
-        skipped_steps=after.skipped,
-    )
 
 
-def with_stage_reports(
+def _with_stage_reports(
     event: StepEvent, workers: Sequence[Member], stages: Mapping[str, StepReport]
 ) -> StepEvent:
-    """Return the event with the values that the stages have reported.
-
-    Args:
-        event: a result of `event_of_driver`.
-        workers: all workers, in the order of the event's tables.
-        stages: the reports, by the workers' labels; the report of a lost worker is missing.
-    """
+    """Return the event with the reports of all workers but lost ones, by label."""
     reports = {worker.label: stages[worker.label] for worker in workers if worker.label in stages}
     rates = {label: report.learning_rate for label, report in reports.items()}
     groups = {

@@ -123,7 +123,7 @@ def _training(
     stages: Stages,
     report: Callable[[Json], None],
     stop: threading.Event,
-    begin: TrainingProgress | None = None,
+    resumed: TrainingProgress | None = None,
     metrics: Metrics | None = None,
 ) -> Training:
     """`report` gets the JSON form of events, and what is sent of the progress."""
@@ -134,7 +134,7 @@ def _training(
         lambda event: report(event.to_json()),
         report,
         stop,
-        begin,
+        resumed,
         metrics=metrics,
     )
 
@@ -281,10 +281,10 @@ def progress_of(config: Config) -> dict[int, TrainingProgress]:
     return {event["step"]: TrainingProgress.from_message(event) for event in found}
 
 
-def go_on(config: Config, begin: TrainingProgress) -> list[str]:
-    """What the stages are asked by a run that goes on from `begin`."""
+def resume(config: Config, resumed: TrainingProgress) -> list[str]:
+    """What the stages are asked by a run that resumes from `resumed`."""
     stages = Stages(config)
-    _training(config, stages, lambda event: None, threading.Event(), begin).run(evaluate=True)
+    _training(config, stages, lambda event: None, threading.Event(), resumed).run(evaluate=True)
     return stages.log
 
 
@@ -297,22 +297,22 @@ WATCHING = {
 def test_resumed_run_makes_the_calls_of_an_uninterrupted_run() -> None:
     config = job(**WATCHING)
     known = progress_of(config)
-    assert go_on(config, known[1]) == [
+    assert resume(config, known[1]) == [
         *("start2", "finish2", "settle", "scheduler 1.5", "start3", "start4", "finish3"),
         *("finish4", "settle", "scheduler 3.5", "start5", "finish5", "settle"),
     ]
-    assert go_on(config, known[3]) == [
+    assert resume(config, known[3]) == [
         *("start4", "finish4", "settle", "scheduler 3.5", "start5", "finish5", "settle"),
     ]
-    assert go_on(config, known[5]) == ["settle"]
+    assert resume(config, known[5]) == ["settle"]
 
 
 def test_resumed_run_ends_an_epoch_once_after_its_last_step() -> None:
     config = job(**WATCHING)
     ended = progress_of(config)[4]
-    assert go_on(config, ended) == ["scheduler 3.5", "start5", "finish5", "settle"]
+    assert resume(config, ended) == ["scheduler 3.5", "start5", "finish5", "settle"]
     beyond = replace(ended, has_ended_epoch=True)
-    assert go_on(config, beyond) == ["start5", "finish5", "settle"]
+    assert resume(config, beyond) == ["start5", "finish5", "settle"]
 
 
 def test_resumed_run_repeats_an_evaluation_that_was_stopped() -> None:
@@ -330,12 +330,12 @@ def test_resumed_run_repeats_an_evaluation_that_was_stopped() -> None:
     training = _training(config, stages, lambda event: None, stop)
     training.run(evaluate=True)
     training.save()
-    begin = training.progress
-    assert (begin.step, begin.has_ended_epoch, begin.evaluated_after) == (2, True, 0)
-    assert go_on(config, begin)[:3] == ["evaluate2", "evaluate2", "start3"]
-    assert go_on(config, replace(begin, evaluated_after=2))[0] == "start3"
+    resumed = training.progress
+    assert (resumed.step, resumed.has_ended_epoch, resumed.evaluated_after) == (2, True, 0)
+    assert resume(config, resumed)[:3] == ["evaluate2", "evaluate2", "start3"]
+    assert resume(config, replace(resumed, evaluated_after=2))[0] == "start3"
     again, stop = Stopped(config), threading.Event()
-    _training(config, again, lambda event: None, stop, begin).run(evaluate=True)
+    _training(config, again, lambda event: None, stop, resumed).run(evaluate=True)
     assert again.log == ["evaluate2"]  # and no step after which nobody would make it
 
 
@@ -455,8 +455,8 @@ def test_smallest_mini_batch_of_a_run_has_to_suffice(
 
 def test_resumed_run_is_evaluated_after_the_same_steps() -> None:
     config = job(steps=8, evaluate_every_steps=3, data=TESTED)
-    for step, begin in progress_of(config).items():
-        log = go_on(config, begin)
+    for step, resumed in progress_of(config).items():
+        log = resume(config, resumed)
         # The one after the step that it goes on from is done again: who went before may not have.
         assert evaluations(log) == [found for found in (3, 6, 8) if found >= step]
 
@@ -477,10 +477,10 @@ def test_run_stops_early_if_evaluations_do_not_improve() -> None:
     known = {
         e["step"]: TrainingProgress.from_message(e) for e in reported if e["event"] == "progress"
     }
-    for step, begin in known.items():  # the last that was told of each step
+    for step, resumed in known.items():  # the last that was told of each step
         again = Stages(config, LOSSES)
         told_again: list[Json] = []
-        _training(config, again, told_again.append, threading.Event(), begin).run(evaluate=True)
+        _training(config, again, told_again.append, threading.Event(), resumed).run(evaluate=True)
         assert evaluations(again.log) == [found for found in (2, 4, 6, 8) if found >= step]
         assert "start9" not in again.log
         assert [event for event in told_again if event["event"] == "early_stop"] == [told]
