@@ -77,9 +77,9 @@ class Assignment(Strict):
         return max(map(cost_model.in_flight, self._configs))
 
     @property
-    def conducted(self) -> int:
+    def in_flight_per_replica(self) -> int:
         """The most bundles in flight per replica of the sink, under any setting."""
-        return max(map(cost_model.conducted, self._configs))
+        return max(map(cost_model.in_flight_per_replica, self._configs))
 
     @property
     def _configs(self) -> list[Config]:
