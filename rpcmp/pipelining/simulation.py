@@ -137,23 +137,6 @@ class Simulation:
         """Seconds from the first action's start to the last one's end."""
         return max(self._free(stage) for stage in self.graph.stages)
 
-    def idle(self, stage: str) -> float:
-        """Return the share of the makespan in which a stage idles: its bubble."""
-        busy = sum(run.end - run.start for run in self.runs[stage])
-        return 1.0 - busy / self.makespan if self.makespan else 0.0
-
-    def most(self, stage: str, until: Action) -> int:
-        """Return the most micro-batches that a stage held from forward to the end of `until`.
-
-        A whole backward includes the weight gradient.
-        """
-        until = until if self.limits[stage].splits else Action.BACKWARD
-        held = most = 0
-        for run in self.runs[stage]:
-            held += {Action.FORWARD: 1, until: -1}.get(run.action, 0)
-            most = max(most, held)
-        return most
-
     def _run(self) -> None:
         kinds = sum(3 if limits.splits else 2 for limits in self.limits.values())
         left = kinds * self.num_microbatches
