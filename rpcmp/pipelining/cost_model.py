@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from rpcmp.config import topology
 from rpcmp.config.schema import Config
+from rpcmp.config.topology import ReplicaAssignment
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import simulation
-from rpcmp.pipelining.partition import StageHost
+from rpcmp.pipelining.partition import StageHost, bounds
 from rpcmp.pipelining.schedule import InFlightLimits, policy
 from rpcmp.pipelining.simulation import ActionTimes, Simulation
 
@@ -59,20 +59,20 @@ def held(config: Config) -> dict[str, int]:
 
 def in_flight(config: Config) -> int:
     """Return the most bundles in flight in the whole job."""
-    return in_flight_per_replica(config) * config.stage(_sink_index(config)).num_replicas
+    return in_flight_per_replica(config) * _sink(config).num_replicas
 
 
 def in_flight_per_replica(config: Config) -> int:
     """Return the most bundles in flight per replica of the sink, each of which runs its part."""
-    sink = config.stage(_sink_index(config)).turns
+    sink = _sink(config)
     by_stage = limits(config)
     most = max(by_stage[worker.stage].open * worker.num_replicas for worker in config.workers)
     share = -(-most // sink.num_replicas)
     return min(share + AHEAD, STEPS_AHEAD * sink.most(num_bundles(config)))
 
 
-def _sink_index(config: Config) -> int:
-    return config.stage_names.index(config.graph().sink)
+def _sink(config: Config) -> ReplicaAssignment:
+    return config.turns_of(config.graph().sink)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def predict(config: Config, hosts: Sequence[StageHost], balance: list[int]) -> P
             memory_bytes=host.memory(start, end),
             limit_bytes=host.limit_bytes,
         )
-        for host, start, end in _parts(hosts, balance)
+        for host, (start, end) in zip(hosts, bounds(balance), strict=True)
     }
     bubble = sum(stage.bubble for stage in stages.values()) / len(stages)
     return Prediction(balance, step, bubble, stages)
@@ -128,7 +128,7 @@ def predict(config: Config, hosts: Sequence[StageHost], balance: list[int]) -> P
 def times_of(hosts: Sequence[StageHost], balance: Sequence[int]) -> dict[str, ActionTimes]:
     """Return the times of one micro-batch, by the stage's name."""
     times = {}
-    for host, start, end in _parts(hosts, balance):
+    for host, (start, end) in zip(hosts, bounds(balance), strict=True):
         layers = host.profile.layers[start:end]
         forward = sum(layer.forward_s for layer in layers)
         backward = sum(layer.backward_s for layer in layers)
@@ -164,11 +164,6 @@ def simulate(config: Config, times: Mapping[str, ActionTimes]) -> Simulation:
     return Simulation(config.graph(), policy(config.schedule), bundles, duration, by_stage)
 
 
-def _parts(hosts: Sequence[StageHost], balance: Sequence[int]) -> list[tuple[StageHost, int, int]]:
-    ends = list(accumulate(balance))
-    return list(zip(hosts, [0, *ends], ends, strict=False))
-
-
 def _step_seconds(config: Config, hosts: Sequence[StageHost], balance: Sequence[int]) -> float:
     """Return the seconds from the start of one step to the start of the next.
 
@@ -179,7 +174,7 @@ def _step_seconds(config: Config, hosts: Sequence[StageHost], balance: Sequence[
     run = simulate(config, times_of(hosts, balance))
     updates = {
         host.stage: sum(layer.update_s for layer in host.profile.layers[start:end])
-        for host, start, end in _parts(hosts, balance)
+        for host, (start, end) in zip(hosts, bounds(balance), strict=True)
     }
     if config.holds_steps:
         return run.makespan + max(updates.values())

@@ -47,14 +47,14 @@ def fixed(times: Mapping[str, ActionTimes], limits: Mapping[str, InFlightLimits]
     backwards."""
 
     def duration(stage: str, action: Action, microbatch: int) -> float:
-        mine = times[stage]
+        seconds = times[stage]
         match action:
             case Action.FORWARD:
-                return mine.forward
+                return seconds.forward
             case Action.BACKWARD:
-                return mine.backward + (0.0 if limits[stage].splits else mine.weight)
+                return seconds.backward + (0.0 if limits[stage].splits else seconds.weight)
             case Action.WEIGHT:
-                return mine.weight
+                return seconds.weight
 
     return duration
 
@@ -87,16 +87,14 @@ def limits(
     """
     turns = turns or {}
     replicas = {stage: each.num_replicas for stage, each in turns.items()}
-    found = depths(graph, replicas)
-    longest = max(found.values())
-
-    def of(stage: str) -> InFlightLimits:
+    by_depth = depths(graph, replicas)
+    result = {}
+    for stage, depth in by_depth.items():
         reads_stages = any(not reference.from_batch for reference in graph.inputs[stage])
-        place = StagePosition(found[stage], longest, reads_stages)
+        position = StagePosition(depth, max(by_depth.values()), reads_stages)
         own = turns[stage].most(num_microbatches) if stage in turns else num_microbatches
-        return policy.limits(place, own, max_in_flight)
-
-    return {stage: of(stage) for stage in graph.stages}
+        result[stage] = policy.limits(position, own, max_in_flight)
+    return result
 
 
 @dataclass
