@@ -144,22 +144,20 @@ def _count(num_samples: int, num_microbatches: int, smallest: int = 1) -> int:
 
 
 def smallest_for(modules: Iterable[nn.Module]) -> int:
-    """Return the fewest samples of a micro-batch that `modules` can be trained with.
-
-    Args:
-        modules: in training mode, unless they refuse that.
-    """
-    every = (part for module in modules for part in module.modules())
-    return 2 if any(isinstance(part, NEEDS_TWO) and _uses_batch(part) for part in every) else 1
-
-
-def _uses_batch(layer: nn.Module) -> bool:
-    return layer.training or (layer.running_mean is None and layer.running_var is None)
+    """Return the fewest samples of a micro-batch that `modules` can be trained with."""
+    for module in modules:
+        for part in module.modules():
+            # In evaluation mode, a layer with running statistics needs only one.
+            if isinstance(part, NEEDS_TWO) and (
+                part.training or (part.running_mean is None and part.running_var is None)
+            ):
+                return 2
+    return 1
 
 
 def num_samples(batch: Any, what: str = "") -> int:
     """Return the size of the first dimension, which all tensors of `batch` must share."""
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for path, leaf in leaves_with_path(batch):
         name = ".".join(map(str, [what, *path] if what else path)) or "the batch"
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
@@ -167,11 +165,11 @@ def num_samples(batch: Any, what: str = "") -> int:
                 f"{name} is {describe(leaf)}; a batch must be made of tensors whose first "
                 "dimension counts the samples"
             )
-        found.setdefault(leaf.shape[0], name)
-    if len(found) != 1:
-        sizes_found = ", ".join(f"{name}: {size}" for size, name in found.items())
+        names.setdefault(leaf.shape[0], name)
+    if len(names) != 1:
+        sizes_found = ", ".join(f"{name}: {size}" for size, name in names.items())
         raise ConfigError(f"a batch needs one number of samples, not {sizes_found or 'none'}")
-    return next(iter(found))
+    return next(iter(names))
 
 
 def split(batch: Any, num_microbatches: int, smallest: int = 1) -> list[Any]:
