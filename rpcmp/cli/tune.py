@@ -146,7 +146,8 @@ async def _tune(
             what = f"{STARTING}, then measuring {len(swept.settings)} settings within the budget"
             now.tell(what, limits.left)
             await limits.run(segments.start(), is_needed=True)
-            tuned = await tuning.tune(config, swept, measure, rounds, steps, now.tell, limits)
+            sweep = tuning.Sweep(swept, measure, rounds, steps, now.tell, limits)
+            tuned = await sweep.run(config)
         except StoppedError:
             pass
         finally:

@@ -134,7 +134,7 @@ class Tuned:
 
     @property
     def basis(self) -> str:
-        """A description of what the figures come from."""
+        """The measurements from which the figures come, in words."""
         if not self.rounds:
             return "one step each, in the warm-up alone"
         steps = f"{self.steps} step{'s' * (self.steps > 1)}"
@@ -172,38 +172,16 @@ NEEDED = 2
 """Settings that are measured once whatever the budget: the config's own and one to compare."""
 
 
-async def tune(
-    config: Config,
-    grid: Grid,
-    measure: Measure,
-    rounds: int,
-    steps: int | None,
-    progress: Progress,
-    limits: TimeLimits,
-) -> Tuned:
-    """Measure the settings of `grid` and choose.
+@dataclass
+class Sweep:
+    """Measures the settings of a grid, and chooses the fastest.
 
-    Args:
+    Attributes:
         rounds: number of rounds, and of rounds of the confirmation.
         steps: per round; None: as many as the budget allows, up to MOST_STEPS.
         limits: at a limit, the results so far are returned; the config's own setting and another
             one are measured whatever the budget.
-
-    Raises:
-        StoppedError: stopped before the config's own setting was measured.
-    """
-    sweep = _Sweep(grid, measure, rounds, steps, progress, limits)
-    with contextlib.suppress(StoppedError):
-        await sweep.run()
-    return sweep.results(config)
-
-
-@dataclass
-class _Sweep:
-    """The state of `tune`, whose arguments are the first fields.
-
-    Attributes:
-        alive: settings that were not dropped.
+        dropped: settings that cannot win any more; the others are `alive`.
         repeated: times of the best and of the config's own setting, measured after the choice.
     """
 
@@ -220,14 +198,18 @@ class _Sweep:
         self.series = {setting: SettingTimes(setting) for setting in self.grid.settings}
         self.alive = self.grid.settings
 
-    async def run(self) -> None:
-        await self._warm_up()
-        self.alive = [one for one in self.alive if self.series[one].warm_up]
-        self.steps = self.steps or self._affordable_steps()
-        await self._halve()
-        await self._confirm()
+    async def run(self, config: Config) -> Tuned:
+        """Measure all settings, or those for which there is time.
 
-    def results(self, config: Config) -> Tuned:
+        Raises:
+            StoppedError: stopped before the config's own setting was measured.
+        """
+        with contextlib.suppress(StoppedError):
+            await self._warm_up()
+            self.alive = [one for one in self.alive if self.series[one].warm_up]
+            self.steps = self.steps or self._affordable_steps()
+            await self._halve()
+            await self._confirm()
         series = [times for times in self.series.values() if times.counted]
         own = self.series[self.grid.own]
         if not own.counted:

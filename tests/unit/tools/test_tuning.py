@@ -15,9 +15,9 @@ import pytest
 from rpcmp.config import loader
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.errors import ConfigError
-from rpcmp.tools import tuning_report
+from rpcmp.tools import tuning, tuning_report
 from rpcmp.tools.bench.comparison import StoppedError, TimeLimits
-from rpcmp.tools.tuning import Measurement, Tuned, plain_training, tune
+from rpcmp.tools.tuning import Measurement, Tuned, plain_training
 from rpcmp.tools.tuning_grid import SETTLE_STEPS, Axes, grid
 from tests.support.pretendedtime import in_pretended_time
 
@@ -113,7 +113,8 @@ def sweep(
 
         limits = TimeLimits(budget, runner.stop)
         await asyncio.sleep(starting)
-        return await tune(job, swept, runner.run, rounds, steps, tell, limits)
+        measurement = tuning.Sweep(swept, runner.run, rounds, steps, tell, limits)
+        return await measurement.run(job)
 
     tuned, took = in_pretended_time(run())
     assert len(reported) == len(runner.runs)
