@@ -117,7 +117,7 @@ class DistributedOptimizer:
         self.scaler = scaler
         self._are_finite: bool | None = None
 
-    def step(self) -> dict[str, StepReport]:
+    def step(self) -> None:
         """Update the parameters of all stages and clear their gradients.
 
         If the loss is scaled and a gradient is not finite, no stage updates anything.
@@ -125,10 +125,9 @@ class DistributedOptimizer:
         with self._abort_on_error():
             self._sum_gradients()
             updates = self._unscale()
-            reports = self._optimizers.everywhere(StageOptimizer.step, updates)
+            self._optimizers.everywhere(StageOptimizer.step, updates)
         if (scale := self._update_scale(updates)) is not None:
             self._optimizers.everywhere(StageOptimizer.set_scale, scale)
-        return reports
 
     def finish(self, max_norm: float | None, loss: float | None) -> dict[str, StepReport]:
         """Finish a round that all stages hold: unscale, clip, step, and step the schedulers.

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -47,14 +47,8 @@ class Effect(Enum):
     """As CHANGES, but a call that fails clears all gradients."""
 
 
-@dataclass(frozen=True)
-class Operation:
-    """An entry of the table.
-
-    Attributes:
-        method: of Operations; arguments and result are what `rpcmp.rpc.tensors` can carry.
-        effect: on the job.
-    """
+class Operation(NamedTuple):
+    """A method of Operations whose arguments and result `rpcmp.rpc.tensors` can carry."""
 
     method: Callable[..., Any]
     effect: Effect
@@ -67,7 +61,6 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _operation(effect: Effect) -> Callable[[Method], Method]:
-
     def register(method: Method) -> Method:
         OPERATIONS[method.__name__] = Operation(method, effect)
         return method
@@ -210,11 +203,7 @@ class Operations:
 
     @_operation(Effect.CHANGES)
     def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of `optimizer_state_dict`.
-
-        Raises:
-            ConfigError: it is something else.
-        """
+        """Load the result of `optimizer_state_dict`."""
         if missing := [key for key in OPTIMIZER_STATE if key not in state]:
             raise ConfigError(
                 f"this is no state of a pipeline's optimizer: it has no {', '.join(missing)}; load "

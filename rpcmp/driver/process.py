@@ -18,7 +18,6 @@ import queue
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -30,10 +29,10 @@ from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.evaluation import Metrics
 from rpcmp.driver.operations import Operations, serve
 from rpcmp.driver.progress import TrainingProgress
-from rpcmp.driver.stage_group import StageGroup
+from rpcmp.driver.stage_group import StageGroup, unexpected
 from rpcmp.driver.tracing import StepSampler, Tracer
 from rpcmp.driver.training import Training
-from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
+from rpcmp.errors import JobError, RpcmpError, to_wire
 from rpcmp.observability.events import Event, StartEvent, SummaryEvent
 from rpcmp.pipelining import assignment, cost_model
 from rpcmp.pipelining.assignment import Assignment
@@ -91,7 +90,7 @@ def run(bond: ChildContext) -> None:
     try:
         driver.run()
     except Exception as error:
-        known = error if isinstance(error, RpcmpError) else _unexpected(error)
+        known = error if isinstance(error, RpcmpError) else unexpected(error)
         bond.log.flush()
         bond.channel.send({"event": "error", "error": to_wire(known)})
         os._exit(1)
@@ -248,8 +247,3 @@ class DriverProcess:
                 case _:
                     self._messages.put(message)
         os._exit(128 + signal.SIGHUP)
-
-
-def _unexpected(error: Exception) -> JobError:
-    text = "".join(traceback.format_exception(error))
-    return JobError(f"the driver failed: {one_line(error)}\n{text}")

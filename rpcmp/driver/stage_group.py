@@ -170,7 +170,8 @@ class StageGroup:
             self._sum_round(started.number)
             reports = self.optimizer.finish(self._config.max_grad_norm, watched)
         except Exception as error:  # no stage may be left that holds the round
-            known = error if isinstance(error, RpcmpError) else _unexpected(error, step)
+            when = f" at the end of step {step}"
+            known = error if isinstance(error, RpcmpError) else unexpected(error, when)
             cause = self._rounds.abort(known, started.number)
             self._clear_gradients()
             raise cause from error
@@ -314,6 +315,7 @@ class StageGroup:
             self.workers.everywhere(Stage.sum_gradients, round_number)
 
 
-def _unexpected(error: Exception, step: int) -> JobError:
+def unexpected(error: Exception, when: str = "") -> JobError:
+    """Return the error of a job whose driver raised `error`, which is a bug in rpcmp."""
     text = "".join(traceback.format_exception(error))
-    return JobError(f"the driver failed at the end of step {step}: {one_line(error)}\n{text}")
+    return JobError(f"the driver failed{when}: {one_line(error)}\n{text}")

@@ -57,11 +57,7 @@ CLOCK_SECONDS = 60.0
 
 
 class SpanReader:
-    """Reads the spans and clocks of all workers.
-
-    Args:
-        steps: how many steps the workers keep.
-    """
+    """Reads the clocks of all workers, and their spans, of which they keep those of `steps`."""
 
     def __init__(self, config: Config, group: StageGroup, steps: int) -> None:
         self._refs = group.workers
@@ -96,11 +92,7 @@ class SpanReader:
         return spans
 
     def request(self, first_step: int, last_step: int) -> Callable[[], dict[str, list[Span]]]:
-        """Request the spans of these steps, as far as they are kept.
-
-        Returns:
-            A function that waits for them.
-        """
+        """Request the spans of these steps, if kept; return a function that waits for them."""
         answers = self._request(self._start, first_step, last_step)
         return lambda: self._read(answers, first_step, last_step)[1]
 
@@ -227,11 +219,7 @@ class StepSampler:
 
 
 class Tracer:
-    """Traces a run from its construction until `write`.
-
-    Args:
-        group: the stages, between two steps.
-    """
+    """Traces a run from its construction, between two steps, until `write`."""
 
     def __init__(self, config: Config, group: StageGroup) -> None:
         self._reader = SpanReader(config, group, STEPS_TRACED)
@@ -244,11 +232,7 @@ class Tracer:
             self._read()
 
     def write(self, path: Path) -> None:
-        """Write the trace of all steps so far.
-
-        Raises:
-            ConfigError: the file cannot be written.
-        """
+        """Write the trace of all steps so far."""
         self._read()
         after = self._reader.estimate_clocks()
         clocks = {label: between(before, after[label]) for label, before in self._before.items()}

@@ -98,6 +98,7 @@ class Training:
         self._evaluator = Evaluator(
             config, datasets.test, group, metrics or Metrics({}), stop, self._activity
         )
+        self._evaluates = False
         self._evaluated_after = -1
         self._in_progress: deque[tuple[Step, RoundHandle]] = deque()
         self._unreported: StepEvent | None = None
@@ -116,23 +117,16 @@ class Training:
         Args:
             evaluate: whether to evaluate as the config says and at the end, and write the report.
         """
+        self._evaluates = evaluate
         if evaluate and self.progress.step == 0 and (warning := self._evaluator.rehearse()):
             self._report(WarningEvent(text=warning))
-        self._resume_after(evaluate)
+        self._resume_after()
         is_stopped = self._stop.is_set() and self.progress.step > 0  # in that evaluation
-        if self._over(evaluate) is None and not is_stopped:
-            self._train(self._steps.after(self.progress.step), evaluate)
-        if (over := self._over(evaluate)) is not None:
-            self._report(
-                EarlyStopEvent(
-                    metric=over.metric,
-                    mode=over.mode,
-                    best=over.best,
-                    best_step=over.best_step,
-                    waited=over.waited,
-                    step=self.progress.step,
-                )
-            )
+        if self._early_stop is None and not is_stopped:
+            self._train(self._steps.after(self.progress.step))
+        if (state := self._early_stop) is not None:
+            state = replace(state, step=self.progress.step)
+            self._report(EarlyStopEvent(**asdict(state)))
         if evaluate and not self._stop.is_set():
             if self._evaluated_after != self.progress.step:
                 self._evaluate(self.progress.epoch)
@@ -151,64 +145,62 @@ class Training:
         self._group.workers.everywhere(Stage.save, step)
 
     def segment(self, steps: int) -> SegmentTotals:
-        """Train the next `steps` steps, and wait until all stages have done them.
-
-        Their mini-batches are loaded before the clock starts.
-        """
-        loaded = list(itertools.islice(self._endless, steps))
+        """Train the next `steps` steps, and wait until all stages have done them."""
+        loaded = list(itertools.islice(self._endless, steps))  # before the clock starts
         started, cpu = time.perf_counter(), time.process_time()
         self._segment = []
-        self._train(loaded, evaluate=False)
+        self._train(loaded)
         return SegmentTotals(
             time.perf_counter() - started, time.process_time() - cpu, self._segment
         )
 
-    def _train(self, steps: Iterable[Step], evaluate: bool) -> None:
+    def _train(self, steps: Iterable[Step]) -> None:
         self._ended = time.perf_counter()
         for step in steps:
             self._in_progress.append((step, self._start(step)))
             if len(self._in_progress) == STEPS_AHEAD:
                 self._finish(*self._in_progress.popleft())
-            if self._must_drain(step, evaluate):
+            if self._must_drain(step):
                 self._drain()
-                self._after_drained(step, evaluate)
+                self._after_drained(step)
                 self._ended = time.perf_counter()  # none of that is the next step's
-            if self._stop.is_set() or self._over(evaluate) is not None:
+            if self._stop.is_set() or self._early_stop is not None:
                 break
         self._drain()
 
-    def _resume_after(self, evaluate: bool) -> None:
+    def _resume_after(self) -> None:
         """Repeat what follows a step, if the run resumes right after it."""
         last = self.progress
         ends_epoch = self._steps.ends_epoch(last.batch)
         step = Step(last.step, last.epoch, ends_epoch, Loaded(None), 0.0)
-        if last.step and not last.has_ended_epoch and self._must_drain(step, evaluate):
-            self._after_drained(step, evaluate)
+        if last.step and not last.has_ended_epoch and self._must_drain(step):
+            self._after_drained(step)
         elif (
             last.has_ended_epoch
             and last.evaluated_after != last.step
-            and self._is_evaluation_due(step, evaluate)
+            and self._is_evaluation_due(step)
         ):
             self._evaluate(last.epoch)  # the run was stopped during that evaluation
         elif last.best is not None and last.best.step == last.step:
             self._keep_best(None)
 
-    def _must_drain(self, step: Step, evaluate: bool) -> bool:
+    def _must_drain(self, step: Step) -> bool:
         """Return whether all stages must have done this step before the next one starts."""
         steps_scheduler = step.ends_epoch and self._config.steps_scheduler("epoch")
-        return steps_scheduler or self._is_evaluation_due(step, evaluate)
+        return steps_scheduler or self._is_evaluation_due(step)
 
-    def _is_evaluation_due(self, step: Step, evaluate: bool) -> bool:
-        if not evaluate or step.number == self.total_steps:
+    def _is_evaluation_due(self, step: Step) -> bool:
+        if not self._evaluates or step.number == self.total_steps:
             return False
         return self._evaluator.is_due(step.number, step.epoch, step.ends_epoch)
 
-    def _over(self, evaluate: bool) -> EarlyStopping | None:
-        """Return the state of early stopping if it ends the run here."""
-        section, stopping = self._config.early_stopping, self.progress.stopping
-        if not evaluate or section is None or stopping is None:
+    @property
+    def _early_stop(self) -> EarlyStopping | None:
+        """The state of early stopping if it ends the run here."""
+        section, state = self._config.early_stopping, self.progress.stopping
+        if not self._evaluates or section is None or state is None:
             return None
-        return stopping if stopping.is_over(section.patience) else None
+        return state if state.is_over(section.patience) else None
 
     def _drain(self) -> None:
         """Wait until all stages have done all started steps, and report them."""
@@ -273,13 +265,13 @@ class Training:
         more = {"told": last_event, "awaits_save": awaits_save}
         self._send_progress({"event": "progress", **asdict(self.progress), **more})
 
-    def _after_drained(self, step: Step, evaluate: bool) -> None:
+    def _after_drained(self, step: Step) -> None:
         """Step the schedulers, and evaluate, after a step that all stages have done."""
         if step.ends_epoch:
             self._epoch_ended_after = step.number
             if self._config.scheduler_interval == "epoch":
                 self._group.optimizer.step_scheduler(self.progress.mean_loss)
-        if self._is_evaluation_due(step, evaluate) and not self._stop.is_set():
+        if self._is_evaluation_due(step) and not self._stop.is_set():
             self._evaluate(step.epoch)
 
     def _evaluate(self, epoch: int) -> None:
@@ -313,11 +305,12 @@ class Training:
             return
         self._activity.start("report", self.progress.step)
         write = importing.resolve(self._config.report.callable, "report")
-        kwargs = self._config.report.kwargs
+
+        def predict(inputs: Any) -> Any:
+            return self._group.predict(inputs, self.progress.step)
+
         try:
-            text = str(
-                write(lambda inputs: self._group.predict(inputs, self.progress.step), **kwargs)
-            )
+            text = str(write(predict, **self._config.report.kwargs))
         except Exception as error:
             raise FactoryError(f"report failed: {importing.explain_error(error)}") from error
         self._report(ReportEvent(text=text))
