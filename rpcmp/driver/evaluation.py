@@ -94,10 +94,6 @@ class Metrics:
 
         A metric that cannot be imported here is left to the sink: it may need packages that only
         the sink's host has.
-
-        Raises:
-            FactoryError: a metric cannot be created, or lacks a method.
-            ConfigError: early stopping or checkpoints depend on a key that no metric can have.
         """
         created = {
             name: _create(source, f"metrics.{name}") for name, source in config.metrics.items()
@@ -120,11 +116,7 @@ class Metrics:
             self._call(name, "update", outputs, targets)
 
     def compute(self) -> dict[str, float]:
-        """Return all results, by "name", or by "name.key" for a metric that returns a dict.
-
-        Raises:
-            FactoryError: a metric returned something other than numbers, or a name occurs twice.
-        """
+        """Return all results, by "name", or by "name.key" for a metric that returns a dict."""
         results: dict[str, float] = {}
         for name in self._metrics:
             result = self._call(name, "compute")
@@ -191,10 +183,6 @@ class Evaluator:
         Returns:
             A warning about a metric whose `compute` raised, which may work on the whole dataset;
             otherwise an empty string.
-
-        Raises:
-            ConfigError: the model, the loss or a metric's `update` raised, a metric did not return
-                numbers, or a metric that the config watches is not among the results.
         """
         if self._test is None:
             return ""
@@ -258,9 +246,7 @@ def _require(
 ) -> None:
     """Check that a metric can have the result `watched`, which the config's `key` names.
 
-    Raises:
-        FactoryError: it could only belong to a metric that cannot be imported here.
-        ConfigError: it could only belong to a mean, which has no keys.
+    It cannot if that belongs to a metric that does not import here, or to a mean, without keys.
     """
     if watched in ("loss", *sources) or any(watched.startswith(f"{name}.") for name in metrics):
         return

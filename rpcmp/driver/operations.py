@@ -243,12 +243,7 @@ class Operations:
 
 
 def serve(operations: Operations, fd: int, activity: Activity) -> None:
-    """Answer calls until the caller hangs up.
-
-    Args:
-        operations: on the group.
-        fd: this process's end of the socket pair.
-    """
+    """Answer calls until the caller closes its end of the socket pair; `fd` is the other."""
     handoff = Handoff(socket.socket(fileno=fd))
     while True:
         try:

@@ -87,10 +87,8 @@ class TrainingProgress:
     """The driver's state right after an optimizer step.
 
     Attributes:
-        step: number of steps that are done.
         epoch: epoch of the last step, from 1.
         batch: mini-batches done in that epoch.
-        loss: loss of the last step.
         epoch_loss: sum of the losses of that epoch's steps, for schedulers that watch it.
         metrics: results of the last evaluation.
         stopping: state of early stopping; None: it is off.
@@ -177,10 +175,9 @@ DEFAULT_SECONDS = 300.0
 
 
 class CheckpointCadence:
-    """The checkpoints of one generation.
+    """When the checkpoints of one generation are due, and those in progress.
 
     Args:
-        config: the job.
         last: the run's last step, which is always saved.
         saved: the step of the checkpoint from which the run resumes; 0: none.
         since: seconds since the run's last checkpoint, or since its start.

@@ -33,11 +33,7 @@ Batch: TypeAlias = Loaded | BatchIndices
 
 @dataclass(frozen=True)
 class RoundHandle:
-    """A round that has been started.
-
-    Attributes:
-        answer: waits for the results of its micro-batches; returns them in order.
-    """
+    """A round that has been started; `answer` waits for its micro-batches' results, in order."""
 
     header: RoundHeader
     answer: Callable[[], list[Any]]
@@ -52,7 +48,6 @@ class RoundScheduler:
 
     Args:
         source: serves the mini-batches that the driver has loaded.
-        workers: of all stages.
 
     Attributes:
         smallest: samples that a micro-batch needs to be trained with.
@@ -118,7 +113,6 @@ class RoundScheduler:
 
         Args:
             mode: EVALUATE or PREDICT.
-            batch: see `StageGroup.start_step`.
             step: the optimizer step that the round follows.
         """
         header = self._new_round(mode, step, batch)
@@ -155,10 +149,14 @@ class RoundScheduler:
             worker.label: self._workers.rpc_async(worker, Stage.abort, first, self._last)
             for worker in self._workers
         }
-        answers = [transport.outcome(future, name) for name, future in futures.items()]
-        lost = [from_wire(answer.error) for answer in answers if isinstance(answer, Raised)]
-        failures = [answer for answer in answers if not isinstance(answer, Raised)]
-        own = [from_wire(raised.error) for of_stage in failures for raised in of_stage]
+        own: list[RpcmpError] = []
+        lost: list[RpcmpError] = []
+        for label, future in futures.items():
+            answer = transport.outcome(future, label)
+            if isinstance(answer, Raised):
+                lost.append(from_wire(answer.error))
+            else:
+                own += [from_wire(raised.error) for raised in answer]
         return _root_cause([*own, *lost], error)
 
     def discard(self) -> None:

@@ -73,11 +73,7 @@ class StageGroup:
             self._rounds.smallest = max(self._needed.values())
 
     def require_enough(self, samples: int) -> None:
-        """Check that a mini-batch of so many samples makes a micro-batch to train with.
-
-        Args:
-            samples: of the smallest mini-batch of the run.
-        """
+        """Check that the run's smallest mini-batch, of `samples`, makes a micro-batch."""
         least = self._rounds.smallest
         if samples >= least:
             return
@@ -129,7 +125,7 @@ class StageGroup:
         Up to STEPS_AHEAD may be in flight; every stage works on them strictly in order.
 
         Args:
-            batch: a mini-batch. If stages load it, they must have been told by `prefetch`.
+            batch: a mini-batch. If stages load it, `prefetch` must have announced it.
             step: the optimizer step that this is for, counted from 1; seeds dropout. In another
                 call for the same step, gradients accumulate and dropout goes on drawing.
             after: what the stages do by themselves afterwards.
@@ -158,8 +154,7 @@ class StageGroup:
     def end_step(self, started: RoundHandle, loss: float) -> dict[str, StepReport]:
         """Step all optimizers after `finish_step` of a step that is held; return the reports.
 
-        Args:
-            loss: of the step, for schedulers that watch it.
+        Schedulers that watch the loss get `loss`.
 
         Raises:
             LossScaleError: too many steps in a row were skipped.
@@ -185,7 +180,6 @@ class StageGroup:
         self._rounds.discard()
 
     def zero_grad(self) -> None:
-        """Clear the gradients that have been accumulated."""
         self._rounds.discard()
         self._unsummed = 0
         self.optimizer.zero_grad()
@@ -203,7 +197,6 @@ class StageGroup:
         """Return the loss and metrics of a mini-batch; changes no parameters or gradients.
 
         Args:
-            batch: see `start_step`.
             step: the optimizer step that this follows.
             own: the driver's metrics, which are updated with every micro-batch, in order.
         """
@@ -270,11 +263,7 @@ class StageGroup:
         return {worker.label: info for worker, info in pairs if info is not None}
 
     def epoch_order(self, epoch: int) -> torch.Tensor:
-        """Return the sample indices of an epoch by the config's sampler, from a stage's loader.
-
-        Args:
-            epoch: counted from 0.
-        """
+        """Return the sample indices of an epoch, counted from 0, by a stage's own sampler."""
         order: torch.Tensor = self.workers.rpc_sync(self._readers[0], Stage.epoch_order, epoch)
         return order
 

@@ -22,11 +22,7 @@ from rpcmp.worker.stage import Stage
 
 
 class WorkerRefs:
-    """All workers' stages, or parts of them.
-
-    Args:
-        rrefs: by worker, in the order of the config.
-    """
+    """All workers' stages, or parts of them; `rrefs` are in the order of the config."""
 
     def __init__(self, peers: Transport, rrefs: dict[Member, RRef[Any]]) -> None:
         self._peers = peers
@@ -129,11 +125,7 @@ def sync_initial_state(workers: WorkerRefs) -> None:
 
 
 def require_equal_parameters(workers: WorkerRefs) -> None:
-    """Check that the replicas of every stage have the same trained parameters.
-
-    Raises:
-        MismatchError: they do not.
-    """
+    """Raise MismatchError unless the replicas of a stage have the same trained parameters."""
     digests = workers.everywhere(Stage.parameter_digests)
     for first, other, difference in _differences(workers, digests):
         raise MismatchError(f"{_both(first, other)} have become different models: {difference}")
