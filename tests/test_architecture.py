@@ -193,7 +193,7 @@ def test_the_reference_shares_nothing_with_what_it_is_compared_to() -> None:
     needed = {
         other
         for module in modules()
-        if module.startswith("rpcmp.tools.verify.reference_")
+        if module.startswith("rpcmp.tools.reference_")
         for other in needs(module)
     }
     assert "rpcmp.pipelining.layers" in needed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,8 +23,8 @@ from rpcmp.errors import ConfigError
 
 if TYPE_CHECKING:
     from rpcmp.config.schema import Config
-    from rpcmp.tools.tune.grid import Grid
-    from rpcmp.tools.tune.setting_times import Tuned
+    from rpcmp.tools.tuning import Tuned
+    from rpcmp.tools.tuning_grid import Grid
 
 WIDTH = 160
 """Characters that a row of the table may take."""
@@ -95,7 +96,7 @@ def tune(
       rpcmp tune config.toml --microbatches 4,8,16 --png curve.png
     """
     from rpcmp.observability.trace.plot import require_matplotlib
-    from rpcmp.tools.tune.grid import Axes, grid
+    from rpcmp.tools.tuning_grid import Axes, grid
 
     job = loader.load_config(config, overrides)
     swept = grid(
@@ -117,7 +118,7 @@ def tune(
         raise click.exceptions.Exit(code)
     _show(tuned, as_json)
     if png is not None:
-        from rpcmp.tools.tune.sweep_report import write_png
+        from rpcmp.tools.tuning_report import write_png
 
         write_png(tuned, png)
     if code:
@@ -133,35 +134,37 @@ async def _tune(
     budget: float,
 ) -> tuple[Tuned | None, int]:
     from rpcmp.cli.progress_bar import measuring
+    from rpcmp.job.segments import Segments
+    from rpcmp.tools import tuning
     from rpcmp.tools.bench.comparison import StoppedError, TimeLimits
-    from rpcmp.tools.tune.setting_times import GroupRunner
-    from rpcmp.tools.tune.sweep import tune as run
 
-    runner, tuned = GroupRunner(config, swept.settings, connect), None
+    segments = Segments(tuning.plain_training(config), connect, swept.settings)
+    measure, tuned = functools.partial(tuning.measure, segments), None
     with measuring(config.name) as now:
         try:
             limits = TimeLimits(budget, now.stop)
             what = f"{STARTING}, then measuring {len(swept.settings)} settings within the budget"
             now.tell(what, limits.left)
-            await limits.run(runner.start(), is_needed=True)
-            tuned = await run(config, swept, runner, rounds, steps, now.tell, limits)
+            await limits.run(segments.start(), is_needed=True)
+            sweep = tuning.Sweep(swept, measure, rounds, steps, now.tell, limits)
+            tuned = await sweep.run(config)
         except StoppedError:
             pass
         finally:
-            await runner.close()
+            await segments.close()
     return tuned, now.exit_code
 
 
 def _show(tuned: Tuned, as_json: bool) -> None:
     from rpcmp.cli.console import Console
-    from rpcmp.tools.tune import sweep_report
+    from rpcmp.tools import tuning_report
 
     if as_json:
-        echo(json.dumps(sweep_report.as_json(tuned)))
+        echo(json.dumps(tuning_report.as_json(tuned)))
         return
     # Never narrower than the table: a terminal wraps lines more legibly than rich does cells.
-    Console(width=max(Console().width, WIDTH)).print(sweep_report.table(tuned))
-    for line in sweep_report.lines(tuned):
+    Console(width=max(Console().width, WIDTH)).print(tuning_report.table(tuned))
+    for line in tuning_report.lines(tuned):
         echo(line)
 
 

@@ -25,7 +25,7 @@ def verify(config: Path, overrides: tuple[str, ...], connect: str | None, steps:
     Example:
       rpcmp verify config.toml --steps 5
     """
-    from rpcmp.tools.verify.verification import verify as run
+    from rpcmp.tools.verification import verify as run
 
     job = loader.load_config(config, (*overrides, f"steps={steps}"))
     result = run(job, addresses_of(connect, job))

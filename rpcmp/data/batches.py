@@ -34,7 +34,7 @@ from rpcmp.config import importing
 from rpcmp.config.sections import DataConfig
 from rpcmp.config.types import Factory
 from rpcmp.errors import ConfigError
-from rpcmp.pipelining import layers, microbatch, pytree
+from rpcmp.pipelining import layers, pytree
 from rpcmp.process.sandbox.confinement import is_confined
 
 Key = tuple[int, int, list[int]]
@@ -183,10 +183,10 @@ class Loaded(NamedTuple):
 
     @property
     def num_samples(self) -> int:
-        samples = microbatch.num_samples(self.inputs, "input")
+        samples = pytree.num_samples(self.inputs, "input")
         if self.targets is None:
             return samples
-        if (targets := microbatch.num_samples(self.targets, "target")) != samples:
+        if (targets := pytree.num_samples(self.targets, "target")) != samples:
             raise ConfigError(f"{samples} inputs and {targets} targets do not make a mini-batch")
         return samples
 

@@ -30,7 +30,7 @@ from rpcmp.config.topology import Reference
 from rpcmp.data import loader_process
 from rpcmp.data.loader_process import Parts
 from rpcmp.errors import JobError, RpcmpError, StageError, WorkerDiedError, from_wire, to_wire
-from rpcmp.pipelining import microbatch
+from rpcmp.pipelining import pytree
 from rpcmp.pipelining.cost_model import STEPS_AHEAD
 from rpcmp.process import interpreter
 from rpcmp.rpc import transport
@@ -251,6 +251,6 @@ def _slices(parts: Parts | RpcmpError, bundle: Bundle, reference: Reference) -> 
         return Raised(to_wire(parts))
     whole = parts[reference]
     return [
-        StageOutputs(microbatch.cut(whole, bundle.round.num_microbatches, meta.number))
+        StageOutputs(pytree.cut(whole, bundle.round.num_microbatches, meta.number))
         for meta in bundle.microbatches
     ]

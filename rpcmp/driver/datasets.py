@@ -9,10 +9,10 @@ import itertools
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 from rpcmp.config.schema import Config
-from rpcmp.data.batches import SampleOrder, load_batches, require_enough
+from rpcmp.data.batches import Batches, SampleOrder, load_batches, require_enough
 from rpcmp.data.index_batches import AHEAD, IndexBatches, RemoteSampler
 from rpcmp.driver.rounds import Batch
 from rpcmp.driver.stage_group import StageGroup
@@ -20,24 +20,8 @@ from rpcmp.errors import ConfigError
 from rpcmp.process.activity import Activity
 from rpcmp.rpc.messages import DatasetInfo
 
-
-class MiniBatches(Protocol):
-    """The mini-batches of one dataset; `len` is the number per epoch."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def fewest(self) -> int:
-        """Samples of the smallest mini-batch, the last of an epoch."""
-
-    def first(self) -> Batch:
-        """Return the first mini-batch of the first epoch, for a trial."""
-
-    def epoch(self, epoch: int, first: int = 0) -> Iterator[Batch]:
-        """Yield the mini-batches of `epoch`, counted from 1, starting at the index `first`."""
-
-    def close(self) -> None:
-        """Stop the processes that load samples, if there are any."""
+MiniBatches: TypeAlias = Batches | IndexBatches
+"""The mini-batches of one dataset, loaded here or at the stages."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +33,7 @@ class Datasets:
 
     @classmethod
     def load(cls, config: Config) -> Datasets:
-        """Load the datasets of `[data]` in this process.
-
-        Raises:
-            ConfigError: `[data]` is missing, or a dataset cannot be used.
-        """
+        """Load the datasets of `[data]` in this process."""
         section, seed = config.require_data("training"), config.seed
         train = load_batches(section.train, "data.train", section, seed, training=True)
         if section.test is None:
@@ -62,17 +42,12 @@ class Datasets:
 
     @classmethod
     def at_stages(cls, config: Config, group: StageGroup) -> Datasets:
-        """Describe the datasets that the stages have built.
-
-        Raises:
-            ConfigError: `[data]` is missing, a dataset is too small, or hosts have different ones.
-        """
+        """Describe the datasets that the stages have built, which must be equal on all hosts."""
         section, seed = config.require_data("training"), config.seed
-        sizes = _common_sizes(group.dataset_infos())
         num_ahead = AHEAD * section.num_loaders
         announces = group.prefetch, num_ahead, itertools.count(1)
         orders = {}
-        for name, samples in sizes.items():
+        for name, samples in _common_sizes(group.dataset_infos()).items():
             training = name == "train"
             require_enough(samples, f"data.{name}", section, training)
             sampler = RemoteSampler(group.epoch_order) if training and section.sampler else None
@@ -103,29 +78,25 @@ def fewest_samples(config: Config, train: MiniBatches) -> int:
     return config.require_data("training").batch_size
 
 
-def _common_sizes(holdings: Mapping[str, DatasetInfo]) -> dict[str, int]:
+def _common_sizes(infos: Mapping[str, DatasetInfo]) -> dict[str, int]:
     """Return the number of samples of each dataset, which must be the same at all stages."""
-    (first, here), *others = holdings.items()
-    for other, there in others:
-        for name, samples in here.sizes.items():
-            if there.sizes[name] != samples:
+    (first, expected), *others = infos.items()
+    for other, info in others:
+        for name, samples in expected.sizes.items():
+            if info.sizes[name] != samples:
                 raise ConfigError(
-                    f"data.{name} has {samples} samples for stage {first!r} on {here.host} and "
-                    f"{there.sizes[name]} for stage {other!r} on {there.host}: all hosts need the "
+                    f"data.{name} has {samples} samples for stage {first!r} on {expected.host} and "
+                    f"{info.sizes[name]} for stage {other!r} on {info.host}: all hosts need the "
                     "same data"
                 )
-    return here.sizes
+    return expected.sizes
 
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step of the run.
+    """An optimizer step of the run; steps and epochs count from 1.
 
     Attributes:
-        number: number of the step, from 1.
-        epoch: number of its epoch, from 1.
-        ends_epoch: whether it is the last step of the epoch.
-        batch: its mini-batch.
         data_seconds: seconds that the driver waited for the mini-batch.
     """
 
@@ -139,14 +110,10 @@ class Step:
 class StepStream:
     """The steps of a run; `activity` records when their mini-batches are loaded."""
 
-    def __init__(self, config: Config, datasets: Datasets, activity: Activity) -> None:
-        self._config = config
-        self._data = datasets.train
+    def __init__(self, config: Config, data: MiniBatches, activity: Activity) -> None:
+        self._data = data
         self._activity = activity
-
-    @property
-    def total(self) -> int:
-        return total_steps(self._config, len(self._data))
+        self.total = total_steps(config, len(data))
 
     def ends_epoch(self, batch: int) -> bool:
         """Return whether mini-batch `batch` of an epoch, counted from 1, is its last."""
@@ -154,15 +121,15 @@ class StepStream:
 
     def after(self, number: int) -> Iterator[Step]:
         """Yield the steps after step `number`, to the end of the run."""
-        total, per_epoch = self.total, len(self._data)
-        while number < total:
+        per_epoch = len(self._data)
+        while number < self.total:
             epoch, first = 1 + number // per_epoch, number % per_epoch
             started = self._start_loading(number + 1)
             for batch in self._data.epoch(epoch, first):
                 number += 1
                 seconds = time.perf_counter() - started
                 yield Step(number, epoch, number % per_epoch == 0, batch, seconds)
-                if number == total:
+                if number == self.total:
                     return
                 started = self._start_loading(number + 1)
 

@@ -2,24 +2,96 @@
 
 The gradient norm of the whole model is computed from the norm of every parameter, in the order of
 the unsplit model: the same bits for every balance.
+
+One loss scale for all stages follows the rules of `torch.amp.GradScaler`:
+
+    every stage: unscale ──is each gradient finite?──> driver: all? ──step──> grow at intervals
+                                                                └─not all──> skip everywhere, shrink
+
+Its state is part of the run's progress, so a run that resumes after a fault, or from a checkpoint,
+scales as if it had not been interrupted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import struct
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 
-from rpcmp.driver.loss_scaler import LossScaler, ScalerState
+from rpcmp.config.run_sections import LossScalingConfig
 from rpcmp.driver.worker_refs import WorkerRefs
-from rpcmp.errors import JobError, RpcmpError
+from rpcmp.errors import JobError, LossScaleError, RpcmpError
 from rpcmp.rpc.messages import StepReport
 from rpcmp.worker.optimizer import StageOptimizer
+
+LOWEST = 2.0**-16
+"""The smallest useful scale: float16 holds gradients up to 65504, so if even a smaller scale gives
+infinite gradients, no gradient will ever be finite."""
+
+
+@dataclass(frozen=True)
+class ScalerState:
+    """The state of a scaler between two steps.
+
+    Attributes:
+        scale: the factor of the next step's loss; a float32.
+        growth_tracker: consecutive steps since the scale last changed.
+        skipped: number of steps that have been skipped in the whole run.
+    """
+
+    scale: float
+    growth_tracker: int = 0
+    skipped: int = 0
+
+
+class LossScaler:
+    """The scale of one job's loss.
+
+    Attributes:
+        initial: the state before the first step.
+        state: the present state.
+    """
+
+    def __init__(self, config: LossScalingConfig) -> None:
+        self._config = config
+        self.initial = self.state = ScalerState(as_float32(config.initial))
+
+    @property
+    def inverse(self) -> float:
+        """The factor that unscales gradients; a float32."""
+        return as_float32(1.0 / self.state.scale)
+
+    def require_useful(self, step: int) -> None:
+        """Raise LossScaleError if the scale is so low that gradients will never be finite."""
+        if self.state.scale < LOWEST:
+            raise LossScaleError(self.state.scale, step)
+
+    def update(self, is_finite: bool) -> None:
+        """Set the next step's scale, given whether all gradients of this step are finite."""
+        if not is_finite:
+            scale = as_float32(self.state.scale * self._config.backoff_factor)
+            self.state = ScalerState(scale, 0, self.state.skipped + 1)
+            return
+        scale, tracker = self.state.scale, self.state.growth_tracker + 1
+        if tracker == self._config.growth_interval:
+            grown, tracker = as_float32(scale * self._config.growth_factor), 0
+            scale = grown if math.isfinite(grown) else scale
+        self.state = ScalerState(scale, tracker, self.state.skipped)
+
+
+def as_float32(value: float) -> float:
+    """Round to the nearest float32."""
+    try:
+        (rounded,) = struct.unpack("f", struct.pack("f", value))
+    except OverflowError:
+        return math.copysign(math.inf, value)
+    return float(rounded)
 
 
 class DistributedOptimizer:
@@ -45,21 +117,17 @@ class DistributedOptimizer:
         self.scaler = scaler
         self._are_finite: bool | None = None
 
-    def step(self) -> dict[str, StepReport]:
+    def step(self) -> None:
         """Update the parameters of all stages and clear their gradients.
 
         If the loss is scaled and a gradient is not finite, no stage updates anything.
-
-        Raises:
-            StageError: an optimizer raised; no other stage waits for it any more.
         """
         with self._abort_on_error():
             self._sum_gradients()
             updates = self._unscale()
-            reports = self._everywhere(StageOptimizer.step, updates)
+            self._optimizers.everywhere(StageOptimizer.step, updates)
         if (scale := self._update_scale(updates)) is not None:
-            self._everywhere(StageOptimizer.set_scale, scale)
-        return reports
+            self._optimizers.everywhere(StageOptimizer.set_scale, scale)
 
     def finish(self, max_norm: float | None, loss: float | None) -> dict[str, StepReport]:
         """Finish a round that all stages hold: unscale, clip, step, and step the schedulers.
@@ -71,20 +139,16 @@ class DistributedOptimizer:
         updates = self._unscale()
         factor = None
         if max_norm is not None and updates:
-            factor = self._clip_factor(self._norm(2.0), max_norm)
+            factor = _clip_factor(self._norm(2.0), max_norm)
         scale = self._update_scale(updates)
-        return self._everywhere(StageOptimizer.finish, factor, loss, updates, scale)
+        return self._optimizers.everywhere(StageOptimizer.finish, factor, loss, updates, scale)
 
     def zero_grad(self) -> None:
         self._are_finite = None
-        self._everywhere(StageOptimizer.zero_grad)
+        self._optimizers.everywhere(StageOptimizer.zero_grad)
 
     def require_scaled(self) -> None:
-        """Check that the stages' gradients are still scaled, so that more may be added.
-
-        Raises:
-            JobError: they are unscaled already.
-        """
+        """Raise JobError if the stages' gradients are unscaled, so that none may be added."""
         if self._are_finite is not None:
             raise JobError(
                 "gradients that have been clipped are unscaled, and more of them would come "
@@ -103,18 +167,17 @@ class DistributedOptimizer:
             self._sum_gradients()
         self._unscale()
         total = self._norm(norm_type)
-        self._everywhere(StageOptimizer.scale, self._clip_factor(total, max_norm))
+        self._optimizers.everywhere(StageOptimizer.scale, _clip_factor(total, max_norm))
         return total
 
     def step_scheduler(self, loss: float) -> None:
-        """Step the learning-rate schedulers of all stages."""
-        self._everywhere(StageOptimizer.step_scheduler, loss)
+        self._optimizers.everywhere(StageOptimizer.step_scheduler, loss)
 
     def load_scaler(self, state: ScalerState) -> None:
         """Set the scaler's state at the driver and the stages; ignored without loss scaling."""
         if self.scaler is not None:
             self.scaler.state = state
-            self._everywhere(StageOptimizer.set_scale, state.scale)
+            self._optimizers.everywhere(StageOptimizer.set_scale, state.scale)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: "state" by parameter name, "scaler", everything else by stage."""
@@ -128,12 +191,11 @@ class DistributedOptimizer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a result of `state_dict`; each stage finds its own part by name."""
-        self._everywhere(StageOptimizer.load_state_dict, state)
+        self._optimizers.everywhere(StageOptimizer.load_state_dict, state)
         if "scaler" in state:
             self.load_scaler(ScalerState(**state["scaler"]))
 
     def release(self) -> None:
-        """Release the stages' optimizers; no other method may be called afterwards."""
         self._optimizers.release()
 
     @contextlib.contextmanager
@@ -149,7 +211,7 @@ class DistributedOptimizer:
         if self.scaler is None:
             return True
         if self._are_finite is None:
-            are_finite = self._everywhere(StageOptimizer.unscale, self.scaler.inverse)
+            are_finite = self._optimizers.everywhere(StageOptimizer.unscale, self.scaler.inverse)
             self._are_finite = all(are_finite.values())
         return self._are_finite
 
@@ -169,9 +231,6 @@ class DistributedOptimizer:
         total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         return total
 
-    @staticmethod
-    def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-        return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
-    def _everywhere(self, method: Callable[..., Future[Any]], *args: Any) -> dict[str, Any]:
-        return self._optimizers.everywhere(method, *args)
+def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

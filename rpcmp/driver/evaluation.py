@@ -1,4 +1,7 @@
-"""The results of an evaluation: means over samples, and metrics with a state.
+"""Evaluations of a run: when they are due, means over samples, and metrics with a state.
+
+Whether an evaluation follows a step depends only on the step's number, never on faults or
+resumptions, so every run of a config is evaluated after the same steps.
 
 Metrics with a state, such as torchmetrics metrics, get the whole evaluation:
 
@@ -13,9 +16,10 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -23,9 +27,22 @@ from torch import Tensor
 from rpcmp.config import importing
 from rpcmp.config.schema import Config
 from rpcmp.config.types import Factory
-from rpcmp.errors import ConfigError, FactoryError, JobError
+from rpcmp.errors import (
+    ConfigError,
+    FactoryError,
+    JobError,
+    StageError,
+    WorkerDiedError,
+    WorkerHungError,
+)
 from rpcmp.metrics import METHODS, keeps_state
-from rpcmp.pipelining import microbatch, pytree
+from rpcmp.pipelining import pytree
+from rpcmp.process.activity import Activity
+
+if TYPE_CHECKING:
+    from rpcmp.driver.datasets import MiniBatches
+    from rpcmp.driver.rounds import Batch
+    from rpcmp.driver.stage_group import StageGroup
 
 
 @dataclass(frozen=True)
@@ -51,7 +68,7 @@ def mean(parts: Iterable[Evaluation]) -> Evaluation:
 
     def weighted(values: Iterable[float]) -> float:
         pairs = zip(parts, values, strict=True)
-        return microbatch.exact_sum(part.num_samples / total * value for part, value in pairs)
+        return pytree.exact_sum(part.num_samples / total * value for part, value in pairs)
 
     names = parts[0].metrics if parts else {}
     return Evaluation(
@@ -61,24 +78,15 @@ def mean(parts: Iterable[Evaluation]) -> Evaluation:
     )
 
 
-class Metric(Protocol):
-    """A metric with a state, as in torchmetrics."""
-
-    def update(self, preds: Any, target: Any) -> object:
-        """Add one micro-batch: the model's outputs, and the targets."""
-
-    def compute(self) -> Any:
-        """Return the result for all micro-batches: a number, or a dict of numbers."""
-
-    def reset(self) -> object:
-        """Start a new evaluation."""
-
-
 class Metrics:
-    """The metrics with a state of one job, by name; the driver computes them."""
+    """The metrics with a state of one job, by name; the driver computes them.
 
-    def __init__(self, metrics: Mapping[str, Metric]) -> None:
-        self._metrics = dict(metrics)
+    They have methods as in torchmetrics: `update(outputs, targets)` adds a micro-batch, `compute()`
+    returns a number or a dict of numbers for all of them, and `reset()` starts a new evaluation.
+    """
+
+    def __init__(self, metrics: Mapping[str, Any]) -> None:
+        self._metrics = metrics
 
     @classmethod
     def load(cls, config: Config) -> Self:
@@ -86,10 +94,6 @@ class Metrics:
 
         A metric that cannot be imported here is left to the sink: it may need packages that only
         the sink's host has.
-
-        Raises:
-            FactoryError: a metric cannot be created, or lacks a method.
-            ConfigError: early stopping or checkpoints depend on a key that no metric can have.
         """
         created = {
             name: _create(source, f"metrics.{name}") for name, source in config.metrics.items()
@@ -104,39 +108,145 @@ class Metrics:
         return list(self._metrics)
 
     def reset(self) -> None:
-        """Start a new evaluation; raises JobError if a metric raised."""
-        for name, metric in self._metrics.items():
-            _call(name, "reset", metric.reset)
+        for name in self._metrics:
+            self._call(name, "reset")
 
     def update(self, outputs: Any, targets: Any) -> None:
-        """Add the next micro-batch; raises JobError if a metric raised."""
-        for name, metric in self._metrics.items():
-            _call(name, "update", metric.update, outputs, targets)
+        for name in self._metrics:
+            self._call(name, "update", outputs, targets)
 
     def compute(self) -> dict[str, float]:
-        """Return all results, by "name", or by "name.key" for a metric that returns a dict.
-
-        Raises:
-            JobError: a metric raised.
-            FactoryError: a metric returned something other than numbers, or a name occurs twice.
-        """
+        """Return all results, by "name", or by "name.key" for a metric that returns a dict."""
         results: dict[str, float] = {}
-        for name, metric in self._metrics.items():
-            for key, value in _named(name, _call(name, "compute", metric.compute)):
+        for name in self._metrics:
+            result = self._call(name, "compute")
+            parts = [(name, result)]
+            if isinstance(result, Mapping):
+                parts = [(f"{name}.{key}", part) for key, part in result.items()]
+            for key, part in parts:
+                number = _number(key, part)
                 if key in results:
                     raise FactoryError(f"two metrics are called {key!r}: rename metrics.{name}")
-                results[key] = value
+                results[key] = number
         return results
+
+    def _call(self, name: str, method: str, *arguments: Any) -> Any:
+        """Call a metric's method; raises JobError if that raised."""
+        try:
+            with torch.no_grad():
+                return getattr(self._metrics[name], method)(*arguments)
+        except Exception as error:
+            types = ", ".join(pytree.describe(argument) for argument in arguments)
+            raise JobError(
+                f"metrics.{name} failed in {method}({types}): {importing.explain_error(error)}"
+            ) from error
+
+
+class Evaluator:
+    """Evaluates the stages on the `test` dataset.
+
+    Args:
+        test: the dataset; None: there are no evaluations.
+        stop: aborts an evaluation if another thread sets it.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        test: MiniBatches | None,
+        group: StageGroup,
+        metrics: Metrics,
+        stop: threading.Event,
+        activity: Activity,
+    ) -> None:
+        self._config = config
+        self._test = test
+        self._group = group
+        self._metrics = metrics
+        self._stop = stop
+        self._activity = activity
+
+    def is_due(self, step: int, epoch: int, ends_epoch: bool) -> bool:
+        """Return whether an evaluation follows `step`; one always follows the run's last step."""
+        if self._test is None:
+            return False
+        steps, epochs = self._config.evaluate_every_steps, self._config.evaluate_every_epochs
+        if steps is not None and step % steps == 0:
+            return True
+        return ends_epoch and epochs > 0 and epoch % epochs == 0
+
+    def rehearse(self) -> str:
+        """Evaluate one mini-batch before the first step, so that an error does not cost an epoch.
+
+        The last mini-batch is tried as well if it is smaller, since code may need several samples.
+
+        Returns:
+            A warning about a metric whose `compute` raised, which may work on the whole dataset;
+            otherwise an empty string.
+        """
+        if self._test is None:
+            return ""
+        self._activity.start("evaluation", 0, 0)
+        first = self._try("first", self._test.first())
+        warning = ""
+        try:
+            self._values([first])
+        except JobError as error:
+            reason = str(error).partition("\n")[0]
+            warning = (
+                f"{reason}; tried on one mini-batch of data.test before the first step. If it "
+                "fails on the whole of data.test as well, the first evaluation ends the run"
+            )
+        if self._test.fewest < first.num_samples:
+            self._activity.start("evaluation", 0, 1)
+            rest: Iterator[Batch] = self._test.epoch(1, len(self._test) - 1)
+            self._try("last", next(rest))
+        return warning
+
+    def _try(self, which: str, batch: Batch) -> Evaluation:
+        try:
+            self._metrics.reset()
+            return self._group.evaluate(batch, 0, self._metrics)
+        except (WorkerDiedError, WorkerHungError):
+            raise
+        except JobError as error:
+            text = f"\n{error.traceback.rstrip()}" if isinstance(error, StageError) else ""
+            raise ConfigError(
+                f"an evaluation fails, tried on the {which} mini-batch of data.test before the "
+                f"first step: {error}{text}"
+            ) from error
+
+    def run(self, step: int, epoch: int) -> dict[str, float] | None:
+        """Return the loss and all metrics of the whole dataset, by name; None if stopped."""
+        if self._test is None:
+            return None
+        parts: list[Evaluation] = []
+        self._metrics.reset()
+        batches: Iterator[Batch] = self._test.epoch(epoch)
+        for index, batch in enumerate(batches):
+            if self._stop.is_set():
+                return None
+            self._activity.start("evaluation", step, index)
+            parts.append(self._group.evaluate(batch, step, self._metrics))
+        return self._values(parts)
+
+    def _values(self, parts: Sequence[Evaluation]) -> dict[str, float]:
+        total = mean(parts)
+        values = {"loss": total.loss, **total.metrics, **self._metrics.compute()}
+        for key, metric in self._config.watched.items():
+            if metric not in values:
+                raise ConfigError(
+                    f"{key} = {metric!r}: an evaluation gives {', '.join(values)}; name one of them"
+                )
+        return values
 
 
 def _require(
-    key: str, watched: str, sources: Mapping[str, Factory], metrics: Mapping[str, Metric]
+    key: str, watched: str, sources: Mapping[str, Factory], metrics: Collection[str]
 ) -> None:
     """Check that a metric can have the result `watched`, which the config's `key` names.
 
-    Raises:
-        FactoryError: it could only belong to a metric that cannot be imported here.
-        ConfigError: it could only belong to a mean, which has no keys.
+    It cannot if that belongs to a metric that does not import here, or to a mean, without keys.
     """
     if watched in ("loss", *sources) or any(watched.startswith(f"{name}.") for name in metrics):
         return
@@ -145,7 +255,7 @@ def _require(
     raise ConfigError(f"{key} = {watched!r}: metrics.{name} is a mean, without keys")
 
 
-def _create(source: Factory, what: str) -> Metric | None:
+def _create(source: Factory, what: str) -> Any:
     """Return a metric with a state; None for any other metric."""
     try:
         target = importing.resolve(source.callable, what)
@@ -158,11 +268,6 @@ def _create(source: Factory, what: str) -> Metric | None:
     if source.kwargs and not isinstance(target, type):
         raise FactoryError(f"{what} = {source.callable!r} is made already: it takes no kwargs")
     metric: Any = importing.create(source, what) if isinstance(target, type) else target
-    _check(metric, source, what)
-    return cast(Metric, metric)
-
-
-def _check(metric: Any, source: Factory, what: str) -> None:
     missing = [name for name in METHODS if not callable(getattr(metric, name, None))]
     if missing:
         raise FactoryError(
@@ -177,25 +282,7 @@ def _check(metric: Any, source: Factory, what: str) -> None:
         raise FactoryError(
             f"{what} = {source.callable!r}: its update does not take (outputs, targets): {error}"
         ) from error
-
-
-def _call(name: str, method: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    try:
-        with torch.no_grad():
-            return function(*arguments)
-    except Exception as error:
-        got = ", ".join(pytree.describe(argument) for argument in arguments)
-        what = f"metrics.{name} failed in {method}({got}): {importing.explain_error(error)}"
-        raise JobError(what) from error
-
-
-def _named(name: str, value: Any) -> list[tuple[str, float]]:
-    parts = (
-        [(f"{name}.{key}", part) for key, part in value.items()]
-        if isinstance(value, Mapping)
-        else [(name, value)]
-    )
-    return [(key, _number(key, part)) for key, part in parts]
+    return metric
 
 
 def _number(name: str, value: Any) -> float:

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from rpcmp.config.schema import Config
 from rpcmp.data.batches import Loaded
+from rpcmp.driver.distributed_optimizer import ScalerState
 from rpcmp.driver.evaluation import Metrics
-from rpcmp.driver.loss_scaler import ScalerState
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.errors import ConfigError, JobError, LossScaleError, RpcmpError, one_line, to_wire
 from rpcmp.process.activity import PHASE_BYTES, Activity
@@ -47,14 +47,8 @@ class Effect(Enum):
     """As CHANGES, but a call that fails clears all gradients."""
 
 
-@dataclass(frozen=True)
-class Operation:
-    """An entry of the table.
-
-    Attributes:
-        method: of Operations; arguments and result are what `rpcmp.rpc.tensors` can carry.
-        effect: on the job.
-    """
+class Operation(NamedTuple):
+    """A method of Operations whose arguments and result `rpcmp.rpc.tensors` can carry."""
 
     method: Callable[..., Any]
     effect: Effect
@@ -67,7 +61,6 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _operation(effect: Effect) -> Callable[[Method], Method]:
-
     def register(method: Method) -> Method:
         OPERATIONS[method.__name__] = Operation(method, effect)
         return method
@@ -139,7 +132,9 @@ class Operations:
         """Accumulate gradients; returns the mean loss."""
         self._require_scaled()
         self._has_gradients = True
-        return self._group.forward_backward(Loaded(inputs, targets), self.step + 1)
+        batch = Loaded(inputs, targets)
+        started = self._group.start_step(batch, self.step + 1, AfterRound.NOTHING)
+        return self._group.finish_step(started).loss
 
     @_operation(Effect.READS)
     def evaluate(self, inputs: Any, targets: Any) -> dict[str, Any]:
@@ -155,7 +150,7 @@ class Operations:
 
     @_operation(Effect.READS)
     def state_dict(self) -> dict[str, Tensor]:
-        return self._group.merge(Stage.state_dict)
+        return self._group.workers.merge(Stage.state_dict)
 
     @_operation(Effect.CHANGES)
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -208,11 +203,7 @@ class Operations:
 
     @_operation(Effect.CHANGES)
     def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of `optimizer_state_dict`.
-
-        Raises:
-            ConfigError: it is something else.
-        """
+        """Load the result of `optimizer_state_dict`."""
         if missing := [key for key in OPTIMIZER_STATE if key not in state]:
             raise ConfigError(
                 f"this is no state of a pipeline's optimizer: it has no {', '.join(missing)}; load "
@@ -247,17 +238,12 @@ class Operations:
 
     def _keep(self) -> None:
         if self._is_due() and not self._has_gradients:
-            self._group.everywhere(Stage.keep, self.version)
+            self._group.workers.everywhere(Stage.keep, self.version)
             self.kept = self.version
 
 
 def serve(operations: Operations, fd: int, activity: Activity) -> None:
-    """Answer calls until the caller hangs up.
-
-    Args:
-        operations: on the group.
-        fd: this process's end of the socket pair.
-    """
+    """Answer calls until the caller closes its end of the socket pair; `fd` is the other."""
     handoff = Handoff(socket.socket(fileno=fd))
     while True:
         try:

@@ -18,7 +18,6 @@ import queue
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -30,10 +29,10 @@ from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.evaluation import Metrics
 from rpcmp.driver.operations import Operations, serve
 from rpcmp.driver.progress import TrainingProgress
-from rpcmp.driver.stage_group import StageGroup
+from rpcmp.driver.stage_group import StageGroup, unexpected
 from rpcmp.driver.tracing import StepSampler, Tracer
 from rpcmp.driver.training import Training
-from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
+from rpcmp.errors import JobError, RpcmpError, to_wire
 from rpcmp.observability.events import Event, StartEvent, SummaryEvent
 from rpcmp.pipelining import assignment, cost_model
 from rpcmp.pipelining.assignment import Assignment
@@ -51,7 +50,7 @@ class Planned(NamedTuple):
     Attributes:
         assignments: one per worker, in the config's order.
         metrics: the metrics that the driver computes.
-        datasets: the datasets loaded here; None: the stages load them, or the job needs none.
+        datasets: None if the stages load them, or if the job needs none.
         loads_at_stages: whether the stages load their inputs from the datasets themselves.
     """
 
@@ -90,7 +89,7 @@ def run(bond: ChildContext) -> None:
     try:
         driver.run()
     except Exception as error:
-        known = error if isinstance(error, RpcmpError) else _unexpected(error)
+        known = error if isinstance(error, RpcmpError) else unexpected(error)
         bond.log.flush()
         bond.channel.send({"event": "error", "error": to_wire(known)})
         os._exit(1)
@@ -107,42 +106,38 @@ class DriverProcess:
         self._fds = bond.fds
         self._messages: queue.Queue[Message] = queue.Queue()
         self._stop = threading.Event()
-        self._source = BatchServer()
         self._training: Training | None = None
         self._saves_at_end = False
-        self._datasets: Datasets | None = None
-        self._loads_at_stages = False
-        self._metrics = Metrics({})
         self._store = ChannelStore(self._channel.send)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def run(self) -> None:
         with self._activity.during("plan"):
-            config = self._plan(self._expect("plan"))
+            config, planned = self._plan(self._messages.get())
         liveness.start_heartbeat(self._channel, lambda: {"tensors": transport.answered.read()})
-        order = self._messages.get()
+        order, source = self._messages.get(), BatchServer()
         with self._activity.during("join"):
-            address = transport.join(order["members"], order["rank"], self._store, self._source)
+            address = transport.join(order["members"], order["rank"], self._store, source)
         self._channel.send({"event": "joined", "address": address})
         work = self._messages.get()
-        group = StageGroup(config, self._source, Transport())
-        if self._loads_at_stages:
-            self._datasets = Datasets.at_stages(config, group)
+        group = StageGroup(config, source, Transport())
+        if planned.loads_at_stages:
+            planned = planned._replace(datasets=Datasets.at_stages(config, group))
         match work["op"]:
             case "serve":
                 state, kept = work["state"], work["kept"]
-                operations = Operations(config, group, state, kept, self._metrics)
+                operations = Operations(config, group, state, kept, planned.metrics)
                 serve(operations, self._fds[0], self._activity)
             case "train":
-                self._train(config, group, work)
+                self._train(config, planned, group, work)
             case "segments":
-                self._train_segments(config, group)
-        if self._datasets is not None:
-            self._datasets.close()
+                self._train_segments(config, planned, group)
+        if planned.datasets is not None:
+            planned.datasets.close()
         group.close()
         transport.leave(LEAVE_SECONDS)
 
-    def _plan(self, message: Message) -> Config:
+    def _plan(self, message: Message) -> tuple[Config, Planned]:
         folder = Path(message["folder"])
         sys.path.insert(0, str(folder))
         config = Config.model_validate_json(message["config"]).with_folder(folder)
@@ -151,36 +146,34 @@ class DriverProcess:
         configs = [config, *(setting.on(config) for setting in settings)]
         transport.reserve_threads(max(map(cost_model.in_flight, configs)))
         planned = plan_job(config, settings, message["load_data"])
-        self._metrics, self._datasets = planned.metrics, planned.datasets
-        self._loads_at_stages = planned.loads_at_stages
         assignments = [part.model_dump_json() for part in planned.assignments]
         self._channel.send({"event": "planned", "assignments": assignments})
-        return config
+        return config, planned
 
-    def _train(self, config: Config, group: StageGroup, order: Message) -> None:
+    def _train(self, config: Config, planned: Planned, group: StageGroup, order: Message) -> None:
         tracer = Tracer(config, group) if order["trace"] else None
         seconds = order["timeline"]
-        follower = StepSampler(config, group, self._report, seconds) if seconds else None
-        tracers = [each for each in (tracer, follower) if each is not None]
+        sampler = StepSampler(config, group, self._report, seconds) if seconds else None
+        tracers = [each for each in (tracer, sampler) if each is not None]
         progress = TrainingProgress.from_message(order["progress"]) if order["progress"] else None
         if progress is not None and progress.scaler is not None:
             group.optimizer.load_scaler(progress.scaler)
-        training = self._training = self._make_training(config, group, tracers, progress)
-        self._report(StartEvent(steps=training.total_steps()))
+        training = self._training = self._make_training(config, planned, group, tracers, progress)
+        self._report(StartEvent(steps=training.total_steps))
         training.run(evaluate=order["evaluate"])
         if self._saves_at_end or config.checkpoint is not None:
             training.save()
-        if follower is not None:
-            follower.close()
+        if sampler is not None:
+            sampler.close()
             if order["last_steps"]:
-                follower.write(Path(order["last_steps"]))
+                sampler.write(Path(order["last_steps"]))
         if tracer is not None:
             tracer.write(Path(order["trace"]))
         self._activity.stop()
         training.saves.wait()
-        memory = group.everywhere(Stage.memory)  # before anything is copied for a file
+        memory = group.workers.everywhere(Stage.memory)  # before anything is copied for a file
         if order["save_state"]:
-            save_tensors(group.merge(Stage.state_dict), Path(order["save_state"]))
+            save_tensors(group.workers.merge(Stage.state_dict), Path(order["save_state"]))
         scaler = training.progress.scaler
         self._report(
             SummaryEvent(
@@ -191,38 +184,41 @@ class DriverProcess:
                 loss_scale=None if scaler is None else scaler.scale,
                 skipped_steps=None if scaler is None else scaler.skipped,
                 parameters_sha256=group.parameters_sha256(),
-                hosts=group.everywhere(Stage.host),
+                hosts=group.workers.everywhere(Stage.host),
                 memory=memory,
             )
         )
         self._channel.send({"event": "done"})
 
-    def _train_segments(self, config: Config, group: StageGroup) -> None:
+    def _train_segments(self, config: Config, planned: Planned, group: StageGroup) -> None:
         """Train a few steps for each "segment" message, and block in between."""
-        training = self._make_training(config, group)
-        while (order := self._next_order())["op"] != "finish":
-            if order["op"] == "reschedule":
-                group.reschedule(ScheduleOptions(**order["setting"]).on(config))
-                continue
-            self._channel.send({"event": "segment", **training.segment(order["steps"])._asdict()})
+        training = self._make_training(config, planned, group)
+        while True:
+            self._activity.stop()
+            order = self._messages.get()
+            match order["op"]:
+                case "finish":
+                    break
+                case "reschedule":
+                    group.reschedule(ScheduleOptions(**order["setting"]).on(config))
+                case "segment":
+                    totals = training.segment(order["steps"])
+                    self._channel.send({"event": "segment", **totals._asdict()})
         self._channel.send({"event": "done"})
-
-    def _next_order(self) -> Message:
-        self._activity.stop()
-        return self._messages.get()
 
     def _make_training(
         self,
         config: Config,
+        planned: Planned,
         group: StageGroup,
         tracers: Sequence[Tracer | StepSampler] = (),
         progress: TrainingProgress | None = None,
     ) -> Training:
-        if self._datasets is None:
+        if planned.datasets is None:
             raise JobError("the driver process was told to train without having loaded its data")
         return Training(
             config,
-            self._datasets,
+            planned.datasets,
             group,
             self._report,
             self._channel.send,
@@ -230,17 +226,11 @@ class DriverProcess:
             progress,
             self._activity,
             tracers,
-            self._metrics,
+            planned.metrics,
         )
 
     def _report(self, event: Event) -> None:
         self._channel.send(event.to_json())
-
-    def _expect(self, op: str) -> Message:
-        message = self._messages.get()
-        if message["op"] != op:
-            raise JobError(f"the driver process expected {op!r}, not {message['op']!r}")
-        return message
 
     def _listen(self) -> None:
         while (message := self._channel.receive()) is not None:
@@ -256,8 +246,3 @@ class DriverProcess:
                 case _:
                     self._messages.put(message)
         os._exit(128 + signal.SIGHUP)
-
-
-def _unexpected(error: Exception) -> JobError:
-    text = "".join(traceback.format_exception(error))
-    return JobError(f"the driver failed: {one_line(error)}\n{text}")

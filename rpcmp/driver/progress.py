@@ -1,34 +1,34 @@
-"""The progress of a run: the driver's state after a step, from which a run can resume. Pure.
+"""The progress of a run: the driver's state after a step, and when that state is saved.
 
-It includes the best evaluation so far, whose checkpoint is kept, and the state of early stopping,
+The state includes the best evaluation so far, whose checkpoint is kept, and that of early stopping,
 which ends a run whose evaluations do not improve any more:
 
     value     0.50   0.40   0.41   nan    0.39   0.40   0.395  0.42        mode = "min"
     waited       0      0      1     2       0      1       2     3        patience = 3: over
+
+Whether a step is saved is decided before it starts, since every stage copies its own state right
+after the step. Checkpoints are written while later steps are computed.
 """
 
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
+
+from pydantic import TypeAdapter
 
 from rpcmp.config.run_sections import EarlyStoppingConfig, Mode, is_better
 from rpcmp.config.schema import Config
-from rpcmp.driver.loss_scaler import ScalerState
+from rpcmp.driver.distributed_optimizer import ScalerState
 
 
 @dataclass(frozen=True)
 class Best:
-    """The best evaluation so far.
-
-    Attributes:
-        metric: the metric that is compared.
-        mode: whether lower or higher values are better.
-        value: value of the metric.
-        step: the optimizer step before the evaluation.
-    """
+    """The best evaluation so far; `step` is the optimizer step before it."""
 
     metric: str
     mode: Mode
@@ -49,8 +49,6 @@ class EarlyStopping:
     """The state of early stopping.
 
     Attributes:
-        metric: the metric that is watched.
-        mode: whether lower or higher values are better.
         best: the best value so far; None before the first.
         best_step: the step with the best value.
         waited: evaluations since then without an improvement by more than `min_delta`.
@@ -65,7 +63,7 @@ class EarlyStopping:
     step: int = 0
 
     @classmethod
-    def begin(cls, section: EarlyStoppingConfig, before: Self | None) -> Self:
+    def resume(cls, section: EarlyStoppingConfig, before: Self | None) -> Self:
         """Continue from the state `before`, unless the config watches another metric now."""
         fresh = cls(section.metric, section.direction)
         if before is None or (before.metric, before.mode) != (fresh.metric, fresh.mode):
@@ -73,13 +71,7 @@ class EarlyStopping:
         return before
 
     def after(self, step: int, value: float, min_delta: float) -> Self:
-        """Return the state after one more evaluation; one that a fault repeats counts once.
-
-        Args:
-            step: the optimizer step before the evaluation.
-            value: value of the metric; NaN is never an improvement.
-            min_delta: an improvement has to exceed this difference.
-        """
+        """Return the state after one more evaluation; one that a fault repeats counts once."""
         if step <= self.step:
             return self
         if is_better(value, self.best, self.mode, min_delta):
@@ -95,10 +87,8 @@ class TrainingProgress:
     """The driver's state right after an optimizer step.
 
     Attributes:
-        step: number of steps that are done.
         epoch: epoch of the last step, from 1.
         batch: mini-batches done in that epoch.
-        loss: loss of the last step.
         epoch_loss: sum of the losses of that epoch's steps, for schedulers that watch it.
         metrics: results of the last evaluation.
         stopping: state of early stopping; None: it is off.
@@ -143,7 +133,7 @@ class TrainingProgress:
         """Return the progress under a config that may differ; it drops state of other metrics."""
         stopping, best = None, self.best
         if (section := config.early_stopping) is not None:
-            stopping = EarlyStopping.begin(section, self.stopping)
+            stopping = EarlyStopping.resume(section, self.stopping)
         saved = config.checkpoint
         if best is not None and (
             saved is None
@@ -170,16 +160,82 @@ class TrainingProgress:
         """The mean loss of the epoch's steps so far."""
         return self.epoch_loss / self.batch
 
-    def message(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Self:
-        """Return the progress of a result of `message`; other keys are ignored."""
-        names = {field.name for field in fields(cls)}
-        values = {name: value for name, value in message.items() if name in names}
-        kinds = (("stopping", EarlyStopping), ("best", Best), ("scaler", ScalerState))
-        for name, kind in kinds:
-            if values.get(name) is not None:
-                values[name] = kind(**values[name])
-        return cls(**values)
+        """Return the progress whose `asdict` is in `message`; other keys are ignored."""
+        return TypeAdapter(cls).validate_python(dict(message))
+
+
+AT_ONCE = 2
+"""Checkpoints in progress at most; more would need more memory for the data to be written. The next
+one that is due waits, so that slow disks slow down training."""
+
+DEFAULT_SECONDS = 300.0
+"""Seconds between checkpoints if the config sets no interval."""
+
+
+class CheckpointCadence:
+    """When the checkpoints of one generation are due, and those in progress.
+
+    Args:
+        last: the run's last step, which is always saved.
+        saved: the step of the checkpoint from which the run resumes; 0: none.
+        since: seconds since the run's last checkpoint, or since its start.
+    """
+
+    def __init__(self, config: Config, last: int, saved: int = 0, since: float = 0.0) -> None:
+        section = config.checkpoint
+        self._is_on = section is not None
+        self._every_steps = section.every_steps if section else None
+        self._every_seconds = section.every_seconds if section else None
+        if self._every_steps is None and self._every_seconds is None:
+            self._every_seconds = DEFAULT_SECONDS
+        self._last = last
+        self._changed = threading.Condition()
+        self._started_at = time.monotonic() - since
+        self._in_progress: set[int] = set()
+        self._failed: set[int] = set()
+        self._saved = saved
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the stages must save `step`, which is about to start; may wait."""
+        if not self._is_on or not (self._is_due_by_steps(step) or self._is_due_by_time()):
+            return False
+        self.start(step)
+        return True
+
+    def start(self, step: int) -> None:
+        """Add the checkpoint of `step`; waits while too many are in progress."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._in_progress) < AT_ONCE)
+            self._in_progress.add(step)
+            self._saved = step
+        self._started_at = time.monotonic()
+
+    def includes(self, step: int) -> bool:
+        """Return whether the checkpoint of `step` is in progress, or was the last to be started."""
+        return step in self._in_progress or self._saved == step
+
+    def finish(self, step: int, failed: bool = False) -> None:
+        """Remove the checkpoint of `step`, which is on the disks, or has failed."""
+        with self._changed:
+            self._in_progress.discard(step)
+            if failed:
+                self._failed.add(step)
+            self._changed.notify_all()
+
+    def has_failed(self, step: int) -> bool:
+        return step in self._failed
+
+    def wait(self) -> None:
+        """Wait until no checkpoint is in progress."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._in_progress)
+
+    def _is_due_by_steps(self, step: int) -> bool:
+        return step == self._last or bool(self._every_steps and step % self._every_steps == 0)
+
+    def _is_due_by_time(self) -> bool:
+        if self._every_seconds is None:
+            return False
+        return time.monotonic() - self._started_at >= self._every_seconds

@@ -20,7 +20,7 @@ from rpcmp.data.batch_server import BatchServer
 from rpcmp.data.batches import Loaded
 from rpcmp.driver.worker_refs import WorkerRefs
 from rpcmp.errors import JobError, RpcmpError, StageError, from_wire
-from rpcmp.pipelining import cost_model, microbatch
+from rpcmp.pipelining import cost_model, pytree
 from rpcmp.rpc import transport
 from rpcmp.rpc.messages import AfterRound, BatchIndices, Bundle, Mode, RoundHeader, Trained
 from rpcmp.rpc.transport import Raised
@@ -33,11 +33,7 @@ Batch: TypeAlias = Loaded | BatchIndices
 
 @dataclass(frozen=True)
 class RoundHandle:
-    """A round that has been started.
-
-    Attributes:
-        answer: waits for the results of its micro-batches; returns them in order.
-    """
+    """A round that has been started; `answer` waits for its micro-batches' results, in order."""
 
     header: RoundHeader
     answer: Callable[[], list[Any]]
@@ -52,7 +48,6 @@ class RoundScheduler:
 
     Args:
         source: serves the mini-batches that the driver has loaded.
-        workers: of all stages.
 
     Attributes:
         smallest: samples that a micro-batch needs to be trained with.
@@ -118,7 +113,6 @@ class RoundScheduler:
 
         Args:
             mode: EVALUATE or PREDICT.
-            batch: see `StageGroup.start_step`.
             step: the optimizer step that the round follows.
         """
         header = self._new_round(mode, step, batch)
@@ -152,13 +146,17 @@ class RoundScheduler:
         """
         first = self._last if first is None else first
         futures = {
-            worker.label: self._workers.on(worker, Stage.abort, first, self._last)
+            worker.label: self._workers.rpc_async(worker, Stage.abort, first, self._last)
             for worker in self._workers
         }
-        answers = [transport.outcome(future, name) for name, future in futures.items()]
-        lost = [from_wire(answer.error) for answer in answers if isinstance(answer, Raised)]
-        failures = [answer for answer in answers if not isinstance(answer, Raised)]
-        own = [from_wire(raised.error) for of_stage in failures for raised in of_stage]
+        own: list[RpcmpError] = []
+        lost: list[RpcmpError] = []
+        for label, future in futures.items():
+            answer = transport.outcome(future, label)
+            if isinstance(answer, Raised):
+                lost.append(from_wire(answer.error))
+            else:
+                own += [from_wire(raised.error) for raised in answer]
         return _root_cause([*own, *lost], error)
 
     def discard(self) -> None:
@@ -170,12 +168,12 @@ class RoundScheduler:
     def _new_round(self, mode: Mode, step: int, batch: Batch) -> RoundHeader:
         """Number a new round, and serve its slices to the stages."""
         smallest = self.smallest if mode is Mode.TRAIN else 1
-        sizes = microbatch.sizes(batch.num_samples, self._config.num_microbatches, smallest)
+        sizes = pytree.sizes(batch.num_samples, self._config.num_microbatches, smallest)
         count = len(sizes)
         self._last += 1
         if isinstance(batch, Loaded):
-            targets = None if batch.targets is None else microbatch.split(batch.targets, count)
-            self._source.load(self._last, microbatch.split(batch.inputs, count), targets)
+            targets = None if batch.targets is None else pytree.split(batch.targets, count)
+            self._source.load(self._last, pytree.split(batch.inputs, count), targets)
         return RoundHeader(
             number=self._last,
             step=step,

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, TypeVarTuple, overload
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch.futures import Future
 
 from rpcmp.config.schema import Config
-from rpcmp.config.topology import DRIVER, Member
+from rpcmp.config.topology import DRIVER
 from rpcmp.data.batch_server import BatchServer
 from rpcmp.data.batches import Loaded
-from rpcmp.driver import replica_check
-from rpcmp.driver.distributed_optimizer import DistributedOptimizer
+from rpcmp.driver import worker_refs
+from rpcmp.driver.distributed_optimizer import DistributedOptimizer, LossScaler
 from rpcmp.driver.evaluation import Evaluation, Metrics, mean
-from rpcmp.driver.loss_scaler import LossScaler
 from rpcmp.driver.rounds import Batch, RoundHandle, RoundScheduler
 from rpcmp.driver.worker_refs import WorkerRefs
 from rpcmp.errors import ConfigError, JobError, RpcmpError, one_line
-from rpcmp.observability.trace.spans import Span
-from rpcmp.pipelining import cost_model, microbatch
+from rpcmp.pipelining import cost_model, pytree
 from rpcmp.rpc import tensors
 from rpcmp.rpc.messages import (
     AfterRound,
@@ -38,11 +35,8 @@ from rpcmp.rpc.messages import (
     StepReport,
     Trained,
 )
-from rpcmp.rpc.transport import Transport, result, results
+from rpcmp.rpc.transport import Transport, results
 from rpcmp.worker.stage import Stage
-
-Arguments = TypeVarTuple("Arguments")
-Result = TypeVar("Result")
 
 
 class StageGroup:
@@ -53,17 +47,20 @@ class StageGroup:
     Args:
         source: serves mini-batches to the stages.
         peers: the transport of the group.
+
+    Attributes:
+        workers: references to the stages, for calls that are not a round.
     """
 
     def __init__(self, config: Config, source: BatchServer, peers: Transport) -> None:
         self._config = config
         self._peers = peers
-        self._workers = WorkerRefs.join(config.workers, peers)
-        self._rounds = RoundScheduler(config, source, self._workers)
+        self.workers = WorkerRefs.join(config.workers, peers)
+        self._rounds = RoundScheduler(config, source, self.workers)
         graph = config.graph()
         self._readers = [worker for worker in config.workers if graph.parts(worker.stage)]
         self.optimizer = DistributedOptimizer(
-            self._workers.parts(Stage.its_optimizer),
+            self.workers.parts(Stage.its_optimizer),
             self._sum_gradients,
             self._rounds.abort,
             None if config.loss_scaling is None else LossScaler(config.loss_scaling),
@@ -72,33 +69,26 @@ class StageGroup:
         self._sync_initial_state()
         self._needed: dict[str, int] = {}
         if config.data is None or config.data.min_microbatch is None:
-            self._needed = self._workers.on_firsts(Stage.smallest_microbatch)
+            self._needed = self.workers.on_firsts(Stage.smallest_microbatch)
             self._rounds.smallest = max(self._needed.values())
 
     def require_enough(self, samples: int) -> None:
-        """Check that the smallest mini-batch of the run makes a micro-batch to train with.
-
-        Args:
-            samples: of that mini-batch.
-
-        Raises:
-            ConfigError: it does not.
-        """
+        """Check that the run's smallest mini-batch, of `samples`, makes a micro-batch."""
         least = self._rounds.smallest
         if samples >= least:
             return
         section = self._config.require_data("training")
-        which, mend = "the last", "set data.drop_last = true, or change data.batch_size"
+        which, remedy = "the last", "set data.drop_last = true, or change data.batch_size"
         if samples == section.batch_size:
-            which, mend = "each", "raise data.batch_size"
-        why, enough = "as data.min_microbatch says", ""
+            which, remedy = "each", "raise data.batch_size"
+        reason, condition = "as data.min_microbatch says", ""
         if stage := next((name for name, its in self._needed.items() if its > samples), ""):
-            why = f"since stage {stage!r} trains batch normalization"
-            enough = ", if its maps have more than one value per channel"
+            reason = f"since stage {stage!r} trains batch normalization"
+            condition = ", if its maps have more than one value per channel"
         raise ConfigError(
             f"{which} mini-batch of an epoch has {samples} sample{'s' * (samples > 1)} "
-            f"(data.batch_size = {section.batch_size}), and a micro-batch needs {least}, {why}: "
-            f"{mend}, or set data.min_microbatch = {samples}{enough}"
+            f"(data.batch_size = {section.batch_size}), and a micro-batch needs {least}, {reason}: "
+            f"{remedy}, or set data.min_microbatch = {samples}{condition}"
         )
 
     def warnings(self) -> list[str]:
@@ -119,7 +109,7 @@ class StageGroup:
     def reschedule(self, config: Config) -> None:
         """Switch to schedule options that the plan foresaw, between two rounds."""
         self._rounds.reschedule(config)
-        self.everywhere(Stage.reschedule, config.schedule, cost_model.limits(config))
+        self.workers.everywhere(Stage.reschedule, config.schedule, cost_model.limits(config))
         self._config = config
 
     def start_step(
@@ -135,7 +125,7 @@ class StageGroup:
         Up to STEPS_AHEAD may be in flight; every stage works on them strictly in order.
 
         Args:
-            batch: a mini-batch. If stages load it, they must have been told by `prefetch`.
+            batch: a mini-batch. If stages load it, `prefetch` must have announced it.
             step: the optimizer step that this is for, counted from 1; seeds dropout. In another
                 call for the same step, gradients accumulate and dropout goes on drawing.
             after: what the stages do by themselves afterwards.
@@ -159,20 +149,14 @@ class StageGroup:
             self._clear_gradients()
             raise
         reports = {name: report for part in trained for name, report in part.reports.items()}
-        return Trained(microbatch.exact_sum(part.loss for part in trained), reports)
-
-    def forward_backward(self, batch: Batch, step: int) -> float:
-        """Accumulate the gradients of a mini-batch and return its loss; see `start_step`."""
-        return self.finish_step(self.start_step(batch, step, AfterRound.NOTHING)).loss
+        return Trained(pytree.exact_sum(part.loss for part in trained), reports)
 
     def end_step(self, started: RoundHandle, loss: float) -> dict[str, StepReport]:
         """Step all optimizers after `finish_step` of a step that is held; return the reports.
 
-        Args:
-            loss: of the step, for schedulers that watch it.
+        Schedulers that watch the loss get `loss`.
 
         Raises:
-            StageError: an optimizer raised.
             LossScaleError: too many steps in a row were skipped.
         """
         step = started.header.step
@@ -181,7 +165,8 @@ class StageGroup:
             self._sum_round(started.number)
             reports = self.optimizer.finish(self._config.max_grad_norm, watched)
         except Exception as error:  # no stage may be left that holds the round
-            known = error if isinstance(error, RpcmpError) else _unexpected(error, step)
+            when = f" at the end of step {step}"
+            known = error if isinstance(error, RpcmpError) else unexpected(error, when)
             cause = self._rounds.abort(known, started.number)
             self._clear_gradients()
             raise cause from error
@@ -190,16 +175,11 @@ class StageGroup:
         return reports
 
     def step(self) -> None:
-        """Update the parameters with the gradients that have been accumulated, and clear these.
-
-        Raises:
-            StageError: an optimizer raised.
-        """
+        """Update the parameters with the gradients that have been accumulated, and clear these."""
         self.optimizer.step()
         self._rounds.discard()
 
     def zero_grad(self) -> None:
-        """Clear the gradients that have been accumulated."""
         self._rounds.discard()
         self._unsummed = 0
         self.optimizer.zero_grad()
@@ -210,162 +190,98 @@ class StageGroup:
         Raises:
             StageError: the last step failed in a weight gradient or an optimizer.
         """
-        found = self.everywhere(Stage.settle)
-        return {name: report for name, report in found.items() if report is not None}
-
-    @overload
-    def everywhere(
-        self, method: Callable[[Stage, *Arguments], Future[Result]], *args: *Arguments
-    ) -> dict[str, Result]: ...
-
-    @overload
-    def everywhere(
-        self, method: Callable[[Stage, *Arguments], Result], *args: *Arguments
-    ) -> dict[str, Result]: ...
-
-    def everywhere(
-        self, method: Callable[[Stage, *Arguments], Any], *args: *Arguments
-    ) -> dict[str, Any]:
-        """Call a method of every worker's stage, on all at once; returns the results by worker.
-
-        Raises:
-            RpcmpError: the first error of any of them.
-        """
-        return self._workers.everywhere(method, *args)
-
-    def merge(self, method: Callable[[Stage], Future[dict[str, Result]]]) -> dict[str, Result]:
-        """Call a method of each stage's first replica and return the union of the results.
-
-        For example, the parameters and buffers of the unsplit model, with tied ones once, are
-        `merge(Stage.state_dict)`.
-        """
-        parts = self._workers.on_firsts(method).values()
-        return {name: value for part in parts for name, value in part.items()}
+        reports = self.workers.everywhere(Stage.settle)
+        return {name: report for name, report in reports.items() if report is not None}
 
     def evaluate(self, batch: Batch, step: int, own: Metrics | None = None) -> Evaluation:
         """Return the loss and metrics of a mini-batch; changes no parameters or gradients.
 
         Args:
-            batch: see `start_step`.
             step: the optimizer step that this follows.
             own: the driver's metrics, which are updated with every micro-batch, in order.
         """
         started = self._rounds.forward(Mode.EVALUATE, batch, step)
-        header, found = started.header, list[Evaluated](self._rounds.finish(started))
+        count = started.header.num_microbatches
+        answers: list[Evaluated] = self._rounds.finish(started)
         if own is not None and own.names:
-            parts = (
-                microbatch.split(batch.targets, header.num_microbatches)
+            targets = (
+                pytree.split(batch.targets, count)
                 if isinstance(batch, Loaded)
-                else [answer.targets for answer in found]
+                else [answer.targets for answer in answers]
             )
-            for answer, part in zip(found, parts, strict=True):
-                own.update(answer.outputs, part)
+            for answer, target in zip(answers, targets, strict=True):
+                own.update(answer.outputs, target)
+        metas = started.header.microbatches(range(count))
         return mean(
             Evaluation(meta.num_samples, answer.loss, answer.metrics)
-            for meta, answer in zip(
-                header.microbatches(range(header.num_microbatches)), found, strict=True
-            )
+            for meta, answer in zip(metas, answers, strict=True)
         )
 
     def predict(self, inputs: Any, step: int) -> Any:
-        """The last stage's outputs for `inputs`, joined again along the first dimension."""
+        """Return the last stage's outputs for `inputs`, joined again along the first dimension."""
         started = self._rounds.forward(Mode.PREDICT, Loaded(inputs), step)
-        found: list[StageOutputs] = self._rounds.finish(started)
-        return microbatch.join([answer.value for answer in found])
+        outputs: list[StageOutputs] = self._rounds.finish(started)
+        return pytree.join([output.value for output in outputs])
 
     def parameters_sha256(self) -> str:
-        """The hash of `rpcmp.rpc.tensors` over the unsplit model.
+        """Return the hash of `rpcmp.rpc.tensors` over the unsplit model.
 
         Raises:
             MismatchError: the replicas of a stage are not the same model.
         """
         if self._config.is_replicated:
-            replica_check.require_equal(self._workers)
-        lines = self.merge(Stage.digests)
-        tied = self._config.tied_to.items()
-        tied_lines = {name: tensors.renamed_line(lines[first], name) for name, first in tied}
-        return tensors.combine_digests({**lines, **tied_lines})
+            worker_refs.require_equal_parameters(self.workers)
+        lines = self.workers.merge(Stage.digests)
+        for name, first in self._config.tied_to.items():
+            lines[name] = tensors.renamed_line(lines[first], name)
+        return tensors.combine_digests(lines)
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take over the parameters and buffers of the unsplit model; each stage gets its own.
+        """Load the parameters and buffers of the unsplit model; each stage gets its own.
 
         Raises:
             ConfigError: a name is missing or unknown, or a shape differs.
         """
         state = {n: value for n, value in state.items() if n not in self._config.tied_to}
-        names: dict[str, list[str]] = self._workers.on_firsts(Stage.state_names)
+        names: dict[str, list[str]] = self.workers.on_firsts(Stage.state_names)
         known = {name for of_stage in names.values() for name in of_stage}
         if known != set(state):
             missing, unknown = sorted(known - set(state)), sorted(set(state) - known)
             raise ConfigError(f"the state misses {missing} and has unknown {unknown}")
-        futures = [
-            (
-                w.label,
-                self._workers.on(w, Stage.load_state_dict, {n: state[n] for n in names[w.stage]}),
-            )
-            for w in self._workers
-        ]
-        results(futures)
+        self.workers.start(
+            Stage.load_state_dict, lambda worker: [{n: state[n] for n in names[worker.stage]}]
+        )()
         self._sync_initial_state()
 
     def dataset_infos(self) -> dict[str, DatasetInfo]:
         """Return the datasets that stages have built, by label of those that load samples."""
-        calls = [(each.label, self._workers.on(each, Stage.dataset_info)) for each in self._readers]
+        calls = [
+            (worker.label, self.workers.rpc_async(worker, Stage.dataset_info))
+            for worker in self._readers
+        ]
         pairs = zip(self._readers, results(calls), strict=True)
-        return {each.label: info for each, info in pairs if info is not None}
+        return {worker.label: info for worker, info in pairs if info is not None}
 
     def epoch_order(self, epoch: int) -> torch.Tensor:
-        """Return the sample indices of an epoch by the config's sampler, from a stage's loader.
-
-        Args:
-            epoch: counted from 0.
-
-        Raises:
-            ConfigError: the sampler cannot be used.
-        """
-        reader = self._readers[0]
-        found: torch.Tensor = result(
-            self._workers.on(reader, Stage.epoch_order, epoch), reader.label
-        )
-        return found
+        """Return the sample indices of an epoch, counted from 0, by a stage's own sampler."""
+        order: torch.Tensor = self.workers.rpc_sync(self._readers[0], Stage.epoch_order, epoch)
+        return order
 
     def prefetch(self, batches: Sequence[BatchIndices]) -> None:
-        """Have the stages that read the batch load mini-batches of coming rounds."""
+        """Make the stages that read the batch load mini-batches of coming rounds; do not wait."""
         for worker in self._readers:
-            self._workers.on(worker, Stage.prefetch, list(batches))
-
-    def request_spans(
-        self, cursors: Mapping[str, int], first_step: int, last_step: int
-    ) -> Callable[[], dict[str, tuple[int, list[Span]]]]:
-        """Request actions of some steps; return a function that waits for the answers.
-
-        An answer has the worker's next cursor and SPANS_PER_ANSWER actions at most, by label.
-        """
-        calls = [
-            (
-                w.label,
-                self._workers.on(w, Stage.read_spans, cursors[w.label], first_step, last_step),
-            )
-            for w in self._workers
-        ]
-        labels = [label for label, _ in calls]
-        return lambda: dict(zip(labels, results(calls), strict=True))
-
-    def clock(self, worker: Member) -> int:
-        """Return a worker's `time.perf_counter_ns`."""
-        now: int = result(self._workers.on(worker, Stage.clock), worker.label)
-        return now
+            self.workers.rpc_async(worker, Stage.prefetch, list(batches))
 
     def live_state(self) -> dict[str, dict[str, int]]:
         """For each stage and the driver, counts of what a step must not leave behind."""
-        return {**self.everywhere(Stage.live_state), DRIVER: self._peers.live_state()}
+        return {**self.workers.everywhere(Stage.live_state), DRIVER: self._peers.live_state()}
 
     def close(self) -> None:
-        """Let all workers leave the group, and drop the references to them."""
+        """Make all workers leave the group, and drop the references to them."""
         self._rounds.close()
-        self.everywhere(Stage.finish)
+        self.workers.everywhere(Stage.finish)
         self.optimizer.release()
-        self._workers.release()
+        self.workers.release()
 
     def _clear_gradients(self) -> None:
         with contextlib.suppress(RpcmpError):  # a worker that is gone has no gradients
@@ -373,9 +289,9 @@ class StageGroup:
 
     def _sync_initial_state(self) -> None:
         if self._config.sums_gradients or self._config.names_parameters:
-            replica_check.require_fit(self._workers, self._config)
+            worker_refs.require_same_model(self.workers, self._config)
         if self._config.sums_gradients:
-            replica_check.sync_initial_state(self._workers)
+            worker_refs.sync_initial_state(self.workers)
 
     def _sum_gradients(self) -> None:
         """Have workers sum the accumulated gradients, unless they have done so."""
@@ -385,9 +301,10 @@ class StageGroup:
 
     def _sum_round(self, round_number: int) -> None:
         if self._config.sums_gradients:
-            self.everywhere(Stage.sum_gradients, round_number)
+            self.workers.everywhere(Stage.sum_gradients, round_number)
 
 
-def _unexpected(error: Exception, step: int) -> JobError:
+def unexpected(error: Exception, when: str = "") -> JobError:
+    """Return the error of a job whose driver raised `error`, which is a bug in rpcmp."""
     text = "".join(traceback.format_exception(error))
-    return JobError(f"the driver failed at the end of step {step}: {one_line(error)}\n{text}")
+    return JobError(f"the driver failed{when}: {one_line(error)}\n{text}")

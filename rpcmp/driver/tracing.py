@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
@@ -55,22 +56,16 @@ CLOCK_SECONDS = 60.0
 """Seconds between two estimates of the clocks, which drift by some microseconds per second."""
 
 
-class ClockSync:
-    """Estimates the clocks of all workers.
+class SpanReader:
+    """Reads the clocks of all workers, and their spans, of which they keep those of `steps`."""
 
-    Attributes:
-        labels: of the workers, in the graph's order.
-        producers: see Trace; of a stage with replicas, all that the worker may read.
-    """
-
-    def __init__(self, config: Config, group: StageGroup) -> None:
-        self._group = group
+    def __init__(self, config: Config, group: StageGroup, steps: int) -> None:
+        self._refs = group.workers
         graph = config.graph()
         rows = {stage: row for row, stage in enumerate(graph.stages)}
         self._workers = sorted(config.workers, key=lambda worker: rows[worker.stage])
-        self.labels = [worker.label for worker in self._workers]
         read = producers(graph)
-        self.producers = {
+        self._producers = {
             worker.label: tuple(
                 other.label
                 for stage in read[worker.stage]
@@ -79,36 +74,17 @@ class ClockSync:
             )
             for worker in self._workers
         }
+        recording = self._refs.everywhere(Stage.record_spans, steps)
+        self._hosts = {label: host for label, (host, _) in recording.items()}
+        self._start = {label: cursor for label, (_, cursor) in recording.items()}
+        self._cursors = self._start
 
-    def ask(self) -> dict[str, ClockEstimate]:
+    def estimate_clocks(self) -> dict[str, ClockEstimate]:
         """Return the offset of each worker's clock from the driver's, by label."""
         return {
             worker.label: estimate(self._ping(worker) for _ in range(PINGS))
             for worker in self._workers
         }
-
-    def _ping(self, worker: Member) -> Ping:
-        sent = time.perf_counter_ns()
-        remote = self._group.clock(worker)
-        return Ping(sent, remote, time.perf_counter_ns())
-
-
-class SpanReader:
-    """Reads the spans of all workers.
-
-    Args:
-        steps: how many steps the workers keep.
-
-    Attributes:
-        hosts: names of the workers' hosts, by label.
-    """
-
-    def __init__(self, group: StageGroup, steps: int) -> None:
-        self._group = group
-        recording = group.everywhere(Stage.record_spans, steps)
-        self.hosts = {label: host for label, (host, _) in recording.items()}
-        self._start = {label: cursor for label, (_, cursor) in recording.items()}
-        self._cursors = self._start
 
     def read_new(self) -> dict[str, list[Span]]:
         """Return the spans since the last call, or since this reader was made; blocks."""
@@ -116,18 +92,29 @@ class SpanReader:
         return spans
 
     def request(self, first_step: int, last_step: int) -> Callable[[], dict[str, list[Span]]]:
-        """Request the spans of these steps, as far as they are kept.
-
-        Returns:
-            A function that waits for them.
-        """
+        """Request the spans of these steps, if kept; return a function that waits for them."""
         answers = self._request(self._start, first_step, last_step)
         return lambda: self._read(answers, first_step, last_step)[1]
 
+    def trace(self, spans: Mapping[str, list[Span]], clocks: Mapping[str, Clock]) -> Trace:
+        tracks = tuple(
+            Track(label, self._hosts[label], tuple(spans[label]), clocks[label])
+            for label in self._producers
+        )
+        return Trace(tracks, self._producers)
+
+    def _ping(self, worker: Member) -> Ping:
+        sent = time.perf_counter_ns()
+        remote = self._refs.rpc_sync(worker, Stage.clock)
+        return Ping(sent, remote, time.perf_counter_ns())
+
     def _request(
         self, cursors: Mapping[str, int], first_step: int = 0, last_step: int = sys.maxsize
-    ) -> Callable[[], dict[str, tuple[int, list[Span]]]]:
-        return self._group.request_spans(cursors, first_step, last_step)
+    ) -> Callable[[], dict[str, Any]]:
+        """Request SPANS_PER_ANSWER spans at most of each worker, and its next cursor."""
+        return self._refs.start(
+            Stage.read_spans, lambda worker: (cursors[worker.label], first_step, last_step)
+        )
 
     def _read(
         self,
@@ -135,14 +122,14 @@ class SpanReader:
         first_step: int = 0,
         last_step: int = sys.maxsize,
     ) -> tuple[dict[str, int], dict[str, list[Span]]]:
-        """Wait for `answers` and request more of them until there are none."""
+        """Wait for `answers`, and request more of them until a worker has no more."""
         spans: defaultdict[str, list[Span]] = defaultdict(list)
         while True:
             newest = answers()
             cursors = {label: cursor for label, (cursor, _) in newest.items()}
-            for label, (_, found) in newest.items():
-                spans[label] += found
-            if all(len(found) < SPANS_PER_ANSWER for _, found in newest.values()):
+            for label, (_, part) in newest.items():
+                spans[label] += part
+            if all(len(part) < SPANS_PER_ANSWER for _, part in newest.values()):
                 return cursors, spans
             answers = self._request(cursors, first_step, last_step)
 
@@ -165,9 +152,8 @@ class StepSampler:
     ) -> None:
         self._report = report
         self._seconds = seconds
-        self._clocks = ClockSync(config, group)
-        self._estimates = self._ask_clocks()
-        self._spans = SpanReader(group, STEPS_SAMPLED)
+        self._reader = SpanReader(config, group, STEPS_SAMPLED)
+        self._clocks = self._read_clocks()
         self._first: int | None = None
         self._last: int | None = None
         self._due = 0.0
@@ -181,7 +167,7 @@ class StepSampler:
         if step == self._first or not is_free or time.monotonic() < self._due:
             return
         self._due = time.monotonic() + self._seconds
-        spans = self._spans.request(step - 2, step)
+        spans = self._reader.request(step - 2, step)
         self._showing = self._thread.submit(self._show, spans, step - 1)
 
     def close(self) -> None:
@@ -196,9 +182,9 @@ class StepSampler:
             return
         new = path.with_name(f"new-{path.name}")
         try:
-            spans = self._spans.request(self._last - STEPS_SAMPLED + 1, self._last)()
-            self._estimates = self._ask_clocks()
-            chrome.write(self._trace(spans), new)
+            spans = self._reader.request(self._last - STEPS_SAMPLED + 1, self._last)()
+            self._clocks = self._read_clocks()
+            chrome.write(self._reader.trace(spans, self._clocks), new)
             new.replace(path)
         except Exception as error:
             with contextlib.suppress(OSError):
@@ -210,8 +196,8 @@ class StepSampler:
         try:
             spans = answers()
             if time.monotonic() >= self._clocks_due:
-                self._estimates = self._ask_clocks()
-            event = timeline(self._trace(spans), step)
+                self._clocks = self._read_clocks()
+            event = timeline(self._reader.trace(spans, self._clocks), step)
             if event is not None:
                 self._report(event)
         except RpcmpError:
@@ -226,59 +212,31 @@ class StepSampler:
         why = error if isinstance(error, RpcmpError) else one_line(error)
         self._report(WarningEvent(text=f"{what}: {why}"))
 
-    def _trace(self, spans: dict[str, list[Span]]) -> Trace:
-        tracks = (
-            Track(
-                label,
-                self._spans.hosts[label],
-                tuple(spans[label]),
-                Clock(self._estimates[label].offset_ns),
-            )
-            for label in self._clocks.labels
-        )
-        return Trace(tuple(tracks), self._clocks.producers)
-
-    def _ask_clocks(self) -> dict[str, ClockEstimate]:
+    def _read_clocks(self) -> dict[str, Clock]:
         self._clocks_due = time.monotonic() + CLOCK_SECONDS
-        return self._clocks.ask()
+        estimates = self._reader.estimate_clocks()
+        return {label: Clock(each.offset_ns) for label, each in estimates.items()}
 
 
 class Tracer:
-    """Traces a run from its construction until `write`.
-
-    Args:
-        group: the stages, between two steps.
-    """
+    """Traces a run from its construction, between two steps, until `write`."""
 
     def __init__(self, config: Config, group: StageGroup) -> None:
-        self._clocks = ClockSync(config, group)
-        self._before = self._clocks.ask()
-        self._reader = SpanReader(group, STEPS_TRACED)
+        self._reader = SpanReader(config, group, STEPS_TRACED)
+        self._before = self._reader.estimate_clocks()
         self._spans: defaultdict[str, list[Span]] = defaultdict(list)
 
     def after_step(self, step: int) -> None:
-        """Read the spans, now and then."""
+        """Read the spans every STEPS_BETWEEN steps."""
         if step % STEPS_BETWEEN == 0:
             self._read()
 
     def write(self, path: Path) -> None:
-        """Write the trace of all steps so far.
-
-        Raises:
-            ConfigError: the file cannot be written.
-        """
+        """Write the trace of all steps so far."""
         self._read()
-        after = self._clocks.ask()
-        tracks = tuple(
-            Track(
-                label,
-                self._reader.hosts[label],
-                tuple(self._spans[label]),
-                between(self._before[label], after[label]),
-            )
-            for label in self._clocks.labels
-        )
-        chrome.write(Trace(tracks, self._clocks.producers), path)
+        after = self._reader.estimate_clocks()
+        clocks = {label: between(before, after[label]) for label, before in self._before.items()}
+        chrome.write(self._reader.trace(self._spans, clocks), path)
 
     def _read(self) -> None:
         for label, spans in self._reader.read_new().items():

@@ -12,19 +12,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from rpcmp.config import importing
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.data.batches import Loaded
-from rpcmp.driver.checkpoint_schedule import CheckpointCadence
 from rpcmp.driver.datasets import Datasets, Step, StepStream, fewest_samples
-from rpcmp.driver.evaluation import Metrics
-from rpcmp.driver.evaluator import Evaluator
-from rpcmp.driver.loss_scaler import ScalerState
-from rpcmp.driver.progress import Best, EarlyStopping, TrainingProgress
+from rpcmp.driver.evaluation import Evaluator, Metrics
+from rpcmp.driver.progress import Best, CheckpointCadence, EarlyStopping, TrainingProgress
 from rpcmp.driver.rounds import RoundHandle
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.driver.tracing import StepSampler, Tracer
@@ -41,10 +38,6 @@ from rpcmp.pipelining.cost_model import STEPS_AHEAD
 from rpcmp.process.activity import Activity
 from rpcmp.rpc.messages import AfterRound, StepReport
 from rpcmp.worker.stage import Stage
-
-Report = Callable[[Event], None]
-
-ProgressSink = Callable[[dict[str, Any]], None]
 
 
 class SegmentTotals(NamedTuple):
@@ -65,20 +58,16 @@ class Training:
     """One run of a config.
 
     Args:
-        config: the job.
-        datasets: its data.
-        group: the stages.
-        report: called with every event.
         send_progress: called after each step with the state from which a later generation resumes.
         stop: if another thread sets it, the run ends after the steps in progress.
-        begin: the progress from which the run resumes; None: it starts.
-        activity: records what the driver does.
+        resumed: the progress from which the run resumes; None: it starts.
         tracers: called after every step.
         metrics: the metrics that the driver computes.
 
     Attributes:
         progress: the state after the last step.
         saves: the schedule of checkpoints.
+        total_steps: of the whole run.
     """
 
     def __init__(
@@ -86,10 +75,10 @@ class Training:
         config: Config,
         datasets: Datasets,
         group: StageGroup,
-        report: Report,
-        send_progress: ProgressSink,
+        report: Callable[[Event], None],
+        send_progress: Callable[[dict[str, Any]], None],
         stop: threading.Event,
-        begin: TrainingProgress | None = None,
+        resumed: TrainingProgress | None = None,
         activity: Activity | None = None,
         tracers: Sequence[Tracer | StepSampler] = (),
         metrics: Metrics | None = None,
@@ -99,15 +88,17 @@ class Training:
         self._report = report
         self._send_progress = send_progress
         self._activity = activity or Activity()
-        self._steps = StepStream(config, datasets, self._activity)
-        self.progress = (begin or TrainingProgress()).under(config)
+        self._steps = StepStream(config, datasets.train, self._activity)
+        self.total_steps = self._steps.total
+        self.progress = (resumed or TrainingProgress()).under(config)
         saved = self.progress.step if self.progress.is_saved else 0
-        self.saves = CheckpointCadence(config, self._steps.total, saved, self.progress.since_saved)
+        self.saves = CheckpointCadence(config, self.total_steps, saved, self.progress.since_saved)
         self._stop = stop
         self._tracers = tracers
         self._evaluator = Evaluator(
             config, datasets.test, group, metrics or Metrics({}), stop, self._activity
         )
+        self._evaluates = False
         self._evaluated_after = -1
         self._in_progress: deque[tuple[Step, RoundHandle]] = deque()
         self._unreported: StepEvent | None = None
@@ -120,32 +111,22 @@ class Training:
         for text in group.warnings():
             report(WarningEvent(text=text))
 
-    def total_steps(self) -> int:
-        return self._steps.total
-
     def run(self, evaluate: bool) -> None:
         """Train to the end of the run, or until `stop` is set.
 
         Args:
-            evaluate: whether to evaluate after epochs and at the end, and to write the report.
+            evaluate: whether to evaluate as the config says and at the end, and write the report.
         """
+        self._evaluates = evaluate
         if evaluate and self.progress.step == 0 and (warning := self._evaluator.rehearse()):
             self._report(WarningEvent(text=warning))
-        self._resume_after(evaluate)
+        self._resume_after()
         is_stopped = self._stop.is_set() and self.progress.step > 0  # in that evaluation
-        if self._over(evaluate) is None and not is_stopped:
-            self._train(self._steps.after(self.progress.step), evaluate)
-        if (over := self._over(evaluate)) is not None:
-            self._report(
-                EarlyStopEvent(
-                    metric=over.metric,
-                    mode=over.mode,
-                    best=over.best,
-                    best_step=over.best_step,
-                    waited=over.waited,
-                    step=self.progress.step,
-                )
-            )
+        if self._early_stop is None and not is_stopped:
+            self._train(self._steps.after(self.progress.step))
+        if (state := self._early_stop) is not None:
+            state = replace(state, step=self.progress.step)
+            self._report(EarlyStopEvent(**asdict(state)))
         if evaluate and not self._stop.is_set():
             if self._evaluated_after != self.progress.step:
                 self._evaluate(self.progress.epoch)
@@ -161,67 +142,65 @@ class Training:
             # No stage has its state of before its scheduler stepped any more.
             self.progress = replace(self.progress, has_ended_epoch=True)
         self._report_progress()
-        self._group.everywhere(Stage.save, step)
+        self._group.workers.everywhere(Stage.save, step)
 
     def segment(self, steps: int) -> SegmentTotals:
-        """Train the next `steps` steps, and wait until all stages have done them.
-
-        Their mini-batches are loaded before the clock starts.
-        """
-        loaded = list(itertools.islice(self._endless, steps))
+        """Train the next `steps` steps, and wait until all stages have done them."""
+        loaded = list(itertools.islice(self._endless, steps))  # before the clock starts
         started, cpu = time.perf_counter(), time.process_time()
         self._segment = []
-        self._train(loaded, evaluate=False)
+        self._train(loaded)
         return SegmentTotals(
             time.perf_counter() - started, time.process_time() - cpu, self._segment
         )
 
-    def _train(self, steps: Iterable[Step], evaluate: bool) -> None:
+    def _train(self, steps: Iterable[Step]) -> None:
         self._ended = time.perf_counter()
         for step in steps:
             self._in_progress.append((step, self._start(step)))
             if len(self._in_progress) == STEPS_AHEAD:
                 self._finish(*self._in_progress.popleft())
-            if self._must_drain(step, evaluate):
+            if self._must_drain(step):
                 self._drain()
-                self._after_drained(step, evaluate)
+                self._after_drained(step)
                 self._ended = time.perf_counter()  # none of that is the next step's
-            if self._stop.is_set() or self._over(evaluate) is not None:
+            if self._stop.is_set() or self._early_stop is not None:
                 break
         self._drain()
 
-    def _resume_after(self, evaluate: bool) -> None:
+    def _resume_after(self) -> None:
         """Repeat what follows a step, if the run resumes right after it."""
-        begin = self.progress
-        ends_epoch = self._steps.ends_epoch(begin.batch)
-        step = Step(begin.step, begin.epoch, ends_epoch, Loaded(None), 0.0)
-        if begin.step and not begin.has_ended_epoch and self._must_drain(step, evaluate):
-            self._after_drained(step, evaluate)
+        last = self.progress
+        ends_epoch = self._steps.ends_epoch(last.batch)
+        step = Step(last.step, last.epoch, ends_epoch, Loaded(None), 0.0)
+        if last.step and not last.has_ended_epoch and self._must_drain(step):
+            self._after_drained(step)
         elif (
-            begin.has_ended_epoch
-            and begin.evaluated_after != begin.step
-            and self._is_evaluation_due(step, evaluate)
+            last.has_ended_epoch
+            and last.evaluated_after != last.step
+            and self._is_evaluation_due(step)
         ):
-            self._evaluate(begin.epoch)  # the run was stopped during that evaluation
-        elif begin.best is not None and begin.best.step == begin.step:
+            self._evaluate(last.epoch)  # the run was stopped during that evaluation
+        elif last.best is not None and last.best.step == last.step:
             self._keep_best(None)
 
-    def _must_drain(self, step: Step, evaluate: bool) -> bool:
+    def _must_drain(self, step: Step) -> bool:
         """Return whether all stages must have done this step before the next one starts."""
         steps_scheduler = step.ends_epoch and self._config.steps_scheduler("epoch")
-        return steps_scheduler or self._is_evaluation_due(step, evaluate)
+        return steps_scheduler or self._is_evaluation_due(step)
 
-    def _is_evaluation_due(self, step: Step, evaluate: bool) -> bool:
-        if not evaluate or step.number == self._steps.total:
+    def _is_evaluation_due(self, step: Step) -> bool:
+        if not self._evaluates or step.number == self.total_steps:
             return False
         return self._evaluator.is_due(step.number, step.epoch, step.ends_epoch)
 
-    def _over(self, evaluate: bool) -> EarlyStopping | None:
-        """Return the state of early stopping if it ends the run here."""
-        section, stopping = self._config.early_stopping, self.progress.stopping
-        if not evaluate or section is None or stopping is None:
+    @property
+    def _early_stop(self) -> EarlyStopping | None:
+        """The state of early stopping if it ends the run here."""
+        section, state = self._config.early_stopping, self.progress.stopping
+        if not self._evaluates or section is None or state is None:
             return None
-        return stopping if stopping.is_over(section.patience) else None
+        return state if state.is_over(section.patience) else None
 
     def _drain(self) -> None:
         """Wait until all stages have done all started steps, and report them."""
@@ -249,12 +228,17 @@ class Training:
         if self._config.holds_steps:
             reports = self._group.end_step(started, trained.loss)
         now = time.perf_counter()
+        event = _event_of_driver(step, trained.loss, now - self._ended)
         scaler = self._group.optimizer.scaler
-        state = None if scaler is None else scaler.state
-        scaling = None
         if scaler is not None:
-            scaling = (self.progress.scaler or scaler.initial, scaler.state)
-        event = event_of_driver(step, trained.loss, now - self._ended, scaling)
+            before = self.progress.scaler or scaler.initial
+            event = replace(
+                event,
+                loss_scale=before.scale,
+                is_skipped=scaler.state.skipped > before.skipped,
+                skipped_steps=scaler.state.skipped,
+            )
+        state = None if scaler is None else scaler.state
         self.progress = self.progress.after(step.number, step.epoch, trained.loss, state)
         self._last = self._unreported = event
         self._report_progress()
@@ -270,7 +254,7 @@ class Training:
         if self._unreported is None:
             return
         event, self._unreported = self._unreported, None
-        whole = with_stage_reports(event, self._config.workers, stages)
+        whole = _with_stage_reports(event, self._config.workers, stages)
         self._last = whole if self._last is event else self._last
         self._report(whole)
 
@@ -279,15 +263,15 @@ class Training:
         awaits_save = self.saves.includes(self.progress.step)
         last_event = None if self._last is None else self._last.to_json()
         more = {"told": last_event, "awaits_save": awaits_save}
-        self._send_progress({"event": "progress", **self.progress.message(), **more})
+        self._send_progress({"event": "progress", **asdict(self.progress), **more})
 
-    def _after_drained(self, step: Step, evaluate: bool) -> None:
+    def _after_drained(self, step: Step) -> None:
         """Step the schedulers, and evaluate, after a step that all stages have done."""
         if step.ends_epoch:
             self._epoch_ended_after = step.number
             if self._config.scheduler_interval == "epoch":
                 self._group.optimizer.step_scheduler(self.progress.mean_loss)
-        if self._is_evaluation_due(step, evaluate) and not self._stop.is_set():
+        if self._is_evaluation_due(step) and not self._stop.is_set():
             self._evaluate(step.epoch)
 
     def _evaluate(self, epoch: int) -> None:
@@ -304,16 +288,11 @@ class Training:
             self._report_progress()
 
     def _keep_best(self, before: Best | None) -> None:
-        """Save this step, the best so far, and wait for the disks.
-
-        After a fault the stages may only have later steps, and this one could not be saved then.
-
-        Args:
-            before: the previous best, which is kept if the checkpoint fails.
-        """
+        """Save this step, the best so far; `before`, the previous one, is kept if that fails."""
         self.save()
         self._report_progress()
         self._activity.stop()
+        # After a fault the stages may only have later steps, and this one could not be saved then.
         self.saves.wait()
         step = self.progress.step
         if self.saves.has_failed(step):
@@ -326,28 +305,20 @@ class Training:
             return
         self._activity.start("report", self.progress.step)
         write = importing.resolve(self._config.report.callable, "report")
-        kwargs = self._config.report.kwargs
+
+        def predict(inputs: Any) -> Any:
+            return self._group.predict(inputs, self.progress.step)
+
         try:
-            text = str(
-                write(lambda inputs: self._group.predict(inputs, self.progress.step), **kwargs)
-            )
+            text = str(write(predict, **self._config.report.kwargs))
         except Exception as error:
             raise FactoryError(f"report failed: {importing.explain_error(error)}") from error
         self._report(ReportEvent(text=text))
 
 
-def event_of_driver(
-    step: Step, loss: float, seconds: float, scaling: tuple[ScalerState, ScalerState] | None
-) -> StepEvent:
-    """Return the event of a step, without the values that the stages report.
-
-    Args:
-        step: the step.
-        loss: mean loss of the mini-batch.
-        seconds: time since the end of the step before.
-        scaling: with loss scaling, the scaler's state before and after the step.
-    """
-    event = StepEvent(
+def _event_of_driver(step: Step, loss: float, seconds: float) -> StepEvent:
+    """Return the event of a step, without the values that the stages report."""
+    return StepEvent(
         step=step.number,
         epoch=step.epoch,
         loss=loss,
@@ -359,27 +330,12 @@ def event_of_driver(
         learning_rate=None,
         learning_rates={},
     )
-    if scaling is None:
-        return event
-    before, after = scaling
-    return replace(
-        event,
-        loss_scale=before.scale,
-        is_skipped=after.skipped > before.skipped,
-        skipped_steps=after.skipped,
-    )
 
 
-def with_stage_reports(
+def _with_stage_reports(
     event: StepEvent, workers: Sequence[Member], stages: Mapping[str, StepReport]
 ) -> StepEvent:
-    """Return the event with the values that the stages have reported.
-
-    Args:
-        event: a result of `event_of_driver`.
-        workers: all workers, in the order of the event's tables.
-        stages: the reports, by the workers' labels; the report of a lost worker is missing.
-    """
+    """Return the event with the reports of all workers but lost ones, by label."""
     reports = {worker.label: stages[worker.label] for worker in workers if worker.label in stages}
     rates = {label: report.learning_rate for label, report in reports.items()}
     groups = {

@@ -6,7 +6,7 @@ up or a factory that does not import ends the job before anything is built.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,7 +20,6 @@ from rpcmp.config.topology import Member
 from rpcmp.config.types import Factory, Strict
 from rpcmp.errors import ConfigError, one_line
 from rpcmp.pipelining import cost_model, devices, layers, optimizers, parameter_names, partition
-from rpcmp.pipelining.layers import require_known_weights
 from rpcmp.pipelining.schedule import InFlightLimits
 
 
@@ -64,7 +63,7 @@ class Assignment(Strict):
     @property
     def limits(self) -> InFlightLimits:
         """Bundles of micro-batches that this stage may keep in flight."""
-        return cost_model.limits(self.config)[self.stage_name]
+        return self.all_limits[0]
 
     @property
     def all_limits(self) -> list[InFlightLimits]:
@@ -77,9 +76,9 @@ class Assignment(Strict):
         return max(map(cost_model.in_flight, self._configs))
 
     @property
-    def conducted(self) -> int:
+    def in_flight_per_replica(self) -> int:
         """The most bundles in flight per replica of the sink, under any setting."""
-        return max(map(cost_model.conducted, self._configs))
+        return max(map(cost_model.in_flight_per_replica, self._configs))
 
     @property
     def _configs(self) -> list[Config]:
@@ -95,26 +94,22 @@ def assign(
     """Return every worker's assignment, in the config's order; arguments as in `Assignment`."""
     _try_out(config, driver_metrics)
     layers_of_stages = _layers_of_stages(config)
-    unsplit = [layer for layers in layers_of_stages for layer in layers]
-    known = (
-        parameter_names.named_parameters_of(config, layers_of_stages)
-        if _asks_names(config)
-        else None
-    )
-    _check_weights(config, unsplit, known)
     stage_of = {
         layer: stage
-        for stage, layers in zip(config.stage_names, layers_of_stages, strict=True)
-        for layer in layers
+        for stage, names in zip(config.stage_names, layers_of_stages, strict=True)
+        for layer in names
     }
-    layers_found = dict.fromkeys(unsplit) if known is None else known
+    known = None
+    if config.names_parameters or config.init is not None:
+        known = parameter_names.named_parameters_of(config, layers_of_stages)
+    _check_weights(config, stage_of, known)
+    names_of = dict.fromkeys(stage_of) if known is None else known
+
+    def stage_with(parameter: str) -> str:
+        return stage_of[parameter_names.layer_of(config, parameter, names_of)]
+
     tied = [
-        [
-            TiedParameter(
-                stage=stage_of[parameter_names.layer_of(config, name, layers_found)], name=name
-            )
-            for name in group
-        ]
+        [TiedParameter(stage=stage_with(name), name=name) for name in group]
         for group in config.tied
     ]
     if known is not None:
@@ -134,10 +129,6 @@ def assign(
     ]
 
 
-def _asks_names(config: Config) -> bool:
-    return config.names_parameters or config.init is not None
-
-
 def _check_names(
     config: Config, known: Mapping[str, parameter_names.Named], stage_of: Mapping[str, str]
 ) -> None:
@@ -154,14 +145,14 @@ def _check_names(
 
 
 def _check_weights(
-    config: Config, layers: Sequence[str], known: Mapping[str, parameter_names.Named] | None
+    config: Config, unsplit: Iterable[str], known: Mapping[str, parameter_names.Named] | None
 ) -> None:
     """Check the file of `init`, unless only the stages' hosts have it."""
     if config.init is None or (config.addresses and not Path(config.init).exists()):
         return
-    prefixes = [config.prefix_of(layer) for layer in layers]
+    prefixes = [config.prefix_of(layer) for layer in unsplit]
     state = None if known is None else {name for one in known.values() for name in one.state}
-    require_known_weights(config.init, prefixes, state)
+    layers.require_known_weights(config.init, prefixes, state)
 
 
 def _layers_of_stages(config: Config) -> list[list[str]]:
@@ -182,43 +173,33 @@ def _try_out(config: Config, driver_metrics: Sequence[str]) -> None:
     The user's own may need packages that only the stages' hosts have. They are built with the
     stages, when it also shows whether an optimizer takes the parameters.
     """
-    for name, source in (("loss", config.loss), *_metrics(config, driver_metrics)):
-        if _everywhere(source):
+    sources = {"loss": config.loss} | {
+        f"metrics.{name}": metric
+        for name, metric in config.metrics.items()
+        if name not in driver_metrics
+    }
+    for name, source in sources.items():
+        if _is_everywhere(source):
             importing.function(source, name)
-    for index in range(config.num_stages):
-        _try_device(config, index)
+    for index, stage in enumerate(config.stage_names):
+        device = config.stage(index).device
+        try:
+            devices.resolve_device(device)  # only the host knows whether it has it
+        except RuntimeError as error:
+            raise ConfigError(f"stage {stage!r}: device = {device!r}: {one_line(error)}") from error
         _try_optimizer(config, index)
-
-
-def _try_device(config: Config, index: int) -> None:
-    """Check that torch knows the device; only the host knows whether it has it."""
-    name = config.stage(index).device
-    try:
-        devices.resolve_device(name)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"stage {config.stage_names[index]!r}: device = {name!r}: {one_line(error)}"
-        ) from error
 
 
 def _try_optimizer(config: Config, index: int) -> None:
     source, schedule = config.optimizer_of(index), config.scheduler_of(index)
-    if not _everywhere(source):
+    if not _is_everywhere(source):
         return
     own, of_stage = config.stage(index), f" of stage {config.stage_names[index]!r}"
-    where = f"optimizer{of_stage if own.optimizer else ''}"
-    optimizer = optimizers.create(source, {"": nn.Parameter(torch.zeros(1, 1))}, where)
-    if schedule is not None and _everywhere(schedule):
+    name = f"optimizer{of_stage if own.optimizer else ''}"
+    optimizer = optimizers.create(source, {"": nn.Parameter(torch.zeros(1, 1))}, name)
+    if schedule is not None and _is_everywhere(schedule):
         importing.create(schedule, f"scheduler{of_stage if own.scheduler else ''}", optimizer)
 
 
-def _metrics(config: Config, driver_metrics: Sequence[str]) -> list[tuple[str, Factory]]:
-    return [
-        (f"metrics.{name}", metric)
-        for name, metric in config.metrics.items()
-        if name not in driver_metrics
-    ]
-
-
-def _everywhere(source: Factory) -> bool:
+def _is_everywhere(source: Factory) -> bool:
     return source.callable.partition(":")[0].partition(".")[0] in ("torch", "rpcmp")

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from rpcmp.config import topology
 from rpcmp.config.schema import Config
+from rpcmp.config.topology import ReplicaAssignment
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import simulation
-from rpcmp.pipelining.partition import StageHost
+from rpcmp.pipelining.partition import StageHost, bounds
 from rpcmp.pipelining.schedule import InFlightLimits, policy
 from rpcmp.pipelining.simulation import ActionTimes, Simulation
 
@@ -59,20 +59,20 @@ def held(config: Config) -> dict[str, int]:
 
 def in_flight(config: Config) -> int:
     """Return the most bundles in flight in the whole job."""
-    return conducted(config) * config.stage(_sink_index(config)).num_replicas
+    return in_flight_per_replica(config) * _sink(config).num_replicas
 
 
-def conducted(config: Config) -> int:
+def in_flight_per_replica(config: Config) -> int:
     """Return the most bundles in flight per replica of the sink, each of which runs its part."""
-    sink = config.stage(_sink_index(config)).turns
-    kept = limits(config)
-    most = max(kept[worker.stage].open * worker.num_replicas for worker in config.workers)
+    sink = _sink(config)
+    by_stage = limits(config)
+    most = max(by_stage[worker.stage].open * worker.num_replicas for worker in config.workers)
     share = -(-most // sink.num_replicas)
     return min(share + AHEAD, STEPS_AHEAD * sink.most(num_bundles(config)))
 
 
-def _sink_index(config: Config) -> int:
-    return config.stage_names.index(config.graph().sink)
+def _sink(config: Config) -> ReplicaAssignment:
+    return config.turns_of(config.graph().sink)
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,7 @@ class Prediction:
 
 def predict(config: Config, hosts: Sequence[StageHost], balance: list[int]) -> Prediction:
     """Predict a step that starts as soon as every stage has time for it."""
-    parts = _parts(hosts, balance)
-    step = _step_seconds(config, parts)
+    step = _step_seconds(config, hosts, balance)
     stages = {
         host.stage: StagePrediction(
             num_layers=end - start,
@@ -120,7 +119,7 @@ def predict(config: Config, hosts: Sequence[StageHost], balance: list[int]) -> P
             memory_bytes=host.memory(start, end),
             limit_bytes=host.limit_bytes,
         )
-        for host, start, end in parts
+        for host, (start, end) in zip(hosts, bounds(balance), strict=True)
     }
     bubble = sum(stage.bubble for stage in stages.values()) / len(stages)
     return Prediction(balance, step, bubble, stages)
@@ -128,73 +127,58 @@ def predict(config: Config, hosts: Sequence[StageHost], balance: list[int]) -> P
 
 def times_of(hosts: Sequence[StageHost], balance: Sequence[int]) -> dict[str, ActionTimes]:
     """Return the times of one micro-batch, by the stage's name."""
-    return {host.stage: _times(host, start, end) for host, start, end in _parts(hosts, balance)}
+    times = {}
+    for host, (start, end) in zip(hosts, bounds(balance), strict=True):
+        layers = host.profile.layers[start:end]
+        forward = sum(layer.forward_s for layer in layers)
+        backward = sum(layer.backward_s for layer in layers)
+        times[host.stage] = ActionTimes(
+            forward,
+            backward + (forward if host.recompute else 0.0),
+            sum(layer.weight_s for layer in layers),
+        )
+    return times
 
 
 def simulate(config: Config, times: Mapping[str, ActionTimes]) -> Simulation:
-    """Simulate one step. The replicas of a stage count as one host; see `merge_profiles`.
+    """Simulate one step. The replicas of a stage count as one fast host; see `merge_profiles`.
 
     Args:
         times: per micro-batch and stage; the simulation runs bundles of micro-batches.
     """
-    kept = {
-        worker.stage: _times_over(each, worker.num_replicas)
-        for worker in config.workers
-        for each in [limits(config)[worker.stage]]
-    }
+    by_stage = limits(config)
+    for worker in config.workers:
+        if worker.replica == 0:
+            of_one, count = by_stage[worker.stage], worker.num_replicas
+            by_stage[worker.stage] = replace(
+                of_one,
+                open=of_one.open * count,
+                held=of_one.held * count,
+                deferred=of_one.deferred * count,
+            )
     bundles = num_bundles(config)
-    a_bundle = {
+    per_bundle = {
         stage: each.scaled(config.num_microbatches / bundles) for stage, each in times.items()
     }
-    return Simulation(
-        config.graph(),
-        policy(config.schedule),
-        bundles,
-        simulation.fixed(a_bundle, kept),
-        kept,
-    )
+    duration = simulation.fixed(per_bundle, by_stage)
+    return Simulation(config.graph(), policy(config.schedule), bundles, duration, by_stage)
 
 
-def _parts(hosts: Sequence[StageHost], balance: Sequence[int]) -> list[tuple[StageHost, int, int]]:
-    ends = list(accumulate(balance))
-    return list(zip(hosts, [0, *ends], ends, strict=False))
-
-
-def _step_seconds(config: Config, parts: Sequence[tuple[StageHost, int, int]]) -> float:
+def _step_seconds(config: Config, hosts: Sequence[StageHost], balance: Sequence[int]) -> float:
     """Return the seconds from the start of one step to the start of the next.
 
     A step can start as soon as every stage will have stepped its optimizer when its first forward
     of the next step is due. If the driver has to look at all stages before they step, the next
     step starts only after all of them have finished.
     """
-    run = simulate(config, {host.stage: _times(host, start, end) for host, start, end in parts})
+    run = simulate(config, times_of(hosts, balance))
     updates = {
         host.stage: sum(layer.update_s for layer in host.profile.layers[start:end])
-        for host, start, end in parts
+        for host, (start, end) in zip(hosts, bounds(balance), strict=True)
     }
     if config.holds_steps:
         return run.makespan + max(updates.values())
     return max(
         run.runs[stage][-1].end + update - run.runs[stage][0].start
         for stage, update in updates.items()
-    )
-
-
-def _times_over(limits: InFlightLimits, replicas: int) -> InFlightLimits:
-    """Return the limits of a stage's replicas together, which count as one fast host."""
-    return replace(
-        limits,
-        open=limits.open * replicas,
-        held=limits.held * replicas,
-        deferred=limits.deferred * replicas,
-    )
-
-
-def _times(host: StageHost, start: int, end: int) -> ActionTimes:
-    layers = host.profile.layers[start:end]
-    forward = sum(layer.forward_s for layer in layers)
-    return ActionTimes(
-        forward,
-        sum(layer.backward_s for layer in layers) + (forward if host.recompute else 0.0),
-        sum(layer.weight_s for layer in layers),
     )

@@ -16,6 +16,7 @@ model's state_dict, as `rpcmp export` writes it. Each host reads only the tensor
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -61,12 +62,13 @@ def require_known_weights(
     Args:
         names: all names of the model; None if not known yet.
     """
-    begins = tuple(prefixes)
+    prefixes = tuple(prefixes)
     with _open_weights(path) as file:
-        every = sorted(file.keys())
-    unknown = [
-        name for name in every if not (name.startswith(begins) if names is None else name in names)
-    ]
+        stored = sorted(file.keys())
+    if names is None:
+        unknown = [name for name in stored if not name.startswith(prefixes)]
+    else:
+        unknown = [name for name in stored if name not in names]
     if unknown:
         raise ConfigError(f"init = {path!r} has tensors of no layer: {', '.join(unknown[:NAMED])}")
 
@@ -88,23 +90,21 @@ def load_weights(
     with _open_weights(path) as file:
         names = set(file.keys())
         for layer, (prefix, module) in modules.items():
+            own = {prefix + name: name for name in module.state_dict()}
+            state: dict[str, Tensor] = {}
+            for whole, name in own.items():
+                stored = tied_to.get(whole, whole)
+                stored = stored if stored in names else whole
+                if stored in names:
+                    state[name] = file.get_tensor(stored)
             try:
-                own = {name: prefix + name for name in module.state_dict()}
-                module.load_state_dict(_own(file, names, own, tied_to))
-                found = {name for name in names if name.startswith(prefix)} if owns_prefixes else ()
-                if unknown := sorted({*found} - {*own.values()} - {*tied_to}):
-                    raise RuntimeError(f"has no {', '.join(unknown[:NAMED])}")
+                module.load_state_dict(state)
+                if owns_prefixes:
+                    unknown = {n for n in names if n.startswith(prefix)} - {*own} - {*tied_to}
+                    if unknown:
+                        raise RuntimeError(f"has no {', '.join(sorted(unknown)[:NAMED])}")
             except RuntimeError as error:
                 raise ConfigError(f"init = {path!r}: layer {layer!r}: {error}") from error
-
-
-def _own(
-    file: Any, names: set[str], own: Mapping[str, str], tied_to: Mapping[str, str]
-) -> dict[str, Tensor]:
-    """A module's tensors: of each the file's, under its name or that which it is tied to."""
-    stored = {name: tied_to.get(whole, whole) for name, whole in own.items()}
-    stored |= {name: own[name] for name, whole in stored.items() if whole not in names}
-    return {name: file.get_tensor(whole) for name, whole in stored.items() if whole in names}
 
 
 def _open_weights(path: str) -> Any:
@@ -123,9 +123,9 @@ def chain_layers(config: Config) -> dict[str, LayerFactory]:
         raise ConfigError("only a job with [model] has a list of layers")
     seed_all(config.seed, "layers")
     model = config.model
-    made = importing.create(Factory(callable=model.layers, kwargs=model.kwargs), "model.layers")
+    value = importing.create(Factory(callable=model.layers, kwargs=model.kwargs), "model.layers")
     layers: dict[str, LayerFactory] = {}
-    for name, layer in _pairs(made, model.layers):
+    for name, layer in _pairs(value, model.layers):
         if name in layers:
             raise ConfigError(f"{model.layers} names two layers {name!r}")
         layers[name] = layer
@@ -160,24 +160,18 @@ def build_layers(config: Config, stage_index: int, names: Iterable[str]) -> dict
     stage = config.stage(stage_index)
     if config.model is not None:
         layers = chain_layers(config)
-        built = {name: _build_layer(config.seed, name, layers[name]) for name in names}
-        _refuse_shared_parameters(built)
-        return _with_weights(config, built)
-    (name,) = names
-    source = Factory(callable=stage.module or "", kwargs=stage.kwargs)
-
-    def make() -> nn.Module:
-        module: nn.Module = importing.create(source, f"stage {name!r}: module")
-        return module
-
-    return _with_weights(config, {name: _build_layer(config.seed, name, make)})
-
-
-def _with_weights(config: Config, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+        factories = {name: layers[name] for name in names}
+    else:
+        (name,) = names
+        source = Factory(callable=stage.module or "", kwargs=stage.kwargs)
+        create = functools.partial(importing.create, source, f"stage {name!r}: module")
+        factories = {name: create}
+    modules = {name: _build_layer(config.seed, name, make) for name, make in factories.items()}
+    _refuse_shared_parameters(modules)
     if config.init is not None:
         prefixed = {name: (config.prefix_of(name), module) for name, module in modules.items()}
-        owns = all(stage.prefix is None for stage in config.stages)
-        load_weights(config.init, prefixed, config.tied_to, owns)
+        owns_prefixes = all(stage.prefix is None for stage in config.stages)
+        load_weights(config.init, prefixed, config.tied_to, owns_prefixes)
     return modules
 
 
@@ -196,11 +190,11 @@ def _build_layer(seed: int, name: str, layer: LayerFactory) -> nn.Module:
     return module
 
 
-def _pairs(made: Any, source: str) -> Iterable[tuple[str, LayerFactory]]:
-    if isinstance(made, nn.Module):  # a module that stands twice in a Sequential is two layers
-        every = made.named_modules(remove_duplicate=False)
-        made = [(name, module) for name, module in every if name and "." not in name]
-    items = made.items() if isinstance(made, Mapping) else made
+def _pairs(value: Any, source: str) -> Iterable[tuple[str, LayerFactory]]:
+    if isinstance(value, nn.Module):  # a module that stands twice in a Sequential is two layers
+        named = value.named_modules(remove_duplicate=False)
+        value = [(name, module) for name, module in named if name and "." not in name]
+    items = value.items() if isinstance(value, Mapping) else value
     try:
         pairs = [(name, layer) for name, layer in items]
     except (TypeError, ValueError) as error:

@@ -47,10 +47,7 @@ Trained = Mapping[str, Mapping[str, bool]]
 
 
 def create(source: OptimizerFactory, named: Mapping[str, Tensor], what: str = "optimizer") -> Any:
-    """Create the optimizer of these parameters.
-
-    Args:
-        named: its parameters, by the names of the unsplit model.
+    """Create the optimizer of these parameters, by their names in the unsplit model.
 
     Raises:
         FactoryError: it does not import, raised, or does not know an option of a group; names the
@@ -119,13 +116,13 @@ def require_matches(config: Config, trained: Trained) -> None:
     for index in range(config.num_stages):
         key = f"stages.{index}.optimizer" if _has_own(config, index) else "optimizer"
         stages.setdefault(key, []).append(index)
-    for where, indexes in stages.items():
-        its = [name for index in indexes for name in _trained_in(config, index, trained)]
+    for key, indexes in stages.items():
+        names = [name for index in indexes for name in _trained_in(config, index, trained)]
         for number, group in enumerate(config.optimizer_of(indexes[0]).groups):
             for pattern in group.match:
-                if not any(fnmatchcase(name, pattern) for name in its):
+                if not any(fnmatchcase(name, pattern) for name in names):
                     why = _why_nothing(config, pattern, trained)
-                    raise ConfigError(f"{where}.groups.{number}: {pattern!r} matches {why}")
+                    raise ConfigError(f"{key}.groups.{number}: {pattern!r} matches {why}")
 
 
 def _has_own(config: Config, index: int) -> bool:
@@ -229,7 +226,7 @@ class _Deferred(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__path__":
-            raise AttributeError(name)  # who looks through sys.modules wants nothing of it
+            raise AttributeError(name)  # code that looks through sys.modules needs none of it
         return getattr(_FINDER.real(), name)
 
 
@@ -264,7 +261,7 @@ class _Finder(MetaPathFinder, Loader):
         if fullname == DYNAMO and not self._is_importing and not self.has_imported:
             return ModuleSpec(fullname, self)
         if fullname.startswith(f"{DYNAMO}.") and fullname in sys.modules:
-            # Asked for by who has found the deferred one, and imported with the real one meanwhile.
+            # Imported through the deferred module, and with the real one meanwhile.
             return ModuleSpec(fullname, self, loader_state=sys.modules[fullname].__spec__)
         return None
 

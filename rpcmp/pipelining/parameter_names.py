@@ -47,13 +47,13 @@ def named_parameters_of(
 ) -> dict[str, Named] | None:
     """Return the names of every layer; None if one cannot be built on the meta device here."""
     plain = config.model_copy(update={"init": None})  # weights change no names
-    found: dict[str, Named] = {}
+    known: dict[str, Named] = {}
     try:
         for index, names in enumerate(layers_of_stages):
             with torch.device("meta"):
                 built = layers.build_layers(plain, index, names)
             for layer, module in built.items():
-                found[layer] = _named(module, config.prefix_of(layer), config.stage(index).frozen)
+                known[layer] = _named(module, config.prefix_of(layer), config.stage(index).frozen)
     except Exception as error:  # it needs its host, or says there what is wrong with it
         _log.debug(
             "stage %r cannot be built on the meta device here, so names of parameters are checked "
@@ -62,8 +62,8 @@ def named_parameters_of(
             one_line(error),
         )
         return None
-    require_distinct({layer: named.state for layer, named in found.items()})
-    return found
+    require_distinct({layer: named.state for layer, named in known.items()})
+    return known
 
 
 def _named(module: nn.Module, prefix: str, frozen: bool) -> Named:
@@ -90,29 +90,29 @@ def require_distinct(names: Mapping[str, Iterable[str]]) -> None:
                 )
 
 
-def layer_of(config: Config, parameter: str, found: Mapping[str, Named | None]) -> str:
+def layer_of(config: Config, parameter: str, names_of: Mapping[str, Named | None]) -> str:
     """Return the layer that a parameter belongs to.
 
     Args:
-        found: the names of each layer; None if unknown: then its prefix decides.
+        names_of: the names of each layer; None if unknown: then its prefix decides.
     """
-    for layer, named in found.items():
+    for layer, named in names_of.items():
         if named is not None and parameter in named.parameters:
             return layer
-    known = [name for named in found.values() if named for name in named.parameters]
+    known = [name for named in names_of.values() if named for name in named.parameters]
     if known:
         raise ConfigError(
             f"tied: there is no parameter {parameter!r}{what_there_is(parameter, known)}"
         )
-    prefixes = {layer: config.prefix_of(layer) for layer in found}
+    prefixes = {layer: config.prefix_of(layer) for layer in names_of}
     fitting = [layer for layer, prefix in prefixes.items() if parameter.startswith(prefix)]
     if not fitting:
         first, _, rest = parameter.partition(".")
-        near = nearest(first, found)
-        there_are = ", ".join(map(repr, list(found)[:NAMED]))
+        near = nearest(first, names_of)
+        there_are = ", ".join(map(repr, list(names_of)[:NAMED]))
         raise ConfigError(
             f"tied: {parameter!r} lies in no layer{did_you_mean(near and f'{near}.{rest}')} (the "
-            f"layers are {there_are}{', ...' if len(found) > NAMED else ''})"
+            f"layers are {there_are}{', ...' if len(names_of) > NAMED else ''})"
         )
     longest = max(len(prefixes[layer]) for layer in fitting)
     owners = [layer for layer in fitting if len(prefixes[layer]) == longest]

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 import operator
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -106,14 +107,12 @@ def merge_profiles(replicas: Sequence[HostProfile], shares: Sequence[float]) -> 
             activation_bytes=max(layer.activation_bytes for layer in each),
             input_bytes=max(layer.input_bytes for layer in each),
         )
-        for slowest, *each in zip(
-            last.layers, *(replica.layers for replica in replicas), strict=True
-        )
+        for slowest, *each in zip(last.layers, *(host.layers for host in replicas), strict=True)
     ]
-    available = [one.available_bytes for one in replicas if one.available_bytes is not None]
+    available = [host.available_bytes for host in replicas if host.available_bytes is not None]
     return HostProfile(
         layers=layers,
-        base_bytes=max(replica.base_bytes for replica in replicas),
+        base_bytes=max(host.base_bytes for host in replicas),
         available_bytes=min(available, default=None),
     )
 
@@ -129,34 +128,26 @@ def cut_layers(layers: Sequence[str], balance: Sequence[int]) -> list[list[str]]
             f"balance = {list(balance)} adds up to {sum(balance)}, but the model has "
             f"{len(layers)} layers: {', '.join(layers)}"
         )
-    result, start = [], 0
-    for count in balance:
-        result.append(list(layers[start : start + count]))
-        start += count
-    return result
+    return [list(layers[start:end]) for start, end in bounds(balance)]
+
+
+def bounds(balance: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first layer of each stage, and the one behind its last."""
+    ends = list(accumulate(balance))
+    return list(zip([0, *ends], ends, strict=False))
 
 
 def balance_by_size(sizes: Sequence[int], num_stages: int) -> list[int]:
-    """Return the balance whose largest stage is smallest.
-
-    Args:
-        sizes: cost of each layer, such as its number of parameters; at least zero.
-
-    Raises:
-        ConfigError: more stages than layers.
-    """
+    """Return the balance whose largest stage is smallest; `sizes` are at least zero."""
     if num_stages > len(sizes):
         raise ConfigError(
             f"{num_stages} stages need at least as many layers, but the model has {len(sizes)}"
         )
-    low, high = max(sizes), sum(sizes)
-    while low < high:
-        middle = (low + high) // 2
-        if len(_fill(sizes, middle)) <= num_stages:
-            high = middle
-        else:
-            low = middle + 1
-    return _spread(_fill(sizes, low), num_stages)
+    capacities = range(max(sizes), sum(sizes) + 1)
+    smallest = bisect_left(
+        capacities, True, key=lambda capacity: len(_fill(sizes, capacity)) <= num_stages
+    )
+    return _spread(_fill(sizes, capacities[smallest]), num_stages)
 
 
 def _fill(sizes: Sequence[int], capacity: int) -> list[int]:
@@ -226,11 +217,9 @@ class StageHost:
     @cached_property
     def _bytes(self) -> list[list[int]]:
         activations = 1 if self.recompute else self.held
+        layers = self.profile.layers
         return _running_sums(
-            [
-                layer.state_bytes + activations * layer.activation_bytes
-                for layer in self.profile.layers
-            ]
+            [layer.state_bytes + activations * layer.activation_bytes for layer in layers]
         )
 
     def _step_seconds(self, layer: LayerProfile) -> float:
@@ -240,14 +229,7 @@ class StageHost:
 
 
 def choose_balance(hosts: Sequence[StageHost]) -> list[int]:
-    """Return the layers of each stage.
-
-    Args:
-        hosts: in the order of the stages; all have profiled the same layers.
-
-    Raises:
-        ConfigError: more stages than layers, or no balance fits into memory.
-    """
+    """Return the layers of each stage; `hosts` are in order and have profiled the same layers."""
     num_layers = len(hosts[0].profile.layers)
     if len(hosts) > num_layers:
         raise ConfigError(
@@ -264,8 +246,8 @@ def choose_balance(hosts: Sequence[StageHost]) -> list[int]:
     limit, _ = slowest
 
     def unevenness(stage: int, start: int, end: int) -> float:
-        found = seconds(stage, start, end)
-        return found**2 if found <= limit else math.inf
+        busy = seconds(stage, start, end)
+        return busy**2 if busy <= limit else math.inf
 
     even = _best(unevenness, len(hosts), num_layers, operator.add)
     _, balance = slowest if even is None else even
@@ -281,8 +263,8 @@ def _best(
         longer: dict[int, tuple[float, tuple[int, ...]]] = {}
         for start, (before, balance) in best.items():
             for end in range(start + 1, num_layers + 1):
-                mine = cost(stage, start, end)
-                total = combine(before, mine) if stage else mine
+                own = cost(stage, start, end)
+                total = combine(before, own) if stage else own
                 if total < longer.get(end, (math.inf,))[0]:
                     longer[end] = (total, (*balance, end - start))
         best = longer
@@ -298,9 +280,8 @@ def _too_large(hosts: Sequence[StageHost], num_layers: int) -> ConfigError:
     nearest = _best(overrun, len(hosts), num_layers, max)
     if nearest is None:
         raise AssertionError("there is a balance, though none that fits")
-    ends = list(accumulate(nearest[1]))
-    parts = list(zip(hosts, [0, *ends], ends, strict=False))
-    host, start, end = max(parts, key=lambda part: part[0].overrun(*part[1:]))
+    parts = zip(hosts, bounds(nearest[1]), strict=True)
+    host, (start, end) = max(parts, key=lambda part: part[0].overrun(*part[1]))
     return ConfigError(
         f"no balance fits into memory; with {list(nearest[1])}, which comes nearest, stage "
         f"{host.stage!r} needs {format_size(host.memory(start, end))} and may have "

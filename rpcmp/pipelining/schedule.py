@@ -106,13 +106,9 @@ class Policy(Protocol):
     """Chooses a stage's next action."""
 
     def limits(
-        self, place: StagePosition, num_microbatches: int, max_in_flight: int | None
+        self, position: StagePosition, num_microbatches: int, max_in_flight: int | None
     ) -> InFlightLimits:
-        """Return the limits of a stage.
-
-        Args:
-            max_in_flight: the config's; None for the policy's own.
-        """
+        """Return the limits of a stage; `max_in_flight` is None for the policy's own."""
 
     def choose(self, progress: RoundProgress, limits: InFlightLimits) -> Action | None:
         """Return the next action, always one that is ready, or None to wait."""
@@ -122,7 +118,7 @@ class GPipe:
     """Fill and drain: no backward before the last forward."""
 
     def limits(
-        self, place: StagePosition, num_microbatches: int, max_in_flight: int | None
+        self, position: StagePosition, num_microbatches: int, max_in_flight: int | None
     ) -> InFlightLimits:
         if max_in_flight is not None and max_in_flight < num_microbatches:
             raise ConfigError(
@@ -146,10 +142,10 @@ class OneForwardOneBackward:
     """
 
     def limits(
-        self, place: StagePosition, num_microbatches: int, max_in_flight: int | None
+        self, position: StagePosition, num_microbatches: int, max_in_flight: int | None
     ) -> InFlightLimits:
-        allowed = place.longest if max_in_flight is None else max_in_flight
-        most = min(place.depth, allowed) + max(0, allowed - place.longest)
+        allowed = position.longest if max_in_flight is None else max_in_flight
+        most = min(position.depth, allowed) + max(0, allowed - position.longest)
         return InFlightLimits(min(most, num_microbatches), min(most, num_microbatches))
 
     def choose(self, progress: RoundProgress, limits: InFlightLimits) -> Action | None:
@@ -170,13 +166,13 @@ class ZeroBubble:
     """
 
     def limits(
-        self, place: StagePosition, num_microbatches: int, max_in_flight: int | None
+        self, position: StagePosition, num_microbatches: int, max_in_flight: int | None
     ) -> InFlightLimits:
-        held = place.longest + 1 if max_in_flight is None else max_in_flight
-        held = min(held, 2 * place.longest)
-        ahead = min(max(0, held - 1 - place.longest), place.depth - 1)
-        most = min(place.depth + ahead, held, num_microbatches)
-        if not place.reads_stages:
+        held = position.longest + 1 if max_in_flight is None else max_in_flight
+        held = min(held, 2 * position.longest)
+        ahead = min(max(0, held - 1 - position.longest), position.depth - 1)
+        most = min(position.depth + ahead, held, num_microbatches)
+        if not position.reads_stages:
             return InFlightLimits(most, most)
         return InFlightLimits(most, held, splits=True, deferred=max(0, held - 1 - most))
 
@@ -185,13 +181,10 @@ class ZeroBubble:
         waiting = progress.backwards - progress.weights
         if progress.forward_ready and is_open < limits.open and is_open + waiting < limits.held:
             return Action.FORWARD
-        if waiting > limits.deferred or (waiting and not self._is_backward_left(progress)):
+        is_last = progress.backwards == progress.num_microbatches
+        if waiting > limits.deferred or (waiting and is_last):
             return Action.WEIGHT
         return Action.BACKWARD if progress.backward_ready else None
-
-    @staticmethod
-    def _is_backward_left(progress: RoundProgress) -> bool:
-        return progress.backwards < progress.num_microbatches
 
 
 POLICIES: dict[str, Policy] = {
@@ -203,7 +196,6 @@ POLICIES: dict[str, Policy] = {
 
 
 def policy(name: str) -> Policy:
-    """Return the policy called `name`; raises ConfigError if there is none."""
     if name not in POLICIES:
         raise ConfigError(f"no schedule {name!r}; there are {', '.join(map(repr, POLICIES))}")
     return POLICIES[name]

@@ -47,14 +47,14 @@ def fixed(times: Mapping[str, ActionTimes], limits: Mapping[str, InFlightLimits]
     backwards."""
 
     def duration(stage: str, action: Action, microbatch: int) -> float:
-        mine = times[stage]
+        seconds = times[stage]
         match action:
             case Action.FORWARD:
-                return mine.forward
+                return seconds.forward
             case Action.BACKWARD:
-                return mine.backward + (0.0 if limits[stage].splits else mine.weight)
+                return seconds.backward + (0.0 if limits[stage].splits else seconds.weight)
             case Action.WEIGHT:
-                return mine.weight
+                return seconds.weight
 
     return duration
 
@@ -87,16 +87,14 @@ def limits(
     """
     turns = turns or {}
     replicas = {stage: each.num_replicas for stage, each in turns.items()}
-    found = depths(graph, replicas)
-    longest = max(found.values())
-
-    def of(stage: str) -> InFlightLimits:
+    by_depth = depths(graph, replicas)
+    result = {}
+    for stage, depth in by_depth.items():
         reads_stages = any(not reference.from_batch for reference in graph.inputs[stage])
-        place = StagePosition(found[stage], longest, reads_stages)
+        position = StagePosition(depth, max(by_depth.values()), reads_stages)
         own = turns[stage].most(num_microbatches) if stage in turns else num_microbatches
-        return policy.limits(place, own, max_in_flight)
-
-    return {stage: of(stage) for stage in graph.stages}
+        result[stage] = policy.limits(position, own, max_in_flight)
+    return result
 
 
 @dataclass
@@ -136,23 +134,6 @@ class Simulation:
     def makespan(self) -> float:
         """Seconds from the first action's start to the last one's end."""
         return max(self._free(stage) for stage in self.graph.stages)
-
-    def idle(self, stage: str) -> float:
-        """Return the share of the makespan in which a stage idles: its bubble."""
-        busy = sum(run.end - run.start for run in self.runs[stage])
-        return 1.0 - busy / self.makespan if self.makespan else 0.0
-
-    def most(self, stage: str, until: Action) -> int:
-        """Return the most micro-batches that a stage held from forward to the end of `until`.
-
-        A whole backward includes the weight gradient.
-        """
-        until = until if self.limits[stage].splits else Action.BACKWARD
-        held = most = 0
-        for run in self.runs[stage]:
-            held += {Action.FORWARD: 1, until: -1}.get(run.action, 0)
-            most = max(most, held)
-        return most
 
     def _run(self) -> None:
         kinds = sum(3 if limits.splits else 2 for limits in self.limits.values())

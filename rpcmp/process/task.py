@@ -27,7 +27,7 @@ TASKS = {
     "profile": "rpcmp.worker.profiler:profile",
     "examine": "rpcmp.server.host_facts:check_devices_and_code",
     "count": "rpcmp.tools.explain.model_summary:count",
-    "train": "rpcmp.tools.verify.reference_model:train",
+    "train": "rpcmp.tools.reference_model:train",
 }
 """The "module:function" of each op. The function yields its answers to the message it is called
 with; it is named by a string because this package may not import those above it."""

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.futures import Future
 
-from rpcmp.pipelining import microbatch
+from rpcmp.pipelining import pytree
 
 
 class Mode(Enum):
@@ -83,7 +83,7 @@ class RoundHeader(NamedTuple):
         return [
             index
             for number in bundles
-            for index in microbatch.samples_of(number, self.num_microbatches, self.num_bundles)
+            for index in pytree.samples_of(number, self.num_microbatches, self.num_bundles)
         ]
 
     def microbatches(self, indices: Iterable[int]) -> list[MicrobatchMeta]:
@@ -91,7 +91,7 @@ class RoundHeader(NamedTuple):
             MicrobatchMeta(
                 self,
                 index,
-                len(microbatch.samples_of(index, self.num_samples, self.num_microbatches)),
+                len(pytree.samples_of(index, self.num_samples, self.num_microbatches)),
             )
             for index in indices
         ]

@@ -1,7 +1,7 @@
-"""Work before, beside or instead of a run: mostly a package per command, and what they share.
+"""Work before, beside or instead of a run: the modules and packages of most commands.
 
-`verify` compares a run with its reference in one process, `diagnosis.py` checks hosts and links for
-`rpcmp doctor`, `explain` shows a job, `tune` compares settings, `bench` compares with peers, `new`
-writes a first job. `job_hosts.py` and `job_links.py` collect facts for `doctor` and `explain`. May
-import job and everything below.
+`verification.py` compares a run with its reference in one process, `diagnosis.py` checks hosts and
+links for `rpcmp doctor`, `explain` shows a job, `tuning.py` compares settings, `bench` compares
+with peers, `new` writes a first job. `job_hosts.py` and `job_links.py` collect facts for `doctor`
+and `explain`. May import job and everything below.
 """

@@ -31,7 +31,7 @@ from rpcmp import metrics
 from rpcmp.config import hashes, importing
 from rpcmp.config.types import Autocast, Factory
 from rpcmp.errors import ConfigError, FactoryError
-from rpcmp.pipelining import devices, layers, microbatch, pytree
+from rpcmp.pipelining import devices, layers, pytree
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.rpc.messages import Evaluated, MicrobatchMeta
 
@@ -167,7 +167,7 @@ class StageModel:
     def smallest_microbatch(self) -> int:
         """Return the number of samples that this stage needs in a micro-batch to train."""
         self._set_mode(training=True)
-        return microbatch.smallest_for(self._modules.values())
+        return pytree.smallest_for(self._modules.values())
 
     def signature(self) -> dict[str, str]:
         """Describe each parameter and buffer, the code that computes with them, and the host."""

@@ -156,7 +156,7 @@ class Stage(ComputeThreadOwner):
             lambda: self.optimizer.report,
         )
         self._step_runner = TrainStepRunner(
-            self._requests, assignment.conducted, transport, is_scaled=scale is not None
+            self._requests, assignment.in_flight_per_replica, transport, is_scaled=scale is not None
         )
         self._meter = Meter(self.model.device)
 

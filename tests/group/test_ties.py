@@ -12,7 +12,7 @@ from rpcmp.config.schema import Config
 from rpcmp.driver.process import plan_job
 from rpcmp.errors import ConfigError, StageError
 from rpcmp.rpc import tensors
-from rpcmp.tools.verify.verification import ComparedRun
+from rpcmp.tools.verification import ComparedRun
 from tests.support.localgroup import local_group, require_same_bits
 from tests.support.localpipeline import local_pipeline
 from tests.support.places import ZOO

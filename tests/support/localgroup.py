@@ -21,7 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -50,8 +50,8 @@ from rpcmp.process.activity import Activity
 from rpcmp.process.channel import ChildContext, Message
 from rpcmp.rpc import unpickler
 from rpcmp.rpc.messages import DatasetInfo
-from rpcmp.tools.verify.reference_model import UnsplitModel
-from rpcmp.tools.verify.verification import ComparedRun, first_difference
+from rpcmp.tools.reference_model import UnsplitModel
+from rpcmp.tools.verification import ComparedRun, first_difference
 from rpcmp.worker import process, weight_grad
 from rpcmp.worker.forward import Execution
 from rpcmp.worker.optimizer import StageOptimizer
@@ -221,7 +221,7 @@ class LocalGroup:
         losses = [event["loss"] for event in self.of("step")]
         scaler = self.training.progress.scaler
         skipped = 0 if scaler is None else scaler.skipped
-        merged = self.group.merge(Stage.state_dict)
+        merged = self.group.workers.merge(Stage.state_dict)
         state = parameter_names.under_all_names(merged, self.config.tied_to)
         return ComparedRun(losses, state, skipped=skipped)
 
@@ -242,7 +242,7 @@ class LocalGroup:
             assert snapshot is not None, f"{worker.part.member.label} keeps nothing of step {step}"
             files.append(str(folder / f"{worker.part.member.name}.safetensors"))
             shutil.copyfile(worker.slots.path(snapshot.slot), files[-1])
-        message = json.loads(json.dumps(self.training.progress.message()))
+        message = json.loads(json.dumps(asdict(self.training.progress)))
         return SavedGroup(TrainingProgress.from_message(message), files)
 
 

@@ -18,7 +18,7 @@ from rpcmp.data.batches import Key, load_batches
 from rpcmp.data.loader_process import Parts
 from rpcmp.data.stage_loader import LoaderPool, StageDataLoader
 from rpcmp.errors import ConfigError, RpcmpError, StageError, WorkerDiedError, from_wire
-from rpcmp.pipelining import microbatch
+from rpcmp.pipelining import pytree
 from rpcmp.rpc.messages import BatchIndices, Bundle
 from rpcmp.rpc.transport import Raised
 from tests.support.processes import poll_for
@@ -77,7 +77,7 @@ def test_slices_are_returned_once_the_mini_batch_is_loaded(
     assert not early.done()
     given.asked[1](PARTS)
     late = feed.get(bundle(1, 1, 2), TARGET)
-    sliced = microbatch.split(PARTS[INPUT], 3)
+    sliced = pytree.split(PARTS[INPUT], 3)
     for found, expected in zip(values(early), sliced, strict=False):
         assert torch.equal(found["x"], expected["x"])
     assert values(late)[0].tolist() == [5, 6]

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 from rpcmp.config import loader
 from rpcmp.config.schema import Config
-from rpcmp.driver import checkpoint_schedule as saves_module
-from rpcmp.driver.checkpoint_schedule import AT_ONCE, DEFAULT_SECONDS, CheckpointCadence
-from rpcmp.driver.loss_scaler import ScalerState
-from rpcmp.driver.progress import TrainingProgress
+from rpcmp.driver import progress as saves_module
+from rpcmp.driver.distributed_optimizer import ScalerState
+from rpcmp.driver.progress import AT_ONCE, DEFAULT_SECONDS, CheckpointCadence, TrainingProgress
 
 JOIN_SECONDS = 30.0
 """How long to wait for a thread that must end by itself."""
@@ -52,7 +51,7 @@ def test_progress_resets_the_end_of_an_epoch_after_a_step() -> None:
 
 def test_a_step_leaves_the_progress_before_it_as_it_was() -> None:
     before = TrainingProgress(metrics={"loss": 0.1})
-    message = before.message()
+    message = asdict(before)
     before.after(1, 1, 0.5)
     assert asdict(before)["metrics"] == {"loss": 0.1}
     message["metrics"]["loss"] = 3.0
@@ -74,7 +73,7 @@ def test_a_step_leaves_the_progress_before_it_as_it_was() -> None:
     )
 )
 def test_progress_survives_its_message(progress: TrainingProgress) -> None:
-    arrived = json.loads(json.dumps(progress.message()))
+    arrived = json.loads(json.dumps(asdict(progress)))
     assert TrainingProgress.from_message(arrived) == progress
     added = {**arrived, "event": "progress", "told": {"loss": 0.1}, "awaits_save": True}
     assert TrainingProgress.from_message(added) == progress

@@ -97,11 +97,11 @@ def test_repeated_evaluations_change_nothing(
 
 def test_early_stopping_restarts_for_another_metric_or_mode_but_not_for_more_patience() -> None:
     state = EarlyStopping("loss", "min", 0.5, 10, 2, 30)
-    assert EarlyStopping.begin(EarlyStoppingConfig(patience=9), state) == state
+    assert EarlyStopping.resume(EarlyStoppingConfig(patience=9), state) == state
     fresh = EarlyStopping("accuracy", "max")
-    assert EarlyStopping.begin(EarlyStoppingConfig(metric="accuracy"), state) == fresh
-    assert EarlyStopping.begin(EarlyStoppingConfig(mode="max"), state).step == 0
-    assert EarlyStopping.begin(EarlyStoppingConfig(), None) == EarlyStopping("loss", "min")
+    assert EarlyStopping.resume(EarlyStoppingConfig(metric="accuracy"), state) == fresh
+    assert EarlyStopping.resume(EarlyStoppingConfig(mode="max"), state).step == 0
+    assert EarlyStopping.resume(EarlyStoppingConfig(), None) == EarlyStopping("loss", "min")
 
 
 @given(st.lists(st.floats(width=16)), st.sampled_from(["min", "max"]))

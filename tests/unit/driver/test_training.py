@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import pytest
 
@@ -27,6 +27,7 @@ from rpcmp.observability.events import Json
 from rpcmp.observability.trace import chrome
 from rpcmp.observability.trace.spans import Kind, Span
 from rpcmp.rpc.messages import AfterRound, Mode, RoundHeader, StepReport, Trained
+from rpcmp.worker.stage import Stage
 from tests.support.twostages import STAGES, job
 
 
@@ -83,6 +84,10 @@ class Stages:
         self.log.append("settle")
         return self._reports(self._done)
 
+    @property
+    def workers(self) -> Self:
+        return self
+
     def everywhere(self, method: Callable[..., Any], *args: Any) -> Any:
         return getattr(self, method.__name__)(*args)
 
@@ -118,7 +123,7 @@ def _training(
     stages: Stages,
     report: Callable[[Json], None],
     stop: threading.Event,
-    begin: TrainingProgress | None = None,
+    resumed: TrainingProgress | None = None,
     metrics: Metrics | None = None,
 ) -> Training:
     """`report` gets the JSON form of events, and what is sent of the progress."""
@@ -129,7 +134,7 @@ def _training(
         lambda event: report(event.to_json()),
         report,
         stop,
-        begin,
+        resumed,
         metrics=metrics,
     )
 
@@ -217,6 +222,10 @@ class Recording:
         self.now = 0
         self._step = 0
 
+    @property
+    def workers(self) -> Self:
+        return self
+
     def everywhere(self, method: Callable[..., Any], *args: Any) -> Any:
         return getattr(self, method.__name__)(*args)
 
@@ -224,10 +233,11 @@ class Recording:
         self.log.append(f"record {steps}")
         return {stage: (f"host of {stage}", 0) for stage in STAGES}
 
-    def request_spans(
-        self, cursors: dict[str, int], first: int, last: int
+    def start(
+        self, method: Callable[..., Any], args_of: Callable[[Member], tuple[int, int, int]]
     ) -> Callable[[], dict[str, tuple[int, list[Span]]]]:
-        self.log.append(f"read from {cursors['stage0']}")
+        cursor, _, _ = args_of(job().workers[0])
+        self.log.append(f"read from {cursor}")
         self._step += 1
         start = self._step * 10**6
         answers = {
@@ -238,7 +248,8 @@ class Recording:
         }
         return lambda: {stage: (self._step, spans) for stage, spans in answers.items()}
 
-    def clock(self, worker: Member) -> int:
+    def rpc_sync(self, worker: Member, method: Callable[..., Any]) -> int:
+        assert method is Stage.clock
         return self.now + (self.AHEAD if worker.stage == "stage1" else 0)
 
 
@@ -270,10 +281,10 @@ def progress_of(config: Config) -> dict[int, TrainingProgress]:
     return {event["step"]: TrainingProgress.from_message(event) for event in found}
 
 
-def go_on(config: Config, begin: TrainingProgress) -> list[str]:
-    """What the stages are asked by a run that goes on from `begin`."""
+def resume(config: Config, resumed: TrainingProgress) -> list[str]:
+    """What the stages are asked by a run that resumes from `resumed`."""
     stages = Stages(config)
-    _training(config, stages, lambda event: None, threading.Event(), begin).run(evaluate=True)
+    _training(config, stages, lambda event: None, threading.Event(), resumed).run(evaluate=True)
     return stages.log
 
 
@@ -286,22 +297,22 @@ WATCHING = {
 def test_resumed_run_makes_the_calls_of_an_uninterrupted_run() -> None:
     config = job(**WATCHING)
     known = progress_of(config)
-    assert go_on(config, known[1]) == [
+    assert resume(config, known[1]) == [
         *("start2", "finish2", "settle", "scheduler 1.5", "start3", "start4", "finish3"),
         *("finish4", "settle", "scheduler 3.5", "start5", "finish5", "settle"),
     ]
-    assert go_on(config, known[3]) == [
+    assert resume(config, known[3]) == [
         *("start4", "finish4", "settle", "scheduler 3.5", "start5", "finish5", "settle"),
     ]
-    assert go_on(config, known[5]) == ["settle"]
+    assert resume(config, known[5]) == ["settle"]
 
 
 def test_resumed_run_ends_an_epoch_once_after_its_last_step() -> None:
     config = job(**WATCHING)
     ended = progress_of(config)[4]
-    assert go_on(config, ended) == ["scheduler 3.5", "start5", "finish5", "settle"]
+    assert resume(config, ended) == ["scheduler 3.5", "start5", "finish5", "settle"]
     beyond = replace(ended, has_ended_epoch=True)
-    assert go_on(config, beyond) == ["start5", "finish5", "settle"]
+    assert resume(config, beyond) == ["start5", "finish5", "settle"]
 
 
 def test_resumed_run_repeats_an_evaluation_that_was_stopped() -> None:
@@ -319,12 +330,12 @@ def test_resumed_run_repeats_an_evaluation_that_was_stopped() -> None:
     training = _training(config, stages, lambda event: None, stop)
     training.run(evaluate=True)
     training.save()
-    begin = training.progress
-    assert (begin.step, begin.has_ended_epoch, begin.evaluated_after) == (2, True, 0)
-    assert go_on(config, begin)[:3] == ["evaluate2", "evaluate2", "start3"]
-    assert go_on(config, replace(begin, evaluated_after=2))[0] == "start3"
+    resumed = training.progress
+    assert (resumed.step, resumed.has_ended_epoch, resumed.evaluated_after) == (2, True, 0)
+    assert resume(config, resumed)[:3] == ["evaluate2", "evaluate2", "start3"]
+    assert resume(config, replace(resumed, evaluated_after=2))[0] == "start3"
     again, stop = Stopped(config), threading.Event()
-    _training(config, again, lambda event: None, stop, begin).run(evaluate=True)
+    _training(config, again, lambda event: None, stop, resumed).run(evaluate=True)
     assert again.log == ["evaluate2"]  # and no step after which nobody would make it
 
 
@@ -444,8 +455,8 @@ def test_smallest_mini_batch_of_a_run_has_to_suffice(
 
 def test_resumed_run_is_evaluated_after_the_same_steps() -> None:
     config = job(steps=8, evaluate_every_steps=3, data=TESTED)
-    for step, begin in progress_of(config).items():
-        log = go_on(config, begin)
+    for step, resumed in progress_of(config).items():
+        log = resume(config, resumed)
         # The one after the step that it goes on from is done again: who went before may not have.
         assert evaluations(log) == [found for found in (3, 6, 8) if found >= step]
 
@@ -466,10 +477,10 @@ def test_run_stops_early_if_evaluations_do_not_improve() -> None:
     known = {
         e["step"]: TrainingProgress.from_message(e) for e in reported if e["event"] == "progress"
     }
-    for step, begin in known.items():  # the last that was told of each step
+    for step, resumed in known.items():  # the last that was told of each step
         again = Stages(config, LOSSES)
         told_again: list[Json] = []
-        _training(config, again, told_again.append, threading.Event(), begin).run(evaluate=True)
+        _training(config, again, told_again.append, threading.Event(), resumed).run(evaluate=True)
         assert evaluations(again.log) == [found for found in (2, 4, 6, 8) if found >= step]
         assert "start9" not in again.log
         assert [event for event in told_again if event["event"] == "early_stop"] == [told]

@@ -15,6 +15,7 @@ from rpcmp.pipelining import schedule, simulation
 from rpcmp.pipelining.schedule import Action, InFlightLimits, StagePosition
 from rpcmp.pipelining.simulation import ActionTimes, Duration, Simulation, fixed
 from tests.support.graphs import graphs
+from tests.support.simulations import most_held
 
 F, B, W = Action
 
@@ -140,8 +141,8 @@ def test_a_stage_keeps_what_its_schedule_needs_and_no_more(
     name: str, opened: list[int], held: list[int]
 ) -> None:
     run = chain(name, 3, 8, EQUAL)
-    assert [run.most(stage, B) for stage in run.runs] == opened
-    assert [run.most(stage, W) for stage in run.runs] == held
+    assert [most_held(run, stage, B) for stage in run.runs] == opened
+    assert [most_held(run, stage, W) for stage in run.runs] == held
 
 
 def test_gpipe_waits_for_the_last_forward_even_if_a_backward_is_ready() -> None:
@@ -240,8 +241,8 @@ def test_no_graph_with_any_durations_deadlocks_or_exceeds_its_limits(
     limits = simulation.limits(stages, policy, num_microbatches, most)
     run = Simulation(stages, policy, num_microbatches, at_random(random), limits)
     for stage, done in run.runs.items():
-        assert run.most(stage, B) <= limits[stage].open <= limits[stage].held
-        assert run.most(stage, W) <= limits[stage].held <= (most or limits[stage].held)
+        assert most_held(run, stage, B) <= limits[stage].open <= limits[stage].held
+        assert most_held(run, stage, W) <= limits[stage].held <= (most or limits[stage].held)
         kinds = Action if limits[stage].splits else (F, B)
         for action in kinds:  # strictly in micro-batch order, and each exactly once
             order = [microbatch for kind, microbatch, _, _ in done if kind is action]

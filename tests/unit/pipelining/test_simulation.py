@@ -15,6 +15,7 @@ from rpcmp.pipelining import schedule, simulation
 from rpcmp.pipelining.schedule import Action, InFlightLimits
 from rpcmp.pipelining.simulation import ActionTimes, Simulation, fixed
 from tests.support.graphs import graphs
+from tests.support.simulations import idle_share, most_held
 
 F, B, W = Action
 
@@ -54,16 +55,16 @@ def test_a_message_takes_its_time_each_way() -> None:
 def test_a_stage_is_idle_when_it_does_nothing() -> None:
     run = simulate(PAIR, ActionTimes(1.0, 1.0, 0.0))
     assert run.makespan == 6.0
-    assert [run.idle(stage) for stage in PAIR.stages] == pytest.approx([1 / 3, 1 / 3])
-    assert simulate(PAIR, ActionTimes(0.0, 0.0, 0.0)).idle("a") == 0.0
+    assert [idle_share(run, stage) for stage in PAIR.stages] == pytest.approx([1 / 3, 1 / 3])
+    assert idle_share(simulate(PAIR, ActionTimes(0.0, 0.0, 0.0)), "a") == 0.0
 
 
 def test_a_micro_batch_is_held_until_its_weight_gradient_or_its_whole_backward() -> None:
     run = simulate(PAIR, ActionTimes(1.0, 1.0, 1.0), "zero-bubble")
-    assert [run.most("b", until) for until in (B, W)] == [1, 2]
-    assert [run.most("a", until) for until in (B, W)] == [2, 2]
+    assert [most_held(run, "b", until) for until in (B, W)] == [1, 2]
+    assert [most_held(run, "a", until) for until in (B, W)] == [2, 2]
     whole = simulate(topology.chain_graph(["a"]), ActionTimes(1.0, 1.0, 1.0))
-    assert [whole.most("a", until) for until in (B, W)] == [1, 1]
+    assert [most_held(whole, "a", until) for until in (B, W)] == [1, 1]
 
 
 def test_only_stages_that_read_stages_split() -> None:

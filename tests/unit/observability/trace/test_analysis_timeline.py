@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import pytest
 
@@ -18,6 +18,7 @@ from rpcmp.observability.trace import chrome
 from rpcmp.observability.trace.analysis import timeline
 from rpcmp.observability.trace.spans import Kind, Span
 from rpcmp.worker.measurements import Recorder
+from rpcmp.worker.stage import Stage
 from tests.support.traces import SLOW_LINKS, ZERO_BUBBLE, drawn
 from tests.support.twostages import STAGES, job
 
@@ -111,18 +112,24 @@ class Stages:
         self.may_answer.set()
         self.error: JobError | None = None
 
+    @property
+    def workers(self) -> Self:
+        return self
+
     def everywhere(self, method: Callable[..., Any], *args: Any) -> Any:
         return getattr(self, method.__name__)(*args)
 
     def record_spans(self, steps: int) -> dict[str, tuple[str, int]]:
         return dict.fromkeys(STAGES, ("host-a", 0))
 
-    def clock(self, worker: Member) -> int:
+    def rpc_sync(self, worker: Member, method: Callable[..., Any]) -> int:
+        assert method is Stage.clock
         return self.AHEAD if worker.stage == STAGES[1] else 0
 
-    def request_spans(
-        self, cursors: dict[str, int], first_step: int, last_step: int
+    def start(
+        self, method: Callable[..., Any], args_of: Callable[[Member], tuple[int, int, int]]
     ) -> Callable[[], dict[str, tuple[int, list[Span]]]]:
+        _, _, last_step = args_of(job().workers[0])
         self.asked.append(last_step)
 
         def answers() -> dict[str, tuple[int, list[Span]]]:

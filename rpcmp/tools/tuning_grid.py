@@ -1,4 +1,4 @@
-"""Choose the settings that a sweep measures, and those that go on from round to round. Pure.
+"""Choose the settings that a sweep measures, and those that stay from round to round. Pure.
 
     round 1   all        round 2   the better half        ...        again: the best, and yours
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -23,7 +23,9 @@ from rpcmp.config.topology import num_bundles
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import cost_model, simulation
 from rpcmp.pipelining.schedule import policy
-from rpcmp.tools.tune.setting_times import SETTLE_STEPS
+
+SETTLE_STEPS = 1
+"""Steps after a change before the clock counts: memory of other sizes, new threads."""
 
 MOST_MICROBATCHES = 128
 SCHEDULES = ("1f1b", "zero-bubble")
@@ -36,7 +38,7 @@ ROUGHLY_TIED = 2.0
 """The same after the warm-up, which is a single step of each."""
 
 FEWEST = 3
-"""Least number of settings that go on, besides the config's own."""
+"""Least number of settings that stay in the sweep, besides the config's own."""
 
 ALL_HALVES = 2
 """Rounds of all settings that take as long as one of all, of a half, of a quarter, and so on."""
@@ -61,25 +63,17 @@ class Axes(NamedTuple):
     microbatches_per_message: Sequence[int] | None = None
 
 
-@dataclass(frozen=True)
-class Grid:
-    """The settings to measure.
+class Grid(NamedTuple):
+    """The settings to measure: the config's own, and all of them with it.
 
     Attributes:
-        own: the config's setting, with which all others are compared.
-        settings: all of them, including `own`.
-        left_out: numbers of micro-batches that are not worth measuring, by `ScheduleOptions.way`
-            and the reason.
+        left_out: lines about settings that are not worth measuring, one for all numbers of
+            micro-batches with the same other options and the same reason.
     """
 
     own: ScheduleOptions
     settings: list[ScheduleOptions]
-    left_out: dict[tuple[str, str], list[int]] = field(default_factory=dict)
-
-    def notes(self) -> Iterator[str]:
-        """Yield a line for all settings that are left out for the same reason."""
-        for (way, why), numbers in self.left_out.items():
-            yield f"left out: num_microbatches {', '.join(map(str, numbers))}, {way}: {why}"
+    left_out: list[str]
 
 
 def grid(config: Config, axes: Axes) -> Grid:
@@ -88,30 +82,39 @@ def grid(config: Config, axes: Axes) -> Grid:
     own = ScheduleOptions.of(config)
     settings: dict[Hashable, ScheduleOptions] = {_effect(config, own): own}
     left_out: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
-    for setting in dict.fromkeys(_product(config, axes)):
+    for setting in dict.fromkeys(_product(config, axes, batch_size)):
         if setting == own:
             continue
-        why = _why_useless(setting, batch_size)
-        if not why:
+        reason = _why_useless(setting, batch_size)
+        if not reason:
             same = settings.setdefault(_effect(config, setting), setting)
-            why = "" if same is setting else f"the same as {same.way}"
-        if why:
-            left_out[setting.way, why].append(setting.num_microbatches)
-    return Grid(own, sorted(settings.values(), key=_sort_key), dict(left_out))
+            reason = "" if same is setting else f"the same as {same.way}"
+        if reason:
+            left_out[setting.way, reason].append(setting.num_microbatches)
+    lines = [
+        f"left out: num_microbatches {', '.join(map(str, numbers))}, {way}: {reason}"
+        for (way, reason), numbers in left_out.items()
+    ]
+    return Grid(own, sorted(settings.values(), key=_sort_key), lines)
 
 
-def _product(config: Config, axes: Axes) -> Iterator[ScheduleOptions]:
-    batch_size = config.data.batch_size if config.data else 1
-    numbers = _powers_of_two(batch_size) if axes.num_microbatches is None else axes.num_microbatches
+def _product(config: Config, axes: Axes, batch_size: int) -> Iterator[ScheduleOptions]:
+    most = min(MOST_MICROBATCHES, max(1, batch_size // 2))
+    powers_of_two = [1 << exponent for exponent in range(most.bit_length())]
+    numbers = powers_of_two if axes.num_microbatches is None else axes.num_microbatches
     messages = axes.microbatches_per_message or [config.microbatches_per_message]
+    replicas = {worker.stage: worker.num_replicas for worker in config.workers}
+    longest = max(simulation.depths(config.graph(), replicas).values())
     for schedule, per_message in product(axes.schedules or SCHEDULES, messages):
         policy(schedule)
-        in_flight = _in_flight(config, axes, schedule, per_message)
-        for most, number in product(in_flight, numbers):
+        in_flight = axes.max_in_flight
+        if in_flight is None:
+            in_flight = [None, 2 * longest * per_message] if schedule == "zero-bubble" else [None]
+        for max_in_flight, number in product(in_flight, numbers):
             yield _setting(
                 num_microbatches=number,
                 schedule=schedule,
-                max_in_flight=most,
+                max_in_flight=max_in_flight,
                 microbatches_per_message=per_message,
             )
 
@@ -122,20 +125,6 @@ def _setting(**values: Any) -> ScheduleOptions:
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"{first['loc'][0]}: {first['msg']} (got {first['input']!r})") from error
-
-
-def _powers_of_two(batch_size: int) -> list[int]:
-    most = min(MOST_MICROBATCHES, max(1, batch_size // 2))
-    return [1 << exponent for exponent in range(most.bit_length())]
-
-
-def _in_flight(config: Config, axes: Axes, schedule: str, per_message: int) -> Sequence[int | None]:
-    if axes.max_in_flight is not None:
-        return axes.max_in_flight
-    replicas = {worker.stage: worker.num_replicas for worker in config.workers}
-    longest = max(simulation.depths(config.graph(), replicas).values())
-    largest = 2 * longest * per_message
-    return [None, largest] if schedule == "zero-bubble" else [None]
 
 
 def _why_useless(setting: ScheduleOptions, batch_size: int) -> str:

@@ -1,9 +1,9 @@
 """The reference of `rpcmp verify`: plain PyTorch on the user's modules, in one process.
 
 It imports nothing of the data plane, so that an error there cannot hide here. With the stages it
-shares how callables and parameter groups are made (`rpcmp.pipelining.optimizers`) and how small a
-micro-batch may be (`rpcmp.pipelining.microbatch`), which have tests of their own. These rules make
-its bits comparable with those of a pipelined run:
+shares how callables and parameter groups are made (`rpcmp.pipelining.optimizers`), how nested
+batches are walked and how small a micro-batch may be (`rpcmp.pipelining.pytree`), which have tests
+of their own. These rules make its bits comparable with those of a pipelined run:
 
 - A mini-batch is cut by `torch.tensor_split` into slices with storage of their own, none of fewer
   than `data.min_microbatch` samples. Each slice's loss counts its share of the samples.
@@ -14,7 +14,7 @@ its bits comparable with those of a pipelined run:
   seeded by (seed, "optimizer", step, stage).
 - There is a region of autocast per call of a layer, and one for the loss.
 
-`rpcmp.tools.verify.reference_parts` has the rules for loss scaling, replicas and tied parameters.
+`rpcmp.tools.reference_parts` has the rules for loss scaling, replicas and tied parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from rpcmp.config import importing
 from rpcmp.config.importing import explain_error
 from rpcmp.config.schema import Config
-from rpcmp.config.topology import Reference
 from rpcmp.data.batches import Batches, load_batches
 from rpcmp.errors import JobError, RpcmpError
-from rpcmp.pipelining import assignment, devices, layers, microbatch, optimizers
+from rpcmp.pipelining import assignment, devices, layers, optimizers, pytree
 from rpcmp.process.channel import Message
 from rpcmp.rpc.tensors import save_tensors
-from rpcmp.tools.verify.reference_parts import ReferenceSteps, ReferenceTies, Replicas, autocast
+from rpcmp.tools.reference_parts import ReferenceSteps, ReferenceTies, Replicas, autocast
 
 
 def train(message: Message) -> Iterator[Message]:
@@ -68,11 +67,7 @@ def _train(message: Message) -> Iterator[Message]:
 
 
 class UnsplitModel:
-    """All stages in one process.
-
-    Args:
-        layer_names: the layers of each stage, by the stage's name.
-    """
+    """All stages in one process; `layer_names` has the layers of each stage by its name."""
 
     def __init__(self, config: Config, layer_names: dict[str, list[str]]) -> None:
         self._config = config
@@ -103,16 +98,16 @@ class UnsplitModel:
         self._smallest = self._smallest_microbatch()
         step = 0
         for epoch in range(1, 2 + (steps - 1) // len(batches)):
-            count, total = 0, 0.0  # added one by one: `sum` rounds otherwise since Python 3.12
+            total = 0.0  # added one by one: `sum` rounds otherwise since Python 3.12
             for inputs, targets in batches.epoch(epoch):
                 step += 1
                 loss = self._step(inputs, targets, step)
-                count, total = count + 1, total + loss
+                total += loss
                 yield loss
                 if step == steps:
                     return
             if self._config.scheduler_interval == "epoch":
-                self._step_schedulers(total / count)
+                self._step_schedulers(total / len(batches))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return parameters and buffers by name; tied ones under each of their names."""
@@ -132,17 +127,17 @@ class UnsplitModel:
         ]
         return list(dict.fromkeys(trained))
 
-    def _named_parameters(self) -> dict[str, nn.Parameter]:
+    def _named_parameters(self, *stages: str) -> dict[str, nn.Parameter]:
         return {
             self._config.prefix_of(layer) + name: parameter
-            for modules in self._modules.values()
-            for layer, module in modules.items()
+            for stage in stages or self._modules
+            for layer, module in self._modules[stage].items()
             for name, parameter in module.named_parameters()
         }
 
     def _step(self, inputs: Any, targets: Any, step: int) -> float:
         sliced = list(zip(self._slices(inputs), self._slices(targets), strict=True))
-        total = sum(_first(part).shape[0] for part, _ in sliced)
+        total = sum(pytree.num_samples(part) for part, _ in sliced)
         losses = []
         for index, part in enumerate(sliced):
             bundle = self._bundle(index, len(sliced))
@@ -158,7 +153,7 @@ class UnsplitModel:
         self._ties.copy_values()
         for parameter in self.parameters():
             parameter.grad = None
-        loss = microbatch.exact_sum(losses)
+        loss = pytree.exact_sum(losses)
         if self._config.scheduler_interval == "step" and has_stepped:
             self._step_schedulers(loss)
         return loss
@@ -174,41 +169,45 @@ class UnsplitModel:
         with self._autocast[self._graph.sink]:
             loss = self._loss(outputs, targets).reshape(())
         if not self._sums_samples():
-            loss = loss * (_first(inputs).shape[0] / total)
+            loss = loss * (pytree.num_samples(inputs) / total)
         self._steps.scale(loss).backward()
         return float(loss.item())
 
     def _forward(self, inputs: Any, targets: Any, step: int, index: int) -> Any:
         values: dict[str, Any] = {"input": inputs, "target": targets}
         for stage, references in self._graph.inputs.items():
-            read = [_map(_clone, _part(values, reference)) for reference in references]
+            parts = [pytree.select(values[each.producer], each.path) for each in references]
+            read = [pytree.map_tensors(_clone, part) for part in parts]
             values[stage] = self._run_stage(stage, read, step, index)
         return values[self._graph.sink]
 
     def _run_stage(self, stage: str, read: list[Any], step: int, index: int) -> Any:
         for position, (layer, module) in enumerate(self._modules[stage].items()):
             if position:
-                read = [_map(_between_layers, read[0])]
+                read = [pytree.map_tensors(_between_layers, read[0])]
             layers.seed_all(self._config.seed, "train", step, index, layer)
             with self._autocast[stage]:
                 read = [module(*read)]
         return read[0]
 
     def _slices(self, batch: Any) -> list[Any]:
-        samples = _first(batch).shape[0]
+        samples = pytree.num_samples(batch)
         count = max(1, min(samples // self._smallest, self._config.num_microbatches))
 
-        def piece(index: int, tensor: Tensor) -> Tensor:
+        def piece(tensor: Tensor, index: int) -> Tensor:
             return torch.tensor_split(tensor, count)[index].clone()
 
-        return [_map(functools.partial(piece, index), batch) for index in range(count)]
+        return [
+            pytree.map_tensors(functools.partial(piece, index=index), batch)
+            for index in range(count)
+        ]
 
     def _smallest_microbatch(self) -> int:
         """Return how many samples a slice has at least, if its mini-batch has that many."""
         section = self._config.data
         if section is not None and section.min_microbatch is not None:
             return section.min_microbatch
-        return microbatch.smallest_for(
+        return pytree.smallest_for(
             module for modules in self._modules.values() for module in modules.values()
         )
 
@@ -219,9 +218,8 @@ class UnsplitModel:
     def _add_optimizer(self, index: int, stage: str) -> None:
         settings = self._config.stage(index)
         named: dict[nn.Parameter, str] = {}
-        for layer, module in self._modules[stage].items():
-            for name, parameter in module.named_parameters():
-                named.setdefault(parameter, self._config.prefix_of(layer) + name)
+        for name, parameter in self._named_parameters(stage).items():
+            named.setdefault(parameter, name)
         if settings.frozen:
             for parameter in named:
                 parameter.requires_grad_(False)
@@ -264,28 +262,3 @@ def _regular(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous() and tensor.data_ptr() % 64 == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _part(values: dict[str, Any], reference: Reference) -> Any:
-    value = values[reference.producer]
-    for key in reference.path:
-        value = value[key] if isinstance(value, dict) else value[int(key)]
-    return value
-
-
-def _map(function: Callable[[Tensor], Any], value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: _map(function, item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map(function, item) for item in value))
-    if isinstance(value, tuple | list):
-        return type(value)(_map(function, item) for item in value)
-    return value
-
-
-def _first(batch: Any) -> Tensor:
-    while not isinstance(batch, Tensor):
-        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
-    return batch

@@ -10,7 +10,7 @@ import pytest
 from rpcmp.config import loader
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.errors import ConfigError
-from rpcmp.tools.tune.grid import Axes, Grid, grid
+from rpcmp.tools.tuning_grid import Axes, Grid, grid
 
 CHAIN = {
     "model": {"layers": "zoo:mlp", "num_stages": 2},
@@ -48,7 +48,7 @@ def test_the_default_grid_has_both_schedules_and_two_samples_in_each_micro_batch
         "zero-bubble: [1, 2, 4, 8]",
         "zero-bubble, max_in_flight 4: [4, 8]",  # 1 and 2 have no more to keep
     ]
-    assert list(found.notes()) == [
+    assert found.left_out == [
         "left out: num_microbatches 1, 2, zero-bubble, max_in_flight 4: the same as zero-bubble"
     ]
     large = config(data={"train": "zoo:regression", "batch_size": 5000})
@@ -72,9 +72,9 @@ def test_messages_are_an_axis_which_widens_what_is_in_flight() -> None:
         "zero-bubble, max_in_flight 4: [8]",
         "zero-bubble, 4 a message: [2, 8]",
     ]
-    assert "max_in_flight 16, 4 a message: the same" in list(found.notes())[-1]
+    assert "max_in_flight 16, 4 a message: the same" in found.left_out[-1]
     few = grid(config(), Axes([8], ["1f1b"], [3], [4]))
-    assert list(few.notes()) == [
+    assert few.left_out == [
         "left out: num_microbatches 8, 1f1b, max_in_flight 3, 4 a message: a message has 4 "
         "micro-batches"
     ]
@@ -88,7 +88,7 @@ def test_useless_settings_are_left_out_with_a_reason() -> None:
         "1f1b, max_in_flight 20: [4, 16]",
         "gpipe: [4, 16]",
     ]
-    assert list(found.notes()) == [
+    assert found.left_out == [
         "left out: num_microbatches 17, 1f1b: a mini-batch has 16 samples",
         "left out: num_microbatches 4, 16, 1f1b, max_in_flight 2: the same as 1f1b",
         "left out: num_microbatches 17, 1f1b, max_in_flight 2: a mini-batch has 16 samples",

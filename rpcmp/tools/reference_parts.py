@@ -45,20 +45,19 @@ class ReferenceSteps:
     def __init__(self, config: Config, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         self._max_norm = config.max_grad_norm
         self._optimizer = _CombinedOptimizer(config.seed, optimizers) if optimizers else None
-        self._scaler: Any = None
+        options: dict[str, Any] = {}
         if (scaling := config.loss_scaling) is not None:
-            self._scaler = GradScaler(
-                "cpu",
-                init_scale=scaling.initial,
-                growth_factor=scaling.growth_factor,
-                backoff_factor=scaling.backoff_factor,
-                growth_interval=scaling.growth_interval,
-            )
+            options = {
+                "init_scale": scaling.initial,
+                "growth_factor": scaling.growth_factor,
+                "backoff_factor": scaling.backoff_factor,
+                "growth_interval": scaling.growth_interval,
+            }
+        # One that is not enabled passes the loss and the step on.
+        self._scaler: Any = GradScaler("cpu", enabled=scaling is not None, **options)
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return what to differentiate instead of `loss`."""
-        if self._scaler is None:
-            return loss
         scaled: Tensor = self._scaler.scale(loss)
         return scaled
 
@@ -66,19 +65,18 @@ class ReferenceSteps:
         """Step all optimizers, and return whether they did; `number` counts steps from 1."""
         parameters = list(parameters)
         has_gradients = any(parameter.grad is not None for parameter in parameters)
-        scaler = self._scaler if has_gradients else None
-        if scaler is not None:
-            scaler.unscale_(self._optimizer)
+        if has_gradients:
+            self._scaler.unscale_(self._optimizer)
         if self._max_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, self._max_norm)
         if self._optimizer is None:
             return True
         before, self._optimizer.number = self._optimizer.steps, number
-        if scaler is None:
-            self._optimizer.step()
+        if has_gradients:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
         else:
-            scaler.step(self._optimizer)
-            scaler.update()
+            self._optimizer.step()
         return self._optimizer.steps > before
 
 

@@ -80,9 +80,6 @@ class Difference:
 def verify(config: Config, connect: Sequence[str] | None = None) -> Verified:
     """Train `config.steps` steps across stage servers and in one process, and compare.
 
-    Args:
-        connect: addresses of running stage servers; see `rpcmp.job.training_run`.
-
     Raises:
         MismatchError: the runs differ; says where first. A `wire_dtype` is expected to make them
             differ, and raises nothing.

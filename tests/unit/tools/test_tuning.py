@@ -15,11 +15,10 @@ import pytest
 from rpcmp.config import loader
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.errors import ConfigError
+from rpcmp.tools import tuning, tuning_report
 from rpcmp.tools.bench.comparison import StoppedError, TimeLimits
-from rpcmp.tools.tune import sweep_report
-from rpcmp.tools.tune.grid import Axes, grid
-from rpcmp.tools.tune.setting_times import SETTLE_STEPS, Measurement, Tuned, plain_training
-from rpcmp.tools.tune.sweep import tune
+from rpcmp.tools.tuning import Measurement, Tuned, plain_training
+from rpcmp.tools.tuning_grid import SETTLE_STEPS, Axes, grid
 from tests.support.pretendedtime import in_pretended_time
 
 CHAIN = {
@@ -114,7 +113,8 @@ def sweep(
 
         limits = TimeLimits(budget, runner.stop)
         await asyncio.sleep(starting)
-        return await tune(job, swept, runner, rounds, steps, tell, limits)
+        measurement = tuning.Sweep(swept, runner.run, rounds, steps, tell, limits)
+        return await measurement.run(job)
 
     tuned, took = in_pretended_time(run())
     assert len(reported) == len(runner.runs)
@@ -131,7 +131,7 @@ def measure(
 
 def remarks(tuned: Tuned) -> list[str]:
     """The last column of the table."""
-    return [str(cell) for cell in list(sweep_report.table(tuned).columns)[-1].cells]
+    return [str(cell) for cell in list(tuning_report.table(tuned).columns)[-1].cells]
 
 
 def test_rounds_interleave_and_rotate_and_the_choice_is_measured_again() -> None:
@@ -164,7 +164,7 @@ def test_settings_that_cannot_win_are_dropped_except_the_configs_own() -> None:
         "z8": 0,
     }
     assert remarks(tuned).count("dropped") == 4
-    found = sweep_report.as_json(tuned)["settings"]
+    found = tuning_report.as_json(tuned)["settings"]
     assert {one["rounds"] for one in found} == {0, 1, 5}
     assert [one["is_dropped"] for one in found] == [one["rounds"] < 5 for one in found]
 
@@ -205,10 +205,10 @@ def test_a_sweep_of_a_large_job_keeps_to_its_budget(
     assert [len(one.measured) for one in done.tuned.series] == [0] * count
     assert len(done.tuned.unmeasured) == 10 - count
     assert {"dropped"} & set(remarks(done.tuned)) == set()
-    message = list(sweep_report.lines(done.tuned))
+    message = list(tuning_report.lines(done.tuned))
     assert sum(line.startswith("not measured: no time left: num_microbatches") for line in message)
     assert "in the warm-up alone" in done.tuned.basis
-    assert len(sweep_report.as_json(done.tuned)["not_measured"]) == 10 - count
+    assert len(tuning_report.as_json(done.tuned)["not_measured"]) == 10 - count
 
 
 def test_the_budget_includes_the_start() -> None:
@@ -258,11 +258,11 @@ def test_a_stopped_sweep_shows_the_results_so_far() -> None:
     assert tuned.is_cut_short
     assert short(tuned.best.setting) == "12"  # 0.2 s in the first round; "z2" 0.204
     assert (tuned.confirmed, tuned.recommended) == (None, tuned.own.setting)
-    message = list(sweep_report.lines(tuned))
+    message = list(tuning_report.lines(tuned))
     assert message[0] == "stopped: these are the results so far"
     assert message[-1].startswith("not measured once more: leave your config as it is")
-    sweep_report.table(tuned)
-    json.dumps(sweep_report.as_json(tuned))
+    tuning_report.table(tuned)
+    json.dumps(tuning_report.as_json(tuned))
 
 
 @pytest.mark.parametrize("stops_at", range(3, 30))
@@ -284,7 +284,7 @@ def test_a_sweep_stopped_anywhere_knows_the_fastest_and_drops_only_losers(
     )  # twice as slow in the warm-up
     assert len(tuned.unmeasured) == max(0, 5 - stops_at)
     waiting = [
-        line for line in sweep_report.lines(tuned) if line.startswith("not measured: stopped")
+        line for line in tuning_report.lines(tuned) if line.startswith("not measured: stopped")
     ]
     assert bool(waiting) == bool(tuned.unmeasured)
 
@@ -293,7 +293,7 @@ def test_a_sweep_stopped_before_a_second_setting_compares_nothing() -> None:
     with pytest.raises(StoppedError):
         measure(fewer_is_faster, stops_at=1)
     tuned, _ = measure(fewer_is_faster, stops_at=2)
-    assert list(sweep_report.lines(tuned))[-1] == (
+    assert list(tuning_report.lines(tuned))[-1] == (
         "only your 4 micro-batches, 1f1b was measured: nothing to compare it with"
     )
 
@@ -303,7 +303,7 @@ def test_a_sweep_stopped_in_the_confirmation_counts_its_rounds() -> None:
     assert tuned.is_cut_short
     assert tuned.confirmed is not None
     assert tuned.confirmed.median == 0.5
-    assert list(sweep_report.lines(tuned))[-1].startswith("too few rounds to tell")
+    assert list(tuning_report.lines(tuned))[-1].startswith("too few rounds to tell")
 
 
 def test_a_setting_whose_speed_is_confirmed_is_recommended() -> None:
@@ -311,7 +311,7 @@ def test_a_setting_whose_speed_is_confirmed_is_recommended() -> None:
     assert tuned.confirmed is not None
     assert tuned.confirmed.median == 0.5
     assert (tuned.is_faster, tuned.recommended) == (True, tuned.best.setting)
-    *_, options, toml, note = sweep_report.lines(tuned)
+    *_, options, toml, note = tuning_report.lines(tuned)
     assert (options, toml) == ("--set num_microbatches=2", "num_microbatches = 2")
     assert "dropout" in note
 
@@ -320,13 +320,13 @@ def test_a_difference_within_noise_changes_nothing() -> None:
     tuned, _ = measure(lambda s, run: noisy(s, run) - (s.schedule != "1f1b") * 1e-3 * (run < 7))
     assert tuned.best.setting.schedule == "zero-bubble"
     assert (tuned.is_faster, tuned.recommended) == (False, tuned.own.setting)
-    assert list(sweep_report.lines(tuned))[-1].endswith("leave your config as it is")
+    assert list(tuning_report.lines(tuned))[-1].endswith("leave your config as it is")
 
 
 def test_too_few_rounds_recommend_nothing() -> None:
     tuned, _ = measure(fewer_is_faster, rounds=4)
     assert tuned.recommended == tuned.own.setting
-    assert list(sweep_report.lines(tuned))[-1].endswith(
+    assert list(tuning_report.lines(tuned))[-1].endswith(
         "(more --rounds, or a larger --budget, could tell)"
     )
 
@@ -334,26 +334,28 @@ def test_too_few_rounds_recommend_nothing() -> None:
 def test_the_configs_own_setting_can_be_the_best() -> None:
     tuned, runner = measure(fewer_is_faster, num_microbatches=2)
     assert (tuned.best, tuned.confirmed, len(runner.runs)) == (tuned.own, None, 19)
-    assert list(sweep_report.lines(tuned)) == ["best: 2 micro-batches, 1f1b, as your config has it"]
+    assert list(tuning_report.lines(tuned)) == [
+        "best: 2 micro-batches, 1f1b, as your config has it"
+    ]
 
 
 def test_lines_to_paste_have_every_changed_key() -> None:
     own = ScheduleOptions(num_microbatches=4, schedule="1f1b", max_in_flight=3)
     best = ScheduleOptions(num_microbatches=4, schedule="zero-bubble", max_in_flight=8)
-    assert list(sweep_report.paste(own, best)) == [
+    assert list(tuning_report.paste(own, best)) == [
         "--set schedule=zero-bubble --set max_in_flight=8",
         'schedule = "zero-bubble"',
         "max_in_flight = 8",
     ]
     plainer = ScheduleOptions(num_microbatches=4, schedule="zero-bubble")
     without = ['schedule = "zero-bubble"', "(without max_in_flight)"]
-    assert list(sweep_report.paste(own, plainer)) == without  # no option takes a key out
+    assert list(tuning_report.paste(own, plainer)) == without  # no option takes a key out
 
 
 def test_the_table_marks_the_best_the_own_and_equally_fast_settings() -> None:
     columns = {
         str(c.header): list(c.cells)
-        for c in sweep_report.table(measure(fewer_is_faster)[0]).columns
+        for c in tuning_report.table(measure(fewer_is_faster)[0]).columns
     }
     assert columns["micro-batches"] == ["2", "4", "2", "4"]
     assert columns["samples/s"] == ["80", "40", "78", "39"]
@@ -361,7 +363,7 @@ def test_the_table_marks_the_best_the_own_and_equally_fast_settings() -> None:
 
 
 def test_json_has_everything_in_the_table() -> None:
-    found = json.loads(json.dumps(sweep_report.as_json(measure(fewer_is_faster)[0])))
+    found = json.loads(json.dumps(tuning_report.as_json(measure(fewer_is_faster)[0])))
     own = {"schedule": "1f1b", "max_in_flight": None, "microbatches_per_message": 1}
     assert found["best"] == {"num_microbatches": 2, **own}
     assert found["recommended"] == found["best"]
@@ -375,7 +377,7 @@ def test_json_has_everything_in_the_table() -> None:
 
 def test_the_curve_has_a_line_with_error_bars_per_combination(tmp_path: Path) -> None:
     tuned, _ = measure(noisy)
-    axes = sweep_report.draw(tuned).axes[0]
+    axes = tuning_report.draw(tuned).axes[0]
     _, labels = axes.get_legend_handles_labels()
     assert {"1f1b", "zero-bubble", "yours: 4 micro-batches, 1f1b"} < set(labels)
     first, *_ = axes.containers
@@ -384,7 +386,7 @@ def test_the_curve_has_a_line_with_error_bars_per_combination(tmp_path: Path) ->
     low, high = (point[1] for point in bars.get_segments()[0])
     of = tuned.series[0].seconds
     assert 1e3 * min(of) <= low < high <= 1e3 * max(of)
-    sweep_report.write_png(tuned, tmp_path / "picture")
+    tuning_report.write_png(tuned, tmp_path / "picture")
     assert (tmp_path / "picture").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="cannot write the curve"):
-        sweep_report.write_png(tuned, tmp_path)
+        tuning_report.write_png(tuned, tmp_path)

@@ -16,8 +16,8 @@ from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
 from rpcmp.data.batches import Batches, load_batches
 from rpcmp.pipelining import assignment, layers
-from rpcmp.tools.verify.reference_model import UnsplitModel
-from rpcmp.tools.verify.verification import ComparedRun, first_difference
+from rpcmp.tools.reference_model import UnsplitModel
+from rpcmp.tools.verification import ComparedRun, first_difference
 from tests.support.nearness import assert_near
 
 STEPS = 5  # more than one epoch of 3 mini-batches, the last of which is smaller

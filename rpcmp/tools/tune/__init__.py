@@ -1,1 +1,0 @@
-"""`rpcmp tune`: which setting of a job is the fastest, measured in one run."""

@@ -1,1 +1,0 @@
-"""`rpcmp verify`: proof that a pipelined run has the bits of one process."""
