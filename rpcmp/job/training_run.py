@@ -108,7 +108,7 @@ async def drive(
                 # Between two generations there is no step to finish.
                 if count_stop_requests(run.signals) == 1 and run.saves_on(run.signals[0]):
                     await run.leave()
-                raise InterruptedJobError(run.signals[-1], run.step) from None
+                raise run.interruption() from None
             finally:
                 await run.close()
 
@@ -244,6 +244,12 @@ class TrainingRun:
     def saves_on(self, signum: int) -> bool:
         """Return whether a signal saves: a Ctrl-C does only if the config asks for checkpoints."""
         return signum != signal.SIGINT or self._config.checkpoint is not None
+
+    def interruption(self) -> InterruptedJobError:
+        """Return the error of a run that a signal has ended at once."""
+        if self._workload is None:
+            return InterruptedJobError(self.signals[-1], self.step)
+        return self._workload.interruption(self.signals[-1])
 
     async def leave(self) -> None:
         """Stop at once, with a checkpoint of the snapshots that the servers hold."""

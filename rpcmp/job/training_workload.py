@@ -77,6 +77,18 @@ class TrainingWorkload(Workload[SummaryEvent]):
         if self._generation is not None:
             self._generation.send({"op": "finish_step", "save": save})
 
+    def interruption(self, signum: int) -> InterruptedJobError:
+        """Return the error of a run that a signal has ended."""
+        step, saved = self._events.step, self.checkpoints.saved
+        error = InterruptedJobError(signum, step)
+        if self._config.checkpoint is None and saved <= self._first_step < step:
+            lost = f"nothing after step {saved}" if saved else "nothing"
+            error.add_note(
+                f"{lost} was saved: add a [checkpoint] section to the config, and a run that a "
+                "signal stops saves its last step"
+            )
+        return error
+
     async def wait_for_removal(self) -> None:
         if self._removal is not None:
             await asyncio.gather(self._removal, return_exceptions=True)
@@ -108,7 +120,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
         await generation.wait_for_end()
         if self._signals:
             self._report(summary)
-            raise InterruptedJobError(self._signals[0], self._events.step)
+            raise self.interruption(self._signals[0])
         try:
             self.checkpoints.require_saved(has_ended=True)
         except SavingError:
