@@ -42,7 +42,6 @@ AREAS = {
     "snapshots": (
         "checkpoint/slots.py",
         "checkpoint/stage_state.py",
-        "checkpoint/slot_writer.py",
     ),
     "recovery": ("job/recovery.py", "job/restore_point.py", "job/restore_planner.py"),
     "checkpoints": ("checkpoint/folder.py", "checkpoint/files.py", "checkpoint/manifest.py"),
