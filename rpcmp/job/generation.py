@@ -27,7 +27,7 @@ from rpcmp.job.output_files import OutputFiles
 from rpcmp.job.restore_point import ChooseRestorePoint, RestorePoint, from_config
 from rpcmp.job.server_calls import shipped_code
 from rpcmp.job.server_pool import ServerPool
-from rpcmp.job.telemetry import Vitals
+from rpcmp.job.vitals import Vitals
 from rpcmp.job.worker_group import WorkerGroup
 from rpcmp.net.relay import Relay
 from rpcmp.observability.events import Event, ProcessPlace, WarningEvent, parse

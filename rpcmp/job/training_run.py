@@ -30,8 +30,8 @@ from rpcmp.job.autobalance import balanced, with_saved_shares
 from rpcmp.job.recovery import RecoveryLoop
 from rpcmp.job.restore_planner import Start
 from rpcmp.job.server_pool import ServerPool, forks_for
-from rpcmp.job.telemetry import VITALS_SECONDS, Vitals
 from rpcmp.job.training_workload import TrainingWorkload
+from rpcmp.job.vitals import VITALS_SECONDS, Vitals
 from rpcmp.net.security import INSECURE, WARN_SECONDS, Security, watch
 from rpcmp.observability.events import (
     Event,

@@ -15,7 +15,7 @@ from rpcmp.job.generation import Generation
 from rpcmp.job.recovery import Progress, Workload
 from rpcmp.job.restore_planner import RestorePlanner, Start
 from rpcmp.job.server_pool import ServerPool
-from rpcmp.job.telemetry import Vitals
+from rpcmp.job.vitals import Vitals
 from rpcmp.observability.events import (
     EvalEvent,
     Event,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,11 +15,11 @@ from rpcmp.job.first_failure import FirstFailure
 from rpcmp.job.restore_point import HeldSnapshots, RestorePoint, mirrors_of
 from rpcmp.job.server_calls import gather_all
 from rpcmp.job.server_pool import ServerPool
-from rpcmp.job.telemetry import LogCollector, Vitals
+from rpcmp.job.vitals import Vitals
 from rpcmp.net.relay import RelayPeer
 from rpcmp.observability.events import WorkerPlace
 from rpcmp.process.channel import Message
-from rpcmp.process.logging.records import Entry
+from rpcmp.process.logging.records import Entry, Line, entry_of
 from rpcmp.server.client import StageClient
 from rpcmp.server.connection import machine, versions
 from rpcmp.v1 import control_pb2 as pb
@@ -319,6 +319,40 @@ class WorkerGroup:
     async def _release_when_ended(self, client: StageClient) -> None:
         await self._may_drain.wait()
         await client.close()
+
+
+class LogCollector:
+    """Passes the log lines of a generation's workers on, in order, and reports gaps.
+
+    A stage server numbers its worker's lines and keeps only the newest ones.
+    """
+
+    def __init__(
+        self, labels: Iterable[str], generation: int, log: Callable[[Entry], None]
+    ) -> None:
+        self._numbers = dict.fromkeys(labels, 0)
+        self._generation = generation
+        self._log = log
+        self._added = asyncio.Condition()
+
+    async def add(self, label: str, lines: Iterable[pb.LogLine]) -> None:
+        """Log lines of a worker, and a warning for each gap in their numbers."""
+        for line in lines:
+            missed = line.number - self._numbers[label] - 1
+            if missed > 0:
+                text = f"{missed:,} lines are missing here: more were said than could be carried"
+                self._log_line(label, Line("WARNING", "rpcmp.process.logging", text))
+            self._numbers[label] = line.number
+            self._log_line(label, Line(line.level, line.logger, line.text, line.step, line.count))
+        async with self._added:
+            self._added.notify_all()
+
+    async def wait_for_line(self, label: str, number: int) -> None:
+        async with self._added:
+            await self._added.wait_for(lambda: self._numbers[label] >= number)
+
+    def _log_line(self, label: str, line: Line) -> None:
+        self._log(entry_of(line, label, self._generation))
 
 
 async def _naming_stage(client: StageClient, call: Awaitable[Result]) -> Result:

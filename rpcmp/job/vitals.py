@@ -1,6 +1,6 @@
-"""Vitals and log lines of a run's processes, as the stage servers and the driver report them.
+"""Vitals of a run's processes, as the stage servers and the driver report them.
 
-Vitals outlive a generation: until the next one reports, the last values stand, except for the
+They outlive a generation: until the next one reports, the last values stand, except for the
 process that was lost. So the page can show a lost stage until it is back.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from rpcmp.config.topology import DRIVER, member_name
@@ -23,44 +23,8 @@ from rpcmp.observability.events import (
 )
 from rpcmp.process import liveness
 from rpcmp.process.activity import Doing
-from rpcmp.process.logging.records import Entry, Line, entry_of
 from rpcmp.process.sockets import PeerTraffic
 from rpcmp.v1 import control_pb2 as pb
-
-
-class LogCollector:
-    """Passes the log lines of a generation's workers on, in order, and reports gaps.
-
-    A stage server numbers its worker's lines and keeps only the newest ones.
-    """
-
-    def __init__(
-        self, labels: Iterable[str], generation: int, log: Callable[[Entry], None]
-    ) -> None:
-        self._numbers = dict.fromkeys(labels, 0)
-        self._generation = generation
-        self._log = log
-        self._added = asyncio.Condition()
-
-    async def add(self, label: str, lines: Iterable[pb.LogLine]) -> None:
-        """Log lines of a worker, and a warning for each gap in their numbers."""
-        for line in lines:
-            missed = line.number - self._numbers[label] - 1
-            if missed > 0:
-                text = f"{missed:,} lines are missing here: more were said than could be carried"
-                self._log_line(label, Line("WARNING", "rpcmp.process.logging", text))
-            self._numbers[label] = line.number
-            self._log_line(label, Line(line.level, line.logger, line.text, line.step, line.count))
-        async with self._added:
-            self._added.notify_all()
-
-    async def wait_for_line(self, label: str, number: int) -> None:
-        async with self._added:
-            await self._added.wait_for(lambda: self._numbers[label] >= number)
-
-    def _log_line(self, label: str, line: Line) -> None:
-        self._log(entry_of(line, label, self._generation))
-
 
 VITALS_SECONDS = 1.0
 """Between two events `vitals`."""
