@@ -32,7 +32,7 @@ ELSEWHERE = {
     "cluster/test_front.py": "server/endpoints",
     "cluster/test_hosts.py": "job/server_pool server/snapshot_saver server/snapshot_store",
     "cluster/test_launch.py": "driver/operations",
-    "cluster/test_leftovers.py": "job/restore_planner",
+    "cluster/test_leftovers.py": "job/restore_point",
     "cluster/test_openmetrics.py": "observability/prometheus/server_metrics",
     "cluster/test_recovery.py": "job/training_workload process/liveness worker/snapshots",
     "cluster/test_resume.py": "job/checkpoints",

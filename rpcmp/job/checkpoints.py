@@ -20,12 +20,12 @@ from typing import Any
 
 from rpcmp.checkpoint.folder import CheckpointFolder, RunCheckpoints, left_behind, remove
 from rpcmp.checkpoint.manifest import Cursor, Manifest, StageFile
+from rpcmp.checkpoint.slots import CommonSnapshot, newest_common
 from rpcmp.config.hashes import redacted
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.errors import CheckpointError, RpcmpError, SavingError
 from rpcmp.job.best_checkpoint import BestCheckpoint, mark_of
-from rpcmp.job.restore_point import CommonSnapshot, newest_common
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.observability.events import CheckpointEvent, Event, StepEvent, WarningEvent
 from rpcmp.process.channel import Message

@@ -19,11 +19,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from rpcmp.checkpoint.folder import new_name
+from rpcmp.checkpoint.slots import HeldSnapshots
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.errors import ConfigError, JobError, RecoveryTimeoutError, RpcmpError
 from rpcmp.job.first_failure import task_group
-from rpcmp.job.restore_point import HeldSnapshots
 from rpcmp.job.server_calls import ANSWER_SECONDS, describe, dialer_for, require_addresses
 from rpcmp.net.dialer import Dialer
 from rpcmp.observability.events import Event, ReplacedEvent, WaitingEvent

@@ -18,12 +18,13 @@ from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from rpcmp.checkpoint.slots import HeldSnapshots, newest_common
 from rpcmp.config.schema import Config
 from rpcmp.driver.operations import OPERATIONS, Effect, Operations
 from rpcmp.errors import ConfigError, JobError, RpcmpError
 from rpcmp.job.generation import Generation
 from rpcmp.job.recovery import Progress, RecoveryLoop, Workload
-from rpcmp.job.restore_point import HeldSnapshots, RestorePoint, newest_common
+from rpcmp.job.restore_point import RestorePoint
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.observability.events import Event
 from rpcmp.pipelining import pytree

@@ -28,7 +28,7 @@ from rpcmp.config.schema import Config
 from rpcmp.errors import InterruptedJobError
 from rpcmp.job.autobalance import balanced, with_saved_shares
 from rpcmp.job.recovery import RecoveryLoop
-from rpcmp.job.restore_planner import Start
+from rpcmp.job.restore_point import Start
 from rpcmp.job.server_pool import ServerPool, forks_for
 from rpcmp.job.training_workload import TrainingWorkload
 from rpcmp.job.vitals import VITALS_SECONDS, Vitals

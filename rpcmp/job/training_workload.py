@@ -13,7 +13,7 @@ from rpcmp.errors import DrainingError, InterruptedJobError, JobError, RpcmpErro
 from rpcmp.job.checkpoints import Checkpoints
 from rpcmp.job.generation import Generation
 from rpcmp.job.recovery import Progress, Workload
-from rpcmp.job.restore_planner import RestorePlanner, Start
+from rpcmp.job.restore_point import RestorePlanner, Start
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.job.vitals import Vitals
 from rpcmp.observability.events import (

@@ -8,11 +8,12 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rpcmp.checkpoint.slots import HeldSnapshots, mirrors_of
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER, Member, member_names
 from rpcmp.errors import DrainingError, RpcmpError, from_wire
 from rpcmp.job.first_failure import FirstFailure
-from rpcmp.job.restore_point import HeldSnapshots, RestorePoint, mirrors_of
+from rpcmp.job.restore_point import RestorePoint
 from rpcmp.job.server_calls import gather_all
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.job.vitals import Vitals

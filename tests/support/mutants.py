@@ -43,7 +43,7 @@ AREAS = {
         "checkpoint/slots.py",
         "checkpoint/stage_state.py",
     ),
-    "recovery": ("job/recovery.py", "job/restore_point.py", "job/restore_planner.py"),
+    "recovery": ("job/recovery.py", "job/restore_point.py"),
     "checkpoints": ("checkpoint/folder.py", "checkpoint/files.py", "checkpoint/manifest.py"),
     "unpickler": ("rpc/unpickler.py", "net/rpc_pickle.py", "net/rpc_inspection.py"),
     "roles": ("net/identity.py", "net/security.py"),
