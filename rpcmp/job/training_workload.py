@@ -155,7 +155,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
         try:
             while not _is_message("done", event := await generation.next_event()):
                 if isinstance(event, SummaryEvent):
-                    best = await asyncio.to_thread(self.checkpoints.best.kept)
+                    best = await asyncio.to_thread(self.checkpoints.best)
                     summary = replace(event, best=best)
                 else:
                     await self._handle(event, generation)
