@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.support.places import PACKAGE, TESTS
 
-MOST = 105
+MOST = 104
 """Modules without a test of their own; to be lowered with their number, and never raised."""
 
 ELSEWHERE = {
@@ -23,7 +23,7 @@ ELSEWHERE = {
     "cluster/test_balance_auto.py": """
         job/autobalance server/services
     """,
-    "cluster/test_believed.py": "job/output_files process/channel server/snapshot_service",
+    "cluster/test_believed.py": "process/channel server/snapshot_service",
     "cluster/test_bench.py": """
         tools/bench/peer_group tools/bench/peer_process tools/bench/peer_trainers
     """,

@@ -18,12 +18,12 @@ import asyncio
 import contextlib
 import platform
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.config.topology import DRIVER
 from rpcmp.errors import DrainingError, WorkerDiedError, from_wire
 from rpcmp.job.first_failure import FirstFailure, Watchdog, task_group
-from rpcmp.job.output_files import OutputFiles
 from rpcmp.job.restore_point import ChooseRestorePoint, RestorePoint, from_config
 from rpcmp.job.server_calls import shipped_code
 from rpcmp.job.server_pool import ServerPool
@@ -86,7 +86,6 @@ class Generation:
         self._load_data = load_data
         self._fds = fds
         self._reach = pool.reach
-        self._output_files = OutputFiles(None)
         self._forks = pool.forks
         self._dialer = pool.dialer
         self._job_id = pool.job_id
@@ -130,7 +129,7 @@ class Generation:
         driver = await Child.spawn(
             "rpcmp.driver", environment, self._fds, self._forks, self._log_driver, self._reach
         )
-        self._driver, self._output_files = driver, OutputFiles(driver.scratch)
+        self._driver = driver
         self._listening = self.failure.supervise(self._listen(driver))
         self.send(
             {
@@ -151,17 +150,14 @@ class Generation:
         """The host and pid of the driver process."""
         return {"host": platform.node(), "pid": 0 if self._driver is None else self._driver.pid}
 
+    @property
+    def driver_scratch(self) -> Path | None:
+        """The temporary folder of the driver process; None: it is not confined."""
+        return None if self._driver is None else self._driver.scratch
+
     def send(self, message: Message) -> None:
         if self._driver is not None:
             self._driver.send(message)
-
-    def train(self, order: Message) -> None:
-        """Let the driver process train; afterwards `deliver` the files that it writes."""
-        self.send(self._output_files.redirect(order))
-
-    async def deliver(self) -> None:
-        """Move the files that the driver process has written to their destinations."""
-        await asyncio.to_thread(self._output_files.deliver)
 
     async def next_event(self) -> Event | Message:
         """Return the next event of the run, or the next message about its course.
