@@ -246,9 +246,8 @@ class Pipeline:
             try:
                 return self._form_again(error)
             except RpcmpError as another:
-                if isinstance(another, RecoveryTimeoutError) or not isinstance(
-                    another, RECOVERABLE
-                ):
+                is_lost = isinstance(another, RECOVERABLE)
+                if not is_lost or isinstance(another, RecoveryTimeoutError):
                     self._broken = another
                     raise
                 error = another
