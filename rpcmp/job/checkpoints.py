@@ -60,9 +60,6 @@ DRIVER_STATE = {
 MAX_FAILED = 3
 """Checkpoints in a row that may fail before the run fails."""
 
-SOFTWARE = ("rpcmp", "torch", "python")
-"""What a manifest has the versions of."""
-
 RNG = {"derivation": 1}
 """Generators have no state to save: all are seeded anew, see `rpcmp.pipelining.layers`."""
 
@@ -88,7 +85,7 @@ class Checkpoints:
         self._parts: dict[int, dict[str, pb.Saved]] = {}
         self._progress: dict[int, Message] = {}
         self._settled = 0
-        self._software = versions()
+        self._software = software_versions()
         self.layers: dict[str, list[str]] = {}
         self.generation = 1
         self.run = pool.job_id
@@ -274,7 +271,7 @@ class Checkpoints:
             best=mark_of(progress),
             is_asked_for=self._config.checkpoint is not None and not self._is_leaving,
             rng={"seed": self._config.seed, **RNG},
-            versions={name: getattr(self._software, name) for name in SOFTWARE},
+            versions=self._software,
             config=_saved_config(self._config),
             written=datetime.now(UTC).isoformat(timespec="seconds"),
             stages=[
@@ -377,6 +374,11 @@ def mark_of(progress: Mapping[str, Any]) -> BestMark | None:
     if best is None or best["step"] != progress["step"]:
         return None
     return BestMark(metric=best["metric"], value=best["value"])
+
+
+def software_versions() -> dict[str, str]:
+    software = versions()
+    return {name: getattr(software, name) for name in ("rpcmp", "torch", "python")}
 
 
 def _driver_state(progress: Message) -> Message:
