@@ -65,9 +65,6 @@ class Generation:
         choose: chooses the state to start from.
 
     Attributes:
-        number: as given.
-        workers: of the group.
-        failure: why it has failed, if it has.
         draining: the name of a stage whose server is being stopped; empty: none.
         restore_point: the state that it started from.
     """
@@ -88,10 +85,7 @@ class Generation:
         self.number = number
         self._load_data = load_data
         self._fds = fds
-        self._reach = pool.reach
-        self._forks = pool.forks
-        self._dialer = pool.dialer
-        self._job_id = pool.job_id
+        self._pool = pool
         self.failure = FirstFailure()
         self._relay = Relay(
             *(pool.job_id, number, DRIVER), pool.forks, pool.dialer, self.failure.fail
@@ -130,7 +124,12 @@ class Generation:
         """Start the driver process and return its plan: the assignment of every worker."""
         environment = compute_environment(threads=1)
         driver = await Child.spawn(
-            "rpcmp.driver", environment, self._fds, self._forks, self._log_driver, self._reach
+            "rpcmp.driver",
+            environment,
+            self._fds,
+            self._pool.forks,
+            self._log_driver,
+            self._pool.reach,
         )
         self._driver = driver
         self._listening = self.failure.supervise(self._listen(driver))
@@ -174,8 +173,13 @@ class Generation:
 
     def kill_driver_on_failure(self) -> None:
         """Kill the driver process on a failure, so that its caller stops waiting."""
+
+        async def kill(driver: Child) -> None:
+            await self.failure.reason()
+            await driver.kill()
+
         if self._driver is not None:
-            self.failure.when_failed(self._driver.kill)
+            self.failure.supervise(kill(self._driver))
 
     async def wait_for_end(self) -> None:
         self.failure.ignore()
@@ -201,10 +205,7 @@ class Generation:
 
     async def close(self) -> None:
         """End all processes; the servers end their workers when they are no longer watched."""
-        self.failure.ignore()
-        if self._driver is not None:
-            await self._driver.kill()
-        await self._drain_logs()
+        await self.abandon()
         await self.failure.close()
         await self._relay.close()
         if self._store is not None:
@@ -216,9 +217,9 @@ class Generation:
         self.restore_point = await self._choose(assignments, self.workers.holdings)
         await self.workers.start(assignments, self.restore_point)
         self._store = StoreProxy.at(
-            self.workers.rendezvous, self._dialer, self._job_id, self.number, self.send
+            self.workers.rendezvous, self._pool.dialer, self._pool.job_id, self.number, self.send
         )
-        await self._forks.add_address(len(assignments))
+        await self._pool.forks.add_address(len(assignments))
         self.send({"op": "join", **self.workers.membership(rank=len(assignments))})
         joined = await self._expect("joined")
         self._vitals.add_driver_address(joined["address"])
@@ -226,11 +227,8 @@ class Generation:
         await self._link(joined["address"])
 
     async def _link(self, driver_address: str) -> None:
-        network = await self._forks.network()
-        exposed = {
-            **self.workers.exposed,
-            **({"driver": network.reason} if network.reason else {}),
-        }
+        network = await self._pool.forks.network()
+        exposed = self.workers.exposed | ({DRIVER: network.reason} if network.reason else {})
         if exposed:
             where, why = ", ".join(exposed), "; ".join(sorted(set(exposed.values())))
             text = f"other users of their hosts can reach the processes of {where}: {why}"

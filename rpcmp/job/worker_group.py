@@ -174,7 +174,8 @@ class WorkerGroup:
             assignments: of each worker, JSON of rpcmp.pipelining.assignment.Assignment.
             restore_point: the state that the workers start from.
         """
-        mirrors = mirrors_of(self._config, [claim.machine for claim in self._claims])
+        machines = [claim.machine for claim in self._claims]
+        mirrors = mirrors_of(self._config, machines)
         await gather_all(
             client.start(
                 pb.StartRequest(
@@ -185,12 +186,12 @@ class WorkerGroup:
                     label=client.name,
                     assignment=assignments[rank],
                     restore=restore_point.restores.get(client.name),
-                    is_mirrored=self._is_on_another_machine(rank, mirrors[rank]),
-                    mirrored_by=self._stage_of(mirrors[rank]),
+                    is_mirrored=mirror is not None and machines[mirror] != machines[rank],
+                    mirrored_by=None if mirror is None else self._workers[mirror].stage_index,
                     saves=self._workers[rank].replica == 0,
                 )
             )
-            for rank, client in enumerate(self._clients)
+            for rank, (client, mirror) in enumerate(zip(self._clients, mirrors, strict=True))
         )
         await gather_all(
             self._clients[mirror].mirror(self._mirror_request(rank, restore_point.step))
@@ -244,12 +245,6 @@ class WorkerGroup:
     async def close(self) -> None:
         """Close the connections; servers that are not watched free themselves, with snapshots."""
         await asyncio.gather(*(client.close() for client in self._clients))
-
-    def _is_on_another_machine(self, rank: int, mirror: int | None) -> bool:
-        return mirror is not None and self._claims[mirror].machine != self._claims[rank].machine
-
-    def _stage_of(self, rank: int | None) -> int | None:
-        return None if rank is None else self._workers[rank].stage_index
 
     def _mirror_request(self, rank: int, step: int) -> pb.MirrorRequest:
         claim = self._claims[rank]
