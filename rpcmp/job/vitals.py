@@ -7,6 +7,7 @@ process that was lost. So the page can show a lost stage until it is back.
 from __future__ import annotations
 
 import asyncio
+import math
 import platform
 import time
 from collections.abc import Iterable, Mapping
@@ -39,29 +40,15 @@ Link = tuple[str, str]
 
 
 class _TrafficCount(NamedTuple):
-    """The traffic that one process has counted.
+    """The traffic that one process has counted at a time, with all its peers.
 
     Attributes:
-        at: when.
-        traffic: bytes so far, by peer.
         rates: bytes per second since the count before, sent and received, by peer.
     """
 
     at: float
     traffic: list[PeerTraffic]
     rates: dict[str, tuple[float, float]]
-
-    def next(self, at: float, traffic: list[PeerTraffic]) -> _TrafficCount:
-        seconds = at - self.at
-        if seconds < MIN_RATE_SECONDS:
-            return self
-        before = {peer.peer: peer for peer in self.traffic}
-        rates = {
-            now.peer: ((now.sent - last.sent) / seconds, (now.received - last.received) / seconds)
-            for now in traffic
-            if (last := before.get(now.peer)) is not None
-        }
-        return _TrafficCount(at, traffic, rates)
 
 
 class Vitals:
@@ -115,10 +102,10 @@ class Vitals:
             round_trips: seconds to the peers on other hosts; see rpcmp.net.relay.
             tensors: its tensor traffic; see rpcmp.rpc.transport.
         """
-        at, counted = time.monotonic(), [PeerTraffic(*peer) for peer in connections]
+        at = time.monotonic()
         counted = [
             peer._replace(round_trip_s=round_trips.get(peer.peer, peer.round_trip_s))
-            for peer in counted
+            for peer in map(PeerTraffic._make, connections)
         ]
         _count(self._connections, DRIVER, at, counted)
         _count(self._tensors, DRIVER, at, map(PeerTraffic._make, tensors))
@@ -139,24 +126,17 @@ class Vitals:
         self._agent_addresses[address] = DRIVER
 
     def mark_lost(self, label: str) -> None:
-        """Mark the process whose fault ended a generation; an unknown label changes nothing.
-
-        A process that was lost before its first heartbeat is not reported at all.
-        """
-        for known, process in [*self._workers.items(), (DRIVER, self._driver)]:
-            if known == label and "pid" in process:
-                process.update({"state": LOST, "memory": 0, "in_flight": 0, "pid": 0})
+        """Mark the process whose fault ended a generation, if it has reported anything before."""
+        process = self._driver if label == DRIVER else self._workers.get(label, {})
+        if "pid" in process:
+            process.update({"state": LOST, "memory": 0, "in_flight": 0, "pid": 0})
 
     async def wait(self) -> None:
         """Return when there is something to report."""
         await self._is_known.wait()
 
     def event(self, step: int) -> VitalsEvent:
-        """Return the event `vitals`.
-
-        Args:
-            step: the last step that was reported.
-        """
+        """Return the event `vitals` after `step`, the last one that was reported."""
         workers = self._workers.items()
         return VitalsEvent(
             step=step,
@@ -194,8 +174,17 @@ def _traffic(way: pb.Way) -> PeerTraffic:
 def _count(
     counts: dict[str, _TrafficCount], label: str, at: float, traffic: Iterable[PeerTraffic]
 ) -> None:
-    before, now = counts.get(label), list(traffic)
-    counts[label] = _TrafficCount(at, now, {}) if before is None else before.next(at, now)
+    before = counts.get(label, _TrafficCount(-math.inf, [], {}))
+    seconds = at - before.at
+    if seconds < MIN_RATE_SECONDS:
+        return
+    now, last = list(traffic), {peer.peer: peer for peer in before.traffic}
+    rates = {
+        peer: ((sent - last[peer].sent) / seconds, (received - last[peer].received) / seconds)
+        for peer, sent, received, *_ in now
+        if peer in last
+    }
+    counts[label] = _TrafficCount(at, now, rates)
 
 
 def _links(
