@@ -11,7 +11,8 @@ the config, a version, a factory is wrong    ──> fail
           └── pause, wait until servers are ready ──┘
 
 `decide` is pure. A run that trains and a pipeline that serves its program's calls are two workloads
-of the same loop.
+of the same loop. A lost server is restarted or replaced in `server_pool`; a lost worker is replaced
+by its server when the next generation claims it, in `worker_group`.
 """
 
 from __future__ import annotations

@@ -41,9 +41,9 @@ def require_addresses(config: Config, addresses: Sequence[str]) -> None:
             starts by itself.
     """
     if addresses and len(addresses) != len(config.workers):
-        what = "workers (replicas of stages)" if config.is_replicated else "stages"
+        members = "workers (replicas of stages)" if config.is_replicated else "stages"
         raise ConfigError(
-            f"{len(config.workers)} {what} need as many addresses, not {len(addresses)}: "
+            f"{len(config.workers)} {members} need as many addresses, not {len(addresses)}: "
             f"{', '.join(addresses)}"
         )
     spares = config.recovery.spares
@@ -103,11 +103,7 @@ async def describe(client: StageClient) -> pb.DescribeResponse | None:
 
 
 async def status_of_all(config: Config, addresses: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the status of each worker's server, in the config's order; also if it is unreachable.
-
-    Raises:
-        ConfigError: not one address per worker, or one that is not on loopback and no certificates.
-    """
+    """Return the status of each worker's server, reachable or not, in the config's order."""
     dialer = dialer_for(config, addresses, drives=False)
     if len(addresses) != len(config.workers):
         raise ConfigError(f"{len(config.workers)} workers need as many addresses")
@@ -152,10 +148,6 @@ async def drain(address: str, wait: bool, security: Security) -> str:
 
     Args:
         wait: return only when the server has ended.
-
-    Raises:
-        UnreachableError: there is no server at the address.
-        ConfigError: it is not on loopback, and there are no certificates.
     """
     security.require_allowed([address])
     dialer = Dialer(security)
@@ -177,8 +169,12 @@ def collect_code(folder: Path) -> list[pb.CodeFile]:
     files: list[pb.CodeFile] = []
     size = 0
     for path in python_files(folder):
-        files.append(pb.CodeFile(path=path.relative_to(folder).as_posix(), content=_read(path)))
-        size += len(files[-1].content)
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        files.append(pb.CodeFile(path=path.relative_to(folder).as_posix(), content=content))
+        size += len(content)
         if len(files) > MAX_FILES or size > MAX_BYTES:
             raise ConfigError(
                 f"{folder} holds more than {MAX_FILES} Python files or {MAX_BYTES // 2**20} MiB of "
@@ -186,10 +182,3 @@ def collect_code(folder: Path) -> list[pb.CodeFile]:
                 "every host and set ship_code = false"
             )
     return files
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error

@@ -1,8 +1,8 @@
 """The stage servers of a job, over all its generations: found or started, awaited, replaced, freed.
 
-A generation ends with its failure; the servers are the job's until it ends. A lost server that the
-job started itself is started again. Any other is waited for: an operator or systemd restarts it at
-the same address, or a spare takes over its stage.
+This is where a lost server is replaced. If the job started it, it is started again. Any other is
+waited for: an operator or systemd restarts it at the same address, or a spare takes over its stage.
+Workers are replaced by their servers, which start new ones for each generation; see `worker_group`.
 """
 
 from __future__ import annotations
@@ -99,16 +99,15 @@ class LocalServers:
 def serve_options(config: Config) -> list[str]:
     """Return options of `rpcmp serve` for a job: its checkpoints, and what its code may open."""
     options = ["--checkpoints", str(config.checkpoint_folder)]
-    if not config.security.confine:
-        return options
-    for path in config.data_paths:
-        if not Path(path).exists():
-            raise ConfigError(f"there is no {path} on this machine; see `data.paths` and `init`")
-    return [
-        *options,
-        "--confine",
-        *(option for path in config.data_paths for option in ("--data", path)),
-    ]
+    if config.security.confine:
+        options.append("--confine")
+        for path in config.data_paths:
+            if not Path(path).exists():
+                raise ConfigError(
+                    f"there is no {path} on this machine; see `data.paths` and `init`"
+                )
+            options += ["--data", path]
+    return options
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
@@ -132,14 +131,10 @@ class ServerPool:
             none, starts servers on this machine.
 
     Raises:
-        ConfigError: not one address per worker, or one that is not on loopback and there are no
-            certificates; spares for servers that this run starts by itself.
-        SecurityError: the certificate cannot be used.
+        ConfigError, SecurityError: see `require_addresses` and `dialer_for`.
 
     Attributes:
         addresses: of the servers, by worker.
-        dialer: connects to them.
-        forks: as given.
         job_id: unique for each run.
         run_folder: the name of the folder of the run's checkpoints; see rpcmp.checkpoint.folder.
     """
@@ -217,13 +212,14 @@ class ServerPool:
 
     async def _wait_for(self, index: int) -> None:
         stage, lost_at = self._config.workers[index].label, time.monotonic()
-        is_reported = False
-        while not await self._is_ready(index):
+        recovery, is_reported = self._config.recovery, False
+        while True:
             if self._local is not None and self._local.has_ended(index):
                 self.addresses[index] = await self._local.restart(index)
-                continue
+            server = await describe(self.client(self.addresses[index]))
+            if server is not None and not server.draining:
+                return
             waited = time.monotonic() - lost_at
-            recovery = self._config.recovery
             if waited >= recovery.replace_after and await self._replace(index):
                 continue
             if waited >= recovery.give_up_after:
@@ -236,24 +232,17 @@ class ServerPool:
                 self._report(WaitingEvent(stage=stage, address=self.addresses[index]))
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _is_ready(self, index: int) -> bool:
-        if self._local is not None and self._local.has_ended(index):
-            return False
-        server = await describe(self.client(self.addresses[index]))
-        return server is not None and not server.draining
-
     async def _replace(self, index: int) -> bool:
         """Let a free spare take over a stage; returns whether there is one."""
         worker = self._config.workers[index]
-        stage = worker.label
         for spare in list(self._spares):
-            client = StageClient(stage, spare, self.dialer, worker.stage_index)
+            client = StageClient(worker.label, spare, self.dialer, worker.stage_index)
             server = await describe(client)
             is_free = server is not None and server.spare and not (server.job or server.draining)
             if is_free and spare in self._spares:  # another stage may have taken it meanwhile
                 self._spares.remove(spare)
                 lost, self.addresses[index] = self.addresses[index], spare
-                self._report(ReplacedEvent(stage=stage, lost=lost, address=spare))
+                self._report(ReplacedEvent(stage=worker.label, lost=lost, address=spare))
                 return True
         return False
 

@@ -1,4 +1,8 @@
-"""The workers of one generation, each through its stage server: claimed, started, watched."""
+"""The workers of one generation, each through its stage server: claimed, started, watched.
+
+A worker lives as long as its generation. A lost one is replaced by the worker that its server
+starts when the next generation claims it.
+"""
 
 from __future__ import annotations
 
