@@ -88,16 +88,12 @@ def decide(
     """Decide what to do after a fault.
 
     Args:
-        error: the fault that ended the generation.
-        history: the faults before it.
         max_restarts: how often to try without a new step in between.
         has_begun: whether any group of this run has ever been formed.
         has_stepped: whether the run has done a step since it was started or resumed.
     """
-    if not is_recoverable(error, has_begun, has_stepped):
-        return Decision(error, 0.0, history)
     where = location(error)
-    if where in history.raised:
+    if where in history.raised or not is_recoverable(error, has_begun, has_stepped):
         return Decision(error, 0.0, history)
     if history.restarts >= max_restarts:
         exhausted = RecoveryTimeoutError(
@@ -176,13 +172,9 @@ class Workload(ABC, Generic[Result]):
     async def settle(
         self, error: RpcmpError, generation: Generation, unread: list[Event | Message]
     ) -> Progress:
-        """Account for a generation that was abandoned.
+        """Account for a generation that was abandoned, with the events that `run` has not read.
 
         Raises `error` if the run ends here without anything to give up.
-
-        Args:
-            error: the fault that ended it.
-            unread: the events that it had reported and that `run` has not read.
         """
 
     @abstractmethod
@@ -199,9 +191,6 @@ class Workload(ABC, Generic[Result]):
 
 class RecoveryLoop(Generic[Result]):
     """Runs a workload over as many generations as it takes.
-
-    Args:
-        workload: what each generation does.
 
     Attributes:
         generation: the newest one; None before the first.

@@ -20,7 +20,6 @@ from rpcmp.errors import (
     InterruptedJobError,
     JobError,
     RpcmpError,
-    SavingError,
 )
 from rpcmp.job.checkpoints import Checkpoints
 from rpcmp.job.generation import Generation
@@ -40,18 +39,15 @@ from rpcmp.observability.events import (
 )
 from rpcmp.observability.events.stream import EventStream
 from rpcmp.process.channel import Message
-from rpcmp.process.logging.records import Entry
 
 
 class TrainingWorkload(Workload[SummaryEvent]):
     """Trains a job; the result is the summary event.
 
     Args:
-        events: takes the events of the run.
         signals: those that have been received; grows.
 
     Attributes:
-        checkpoints: of this run.
         is_training: whether the driver process trains just now.
     """
 
@@ -115,7 +111,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
             self.checkpoints.generation,
             choose=self._planner.choose,
             vitals=self._vitals,
-            log=self._report_log,
+            log=lambda entry: self._report(LogEvent.from_entry(entry)),
         )
         return self._generation
 
@@ -132,13 +128,12 @@ class TrainingWorkload(Workload[SummaryEvent]):
         summary = await self._train(generation)
         await asyncio.to_thread(outputs.deliver)
         await generation.wait_for_end()
-        if self._signals:
-            self._report(summary)
-            raise self.interruption(self._signals[0])
         try:
+            if self._signals:
+                raise self.interruption(self._signals[0])
             self.checkpoints.require_saved(has_ended=True)
-        except SavingError:
-            self._report(summary)  # the training itself is complete
+        except RpcmpError:
+            self._report(summary)  # the training itself is complete, or its last step
             raise
         if not summary.is_cut_short:
             await self.checkpoints.remove_left_behind(ended_well=True)
@@ -179,9 +174,6 @@ class TrainingWorkload(Workload[SummaryEvent]):
         if summary is None:
             raise JobError("the driver process has ended its run without a summary")
         return summary
-
-    def _report_log(self, entry: Entry) -> None:
-        self._report(LogEvent.from_entry(entry))
 
     async def _handle(self, event: Event | Message, generation: Generation) -> None:
         completed = None
