@@ -74,11 +74,7 @@ class Inside:
         return Inside(self.root, (*self.parts, name), self.path / name)
 
     def at(self, path: str) -> Inside:
-        """Return the place in this folder that a message names.
-
-        Raises:
-            CheckpointError: `path` is outside of this folder.
-        """
+        """Return the place in this folder that a message names; raises CheckpointError for others."""
         try:
             steps = PurePath(path).relative_to(self.path).parts
         except ValueError:
@@ -92,11 +88,7 @@ class Inside:
 
 
 def beneath(root: Path, folder: str) -> Inside:
-    """Return the place of a job's folder, which is `root` or beneath it; follows links.
-
-    Raises:
-        CheckpointError: it is outside of `root`.
-    """
+    """Return the place of a job's folder; CheckpointError unless it is `root` or beneath it."""
     try:
         path = Path(folder)
         parts = path.resolve().relative_to(root).parts
@@ -135,11 +127,7 @@ def require_plain(name: str) -> None:
 
 
 def make_folder(name: str | Path, above: int | None = None) -> bool:
-    """Make a folder that only its owner may enter; returns whether it was missing.
-
-    Args:
-        above: descriptor of its parent folder.
-    """
+    """Make a folder that only its owner may enter; returns whether it was missing."""
     try:
         os.mkdir(name, 0o700, dir_fd=above)
     except FileExistsError:
@@ -328,7 +316,6 @@ def _copy(fd: int, memory: int, length: int) -> Written:
 
 
 def _set_direct(fd: int, direct: bool) -> None:
-    """Bypass the page cache if `direct` and the file system can, or use it."""
     flag = getattr(os, "O_DIRECT", 0)
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:

@@ -73,7 +73,6 @@ class CheckpointFolder:
         return [found.manifest for found in self.found() if found.manifest]
 
     def best(self) -> Manifest | None:
-        """Return the newest checkpoint that is marked as the best, if any."""
         return next((manifest for manifest in self.valid() if manifest.best is not None), None)
 
     def surplus(self, keep: int) -> list[Path]:
@@ -188,12 +187,10 @@ class RunCheckpoints:
 
     @property
     def newest(self) -> Manifest | None:
-        """The undamaged checkpoint of the highest step; None if all are damaged."""
         return next((found.manifest for found in self.found if found.manifest), None)
 
     @property
     def last_step(self) -> int:
-        """The highest undamaged step; 0 if all are damaged."""
         return self.newest.step if self.newest else 0
 
     @property
@@ -202,7 +199,6 @@ class RunCheckpoints:
 
     @property
     def was_asked_for(self) -> bool:
-        """Whether the run's config asked for any of its undamaged checkpoints."""
         return any(found.manifest.is_asked_for for found in self.found if found.manifest)
 
     @property
@@ -279,8 +275,7 @@ def require_none_asked_for(folder: Path) -> None:
 def left_behind(folder: Path, job: str, asks: bool) -> list[RunCheckpoints]:
     """Return a job's runs with checkpoints that no config asked for, the newest first.
 
-    Args:
-        asks: whether the job's config asks for checkpoints; if not, the folder has no others,
-            whatever a manifest of rpcmp 0.1 says.
+    If the job's config does not ask for checkpoints, the folder has no others, whatever a manifest
+    of rpcmp 0.1 says.
     """
     return [run for run in whole_runs(folder, job) if not (asks and run.was_asked_for)]

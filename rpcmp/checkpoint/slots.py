@@ -135,7 +135,6 @@ class Slots:
             self._index[snapshot.slot * _SPACING + _PINNED] = 0
 
     def holds(self, snapshot: Snapshot) -> bool:
-        """Return whether a snapshot has not been overwritten or dropped."""
         found = self.get(snapshot.step)
         return found is not None and found.slot == snapshot.slot
 
@@ -194,7 +193,6 @@ class CommonSnapshot:
     """A step that every worker can restore.
 
     Attributes:
-        step: which one.
         holders: by worker, the worker whose server has the snapshot; itself if its own server does.
     """
 
@@ -257,7 +255,6 @@ def mirrors(
 
 
 def mirrors_of(config: Config, machines: Sequence[str]) -> list[int | None]:
-    """Return the mirrors of a job's workers as its config asks for them; see `mirrors`."""
     recovery, section = config.recovery, config.checkpoint
     if not recovery.enabled or recovery.mirror_every_steps == 0:
         return [None] * len(machines)

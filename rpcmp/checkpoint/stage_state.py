@@ -220,12 +220,7 @@ def _without_repeats(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], 
 
 
 class _Rebuilt(dict[str, Tensor]):
-    """The tensors that `_without_repeats` was given, rebuilt from contiguous ones when needed.
-
-    Args:
-        tensors: by first name.
-        layouts: the JSON from `_without_repeats`.
-    """
+    """The tensors that `_without_repeats` was given, by name, each rebuilt when it is needed."""
 
     def __init__(self, tensors: Mapping[str, Tensor], layouts: Mapping[str, Any]) -> None:
         self._tensors = tensors
@@ -341,11 +336,7 @@ class SnapshotWriter:
 
 
 class _SlotLayout:
-    """The place of each tensor in a slot.
-
-    Args:
-        start: bytes that the header takes.
-    """
+    """The place of each tensor in a slot, whose first `start` bytes are the header."""
 
     def __init__(self, shapes: Shapes, start: int = 0) -> None:
         self.shapes = shapes
@@ -366,7 +357,6 @@ class _SlotLayout:
         return self.start + self.header.data_size
 
     def tensors_in(self, memory: mmap.mmap) -> dict[str, Tensor]:
-        """Return the tensors that lie in a slot's memory, in the order of their bytes."""
         return {
             name: torch.frombuffer(
                 memory, dtype=self._dtypes[name], count=spec.num_elements, offset=self.start + begin

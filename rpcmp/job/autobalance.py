@@ -149,7 +149,6 @@ def _order(config: Config, index: int) -> ProfileOrder:
 
 
 def _trains_before(config: Config, index: int) -> bool:
-    """Return whether a stage trains that this one reads, directly or not."""
     graph, names = config.graph(), config.stage_names
 
     def trains(name: str) -> bool:
@@ -168,7 +167,6 @@ MEASURED_STEPS = 3
 
 
 async def with_shares(config: Config, connect: Sequence[str] | None, forks: Forks) -> Config:
-    """Return the job with measured `shares` for all stages that have replicas."""
     unshared = [
         index
         for index, stage in enumerate(config.stages)
@@ -230,8 +228,7 @@ async def balanced(
 ) -> tuple[Config, Prediction | None]:
     """Measure what the config leaves open: the model's balance, the shares of replicas.
 
-    Returns:
-        The config with both, and the prediction of a step if the balance was measured.
+    Returns the config with both, and the prediction of a step if the balance was measured.
     """
     prediction = None
     if config.is_balanced_by_measurement:
@@ -284,7 +281,6 @@ async def stage_hosts(
 
 
 def as_one(config: Config, index: int, replicas: Sequence[HostProfile]) -> HostProfile:
-    """Return the profiles of a stage's replicas as one."""
     stage, bundles = config.stage(index), cost_model.num_bundles(config)
     turns = stage.turns
     if config.balance_replicas and stage.shares is None:
@@ -296,7 +292,7 @@ def as_one(config: Config, index: int, replicas: Sequence[HostProfile]) -> HostP
 
 
 async def _sample(config: Config, forks: Forks) -> bytes:
-    """One micro-batch; see `rpcmp.rpc.tensors.dumps`."""
+    """Return one micro-batch; see `rpcmp.rpc.tensors.dumps`."""
     answer = await run_task(
         {"op": "sample", "config": config.model_dump_json(), "folder": str(config.folder)},
         compute_environment(threads=1),

@@ -108,11 +108,7 @@ class Checkpoints:
         self._started_at.clear()
 
     async def add_progress(self, progress: Message) -> int | None:
-        """Record the driver's state after a step.
-
-        Returns:
-            The step whose checkpoint is now complete or given up, if any.
-        """
+        """Record the driver's state after a step; returns the step that this settles, if any."""
         step = progress["step"]
         if step == self._settled:
             progress = {**progress, "awaits_save": False}
@@ -127,11 +123,7 @@ class Checkpoints:
         return await self._complete(step) or await self._mark_best(progress)
 
     async def add_part(self, stage: str, saved: pb.Saved) -> int | None:
-        """Record that a stage has written its file, or why it has not.
-
-        Returns:
-            The step whose checkpoint is now complete or given up, if any.
-        """
+        """Record a stage's file, or its error; returns the step that this settles, if any."""
         self._started_at.setdefault(saved.step, time.monotonic())
         self._parts.setdefault(saved.step, {})[stage] = saved
         return await self._complete(saved.step)
@@ -148,7 +140,6 @@ class Checkpoints:
         return {**progress, "is_saved": step == self.saved, "since_saved": since}
 
     def step_events_up_to(self, step: int) -> list[StepEvent]:
-        """Return the events of the known steps up to `step`."""
         events = [self._progress[each]["told"] for each in sorted(self._progress) if each <= step]
         return [StepEvent.from_json(event, complete=True) for event in events if event is not None]
 
@@ -243,7 +234,6 @@ class Checkpoints:
         return True
 
     def best(self) -> BestStep | None:
-        """Return the best checkpoint, if the config keeps it and there is one."""
         if not self._keeps_best:
             return None
         try:
@@ -306,7 +296,6 @@ class Checkpoints:
             )
 
     async def remove_surplus(self) -> None:
-        """Remove the oldest checkpoints, beyond those that the config keeps."""
         keep = self._config.checkpoint.keep if self._config.checkpoint is not None else 1
         try:
             for folder in await asyncio.to_thread(self._folder.surplus, keep):
@@ -322,7 +311,6 @@ class Checkpoints:
         return await asyncio.to_thread(left_behind, folder, config.name, is_asked_for)
 
     def is_too_old(self, run: RunCheckpoints) -> bool:
-        """Return whether a run's last checkpoint is older than `recovery.keep_days`."""
         return run.is_before(datetime.now(UTC) - timedelta(days=self._config.recovery.keep_days))
 
     async def remove_left_behind(self, ended_well: bool) -> None:
@@ -365,11 +353,7 @@ class Checkpoints:
 
 
 def mark_of(progress: Mapping[str, Any]) -> BestMark | None:
-    """Return the mark of a checkpoint of this step, or None if another step is the best.
-
-    Args:
-        progress: the driver's state after the step; see rpcmp.driver.progress.
-    """
+    """Return the mark of a step from the driver's state after it; None if it is not the best."""
     best = progress.get("best")
     if best is None or best["step"] != progress["step"]:
         return None

@@ -60,7 +60,6 @@ class FirstFailure:
         return task
 
     async def unless_failed(self, awaitable: Awaitable[Result]) -> Result:
-        """Return the result of `awaitable`."""
         task = asyncio.ensure_future(awaitable)
         try:
             futures: list[asyncio.Future[Any]] = [task, self._future]
@@ -74,7 +73,6 @@ class FirstFailure:
                 await task
 
     async def reason(self, timeout: float | None = None) -> RpcmpError | None:
-        """Return the failure; waits up to `timeout` seconds for one."""
         await asyncio.wait([self._future], timeout=timeout)
         return self._error
 
@@ -122,11 +120,7 @@ class Watchdog:
         self._driver = doing
 
     async def run(self) -> None:
-        """Watch forever.
-
-        Raises:
-            WorkerHungError: nothing moves any more; names the process that is stuck.
-        """
+        """Watch until nothing moves any more; raises WorkerHungError for the stuck process."""
         while True:
             left = self._moved_at + (self._timeout or float("inf")) - time.monotonic()
             if left > 0:

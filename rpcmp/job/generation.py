@@ -108,7 +108,6 @@ class Generation:
         self.restore_point = RestorePoint()
 
     async def start(self) -> None:
-        """Start all processes; returns when the driver may train."""
         assignments = await self.failure.unless_failed(self._plan_and_claim())
         self.failure.supervise(self._watchdog.run())
         await self.failure.unless_failed(self._join(assignments))
@@ -121,7 +120,7 @@ class Generation:
         return plan.result()
 
     async def _plan(self) -> list[str]:
-        """Start the driver process and return its plan: the assignment of every worker."""
+        """Start the driver process; returns the assignment of every worker."""
         environment = compute_environment(threads=1)
         driver = await Child.spawn(
             "rpcmp.driver",
@@ -149,7 +148,6 @@ class Generation:
 
     @property
     def driver_place(self) -> ProcessPlace:
-        """The host and pid of the driver process."""
         return {"host": platform.node(), "pid": 0 if self._driver is None else self._driver.pid}
 
     @property
@@ -213,7 +211,6 @@ class Generation:
         await self.workers.close()
 
     async def _join(self, assignments: list[str]) -> None:
-        """Let all members join the group; returns when they reach each other."""
         self.restore_point = await self._choose(assignments, self.workers.holdings)
         await self.workers.start(assignments, self.restore_point)
         self._store = StoreProxy.at(
@@ -299,7 +296,6 @@ class Generation:
                 raise DrainingError(f"the server of stage {self.draining!r} is being stopped")
 
     async def _drain_logs(self) -> None:
-        """Log the last lines of the workers, once, when the group ends."""
         if not self._has_drained_logs:
             self._has_drained_logs = True
             await self.workers.drain_logs()
@@ -363,11 +359,9 @@ class Segments:
         self._started.send({"op": "segments"})
 
     def change_to(self, setting: ScheduleOptions) -> None:
-        """Train the next segments under another of the settings."""
         self._generation.send({"op": "reschedule", "setting": setting.model_dump()})
 
     async def run(self, steps: int) -> Segment:
-        """Train the next `steps` steps."""
         self._generation.send({"op": "segment", "steps": steps})
         busy: defaultdict[str, float] = defaultdict(float)
         while True:

@@ -65,11 +65,9 @@ class FaultHistory:
 
 @dataclass(frozen=True)
 class Decision:
-    """The reaction to a fault.
+    """The reaction to a fault: recover after `pause` seconds, or fail with `error`.
 
     Attributes:
-        error: why the run fails; None: it recovers.
-        pause: seconds to wait before that.
         history: the faults so far, including this one.
     """
 
@@ -143,11 +141,10 @@ def location(error: RpcmpError) -> Location | None:
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a run when a generation failed.
+    """The progress of a run when a generation failed; see `decide`.
 
     Attributes:
         is_new: whether it has come further than at the fault before.
-        has_begun, has_stepped: see `decide`.
         is_interrupted: whether a signal asks the run to stop.
     """
 
@@ -206,7 +203,6 @@ class RecoveryLoop(Generic[Result]):
         self.generation: Generation | None = None
 
     async def run(self) -> Result:
-        """Run the workload, and recover from faults until it returns."""
         while True:
             try:
                 return await self.attempt()

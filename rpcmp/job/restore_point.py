@@ -50,12 +50,7 @@ class RestorePoint:
     def in_memory(
         cls, common: CommonSnapshot, workers: Sequence[Member], addresses: Sequence[str]
     ) -> RestorePoint:
-        """Return the restore point of a step that the servers hold.
-
-        Args:
-            common: the step and its holders.
-            addresses: their servers, in the same order.
-        """
+        """Return the restore point of a step that the servers at `addresses` hold."""
         address_of = {w.label: address for w, address in zip(workers, addresses, strict=True)}
         return cls(
             common.step,
@@ -100,9 +95,8 @@ class RestorePlanner:
     ) -> RestorePoint:
         """Return the newest step that all stages can restore; see ChooseRestorePoint.
 
-        Raises:
-            CheckpointError: the run has to be resumed, and no checkpoint can be used.
-            CheckpointConflictError: there are checkpoints that it may have to be resumed from.
+        Raises CheckpointError if a run cannot be resumed, and CheckpointConflictError if there are
+        checkpoints that it may have to be resumed from.
         """
         self._checkpoints.set_assignments(assignments)
         if self._is_first:
@@ -142,7 +136,6 @@ class RestorePlanner:
         return RestorePoint()
 
     async def _other_runs(self) -> str:
-        """Return other runs that could be resumed instead, one line per run."""
         folder, job = self._config.checkpoint_folder, self._config.name
         runs = await asyncio.to_thread(whole_runs, folder, job)
         others = [run for run in runs if run.name not in ("", self._pool.run_folder)]
@@ -155,11 +148,10 @@ class RestorePlanner:
     async def _from_disk(self, run: str | None) -> RestorePoint:
         """Return the newest checkpoint that all stages can restore; the config if there are none.
 
+        Raises CheckpointError if there are checkpoints, but none is complete and of this model.
+
         Args:
             run: only checkpoints of this run; None: of any.
-
-        Raises:
-            CheckpointError: there are checkpoints, but none is complete and of this model.
         """
         layers = [name for names in self._checkpoints.layers.values() for name in names]
         problems = []

@@ -36,9 +36,8 @@ MAX_BYTES = 8 * 2**20
 def require_addresses(config: Config, addresses: Sequence[str]) -> None:
     """Check the addresses of running servers, if there are any, and of spares.
 
-    Raises:
-        ConfigError: not one address per worker, one of them twice, or spares for servers that a run
-            starts by itself.
+    Raises ConfigError unless there is one per worker, each once, and for spares of servers that a
+    run starts by itself.
     """
     if addresses and len(addresses) != len(config.workers):
         members = "workers (replicas of stages)" if config.is_replicated else "stages"
@@ -78,12 +77,7 @@ def dialer_for(config: Config, addresses: Sequence[str], drives: bool = True) ->
 
 
 async def gather_all(awaitables: Iterable[Awaitable[Result]]) -> list[Result]:
-    """Await all together until each has ended.
-
-    Raises:
-        UnreachableError: several servers cannot be reached; names all of them.
-        Exception: the first other error.
-    """
+    """Await all to their ends; raises the first error, or one that names all unreachable servers."""
     results = await asyncio.gather(*awaitables, return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]
     if len(errors) > 1 and all(isinstance(error, UnreachableError) for error in errors):

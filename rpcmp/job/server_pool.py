@@ -38,11 +38,7 @@ STOP_SECONDS = 10.0
 
 
 class LocalServers:
-    """Stage servers on this machine: `rpcmp serve` as child processes.
-
-    Args:
-        options: further options of `rpcmp serve`; see `serve_options`.
-    """
+    """Stage servers on this machine: `rpcmp serve` with these options, as child processes."""
 
     def __init__(self, forks: Forks, options: Sequence[str] = ()) -> None:
         self._forks = forks
@@ -172,7 +168,6 @@ class ServerPool:
             self.addresses = await self._local.start(self._config.workers)
 
     async def wait_until_ready(self) -> None:
-        """Return when every worker has a server that is ready for the next generation."""
         async with task_group() as tasks:
             for index in range(len(self.addresses)):
                 tasks.create_task(self._wait_for(index))
