@@ -74,7 +74,7 @@ class Inside:
         return Inside(self.root, (*self.parts, name), self.path / name)
 
     def at(self, path: str) -> Inside:
-        """Return the place in this folder that a message names; raises CheckpointError for others."""
+        """Return the place in this folder that a message names; CheckpointError for others."""
         try:
             steps = PurePath(path).relative_to(self.path).parts
         except ValueError:

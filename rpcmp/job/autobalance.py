@@ -34,6 +34,7 @@ from rpcmp.job.generation import Segments
 from rpcmp.job.server_calls import (
     dialer_for,
     gather_all,
+    prepare_request,
     require_addresses,
     shipped_code,
 )
@@ -51,7 +52,6 @@ from rpcmp.pipelining.partition import (
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.task import run_task
-from rpcmp.server.connection import versions
 from rpcmp.v1 import control_pb2 as pb
 
 MODULE_KEYS = ("name", "module", "kwargs", "inputs")
@@ -90,7 +90,9 @@ async def measure(
         locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
         async def profile(index: int) -> HostProfile:
-            request = _request(config, index, orders[index], code, sample)
+            job = prepare_request(config, config.workers[index], code)
+            order = orders[index].model_dump_json()
+            request = pb.ProfileRequest(job=job, order=order, sample=sample)
             async with locks[machines[index]]:
                 answer = await clients[index].profile(request)
             return HostProfile.model_validate_json(answer.profile)
@@ -100,22 +102,6 @@ async def measure(
         profiles = await gather_all(map(profile, first.values()))
     by_key = dict(zip(first, profiles, strict=True))
     return [MeasuredHost(key[0], by_key[key]) for key in keys]
-
-
-def _request(
-    config: Config, rank: int, order: ProfileOrder, code: list[pb.CodeFile], sample: bytes
-) -> pb.ProfileRequest:
-    worker = config.workers[rank]
-    job = pb.PrepareRequest(
-        job=config.name,
-        versions=versions(),
-        stage_index=worker.stage_index,
-        replica=worker.replica,
-        threads=config.stage(worker.stage_index).threads,
-        code=code,
-        data_paths=config.data_paths,
-    )
-    return pb.ProfileRequest(job=job, order=order.model_dump_json(), sample=sample)
 
 
 def _order(config: Config, index: int) -> ProfileOrder:

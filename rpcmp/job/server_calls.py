@@ -19,6 +19,7 @@ from rpcmp.net.dialer import Dialer
 from rpcmp.net.security import Security
 from rpcmp.observability.events import state_name
 from rpcmp.server.client import StageClient
+from rpcmp.server.connection import versions
 from rpcmp.v1 import control_pb2 as pb
 
 Result = TypeVar("Result")
@@ -77,7 +78,7 @@ def dialer_for(config: Config, addresses: Sequence[str], drives: bool = True) ->
 
 
 async def gather_all(awaitables: Iterable[Awaitable[Result]]) -> list[Result]:
-    """Await all to their ends; raises the first error, or one that names all unreachable servers."""
+    """Await all to their ends; raises the first error, or one for all unreachable servers."""
     results = await asyncio.gather(*awaitables, return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]
     if len(errors) > 1 and all(isinstance(error, UnreachableError) for error in errors):
@@ -85,6 +86,22 @@ async def gather_all(awaitables: Iterable[Awaitable[Result]]) -> list[Result]:
     for error in errors:
         raise error
     return cast(list[Result], results)
+
+
+def prepare_request(
+    config: Config, worker: Member, code: Iterable[pb.CodeFile], **fields: Any
+) -> pb.PrepareRequest:
+    """Return the request that gives a worker's server its job; `fields` are further ones."""
+    return pb.PrepareRequest(
+        job=config.name,
+        versions=versions(),
+        stage_index=worker.stage_index,
+        replica=worker.replica,
+        threads=config.stage(worker.stage_index).threads,
+        code=code,
+        data_paths=config.data_paths,
+        **fields,
+    )
 
 
 async def describe(client: StageClient) -> pb.DescribeResponse | None:

@@ -192,31 +192,28 @@ def _links(
 ) -> dict[Link, LinkTraffic]:
     """Add up what all members have counted; `labels` maps their peers to members."""
     links: dict[Link, LinkTraffic] = {}
+
+    def add(sender: str, receiver: str, sent: int, rate: float, round_trip_s: float) -> None:
+        empty: LinkTraffic = {
+            "from": sender,
+            "to": receiver,
+            "bytes": 0,
+            "bytes_per_s": 0.0,
+            "rtt_s": 0.0,
+        }
+        link = links.setdefault((sender, receiver), empty)
+        link["bytes"] += sent
+        link["bytes_per_s"] += rate
+        link["rtt_s"] = min(filter(None, (link["rtt_s"], round_trip_s)), default=0.0)
+
     for label, count in counts.items():
         for way in count.traffic:
             if (peer := labels.get(way.peer)) is None:
                 continue  # something of the user's own, or opened by another member
             there, back = count.rates.get(way.peer, (0.0, 0.0))
-            _add(links, (label, peer), way.sent, there, way.round_trip_s)
-            _add(links, (peer, label), way.received, back, way.round_trip_s)
+            add(label, peer, way.sent, there, way.round_trip_s)
+            add(peer, label, way.received, back, way.round_trip_s)
     return links
-
-
-def _add(
-    links: dict[Link, LinkTraffic], pair: Link, sent: int, rate: float, seconds: float
-) -> None:
-    empty: LinkTraffic = {
-        "from": pair[0],
-        "to": pair[1],
-        "bytes": 0,
-        "bytes_per_s": 0.0,
-        "rtt_s": 0.0,
-    }
-    link = links.setdefault(pair, empty)
-    link["bytes"] += sent
-    link["bytes_per_s"] += rate
-    known = [each for each in (link["rtt_s"], seconds) if each]
-    link["rtt_s"] = min(known, default=0.0)
 
 
 def _from_proto(vitals: pb.Vitals) -> ProcessVitals:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from rpcmp.config.topology import DRIVER, Member, member_names
 from rpcmp.errors import DrainingError, RpcmpError, from_wire
 from rpcmp.job.first_failure import FirstFailure
 from rpcmp.job.restore_point import RestorePoint
-from rpcmp.job.server_calls import gather_all
+from rpcmp.job.server_calls import gather_all, prepare_request
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.job.vitals import Vitals
 from rpcmp.net.relay import RelayPeer
@@ -26,7 +27,7 @@ from rpcmp.observability.events import WorkerPlace
 from rpcmp.process.channel import Message
 from rpcmp.process.logging.records import Entry, Line, entry_of
 from rpcmp.server.client import StageClient
-from rpcmp.server.connection import machine, versions
+from rpcmp.server.connection import machine
 from rpcmp.v1 import control_pb2 as pb
 
 Result = TypeVar("Result")
@@ -39,7 +40,6 @@ class WorkerGroup:
     """The workers of one generation of one job.
 
     Args:
-        generation: its number.
         report: called when a server is being stopped ("draining") and when one has saved ("saved").
     """
 
@@ -55,14 +55,12 @@ class WorkerGroup:
     ) -> None:
         self._config = config
         self._identity: dict[str, Any] = {"job_id": pool.job_id, "generation": generation}
-        self._addresses = list(pool.addresses)
         self._run_folder = pool.run_folder
         self._failure = failure
         self._report = report
         self._vitals = vitals
         self._workers = config.workers
-        labels = [worker.label for worker in config.workers]
-        self._logs = LogCollector(labels, generation, log)
+        self._logs = LogCollector(generation, log)
         self._clients = [
             StageClient(worker.label, address, pool.dialer, worker.stage_index)
             for worker, address in zip(config.workers, pool.addresses, strict=True)
@@ -113,7 +111,7 @@ class WorkerGroup:
     @property
     def rendezvous(self) -> str:
         """The address of the server where the members find each other."""
-        return self._addresses[0]
+        return self._clients[0].address
 
     @property
     def exposed(self) -> dict[str, str]:
@@ -176,7 +174,6 @@ class WorkerGroup:
 
         Args:
             assignments: of each worker, JSON of rpcmp.pipelining.assignment.Assignment.
-            restore_point: the state that the workers start from.
         """
         machines = [claim.machine for claim in self._claims]
         mirrors = mirrors_of(self._config, machines)
@@ -256,7 +253,7 @@ class WorkerGroup:
         return pb.MirrorRequest(
             **self._identity,
             stage_name=self._workers[rank].stage,
-            address=self._addresses[rank],
+            address=self._clients[rank].address,
             machine=claim.machine,
             supervisor_pid=claim.supervisor_pid,
             snapshot_fds=claim.snapshot_fds,
@@ -268,14 +265,11 @@ class WorkerGroup:
     async def _claim(self, index: int, code: list[pb.CodeFile]) -> pb.PrepareResponse:
         client, worker = self._clients[index], self._workers[index]
         claim = await client.prepare(
-            pb.PrepareRequest(
+            prepare_request(
+                self._config,
+                worker,
+                code,
                 **self._identity,
-                job=self._config.name,
-                versions=versions(),
-                stage_index=worker.stage_index,
-                replica=worker.replica,
-                threads=self._config.stage(worker.stage_index).threads,
-                code=code,
                 heartbeat_timeout=self._config.recovery.heartbeat_timeout,
                 checkpoint_folder=str(self._config.checkpoint_folder),
                 relative_checkpoint_folder=self._config.relative_checkpoint_folder,
@@ -286,7 +280,6 @@ class WorkerGroup:
                     if member.replica == 0
                 ],
                 may_keep_nothing=self._config.checkpoint is None,
-                data_paths=self._config.data_paths,
             )
         )
         self._failure.supervise(_naming_stage(client, self._watch(client, worker)))
@@ -327,10 +320,8 @@ class LogCollector:
     A stage server numbers its worker's lines and keeps only the newest ones.
     """
 
-    def __init__(
-        self, labels: Iterable[str], generation: int, log: Callable[[Entry], None]
-    ) -> None:
-        self._numbers = dict.fromkeys(labels, 0)
+    def __init__(self, generation: int, log: Callable[[Entry], None]) -> None:
+        self._numbers: defaultdict[str, int] = defaultdict(int)
         self._generation = generation
         self._log = log
         self._added = asyncio.Condition()
