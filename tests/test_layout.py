@@ -14,14 +14,14 @@ from pathlib import Path
 
 from tests.support.places import PACKAGE, TESTS
 
-MOST = 97
+MOST = 93
 """Modules without a test of their own; to be lowered with their number, and never raised."""
 
 ELSEWHERE = {
     "cli/test_health.py": "server/probe",
     "cli/test_remedy.py": "cli/hints cli/options",
     "cluster/test_balance_auto.py": "job/autobalance server/services",
-    "cluster/test_believed.py": "job/output_files process/channel server/snapshot_service",
+    "cluster/test_believed.py": "process/channel server/snapshot_service",
     "cluster/test_bench.py": """
         tools/bench/peer_group tools/bench/peer_process tools/bench/peer_trainers
     """,
@@ -30,12 +30,10 @@ ELSEWHERE = {
     "cluster/test_front.py": "server/endpoints",
     "cluster/test_hosts.py": "job/server_pool server/snapshot_saver server/snapshot_store",
     "cluster/test_launch.py": "driver/operations",
-    "cluster/test_leftovers.py": "job/restore_planner",
+    "cluster/test_leftovers.py": "job/restore_point",
     "cluster/test_openmetrics.py": "observability/prometheus/server_metrics",
     "cluster/test_recovery.py": "job/training_workload process/liveness worker/snapshots",
-    "cluster/test_resume.py": "job/checkpoints",
     "cluster/test_run_log.py": "job/worker_group",
-    "cluster/test_segments.py": "job/segments",
     "cluster/test_servers.py": """
         cli/drain cli/serve cli/status job/generation server/claim server/lifecycle
         server/stage_server
@@ -50,7 +48,6 @@ ELSEWHERE = {
         examples/two_towers examples/unet
     """,
     "unit/checkpoint/test_checkpoint.py": "checkpoint/folder checkpoint/manifest",
-    "unit/checkpoint/test_stage_state.py": "checkpoint/slot_writer",
     "unit/checkpoint/test_state_export.py": "checkpoint/safetensors_header cli/export",
     "unit/cli/test_output.py": "cli/terminal config/validation",
     "unit/config/test_importing.py": "config/suggestion",

@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path, PurePath
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rpcmp.errors import CheckpointError, ConfigError
 
@@ -34,7 +34,7 @@ PRIVATE = 0o600
 """Mode of files that only their owner may read."""
 
 BLOCK = 1 << 22
-"""Bytes that are read or written at a time."""
+"""Bytes that are copied at a time."""
 
 PART = 1 << 20
 """Bytes of a part that travels in one message."""
@@ -74,47 +74,21 @@ class Inside:
         return Inside(self.root, (*self.parts, name), self.path / name)
 
     def at(self, path: str) -> Inside:
-        """Return the place in this folder that a message names.
-
-        Raises:
-            CheckpointError: `path` is outside of this folder.
-        """
+        """Return the place in this folder that a message names; CheckpointError for others."""
         try:
             steps = PurePath(path).relative_to(self.path).parts
         except ValueError:
             steps = ()
         if not steps:
             raise CheckpointError(f"{path!r} is not in the folder of the job's checkpoints")
-        found = self
+        place = self
         for step in steps:
-            found = found / step
-        return found
-
-    @contextlib.contextmanager
-    def folder(self, make: bool = False) -> Iterator[int]:
-        """Open its parent folder; raises OSError if a part of the way is a link.
-
-        Args:
-            make: create the missing folders on the way.
-        """
-        fd = os.open(self.root, FOLDER)
-        try:
-            for name in self.parts[:-1]:
-                if make and make_folder(name, fd):
-                    os.fsync(fd)
-                above, fd = fd, os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=fd)
-                os.close(above)
-            yield fd
-        finally:
-            os.close(fd)
+            place = place / step
+        return place
 
 
 def beneath(root: Path, folder: str) -> Inside:
-    """Return the place of a job's folder, which is `root` or beneath it; follows links.
-
-    Raises:
-        CheckpointError: it is outside of `root`.
-    """
+    """Return the place of a job's folder; CheckpointError unless it is `root` or beneath it."""
     try:
         path = Path(folder)
         parts = path.resolve().relative_to(root).parts
@@ -153,11 +127,7 @@ def require_plain(name: str) -> None:
 
 
 def make_folder(name: str | Path, above: int | None = None) -> bool:
-    """Make a folder that only its owner may enter; returns whether it was missing.
-
-    Args:
-        above: descriptor of its parent folder.
-    """
+    """Make a folder that only its owner may enter; returns whether it was missing."""
     try:
         os.mkdir(name, 0o700, dir_fd=above)
     except FileExistsError:
@@ -169,8 +139,7 @@ Where = Path | Inside
 """A file that this user names, or one that a message names."""
 
 
-@dataclass(frozen=True)
-class Written:
+class Written(NamedTuple):
     """Hash and size in bytes of a file that was written."""
 
     sha256: str
@@ -219,8 +188,8 @@ def copy_durably(where: Where, memory: int, length: int) -> Written:
 
 def _durably(where: Where, write: Callable[[int], Written], mode: int) -> Written:
     with folder_of(where, make=True) as folder:
-        # Its name is nobody's to guess, and to make a link of. That of a writer which was killed
-        # goes with its step folder.
+        # A random name, so that no link can be put in its place. If the writer is killed, the file
+        # is removed together with its step folder.
         temporary = f".{secrets.token_hex(16)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(temporary, flags, mode, dir_fd=folder)
@@ -231,7 +200,7 @@ def _durably(where: Where, write: Callable[[int], Written], mode: int) -> Writte
                 os.close(fd)
             os.replace(temporary, where.name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
-            # What went wrong is the error to report, not that the rest could not be removed either.
+            # The error to report is the first one, not that the rest could not be removed either.
             with contextlib.suppress(OSError):
                 os.unlink(temporary, dir_fd=folder)
             raise
@@ -241,45 +210,33 @@ def _durably(where: Where, write: Callable[[int], Written], mode: int) -> Writte
 
 @contextlib.contextmanager
 def folder_of(where: Where, make: bool = False) -> Iterator[int]:
-    """Open the parent folder of a file or folder.
+    """Open the parent folder of a file or folder; for an Inside, OSError if a link is on the way.
 
     Args:
         make: create it and those above it if they are missing.
     """
+    root = where.parent if isinstance(where, Path) else where.root
     if make:
-        _make_folders(where.parent if isinstance(where, Path) else where.root)
-    if isinstance(where, Inside):
-        with where.folder(make) as fd:
-            yield fd
-        return
-    fd = os.open(where.parent, FOLDER)
+        _make_folders(root)
+    fd = os.open(root, FOLDER)
     try:
+        for name in where.parts[:-1] if isinstance(where, Inside) else ():
+            if make and make_folder(name, fd):
+                sync(fd)
+            above, fd = fd, os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=fd)
+            os.close(above)
         yield fd
     finally:
         os.close(fd)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable: new files, renames and removals."""
-    fd = os.open(folder, FOLDER)
-    try:
-        sync(fd)
-    finally:
-        os.close(fd)
-
-
 def sync(folder: int) -> None:
-    """As `sync_folder`, for an open folder."""
+    """Make the names in an open folder durable: new files, renames and removals."""
     try:
         os.fsync(folder)
     except OSError as error:
         if error.errno != errno.EINVAL:  # some network file systems have no such thing
             raise
-
-
-def sha256_of(where: Where) -> str:
-    with _opened(where) as file:
-        return _hash(file)
 
 
 async def parts(where: Where) -> AsyncIterator[bytes]:
@@ -301,7 +258,8 @@ def check(where: Where, sha256: str, size: int) -> Literal["ok", "missing", "dam
     try:
         with _opened(where) as file:
             is_whole = os.fstat(file.fileno()).st_size == size
-            return "ok" if is_whole and _hash(file) == sha256 else "damaged"
+            is_same = is_whole and hashlib.file_digest(file, "sha256").hexdigest() == sha256
+            return "ok" if is_same else "damaged"
     except (FileNotFoundError, NotADirectoryError):
         return "missing"
     except OSError as error:
@@ -358,7 +316,6 @@ def _copy(fd: int, memory: int, length: int) -> Written:
 
 
 def _set_direct(fd: int, direct: bool) -> None:
-    """Bypass the page cache if `direct` and the file system can, or use it."""
     flag = getattr(os, "O_DIRECT", 0)
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
@@ -373,17 +330,10 @@ def _write_all(fd: int, memory: memoryview) -> None:
         memory = memory[os.write(fd, memory) :]
 
 
-def _hash(file: FileIO) -> str:
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(BLOCK))
-    while count := file.readinto(buffer):
-        digest.update(buffer[:count])
-    return digest.hexdigest()
-
-
 def _make_folders(folder: Path) -> None:
     for one in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
         if make_folder(one):
-            sync_folder(one.parent)
+            with folder_of(one) as parent:
+                sync(parent)
     if not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))

@@ -73,7 +73,6 @@ class CheckpointFolder:
         return [found.manifest for found in self.found() if found.manifest]
 
     def best(self) -> Manifest | None:
-        """Return the newest checkpoint that is marked as the best, if any."""
         return next((manifest for manifest in self.valid() if manifest.best is not None), None)
 
     def surplus(self, keep: int) -> list[Path]:
@@ -134,45 +133,34 @@ def _step(path: Path) -> int:
 def remove(folder: Where) -> None:
     """Remove a step folder, or a run's folder with all its step folders.
 
+    Subfolders of a step folder are an error: rpcmp makes none.
+
     Raises:
         CheckpointError: it is neither, or cannot be removed.
     """
-    if RUN_NAME.fullmatch(folder.name) is None:
-        _remove_step(folder)
-        return
+    is_run = RUN_NAME.fullmatch(folder.name) is not None
+    if not is_run and _NAME.fullmatch(folder.name) is None:
+        raise CheckpointError(f"{folder} is no step folder")
     try:
-        with folder_of(folder / name_of(0)) as inside:
-            steps = [name for name in os.listdir(inside) if _NAME.fullmatch(name)]
-        for step in steps:
-            _remove_step(folder / step)
+        if is_run:
+            with folder_of(folder / name_of(0)) as inside:
+                steps = [name for name in os.listdir(inside) if _NAME.fullmatch(name)]
+            for step in steps:
+                remove(folder / step)
         with folder_of(folder) as above:
+            if not is_run:
+                _empty(folder.name, above)
             os.rmdir(folder.name, dir_fd=above)
     except FileNotFoundError:
-        return
+        return  # another host has removed it, if they share the folder
     except OSError as error:
         raise CheckpointError(f"cannot remove {folder}: {error.strerror}") from error
-
-
-def _remove_step(step_folder: Where) -> None:
-    """Remove a step folder, or its remains. Subfolders are an error: rpcmp makes none.
-
-    The manifest goes first, durably: a checkpoint that was half removed does not exist.
-    """
-    if _NAME.fullmatch(step_folder.name) is None:
-        raise CheckpointError(f"{step_folder} is no step folder")
-    try:
-        with folder_of(step_folder) as above:
-            _empty(step_folder.name, above)
-            os.rmdir(step_folder.name, dir_fd=above)
-    except FileNotFoundError:
-        return  # by another host, where they share the folder
-    except OSError as error:
-        raise CheckpointError(f"cannot remove {step_folder}: {error.strerror}") from error
 
 
 def _empty(name: str, above: int) -> None:
     folder = os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=above)
     try:
+        # The manifest goes first, durably: a checkpoint that was half removed does not exist.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(MANIFEST, dir_fd=folder)
         sync(folder)
@@ -199,22 +187,18 @@ class RunCheckpoints:
 
     @property
     def newest(self) -> Manifest | None:
-        """The undamaged checkpoint of the highest step; None if all are damaged."""
         return next((found.manifest for found in self.found if found.manifest), None)
 
     @property
     def last_step(self) -> int:
-        """The highest undamaged step; 0 if all are damaged."""
         return self.newest.step if self.newest else 0
 
     @property
     def to_remove(self) -> list[Path]:
-        """The folders to remove so that nothing is left of the run."""
         return [self.folder.path] if self.name else [found.path for found in self.found]
 
     @property
     def was_asked_for(self) -> bool:
-        """Whether the run's config asked for any of its undamaged checkpoints."""
         return any(found.manifest.is_asked_for for found in self.found if found.manifest)
 
     @property
@@ -239,11 +223,7 @@ class RunCheckpoints:
 
 
 def new_name(run: str) -> str:
-    """Return the name of the folder of a run that starts now.
-
-    Args:
-        run: unique for each, hexadecimal.
-    """
+    """Return the name of the folder of a run that starts now; `run` is unique and hexadecimal."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{run[:6]}"
 
 
@@ -255,10 +235,12 @@ def runs_in(folder: Path) -> list[RunCheckpoints]:
         return []
     except OSError as error:
         raise CheckpointError(f"cannot read {folder}: {error.strerror}") from error
-    every = [("", CheckpointFolder(folder))]
-    every += [(name, CheckpointFolder(folder / name)) for name in sorted(names, reverse=True)]
-    looked = [RunCheckpoints(name, one, one.found()) for name, one in every]
-    return sorted((run for run in looked if run.found), key=lambda run: run.written, reverse=True)
+    runs = []
+    for name in ("", *sorted(names, reverse=True)):
+        run_folder = CheckpointFolder(folder / name)
+        if checkpoints := run_folder.found():
+            runs.append(RunCheckpoints(name, run_folder, checkpoints))
+    return sorted(runs, key=lambda run: run.written, reverse=True)
 
 
 def whole_runs(folder: Path, job: str) -> list[RunCheckpoints]:
@@ -271,9 +253,9 @@ def newest_in(folder: Path, job: str = "") -> RunCheckpoints | None:
 
     A damaged run may be any job's, so it is not passed over.
     """
-    found = runs_in(folder)
-    ours = [run for run in found if run.newest is None or run.newest.job == job]
-    return next(iter(ours or found), None)
+    runs = runs_in(folder)
+    own = [run for run in runs if run.newest is None or run.newest.job == job]
+    return next(iter(own or runs), None)
 
 
 def require_none_asked_for(folder: Path) -> None:
@@ -293,8 +275,7 @@ def require_none_asked_for(folder: Path) -> None:
 def left_behind(folder: Path, job: str, asks: bool) -> list[RunCheckpoints]:
     """Return a job's runs with checkpoints that no config asked for, the newest first.
 
-    Args:
-        asks: whether the job's config asks for checkpoints; if not, the folder has no others,
-            whatever a manifest of rpcmp 0.1 says.
+    If the job's config does not ask for checkpoints, the folder has no others, whatever a manifest
+    of rpcmp 0.1 says.
     """
     return [run for run in whole_runs(folder, job) if not (asks and run.was_asked_for)]

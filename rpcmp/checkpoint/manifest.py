@@ -118,11 +118,7 @@ def dumps(manifest: Manifest) -> str:
 
 
 def loads(text: str | bytes, source: str | Path) -> Manifest:
-    """Return the manifest that `dumps` wrote.
-
-    Raises:
-        CheckpointError: it is damaged or of another format.
-    """
+    """Return the manifest that `dumps` wrote; CheckpointError if it is damaged."""
     data = _parse(text, source)
     # The format comes first: another one may well have another hash.
     if data.get("format") != FORMAT:
@@ -183,7 +179,6 @@ def _digest(data: dict[str, Any]) -> str:
 
 
 def _named(what: str, layers: Sequence[str]) -> list[str]:
-    """Return the part of a message that names the first few of `layers`, if there are any."""
     names = ", ".join(map(repr, layers[:NAMED]))
     more = f" and {len(layers) - NAMED} more" if len(layers) > NAMED else ""
     return [f"{what} {names}{more}"] if layers else []

@@ -46,12 +46,7 @@ class _TensorEntry(Strict):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor as a header describes it.
-
-    Attributes:
-        dtype: the format's name of it, "F32".
-        size: its bytes.
-    """
+    """A tensor as a header describes it: `dtype` is such as "F32", `size` is in bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -126,9 +121,7 @@ def aligned(tensors: Mapping[str, Spec]) -> dict[str, Spec]:
 def read(file: BinaryIO, source: object) -> dict[str, TensorRange]:
     """Return the place of each tensor in a safetensors file, in the order of their bytes.
 
-    Raises:
-        CheckpointError: it is not a safetensors file.
-        OSError: it cannot be read.
+    Raises CheckpointError if it is not such a file, and OSError if it cannot be read.
     """
     try:
         entries, begin, end = _read_header(file.fileno())
@@ -148,9 +141,7 @@ def read(file: BinaryIO, source: object) -> dict[str, TensorRange]:
 def read_metadata(fd: int) -> Mapping[str, Any]:
     """Return the metadata of an open file, which may be memory that another process can cut off.
 
-    Raises:
-        ValueError: it is not a safetensors file.
-        LookupError: it has no metadata.
+    Raises ValueError if it is not a safetensors file, and LookupError if it has no metadata.
     """
     metadata = _read_header(fd)[0][METADATA]
     if not isinstance(metadata, dict):
@@ -159,11 +150,6 @@ def read_metadata(fd: int) -> Mapping[str, Any]:
 
 
 def blocks(file: BinaryIO, tensor: TensorRange, source: object) -> Iterator[bytes]:
-    """Yield the bytes of a tensor, a block at a time.
-
-    Raises:
-        CheckpointError: they cannot be read.
-    """
     try:
         file.seek(tensor.begin)
         left = tensor.size

@@ -1,10 +1,11 @@
-"""Shared memory for a stage's snapshots: owned by its supervisor, written by its workers.
+"""A stage's snapshots in shared memory, and the step that a group can restore from them.
 
     index   one page: for each slot its step, its length, whether it is complete and pinned
     slots   memfds; each holds one snapshot as the bytes of a safetensors file, or nothing
 
-Snapshots outlive a worker that dies: its successor inherits the same descriptors and maps them.
-memfds count as the processes' memory, need no room in /dev/shm and no name.
+A supervisor owns them and its workers write them, so they outlive a worker that dies: its successor
+inherits the same descriptors and maps them. memfds count as the processes' memory, need no room in
+/dev/shm and no name.
 
 **How many are needed.** A stage that has done step M knows that all others have done at least
 M - 1. Each stage waits until a neighbour holds its M - 1 before it writes its own M, unless it is a
@@ -13,7 +14,9 @@ writes M + 1, every stage has M, and M - 1 is available even if one host is lost
 written, the newest two stay complete. Two more slots are for snapshots that are being saved to a
 slow disk meanwhile. An unused slot costs nothing.
 
-Nothing here imports torch.
+**Which step is restored.** The newest that every worker can be brought to: from its own server,
+from another replica of its stage, which holds the same state, or from its mirror. Nothing here
+imports torch.
 """
 
 from __future__ import annotations
@@ -21,10 +24,16 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rpcmp.process import descriptors
+
+if TYPE_CHECKING:
+    from rpcmp.config.schema import Config
+    from rpcmp.config.topology import Member
+    from rpcmp.v1 import control_pb2 as pb
 
 NUM_SLOTS = 5
 """Written in turn, `RETAINED` + 1 of them while none is pinned."""
@@ -126,7 +135,6 @@ class Slots:
             self._index[snapshot.slot * _SPACING + _PINNED] = 0
 
     def holds(self, snapshot: Snapshot) -> bool:
-        """Return whether a snapshot has not been overwritten or dropped."""
         found = self.get(snapshot.step)
         return found is not None and found.slot == snapshot.slot
 
@@ -159,3 +167,115 @@ class Slots:
         is_pinned: bool = False,
     ) -> None:
         _RECORD.pack_into(self._index, slot * _SPACING, step, length, is_whole, is_pinned)
+
+
+@dataclass(frozen=True)
+class HeldSnapshots:
+    """The snapshots that one worker's server holds.
+
+    Attributes:
+        own: the steps of its own stage.
+        mirrored: the steps of another stage, by that stage's name.
+    """
+
+    own: Collection[int] = ()
+    mirrored: Mapping[str, Collection[int]] = field(default_factory=dict)
+
+    @classmethod
+    def from_proto(cls, holdings: Iterable[pb.Holding]) -> HeldSnapshots:
+        """Return what a stage server reports; its own stage has an empty name there."""
+        by_name = {holding.stage_name: list(holding.steps) for holding in holdings}
+        return cls(by_name.pop("", []), by_name)
+
+
+@dataclass(frozen=True)
+class CommonSnapshot:
+    """A step that every worker can restore.
+
+    Attributes:
+        holders: by worker, the worker whose server has the snapshot; itself if its own server does.
+    """
+
+    step: int
+    holders: dict[str, str]
+
+
+def newest_common(
+    workers: Sequence[Member], holdings: Mapping[str, HeldSnapshots], known: Collection[int]
+) -> CommonSnapshot | None:
+    """Return the newest step of which every worker's snapshot is in some server's memory.
+
+    Args:
+        holdings: the snapshots that each worker's server holds, by the worker's label.
+        known: the steps of which the driver has its own state.
+    """
+    holders = {worker.label: _holders_by_step(worker, workers, holdings) for worker in workers}
+    common = set(known).intersection(*holders.values())
+    if not common:
+        return None
+    step = max(common)
+    return CommonSnapshot(step, {label: by_step[step] for label, by_step in holders.items()})
+
+
+def mirrors(
+    machines: Sequence[str], stages: Sequence[int], has_files: bool = False
+) -> list[int | None]:
+    """Return for each worker the index of the worker whose server mirrors its snapshots.
+
+    This is the next worker on another machine, or else the next worker. It is None if there is only
+    one worker, or if another replica of the stage already has the same state. Replica 0 needs that
+    replica on another machine, unless there is only one machine.
+
+    Every server mirrors at most one other worker. If machines alternate (a, b, a, b), the next
+    worker is on another machine anyway. If neighbours share a machine, all mirrors are shifted by
+    the same number of workers.
+
+    Args:
+        machines: the machine of each worker's server.
+        stages: the stage of each worker.
+        has_files: whether mirrors have files of the snapshots: only the bits of replica 0 match a
+            checkpoint.
+    """
+    count = len(machines)
+    if count < 2:
+        return [None] * count
+
+    def has_twin(index: int) -> bool:
+        twins = [i for i in range(count) if i != index and stages[i] == stages[index]]
+        if any(i < index for i in twins):
+            return True
+        is_alone = len(set(machines)) == 1
+        return not has_files and any(is_alone or machines[i] != machines[index] for i in twins)
+
+    def on_same_machine(shift: int) -> int:
+        return sum(machines[i] == machines[(i + shift) % count] for i in range(count))
+
+    shift = min(range(1, count), key=on_same_machine)
+    return [None if has_twin(i) else (i + shift) % count for i in range(count)]
+
+
+def mirrors_of(config: Config, machines: Sequence[str]) -> list[int | None]:
+    recovery, section = config.recovery, config.checkpoint
+    if not recovery.enabled or recovery.mirror_every_steps == 0:
+        return [None] * len(machines)
+    has_files = section is not None and not section.shared
+    return mirrors(machines, [worker.stage_index for worker in config.workers], has_files)
+
+
+def _holders_by_step(
+    worker: Member, workers: Sequence[Member], holdings: Mapping[str, HeldSnapshots]
+) -> dict[int, str]:
+    """Return who holds a worker's snapshots: its own server if that does, then a replica's."""
+    mirrors = {
+        step: name
+        for name, held in holdings.items()
+        for step in held.mirrored.get(worker.stage, ())
+        if name != worker.label
+    }
+    twins = {
+        step: other.label
+        for other in workers
+        if other.stage == worker.stage
+        for step in holdings[other.label].own
+    }
+    return mirrors | twins | dict.fromkeys(holdings[worker.label].own, worker.label)

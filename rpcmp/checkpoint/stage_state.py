@@ -1,4 +1,4 @@
-"""Convert a stage's training state to named tensors and a line of JSON, and back.
+"""A stage's training state as named tensors and JSON: written to a slot, read from files.
 
     model.<name>                     parameters and buffers, by their names in the unsplit model
     optimizer.<parameter>.<key>      the optimizer's state for a parameter
@@ -18,92 +18,51 @@ tensors and the order of dimensions in memory are stored beside the tensors.
 from __future__ import annotations
 
 import json
+import math
+import mmap
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from rpcmp.checkpoint.safetensors_header import Header, TensorSpec, aligned
+from rpcmp.checkpoint.slots import Slots, Snapshot
 from rpcmp.errors import CheckpointError
 from rpcmp.rpc.tensors import decode_tree, encode_tree
 
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
-def described(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return each distinct tensor under its first name, and the JSON that `Restored` needs.
+HEADER_MULTIPLE = 4096
+"""Headers take multiples of this, so that a longer number in one does not move the tensors."""
 
-    Tensors are identical if they have the same memory, shape, strides and dtype. Views that overlap
-    otherwise become independent.
-    """
-    distinct: dict[str, Tensor] = {}
-    same: dict[str, str] = {}
-    orders: dict[str, list[int]] = {}
-    first: dict[Any, str] = {}
-    for name, tensor in tensors.items():
-        key = _place(tensor)
-        if key is not None and key in first:
-            same[name] = first[key]
-            continue
-        first[key] = name
-        distinct[name] = tensor
-        if order := _order(tensor):
-            orders[name] = order
-    return distinct, {"same": same, "orders": orders}
-
-
-class Restored(Mapping[str, Tensor]):
-    """The tensors that `described` was given, rebuilt from contiguous ones.
-
-    Args:
-        tensors: by first name.
-        about: the JSON from `described`.
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-        self._tensors = tensors
-        self._same: Mapping[str, str] = about.get("same", {})
-        self._orders: Mapping[str, list[int]] = about.get("orders", {})
-        self._found: dict[str, Tensor] = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        name = self._same.get(name, name)
-        if name not in self._found:
-            self._found[name] = _laid_out(self._tensors[name], self._orders.get(name))
-        return self._found[name]
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._tensors
-        yield from self._same
-
-    def __len__(self) -> int:
-        return len(self._tensors) + len(self._same)
-
-
-def _place(tensor: Tensor) -> Any:
-    """Return a key that identical tensors share; None for tensors without memory to share."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-        return None
-    place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-    return (*place, tensor.is_conj(), tensor.is_neg()) if tensor.numel() else None
-
-
-def _order(tensor: Tensor) -> list[int] | None:
-    """Return the dimensions in memory order, outermost first.
-
-    None for contiguous tensors, and for those with holes or overlaps, which are not kept.
-    """
-    if tensor.layout is not torch.strided or tensor.is_contiguous():
-        return None
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return order if tensor.permute(order).is_contiguous() else None
-
-
-def _laid_out(tensor: Tensor, order: list[int] | None) -> Tensor:
-    if order is None:
-        return tensor
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return tensor.permute(order).contiguous().permute(back)
+ENCODED_TREES = {
+    "groups": "optimizer",
+    "scheduler": "scheduler",
+    "built": "built",
+    "aside": "aside",
+}
+"""Fields of a StageState that are trees, and the prefix of the names of their tensors."""
 
 
 @dataclass(frozen=True)
@@ -131,27 +90,23 @@ class StageState:
 
 
 def pack(state: StageState) -> tuple[dict[str, Tensor], str]:
-    """Return the tensors by name, and the metadata.
-
-    Raises:
-        TypeError: the optimizer or the scheduler keeps a value that is neither a tensor nor plain.
-    """
-    kept: dict[str, Tensor] = {}
-    about = {
+    """Return the tensors by name, and the metadata; TypeError for values that are not plain."""
+    tensors: dict[str, Tensor] = {}
+    metadata: dict[str, Any] = {
         "step": state.step,
         "stage": state.stage,
-        "groups": encode_tree(state.groups, kept, "optimizer"),
-        "scheduler": encode_tree(state.scheduler, kept, "scheduler"),
-        "built": encode_tree(state.built, kept, "built"),
-        "aside": encode_tree(state.aside, kept, "aside"),
+        "groups": encode_tree(state.groups, tensors, "optimizer"),
+        "scheduler": encode_tree(state.scheduler, tensors, "scheduler"),
+        "built": encode_tree(state.built, tensors, "built"),
+        "aside": encode_tree(state.aside, tensors, "aside"),
         "state": {
-            name: encode_tree(value, kept, f"optimizer.{name}")
+            name: encode_tree(value, tensors, f"optimizer.{name}")
             for name, value in state.state.items()
         },
     }
-    distinct, about["memory"] = described(kept)
+    distinct, metadata["memory"] = _without_repeats(tensors)
     model = {f"model.{name}": tensor for name, tensor in state.model.items()}
-    return model | distinct, json.dumps(about)
+    return model | distinct, json.dumps(metadata)
 
 
 def unpack(
@@ -176,33 +131,28 @@ def unpack(
         raise CheckpointError(f"stage {stage!r} misses {', '.join(missing)} in {', '.join(paths)}")
     training = [part for part in parts if part.groups is not None]
     _require_agreement(training, stage, set(trained))
-    first = training[0] if training else None
-    return StageState(
-        step=parts[0].step,
-        stage=stage,
-        model=merged,
-        state=optimizer,
-        groups=first.groups if first else None,
-        scheduler=first.scheduler if first else None,
-        built=first.built if first else None,
-        aside=first.aside if first else None,
-    )
+    first = (training or parts)[0]
+    return replace(first, step=parts[0].step, stage=stage, model=merged, state=optimizer)
 
 
 def _read(path: str, model: set[str], trained: set[str]) -> StageState:
     try:
         with safe_open(path, "pt") as file:
-            return decoded((file.metadata() or {})["rpcmp"], _Tensors(file), model, trained)
+            return decoded((file.metadata() or {})["rpcmp"], _FileTensors(file), model, trained)
     except Exception as error:  # the library raises its own, and KeyError is ours
         raise CheckpointError(f"{path} is no stage's state: {error}") from error
 
 
 def decoded(
-    text: str, tensors: Mapping[str, Tensor], model: Collection[str], trained: Collection[str]
+    metadata: str, tensors: Mapping[str, Tensor], model: Collection[str], trained: Collection[str]
 ) -> StageState:
     """Return the state that `pack` was given, for these parameters and buffers only."""
-    about = json.loads(text)
-    kept = Restored(tensors, about.get("memory", {}))
+    about = json.loads(metadata)
+    rebuilt = _Rebuilt(tensors, about.get("memory", {}))
+    trees = {
+        key: decode_tree(about[key], rebuilt) if key in about else None
+        for key in ("groups", "scheduler", "built", "aside")
+    }
     return StageState(
         step=about["step"],
         stage=about["stage"],
@@ -210,14 +160,11 @@ def decoded(
             name: tensors[f"model.{name}"] for name in sorted(model) if f"model.{name}" in tensors
         },
         state={
-            name: decode_tree(spec, kept)
+            name: decode_tree(spec, rebuilt)
             for name, spec in about["state"].items()
             if name in trained
         },
-        groups=decode_tree(about["groups"], kept),
-        scheduler=decode_tree(about["scheduler"], kept),
-        built=decode_tree(about["built"], kept) if "built" in about else None,
-        aside=decode_tree(about["aside"], kept) if "aside" in about else None,
+        **trees,
     )
 
 
@@ -243,14 +190,53 @@ def _require_agreement(parts: Sequence[StageState], stage: str, trained: Collect
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    mine: dict[str, Tensor] = {}
-    theirs: dict[str, Tensor] = {}
-    if encode_tree(one, mine) != encode_tree(other, theirs):
+    tensors: dict[str, Tensor] = {}
+    other_tensors: dict[str, Tensor] = {}
+    if encode_tree(one, tensors) != encode_tree(other, other_tensors):
         return False
-    return all(torch.equal(mine[name], theirs[name]) for name in mine)
+    return all(torch.equal(tensors[name], other_tensors[name]) for name in tensors)
 
 
-class _Tensors(Mapping[str, Tensor]):
+def _without_repeats(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return each distinct tensor under its first name, and the JSON that `_Rebuilt` needs.
+
+    Tensors are identical if they have the same memory, shape, strides and dtype. Views that overlap
+    otherwise become independent.
+    """
+    distinct: dict[str, Tensor] = {}
+    same: dict[str, str] = {}
+    orders: dict[str, list[int]] = {}
+    first: dict[Any, str] = {}
+    for name, tensor in tensors.items():
+        key = _identity(tensor)
+        if key is not None and key in first:
+            same[name] = first[key]
+            continue
+        first[key] = name
+        distinct[name] = tensor
+        if order := _memory_order(tensor):
+            orders[name] = order
+    return distinct, {"same": same, "orders": orders}
+
+
+class _Rebuilt(dict[str, Tensor]):
+    """The tensors that `_without_repeats` was given, by name, each rebuilt when it is needed."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], layouts: Mapping[str, Any]) -> None:
+        self._tensors = tensors
+        self._same: Mapping[str, str] = layouts.get("same", {})
+        self._orders: Mapping[str, list[int]] = layouts.get("orders", {})
+
+    def __missing__(self, name: str) -> Tensor:
+        if name in self._same:
+            tensor = self[self._same[name]]
+        else:
+            tensor = _in_order(self._tensors[name], self._orders.get(name))
+        self[name] = tensor
+        return tensor
+
+
+class _FileTensors(Mapping[str, Tensor]):
     """The tensors of an open file, each copied: the file may be memory that changes."""
 
     def __init__(self, file: Any) -> None:
@@ -269,3 +255,129 @@ class _Tensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+def _identity(tensor: Tensor) -> Any:
+    """Return a key that identical tensors share; None for tensors without memory to share."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return None
+    key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+    return (*key, tensor.is_conj(), tensor.is_neg()) if tensor.numel() else None
+
+
+def _memory_order(tensor: Tensor) -> list[int] | None:
+    """Return the dimensions in memory order, outermost first; None for contiguous tensors."""
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return None
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    # Holes and overlaps are not kept.
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def _in_order(tensor: Tensor, order: list[int] | None) -> Tensor:
+    if order is None:
+        return tensor
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return tensor.permute(order).contiguous().permute(back)
+
+
+Shapes = tuple[tuple[str, torch.dtype, torch.Size], ...]
+
+
+class SnapshotWriter:
+    """Writes named tensors into slots, as the bytes of a safetensors file.
+
+    The library's own `save` builds these bytes in three copies. Here the header is made once and
+    the tensors are copied straight to their places, since a training step waits for it.
+    """
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._layout = _SlotLayout(())
+        self._mapped: dict[int, tuple[mmap.mmap, dict[str, Tensor]]] = {}
+
+    def write(
+        self, slot: int, step: int, tensors: Mapping[str, Tensor], metadata: str, pin: bool
+    ) -> Snapshot:
+        """Write a snapshot; returns when all is copied.
+
+        Args:
+            slot: from `Slots.begin`.
+            step: the optimizer step after which the stage has this state.
+            tensors: on any device, of layout strided.
+            metadata: of the file, under "rpcmp".
+            pin: keep it until it is saved; see Slots.
+
+        Raises:
+            TypeError: a dtype that the format does not have.
+            OSError: there is no memory left.
+        """
+        shapes = tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+        layout = self._layout if self._layout.shapes == shapes else _SlotLayout(shapes)
+        header = layout.header.encode({"rpcmp": metadata}, layout.start, HEADER_MULTIPLE)
+        if len(header) > layout.start:  # new, or the metadata has outgrown its room
+            layout = _SlotLayout(shapes, len(header))
+        if layout is not self._layout:
+            self._layout = layout
+            self._mapped.clear()
+        memory, places = self._map(slot)
+        memory[: layout.start] = header
+        with torch.no_grad():
+            for name, place in places.items():
+                place.copy_(tensors[name])
+        return self._slots.commit(slot, step, layout.length, pin)
+
+    def _map(self, slot: int) -> tuple[mmap.mmap, dict[str, Tensor]]:
+        if slot not in self._mapped:
+            os.ftruncate(self._slots.fd(slot), self._layout.length)
+            memory = mmap.mmap(self._slots.fd(slot), self._layout.length)
+            self._mapped[slot] = memory, self._layout.tensors_in(memory)
+        return self._mapped[slot]
+
+
+class _SlotLayout:
+    """The place of each tensor in a slot, whose first `start` bytes are the header."""
+
+    def __init__(self, shapes: Shapes, start: int = 0) -> None:
+        self.shapes = shapes
+        self.start = start
+        self._dtypes = {name: dtype for name, dtype, _ in shapes}
+        self._specs = aligned(
+            {
+                name: TensorSpec(
+                    _dtype(name, dtype), tuple(shape), math.prod(shape) * dtype.itemsize
+                )
+                for name, dtype, shape in shapes
+            }
+        )
+        self.header = Header(self._specs)
+
+    @property
+    def length(self) -> int:
+        return self.start + self.header.data_size
+
+    def tensors_in(self, memory: mmap.mmap) -> dict[str, Tensor]:
+        return {
+            name: torch.frombuffer(
+                memory, dtype=self._dtypes[name], count=spec.num_elements, offset=self.start + begin
+            ).reshape(spec.shape)
+            if spec.size
+            else torch.empty(spec.shape, dtype=self._dtypes[name])
+            for (name, spec), (begin, _) in zip(
+                self._specs.items(), self.header.offsets, strict=True
+            )
+        }
+
+
+def require_storable(name: str, tensor: Tensor) -> None:
+    """Raise TypeError if a file cannot hold a tensor of this dtype or layout."""
+    _dtype(name, tensor.dtype)
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name!r} is {tensor.layout}, which safetensors does not have")
+
+
+def _dtype(name: str, dtype: torch.dtype) -> str:
+    try:
+        return DTYPES[dtype]
+    except KeyError as error:
+        raise TypeError(f"{name!r} is {dtype}, which safetensors does not have") from error

@@ -25,12 +25,7 @@ MODEL = "model."
 
 @dataclass(frozen=True)
 class Exported:
-    """The result of `export`.
-
-    Attributes:
-        num_tensors: parameters and buffers.
-        skipped: problems of newer checkpoints, a line each.
-    """
+    """The result of `export`; `skipped` are problems of newer checkpoints, a line each."""
 
     step: int
     num_tensors: int
@@ -77,11 +72,7 @@ def export(source: Path, target: Path, best: bool = False, tied_once: bool = Fal
 
 
 def verify(step_folder: Path, manifest: Manifest) -> list[str]:
-    """Return the problems of a checkpoint's files, a line each; reads all of them.
-
-    Raises:
-        CheckpointError: a file cannot be read.
-    """
+    """Return the problems of a checkpoint's files, a line each; reads all of them."""
     return [line for stage in manifest.stages if (line := _verify(step_folder / stage.file, stage))]
 
 

@@ -21,7 +21,7 @@ from rpcmp.config import loader
 from rpcmp.process.logging.display import Display
 
 if TYPE_CHECKING:
-    from rpcmp.job.restore_planner import Start
+    from rpcmp.job.restore_point import Start
     from rpcmp.observability.observers import Observer
 
 

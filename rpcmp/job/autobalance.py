@@ -24,17 +24,17 @@ import base64
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rpcmp.checkpoint.folder import newest_in
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import ReplicaAssignment, shares_by_speed
 from rpcmp.errors import ConfigError
-from rpcmp.job.segments import Segments
+from rpcmp.job.generation import Segments
 from rpcmp.job.server_calls import (
     dialer_for,
     gather_all,
+    prepare_request,
     require_addresses,
     shipped_code,
 )
@@ -52,16 +52,13 @@ from rpcmp.pipelining.partition import (
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.task import run_task
-from rpcmp.server.client import StageClient
-from rpcmp.server.connection import versions
 from rpcmp.v1 import control_pb2 as pb
 
 MODULE_KEYS = ("name", "module", "kwargs", "inputs")
 """The keys of `[[stages]]` that define a stage's module; the others place and tune it."""
 
 
-@dataclass(frozen=True)
-class MeasuredHosts:
+class MeasuredHost(NamedTuple):
     """The measurement of one worker's host.
 
     Attributes:
@@ -75,7 +72,7 @@ class MeasuredHosts:
 
 async def measure(
     config: Config, addresses: Sequence[str], sample: bytes, forks: Forks
-) -> list[MeasuredHosts]:
+) -> list[MeasuredHost]:
     """Measure all layers on each worker's host; returns the results in the workers' order.
 
     Args:
@@ -87,45 +84,24 @@ async def measure(
     code = shipped_code(config)
     dialer = dialer_for(config, addresses)
     async with connected(config, dialer, addresses, max(equals) + 1, forks) as clients:
-        keys = list(zip(await _machines(clients, len(orders)), equals, strict=True))
-        first = {key: keys.index(key) for key in keys}
+        servers = await gather_all(client.connect() for client in clients)
+        machines = [server.machine for server in servers]
+        machines += machines[:1] * (len(orders) - len(machines))
         locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        profiles = await gather_all(
-            _profile(clients[index], locks[machine], _request(config, index, orders, code, sample))
-            for (machine, _), index in first.items()
-        )
+
+        async def profile(index: int) -> HostProfile:
+            job = prepare_request(config, config.workers[index], code)
+            order = orders[index].model_dump_json()
+            request = pb.ProfileRequest(job=job, order=order, sample=sample)
+            async with locks[machines[index]]:
+                answer = await clients[index].profile(request)
+            return HostProfile.model_validate_json(answer.profile)
+
+        keys = list(zip(machines, equals, strict=True))
+        first = {key: keys.index(key) for key in keys}
+        profiles = await gather_all(map(profile, first.values()))
     by_key = dict(zip(first, profiles, strict=True))
-    return [MeasuredHosts(key[0], by_key[key]) for key in keys]
-
-
-async def _machines(clients: list[StageClient], count: int) -> list[str]:
-    """Return each worker's machine: this one if there are fewer servers than workers."""
-    machines = [server.machine for server in await gather_all(c.connect() for c in clients)]
-    return machines + machines[:1] * (count - len(machines))
-
-
-async def _profile(
-    client: StageClient, lock: asyncio.Lock, request: pb.ProfileRequest
-) -> HostProfile:
-    async with lock:
-        answer = await client.profile(request)
-    return HostProfile.model_validate_json(answer.profile)
-
-
-def _request(
-    config: Config, rank: int, orders: list[ProfileOrder], code: list[pb.CodeFile], sample: bytes
-) -> pb.ProfileRequest:
-    worker = config.workers[rank]
-    job = pb.PrepareRequest(
-        job=config.name,
-        versions=versions(),
-        stage_index=worker.stage_index,
-        replica=worker.replica,
-        threads=config.stage(worker.stage_index).threads,
-        code=code,
-        data_paths=config.data_paths,
-    )
-    return pb.ProfileRequest(job=job, order=orders[rank].model_dump_json(), sample=sample)
+    return [MeasuredHost(key[0], by_key[key]) for key in keys]
 
 
 def _order(config: Config, index: int) -> ProfileOrder:
@@ -159,7 +135,6 @@ def _order(config: Config, index: int) -> ProfileOrder:
 
 
 def _trains_before(config: Config, index: int) -> bool:
-    """Return whether a stage trains that this one reads, directly or not."""
     graph, names = config.graph(), config.stage_names
 
     def trains(name: str) -> bool:
@@ -178,7 +153,6 @@ MEASURED_STEPS = 3
 
 
 async def with_shares(config: Config, connect: Sequence[str] | None, forks: Forks) -> Config:
-    """Return the job with measured `shares` for all stages that have replicas."""
     unshared = [
         index
         for index, stage in enumerate(config.stages)
@@ -235,32 +209,21 @@ def _shares(config: Config, index: int, busy: dict[str, float]) -> list[int]:
     return shares_by_speed([mean if each is None else each for each in measured], count)
 
 
-class Balanced(NamedTuple):
-    """A job whose balance is known.
+async def balanced(
+    config: Config, connect: Sequence[str] | None, forks: Forks
+) -> tuple[Config, Prediction | None]:
+    """Measure what the config leaves open: the model's balance, the shares of replicas.
 
-    Attributes:
-        config: with a list instead of "auto", and with shares if it has `balance_replicas`.
-        prediction: of the step with that list; None if it was not measured.
+    Returns the config with both, and the prediction of a step if the balance was measured.
     """
-
-    config: Config
-    prediction: Prediction | None
-
-
-async def balanced(config: Config, connect: Sequence[str] | None, forks: Forks) -> Balanced:
-    """Measure what the config leaves open: the model's balance, the shares of replicas."""
-    prediction: Prediction | None = None
+    prediction = None
     if config.is_balanced_by_measurement:
-        config, prediction = await _with_balance(config, connect, forks)
-    return Balanced(await with_shares(config, connect, forks), prediction)
-
-
-async def _with_balance(config: Config, connect: Sequence[str] | None, forks: Forks) -> Balanced:
-    cost_model.limits(config)  # raises for configs that it does not support
-    full = with_full_microbatches(config)
-    hosts = await stage_hosts(full, connect, forks)
-    balance = choose_balance(hosts)
-    return Balanced(config.with_balance(balance), predict(full, hosts, balance))
+        cost_model.limits(config)  # raises for configs that it does not support
+        full = with_full_microbatches(config)
+        hosts = await stage_hosts(full, connect, forks)
+        balance = choose_balance(hosts)
+        config, prediction = config.with_balance(balance), predict(full, hosts, balance)
+    return await with_shares(config, connect, forks), prediction
 
 
 def with_full_microbatches(config: Config) -> Config:
@@ -304,11 +267,6 @@ async def stage_hosts(
 
 
 def as_one(config: Config, index: int, replicas: Sequence[HostProfile]) -> HostProfile:
-    """Return the profiles of a stage's replicas as one.
-
-    Args:
-        replicas: their profiles.
-    """
     stage, bundles = config.stage(index), cost_model.num_bundles(config)
     turns = stage.turns
     if config.balance_replicas and stage.shares is None:
@@ -320,7 +278,7 @@ def as_one(config: Config, index: int, replicas: Sequence[HostProfile]) -> HostP
 
 
 async def _sample(config: Config, forks: Forks) -> bytes:
-    """One micro-batch; see `rpcmp.rpc.tensors.dumps`."""
+    """Return one micro-batch; see `rpcmp.rpc.tensors.dumps`."""
     answer = await run_task(
         {"op": "sample", "config": config.model_dump_json(), "folder": str(config.folder)},
         compute_environment(threads=1),
@@ -334,7 +292,7 @@ async def _sample(config: Config, forks: Forks) -> bytes:
     return base64.b64decode(answer["sample"])
 
 
-def _limit(config: Config, rank: int, measured: Sequence[MeasuredHosts]) -> int | None:
+def _limit(config: Config, rank: int, measured: Sequence[MeasuredHost]) -> int | None:
     """Return a worker's limit in bytes: its stage's, or else its share of the device's memory."""
     stages = [config.stage(worker.stage_index) for worker in config.workers]
     if (own := stages[rank].memory_bytes) is not None:

@@ -5,6 +5,10 @@
 
 The files of one step arrive in any order, while later steps are computed. If a stage cannot write
 its file, the checkpoint is given up with a warning. The run and its older checkpoints go on.
+
+The best checkpoint has a mark in its manifest, which is written again if it was complete before the
+evaluation. Marks are never removed: each has a better value than all before it, so the newest one
+is the best, and at no moment is the disk without the best checkpoint.
 """
 
 from __future__ import annotations
@@ -13,21 +17,27 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from rpcmp.checkpoint.folder import CheckpointFolder, RunCheckpoints, left_behind, remove
-from rpcmp.checkpoint.manifest import Cursor, Manifest, StageFile
+from rpcmp.checkpoint.folder import CheckpointFolder, RunCheckpoints, left_behind, look, remove
+from rpcmp.checkpoint.manifest import BestMark, Cursor, Manifest, StageFile
+from rpcmp.checkpoint.slots import CommonSnapshot, newest_common
 from rpcmp.config.hashes import redacted
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.errors import CheckpointError, RpcmpError, SavingError
-from rpcmp.job.best_checkpoint import BestCheckpoint, mark_of
-from rpcmp.job.restore_point import CommonSnapshot, newest_common
 from rpcmp.job.server_pool import ServerPool
-from rpcmp.observability.events import CheckpointEvent, Event, StepEvent, WarningEvent
+from rpcmp.observability.events import (
+    BestEvent,
+    BestStep,
+    CheckpointEvent,
+    Event,
+    StepEvent,
+    WarningEvent,
+)
 from rpcmp.process.channel import Message
 from rpcmp.server.connection import versions
 from rpcmp.v1 import control_pb2 as pb
@@ -47,7 +57,7 @@ DRIVER_STATE = {
 }
 """The keys of a progress event that are the driver's state; see TrainingProgress."""
 
-MOST_FAILED = 3
+MAX_FAILED = 3
 """Checkpoints in a row that may fail before the run fails."""
 
 RNG = {"derivation": 1}
@@ -62,8 +72,8 @@ class Checkpoints:
         generation: the number of the current group.
         run: the id of the run in its manifests; a resumed run keeps it.
         saved: the newest step with a checkpoint.
-        best: the checkpoint with the best evaluation, if the config keeps one.
-        remove_elsewhere: removes a checkpoint from the disks of the other machines.
+        remove_elsewhere: removes a checkpoint from the disks of the other machines; None before
+            the first group.
     """
 
     def __init__(self, config: Config, pool: ServerPool, report: Callable[[Event], None]) -> None:
@@ -71,11 +81,11 @@ class Checkpoints:
         self._pool = pool
         self._report = report
         self._folder = CheckpointFolder(config.checkpoint_folder / pool.run_folder)
-        self.best = BestCheckpoint(config, self._folder, report)
+        self._keeps_best = config.checkpoint is not None and config.checkpoint.best is not None
         self._parts: dict[int, dict[str, pb.Saved]] = {}
         self._progress: dict[int, Message] = {}
         self._settled = 0
-        self._software = versions()
+        self._software = software_versions()
         self.layers: dict[str, list[str]] = {}
         self.generation = 1
         self.run = pool.job_id
@@ -84,12 +94,13 @@ class Checkpoints:
         self._started_at: dict[int, float] = {}
         self._is_leaving = False
         self._failed: list[str] = []
-        self.remove_elsewhere: Callable[[Path], Awaitable[None]] = _remove_nothing
+        self.remove_elsewhere: Callable[[Path], Awaitable[None]] | None = None
 
     def set_assignments(self, assignments: Sequence[str]) -> None:
-        layers = [json.loads(assignment)["layers"] for assignment in assignments]
-        workers = self._config.workers
-        self.layers = {w.stage: own for w, own in zip(workers, layers, strict=True)}
+        self.layers = {
+            worker.stage: json.loads(assignment)["layers"]
+            for worker, assignment in zip(self._config.workers, assignments, strict=True)
+        }
 
     def forget_parts(self) -> None:
         """Give up incomplete checkpoints: the generation that wrote them has ended."""
@@ -97,11 +108,7 @@ class Checkpoints:
         self._started_at.clear()
 
     async def add_progress(self, progress: Message) -> int | None:
-        """Record the driver's state after a step.
-
-        Returns:
-            The step whose checkpoint is now complete or given up, if any.
-        """
+        """Record the driver's state after a step; returns the step that this settles, if any."""
         step = progress["step"]
         if step == self._settled:
             progress = {**progress, "awaits_save": False}
@@ -116,11 +123,7 @@ class Checkpoints:
         return await self._complete(step) or await self._mark_best(progress)
 
     async def add_part(self, stage: str, saved: pb.Saved) -> int | None:
-        """Record that a stage has written its file, or why it has not.
-
-        Returns:
-            The step whose checkpoint is now complete or given up, if any.
-        """
+        """Record a stage's file, or its error; returns the step that this settles, if any."""
         self._started_at.setdefault(saved.step, time.monotonic())
         self._parts.setdefault(saved.step, {})[stage] = saved
         return await self._complete(saved.step)
@@ -137,7 +140,6 @@ class Checkpoints:
         return {**progress, "is_saved": step == self.saved, "since_saved": since}
 
     def step_events_up_to(self, step: int) -> list[StepEvent]:
-        """Return the events of the known steps up to `step`."""
         events = [self._progress[each]["told"] for each in sorted(self._progress) if each <= step]
         return [StepEvent.from_json(event, complete=True) for event in events if event is not None]
 
@@ -145,15 +147,14 @@ class Checkpoints:
         """Go on from a checkpoint; returns the keys of the config that have changed since."""
         self.run, self.saved = manifest.run, manifest.step
         self.generation = max(self.generation, manifest.generation + 1)
-        state = {**manifest.driver, **self.best.restored_from(manifest)}
-        self._progress[manifest.step] = {**state, "told": None, "awaits_save": False}
+        state = {**manifest.driver, "told": None, "awaits_save": False}
+        if self._is_best_gone(manifest):
+            state["best"] = None
+        self._progress[manifest.step] = state
         return differences(redacted(manifest.config), _saved_config(self._config))
 
     async def leave(self) -> None:
-        """Write a checkpoint of the newest step that the servers still hold.
-
-        If that fails, there is only a warning: the error that ends the run is the one to raise.
-        """
+        """Write a checkpoint of the newest step that the servers hold; warns if that fails."""
         holdings = await self._pool.holdings()
         common = newest_common(self._config.workers, holdings, self.known_steps())
         if common is None or common.step <= self.saved:
@@ -194,16 +195,60 @@ class Checkpoints:
                 bytes=sum(part.size for part in parts.values()),
             )
         )
-        self.best.report_if_best(manifest)
+        self._report_if_best(manifest)
         return step
 
     async def _mark_best(self, progress: Message) -> int | None:
         """Mark the step's checkpoint if it is complete and the best; returns the step if marked."""
-        step: int = progress["step"]
-        mark = mark_of(progress)
-        if mark is None or step != self.saved:
+        step, mark = progress["step"], mark_of(progress)
+        manifest = None if mark is None or step != self.saved else self._read(step)
+        if manifest is None or manifest.best == mark:
             return None
-        return step if await self.best.mark(step, mark, _driver_state(progress)) else None
+        manifest = manifest.model_copy(update={"driver": _driver_state(progress), "best": mark})
+        try:
+            await asyncio.to_thread(self._folder.commit, manifest)
+        except RpcmpError as error:
+            text = f"step {step} is the best and cannot be marked so: {error}; the run goes on"
+            self._report(WarningEvent(text=text))
+            return None
+        self._report_if_best(manifest)
+        return manifest.step
+
+    def _report_if_best(self, manifest: Manifest) -> None:
+        if (best := manifest.best) is not None:
+            self._report(BestEvent(step=manifest.step, metric=best.metric, value=best.value))
+
+    def _is_best_gone(self, manifest: Manifest) -> bool:
+        """Return whether a run that goes on from a checkpoint has lost its best one; warns if so.
+
+        It could not be exported, so the search for the best restarts.
+        """
+        best: Any = manifest.driver.get("best")
+        if best is None or not self._keeps_best:
+            return False
+        marked = self._read(best["step"])
+        if marked is not None and marked.best is not None:
+            return False
+        text = f"the best checkpoint, of step {best['step']}, is gone: the best begins anew"
+        self._report(WarningEvent(text=text))
+        return True
+
+    def best(self) -> BestStep | None:
+        if not self._keeps_best:
+            return None
+        try:
+            manifest = self._folder.best()
+        except RpcmpError as error:
+            self._report(WarningEvent(text=f"which checkpoint is the best? {error}"))
+            return None
+        if manifest is None or (best := manifest.best) is None:
+            return None
+        path = str(self._folder.path_of(manifest.step))
+        return {"step": manifest.step, "metric": best.metric, "value": best.value, "path": path}
+
+    def _read(self, step: int) -> Manifest | None:
+        checkpoint = look(self._folder.path_of(step))
+        return None if checkpoint is None else checkpoint.manifest
 
     def _manifest(self, progress: Message, parts: dict[str, pb.Saved]) -> Manifest:
         return Manifest(
@@ -216,11 +261,7 @@ class Checkpoints:
             best=mark_of(progress),
             is_asked_for=self._config.checkpoint is not None and not self._is_leaving,
             rng={"seed": self._config.seed, **RNG},
-            versions={
-                "rpcmp": self._software.rpcmp,
-                "torch": self._software.torch,
-                "python": self._software.python,
-            },
+            versions=self._software,
             config=_saved_config(self._config),
             written=datetime.now(UTC).isoformat(timespec="seconds"),
             stages=[
@@ -238,18 +279,15 @@ class Checkpoints:
         )
 
     def require_saved(self, has_ended: bool) -> None:
-        """Fail if too much training would be lost, unless the config allows that.
+        """Raise SavingError if too much training would be lost, unless the config allows that.
 
         Args:
             has_ended: whether the last checkpoint should be complete.
-
-        Raises:
-            SavingError: too many checkpoints in a row could not be written, or the last one.
         """
         section = self._config.checkpoint
         if section is None or section.on_error == "warn" or not self._failed:
             return
-        if has_ended or len(self._failed) >= MOST_FAILED:
+        if has_ended or len(self._failed) >= MAX_FAILED:
             how = "the last one" if has_ended else f"{len(self._failed)} in a row"
             kept = f"the newest is of step {self.saved}" if self.saved else "there is none"
             raise SavingError(
@@ -258,12 +296,10 @@ class Checkpoints:
             )
 
     async def remove_surplus(self) -> None:
-        """Remove the oldest checkpoints, beyond those that the config keeps."""
         keep = self._config.checkpoint.keep if self._config.checkpoint is not None else 1
         try:
             for folder in await asyncio.to_thread(self._folder.surplus, keep):
-                await asyncio.to_thread(remove, folder)
-                await self.remove_elsewhere(folder)
+                await self._remove(folder)
         except RpcmpError as error:
             self._report(WarningEvent(text=f"old checkpoints stay: {error}"))
 
@@ -275,16 +311,13 @@ class Checkpoints:
         return await asyncio.to_thread(left_behind, folder, config.name, is_asked_for)
 
     def is_too_old(self, run: RunCheckpoints) -> bool:
-        """Return whether a run's last checkpoint is older than `recovery.keep_days`."""
         return run.is_before(datetime.now(UTC) - timedelta(days=self._config.recovery.keep_days))
 
     async def remove_left_behind(self, ended_well: bool) -> None:
         """Remove checkpoints that runs of this job left when they had to end.
 
-        Args:
-            ended_well: this run is complete: remove those that it has come further than, unless its
-                own last checkpoint could not be written. Otherwise remove only those that are
-                older than `recovery.keep_days`.
+        Those that are older than `recovery.keep_days`; if this run `ended_well`, also those that it
+        has come further than, unless its own last checkpoint could not be written.
         """
         if not self._config.takes_snapshots:
             return
@@ -294,13 +327,17 @@ class Checkpoints:
                 is_old = self.is_too_old(run) and run.folder.path != self._folder.path
                 if is_old or run.last_step <= reached:
                     for folder in run.to_remove:
-                        await asyncio.to_thread(remove, folder)
-                        await self.remove_elsewhere(folder)
+                        await self._remove(folder)
             if self._config.checkpoint is None:
                 with contextlib.suppress(OSError):  # it is not there, or not empty
                     self._config.checkpoint_folder.rmdir()
         except RpcmpError as error:
             self._report(WarningEvent(text=f"old checkpoints stay: {error}"))
+
+    async def _remove(self, folder: Path) -> None:
+        await asyncio.to_thread(remove, folder)
+        if self.remove_elsewhere is not None:
+            await self.remove_elsewhere(folder)
 
     async def _save(self, worker: Member, common: CommonSnapshot) -> pb.Saved:
         labels = [each.label for each in self._config.workers]
@@ -315,12 +352,21 @@ class Checkpoints:
                 return pb.Saved(step=common.step, error=str(error))
 
 
+def mark_of(progress: Mapping[str, Any]) -> BestMark | None:
+    """Return the mark of a step from the driver's state after it; None if it is not the best."""
+    best = progress.get("best")
+    if best is None or best["step"] != progress["step"]:
+        return None
+    return BestMark(metric=best["metric"], value=best["value"])
+
+
+def software_versions() -> dict[str, str]:
+    software = versions()
+    return {name: getattr(software, name) for name in ("rpcmp", "torch", "python")}
+
+
 def _driver_state(progress: Message) -> Message:
     return {key: value for key, value in progress.items() if key in DRIVER_STATE}
-
-
-async def _remove_nothing(folder: Path) -> None:
-    pass
 
 
 def _saved_config(config: Config) -> Any:

@@ -38,12 +38,14 @@ class FirstFailure:
 
     def __init__(self) -> None:
         self._future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._error: RpcmpError | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._ignoring = False
 
     def fail(self, error: RpcmpError) -> None:
         """Record a failure; only the first one counts."""
         if not self._ignoring and not self._future.done():
+            self._error = error
             self._future.set_exception(error)
             self._future.exception()  # mark it as retrieved: perhaps nothing waits just now
 
@@ -57,17 +59,7 @@ class FirstFailure:
         self._tasks.append(task)
         return task
 
-    def when_failed(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run `function` as soon as there is a failure."""
-
-        def failed(future: asyncio.Future[None]) -> None:
-            if not future.cancelled():
-                self.supervise(function())
-
-        self._future.add_done_callback(failed)
-
     async def unless_failed(self, awaitable: Awaitable[Result]) -> Result:
-        """Return the result of `awaitable`."""
         task = asyncio.ensure_future(awaitable)
         try:
             futures: list[asyncio.Future[Any]] = [task, self._future]
@@ -80,12 +72,9 @@ class FirstFailure:
             with contextlib.suppress(asyncio.CancelledError, RpcmpError):
                 await task
 
-    async def reason(self, timeout: float) -> RpcmpError | None:
-        """Return the failure; waits up to `timeout` seconds for one."""
+    async def reason(self, timeout: float | None = None) -> RpcmpError | None:
         await asyncio.wait([self._future], timeout=timeout)
-        is_known = self._future.done() and not self._future.cancelled()
-        error = self._future.exception() if is_known else None
-        return error if isinstance(error, RpcmpError) else None
+        return self._error
 
     async def close(self) -> None:
         self.ignore()
@@ -131,11 +120,7 @@ class Watchdog:
         self._driver = doing
 
     async def run(self) -> None:
-        """Watch forever.
-
-        Raises:
-            WorkerHungError: nothing moves any more; names the process that is stuck.
-        """
+        """Watch until nothing moves any more; raises WorkerHungError for the stuck process."""
         while True:
             left = self._moved_at + (self._timeout or float("inf")) - time.monotonic()
             if left > 0:

@@ -9,7 +9,7 @@
     (6) all processes end; the servers keep the snapshots that they hold
 
 A failure anywhere goes to `FirstFailure`. Everything that waits also waits for a failure, so the
-first one ends the generation.
+first one ends the generation. `Segments` is a job of one generation, for measurements.
 """
 
 from __future__ import annotations
@@ -17,23 +17,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import platform
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.config.topology import DRIVER
-from rpcmp.errors import DrainingError, WorkerDiedError, from_wire
+from rpcmp.errors import DrainingError, JobError, WorkerDiedError, from_wire
 from rpcmp.job.first_failure import FirstFailure, Watchdog, task_group
-from rpcmp.job.output_files import OutputFiles
 from rpcmp.job.restore_point import ChooseRestorePoint, RestorePoint, from_config
 from rpcmp.job.server_calls import shipped_code
 from rpcmp.job.server_pool import ServerPool
-from rpcmp.job.telemetry import Vitals
+from rpcmp.job.vitals import Vitals
 from rpcmp.job.worker_group import WorkerGroup
 from rpcmp.net.relay import Relay
-from rpcmp.observability.events import Event, ProcessPlace, WarningEvent, parse
+from rpcmp.observability.events import Event, ProcessPlace, StepEvent, WarningEvent, parse
 from rpcmp.process import interpreter
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
+from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.liveness import HeartbeatMonitor
 from rpcmp.process.logging.records import Entry, Line, entry_of, pass_on
@@ -62,9 +65,6 @@ class Generation:
         choose: chooses the state to start from.
 
     Attributes:
-        number: as given.
-        workers: of the group.
-        failure: why it has failed, if it has.
         draining: the name of a stage whose server is being stopped; empty: none.
         restore_point: the state that it started from.
     """
@@ -85,11 +85,7 @@ class Generation:
         self.number = number
         self._load_data = load_data
         self._fds = fds
-        self._reach = pool.reach
-        self._output_files = OutputFiles(None)
-        self._forks = pool.forks
-        self._dialer = pool.dialer
-        self._job_id = pool.job_id
+        self._pool = pool
         self.failure = FirstFailure()
         self._relay = Relay(
             *(pool.job_id, number, DRIVER), pool.forks, pool.dialer, self.failure.fail
@@ -112,7 +108,6 @@ class Generation:
         self.restore_point = RestorePoint()
 
     async def start(self) -> None:
-        """Start all processes; returns when the driver may train."""
         assignments = await self.failure.unless_failed(self._plan_and_claim())
         self.failure.supervise(self._watchdog.run())
         await self.failure.unless_failed(self._join(assignments))
@@ -125,12 +120,17 @@ class Generation:
         return plan.result()
 
     async def _plan(self) -> list[str]:
-        """Start the driver process and return its plan: the assignment of every worker."""
+        """Start the driver process; returns the assignment of every worker."""
         environment = compute_environment(threads=1)
         driver = await Child.spawn(
-            "rpcmp.driver", environment, self._fds, self._forks, self._log_driver, self._reach
+            "rpcmp.driver",
+            environment,
+            self._fds,
+            self._pool.forks,
+            self._log_driver,
+            self._pool.reach,
         )
-        self._driver, self._output_files = driver, OutputFiles(driver.scratch)
+        self._driver = driver
         self._listening = self.failure.supervise(self._listen(driver))
         self.send(
             {
@@ -148,20 +148,16 @@ class Generation:
 
     @property
     def driver_place(self) -> ProcessPlace:
-        """The host and pid of the driver process."""
         return {"host": platform.node(), "pid": 0 if self._driver is None else self._driver.pid}
+
+    @property
+    def driver_scratch(self) -> Path | None:
+        """The temporary folder of the driver process; None: it is not confined."""
+        return None if self._driver is None else self._driver.scratch
 
     def send(self, message: Message) -> None:
         if self._driver is not None:
             self._driver.send(message)
-
-    def train(self, order: Message) -> None:
-        """Let the driver process train; afterwards `deliver` the files that it writes."""
-        self.send(self._output_files.redirect(order))
-
-    async def deliver(self) -> None:
-        """Move the files that the driver process has written to their destinations."""
-        await asyncio.to_thread(self._output_files.deliver)
 
     async def next_event(self) -> Event | Message:
         """Return the next event of the run, or the next message about its course.
@@ -175,8 +171,13 @@ class Generation:
 
     def kill_driver_on_failure(self) -> None:
         """Kill the driver process on a failure, so that its caller stops waiting."""
+
+        async def kill(driver: Child) -> None:
+            await self.failure.reason()
+            await driver.kill()
+
         if self._driver is not None:
-            self.failure.when_failed(self._driver.kill)
+            self.failure.supervise(kill(self._driver))
 
     async def wait_for_end(self) -> None:
         self.failure.ignore()
@@ -202,10 +203,7 @@ class Generation:
 
     async def close(self) -> None:
         """End all processes; the servers end their workers when they are no longer watched."""
-        self.failure.ignore()
-        if self._driver is not None:
-            await self._driver.kill()
-        await self._drain_logs()
+        await self.abandon()
         await self.failure.close()
         await self._relay.close()
         if self._store is not None:
@@ -213,13 +211,12 @@ class Generation:
         await self.workers.close()
 
     async def _join(self, assignments: list[str]) -> None:
-        """Let all members join the group; returns when they reach each other."""
         self.restore_point = await self._choose(assignments, self.workers.holdings)
         await self.workers.start(assignments, self.restore_point)
         self._store = StoreProxy.at(
-            self.workers.rendezvous, self._dialer, self._job_id, self.number, self.send
+            self.workers.rendezvous, self._pool.dialer, self._pool.job_id, self.number, self.send
         )
-        await self._forks.add_address(len(assignments))
+        await self._pool.forks.add_address(len(assignments))
         self.send({"op": "join", **self.workers.membership(rank=len(assignments))})
         joined = await self._expect("joined")
         self._vitals.add_driver_address(joined["address"])
@@ -227,11 +224,8 @@ class Generation:
         await self._link(joined["address"])
 
     async def _link(self, driver_address: str) -> None:
-        network = await self._forks.network()
-        exposed = {
-            **self.workers.exposed,
-            **({"driver": network.reason} if network.reason else {}),
-        }
+        network = await self._pool.forks.network()
+        exposed = self.workers.exposed | ({DRIVER: network.reason} if network.reason else {})
         if exposed:
             where, why = ", ".join(exposed), "; ".join(sorted(set(exposed.values())))
             text = f"other users of their hosts can reach the processes of {where}: {why}"
@@ -302,7 +296,6 @@ class Generation:
                 raise DrainingError(f"the server of stage {self.draining!r} is being stopped")
 
     async def _drain_logs(self) -> None:
-        """Log the last lines of the workers, once, when the group ends."""
         if not self._has_drained_logs:
             self._has_drained_logs = True
             await self.workers.drain_logs()
@@ -310,3 +303,80 @@ class Generation:
     def _log_driver(self, line: Line) -> None:
         with contextlib.suppress(OSError):  # the output is closed: the next event ends the run
             self._log(entry_of(line, DRIVER, self.number))
+
+
+ENDLESS = 10**9
+"""Steps of the job; the caller decides how many are done."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive steps, timed by the driver process. All times are means in seconds per step.
+
+    Attributes:
+        seconds: wall clock, until the last stage has stepped its optimizer.
+        cpu_seconds: CPU time of the driver process.
+        busy_seconds: the time that each worker computes, by its label.
+        losses: the mini-batch's loss in each step.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    busy_seconds: dict[str, float]
+    losses: list[float]
+
+
+class Segments:
+    """A job that trains a few steps on each call and blocks in between, so that it can be measured.
+
+    Args:
+        settings: the schedules that it may change to, besides the config's own.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        connect: Sequence[str] | None = None,
+        settings: Sequence[ScheduleOptions] = (),
+        forks: Forks | None = None,
+    ) -> None:
+        endless = config.model_copy(update={"steps": ENDLESS, "epochs": None})
+        self._config = endless.without_recovery()
+        self._pool = ServerPool(config, connect, forks=forks)
+        self._settings = settings
+        self._started: Generation | None = None
+
+    @property
+    def _generation(self) -> Generation:
+        if self._started is None:
+            raise JobError("these segments have not been started")
+        return self._started
+
+    async def start(self) -> None:
+        await self._pool.open()
+        self._started = Generation(self._config, self._pool, settings=self._settings)
+        await self._started.start()
+        self._started.send({"op": "segments"})
+
+    def change_to(self, setting: ScheduleOptions) -> None:
+        self._generation.send({"op": "reschedule", "setting": setting.model_dump()})
+
+    async def run(self, steps: int) -> Segment:
+        self._generation.send({"op": "segment", "steps": steps})
+        busy: defaultdict[str, float] = defaultdict(float)
+        while True:
+            match await self._generation.next_event():
+                case StepEvent() as event:
+                    for stage, share in event.busy.items():
+                        busy[stage] += share * event.step_s / steps
+                case {"event": "draining", "stage": stage}:
+                    raise DrainingError(f"the server of stage {stage!r} is being stopped")
+                case dict() as message if message["event"] == "segment":
+                    seconds, cpu_seconds = message["seconds"], message["cpu_seconds"]
+                    losses = message["losses"]
+                    return Segment(seconds / steps, cpu_seconds / steps, dict(busy), losses)
+
+    async def close(self) -> None:
+        if self._started is not None:
+            await self._started.close()
+        await self._pool.free(generation=1)

@@ -21,7 +21,6 @@ from rpcmp.config.schema import Config
 from rpcmp.driver.evaluation import Evaluation
 from rpcmp.driver.operations import Operations
 from rpcmp.errors import (
-    DrainingError,
     JobError,
     LossScaleError,
     RecoveryTimeoutError,
@@ -89,7 +88,7 @@ class Pipeline:
         self._handoff = Handoff(ours)
         try:
             with theirs:
-                self._service = self._background.run(_start(config, connect, theirs))
+                self._service = self._background.run(_start(config, connect, self._history, theirs))
         except BaseException:
             self._handoff.close()
             self._close_threads()
@@ -232,46 +231,34 @@ class Pipeline:
         if self._broken is not None:
             raise self._broken
         call = self._history.new_call(name, arguments)
-        try:
-            if self._service.draining:
-                raise DrainingError(
-                    f"the server of stage {self._service.draining!r} is being stopped"
-                )
-            return self._exchange(call)
-        except RECOVERABLE as error:
-            if not self._recovers or self._closed:
-                raise
-            self._recover(error)
         while True:
             try:
+                self._service.require_serving()
                 return self._exchange(call)
             except RECOVERABLE as error:
+                if not self._recovers or self._closed:
+                    raise
                 self._recover(error)
 
     def _recover(self, error: RpcmpError) -> None:
         """Form the next group and repeat the calls that it has not seen; raises if that fails."""
         while not self._closed:
             try:
-                self._form_again(error)
-            except RECOVERABLE as another:
-                if isinstance(another, RecoveryTimeoutError):
+                return self._form_again(error)
+            except RpcmpError as another:
+                is_lost = isinstance(another, RECOVERABLE)
+                if not is_lost or isinstance(another, RecoveryTimeoutError):
                     self._broken = another
                     raise
                 error = another
-            except RpcmpError as fatal:
-                self._broken = fatal
-                raise
-            else:
-                return
         raise JobError("the pipeline was closed meanwhile")
 
     def _form_again(self, error: RpcmpError) -> None:
         self._handoff.close()
         ours, theirs = socket.socketpair()
         self._handoff = Handoff(ours)
-        states, has_new_call = self._history.states, self._history.take_has_new_call()
         with theirs:
-            start = self._background.run(self._service.recover(error, theirs, states, has_new_call))
+            start = self._background.run(self._service.recover(error, theirs))
         for call in self._history.since(start):
             with contextlib.suppress(LossScaleError):  # it was raised when the call was new
                 self._exchange(call)
@@ -387,7 +374,10 @@ class PipelineOptimizer:
 
 
 async def _start(
-    config: Config, connect: Sequence[str] | None, connection: socket.socket
+    config: Config,
+    connect: Sequence[str] | None,
+    history: CallHistory,
+    connection: socket.socket,
 ) -> Service:
     async with forks_for(config, connect) as forks:
         config, _ = await balanced(config, connect, forks)
@@ -395,6 +385,6 @@ async def _start(
         update={"data": None}
     ).warnings:  # the caller's mini-batches may be larger
         warnings.warn(text, stacklevel=2)
-    service = Service(config.model_copy(update={"checkpoint": None}), connect)
+    service = Service(config.model_copy(update={"checkpoint": None}), connect, history)
     await service.start(connection)
     return service

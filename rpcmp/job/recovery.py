@@ -11,7 +11,8 @@ the config, a version, a factory is wrong    ──> fail
           └── pause, wait until servers are ready ──┘
 
 `decide` is pure. A run that trains and a pipeline that serves its program's calls are two workloads
-of the same loop.
+of the same loop. A lost server is restarted or replaced in `server_pool`; a lost worker is replaced
+by its server when the next generation claims it, in `worker_group`.
 """
 
 from __future__ import annotations
@@ -64,11 +65,9 @@ class FaultHistory:
 
 @dataclass(frozen=True)
 class Decision:
-    """The reaction to a fault.
+    """The reaction to a fault: recover after `pause` seconds, or fail with `error`.
 
     Attributes:
-        error: why the run fails; None: it recovers.
-        pause: seconds to wait before that.
         history: the faults so far, including this one.
     """
 
@@ -87,16 +86,12 @@ def decide(
     """Decide what to do after a fault.
 
     Args:
-        error: the fault that ended the generation.
-        history: the faults before it.
         max_restarts: how often to try without a new step in between.
         has_begun: whether any group of this run has ever been formed.
         has_stepped: whether the run has done a step since it was started or resumed.
     """
-    if not is_recoverable(error, has_begun, has_stepped):
-        return Decision(error, 0.0, history)
     where = location(error)
-    if where in history.raised:
+    if where in history.raised or not is_recoverable(error, has_begun, has_stepped):
         return Decision(error, 0.0, history)
     if history.restarts >= max_restarts:
         exhausted = RecoveryTimeoutError(
@@ -146,11 +141,10 @@ def location(error: RpcmpError) -> Location | None:
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a run when a generation failed.
+    """The progress of a run when a generation failed; see `decide`.
 
     Attributes:
         is_new: whether it has come further than at the fault before.
-        has_begun, has_stepped: see `decide`.
         is_interrupted: whether a signal asks the run to stop.
     """
 
@@ -175,13 +169,9 @@ class Workload(ABC, Generic[Result]):
     async def settle(
         self, error: RpcmpError, generation: Generation, unread: list[Event | Message]
     ) -> Progress:
-        """Account for a generation that was abandoned.
+        """Account for a generation that was abandoned, with the events that `run` has not read.
 
         Raises `error` if the run ends here without anything to give up.
-
-        Args:
-            error: the fault that ended it.
-            unread: the events that it had reported and that `run` has not read.
         """
 
     @abstractmethod
@@ -199,9 +189,6 @@ class Workload(ABC, Generic[Result]):
 class RecoveryLoop(Generic[Result]):
     """Runs a workload over as many generations as it takes.
 
-    Args:
-        workload: what each generation does.
-
     Attributes:
         generation: the newest one; None before the first.
     """
@@ -216,7 +203,6 @@ class RecoveryLoop(Generic[Result]):
         self.generation: Generation | None = None
 
     async def run(self) -> Result:
-        """Run the workload, and recover from faults until it returns."""
         while True:
             try:
                 return await self.attempt()

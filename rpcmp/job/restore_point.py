@@ -1,51 +1,37 @@
-"""The step that a generation restores, chosen from the snapshots that the stage servers hold. Pure.
+"""The restore point of each generation of a run: in memory, on a disk, or the config.
 
-Each worker's last snapshots are in the memory of its own server. Another replica of its stage holds
-the same state; without one, a mirror on another server does. The group restores the newest step
-that every worker can be brought to. `checkpoint.slots` proves that there is one as long as no more
-than one host is lost.
+A checkpoint's files may be on any host: every server reports which of them it has on its disk, and
+whether their hashes are right. A stage whose host lacks a file fetches it from a host that has it;
+a file that only this host has is sent from here. A stage needs the files with its layers, so it may
+be a different partition of the model than the one that wrote them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
 
+from rpcmp.checkpoint import files
+from rpcmp.checkpoint.folder import CheckpointFolder, require_none_asked_for, whole_runs
+from rpcmp.checkpoint.manifest import Manifest, StageFile, check_model
+from rpcmp.checkpoint.slots import CommonSnapshot, HeldSnapshots, newest_common
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
+from rpcmp.errors import CheckpointError
+from rpcmp.job.checkpoints import Checkpoints
+from rpcmp.job.server_pool import ServerPool
+from rpcmp.observability.events import Event, ResumedEvent, WarningEvent
 from rpcmp.v1 import control_pb2 as pb
 
+Start = Literal["resume", "fresh", "either"]
+"""Whether a run goes on from the newest checkpoint; or starts from the config, whatever checkpoints
+there are; or starts from the config unless there are checkpoints that a config has asked for."""
 
-@dataclass(frozen=True)
-class HeldSnapshots:
-    """The snapshots that one worker's server holds.
-
-    Attributes:
-        own: the steps of its own stage.
-        mirrored: the steps of another stage, by that stage's name.
-    """
-
-    own: Collection[int] = ()
-    mirrored: Mapping[str, Collection[int]] = field(default_factory=dict)
-
-    @classmethod
-    def from_proto(cls, holdings: Iterable[pb.Holding]) -> HeldSnapshots:
-        """Return what a stage server reports; its own stage has an empty name there."""
-        by_name = {holding.stage_name: list(holding.steps) for holding in holdings}
-        return cls(by_name.pop("", []), by_name)
-
-
-@dataclass(frozen=True)
-class CommonSnapshot:
-    """A step that every worker can restore.
-
-    Attributes:
-        step: which one.
-        holders: by worker, the worker whose server has the snapshot; itself if its own server does.
-    """
-
-    step: int
-    holders: dict[str, str]
+MAX_NAMED_RUNS = 3
+"""How many other runs an error names."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +50,7 @@ class RestorePoint:
     def in_memory(
         cls, common: CommonSnapshot, workers: Sequence[Member], addresses: Sequence[str]
     ) -> RestorePoint:
-        """Return the restore point of a step that the servers hold.
-
-        Args:
-            common: the step and its holders.
-            addresses: their servers, in the same order.
-        """
+        """Return the restore point of a step that the servers at `addresses` hold."""
         address_of = {w.label: address for w, address in zip(workers, addresses, strict=True)}
         return cls(
             common.step,
@@ -90,83 +71,184 @@ async def from_config(assignments: list[str], holdings: dict[str, HeldSnapshots]
     return RestorePoint()
 
 
-def newest_common(
-    workers: Sequence[Member], holdings: Mapping[str, HeldSnapshots], known: Collection[int]
-) -> CommonSnapshot | None:
-    """Return the newest step of which every worker's snapshot is in some server's memory.
+class RestorePlanner:
+    """Chooses the restore point of each generation of a run."""
 
-    Args:
-        holdings: the snapshots that each worker's server holds, by the worker's label.
-        known: the steps of which the driver has its own state.
-    """
-    holders = {worker.label: _holders_by_step(worker, workers, holdings) for worker in workers}
-    common = set(known).intersection(*holders.values())
-    if not common:
-        return None
-    step = max(common)
-    return CommonSnapshot(step, {label: by_step[step] for label, by_step in holders.items()})
+    def __init__(
+        self,
+        config: Config,
+        pool: ServerPool,
+        checkpoints: Checkpoints,
+        report: Callable[[Event], None],
+        start: Start,
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._checkpoints = checkpoints
+        self._report = report
+        self._folder = CheckpointFolder(config.checkpoint_folder / pool.run_folder)
+        self._start = start
+        self._is_first = True
+
+    async def choose(
+        self, assignments: list[str], holdings: dict[str, HeldSnapshots]
+    ) -> RestorePoint:
+        """Return the newest step that all stages can restore; see ChooseRestorePoint.
+
+        Raises CheckpointError if a run cannot be resumed, and CheckpointConflictError if there are
+        checkpoints that it may have to be resumed from.
+        """
+        self._checkpoints.set_assignments(assignments)
+        if self._is_first:
+            first = await self._choose_first()
+            self._is_first = False
+            return first
+        workers = self._config.workers
+        in_memory = newest_common(workers, holdings, self._checkpoints.known_steps())
+        if self._checkpoints.saved > (0 if in_memory is None else in_memory.step):
+            try:
+                return await self._from_disk(run=self._checkpoints.run)
+            except CheckpointError as error:
+                if in_memory is None:
+                    raise
+                self._report(WarningEvent(text=str(error)))
+        if in_memory is None:
+            return RestorePoint()
+        return RestorePoint.in_memory(in_memory, workers, self._pool.addresses)
+
+    async def _choose_first(self) -> RestorePoint:
+        if self._start == "resume":
+            try:
+                return await self._from_disk(run=None)
+            except CheckpointError as error:
+                raise CheckpointError(f"{error}{await self._other_runs()}") from error
+        if self._start == "either" and self._config.takes_snapshots:
+            if self._config.checkpoint is not None:
+                folder = self._config.checkpoint_folder
+                await asyncio.to_thread(require_none_asked_for, folder)
+            runs = await self._checkpoints.left_behind()
+            if left := [run for run in runs if not self._checkpoints.is_too_old(run)]:
+                text = (
+                    f"an earlier run left a checkpoint in {left[0]}; --resume continues from it; "
+                    "a run that ends well and gets as far removes it"
+                )
+                self._report(WarningEvent(text=text))
+        return RestorePoint()
+
+    async def _other_runs(self) -> str:
+        folder, job = self._config.checkpoint_folder, self._config.name
+        runs = await asyncio.to_thread(whole_runs, folder, job)
+        others = [run for run in runs if run.name not in ("", self._pool.run_folder)]
+        return "".join(
+            f"\n  an earlier run left {run}; "
+            f"--resume --set checkpoint.dir={run.folder.path} goes on from it"
+            for run in others[:MAX_NAMED_RUNS]
+        )
+
+    async def _from_disk(self, run: str | None) -> RestorePoint:
+        """Return the newest checkpoint that all stages can restore; the config if there are none.
+
+        Raises CheckpointError if there are checkpoints, but none is complete and of this model.
+
+        Args:
+            run: only checkpoints of this run; None: of any.
+        """
+        layers = [name for names in self._checkpoints.layers.values() for name in names]
+        problems = []
+        for checkpoint in await asyncio.to_thread(self._folder.found):
+            manifest = checkpoint.manifest
+            if run is not None and manifest is not None and manifest.run != run:
+                continue
+            try:
+                if manifest is None:
+                    raise CheckpointError(checkpoint.problem)
+                check_model(manifest, layers)
+                restore_point = await self._resolve(manifest)
+            except CheckpointError as error:
+                problems.append(str(error))
+                continue
+            for problem in problems:
+                self._report(WarningEvent(text=f"skipped a checkpoint: {problem}"))
+            changed = self._checkpoints.resume_from(manifest)
+            if run is None:
+                self._report(ResumedEvent(step=manifest.step, run=manifest.run, changed=changed))
+            return restore_point
+        if problems:
+            raise CheckpointError("\n  ".join(["no checkpoint can be used:", *problems]))
+        self._report(ResumedEvent(step=0, changed=[]))
+        return RestorePoint()
+
+    async def _resolve(self, manifest: Manifest) -> RestorePoint:
+        """Choose where each worker gets the files from that have its layers."""
+        holders = await self._holders(manifest)
+        restores = {}
+        for worker, address in zip(self._config.workers, self._pool.addresses, strict=True):
+            layers = set(self._checkpoints.layers[worker.stage])
+            restores[worker.label] = pb.Restore(step=manifest.step)
+            for file in manifest.stages:
+                if layers.isdisjoint(file.layers):
+                    continue
+                source = self._file(manifest, file)
+                if not holders[file.file]:
+                    await self._send(source, address)
+                elif address not in holders[file.file]:
+                    source.address = holders[file.file][0]
+                restores[worker.label].files.append(source)
+        return RestorePoint(manifest.step, restores)
+
+    async def _holders(self, manifest: Manifest) -> dict[str, list[str]]:
+        """Return the servers that have each complete file, or none if only this host has it."""
+        addresses = self._pool.addresses
+        request = pb.CheckRequest(files=[self._file(manifest, file) for file in manifest.stages])
+        states = await asyncio.gather(*(self._check(address, request) for address in addresses))
+        holders = {}
+        for index, file in enumerate(manifest.stages):
+            on_servers = [states_of_server[index] for states_of_server in states]
+            holders[file.file] = [
+                address
+                for address, state in zip(addresses, on_servers, strict=True)
+                if state == "ok"
+            ]
+            if holders[file.file]:
+                continue
+            path = Path(request.files[index].path)
+            on_this_host = await _check_on_this_host(path, file)
+            if on_this_host != "ok":
+                is_damaged = "damaged" in (on_this_host, *on_servers)
+                raise CheckpointError(
+                    f"step {manifest.step}: {path} of stage {file.name!r}, written on {file.host}, "
+                    f"is {'damaged' if is_damaged else 'missing'}"
+                )
+        return holders
+
+    async def _check(self, address: str, request: pb.CheckRequest) -> list[str]:
+        async with self._pool.client(address) as client:
+            return await client.check(request)
+
+    def _file(self, manifest: Manifest, file: StageFile) -> pb.CheckpointFile:
+        path = self._folder.path_of(manifest.step) / file.file
+        return pb.CheckpointFile(path=str(path), sha256=file.sha256, size=file.size)
+
+    async def _send(self, file: pb.CheckpointFile, address: str) -> None:
+        async with self._pool.client(address) as client:
+            try:
+                await client.put(_parts(self._pool.job_id, file))
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                # gRPC cancels a call if reading its messages fails.
+                raise CheckpointError(f"cannot read {file.path} any more") from None
 
 
-def mirrors(
-    machines: Sequence[str], stages: Sequence[int], has_files: bool = False
-) -> list[int | None]:
-    """Return for each worker the index of the worker whose server mirrors its snapshots.
-
-    This is the next worker on another machine, or else the next worker. It is None if there is only
-    one worker, or if another replica of the stage already has the same state. Replica 0 needs that
-    replica on another machine, unless there is only one machine.
-
-    Every server mirrors at most one other worker. If machines alternate (a, b, a, b), the next
-    worker is on another machine anyway. If neighbours share a machine, all mirrors are shifted by
-    the same number of workers.
-
-    Args:
-        machines: the machine of each worker's server.
-        stages: the stage of each worker.
-        has_files: whether mirrors have files of the snapshots: only the bits of replica 0 match a
-            checkpoint.
-    """
-    count = len(machines)
-    if count < 2:
-        return [None] * count
-
-    def has_twin(index: int) -> bool:
-        twins = [i for i in range(count) if i != index and stages[i] == stages[index]]
-        if any(i < index for i in twins):
-            return True
-        is_alone = len(set(machines)) == 1
-        return not has_files and any(is_alone or machines[i] != machines[index] for i in twins)
-
-    def on_same_machine(shift: int) -> int:
-        return sum(machines[i] == machines[(i + shift) % count] for i in range(count))
-
-    shift = min(range(1, count), key=on_same_machine)
-    return [None if has_twin(i) else (i + shift) % count for i in range(count)]
+async def _check_on_this_host(path: Path, file: StageFile) -> str:
+    try:
+        return await asyncio.to_thread(files.check, path, file.sha256, file.size)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def mirrors_of(config: Config, machines: Sequence[str]) -> list[int | None]:
-    """Return the mirrors of a job's workers as its config asks for them; see `mirrors`."""
-    recovery, section = config.recovery, config.checkpoint
-    if not recovery.enabled or recovery.mirror_every_steps == 0:
-        return [None] * len(machines)
-    has_files = section is not None and not section.shared
-    return mirrors(machines, [worker.stage_index for worker in config.workers], has_files)
-
-
-def _holders_by_step(
-    worker: Member, workers: Sequence[Member], holdings: Mapping[str, HeldSnapshots]
-) -> dict[int, str]:
-    """Return who holds a worker's snapshots: its own server if that does, then a replica's."""
-    mirrors = {
-        step: name
-        for name, held in holdings.items()
-        for step in held.mirrored.get(worker.stage, ())
-        if name != worker.label
-    }
-    twins = {
-        step: other.label
-        for other in workers
-        if other.stage == worker.stage
-        for step in holdings[other.label].own
-    }
-    return mirrors | twins | dict.fromkeys(holdings[worker.label].own, worker.label)
+async def _parts(job_id: str, file: pb.CheckpointFile) -> AsyncIterator[pb.PutRequest]:
+    yield pb.PutRequest(job_id=job_id, file=file)
+    async for data in files.parts(Path(file.path)):
+        yield pb.PutRequest(data=data)

@@ -19,6 +19,7 @@ from rpcmp.net.dialer import Dialer
 from rpcmp.net.security import Security
 from rpcmp.observability.events import state_name
 from rpcmp.server.client import StageClient
+from rpcmp.server.connection import versions
 from rpcmp.v1 import control_pb2 as pb
 
 Result = TypeVar("Result")
@@ -36,14 +37,13 @@ MAX_BYTES = 8 * 2**20
 def require_addresses(config: Config, addresses: Sequence[str]) -> None:
     """Check the addresses of running servers, if there are any, and of spares.
 
-    Raises:
-        ConfigError: not one address per worker, one of them twice, or spares for servers that a run
-            starts by itself.
+    Raises ConfigError unless there is one per worker, each once, and for spares of servers that a
+    run starts by itself.
     """
     if addresses and len(addresses) != len(config.workers):
-        what = "workers (replicas of stages)" if config.is_replicated else "stages"
+        members = "workers (replicas of stages)" if config.is_replicated else "stages"
         raise ConfigError(
-            f"{len(config.workers)} {what} need as many addresses, not {len(addresses)}: "
+            f"{len(config.workers)} {members} need as many addresses, not {len(addresses)}: "
             f"{', '.join(addresses)}"
         )
     spares = config.recovery.spares
@@ -78,12 +78,7 @@ def dialer_for(config: Config, addresses: Sequence[str], drives: bool = True) ->
 
 
 async def gather_all(awaitables: Iterable[Awaitable[Result]]) -> list[Result]:
-    """Await all together until each has ended.
-
-    Raises:
-        UnreachableError: several servers cannot be reached; names all of them.
-        Exception: the first other error.
-    """
+    """Await all to their ends; raises the first error, or one for all unreachable servers."""
     results = await asyncio.gather(*awaitables, return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]
     if len(errors) > 1 and all(isinstance(error, UnreachableError) for error in errors):
@@ -91,6 +86,22 @@ async def gather_all(awaitables: Iterable[Awaitable[Result]]) -> list[Result]:
     for error in errors:
         raise error
     return cast(list[Result], results)
+
+
+def prepare_request(
+    config: Config, worker: Member, code: Iterable[pb.CodeFile], **fields: Any
+) -> pb.PrepareRequest:
+    """Return the request that gives a worker's server its job; `fields` are further ones."""
+    return pb.PrepareRequest(
+        job=config.name,
+        versions=versions(),
+        stage_index=worker.stage_index,
+        replica=worker.replica,
+        threads=config.stage(worker.stage_index).threads,
+        code=code,
+        data_paths=config.data_paths,
+        **fields,
+    )
 
 
 async def describe(client: StageClient) -> pb.DescribeResponse | None:
@@ -103,11 +114,7 @@ async def describe(client: StageClient) -> pb.DescribeResponse | None:
 
 
 async def status_of_all(config: Config, addresses: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the status of each worker's server, in the config's order; also if it is unreachable.
-
-    Raises:
-        ConfigError: not one address per worker, or one that is not on loopback and no certificates.
-    """
+    """Return the status of each worker's server, reachable or not, in the config's order."""
     dialer = dialer_for(config, addresses, drives=False)
     if len(addresses) != len(config.workers):
         raise ConfigError(f"{len(config.workers)} workers need as many addresses")
@@ -152,10 +159,6 @@ async def drain(address: str, wait: bool, security: Security) -> str:
 
     Args:
         wait: return only when the server has ended.
-
-    Raises:
-        UnreachableError: there is no server at the address.
-        ConfigError: it is not on loopback, and there are no certificates.
     """
     security.require_allowed([address])
     dialer = Dialer(security)
@@ -177,8 +180,12 @@ def collect_code(folder: Path) -> list[pb.CodeFile]:
     files: list[pb.CodeFile] = []
     size = 0
     for path in python_files(folder):
-        files.append(pb.CodeFile(path=path.relative_to(folder).as_posix(), content=_read(path)))
-        size += len(files[-1].content)
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        files.append(pb.CodeFile(path=path.relative_to(folder).as_posix(), content=content))
+        size += len(content)
         if len(files) > MAX_FILES or size > MAX_BYTES:
             raise ConfigError(
                 f"{folder} holds more than {MAX_FILES} Python files or {MAX_BYTES // 2**20} MiB of "
@@ -186,10 +193,3 @@ def collect_code(folder: Path) -> list[pb.CodeFile]:
                 "every host and set ship_code = false"
             )
     return files
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error

@@ -1,8 +1,8 @@
 """The stage servers of a job, over all its generations: found or started, awaited, replaced, freed.
 
-A generation ends with its failure; the servers are the job's until it ends. A lost server that the
-job started itself is started again. Any other is waited for: an operator or systemd restarts it at
-the same address, or a spare takes over its stage.
+This is where a lost server is replaced. If the job started it, it is started again. Any other is
+waited for: an operator or systemd restarts it at the same address, or a spare takes over its stage.
+Workers are replaced by their servers, which start new ones for each generation; see `worker_group`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from rpcmp.checkpoint.folder import new_name
+from rpcmp.checkpoint.slots import HeldSnapshots
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.errors import ConfigError, JobError, RecoveryTimeoutError, RpcmpError
 from rpcmp.job.first_failure import task_group
-from rpcmp.job.restore_point import HeldSnapshots
 from rpcmp.job.server_calls import ANSWER_SECONDS, describe, dialer_for, require_addresses
 from rpcmp.net.dialer import Dialer
 from rpcmp.observability.events import Event, ReplacedEvent, WaitingEvent
@@ -38,11 +38,7 @@ STOP_SECONDS = 10.0
 
 
 class LocalServers:
-    """Stage servers on this machine: `rpcmp serve` as child processes.
-
-    Args:
-        options: further options of `rpcmp serve`; see `serve_options`.
-    """
+    """Stage servers on this machine: `rpcmp serve` with these options, as child processes."""
 
     def __init__(self, forks: Forks, options: Sequence[str] = ()) -> None:
         self._forks = forks
@@ -99,16 +95,15 @@ class LocalServers:
 def serve_options(config: Config) -> list[str]:
     """Return options of `rpcmp serve` for a job: its checkpoints, and what its code may open."""
     options = ["--checkpoints", str(config.checkpoint_folder)]
-    if not config.security.confine:
-        return options
-    for path in config.data_paths:
-        if not Path(path).exists():
-            raise ConfigError(f"there is no {path} on this machine; see `data.paths` and `init`")
-    return [
-        *options,
-        "--confine",
-        *(option for path in config.data_paths for option in ("--data", path)),
-    ]
+    if config.security.confine:
+        options.append("--confine")
+        for path in config.data_paths:
+            if not Path(path).exists():
+                raise ConfigError(
+                    f"there is no {path} on this machine; see `data.paths` and `init`"
+                )
+            options += ["--data", path]
+    return options
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
@@ -132,14 +127,10 @@ class ServerPool:
             none, starts servers on this machine.
 
     Raises:
-        ConfigError: not one address per worker, or one that is not on loopback and there are no
-            certificates; spares for servers that this run starts by itself.
-        SecurityError: the certificate cannot be used.
+        ConfigError, SecurityError: see `require_addresses` and `dialer_for`.
 
     Attributes:
         addresses: of the servers, by worker.
-        dialer: connects to them.
-        forks: as given.
         job_id: unique for each run.
         run_folder: the name of the folder of the run's checkpoints; see rpcmp.checkpoint.folder.
     """
@@ -177,7 +168,6 @@ class ServerPool:
             self.addresses = await self._local.start(self._config.workers)
 
     async def wait_until_ready(self) -> None:
-        """Return when every worker has a server that is ready for the next generation."""
         async with task_group() as tasks:
             for index in range(len(self.addresses)):
                 tasks.create_task(self._wait_for(index))
@@ -217,13 +207,14 @@ class ServerPool:
 
     async def _wait_for(self, index: int) -> None:
         stage, lost_at = self._config.workers[index].label, time.monotonic()
-        is_reported = False
-        while not await self._is_ready(index):
+        recovery, is_reported = self._config.recovery, False
+        while True:
             if self._local is not None and self._local.has_ended(index):
                 self.addresses[index] = await self._local.restart(index)
-                continue
+            server = await describe(self.client(self.addresses[index]))
+            if server is not None and not server.draining:
+                return
             waited = time.monotonic() - lost_at
-            recovery = self._config.recovery
             if waited >= recovery.replace_after and await self._replace(index):
                 continue
             if waited >= recovery.give_up_after:
@@ -236,24 +227,17 @@ class ServerPool:
                 self._report(WaitingEvent(stage=stage, address=self.addresses[index]))
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _is_ready(self, index: int) -> bool:
-        if self._local is not None and self._local.has_ended(index):
-            return False
-        server = await describe(self.client(self.addresses[index]))
-        return server is not None and not server.draining
-
     async def _replace(self, index: int) -> bool:
         """Let a free spare take over a stage; returns whether there is one."""
         worker = self._config.workers[index]
-        stage = worker.label
         for spare in list(self._spares):
-            client = StageClient(stage, spare, self.dialer, worker.stage_index)
+            client = StageClient(worker.label, spare, self.dialer, worker.stage_index)
             server = await describe(client)
             is_free = server is not None and server.spare and not (server.job or server.draining)
             if is_free and spare in self._spares:  # another stage may have taken it meanwhile
                 self._spares.remove(spare)
                 lost, self.addresses[index] = self.addresses[index], spare
-                self._report(ReplacedEvent(stage=stage, lost=lost, address=spare))
+                self._report(ReplacedEvent(stage=worker.label, lost=lost, address=spare))
                 return True
         return False
 

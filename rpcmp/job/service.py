@@ -18,12 +18,13 @@ from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from rpcmp.checkpoint.slots import HeldSnapshots, newest_common
 from rpcmp.config.schema import Config
 from rpcmp.driver.operations import OPERATIONS, Effect, Operations
-from rpcmp.errors import ConfigError, JobError, RpcmpError
+from rpcmp.errors import ConfigError, DrainingError, JobError, RpcmpError
 from rpcmp.job.generation import Generation
 from rpcmp.job.recovery import Progress, RecoveryLoop, Workload
-from rpcmp.job.restore_point import HeldSnapshots, RestorePoint, newest_common
+from rpcmp.job.restore_point import RestorePoint
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.observability.events import Event
 from rpcmp.pipelining import pytree
@@ -34,117 +35,6 @@ EXPLAIN_SECONDS = 5.0
 
 DriverState = dict[str, Any]
 """What the driver process has to know to go on after a call; see `Operations.state`."""
-
-
-class Service(Workload[int]):
-    """Serves a pipeline's calls; the result of a generation is the call that it starts after."""
-
-    def __init__(self, config: Config, connect: Sequence[str] | None) -> None:
-        self._config = config
-        self._pool = ServerPool(config, connect)
-        self._loop = RecoveryLoop(config.recovery, self._pool, self)
-        self._number = 0
-        self._connection: socket.socket | None = None
-        self._states: dict[int, DriverState] = {0: {}}
-        self._has_new_call = False
-        self._recovering: asyncio.Task[Any] | None = None
-
-    @property
-    def draining(self) -> str:
-        generation = self._loop.generation
-        return generation.draining if generation is not None else ""
-
-    async def start(self, connection: socket.socket) -> None:
-        """Form the first group.
-
-        Args:
-            connection: the driver process reads its calls from it.
-        """
-        self._connection = connection
-        try:
-            await self._pool.open()
-            await self._loop.attempt()
-        except BaseException:
-            await self.close()
-            raise
-
-    async def recover(
-        self,
-        error: RpcmpError,
-        connection: socket.socket,
-        states: dict[int, DriverState],
-        has_new_call: bool,
-    ) -> int:
-        """Form the next group after a fault; returns the last call whose effect it has.
-
-        Args:
-            connection: the driver process reads its calls from it.
-            states: the driver's state after each call that a group can start after.
-            has_new_call: whether a call has completed since the last recovery.
-        """
-        self._connection, self._states, self._has_new_call = connection, states, has_new_call
-        self._recovering = asyncio.current_task()
-        await self._loop.recover(error)
-        return await self._loop.run()
-
-    async def end(self) -> None:
-        try:
-            if self._recovering is not None and not self._recovering.done():
-                self._recovering.cancel()
-                await asyncio.gather(self._recovering, return_exceptions=True)
-            elif self._loop.generation is not None:
-                await self._loop.generation.wait_for_end()
-        finally:
-            await self.close()
-
-    async def close(self) -> None:
-        await self._loop.close()
-        await self._pool.free(self._number)
-
-    async def failure_reason(self) -> RpcmpError | None:
-        """Return why the group is lost, if that is known."""
-        generation = self._loop.generation
-        return None if generation is None else await generation.failure.reason(EXPLAIN_SECONDS)
-
-    def next_generation(self) -> Generation:
-        if self._connection is None:
-            raise AssertionError("a group takes its calls from a connection")
-        self._number += 1
-        return Generation(
-            self._config,
-            self._pool,
-            self._number,
-            load_data=False,
-            fds=[self._connection.fileno()],
-            choose=self._choose,
-        )
-
-    async def run(self, generation: Generation) -> int:
-        await generation.start()
-        step = generation.restore_point.step
-        generation.send({"op": "serve", "state": self._states.get(step, {}), "kept": step})
-        generation.kill_driver_on_failure()
-        return step
-
-    async def settle(
-        self, error: RpcmpError, generation: Generation, unread: list[Event | Message]
-    ) -> Progress:
-        is_new, self._has_new_call = self._has_new_call, False
-        return Progress(is_new)
-
-    async def give_up(self, generation: Generation) -> None:
-        await generation.close()
-
-    async def _choose(
-        self, assignments: list[str], holdings: dict[str, HeldSnapshots]
-    ) -> RestorePoint:
-        workers = self._config.workers
-        common = newest_common(workers, holdings, self._states)
-        if common is not None:
-            return RestorePoint.in_memory(common, workers, self._pool.addresses)
-        if 0 not in self._states:
-            raise ConfigError("no server holds any more what the pipeline was; launch it again")
-        return RestorePoint()
 
 
 NUM_KEPT = 3
@@ -245,6 +135,101 @@ class CallHistory:
         while self._calls and self._calls[0].version <= oldest:
             self._calls.popleft()
         self._states = {version: self._states[version] for version in self._kept}
+
+
+class Service(Workload[int]):
+    """Serves a pipeline's calls; the result of a generation is the call that it starts after."""
+
+    def __init__(self, config: Config, connect: Sequence[str] | None, history: CallHistory) -> None:
+        self._config = config
+        self._history = history
+        self._pool = ServerPool(config, connect)
+        self._loop = RecoveryLoop(config.recovery, self._pool, self)
+        self._number = 0
+        self._connection: socket.socket | None = None
+        self._recovering: asyncio.Task[Any] | None = None
+
+    def require_serving(self) -> None:
+        """Raise DrainingError if a server is being stopped."""
+        generation = self._loop.generation
+        if generation is not None and generation.draining:
+            raise DrainingError(f"the server of stage {generation.draining!r} is being stopped")
+
+    async def start(self, connection: socket.socket) -> None:
+        """Form the first group, whose driver process reads its calls from `connection`."""
+        self._connection = connection
+        try:
+            await self._pool.open()
+            await self._loop.attempt()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def recover(self, error: RpcmpError, connection: socket.socket) -> int:
+        """Form the next group after a fault; returns the last call whose effect it has."""
+        self._connection = connection
+        self._recovering = asyncio.current_task()
+        await self._loop.recover(error)
+        return await self._loop.run()
+
+    async def end(self) -> None:
+        try:
+            if self._recovering is not None and not self._recovering.done():
+                self._recovering.cancel()
+                await asyncio.gather(self._recovering, return_exceptions=True)
+            elif self._loop.generation is not None:
+                await self._loop.generation.wait_for_end()
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        await self._loop.close()
+        await self._pool.free(self._number)
+
+    async def failure_reason(self) -> RpcmpError | None:
+        """Return why the group is lost, if that is known."""
+        generation = self._loop.generation
+        return None if generation is None else await generation.failure.reason(EXPLAIN_SECONDS)
+
+    def next_generation(self) -> Generation:
+        if self._connection is None:
+            raise AssertionError("a group takes its calls from a connection")
+        self._number += 1
+        return Generation(
+            self._config,
+            self._pool,
+            self._number,
+            load_data=False,
+            fds=[self._connection.fileno()],
+            choose=self._choose,
+        )
+
+    async def run(self, generation: Generation) -> int:
+        await generation.start()
+        step = generation.restore_point.step
+        state = self._history.states.get(step, {})
+        generation.send({"op": "serve", "state": state, "kept": step})
+        generation.kill_driver_on_failure()
+        return step
+
+    async def settle(
+        self, error: RpcmpError, generation: Generation, unread: list[Event | Message]
+    ) -> Progress:
+        return Progress(self._history.take_has_new_call())
+
+    async def give_up(self, generation: Generation) -> None:
+        await generation.close()
+
+    async def _choose(
+        self, assignments: list[str], holdings: dict[str, HeldSnapshots]
+    ) -> RestorePoint:
+        workers, states = self._config.workers, self._history.states
+        common = newest_common(workers, holdings, states)
+        if common is not None:
+            return RestorePoint.in_memory(common, workers, self._pool.addresses)
+        if 0 not in states:
+            raise ConfigError("no server holds any more what the pipeline was; launch it again")
+        return RestorePoint()
 
 
 CLEANUP_SECONDS = 30.0

@@ -17,7 +17,7 @@ import platform
 import signal
 import statistics
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,12 @@ from rpcmp.config.hashes import redacted
 from rpcmp.config.schema import Config
 from rpcmp.errors import InterruptedJobError
 from rpcmp.job.autobalance import balanced, with_saved_shares
+from rpcmp.job.checkpoints import software_versions
 from rpcmp.job.recovery import RecoveryLoop
-from rpcmp.job.restore_planner import Start
+from rpcmp.job.restore_point import Start
 from rpcmp.job.server_pool import ServerPool, forks_for
-from rpcmp.job.telemetry import VITALS_SECONDS, Vitals
 from rpcmp.job.training_workload import TrainingWorkload
+from rpcmp.job.vitals import VITALS_SECONDS, Vitals
 from rpcmp.net.security import INSECURE, WARN_SECONDS, Security, watch
 from rpcmp.observability.events import (
     Event,
@@ -39,7 +40,6 @@ from rpcmp.observability.events import (
     PlanOutcome,
     RunEvent,
     SharesEvent,
-    StagePlan,
     SummaryEvent,
     WarningEvent,
 )
@@ -48,7 +48,6 @@ from rpcmp.pipelining.cost_model import Prediction
 from rpcmp.process.channel import Message
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import count_stop_requests, handle_stop_signals
-from rpcmp.server.connection import versions
 
 Report = Callable[[Event], None]
 
@@ -108,7 +107,7 @@ async def drive(
                 # Between two generations there is no step to finish.
                 if count_stop_requests(run.signals) == 1 and run.saves_on(run.signals[0]):
                     await run.leave()
-                raise InterruptedJobError(run.signals[-1], run.step) from None
+                raise run.interruption() from None
             finally:
                 await run.close()
 
@@ -116,22 +115,14 @@ async def drive(
 def run_event(config: Config, job_id: str, addresses: Sequence[str]) -> RunEvent:
     """Return the event `run`: the job, its stages, its workers and their addresses.
 
-    Args:
-        job_id: unique for each run.
-        addresses: of the stage servers, by worker; empty: the run starts them on this machine, and
-            the event `generation` has their addresses.
+    A run that starts its servers itself has no `addresses` yet: see the event `generation`.
     """
-    software = versions()
     addresses = list(addresses) or [""] * len(config.workers)
     graph, names = config.graph(), config.stage_names
     return RunEvent(
         name=config.name,
         config=redacted(config.model_dump(mode="json")),
-        versions={
-            "rpcmp": software.rpcmp,
-            "torch": software.torch,
-            "python": software.python,
-        },
+        versions=software_versions(),
         driver=platform.node(),
         pid=os.getpid(),
         job_id=job_id,
@@ -164,9 +155,6 @@ def run_event(config: Config, job_id: str, addresses: Sequence[str]) -> RunEvent
 class TrainingRun:
     """One run: measures what the config leaves open, trains, and stops on signals.
 
-    Args:
-        start: whether to go on from the newest checkpoint.
-
     Attributes:
         signals: those that have been received.
     """
@@ -195,7 +183,6 @@ class TrainingRun:
         return self._events.step
 
     async def train(self, order: Message) -> SummaryEvent:
-        """Train to the end of the run; returns its summary."""
         config, resumes = self._config, self._start == "resume"
         if resumes:
             config = with_saved_shares(config)
@@ -214,7 +201,7 @@ class TrainingRun:
         for text in config.warnings:
             self._report(WarningEvent(text=text))
         if prediction is not None:
-            self._report(_plan_event(prediction))
+            self._report(PlanEvent(**asdict(prediction)))
         if config.balance_replicas:
             self._report(SharesEvent(shares=config.shares))
         workload = self._workload = TrainingWorkload(
@@ -244,6 +231,12 @@ class TrainingRun:
     def saves_on(self, signum: int) -> bool:
         """Return whether a signal saves: a Ctrl-C does only if the config asks for checkpoints."""
         return signum != signal.SIGINT or self._config.checkpoint is not None
+
+    def interruption(self) -> InterruptedJobError:
+        """Return the error of a run that a signal has ended at once."""
+        if self._workload is None:
+            return InterruptedJobError(self.signals[-1], self.step)
+        return self._workload.interruption(self.signals[-1])
 
     async def leave(self) -> None:
         """Stop at once, with a checkpoint of the snapshots that the servers hold."""
@@ -290,25 +283,6 @@ async def _in_background(coroutine: Coroutine[Any, Any, None]) -> AsyncIterator[
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-def _plan_event(prediction: Prediction) -> PlanEvent:
-    stages: dict[str, StagePlan] = {
-        name: {
-            "num_layers": stage.num_layers,
-            "busy_s": stage.busy_s,
-            "bubble": stage.bubble,
-            "memory_bytes": stage.memory_bytes,
-            "limit_bytes": stage.limit_bytes,
-        }
-        for name, stage in prediction.stages.items()
-    }
-    return PlanEvent(
-        balance=prediction.balance,
-        step_s=prediction.step_s,
-        bubble=prediction.bubble,
-        stages=stages,
-    )
 
 
 def _compared(prediction: Prediction, step_seconds: Sequence[float]) -> PlanOutcome:

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import stat
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
 
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER
-from rpcmp.errors import DrainingError, InterruptedJobError, JobError, RpcmpError, SavingError
+from rpcmp.errors import (
+    ConfigError,
+    DrainingError,
+    InterruptedJobError,
+    JobError,
+    RpcmpError,
+)
 from rpcmp.job.checkpoints import Checkpoints
 from rpcmp.job.generation import Generation
 from rpcmp.job.recovery import Progress, Workload
-from rpcmp.job.restore_planner import RestorePlanner, Start
+from rpcmp.job.restore_point import RestorePlanner, Start
 from rpcmp.job.server_pool import ServerPool
-from rpcmp.job.telemetry import Vitals
+from rpcmp.job.vitals import Vitals
 from rpcmp.observability.events import (
     EvalEvent,
     Event,
@@ -28,18 +39,15 @@ from rpcmp.observability.events import (
 )
 from rpcmp.observability.events.stream import EventStream
 from rpcmp.process.channel import Message
-from rpcmp.process.logging.records import Entry
 
 
 class TrainingWorkload(Workload[SummaryEvent]):
     """Trains a job; the result is the summary event.
 
     Args:
-        events: takes the events of the run.
         signals: those that have been received; grows.
 
     Attributes:
-        checkpoints: of this run.
         is_training: whether the driver process trains just now.
     """
 
@@ -77,6 +85,18 @@ class TrainingWorkload(Workload[SummaryEvent]):
         if self._generation is not None:
             self._generation.send({"op": "finish_step", "save": save})
 
+    def interruption(self, signum: int) -> InterruptedJobError:
+        """Return the error of a run that a signal has ended."""
+        step, saved = self._events.step, self.checkpoints.saved
+        error = InterruptedJobError(signum, step)
+        if self._config.checkpoint is None and saved <= self._first_step < step:
+            lost = f"nothing after step {saved}" if saved else "nothing"
+            error.add_note(
+                f"{lost} was saved: add a [checkpoint] section to the config, and a run that a "
+                "signal stops saves its last step"
+            )
+        return error
+
     async def wait_for_removal(self) -> None:
         if self._removal is not None:
             await asyncio.gather(self._removal, return_exceptions=True)
@@ -91,7 +111,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
             self.checkpoints.generation,
             choose=self._planner.choose,
             vitals=self._vitals,
-            log=self._report_log,
+            log=lambda entry: self._report(LogEvent.from_entry(entry)),
         )
         return self._generation
 
@@ -102,17 +122,18 @@ class TrainingWorkload(Workload[SummaryEvent]):
         self._has_begun = True
         self.checkpoints.remove_elsewhere = generation.workers.remove_checkpoint
         await self.checkpoints.remove_left_behind(ended_well=False)
-        generation.train({**self._order, "progress": self.checkpoints.progress_of(step)})
+        outputs = OutputFiles(generation.driver_scratch)
+        order = {**self._order, "progress": self.checkpoints.progress_of(step)}
+        generation.send(outputs.redirect(order))
         summary = await self._train(generation)
-        await generation.deliver()
+        await asyncio.to_thread(outputs.deliver)
         await generation.wait_for_end()
-        if self._signals:
-            self._report(summary)
-            raise InterruptedJobError(self._signals[0], self._events.step)
         try:
+            if self._signals:
+                raise self.interruption(self._signals[0])
             self.checkpoints.require_saved(has_ended=True)
-        except SavingError:
-            self._report(summary)  # the training itself is complete
+        except RpcmpError:
+            self._report(summary)  # the training itself is complete, or its last step
             raise
         if not summary.is_cut_short:
             await self.checkpoints.remove_left_behind(ended_well=True)
@@ -143,7 +164,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
         try:
             while not _is_message("done", event := await generation.next_event()):
                 if isinstance(event, SummaryEvent):
-                    best = await asyncio.to_thread(self.checkpoints.best.kept)
+                    best = await asyncio.to_thread(self.checkpoints.best)
                     summary = replace(event, best=best)
                 else:
                     await self._handle(event, generation)
@@ -153,9 +174,6 @@ class TrainingWorkload(Workload[SummaryEvent]):
         if summary is None:
             raise JobError("the driver process has ended its run without a summary")
         return summary
-
-    def _report_log(self, entry: Entry) -> None:
-        self._report(LogEvent.from_entry(entry))
 
     async def _handle(self, event: Event | Message, generation: Generation) -> None:
         completed = None
@@ -218,3 +236,74 @@ class TrainingWorkload(Workload[SummaryEvent]):
 
 def _is_message(name: str, event: Event | Message) -> bool:
     return isinstance(event, dict) and event["event"] == name
+
+
+OUTPUT_KEYS = ("save_state", "trace", "last_steps")
+"""The keys of an order to train that are paths of files."""
+
+MAX_HOLES = 2**20
+"""Bytes of a file that may take up no disk blocks; file systems store small files elsewhere."""
+
+BLOCK = 2**20
+
+
+class OutputFiles:
+    """Files that the driver process of one generation writes, such as a trace.
+
+    If it is confined, it cannot open their destinations. It writes to its own temporary folder, and
+    this process copies the files from there.
+
+    Args:
+        scratch: the driver process's temporary folder; None: it is not confined.
+    """
+
+    def __init__(self, scratch: Path | None) -> None:
+        self._scratch = scratch
+        self._destinations: dict[Path, Path] = {}
+
+    def redirect(self, order: Message) -> Message:
+        if self._scratch is None:
+            return order
+        redirected = dict(order)
+        for key in OUTPUT_KEYS:
+            if order.get(key):
+                destination = Path(order[key])
+                # The suffix decides whether a trace is compressed.
+                written = self._scratch / f"{key}-{destination.name}"
+                self._destinations[written] = destination
+                redirected[key] = str(written)
+        return redirected
+
+    def deliver(self) -> None:
+        for written, destination in self._destinations.items():
+            if not os.path.lexists(written):  # a short run has no last steps
+                continue
+            try:
+                with (
+                    open(written, "rb", opener=_open_own) as source,
+                    destination.open("wb") as target,
+                ):
+                    _copy(source, target)
+            except OSError as error:
+                raise ConfigError(f"cannot write {destination}: {error.strerror}") from error
+
+
+def _copy(source: BinaryIO, target: BinaryIO) -> None:
+    """Copy a file up to its present size, unless it has holes, which the copy would fill."""
+    status = os.fstat(source.fileno())
+    if status.st_size > status.st_blocks * 512 + MAX_HOLES:
+        raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, and most are not there")
+    left = status.st_size
+    while left and (part := source.read(min(left, BLOCK))):
+        target.write(part)
+        left -= len(part)
+
+
+def _open_own(path: str, flags: int) -> int:
+    """Open a file only if the driver process has written it: this process may read more."""
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    status = os.fstat(fd)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid == os.geteuid():
+        return fd
+    os.close(fd)
+    raise OSError(errno.EPERM, f"{path} is not a file of the driver process")

@@ -1,27 +1,33 @@
-"""The workers of one generation, each through its stage server: claimed, started, watched."""
+"""The workers of one generation, each through its stage server: claimed, started, watched.
+
+A worker lives as long as its generation. A lost one is replaced by the worker that its server
+starts when the next generation claims it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rpcmp.checkpoint.slots import HeldSnapshots, mirrors_of
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER, Member, member_names
 from rpcmp.errors import DrainingError, RpcmpError, from_wire
 from rpcmp.job.first_failure import FirstFailure
-from rpcmp.job.restore_point import HeldSnapshots, RestorePoint, mirrors_of
-from rpcmp.job.server_calls import gather_all
+from rpcmp.job.restore_point import RestorePoint
+from rpcmp.job.server_calls import gather_all, prepare_request
 from rpcmp.job.server_pool import ServerPool
-from rpcmp.job.telemetry import LogCollector, Vitals
+from rpcmp.job.vitals import Vitals
 from rpcmp.net.relay import RelayPeer
 from rpcmp.observability.events import WorkerPlace
 from rpcmp.process.channel import Message
-from rpcmp.process.logging.records import Entry
+from rpcmp.process.logging.records import Entry, Line, entry_of
 from rpcmp.server.client import StageClient
-from rpcmp.server.connection import machine, versions
+from rpcmp.server.connection import machine
 from rpcmp.v1 import control_pb2 as pb
 
 Result = TypeVar("Result")
@@ -34,7 +40,6 @@ class WorkerGroup:
     """The workers of one generation of one job.
 
     Args:
-        generation: its number.
         report: called when a server is being stopped ("draining") and when one has saved ("saved").
     """
 
@@ -50,14 +55,12 @@ class WorkerGroup:
     ) -> None:
         self._config = config
         self._identity: dict[str, Any] = {"job_id": pool.job_id, "generation": generation}
-        self._addresses = list(pool.addresses)
         self._run_folder = pool.run_folder
         self._failure = failure
         self._report = report
         self._vitals = vitals
         self._workers = config.workers
-        labels = [worker.label for worker in config.workers]
-        self._logs = LogCollector(labels, generation, log)
+        self._logs = LogCollector(generation, log)
         self._clients = [
             StageClient(worker.label, address, pool.dialer, worker.stage_index)
             for worker, address in zip(config.workers, pool.addresses, strict=True)
@@ -108,7 +111,7 @@ class WorkerGroup:
     @property
     def rendezvous(self) -> str:
         """The address of the server where the members find each other."""
-        return self._addresses[0]
+        return self._clients[0].address
 
     @property
     def exposed(self) -> dict[str, str]:
@@ -171,9 +174,9 @@ class WorkerGroup:
 
         Args:
             assignments: of each worker, JSON of rpcmp.pipelining.assignment.Assignment.
-            restore_point: the state that the workers start from.
         """
-        mirrors = mirrors_of(self._config, [claim.machine for claim in self._claims])
+        machines = [claim.machine for claim in self._claims]
+        mirrors = mirrors_of(self._config, machines)
         await gather_all(
             client.start(
                 pb.StartRequest(
@@ -184,12 +187,12 @@ class WorkerGroup:
                     label=client.name,
                     assignment=assignments[rank],
                     restore=restore_point.restores.get(client.name),
-                    is_mirrored=self._is_on_another_machine(rank, mirrors[rank]),
-                    mirrored_by=self._stage_of(mirrors[rank]),
+                    is_mirrored=mirror is not None and machines[mirror] != machines[rank],
+                    mirrored_by=None if mirror is None else self._workers[mirror].stage_index,
                     saves=self._workers[rank].replica == 0,
                 )
             )
-            for rank, client in enumerate(self._clients)
+            for rank, (client, mirror) in enumerate(zip(self._clients, mirrors, strict=True))
         )
         await gather_all(
             self._clients[mirror].mirror(self._mirror_request(rank, restore_point.step))
@@ -244,19 +247,13 @@ class WorkerGroup:
         """Close the connections; servers that are not watched free themselves, with snapshots."""
         await asyncio.gather(*(client.close() for client in self._clients))
 
-    def _is_on_another_machine(self, rank: int, mirror: int | None) -> bool:
-        return mirror is not None and self._claims[mirror].machine != self._claims[rank].machine
-
-    def _stage_of(self, rank: int | None) -> int | None:
-        return None if rank is None else self._workers[rank].stage_index
-
     def _mirror_request(self, rank: int, step: int) -> pb.MirrorRequest:
         claim = self._claims[rank]
         section = self._config.checkpoint
         return pb.MirrorRequest(
             **self._identity,
             stage_name=self._workers[rank].stage,
-            address=self._addresses[rank],
+            address=self._clients[rank].address,
             machine=claim.machine,
             supervisor_pid=claim.supervisor_pid,
             snapshot_fds=claim.snapshot_fds,
@@ -268,14 +265,11 @@ class WorkerGroup:
     async def _claim(self, index: int, code: list[pb.CodeFile]) -> pb.PrepareResponse:
         client, worker = self._clients[index], self._workers[index]
         claim = await client.prepare(
-            pb.PrepareRequest(
+            prepare_request(
+                self._config,
+                worker,
+                code,
                 **self._identity,
-                job=self._config.name,
-                versions=versions(),
-                stage_index=worker.stage_index,
-                replica=worker.replica,
-                threads=self._config.stage(worker.stage_index).threads,
-                code=code,
                 heartbeat_timeout=self._config.recovery.heartbeat_timeout,
                 checkpoint_folder=str(self._config.checkpoint_folder),
                 relative_checkpoint_folder=self._config.relative_checkpoint_folder,
@@ -286,7 +280,6 @@ class WorkerGroup:
                     if member.replica == 0
                 ],
                 may_keep_nothing=self._config.checkpoint is None,
-                data_paths=self._config.data_paths,
             )
         )
         self._failure.supervise(_naming_stage(client, self._watch(client, worker)))
@@ -319,6 +312,38 @@ class WorkerGroup:
     async def _release_when_ended(self, client: StageClient) -> None:
         await self._may_drain.wait()
         await client.close()
+
+
+class LogCollector:
+    """Passes the log lines of a generation's workers on, in order, and reports gaps.
+
+    A stage server numbers its worker's lines and keeps only the newest ones.
+    """
+
+    def __init__(self, generation: int, log: Callable[[Entry], None]) -> None:
+        self._numbers: defaultdict[str, int] = defaultdict(int)
+        self._generation = generation
+        self._log = log
+        self._added = asyncio.Condition()
+
+    async def add(self, label: str, lines: Iterable[pb.LogLine]) -> None:
+        """Log lines of a worker, and a warning for each gap in their numbers."""
+        for line in lines:
+            missed = line.number - self._numbers[label] - 1
+            if missed > 0:
+                text = f"{missed:,} lines are missing here: more were said than could be carried"
+                self._log_line(label, Line("WARNING", "rpcmp.process.logging", text))
+            self._numbers[label] = line.number
+            self._log_line(label, Line(line.level, line.logger, line.text, line.step, line.count))
+        async with self._added:
+            self._added.notify_all()
+
+    async def wait_for_line(self, label: str, number: int) -> None:
+        async with self._added:
+            await self._added.wait_for(lambda: self._numbers[label] >= number)
+
+    def _log_line(self, label: str, line: Line) -> None:
+        self._log(entry_of(line, label, self._generation))
 
 
 async def _naming_stage(client: StageClient, call: Awaitable[Result]) -> Result:

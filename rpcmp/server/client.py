@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -32,6 +33,9 @@ PREPARE_SECONDS = 300.0
 
 CALL_SECONDS = 30.0
 """Time limit for any other call; the server never computes."""
+
+CLOSED = re.compile("Stream removed|Socket closed|Connection reset by peer|Broken pipe")
+"""gRPC's details of a call whose connection the server has closed, as when it is killed."""
 
 Answer = TypeVar("Answer")
 
@@ -276,4 +280,6 @@ class StageClient:
             if set(data["fields"]) == {"message"}:
                 data["fields"]["message"] = f"{where}: {data['fields']['message']}"
             return from_wire(json.dumps(data))
+        if error.code() is grpc.StatusCode.UNAVAILABLE and CLOSED.search(details):
+            return UnreachableError(f"lost {where}: the server closed the connection")
         return UnreachableError(f"lost {where}: {error.code().name}: {details}")

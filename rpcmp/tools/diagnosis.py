@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 
+from rpcmp.checkpoint.slots import mirrors_of
 from rpcmp.config import addresses
 from rpcmp.config.schema import Config
 from rpcmp.config.sections import StageConfig
 from rpcmp.config.topology import DRIVER
 from rpcmp.config.types import format_size, parse_size
 from rpcmp.errors import RpcmpError, SecurityError, UnavailableError, UnreachableError, VersionError
-from rpcmp.job.restore_point import mirrors_of
 from rpcmp.job.server_calls import dialer_for, require_addresses
 from rpcmp.job.server_pool import connected, forks_for
 from rpcmp.net.authority import SKEW

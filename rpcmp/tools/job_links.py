@@ -15,9 +15,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rpcmp.checkpoint.slots import mirrors_of
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER, Graph, Member
-from rpcmp.job.restore_point import mirrors_of
 
 TENSORS = frozenset({"batches", "activations", "gradients", "snapshots"})
 """What consists of tensors, among what links carry."""

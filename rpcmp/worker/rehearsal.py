@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from rpcmp.checkpoint.slot_writer import require_storable
-from rpcmp.checkpoint.stage_state import StageState, decoded, pack
+from rpcmp.checkpoint.stage_state import StageState, decoded, pack, require_storable
 from rpcmp.errors import FactoryError, one_line
 from rpcmp.pipelining import layers
 from rpcmp.rpc.tensors import same_bits

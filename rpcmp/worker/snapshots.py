@@ -12,9 +12,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from rpcmp.checkpoint.slot_writer import SnapshotWriter
 from rpcmp.checkpoint.slots import Slots
-from rpcmp.checkpoint.stage_state import StageState, pack, unpack
+from rpcmp.checkpoint.stage_state import SnapshotWriter, StageState, pack, unpack
 from rpcmp.errors import CheckpointError, ConfigError
 from rpcmp.process.activity import Activity
 from rpcmp.process.channel import Message

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rpcmp.checkpoint.files import beneath
 from rpcmp.checkpoint.slots import NUM_SLOTS, Slots
 from rpcmp.errors import ConfigError, JobError, UnreachableError, from_wire
-from rpcmp.job.output_files import OutputFiles
+from rpcmp.job.training_workload import OutputFiles
 from rpcmp.net.dialer import Dialer
 from rpcmp.net.security import Security
 from rpcmp.process import descriptors

@@ -169,6 +169,9 @@ def test_the_first_signal_finishes_the_step_and_ends_the_job(
     assert result.code == code
     assert result.event("summary")["steps"] == result.event("step")["step"]
     assert f"ended by {signum.name} after step" in result.err
+    is_saved = signum is signal.SIGTERM  # a Ctrl-C saves only with a [checkpoint] section
+    assert ("nothing was saved: add a [checkpoint] section" in result.err) != is_saved
+    assert ("--resume" in result.err) == is_saved
     assert [describe(server).job for server in shared_servers] == ["", ""]
 
 
@@ -267,7 +270,8 @@ def test_a_killed_server_ends_the_job_without_recovery(job: JobFolder) -> None:
         where = ("--connect", connect(servers))
         result = rpcmp("drive", config, "--json", *where, during=kill)
     assert result.code == 75
-    assert "lost stage 'stage1'" in result.err
+    lost = f"lost stage 'stage1' at {servers[1].address}: the server closed the connection"
+    assert lost in result.err
 
 
 def test_a_port_in_use_is_refused() -> None:

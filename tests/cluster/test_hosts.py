@@ -55,6 +55,8 @@ def test_a_killed_server_rejoins_its_job(job: JobFolder, fault_free: Committed, 
         where = ("--connect", connect(servers))
         result = rpcmp("drive", slow_config(job), "--json", *where, during=lose)
     assert_went_on(result, fault_free)
+    lost_at = servers[lost].address
+    assert f"at {lost_at}: the server closed the connection" in result.event("fault")["error"]
 
 
 @pytest.mark.parametrize("every", [0, 4])

@@ -9,7 +9,7 @@ import pytest
 
 from rpcmp.config import loader
 from rpcmp.config.schema import Config, ScheduleOptions
-from rpcmp.job.segments import Segments
+from rpcmp.job.generation import Segments
 from tests.support.processes import JobFolder, rpcmp
 from tests.support.settings import setting
 

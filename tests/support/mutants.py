@@ -42,9 +42,8 @@ AREAS = {
     "snapshots": (
         "checkpoint/slots.py",
         "checkpoint/stage_state.py",
-        "checkpoint/slot_writer.py",
     ),
-    "recovery": ("job/recovery.py", "job/restore_point.py", "job/restore_planner.py"),
+    "recovery": ("job/recovery.py", "job/restore_point.py"),
     "checkpoints": ("checkpoint/folder.py", "checkpoint/files.py", "checkpoint/manifest.py"),
     "unpickler": ("rpc/unpickler.py", "net/rpc_pickle.py", "net/rpc_inspection.py"),
     "roles": ("net/identity.py", "net/security.py"),

@@ -28,7 +28,7 @@ import torch
 import zoo  # type: ignore[import-not-found]
 from torch import Tensor, nn
 
-from rpcmp.checkpoint import slot_writer
+from rpcmp.checkpoint import stage_state
 from rpcmp.rpc import transport
 
 
@@ -211,7 +211,7 @@ def _watch_process(planted: Planted) -> None:
     if _planted:
         return
     _planted.append(planted)
-    join, write = transport.join, slot_writer.SnapshotWriter.write
+    join, write = transport.join, stage_state.SnapshotWriter.write
 
     def watched_join(*args: Any) -> str:
         planted.begin("joining", 0)
@@ -222,4 +222,4 @@ def _watch_process(planted: Planted) -> None:
         return write(self, slot, step, *args, **kwargs)
 
     transport.join = watched_join  # type: ignore[assignment]
-    slot_writer.SnapshotWriter.write = watched_write  # type: ignore[method-assign]
+    stage_state.SnapshotWriter.write = watched_write  # type: ignore[method-assign]

@@ -33,6 +33,7 @@ from rpcmp.observability.events import (
     UiEvent,
     WaitingEvent,
     WarningEvent,
+    WorkerInfo,
 )
 
 
@@ -43,14 +44,16 @@ class RunContext:
     Attributes:
         name: the job's name.
         schedule: its pipeline schedule.
-        workers: labels of the workers.
+        workers: the workers by label.
+        give_up_after: seconds that the run waits for a lost server.
         steps: optimizer steps of the whole run.
         first_loss: loss of the first step; None before.
     """
 
     name: str = ""
     schedule: str = ""
-    workers: list[str] = field(default_factory=list)
+    workers: dict[str, WorkerInfo] = field(default_factory=dict)
+    give_up_after: float = 0.0
     steps: int = 0
     first_loss: float | None = None
 
@@ -59,7 +62,9 @@ class RunContext:
         match event:
             case RunEvent():
                 self.name, self.schedule = event.name, str(event.config.get("schedule", ""))
-                self.workers = [worker["label"] for worker in event.workers]
+                self.workers = {worker["label"]: worker for worker in event.workers}
+                recovery = event.config.get("recovery", {})
+                self.give_up_after = recovery.get("give_up_after", 0.0)
             case StartEvent():
                 self.steps = event.steps
             case StepEvent() if self.first_loss is None:
@@ -118,7 +123,7 @@ def describe(event: Event, run: RunContext) -> str:
                 f"after {event.seconds:.1f} s"
             )
         case WaitingEvent():
-            return f"waiting for the server of stage {event.stage!r} at {event.address}"
+            return _waiting(event, run)
         case ReplacedEvent():
             return (
                 f"the spare at {event.address} takes stage {event.stage!r}, whose server at "
@@ -191,6 +196,17 @@ def _early_stop(event: EarlyStopEvent) -> str:
     return (
         f"stopped early after step {event.step}: {waited} in a row brought nothing better "
         f"than {best}"
+    )
+
+
+def _waiting(event: WaitingEvent, run: RunContext) -> str:
+    server = f"the server of stage {event.stage!r} at {event.address}"
+    if (worker := run.workers.get(event.stage)) is None:
+        return f"waiting for {server}"
+    replica = f" --replica {worker['replica']}" if worker["label"] != worker["stage"] else ""
+    return (
+        f"waiting up to {run.give_up_after:g} s for {server}: restart it with "
+        f"`rpcmp serve --stage {worker['stage_index']}{replica}`"
     )
 
 

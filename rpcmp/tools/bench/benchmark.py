@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from rpcmp.errors import ConfigError, UnsupportedJobError
-from rpcmp.job.segments import Segments
+from rpcmp.job.generation import Segments
 from rpcmp.tools.bench import comparison
 from rpcmp.tools.bench.cases import Case
 from rpcmp.tools.bench.comparison import (

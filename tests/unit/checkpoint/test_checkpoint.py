@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpcmp.checkpoint import files
-from rpcmp.checkpoint.files import Written, check, require_place, sha256_of, write_durably
+from rpcmp.checkpoint.files import Written, check, require_place, write_durably
 from rpcmp.checkpoint.folder import (
     CheckpointFolder,
     left_behind,
@@ -159,7 +159,6 @@ def test_a_file_holds_what_was_written(
     whole = b"".join(chunks)
     assert path.read_bytes() == whole
     assert written == Written(hashlib.sha256(whole).hexdigest(), len(whole))
-    assert sha256_of(path) == written.sha256
     assert check(path, written.sha256, written.size) == "ok"
     assert list(path.parent.iterdir()) == [path]
 
@@ -173,7 +172,8 @@ def test_memory_of_any_type_is_written(tmp_path: Path) -> None:
 def test_a_file_that_is_longer_than_a_block_is_hashed_whole(tmp_path: Path) -> None:
     data = os.urandom(files.BLOCK * 2 + 5)
     written = write_durably(tmp_path / "file", [data])
-    assert written.sha256 == sha256_of(tmp_path / "file") == hashlib.sha256(data).hexdigest()
+    assert written.sha256 == hashlib.sha256(data).hexdigest()
+    assert check(tmp_path / "file", written.sha256, written.size) == "ok"
 
 
 def test_memory_is_copied_without_the_page_cache_except_for_partial_pages(
@@ -253,10 +253,14 @@ def test_a_file_system_that_cannot_sync_folders_is_accepted(
         raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr(os, "fsync", refuse)
-    files.sync_folder(tmp_path)
+    with files.folder_of(tmp_path / "file") as folder:
+        files.sync(folder)
     monkeypatch.setattr(os, "fsync", fails)
-    with pytest.raises(OSError, match="No space"):
-        files.sync_folder(tmp_path)
+    with (
+        files.folder_of(tmp_path / "file") as folder,
+        pytest.raises(OSError, match="No space"),
+    ):
+        files.sync(folder)
 
 
 def test_damage_to_a_file_is_detected(tmp_path: Path) -> None:
@@ -276,20 +280,20 @@ def test_the_size_is_compared_before_anything_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_bytes(b"ab")
-    monkeypatch.setattr(files, "_hash", fails)
+    monkeypatch.setattr(hashlib, "file_digest", fails)
     assert check(tmp_path / "file", SHA, 3) == "damaged"
 
 
 def test_a_disk_that_cannot_read_a_file_has_damaged_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unreadable(_: object) -> None:
+    def unreadable(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     (tmp_path / "file").write_bytes(b"abc")
-    monkeypatch.setattr(files, "_hash", unreadable)
+    monkeypatch.setattr(hashlib, "file_digest", unreadable)
     assert check(tmp_path / "file", SHA, 3) == "damaged"
-    monkeypatch.setattr(files, "_hash", fails)
+    monkeypatch.setattr(hashlib, "file_digest", fails)
     with pytest.raises(OSError, match="No space"):
         check(tmp_path / "file", SHA, 3)
 

@@ -26,9 +26,8 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from rpcmp.checkpoint.slot_writer import DTYPES, SnapshotWriter
 from rpcmp.checkpoint.slots import Slots, Snapshot
-from rpcmp.checkpoint.stage_state import StageState, pack, unpack
+from rpcmp.checkpoint.stage_state import DTYPES, SnapshotWriter, StageState, pack, unpack
 from rpcmp.errors import CheckpointError
 from rpcmp.pipelining import pytree
 

@@ -13,9 +13,12 @@ from tests.support.runevents import typed
 RUN = {
     "event": "run",
     "name": "digits",
-    "config": {"schedule": "1f1b"},
+    "config": {"schedule": "1f1b", "recovery": {"give_up_after": 600.0}},
     "graph": {"stages": []},
-    "workers": [{"label": "a"}, {"label": "b"}],
+    "workers": [
+        {"label": "a", "stage": "a", "stage_index": 0, "replica": 0},
+        {"label": "b:1", "stage": "b", "stage_index": 1, "replica": 1},
+    ],
 }
 STEP = {"event": "step", "step": 1, "epoch": 1, "loss": 2.5, "samples_per_s": 1234.5}
 SUMMARY = {"event": "summary", "steps": 40, "loss": 0.125, "metrics": {"f1": 0.75}}
@@ -32,7 +35,7 @@ LINES: list[tuple[dict[str, Any], str]] = [
         "replicas share micro-batches: a 1:2, b 1:1",
     ),
     ({"event": "generation", "generation": 2, "step": 3}, "generation 2 starts after step 3"),
-    ({"event": "start", "steps": 40}, "digits: 40 steps, 1f1b, stages a, b"),
+    ({"event": "start", "steps": 40}, "digits: 40 steps, 1f1b, stages a, b:1"),
     (
         {**STEP, "data_share": 0.02, "busy": {"a": 0.25, "b": 0.5}},
         "step 1/40  epoch 1  loss 2.5000  1,234 samples/s  busy 25% 50%  data 2%",
@@ -62,8 +65,14 @@ LINES: list[tuple[dict[str, Any], str]] = [
         "going on from step 3 as generation 2, after 1.2 s",
     ),
     (
-        {"event": "waiting", "stage": "b", "address": "h:1"},
-        "waiting for the server of stage 'b' at h:1",
+        {"event": "waiting", "stage": "a", "address": "h:1"},
+        "waiting up to 600 s for the server of stage 'a' at h:1: restart it with "
+        "`rpcmp serve --stage 0`",
+    ),
+    (
+        {"event": "waiting", "stage": "b:1", "address": "h:2"},
+        "waiting up to 600 s for the server of stage 'b:1' at h:2: restart it with "
+        "`rpcmp serve --stage 1 --replica 1`",
     ),
     (
         {"event": "replaced", "stage": "b", "lost": "h:1", "address": "s:1"},

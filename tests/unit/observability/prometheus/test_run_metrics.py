@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpcmp.config.topology import DRIVER
-from rpcmp.job.telemetry import Vitals
+from rpcmp.job.vitals import Vitals
 from rpcmp.observability.prometheus.registry import Family, RestartTotals, Store
 from rpcmp.observability.prometheus.run_metrics import RunMetrics
 from tests.support.runevents import typed

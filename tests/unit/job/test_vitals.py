@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rpcmp.config.topology import DRIVER
-from rpcmp.job.telemetry import Vitals
+from rpcmp.job.vitals import Vitals
 from rpcmp.process.activity import Doing
 from rpcmp.process.sockets import PeerTraffic
 from rpcmp.v1 import control_pb2 as pb
@@ -26,7 +26,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr("rpcmp.job.telemetry.time.monotonic", lambda: made.now)
+    monkeypatch.setattr("rpcmp.job.vitals.time.monotonic", lambda: made.now)
     return made
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from rpcmp.checkpoint.folder import CheckpointFolder, remove
 from rpcmp.checkpoint.manifest import BestMark, Manifest
 from rpcmp.config.loader import parse_config
-from rpcmp.job.best_checkpoint import BestCheckpoint, mark_of
+from rpcmp.job.checkpoints import Checkpoints, mark_of
+from rpcmp.job.server_pool import ServerPool
 from rpcmp.observability.events import BestEvent, Event, WarningEvent
 from tests.support.manifests import manifest
 
@@ -22,7 +24,7 @@ class Run:
     """A run's folder, and the reports about its best checkpoint."""
 
     def __init__(self, path: Path, best: str | None = "loss") -> None:
-        section = {"dir": "saved"} if best is None else {"dir": "saved", "best": best}
+        section = {"dir": str(path)} if best is None else {"dir": str(path), "best": best}
         config = parse_config(
             {
                 "loss": "m:loss",
@@ -33,15 +35,31 @@ class Run:
         )
         self.events: list[Event] = []
         self.folder = CheckpointFolder(path)
-        self.best = BestCheckpoint(config, self.folder, self.events.append)
+        pool = cast(ServerPool, SimpleNamespace(run_folder="", job_id="r1"))
+        self.checkpoints = Checkpoints(config, pool, self.events.append)
 
-    def mark(self, step: int, mark: BestMark = LOSS) -> bool:
-        return asyncio.run(self.best.mark(step, mark, {"step": step}))
+    def mark(self, step: int) -> bool:
+        """Let the evaluation after a step be the best, when its checkpoint is complete."""
+        self.checkpoints.saved = step
+        return asyncio.run(self.checkpoints.add_progress(progress(step))) == step
+
+    def resume(self, manifest: Manifest) -> Any:
+        """Go on from a checkpoint; returns the best step that the driver knows."""
+        self.checkpoints.resume_from(manifest)
+        state = self.checkpoints.progress_of(manifest.step)
+        assert state is not None
+        return state["best"]
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     return Run(tmp_path)
+
+
+def progress(step: int) -> dict[str, Any]:
+    """Return the driver's state after a step that is the best so far."""
+    best = {"metric": "loss", "mode": "min", "value": 0.5, "step": step}
+    return {"step": step, "awaits_save": False, "best": best}
 
 
 def knowing(step: int, best: dict[str, Any] | None) -> Manifest:
@@ -63,9 +81,9 @@ def test_mark_writes_and_reports_a_checkpoint_once(run: Run) -> None:
     assert not run.mark(8)
     assert run.events == [BestEvent(step=8, metric="loss", value=0.5)]
     (found,) = run.folder.valid()
-    assert (found.best, found.driver) == (LOSS, {"step": 8})
+    assert (found.best, found.driver) == (LOSS, {"step": 8, "best": progress(8)["best"]})
     assert found.stages == manifest(8).stages
-    assert run.best.kept() == {
+    assert run.checkpoints.best() == {
         "step": 8,
         "metric": "loss",
         "value": 0.5,
@@ -74,25 +92,27 @@ def test_mark_writes_and_reports_a_checkpoint_once(run: Run) -> None:
     assert not run.mark(9)  # it failed, and is not there
 
 
-def test_kept_is_none_without_a_mark_or_without_the_option(run: Run) -> None:
-    assert run.best.kept() is None
+def test_best_is_none_without_a_mark_or_without_the_option(run: Run) -> None:
+    assert run.checkpoints.best() is None
     run.folder.commit(manifest(8))
-    assert run.best.kept() is None
+    assert run.checkpoints.best() is None
     run.mark(8)
-    assert Run(run.folder.path, best=None).best.kept() is None
+    assert Run(run.folder.path, best=None).checkpoints.best() is None
 
 
 def test_a_resumed_run_restores_the_best_unless_its_checkpoint_is_gone(run: Run) -> None:
     best = {"metric": "loss", "mode": "min", "value": 0.5, "step": 8}
     run.folder.commit(manifest(8, best=LOSS))
-    assert run.best.restored_from(knowing(9, best)) == {"best": best}
-    assert run.best.restored_from(knowing(9, None)) == {}
+    assert run.resume(knowing(9, best)) == best
+    assert run.resume(knowing(9, None)) is None
     assert run.events == []
     remove(run.folder.path_of(8))
-    assert run.best.restored_from(knowing(9, best)) == {"best": None}
+    assert run.resume(knowing(9, best)) is None
     text = "the best checkpoint, of step 8, is gone: the best begins anew"
     assert run.events == [WarningEvent(text=text)]
-    assert Run(run.folder.path, best=None).best.restored_from(knowing(9, best)) == {}
+    other = Run(run.folder.path, best=None)
+    assert other.resume(knowing(9, best)) == best
+    assert other.events == []
 
 
 def test_a_mark_that_cannot_be_written_gives_a_warning(

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpcmp.checkpoint.slots import Slots
-from rpcmp.job.restore_point import CommonSnapshot, HeldSnapshots, mirrors, newest_common
+from rpcmp.checkpoint.slots import CommonSnapshot, HeldSnapshots, Slots, mirrors, newest_common
 from tests.support.graphs import workers
 
 WORKERS = workers("a", "b", "c")

@@ -1,15 +1,16 @@
-"""Vitals and log lines of a run's processes, as the stage servers and the driver report them.
+"""Vitals of a run's processes, as the stage servers and the driver report them.
 
-Vitals outlive a generation: until the next one reports, the last values stand, except for the
+They outlive a generation: until the next one reports, the last values stand, except for the
 process that was lost. So the page can show a lost stage until it is back.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from rpcmp.config.topology import DRIVER, member_name
@@ -23,44 +24,8 @@ from rpcmp.observability.events import (
 )
 from rpcmp.process import liveness
 from rpcmp.process.activity import Doing
-from rpcmp.process.logging.records import Entry, Line, entry_of
 from rpcmp.process.sockets import PeerTraffic
 from rpcmp.v1 import control_pb2 as pb
-
-
-class LogCollector:
-    """Passes the log lines of a generation's workers on, in order, and reports gaps.
-
-    A stage server numbers its worker's lines and keeps only the newest ones.
-    """
-
-    def __init__(
-        self, labels: Iterable[str], generation: int, log: Callable[[Entry], None]
-    ) -> None:
-        self._numbers = dict.fromkeys(labels, 0)
-        self._generation = generation
-        self._log = log
-        self._added = asyncio.Condition()
-
-    async def add(self, label: str, lines: Iterable[pb.LogLine]) -> None:
-        """Log lines of a worker, and a warning for each gap in their numbers."""
-        for line in lines:
-            missed = line.number - self._numbers[label] - 1
-            if missed > 0:
-                text = f"{missed:,} lines are missing here: more were said than could be carried"
-                self._log_line(label, Line("WARNING", "rpcmp.process.logging", text))
-            self._numbers[label] = line.number
-            self._log_line(label, Line(line.level, line.logger, line.text, line.step, line.count))
-        async with self._added:
-            self._added.notify_all()
-
-    async def wait_for_line(self, label: str, number: int) -> None:
-        async with self._added:
-            await self._added.wait_for(lambda: self._numbers[label] >= number)
-
-    def _log_line(self, label: str, line: Line) -> None:
-        self._log(entry_of(line, label, self._generation))
-
 
 VITALS_SECONDS = 1.0
 """Between two events `vitals`."""
@@ -75,29 +40,15 @@ Link = tuple[str, str]
 
 
 class _TrafficCount(NamedTuple):
-    """The traffic that one process has counted.
+    """The traffic that one process has counted at a time, with all its peers.
 
     Attributes:
-        at: when.
-        traffic: bytes so far, by peer.
         rates: bytes per second since the count before, sent and received, by peer.
     """
 
     at: float
     traffic: list[PeerTraffic]
     rates: dict[str, tuple[float, float]]
-
-    def next(self, at: float, traffic: list[PeerTraffic]) -> _TrafficCount:
-        seconds = at - self.at
-        if seconds < MIN_RATE_SECONDS:
-            return self
-        before = {peer.peer: peer for peer in self.traffic}
-        rates = {
-            now.peer: ((now.sent - last.sent) / seconds, (now.received - last.received) / seconds)
-            for now in traffic
-            if (last := before.get(now.peer)) is not None
-        }
-        return _TrafficCount(at, traffic, rates)
 
 
 class Vitals:
@@ -151,10 +102,10 @@ class Vitals:
             round_trips: seconds to the peers on other hosts; see rpcmp.net.relay.
             tensors: its tensor traffic; see rpcmp.rpc.transport.
         """
-        at, counted = time.monotonic(), [PeerTraffic(*peer) for peer in connections]
+        at = time.monotonic()
         counted = [
             peer._replace(round_trip_s=round_trips.get(peer.peer, peer.round_trip_s))
-            for peer in counted
+            for peer in map(PeerTraffic._make, connections)
         ]
         _count(self._connections, DRIVER, at, counted)
         _count(self._tensors, DRIVER, at, map(PeerTraffic._make, tensors))
@@ -175,24 +126,17 @@ class Vitals:
         self._agent_addresses[address] = DRIVER
 
     def mark_lost(self, label: str) -> None:
-        """Mark the process whose fault ended a generation; an unknown label changes nothing.
-
-        A process that was lost before its first heartbeat is not reported at all.
-        """
-        for known, process in [*self._workers.items(), (DRIVER, self._driver)]:
-            if known == label and "pid" in process:
-                process.update({"state": LOST, "memory": 0, "in_flight": 0, "pid": 0})
+        """Mark the process whose fault ended a generation, if it has reported anything before."""
+        process = self._driver if label == DRIVER else self._workers.get(label, {})
+        if "pid" in process:
+            process.update({"state": LOST, "memory": 0, "in_flight": 0, "pid": 0})
 
     async def wait(self) -> None:
         """Return when there is something to report."""
         await self._is_known.wait()
 
     def event(self, step: int) -> VitalsEvent:
-        """Return the event `vitals`.
-
-        Args:
-            step: the last step that was reported.
-        """
+        """Return the event `vitals` after `step`, the last one that was reported."""
         workers = self._workers.items()
         return VitalsEvent(
             step=step,
@@ -230,8 +174,17 @@ def _traffic(way: pb.Way) -> PeerTraffic:
 def _count(
     counts: dict[str, _TrafficCount], label: str, at: float, traffic: Iterable[PeerTraffic]
 ) -> None:
-    before, now = counts.get(label), list(traffic)
-    counts[label] = _TrafficCount(at, now, {}) if before is None else before.next(at, now)
+    before = counts.get(label, _TrafficCount(-math.inf, [], {}))
+    seconds = at - before.at
+    if seconds < MIN_RATE_SECONDS:
+        return
+    now, last = list(traffic), {peer.peer: peer for peer in before.traffic}
+    rates = {
+        peer: ((sent - last[peer].sent) / seconds, (received - last[peer].received) / seconds)
+        for peer, sent, received, *_ in now
+        if peer in last
+    }
+    counts[label] = _TrafficCount(at, now, rates)
 
 
 def _links(
@@ -239,31 +192,28 @@ def _links(
 ) -> dict[Link, LinkTraffic]:
     """Add up what all members have counted; `labels` maps their peers to members."""
     links: dict[Link, LinkTraffic] = {}
+
+    def add(sender: str, receiver: str, sent: int, rate: float, round_trip_s: float) -> None:
+        empty: LinkTraffic = {
+            "from": sender,
+            "to": receiver,
+            "bytes": 0,
+            "bytes_per_s": 0.0,
+            "rtt_s": 0.0,
+        }
+        link = links.setdefault((sender, receiver), empty)
+        link["bytes"] += sent
+        link["bytes_per_s"] += rate
+        link["rtt_s"] = min(filter(None, (link["rtt_s"], round_trip_s)), default=0.0)
+
     for label, count in counts.items():
         for way in count.traffic:
             if (peer := labels.get(way.peer)) is None:
                 continue  # something of the user's own, or opened by another member
             there, back = count.rates.get(way.peer, (0.0, 0.0))
-            _add(links, (label, peer), way.sent, there, way.round_trip_s)
-            _add(links, (peer, label), way.received, back, way.round_trip_s)
+            add(label, peer, way.sent, there, way.round_trip_s)
+            add(peer, label, way.received, back, way.round_trip_s)
     return links
-
-
-def _add(
-    links: dict[Link, LinkTraffic], pair: Link, sent: int, rate: float, seconds: float
-) -> None:
-    empty: LinkTraffic = {
-        "from": pair[0],
-        "to": pair[1],
-        "bytes": 0,
-        "bytes_per_s": 0.0,
-        "rtt_s": 0.0,
-    }
-    link = links.setdefault(pair, empty)
-    link["bytes"] += sent
-    link["bytes_per_s"] += rate
-    known = [each for each in (link["rtt_s"], seconds) if each]
-    link["rtt_s"] = min(known, default=0.0)
 
 
 def _from_proto(vitals: pb.Vitals) -> ProcessVitals:
