@@ -19,12 +19,12 @@ import struct
 
 from rpcmp.config.addresses import parse
 from rpcmp.errors import RpcmpError, SecurityError, UnreachableError
-from rpcmp.net.accept import connections
+from rpcmp.net.connection_limits import connections
 from rpcmp.net.identity import GRPC
 from rpcmp.net.local_peer import require_own_server
 from rpcmp.net.security import Security
 from rpcmp.net.splice import splice
-from rpcmp.net.tls import Connection, TlsState, refusal
+from rpcmp.net.tls import PeerConnection, TlsState, refusal
 from rpcmp.process import tempdirs
 from rpcmp.process.sockets import keep_alive
 
@@ -50,7 +50,7 @@ class Dialer:
         self.security = security
         self._server_name = server_name
 
-    async def open(self, address: str, protocol: str, stage_index: int | None) -> Connection:
+    async def open(self, address: str, protocol: str, stage_index: int | None) -> PeerConnection:
         """Open a connection to the server at `address`.
 
         Args:
@@ -100,10 +100,10 @@ class Dialer:
             f"{address} requires TLS: give --certs, a folder with a certificate of its authority"
         )
 
-    async def _open(self, address: str, protocol: str, stage_index: int | None) -> Connection:
+    async def _open(self, address: str, protocol: str, stage_index: int | None) -> PeerConnection:
         host, port = parse(address)
         session = self._session(protocol, host)
-        end = Connection(await _connect(host, port), session)
+        end = PeerConnection(await _connect(host, port), session)
         try:
             await self._require_own(end.socket, address)
             await end.do_handshake()
@@ -228,11 +228,11 @@ class Tunnel:
                 log.warning("process %d has tried to reach %s by our socket", pid, self._address)
                 connection.close()
                 continue
-            task = asyncio.create_task(self._carry(Connection(connection)))
+            task = asyncio.create_task(self._carry(PeerConnection(connection)))
             self._carrying.add(task)
             task.add_done_callback(self._carrying.discard)
 
-    async def _carry(self, here: Connection) -> None:
+    async def _carry(self, here: PeerConnection) -> None:
         try:
             there = await self._dialer.open(self._address, GRPC, self._stage_index)
         except RpcmpError as error:

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from rpcmp.errors import RelayError
-from rpcmp.net.tls import CHUNK, Connection
+from rpcmp.net.tls import CHUNK, PeerConnection
 
 PINGS = 20
 
@@ -45,7 +45,7 @@ class LinkSpeed:
     back: float = 0.0
 
 
-async def measure(end: Connection, seconds: float) -> LinkSpeed:
+async def measure(end: PeerConnection, seconds: float) -> LinkSpeed:
     """Measure over a fresh connection to a server's relay.
 
     Args:
@@ -64,7 +64,7 @@ async def measure(end: Connection, seconds: float) -> LinkSpeed:
     )
 
 
-async def answer(end: Connection) -> None:
+async def answer(end: PeerConnection) -> None:
     """Serve a measurement until the client hangs up.
 
     Raises:
@@ -89,7 +89,7 @@ async def answer(end: Connection) -> None:
                     raise RelayError(f"it asks to measure {other!r}")
 
 
-async def _ping(end: Connection) -> LinkSpeed:
+async def _ping(end: PeerConnection) -> LinkSpeed:
     found = []
     for _ in range(PINGS):
         sent, began = time.time(), time.perf_counter()
@@ -115,18 +115,18 @@ async def _speed(carry: Callable[[int], Awaitable[None]], seconds: float, latenc
         count = min(4 * count, MAX_BYTES)
 
 
-async def _put(end: Connection, count: int) -> None:
+async def _put(end: PeerConnection, count: int) -> None:
     await end.write_message({"op": "take", "bytes": count})
     await _fill(end, count)
     await end.read_message()
 
 
-async def _get(end: Connection, count: int) -> None:
+async def _get(end: PeerConnection, count: int) -> None:
     await end.write_message({"op": "give", "bytes": count})
     await _discard(end, count)
 
 
-async def _fill(end: Connection, count: int) -> None:
+async def _fill(end: PeerConnection, count: int) -> None:
     while count:
         await _others_turn()
         part = _NOTHING[:count]
@@ -134,7 +134,7 @@ async def _fill(end: Connection, count: int) -> None:
         count -= len(part)
 
 
-async def _discard(end: Connection, count: int) -> None:
+async def _discard(end: PeerConnection, count: int) -> None:
     while count:
         await _others_turn()
         count -= len(await end.read_some(count))

@@ -22,20 +22,20 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from rpcmp.errors import AddressInUseError, RpcmpError, SecurityError
-from rpcmp.net.accept import (
+from rpcmp.net.connection_limits import (
     LOOPBACK,
-    Budget,
-    Guest,
+    AdmittedConnection,
+    ConnectionLimit,
     address_of,
     connections,
+    descriptor_limit,
     listen_deferred,
-    share,
     user_of,
 )
 from rpcmp.net.identity import GRPC, RELAY, STRANGER, Role
 from rpcmp.net.local_peer import owner_of, require_answers, require_same_user, works_here
 from rpcmp.net.security import Security
-from rpcmp.net.tls import HEADER, Connection, TlsState, refusal
+from rpcmp.net.tls import HEADER, PeerConnection, TlsState, refusal
 from rpcmp.process.sockets import keep_alive
 
 GREETING_SECONDS = 10.0
@@ -62,7 +62,7 @@ class IncomingConnection(NamedTuple):
         protocol: GRPC or RELAY.
     """
 
-    end: Connection
+    end: PeerConnection
     role: Role | None
     protocol: str
 
@@ -94,8 +94,8 @@ class PortMultiplexer:
         self._serve_grpc, self._relay = serve_grpc, relay
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Future[None]] = set()
-        self._most = share(8, MAX_CONNECTIONS)
-        self._budget = Budget(self._most, share(16, MAX_UNAUTHENTICATED))
+        self._most = descriptor_limit(8, MAX_CONNECTIONS)
+        self._limit = ConnectionLimit(self._most, descriptor_limit(16, MAX_UNAUTHENTICATED))
         self._num_by_role: Counter[Role | None] = Counter()
 
     async def start(self, host: str, port: int) -> int:
@@ -145,24 +145,26 @@ class PortMultiplexer:
         return self._security.credentials is None and not self._security.insecure
 
     async def _accept(self, listener: socket.socket) -> None:
-        async for connection in connections(listener, self._budget):
-            guest = self._budget.admit(address_of(connection), connection.close)
-            if guest is None:
+        async for connection in connections(listener, self._limit):
+            admitted = self._limit.admit(address_of(connection), connection.close)
+            if admitted is None:
                 connection.close()
                 continue
-            serving = self._spawn(self._serve(connection, guest))
-            guest.end = serving.cancel
-            serving.add_done_callback(functools.partial(self._closed, connection, guest))
+            serving = self._spawn(self._serve(connection, admitted))
+            admitted.end = serving.cancel
+            serving.add_done_callback(functools.partial(self._closed, connection, admitted))
 
-    def _closed(self, connection: socket.socket, guest: Guest, task: asyncio.Future[None]) -> None:
+    def _closed(
+        self, connection: socket.socket, admitted: AdmittedConnection, task: asyncio.Future[None]
+    ) -> None:
         connection.close()  # a task that is cancelled before it starts does not
-        self._budget.remove(guest)
+        self._limit.remove(admitted)
 
-    async def _serve(self, connection: socket.socket, guest: Guest) -> None:
+    async def _serve(self, connection: socket.socket, admitted: AdmittedConnection) -> None:
         who = _name(connection)
         try:
             async with asyncio.timeout(GREETING_SECONDS):
-                incoming = await self._authenticate(connection, guest)
+                incoming = await self._authenticate(connection, admitted)
         except (OSError, EOFError, TimeoutError, SecurityError) as error:
             log.debug("refused %s: %s", who, refusal(error))
             connection.close()
@@ -170,7 +172,7 @@ class PortMultiplexer:
         except BaseException:
             connection.close()
             raise
-        self._budget.authenticate(guest)
+        self._limit.authenticate(admitted)
         self._num_by_role[incoming.role] += 1
         try:
             self._require_room(incoming.role)
@@ -187,19 +189,21 @@ class PortMultiplexer:
         if role is not None and not role.is_driver and self._num_by_role[role] > share_of_one:
             raise SecurityError(f"{role} has {share_of_one} connections here already")
 
-    async def _authenticate(self, connection: socket.socket, guest: Guest) -> IncomingConnection:
+    async def _authenticate(
+        self, connection: socket.socket, admitted: AdmittedConnection
+    ) -> IncomingConnection:
         """Authenticate a connection."""
         keep_alive(connection.fileno())
         if self._asks_kernel:
             await require_same_user(connection)
-        elif guest.peer == LOOPBACK:
+        elif admitted.peer == LOOPBACK:
             with contextlib.suppress(SecurityError):  # only needed for the limits
-                guest.peer = user_of(await owner_of(connection))
+                admitted.peer = user_of(await owner_of(connection))
         credentials = self._security.credentials
         if credentials is None:
-            return await self._authenticate_local(Connection(connection))
+            return await self._authenticate_local(PeerConnection(connection))
         session = TlsState(credentials.server())
-        end = Connection(connection, session)
+        end = PeerConnection(connection, session)
         await end.do_handshake()
         if session.peer_role is None:
             raise SecurityError("its certificate has no role of rpcmp")
@@ -208,7 +212,7 @@ class PortMultiplexer:
         self._security.establish(end)
         return IncomingConnection(end, session.peer_role, session.protocol)
 
-    async def _authenticate_local(self, end: Connection) -> IncomingConnection:
+    async def _authenticate_local(self, end: PeerConnection) -> IncomingConnection:
         role = None
         asks = self._asks_kernel or self._works_for
         if asks and not await works_here(end.socket, self._works_for):

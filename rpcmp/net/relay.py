@@ -27,7 +27,7 @@ from typing import Any
 
 from rpcmp.config.addresses import parse
 from rpcmp.errors import JobError, RelayError, RpcmpError, SecurityError, WorkerDiedError
-from rpcmp.net.accept import connections
+from rpcmp.net.connection_limits import connections
 from rpcmp.net.dialer import Dialer
 from rpcmp.net.identity import RELAY, Role
 from rpcmp.net.local_peer import require_answers, require_same_user
@@ -35,7 +35,7 @@ from rpcmp.net.port import IncomingConnection
 from rpcmp.net.rpc_inspection import Inspection, Pipes
 from rpcmp.net.security import is_loopback
 from rpcmp.net.splice import splice
-from rpcmp.net.tls import Connection
+from rpcmp.net.tls import PeerConnection
 from rpcmp.process import sockets
 from rpcmp.process.fork_client import Forks
 
@@ -108,13 +108,13 @@ class Relay:
         self._pipes = Pipes(refused)
         self._own = ""
         self._peers: dict[str, RelayPeer] = {}
-        self._waiting: asyncio.Queue[Connection] = asyncio.Queue(MAX_WAITING)
+        self._waiting: asyncio.Queue[PeerConnection] = asyncio.Queue(MAX_WAITING)
         self._is_shared = False
         self._is_closed = False
         self._has_warned = False
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Future[None]] = set()
-        self._carried: dict[Connection, str] = {}
+        self._carried: dict[PeerConnection, str] = {}
         self._open: Counter[str] = Counter()
 
     @property
@@ -236,7 +236,7 @@ class Relay:
         async for connection in connections(listener):
             # One after the other: what comes meanwhile waits in the kernel, and takes nothing here.
             if not self._is_shared or await self._is_ours(connection, peer):
-                self._spawn(self._pass_on(Connection(connection), peer))
+                self._spawn(self._pass_on(PeerConnection(connection), peer))
 
     async def _is_ours(self, connection: socket.socket, peer: RelayPeer) -> bool:
         """Return whether our own user has opened a connection; close it otherwise."""
@@ -255,7 +255,7 @@ class Relay:
             raise
         return True
 
-    async def _pass_on(self, here: Connection, peer: RelayPeer) -> None:
+    async def _pass_on(self, here: PeerConnection, peer: RelayPeer) -> None:
         try:
             there = await self._reach(peer)
         except (RpcmpError, OSError, EOFError) as error:
@@ -271,7 +271,7 @@ class Relay:
         finally:
             del self._carried[there]
 
-    async def _reach(self, peer: RelayPeer) -> Connection:
+    async def _reach(self, peer: RelayPeer) -> PeerConnection:
         while not peer.server:
             there = await self._waiting.get()
             try:
@@ -285,7 +285,7 @@ class Relay:
                 return there
         return await self._dial(peer.server, peer.stage_index, "connect")
 
-    async def _dial(self, server: str, stage_index: int | None, op: str) -> Connection:
+    async def _dial(self, server: str, stage_index: int | None, op: str) -> PeerConnection:
         there = await self._dialer.open(server, RELAY, stage_index)
         try:
             await there.write_message({**self._greeting, "op": op, "from": self._name})
@@ -297,7 +297,7 @@ class Relay:
         there.has_frames = True
         return there
 
-    async def _park(self, end: Connection) -> None:
+    async def _park(self, end: PeerConnection) -> None:
         """Keep a driver's connection until our worker connects to the driver."""
         if self._waiting.full():  # of a driver whose network comes and goes
             self._waiting.get_nowait().abort()
@@ -317,11 +317,11 @@ class Relay:
                 continue
             self._spawn(self._come(there, stage))
 
-    async def _come(self, there: Connection, peer: RelayPeer) -> None:
+    async def _come(self, there: PeerConnection, peer: RelayPeer) -> None:
         with contextlib.suppress(OSError, RpcmpError):
             await self._connect(there, peer)
 
-    async def _connect(self, there: Connection, peer: RelayPeer) -> None:
+    async def _connect(self, there: PeerConnection, peer: RelayPeer) -> None:
         """Carry a connection from another host to our own worker."""
         try:
             connection = await self._forks.connectable()
@@ -335,10 +335,10 @@ class Relay:
             connection.close()
             there.abort()
             raise
-        await _carry(Connection(connection), there, self._pipes.inspect(peer.name, peer.label))
+        await _carry(PeerConnection(connection), there, self._pipes.inspect(peer.name, peer.label))
 
 
-async def _carry(here: Connection, there: Connection, inspection: Inspection) -> None:
+async def _carry(here: PeerConnection, there: PeerConnection, inspection: Inspection) -> None:
     """Carry until one end is gone; the agents notice that by themselves."""
     try:
         with contextlib.suppress(OSError, RelayError, SecurityError):  # the last is reported

@@ -20,7 +20,7 @@ from pathlib import Path
 from rpcmp.config.addresses import parse
 from rpcmp.errors import ConfigError, SecurityError
 from rpcmp.net.identity import Credentials, Role
-from rpcmp.net.tls import Connection
+from rpcmp.net.tls import PeerConnection
 
 INSECURE = (
     "insecure: nothing is encrypted, and whoever reaches a stage server runs code on its host"
@@ -47,9 +47,9 @@ class Security:
             raise ConfigError("give --certs or --insecure, not both")
         self.insecure = insecure
         self.credentials = None if certs is None else Credentials(certs)
-        self._established: weakref.WeakSet[Connection] = weakref.WeakSet()
+        self._established: weakref.WeakSet[PeerConnection] = weakref.WeakSet()
 
-    def establish(self, end: Connection) -> None:
+    def establish(self, end: PeerConnection) -> None:
         """Register a verified connection, so that it can be ended if the peer is revoked.
 
         Raises:
@@ -67,7 +67,7 @@ class Security:
             end.shut_down()
         return [str(end.session.peer_role) for end in revoked if end.session is not None]
 
-    def _is_revoked(self, end: Connection) -> bool:
+    def _is_revoked(self, end: PeerConnection) -> bool:
         revocations = None if self.credentials is None else self.credentials.revocations
         if revocations is None or end.session is None or end.gone.is_set():
             return False

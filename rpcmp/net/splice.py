@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from rpcmp.errors import RelayError
 from rpcmp.net.rpc_inspection import Inspection
-from rpcmp.net.tls import CHUNK, HEADER, Connection, TlsState
+from rpcmp.net.tls import CHUNK, HEADER, PeerConnection, TlsState
 
 
 class _Buffers(threading.local):
@@ -35,7 +35,9 @@ class _Buffers(threading.local):
 _buffers = _Buffers()
 
 
-async def splice(one: Connection, other: Connection, inspection: Inspection | None = None) -> None:
+async def splice(
+    one: PeerConnection, other: PeerConnection, inspection: Inspection | None = None
+) -> None:
     """Carry everything from each end to the other, then close both.
 
     Args:
@@ -63,8 +65,8 @@ async def splice(one: Connection, other: Connection, inspection: Inspection | No
 class _Splice:
     def __init__(
         self,
-        one: Connection,
-        other: Connection,
+        one: PeerConnection,
+        other: PeerConnection,
         done: asyncio.Future[None],
         inspection: Inspection | None,
     ) -> None:
@@ -102,8 +104,8 @@ class _Direction:
 
     def __init__(
         self,
-        source: Connection,
-        sink: Connection,
+        source: PeerConnection,
+        sink: PeerConnection,
         ended: Callable[[], None],
         failed: Callable[[Exception], None],
         sent: Inspection | None = None,

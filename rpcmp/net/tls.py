@@ -122,7 +122,7 @@ MAX_GREETING = 16 * 1024
 """Bytes of a frame before the stream starts."""
 
 
-class Connection:
+class PeerConnection:
     """A connected socket; owned, and made non-blocking.
 
     Args:

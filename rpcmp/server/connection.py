@@ -15,7 +15,7 @@ from rpcmp.errors import RelayError, SecurityError, UnreachableError, one_line
 from rpcmp.net.dialer import OPEN_SECONDS, Dialer
 from rpcmp.net.identity import RELAY
 from rpcmp.net.link_test import LinkSpeed, measure
-from rpcmp.net.tls import Connection, refusal
+from rpcmp.net.tls import PeerConnection, refusal
 from rpcmp.v1 import control_pb2 as pb
 
 PROTOCOL = 8
@@ -144,7 +144,7 @@ async def way_to(
         end.close()
 
 
-async def _measure(end: Connection, where: str, seconds: float) -> LinkSpeed:
+async def _measure(end: PeerConnection, where: str, seconds: float) -> LinkSpeed:
     limit = SEND_SECONDS if seconds else PING_SECONDS
     try:
         async with asyncio.timeout(limit):

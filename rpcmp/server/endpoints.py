@@ -10,7 +10,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from rpcmp.errors import ConfigError, RelayError
 from rpcmp.net import link_test
 from rpcmp.net.port import GREETING_SECONDS, IncomingConnection, PortMultiplexer
-from rpcmp.net.tls import Connection
+from rpcmp.net.tls import PeerConnection
 from rpcmp.process import tempdirs
 from rpcmp.server.access import OnlyPeers
 from rpcmp.server.connection import PEERS_OPTIONS, SERVER_OPTIONS
@@ -114,7 +114,7 @@ class Endpoints:
             raise RelayError("no group runs here")
         await self._server.claim.relay.take(incoming, greeting)
 
-    async def _measure(self, end: Connection) -> None:
+    async def _measure(self, end: PeerConnection) -> None:
         """Answer a measurement, unless too many are under way."""
         if self._measuring >= MAX_MEASURING:
             raise RelayError(f"{self._measuring} others measure the way here already")

@@ -42,7 +42,7 @@ from rpcmp.errors import ConfigError, SecurityError, one_line
 from rpcmp.net.identity import STRANGER, Role
 from rpcmp.net.port import IncomingConnection
 from rpcmp.net.splice import splice
-from rpcmp.net.tls import Connection
+from rpcmp.net.tls import PeerConnection
 
 if TYPE_CHECKING:
     Interceptor = grpc.aio.ServerInterceptor[Any, Any]
@@ -184,7 +184,7 @@ class GrpcServers:
             with self._callers.socket_of(connection, other_end) as end:
                 await asyncio.get_running_loop().sock_connect(end, str(path))
                 path.unlink()
-                await splice(connection.end, Connection(end))
+                await splice(connection.end, PeerConnection(end))
         finally:
             path.unlink(missing_ok=True)
             self._running.discard(server)

@@ -15,7 +15,7 @@ from rpcmp.errors import CheckpointError, RpcmpError, SecurityError
 from rpcmp.net.dialer import Dialer
 from rpcmp.net.identity import GRPC, RELAY
 from rpcmp.net.security import Security
-from rpcmp.net.tls import Connection
+from rpcmp.net.tls import PeerConnection
 from rpcmp.server.client import StageClient
 from rpcmp.v1 import control_pb2 as pb
 from tests.support.lan import cli, issue, serving
@@ -279,7 +279,7 @@ def test_one_certificate_cannot_use_up_a_servers_connections(certs: Path) -> Non
         assert 10 <= asyncio.run(hold(server.address)) <= 16
 
 
-async def _is_closed(end: Connection) -> bool:
+async def _is_closed(end: PeerConnection) -> bool:
     """Whether the server closed a connection; it greets those that it keeps."""
     try:
         await end.read(1)

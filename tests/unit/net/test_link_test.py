@@ -12,14 +12,14 @@ import pytest
 from rpcmp.errors import RelayError
 from rpcmp.net import link_test
 from rpcmp.net.link_test import MAX_BYTES, LinkSpeed
-from rpcmp.net.tls import Connection
+from rpcmp.net.tls import PeerConnection
 
 
-def talk(client: Callable[[Connection], Awaitable[Any]]) -> tuple[Any, BaseException | None]:
+def talk(client: Callable[[PeerConnection], Awaitable[Any]]) -> tuple[Any, BaseException | None]:
     """What the client gets, and what the server's side ends with."""
 
     async def both() -> tuple[Any, BaseException | None]:
-        ours, theirs = (Connection(one) for one in socket.socketpair())
+        ours, theirs = (PeerConnection(one) for one in socket.socketpair())
         serving = asyncio.ensure_future(serve(theirs))
         try:
             result = await client(ours)
@@ -32,7 +32,7 @@ def talk(client: Callable[[Connection], Awaitable[Any]]) -> tuple[Any, BaseExcep
     return asyncio.run(both())
 
 
-async def serve(end: Connection) -> None:
+async def serve(end: PeerConnection) -> None:
     assert (await end.read_message())["op"] == "measure"
     await link_test.answer(end)
 
@@ -61,7 +61,7 @@ def test_a_link_test_without_seconds_measures_only_the_round_trip() -> None:
     ],
 )
 def test_a_client_with_an_invalid_request_is_disconnected(question: dict[str, Any]) -> None:
-    async def ask(end: Connection) -> None:
+    async def ask(end: PeerConnection) -> None:
         await end.write_message({"op": "measure"})
         await end.write_message(question)
 

@@ -12,7 +12,7 @@ from rpcmp.errors import JobError, SecurityError, WorkerDiedError
 from rpcmp.net.dialer import Dialer
 from rpcmp.net.relay import Relay, RelayPeer
 from rpcmp.net.security import Security
-from rpcmp.net.tls import Connection
+from rpcmp.net.tls import PeerConnection
 from rpcmp.process.fork_client import Forks, NetworkOf
 
 
@@ -46,7 +46,7 @@ def test_a_port_that_is_taken_asks_for_fresh_processes() -> None:
 def test_round_trips_are_measured_to_the_other_host() -> None:
     relay = Relay("job", 1, "a:0", cast("Forks", OnTheHostsLoopback()), Dialer(Security()), print)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        there = Connection(socket.create_connection(listener.getsockname()))
+        there = PeerConnection(socket.create_connection(listener.getsockname()))
         assert relay.round_trips == {}
         relay._carried[there] = "127.77.0.2:40001"
         (found,) = relay.round_trips.items()

@@ -16,7 +16,7 @@ import pytest
 from rpcmp.errors import RelayError
 from rpcmp.net.identity import RELAY, Credentials
 from rpcmp.net.splice import splice
-from rpcmp.net.tls import HEADER, Connection, TlsState
+from rpcmp.net.tls import HEADER, PeerConnection, TlsState
 from tests.support.lan import issue
 
 HERE = "127.0.0.1"
@@ -57,13 +57,13 @@ def through(make: Make, use: Callable[[socket.socket, socket.socket], Awaitable[
 
     async def run() -> None:
         (near, here), (there, far), between = pair(), pair(), pair()
-        ends = [Connection(between[0], make_pair[0]), Connection(between[1], make_pair[1])]
+        ends = [PeerConnection(between[0], make_pair[0]), PeerConnection(between[1], make_pair[1])]
         await asyncio.gather(*(end.do_handshake() for end in ends))
         for end in ends:
             end.has_frames = True
         carrying = [
-            asyncio.create_task(splice(Connection(here), ends[0])),
-            asyncio.create_task(splice(Connection(there), ends[1])),
+            asyncio.create_task(splice(PeerConnection(here), ends[0])),
+            asyncio.create_task(splice(PeerConnection(there), ends[1])),
         ]
         try:
             async with asyncio.timeout(60):
@@ -180,10 +180,10 @@ def test_a_broken_connection_differs_from_an_end_of_stream(sessions: Make) -> No
     async def run() -> None:
         (near, here), between = pair(), pair()
         sides = sessions()
-        ends = [Connection(between[0], sides[0]), Connection(between[1], sides[1])]
+        ends = [PeerConnection(between[0], sides[0]), PeerConnection(between[1], sides[1])]
         await asyncio.gather(*(end.do_handshake() for end in ends))
         ends[0].has_frames = True
-        carrying = asyncio.create_task(splice(Connection(here), ends[0]))
+        carrying = asyncio.create_task(splice(PeerConnection(here), ends[0]))
         await ends[1].write(HEADER.pack(100) + b"only this much")
         assert await asyncio.get_running_loop().sock_recv(near, 100) == b"only this much"
         ends[1].close()
@@ -204,7 +204,7 @@ def test_a_malformed_first_frame_is_refused(bad: bytes) -> None:
         one, other = pair()
         one.send(bad)
         with pytest.raises(RelayError, match="first frame"):
-            await Connection(other).read_message()
+            await PeerConnection(other).read_message()
         one.close()
         other.close()
 
@@ -218,8 +218,8 @@ def test_tampered_bytes_break_the_connection(
         certs = issue(tmp_path_factory.mktemp("certs"), HERE)
         one, other = pair()
         ends = [
-            Connection(one, TlsState(Credentials(certs / "driver").client(RELAY), HERE)),
-            Connection(other, TlsState(Credentials(certs / "stage0").server())),
+            PeerConnection(one, TlsState(Credentials(certs / "driver").client(RELAY), HERE)),
+            PeerConnection(other, TlsState(Credentials(certs / "stage0").server())),
         ]
         await asyncio.gather(*(end.do_handshake() for end in ends))
         session = ends[0].session
