@@ -216,7 +216,7 @@ def show(folder: Path) -> None:
       rpcmp certs show certs/stage1
     """
     from rpcmp.net.certificates import Certificate, authority_text
-    from rpcmp.net.identity import Credentials
+    from rpcmp.net.security import Credentials
 
     found = Certificate.load(folder)
     revocations = Credentials(folder).revocations

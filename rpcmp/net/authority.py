@@ -36,12 +36,7 @@ PEM = serialization.Encoding.PEM
 
 
 class Authority:
-    """An authority's key and certificate.
-
-    Attributes:
-        folder: of its files.
-        certificate: its own.
-    """
+    """An authority's key and certificate, in a folder."""
 
     def __init__(
         self, folder: Path, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate
@@ -52,11 +47,6 @@ class Authority:
 
     @classmethod
     def load(cls, folder: Path) -> Authority:
-        """Load the authority in `folder`.
-
-        Raises:
-            SecurityError: there is none, or its files cannot be used.
-        """
         try:
             require_private(folder / CA_KEY)
             key = serialization.load_pem_private_key((folder / CA_KEY).read_bytes(), None)
@@ -106,7 +96,7 @@ class Authority:
         """Add certificates to the CRL, in every folder that it has issued."""
         now = datetime.now(UTC)
         before = self.revoked()
-        number = 1 + max((_number(crl) for crl in before), default=0)
+        number = 1 + max(map(_number, before), default=0)
         ours = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         builder = (
             x509.CertificateRevocationListBuilder()
@@ -127,11 +117,7 @@ class Authority:
             write_file(folder / CRL, content, 0o644)
 
     def revoked(self) -> list[x509.CertificateRevocationList]:
-        """Return its CRL; empty if it has revoked nothing.
-
-        Raises:
-            SecurityError: the CRL cannot be read, or another authority has signed it.
-        """
+        """Return its CRL; empty if it has revoked nothing."""
         path = self.folder / CRL
         try:
             crl = x509.load_pem_x509_crl(path.read_bytes())
@@ -153,13 +139,9 @@ def create(
     """Create a certificate authority in `folder`, for names around `hosts` only.
 
     Args:
-        folder: to create it in.
         hosts: names and IP addresses; each permits its domain or private network.
         permit: further domains, hosts, addresses and networks to permit.
         days: its validity.
-
-    Raises:
-        SecurityError: there is one already, the folder cannot be written, or a host is not a name.
     """
     if (folder / CA_KEY).exists():
         raise SecurityError(
@@ -185,9 +167,6 @@ def permit(folder: Path, hosts: Sequence[str]) -> bool:
 
     Returns:
         whether it was changed; otherwise it was permitted already.
-
-    Raises:
-        SecurityError: there is no authority, a host is not a name, or a file cannot be written.
     """
     authority = Authority.load(folder)
     permitted = authority.permitted
@@ -205,11 +184,7 @@ def permit(folder: Path, hosts: Sequence[str]) -> bool:
 
 
 def renew(folder: Path) -> bool:
-    """Renew an authority if less than half of its validity is left; return whether it was renewed.
-
-    Raises:
-        SecurityError: there is none, or a file cannot be written.
-    """
+    """Renew an authority if less than half of its validity is left; return whether it was."""
     authority = Authority.load(folder)
     if authority.is_aged:
         authority.renew(CA_DAYS, authority.permitted)
@@ -237,9 +212,6 @@ def issue(
 
     Returns:
         the certificate's folder.
-
-    Raises:
-        SecurityError: there is no authority, a host is not a name, or the authority expires before.
     """
     names = [x509.UniformResourceIdentifier(role.uri), *map(certificates.general_name, hosts)]
     permit(folder, hosts)
@@ -266,13 +238,9 @@ def issue(
 
 
 def revoke(folder: Path, name: str) -> int:
-    """Revoke every valid certificate that was issued under `name`, in DIR/ca.crl and its copies.
+    """Revoke every valid certificate that was issued under `name`; return how many.
 
-    Returns:
-        how many were revoked.
-
-    Raises:
-        SecurityError: there is no authority, or no certificate to revoke.
+    They are added to DIR/ca.crl and its copies.
     """
     authority = Authority.load(folder)
     _adopt(authority, name)
@@ -293,13 +261,9 @@ def revoke(folder: Path, name: str) -> int:
 
 
 def is_revoked(folder: Path, name: str) -> bool:
-    """Return whether the certificate in DIR/NAME is revoked.
-
-    Raises:
-        SecurityError: there is no authority, or a file cannot be read.
-    """
+    """Return whether the certificate in DIR/NAME is revoked."""
     authority = Authority.load(folder)
-    serial = _certificate(authority.folder / name / CERTIFICATE).serial_number
+    serial = certificates.read_certificate(folder / name / CERTIFICATE).serial_number
     return any(crl.get_revoked_certificate_by_serial_number(serial) for crl in authority.revoked())
 
 
@@ -330,13 +294,6 @@ def _adopt(authority: Authority, name: str) -> None:
         one.serial for one in certificates.read_issued(authority.folder)
     }:
         certificates.add_issued(authority.folder, Issued.from_certificate(found, name))
-
-
-def _certificate(path: Path) -> x509.Certificate:
-    try:
-        return x509.load_pem_x509_certificate(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise SecurityError(f"{path} is no certificate that can be read: {error}") from error
 
 
 def _number(crl: x509.CertificateRevocationList) -> int:

@@ -32,10 +32,10 @@ from rpcmp.net.connection_limits import (
     listen_deferred,
     user_of,
 )
-from rpcmp.net.identity import GRPC, RELAY, STRANGER, Role
+from rpcmp.net.identity import GRPC, RELAY, STRANGER, Role, TlsState, refusal
 from rpcmp.net.local_peer import owner_of, require_answers, require_same_user, works_here
+from rpcmp.net.peer_connection import HEADER, PeerConnection
 from rpcmp.net.security import Security
-from rpcmp.net.tls import HEADER, PeerConnection, TlsState, refusal
 from rpcmp.process.sockets import keep_alive
 
 GREETING_SECONDS = 10.0

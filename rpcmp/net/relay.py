@@ -28,14 +28,13 @@ from typing import Any
 from rpcmp.config.addresses import parse
 from rpcmp.errors import JobError, RelayError, RpcmpError, SecurityError, WorkerDiedError
 from rpcmp.net.connection_limits import connections
-from rpcmp.net.dialer import Dialer
 from rpcmp.net.identity import RELAY, Role
 from rpcmp.net.local_peer import require_answers, require_same_user
+from rpcmp.net.peer_connection import Dialer, PeerConnection
 from rpcmp.net.port import IncomingConnection
 from rpcmp.net.rpc_inspection import Inspection, Pipes
 from rpcmp.net.security import is_loopback
-from rpcmp.net.splice import splice
-from rpcmp.net.tls import PeerConnection
+from rpcmp.net.tunnel import splice
 from rpcmp.process import sockets
 from rpcmp.process.fork_client import Forks
 

@@ -12,9 +12,9 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from rpcmp.errors import RpcmpError, SecurityError, UnreachableError, from_wire
-from rpcmp.net.dialer import Dialer, Tunnel
-from rpcmp.net.link_test import LinkSpeed
-from rpcmp.server.connection import CHANNEL_OPTIONS, IS_IT_RUNNING, MEASURE_SECONDS
+from rpcmp.net.peer_connection import Dialer
+from rpcmp.net.tunnel import Tunnel
+from rpcmp.server.connection import CHANNEL_OPTIONS, IS_IT_RUNNING, MEASURE_SECONDS, LinkSpeed
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import doctor_pb2
 from rpcmp.v1.control_pb2_grpc import ControlStub, RendezvousStub, SnapshotsStub

@@ -12,7 +12,8 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from rpcmp.errors import RpcmpError, UnreachableError
-from rpcmp.net.dialer import Dialer, Tunnel
+from rpcmp.net.peer_connection import Dialer
+from rpcmp.net.tunnel import Tunnel
 from rpcmp.server.connection import CHANNEL_OPTIONS, IS_IT_RUNNING
 
 SERVING = "SERVING"

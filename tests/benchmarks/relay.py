@@ -17,9 +17,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from rpcmp.net.identity import RELAY, Credentials
-from rpcmp.net.splice import splice
-from rpcmp.net.tls import PeerConnection, TlsState
+from rpcmp.net.identity import RELAY, TlsState
+from rpcmp.net.peer_connection import PeerConnection
+from rpcmp.net.security import Credentials
+from rpcmp.net.tunnel import splice
 from tests.support.lan import issue
 
 HERE = "127.0.0.1"

@@ -175,7 +175,7 @@ import asyncio
 from pathlib import Path
 from rpcmp.server.client import StageClient
 from rpcmp.v1 import control_pb2 as pb
-from rpcmp.net.dialer import Dialer
+from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import Security
 
 async def main():

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from rpcmp.errors import CheckpointError, RpcmpError, SecurityError
-from rpcmp.net.dialer import Dialer
 from rpcmp.net.identity import GRPC, RELAY
+from rpcmp.net.peer_connection import Dialer, PeerConnection
 from rpcmp.net.security import Security
-from rpcmp.net.tls import PeerConnection
 from rpcmp.server.client import StageClient
 from rpcmp.v1 import control_pb2 as pb
 from tests.support.lan import cli, issue, serving

@@ -18,7 +18,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from rpcmp.net.connection_limits import BoundedListener, ConnectionLimit, descriptor_limit
-from rpcmp.net.identity import Credentials
+from rpcmp.net.security import Credentials
 from rpcmp.observability.dashboard.app import Endpoint, application
 from rpcmp.observability.dashboard.state import State
 from rpcmp.observability.events import Event

@@ -30,8 +30,7 @@ from rpcmp.net.connection_limits import (
     listen_deferred,
     peer_of,
 )
-from rpcmp.net.identity import Credentials
-from rpcmp.net.security import Security, is_loopback
+from rpcmp.net.security import Credentials, Security, is_loopback
 
 SCRAPE_SECONDS = 10.0
 """Seconds that a connection may last, for one scrape; also Prometheus' own default timeout."""

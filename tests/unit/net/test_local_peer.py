@@ -15,9 +15,9 @@ import pytest
 
 from rpcmp.errors import SecurityError, UnreachableError
 from rpcmp.net import local_peer
-from rpcmp.net.dialer import Dialer
 from rpcmp.net.identity import RELAY
 from rpcmp.net.local_peer import is_trusted, owner
+from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.port import IncomingConnection, PortMultiplexer
 from rpcmp.net.security import Security
 from rpcmp.process.sockets import LISTEN
@@ -166,7 +166,7 @@ def test_a_kernel_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPat
 
 
 def test_dialing_a_server_that_never_accepts_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rpcmp.net.dialer.OPEN_SECONDS", 0.2)
+    monkeypatch.setattr("rpcmp.net.peer_connection.OPEN_SECONDS", 0.2)
     with (
         socket.create_server((HERE, 0)) as listener,
         pytest.raises(UnreachableError, match="does not answer within"),

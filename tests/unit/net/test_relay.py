@@ -1,4 +1,4 @@
-"""What a relay refuses to carry; what it carries is in test_front, test_splice and test_lan."""
+"""What a relay refuses to carry; test_front, test_tunnel_splice and test_lan carry."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import cast
 import pytest
 
 from rpcmp.errors import JobError, SecurityError, WorkerDiedError
-from rpcmp.net.dialer import Dialer
+from rpcmp.net.peer_connection import Dialer, PeerConnection
 from rpcmp.net.relay import Relay, RelayPeer
 from rpcmp.net.security import Security
-from rpcmp.net.tls import PeerConnection
 from rpcmp.process.fork_client import Forks, NetworkOf
 
 

@@ -16,8 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rpcmp.errors import ConfigError
 from rpcmp.net.identity import DRIVER, GRPC, Role, stage
+from rpcmp.net.peer_connection import PeerConnection
 from rpcmp.net.port import IncomingConnection
-from rpcmp.net.tls import PeerConnection
 from rpcmp.server.access import OnlyPeers
 from rpcmp.server.hardened_grpc import Callers, GrpcServers
 from rpcmp.v1.control_pb2_grpc import (

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from rpcmp.errors import RelayError
-from rpcmp.net.identity import RELAY, Credentials
-from rpcmp.net.splice import splice
-from rpcmp.net.tls import HEADER, PeerConnection, TlsState
+from rpcmp.net.identity import RELAY, TlsState
+from rpcmp.net.peer_connection import HEADER, PeerConnection
+from rpcmp.net.security import Credentials
+from rpcmp.net.tunnel import splice
 from tests.support.lan import issue
 
 HERE = "127.0.0.1"
