@@ -194,10 +194,7 @@ class _Direction:
     def _carry(self, data: memoryview) -> None:
         """Pass on data; of frames, their payload."""
         if not self._source.has_frames:
-            if self._sink.has_frames:
-                self._push(HEADER.pack(len(data)) + data)
-            else:
-                self._push(data)
+            self._push(HEADER.pack(len(data)) + data if self._sink.has_frames else data)
             return
         while data and not self._at_end:
             if self._left:
@@ -294,9 +291,9 @@ def bind_unix(path: Path) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"no Unix socket can lie at {path}, a path of {len(os.fsencode(path))} bytes, of which "
-            f"sockets may have {MAX_SOCKET_PATH}: {one_line(error)}; set TMPDIR to a folder with a "
-            "short path"
+            f"cannot bind a Unix socket to {path} ({one_line(error)}): the path has "
+            f"{len(os.fsencode(path))} bytes, and may have {MAX_SOCKET_PATH}; set TMPDIR to a "
+            "folder with a short path"
         ) from error
     return listener
 

@@ -111,7 +111,7 @@ class Endpoints:
             return
         if self._server.claim is None:
             raise RelayError("no group runs here")
-        await self._server.claim.relay.take(incoming, greeting)
+        await self._server.claim.relay.handle(incoming, greeting)
 
     async def _measure(self, end: PeerConnection) -> None:
         """Answer a measurement, unless too many are under way."""
