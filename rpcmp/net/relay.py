@@ -255,7 +255,7 @@ class Relay:
                 return
         self._carried[there] = peer.listens
         try:
-            await _carry(here, there, self._pipes.inspect(peer.name, peer.label, peer.listens))
+            await _carry(here, there, Inspection(self._pipes, peer.name, peer.label, peer.listens))
         finally:
             del self._carried[there]
 
@@ -307,7 +307,7 @@ class Relay:
             here = PeerConnection(await self._forks.connectable())
             with _aborted_on_error(here):
                 await asyncio.get_running_loop().sock_connect(here.socket, parse(self._own))
-        await _carry(here, there, self._pipes.inspect(peer.name, peer.label))
+        await _carry(here, there, Inspection(self._pipes, peer.name, peer.label))
 
 
 @contextlib.contextmanager

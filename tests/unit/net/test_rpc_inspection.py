@@ -157,12 +157,12 @@ def test_responses_pass_if_they_were_requested(recorded: list[Conversation]) -> 
     main = recorded[0]
     answer = frames(main.from_inside)[0]
     address = answer[8 : 8 + answer[7]].decode()
-    inspection = Pipes(print).inspect("inside", "the other", address)
+    inspection = Inspection(Pipes(print), "inside", "the other", address)
     inspection.sent(bytes(main.from_outside))
     assert bytes(inspection.received(bytes(main.from_inside))) == main.from_inside
     with pytest.raises(SecurityError, match="was not asked for"):  # a second time
         inspection.received(joined(frames(main.from_inside)[-5:]))
-    elsewhere = Pipes(print).inspect("inside", "the other", "127.77.0.9:1")
+    elsewhere = Inspection(Pipes(print), "inside", "the other", "127.77.0.9:1")
     elsewhere.sent(joined(frames(main.from_outside)[:1]))
     with pytest.raises(SecurityError, match="leads somewhere else"):
         elsewhere.received(bytes(main.from_inside))
@@ -209,7 +209,7 @@ HELLO = hello("stage1:0")
 
 def begun(pipes: Pipes | None = None, peer: str = "stage1:0") -> Inspection:
     """An inspection of a pipe that a peer has opened."""
-    inspection = (pipes or Pipes(print)).inspect(peer, "stage 1 at host-b")
+    inspection = Inspection(pipes or Pipes(print), peer, "stage 1 at host-b")
     assert bytes(inspection.received(hello(peer))) == hello(peer)
     return inspection
 
@@ -431,7 +431,7 @@ def established(pipes: Pipes, peer: str, number: int) -> Inspection:
 
 def requested(pipes: Pipes, peer: str, number: int) -> Inspection:
     """A further connection of a pipe."""
-    inspection = pipes.inspect(peer, "stage 1 at host-b")
+    inspection = Inspection(pipes, peer, "stage 1 at host-b")
     hello = joined([b"\xb8\x01\xb9\x01" + bytes([number])])
     assert bytes(inspection.received(hello)) == hello
     return inspection
@@ -486,7 +486,7 @@ def test_a_pipe_serves_only_its_peer() -> None:
         with pytest.raises(SecurityError, match="a pipe that it does not have"):
             requested(pipes, peer, number)
     reply = requested(pipes, "stage1:0", 5)
-    with pytest.raises(SecurityError, match="nothing is to be said"):
+    with pytest.raises(SecurityError, match="data on a connection that carries none"):
         reply.received(b"\0")
 
 
@@ -507,7 +507,7 @@ def test_a_pipe_serves_only_its_peer() -> None:
     ],
 )
 def test_a_frame_has_its_announced_length(data: bytes) -> None:
-    inspection = Pipes(print).inspect("stage1:0", "stage 1 at host-b")
+    inspection = Inspection(Pipes(print), "stage1:0", "stage 1 at host-b")
     with pytest.raises(SecurityError):
         inspection.received(data)
 
@@ -532,7 +532,7 @@ def test_inspection_does_not_depend_on_how_a_stream_is_cut(
     recorded: list[Conversation], cuts: list[int]
 ) -> None:
     main = recorded[0]
-    inspection = Pipes(print).inspect("driver", "the driver")
+    inspection = Inspection(Pipes(print), "driver", "the driver")
     passed = b"".join(
         bytes(inspection.received(p)) for p in in_pieces(bytes(main.from_outside), cuts)
     )
@@ -550,7 +550,7 @@ def test_a_mutated_message_never_passes_as_another(
     data = bytearray(recorded[0].from_outside)
     for place, change in changes:
         data[place % len(data)] ^= change
-    inspection = Pipes(print).inspect("driver", "the driver")
+    inspection = Inspection(Pipes(print), "driver", "the driver")
     passed = bytearray()
     try:
         for piece in in_pieces(bytes(data), cuts):
