@@ -54,13 +54,7 @@ log = logging.getLogger(__name__)
 
 
 class IncomingConnection(NamedTuple):
-    """A connection that has authenticated.
-
-    Attributes:
-        end: the connection.
-        role: of its certificate; None without certificates.
-        protocol: GRPC or RELAY.
-    """
+    """An authenticated connection, for GRPC or RELAY; the role is None without certificates."""
 
     end: PeerConnection
     role: Role | None
@@ -69,8 +63,8 @@ class IncomingConnection(NamedTuple):
     @property
     def name(self) -> str:
         """Role and address, for messages: "stage 1 at 10.0.0.2:40000"."""
-        where = _name(self.end.socket)
-        return where if self.role is None else f"{self.role} at {where}"
+        address = _name(self.end.socket)
+        return address if self.role is None else f"{self.role} at {address}"
 
 
 class PortMultiplexer:
@@ -94,8 +88,9 @@ class PortMultiplexer:
         self._serve_grpc, self._relay = serve_grpc, relay
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Future[None]] = set()
-        self._most = descriptor_limit(8, MAX_CONNECTIONS)
-        self._limit = ConnectionLimit(self._most, descriptor_limit(16, MAX_UNAUTHENTICATED))
+        self._max_connections = descriptor_limit(8, MAX_CONNECTIONS)
+        max_unauthenticated = descriptor_limit(16, MAX_UNAUTHENTICATED)
+        self._limit = ConnectionLimit(self._max_connections, max_unauthenticated)
         self._num_by_role: Counter[Role | None] = Counter()
 
     async def start(self, host: str, port: int) -> int:
@@ -119,14 +114,13 @@ class PortMultiplexer:
         self._listeners.append(listener)
         if self._asks_kernel:
             require_answers(listener)
-        else:  # clients that ask the kernel, too, wait until they are accepted
+        else:  # clients that ask the kernel as well wait until they are accepted
             listen_deferred(listener)
         self._spawn(self._accept(listener))
         bound: int = listener.getsockname()[1]
         return bound
 
     async def stop(self) -> None:
-        """Close all connections."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -141,7 +135,7 @@ class PortMultiplexer:
 
     @property
     def _asks_kernel(self) -> bool:
-        """Whether connections are authenticated by the kernel."""
+        """Whether the kernel authenticates connections, by their user."""
         return self._security.credentials is None and not self._security.insecure
 
     async def _accept(self, listener: socket.socket) -> None:
@@ -157,7 +151,7 @@ class PortMultiplexer:
     def _closed(
         self, connection: socket.socket, admitted: AdmittedConnection, task: asyncio.Future[None]
     ) -> None:
-        connection.close()  # a task that is cancelled before it starts does not
+        connection.close()
         self._limit.remove(admitted)
 
     async def _serve(self, connection: socket.socket, admitted: AdmittedConnection) -> None:
@@ -166,33 +160,28 @@ class PortMultiplexer:
             async with asyncio.timeout(GREETING_SECONDS):
                 incoming = await self._authenticate(connection, admitted)
         except (OSError, EOFError, TimeoutError, SecurityError) as error:
-            log.debug("refused %s: %s", who, refusal(error))
-            connection.close()
+            log.debug("refused %s: %s", who, refusal(error, self._security.certs))
             return
-        except BaseException:
-            connection.close()
-            raise
         self._limit.authenticate(admitted)
         self._num_by_role[incoming.role] += 1
         try:
             self._require_room(incoming.role)
             await self._dispatch(incoming)
         except (OSError, EOFError, RpcmpError) as error:
-            log.debug("lost %s: %s", who, refusal(error))
+            log.debug("lost %s: %s", who, refusal(error, self._security.certs))
         finally:
             self._num_by_role[incoming.role] -= 1
             incoming.end.close()
 
     def _require_room(self, role: Role | None) -> None:
         """Refuse a role that has more than its share: there must always be room for the driver."""
-        share_of_one = max(MIN_SHARE, self._most // 4)
+        share_of_one = max(MIN_SHARE, self._max_connections // 4)
         if role is not None and not role.is_driver and self._num_by_role[role] > share_of_one:
             raise SecurityError(f"{role} has {share_of_one} connections here already")
 
     async def _authenticate(
         self, connection: socket.socket, admitted: AdmittedConnection
     ) -> IncomingConnection:
-        """Authenticate a connection."""
         keep_alive(connection.fileno())
         if self._asks_kernel:
             await require_same_user(connection)
