@@ -92,26 +92,19 @@ class Authority:
         for folder in (self.folder, *self.issued):
             write_file(folder / CA, self.certificate.public_bytes(PEM), 0o644)
 
-    def revoke(self, serials: Iterable[int]) -> None:
-        """Add certificates to the CRL, in every folder that it has issued."""
-        now = datetime.now(UTC)
-        before = self.revoked()
-        number = 1 + max(map(_number, before), default=0)
+    def write_crl(self, entries: Iterable[x509.RevokedCertificate], number: int) -> None:
+        """Write a CRL into every folder that it has issued."""
         ours = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         builder = (
             x509.CertificateRevocationListBuilder()
             .issuer_name(self.certificate.subject)
-            .last_update(now - SKEW)
+            .last_update(datetime.now(UTC) - SKEW)
             .next_update(NEVER)
             .add_extension(x509.CRLNumber(number), critical=False)
             .add_extension(ours, critical=False)
         )
-        entries = {entry.serial_number: entry for crl in before for entry in crl}
-        for serial in serials:
-            entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(now)
-            entries.setdefault(serial, entry.build())
-        for one in entries.values():
-            builder = builder.add_revoked_certificate(one)
+        for entry in entries:
+            builder = builder.add_revoked_certificate(entry)
         content = builder.sign(self._key, hashes.SHA256()).public_bytes(PEM)
         for folder in (self.folder, *self.issued):
             write_file(folder / CRL, content, 0o644)
@@ -234,7 +227,17 @@ def issue(
             f"the authority in {folder} expires on {authority.not_after:%Y-%m-%d}, before a "
             f"certificate of {days} days: give fewer --days, or `rpcmp certs renew {folder}`"
         )
-    return _put(authority, name, key, certificate)
+    crl = authority.revoked()
+    # Recorded before it is written: any certificate in use can be revoked.
+    _adopt(authority, name)
+    certificates.add_issued(folder, Issued.from_certificate(certificate, name))
+    issued = folder / name
+    write_file(issued / KEY, _pem(key), 0o600)
+    write_file(issued / CERTIFICATE, certificate.public_bytes(PEM), 0o644)
+    write_file(issued / CA, authority.certificate.public_bytes(PEM), 0o644)
+    for one in crl:
+        write_file(issued / CRL, one.public_bytes(PEM), 0o644)
+    return issued
 
 
 def revoke(folder: Path, name: str) -> int:
@@ -244,20 +247,24 @@ def revoke(folder: Path, name: str) -> int:
     """
     authority = Authority.load(folder)
     _adopt(authority, name)
-    done = {entry.serial_number for crl in authority.revoked() for entry in crl}
-    now = datetime.now(UTC)
-    found = {
-        one.serial
-        for one in certificates.read_issued(folder)
-        if one.name == name and one.not_after > now and one.serial not in done
+    crls, now = authority.revoked(), datetime.now(UTC)
+    entries = {entry.serial_number: entry for crl in crls for entry in crl}
+    serials = {
+        issued.serial
+        for issued in certificates.read_issued(folder)
+        if issued.name == name and issued.not_after > now and issued.serial not in entries
     }
-    if not found:
+    if not serials:
         raise SecurityError(
             f"{folder} has issued nothing under the name {name!r} that is valid, so there is "
             "nothing to revoke"
         )
-    authority.revoke(found)
-    return len(found)
+    for serial in serials:
+        entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(now)
+        entries[serial] = entry.build()
+    number = 1 + max(map(_number, crls), default=0)
+    authority.write_crl(entries.values(), number)
+    return len(serials)
 
 
 def is_revoked(folder: Path, name: str) -> bool:
@@ -267,33 +274,15 @@ def is_revoked(folder: Path, name: str) -> bool:
     return any(crl.get_revoked_certificate_by_serial_number(serial) for crl in authority.revoked())
 
 
-def _put(
-    authority: Authority, name: str, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate
-) -> Path:
-    """Record a certificate, then write its folder: any certificate in use can be revoked."""
-    crl = authority.revoked()
-    _adopt(authority, name)
-    certificates.add_issued(authority.folder, Issued.from_certificate(certificate, name))
-    issued = authority.folder / name
-    write_file(issued / KEY, _pem(key), 0o600)
-    write_file(issued / CERTIFICATE, certificate.public_bytes(PEM), 0o644)
-    write_file(issued / CA, authority.certificate.public_bytes(PEM), 0o644)
-    for one in crl:
-        write_file(issued / CRL, one.public_bytes(PEM), 0o644)
-    return issued
-
-
 def _adopt(authority: Authority, name: str) -> None:
     """Record the certificate in DIR/NAME if rpcmp 0.1.0 has issued it, which kept no record."""
     try:
         content = (authority.folder / name / CERTIFICATE).read_bytes()
-        found = x509.load_pem_x509_certificate(content)
+        issued = Issued.from_certificate(x509.load_pem_x509_certificate(content), name)
     except (FileNotFoundError, ValueError):  # none, or a broken one that issuing mends
         return
-    if found.serial_number not in {
-        one.serial for one in certificates.read_issued(authority.folder)
-    }:
-        certificates.add_issued(authority.folder, Issued.from_certificate(found, name))
+    if issued.serial not in {one.serial for one in certificates.read_issued(authority.folder)}:
+        certificates.add_issued(authority.folder, issued)
 
 
 def _number(crl: x509.CertificateRevocationList) -> int:

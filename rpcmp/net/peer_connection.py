@@ -219,21 +219,18 @@ class Dialer:
         if self.security.credentials is not None:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is said to it
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # no data is sent to it
         context.set_alpn_protocols([GRPC])
         host, port = parse(address)
         try:
             async with asyncio.timeout(HINT_SECONDS):
-                connection = await _connect(host, port)
-                with connection:
-                    await self._require_own(connection, address)
-                    _, writer = await asyncio.open_connection(
-                        sock=connection, ssl=context, server_hostname=""
-                    )
-                    writer.transport.abort()  # not close: that waits for the other end's goodbye
-                    with contextlib.suppress(OSError):
-                        await writer.wait_closed()
-        except (OSError, TimeoutError, EOFError, SecurityError):
+                end = PeerConnection(await _connect(host, port), TlsState(context, host))
+                try:
+                    await self._require_own(end.socket, address)
+                    await end.do_handshake()
+                finally:
+                    end.abort()
+        except (OSError, TimeoutError, EOFError, SecurityError, ValueError):
             return None
         return SecurityError(
             f"{address} requires TLS: give --certs, a folder with a certificate of its authority"
