@@ -36,8 +36,6 @@ PEM = serialization.Encoding.PEM
 
 
 class Authority:
-    """An authority's key and certificate, in a folder."""
-
     def __init__(
         self, folder: Path, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate
     ) -> None:
@@ -156,10 +154,9 @@ def create(
 
 
 def permit(folder: Path, hosts: Sequence[str]) -> bool:
-    """Permit an authority to certify `hosts`; other hosts accept that once they have its ca.crt.
+    """Permit an authority to certify `hosts`; return whether that changes its ca.crt.
 
-    Returns:
-        whether it was changed; otherwise it was permitted already.
+    Other hosts accept the new names once they have that file.
     """
     authority = Authority.load(folder)
     permitted = authority.permitted
@@ -268,7 +265,6 @@ def revoke(folder: Path, name: str) -> int:
 
 
 def is_revoked(folder: Path, name: str) -> bool:
-    """Return whether the certificate in DIR/NAME is revoked."""
     authority = Authority.load(folder)
     serial = certificates.read_certificate(folder / name / CERTIFICATE).serial_number
     return any(crl.get_revoked_certificate_by_serial_number(serial) for crl in authority.revoked())

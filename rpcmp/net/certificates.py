@@ -271,7 +271,6 @@ class Revocations:
 
     @property
     def number(self) -> int:
-        """The number of revoked certificates."""
         return sum(map(len, self._lists))
 
     def has(self, certificate: bytes) -> bool:

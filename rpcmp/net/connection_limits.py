@@ -99,12 +99,7 @@ class ConnectionLimit:
             return False
 
     def admit(self, peer: str, end: Callable[[], object]) -> AdmittedConnection | None:
-        """Count a connection; return None if there is no room, or its peer has too many.
-
-        Args:
-            peer: see `peer_of`.
-            end: see `AdmittedConnection`.
-        """
+        """Count a connection; return None if there is no room, or its peer has too many."""
         with self._lock:
             if len(self._unauthenticated) + len(self._authenticated) >= self._max_connections:
                 return None
@@ -307,11 +302,6 @@ class BoundedListener(socket.socket):
         self._admitted: dict[Any, AdmittedConnection] = {}
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """See socket.socket.
-
-        Raises:
-            BlockingIOError: there is no room now, or nothing to accept.
-        """
         if not self._limit.has_room():
             raise BlockingIOError("a connection has to leave first")
         plain, address = accept_with_data(self)
@@ -343,7 +333,6 @@ class _Accepted(socket.socket):
             self.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """See socket.socket."""
         super().close()
         if self.on_close is not None:
             self.on_close()

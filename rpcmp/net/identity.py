@@ -1,10 +1,10 @@
-"""Who is at the other end of a connection: roles in certificates, and TLS.
+"""Identity of the other end of a connection: roles in certificates, and the TLS handshake.
 
 A role is a URI among the certificate's subject alternative names, where any CA can put it:
 rpcmp://stage/1, rpcmp://spare, rpcmp://driver.
 
-Peers without a certificate of our CA are refused by the TLS contexts of `security.Credentials`, in
-the handshake: `port.py` makes it for connections that arrive, and `peer_connection.py` for ours.
+`security.py` has the TLS contexts that refuse a peer without a certificate of our CA. `port.py`
+makes the handshake for connections that arrive, and `peer_connection.py` for those to servers.
 """
 
 from __future__ import annotations
@@ -117,7 +117,6 @@ class TlsState:
 
     @property
     def protocol(self) -> str | None:
-        """The application protocol that was negotiated (ALPN)."""
         return self._tls.selected_alpn_protocol()
 
     @property
@@ -234,11 +233,7 @@ ALERTS = {
 
 
 def refusal(error: BaseException, certs: Path | None = None) -> str:
-    """Describe why a handshake failed, and what to do.
-
-    Args:
-        certs: the folder of our certificate.
-    """
+    """Describe why a handshake failed, and what to do; `certs` has our certificate."""
     if isinstance(error, ssl.SSLCertVerificationError):
         text = error.verify_message.rstrip(".")
         if error.verify_code in REMEDIES:

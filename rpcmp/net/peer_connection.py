@@ -53,12 +53,7 @@ class PeerConnection:
         self.gone = asyncio.Event()
 
     async def do_handshake(self) -> None:
-        """Complete the TLS handshake, if there is TLS.
-
-        Raises:
-            ssl.SSLError: one side has refused the other's certificate.
-            OSError, EOFError: the connection is gone.
-        """
+        """Complete the TLS handshake, if there is TLS."""
         loop = asyncio.get_running_loop()
         while self.session is not None:
             try:
@@ -97,12 +92,7 @@ class PeerConnection:
         await asyncio.get_running_loop().sock_sendall(self.socket, data)
 
     async def read_message(self) -> dict[str, Any]:
-        """Read a frame of JSON; only before the stream starts.
-
-        Raises:
-            RelayError: the frame is not a JSON object, or too long.
-            EOFError, OSError: as `read`.
-        """
+        """Read a frame of JSON; only before the stream starts."""
         (size,) = HEADER.unpack(await self.read(HEADER.size))
         if size > MAX_GREETING:
             raise RelayError(f"the first frame has {size} bytes")

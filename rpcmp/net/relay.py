@@ -201,7 +201,6 @@ class Relay:
         return peer
 
     async def close(self) -> None:
-        """Stop listening and break all connections."""
         self._is_closed = True
         for task in self._tasks:
             task.cancel()

@@ -1,10 +1,10 @@
-"""How a process talks to others: with certificates, on its own machine only, or open to all.
+"""Security of a process's connections: certificates, its own machine only, or none at all.
 
 It fails closed: without certificates everything stays on loopback, and there between the processes
 of one user, unless the user explicitly asks for `insecure`. With certificates the TLS contexts of
-`Credentials` refuse a peer that has none of our CA, on either side of a connection.
+`Credentials` refuse a peer without a certificate of our CA, on either side of a connection.
 
-Also watches certificates while a process runs: revoked peers, and the expiry of its own.
+`watch` ends connections of revoked peers, and warns before our own certificate expires.
 """
 
 from __future__ import annotations
@@ -81,7 +81,6 @@ class Credentials:
             log.warning("the certificate is not renewed: %s", error)
 
     def certificate(self) -> Certificate:
-        """Read our certificate."""
         from rpcmp.net.certificates import Certificate  # imports cryptography
 
         return Certificate.load(self.folder)

@@ -132,7 +132,6 @@ class _Direction:
         self._read_on()
 
     def stop(self) -> None:
-        """Stop watching the sockets."""
         self._stop_reading()
         if self._sink.socket.fileno() >= 0:
             self._loop.remove_writer(self._sink.socket)
@@ -213,7 +212,6 @@ class _Direction:
                     self._finish()
 
     def _finish(self) -> None:
-        """Handle the end of the source's data."""
         self._at_end = True
         if self._sink.has_frames:
             self._push(HEADER.pack(0))
@@ -338,11 +336,9 @@ class Tunnel:
 
     @property
     def target(self) -> str:
-        """The target for a gRPC channel."""
         return f"unix:{self._path}"
 
     async def close(self) -> None:
-        """Close all connections."""
         tasks = [self._accepting, *self._carrying]
         for task in tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""What both ends of a control connection share: gRPC's options, versions, and the link test.
+"""Both ends of a control connection: gRPC's options, versions, and the link test.
 
 The link test measures the way to a server before a run, over a connection as the run will have it:
 

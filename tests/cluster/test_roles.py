@@ -233,7 +233,7 @@ def test_a_relay_connection_has_the_identity_of_its_own_certificate(
 
 
 async def hangs_up(job: Job, name: str, op: str, member: str) -> bool:
-    """Whether stage 0's server closes a connection that starts with these bytes."""
+    """Return whether stage 0's server closes a connection that starts with these bytes."""
     dialer = Dialer(Security(job.certs / name))
     end = await dialer.open(job.servers[0].address, RELAY, 0)
     try:
@@ -279,7 +279,7 @@ def test_one_certificate_cannot_use_up_a_servers_connections(certs: Path) -> Non
 
 
 async def _is_closed(end: PeerConnection) -> bool:
-    """Whether the server closed a connection; it greets those that it keeps."""
+    """Return whether the server closed a connection; it greets those that it keeps."""
     try:
         await end.read(1)
     except (EOFError, OSError):

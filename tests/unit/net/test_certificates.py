@@ -60,7 +60,7 @@ def old_authority(folder: Path) -> None:
 
 
 def meet(client: ssl.SSLContext, server: ssl.SSLContext, host: str) -> str:
-    """How a handshake ends: "ok", or why it is refused."""
+    """Return "ok", or why a handshake fails."""
     one, other = TlsState(client, host), TlsState(server)
     try:
         done = False
@@ -209,7 +209,7 @@ def test_a_host_permits_its_domain_or_private_network(host: str, subtree: str) -
     ],
 )
 def test_a_name_outside_the_name_constraints_is_refused(certs: Path, uri: str, host: str) -> None:
-    """As if the authority's key were stolen: what it signs is good for the job's names only."""
+    """Even a stolen key of the authority certifies only the names of the job's hosts."""
     ca = (certs / CA).read_bytes()
 
     class Any(identity.Role):

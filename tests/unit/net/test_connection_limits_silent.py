@@ -1,4 +1,4 @@
-"""Which connections are accepted: the kernel keeps silent ones back, and then they are closed."""
+"""Connections that send nothing: the kernel holds them back, and then they are closed."""
 
 from __future__ import annotations
 

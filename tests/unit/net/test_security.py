@@ -1,4 +1,4 @@
-"""Who may be reached without a certificate, what certificates allow, and which files do."""
+"""Addresses that need no certificate, roles in certificates, and unusable files."""
 
 from __future__ import annotations
 

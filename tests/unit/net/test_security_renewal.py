@@ -25,7 +25,7 @@ def renew(certs: Path, name: str) -> None:
 
 
 def written(certs: Path, name: str) -> bytes:
-    """The certificate in a file, as one who sees it on a connection has it."""
+    """Return the certificate in a file as DER, which connections have."""
     return ssl.PEM_cert_to_DER_cert((certs / name / CERTIFICATE).read_text())
 
 

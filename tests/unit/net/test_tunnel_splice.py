@@ -1,4 +1,4 @@
-"""Bytes through two ends of the relay over real sockets: none lost or held back, halves closed."""
+"""Bytes through two relays over real sockets: all arrive, and half-closed sides still receive."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Sockets = tuple[socket.socket, socket.socket]
 def sessions(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[], tuple[TlsState | None, TlsState | None]]:
-    """The TLS of both sides of a connection, where it has TLS."""
+    """Return the TLS states of both sides of a connection; None if it is plain."""
     certs: Path = issue(tmp_path_factory.mktemp("certs"), HERE)
     client, server = Credentials(certs / "driver"), Credentials(certs / "stage0")
     if not request.param:
@@ -41,7 +41,7 @@ Make = Callable[[], tuple[TlsState | None, TlsState | None]]
 
 
 def pair() -> Sockets:
-    """Both ends of a TCP connection."""
+    """Return both ends of a TCP connection."""
     with socket.create_server((HERE, 0)) as listener:
         one = socket.create_connection(listener.getsockname())
         other, _ = listener.accept()
@@ -51,7 +51,7 @@ def pair() -> Sockets:
 
 
 def through(make: Make, use: Callable[[socket.socket, socket.socket], Awaitable[None]]) -> None:
-    """Let `use` have two sockets that are connected through two relays.
+    """Call `use` with two sockets that are connected through two relays.
 
     use <─loopback─> relay <═TLS═> relay <─loopback─> use
     """
@@ -176,7 +176,7 @@ def test_data_that_is_not_read_is_not_buffered(sessions: Make) -> None:
 
 
 def test_a_broken_connection_differs_from_an_end_of_stream(sessions: Make) -> None:
-    """What was cut off in the middle must not look as if it were all."""
+    """A stream that is cut off must not look complete."""
 
     async def run() -> None:
         (near, here), between = pair(), pair()

@@ -1,4 +1,4 @@
-"""What a way carries, over a real connection; and what cannot be asked of the other side."""
+"""The link test over a real connection, and requests that the server refuses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rpcmp.server.connection import MAX_LINK_TEST_BYTES, LinkSpeed
 
 
 def talk(client: Callable[[PeerConnection], Awaitable[Any]]) -> tuple[Any, BaseException | None]:
-    """What the client gets, and what the server's side ends with."""
+    """Return the client's result, and the error that ends the server's side."""
 
     async def both() -> tuple[Any, BaseException | None]:
         ours, theirs = (PeerConnection(one) for one in socket.socketpair())
