@@ -41,7 +41,7 @@ ALL_UIDS = 2**32 - 1
 SYN_RECEIVED = 3
 """TCP state of a connection that no process has yet."""
 
-_SOCK_DIAG, _BY_FAMILY, _REQUEST, _ERROR = 4, 20, 1, 2
+_SOCK_DIAG, _BY_FAMILY, _REQUEST = 4, 20, 1
 
 _HEADER = struct.Struct("=IHHII")
 _QUESTION = struct.Struct("=BBBBI")
