@@ -129,10 +129,8 @@ def create(
 ) -> None:
     """Create a certificate authority in `folder`, for names around `hosts` only.
 
-    Args:
-        hosts: names and IP addresses; each permits its domain or private network.
-        permit: further domains, hosts, addresses and networks to permit.
-        days: its validity.
+    Each host permits its domain or private network; `permit` adds domains, hosts, addresses and
+    networks.
     """
     if (folder / CA_KEY).exists():
         raise SecurityError(
@@ -192,16 +190,8 @@ def issue(
 ) -> Path:
     """Issue or renew a certificate; servers that use it load the new files by themselves.
 
-    Args:
-        folder: of the authority. It is permitted to certify the hosts if it was not.
-        name: of the folder in it for ca.crt, tls.crt and tls.key.
-        role: of the holder.
-        hosts: names and IP addresses of the server.
-        days: its validity.
-        begin: start of its validity; None: now.
-
-    Returns:
-        the certificate's folder.
+    If the authority in `folder` may not certify the hosts yet, it is extended. The certificate is
+    valid from `begin` on, by default from now. Returns its folder.
     """
     names = [x509.UniformResourceIdentifier(role.uri), *map(certificates.general_name, hosts)]
     permit(folder, hosts)

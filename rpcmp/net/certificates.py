@@ -147,13 +147,7 @@ def read_certificate(path: Path) -> x509.Certificate:
 
 @dataclass(frozen=True)
 class Certificate:
-    """A certificate of a host.
-
-    Attributes:
-        role: its holder's role; None if it has none.
-        hosts: its names and IP addresses.
-        not_before, not_after: its validity, UTC.
-    """
+    """A host's certificate: the holder's role, if it has one, names and addresses, and validity."""
 
     path: Path
     role: Role | None
@@ -247,12 +241,7 @@ _CRL = re.compile(rb"-----BEGIN X509 CRL-----.*?-----END X509 CRL-----", re.DOTA
 
 
 class Revocations:
-    """CRLs of one PEM file, each verified with the authorities' certificates.
-
-    Args:
-        content: of the file at `path`.
-        authorities: certificates, PEM.
-    """
+    """CRLs of one PEM file, each verified with the authorities' certificates, also PEM."""
 
     def __init__(self, content: bytes, authorities: bytes, path: Path) -> None:
         self._content = content

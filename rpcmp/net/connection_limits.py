@@ -220,13 +220,8 @@ def listen_deferred(listener: socket.socket) -> None:
 def accept_with_data(listener: socket.socket) -> tuple[socket.socket, Any]:
     """Accept a connection, but close those for whose first byte the kernel has waited in vain.
 
-    That is much cheaper than to start a protocol, or to look up the connection's owner.
-
-    Args:
-        listener: non-blocking; connections are only held back after `listen_deferred`.
-
-    Raises:
-        BlockingIOError: there is no connection, or all were silent.
+    That is much cheaper than to start a protocol, or to look up the connection's owner. Raises
+    BlockingIOError if there is no connection, or all were silent.
     """
     for _ in range(SILENT_AT_ONCE):
         connection, address = socket.socket.accept(listener)

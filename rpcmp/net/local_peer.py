@@ -70,11 +70,7 @@ class LocalSocket(NamedTuple):
 
 
 def owner(connection: socket.socket) -> int | None:
-    """Return the user id of the other end's process; None if there is none on this machine.
-
-    Raises:
-        SecurityError: the kernel does not answer.
-    """
+    """Return the user id of the other end's process; None if there is none on this machine."""
     try:
         other_end = _other_end(connection)
         # Had our own end been reset meanwhile, this could be the next one between the same two
@@ -153,15 +149,8 @@ async def is_process(connection: socket.socket, pid: int) -> bool:
 async def require_own_server(connection: socket.socket, address: str) -> None:
     """Refuse a server of another user, before a byte is sent to it.
 
-    Returns once the server has accepted the connection; the caller sets a timeout.
-
-    Args:
-        connection: has just been opened.
-        address: HOST:PORT that was dialled, for errors.
-
-    Raises:
-        SecurityError: another user serves there, or the kernel does not tell who does.
-        OSError: the connection is gone.
+    Returns once the server has accepted the connection, which has just been opened; the caller sets
+    a timeout. `address` is the one that was dialled, for errors.
     """
     loop = asyncio.get_running_loop()
     # First the listener: another user's that never accepts is refused by name.

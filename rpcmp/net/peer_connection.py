@@ -176,15 +176,9 @@ class Dialer:
         self._server_name = server_name
 
     async def open(self, address: str, protocol: str, stage_index: int | None) -> PeerConnection:
-        """Open a connection to the server at `address`.
+        """Open a connection to the server at `address`, for GRPC or RELAY.
 
-        Args:
-            protocol: GRPC or RELAY.
-            stage_index: the stage that the server's certificate has to be for; None: any.
-
-        Raises:
-            UnreachableError: no answer.
-            SecurityError: it is not the expected server.
+        Its certificate has to be for stage `stage_index`; None: for any.
         """
         try:
             async with asyncio.timeout(OPEN_SECONDS):
@@ -204,7 +198,7 @@ class Dialer:
         """Describe why a handshake with a server failed, and what to do."""
         return refusal(error, self.security.certs)
 
-    async def misunderstanding(self, address: str) -> SecurityError | None:
+    async def tls_required_error(self, address: str) -> SecurityError | None:
         """Return an error if the server wants TLS and was contacted without; None otherwise."""
         if self.security.credentials is not None:
             return None
@@ -213,8 +207,9 @@ class Dialer:
         context.set_alpn_protocols([GRPC])
         host, port = parse(address)
         try:
+            session = TlsState(context, host)
             async with asyncio.timeout(HINT_SECONDS):
-                end = PeerConnection(await _connect(host, port), TlsState(context, host))
+                end = PeerConnection(await _connect(host, port), session)
                 try:
                     await self._require_own(end.socket, address)
                     await end.do_handshake()

@@ -94,13 +94,7 @@ class PortMultiplexer:
         self._num_by_role: Counter[Role | None] = Counter()
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; return the port, which is a free one for port 0.
-
-        Raises:
-            AddressInUseError: the port is in use, or the host is not this machine's.
-            SecurityError: there are no certificates, and the kernel does not tell the owners of
-                connections.
-        """
+        """Listen; return the port, which is a free one for port 0."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             listener = socket.create_server((host, port), family=family, backlog=256)

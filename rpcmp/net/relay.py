@@ -125,16 +125,9 @@ class Relay:
         return seconds
 
     async def open(self, own: str, peers: Sequence[RelayPeer]) -> None:
-        """Start to listen for the member at the addresses of its peers.
+        """Start to listen at the addresses of `peers`, which the member cannot reach by itself.
 
-        Args:
-            own: HOST:PORT of the member's agent.
-            peers: all members that it cannot reach by itself.
-
-        Raises:
-            WorkerDiedError: an address is taken.
-            SecurityError: a peer listens where other hosts can reach it; or other users can reach
-                our listeners, and the kernel does not tell the owners of connections.
+        `own` is HOST:PORT of the member's agent. Raises WorkerDiedError if an address is taken.
         """
         for peer in peers:
             if not is_loopback(parse(peer.listens)[0]):

@@ -226,10 +226,7 @@ def name_of(kind: int) -> str:
 def require(kinds: dict[int, Check], kind: int, payload: bytes, num_tensors: int) -> bytes:
     """Refuse a message that is not one of `kinds`; return the Python pickle in it, or empty bytes.
 
-    Args:
-        kinds: FROM_STAGES, REQUESTS or RESPONSES.
-        kind: the message's type.
-        num_tensors: how many tensors come with the payload.
+    `kinds` are FROM_STAGES, REQUESTS or RESPONSES.
     """
     if (check := kinds.get(kind)) is None:
         raise FormatError(f"a message of type {name_of(kind)}")

@@ -66,12 +66,7 @@ _LONG = {b"X": 4, b"B": 4, b"\x8b": 4, b"\x8d": 8, b"\x8e": 8, b"\x96": 8}
 
 
 def require(data: bytes, peer: str, is_call: bool) -> None:
-    """Refuse a pickle that names a function which its sender may not call.
-
-    Args:
-        peer: RPC name of the sender.
-        is_call: whether the message is a call; an answer may name no function.
-    """
+    """Refuse a pickle that names a function which `peer` may not call; an answer may name none."""
     _require_bounded(data)
     reader = _Reader(io.BytesIO(data))
     try:
@@ -196,14 +191,10 @@ MAX_ITEMS = 2**40
 
 
 def count_tensors(pickle: bytes, lengths: Sequence[int]) -> int:
-    """Return how many tensors a message has; several may share a storage.
+    """Return how many tensors are in torch's pickle of a list of them.
 
-    Args:
-        pickle: torch's pickle of the list.
-        lengths: bytes of each storage that comes with it.
-
-    Raises:
-        FormatError: torch writes no such list, or a tensor does not lie within its storage.
+    `lengths` are the bytes of the storages that come with it; several tensors may share one. Raises
+    FormatError if torch writes no such list, or a tensor does not lie within its storage.
     """
     count = _cached_count if len(pickle) <= CACHED else _count_tensors
     return count(pickle, tuple(lengths))

@@ -159,12 +159,7 @@ WARN_SECONDS = 60.0
 
 
 class Security:
-    """A process's certificate and options.
-
-    Args:
-        certs: folder with its certificate; None: it has none.
-        insecure: talk to other machines without one.
-    """
+    """A process's certificate, from a folder; `insecure` talks to other machines without one."""
 
     def __init__(self, certs: Path | None = None, insecure: bool = False) -> None:
         if certs is not None and insecure:

@@ -50,12 +50,8 @@ async def splice(
 ) -> None:
     """Carry everything from each end to the other, then close both.
 
-    Args:
-        inspection: of the data that `other` sends; `one` is a worker.
-
-    Raises:
-        SecurityError: `other` has sent data that the inspection refuses.
-        OSError, RelayError: one of them broke, so both are closed.
+    With an inspection, `one` is a worker: a SecurityError is raised if `other` sends data that the
+    inspection refuses. If one of them breaks, both are closed, and OSError or RelayError is raised.
     """
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -290,8 +286,8 @@ def bind_unix(path: Path) -> socket.socket:
         listener.close()
         raise ConfigError(
             f"cannot bind a Unix socket to {path} ({one_line(error)}): the path has "
-            f"{len(os.fsencode(path))} bytes, and may have {MAX_SOCKET_PATH}; set TMPDIR to a "
-            "folder with a short path"
+            f"{len(os.fsencode(path))} bytes, and may have at most {MAX_SOCKET_PATH}; set TMPDIR "
+            "to a folder with a short path"
         ) from error
     return listener
 

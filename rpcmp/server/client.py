@@ -238,7 +238,7 @@ class StageClient:
         """Return `error`, or a SecurityError if the server wants TLS and we spoke without."""
         if not isinstance(error, UnreachableError):
             return error
-        wants_tls = await self._dialer.misunderstanding(self.address)
+        wants_tls = await self._dialer.tls_required_error(self.address)
         return error if wants_tls is None else self._place(wants_tls)
 
     def _place(self, error: SecurityError) -> SecurityError:

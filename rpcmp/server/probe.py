@@ -46,7 +46,7 @@ async def probe(address: str, dialer: Dialer, seconds: float) -> str:
             f"{address} does not answer within {seconds:g} s; {IS_IT_RUNNING}"
         ) from error
     except grpc.aio.AioRpcError as error:
-        wants_tls = await dialer.misunderstanding(address)
+        wants_tls = await dialer.tls_required_error(address)
         raise (wants_tls or _reason(error, tunnel, address)) from error
     finally:
         await tunnel.close()

@@ -28,7 +28,7 @@ def test_a_tmpdir_that_is_too_deep_is_named_with_the_limit_and_the_remedy(
         asyncio.run(open_tunnel())
     message = str(error.value)
     assert f"{deep}/rpcmp-tunnel-" in message
-    assert "bytes, and may have 107" in message
+    assert "bytes, and may have at most 107" in message
     assert "set TMPDIR to a folder with a short path" in message
     assert list(deep.iterdir()) == []
 
@@ -38,7 +38,7 @@ def test_a_socket_path_may_have_107_bytes(excess: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "s" * (MAX_SOCKET_PATH - len(folder) - 1 + excess))
         if excess:
-            with pytest.raises(ConfigError, match="has 108 bytes, and may have 107"):
+            with pytest.raises(ConfigError, match="has 108 bytes, and may have at most 107"):
                 bind_unix(path)
         else:
             bind_unix(path).close()
