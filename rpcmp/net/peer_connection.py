@@ -14,6 +14,7 @@ import os
 import socket
 import ssl
 import struct
+from collections.abc import Awaitable
 from typing import Any
 
 from rpcmp.config.addresses import parse
@@ -154,6 +155,21 @@ class PeerConnection:
         if not data:
             raise EOFError("the other side has closed the connection")
         return data
+
+
+class ConnectionTasks(set[asyncio.Future[None]]):
+    """Tasks that serve connections, until they have ended."""
+
+    def spawn(self, work: Awaitable[None]) -> asyncio.Future[None]:
+        task = asyncio.ensure_future(work)
+        self.add(task)
+        task.add_done_callback(self.discard)
+        return task
+
+    async def cancel(self) -> None:
+        for task in self:
+            task.cancel()
+        await asyncio.gather(*self, return_exceptions=True)
 
 
 OPEN_SECONDS = 6.0

@@ -34,7 +34,7 @@ from rpcmp.net.connection_limits import (
 )
 from rpcmp.net.identity import GRPC, RELAY, STRANGER, Role, TlsState, refusal
 from rpcmp.net.local_peer import owner_of, require_answers, require_same_user, works_here
-from rpcmp.net.peer_connection import HEADER, PeerConnection
+from rpcmp.net.peer_connection import HEADER, ConnectionTasks, PeerConnection
 from rpcmp.net.security import Security
 from rpcmp.process.sockets import keep_alive
 
@@ -87,7 +87,7 @@ class PortMultiplexer:
         self._security, self._works_for = security, works_for
         self._serve_grpc, self._relay = serve_grpc, relay
         self._listeners: list[socket.socket] = []
-        self._tasks: set[asyncio.Future[None]] = set()
+        self._tasks = ConnectionTasks()
         self._max_connections = descriptor_limit(8, MAX_CONNECTIONS)
         max_unauthenticated = descriptor_limit(16, MAX_UNAUTHENTICATED)
         self._limit = ConnectionLimit(self._max_connections, max_unauthenticated)
@@ -110,22 +110,14 @@ class PortMultiplexer:
             require_answers(listener)
         else:  # clients that ask the kernel as well wait until they are accepted
             listen_deferred(listener)
-        self._spawn(self._accept(listener))
+        self._tasks.spawn(self._accept(listener))
         bound: int = listener.getsockname()[1]
         return bound
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
         for listener in self._listeners:
             listener.close()
-
-    def _spawn(self, work: Awaitable[None]) -> asyncio.Future[None]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     @property
     def _asks_kernel(self) -> bool:
@@ -138,7 +130,7 @@ class PortMultiplexer:
             if admitted is None:
                 connection.close()
                 continue
-            serving = self._spawn(self._serve(connection, admitted))
+            serving = self._tasks.spawn(self._serve(connection, admitted))
             admitted.end = serving.cancel
             serving.add_done_callback(functools.partial(self._closed, connection, admitted))
 

@@ -21,7 +21,7 @@ import contextlib
 import logging
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from rpcmp.errors import JobError, RelayError, RpcmpError, SecurityError, Worker
 from rpcmp.net.connection_limits import connections
 from rpcmp.net.identity import RELAY, Role
 from rpcmp.net.local_peer import require_answers, require_same_user
-from rpcmp.net.peer_connection import Dialer, PeerConnection
+from rpcmp.net.peer_connection import ConnectionTasks, Dialer, PeerConnection
 from rpcmp.net.port import IncomingConnection
 from rpcmp.net.rpc_inspection import Inspection, Pipes
 from rpcmp.net.security import is_loopback
@@ -111,7 +111,7 @@ class Relay:
         self._is_closed = False
         self._has_warned = False
         self._listeners: list[socket.socket] = []
-        self._tasks: set[asyncio.Future[None]] = set()
+        self._tasks = ConnectionTasks()
         self._carried: dict[PeerConnection, str] = {}
         self._open: Counter[str] = Counter()
 
@@ -150,11 +150,11 @@ class Relay:
             if self._is_shared:
                 require_answers(listener)
             self._require_open()
-            self._spawn(self._listen(listener, peer))
+            self._tasks.spawn(self._listen(listener, peer))
 
     def park_at(self, stage: RelayPeer) -> None:
         """As the driver: keep a connection open for the worker of a stage to use."""
-        self._spawn(self._keep_parked(stage))
+        self._tasks.spawn(self._keep_parked(stage))
 
     async def handle(self, incoming: IncomingConnection, greeting: Mapping[str, Any]) -> None:
         """Serve an incoming connection, with `greeting` for its first frame, until it ends."""
@@ -162,7 +162,7 @@ class Relay:
             raise RelayError("it is of a group that does not run here")
         self._require_open()
         incoming.end.has_frames = True
-        serving = self._spawn(self._serve(incoming, greeting))
+        serving = self._tasks.spawn(self._serve(incoming, greeting))
         try:
             await asyncio.wait([serving])
         finally:
@@ -195,9 +195,7 @@ class Relay:
 
     async def close(self) -> None:
         self._is_closed = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
         for listener in self._listeners:
             listener.close()
         while not self._parked.empty():
@@ -207,18 +205,12 @@ class Relay:
         if self._is_closed:
             raise RelayError("the group has ended")
 
-    def _spawn(self, work: Awaitable[None]) -> asyncio.Future[None]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     async def _listen(self, listener: socket.socket, peer: RelayPeer) -> None:
         """Carry the connections that our worker opens to a peer's address."""
         async for connection in connections(listener):
             # One after the other: those that arrive meanwhile wait in the kernel, at no cost here.
             if not self._is_shared or await self._is_ours(connection, peer):
-                self._spawn(self._pass_on(PeerConnection(connection), peer))
+                self._tasks.spawn(self._pass_on(PeerConnection(connection), peer))
 
     async def _is_ours(self, connection: socket.socket, peer: RelayPeer) -> bool:
         """Return whether our own user has opened a connection; close it otherwise."""
@@ -287,7 +279,7 @@ class Relay:
                     log.warning("the worker of %s cannot reach the driver: %s", stage.server, error)
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            self._spawn(self._serve_parked(there, stage))
+            self._tasks.spawn(self._serve_parked(there, stage))
 
     async def _serve_parked(self, there: PeerConnection, peer: RelayPeer) -> None:
         with contextlib.suppress(OSError, RpcmpError):

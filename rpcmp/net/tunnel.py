@@ -25,7 +25,7 @@ from pathlib import Path
 from rpcmp.errors import ConfigError, RelayError, RpcmpError, SecurityError, one_line
 from rpcmp.net.connection_limits import connections
 from rpcmp.net.identity import GRPC, TlsState
-from rpcmp.net.peer_connection import CHUNK, HEADER, Dialer, PeerConnection
+from rpcmp.net.peer_connection import CHUNK, HEADER, ConnectionTasks, Dialer, PeerConnection
 from rpcmp.net.rpc_inspection import Inspection
 from rpcmp.process import tempdirs
 
@@ -327,18 +327,15 @@ class Tunnel:
         self.refused: asyncio.Future[SecurityError] = asyncio.get_running_loop().create_future()
         self.absent: asyncio.Future[RpcmpError] = asyncio.get_running_loop().create_future()
         self.failure: RpcmpError | None = None
-        self._carrying: set[asyncio.Task[None]] = set()
-        self._accepting = asyncio.create_task(self._accept())
+        self._tasks = ConnectionTasks()
+        self._tasks.spawn(self._accept())
 
     @property
     def target(self) -> str:
         return f"unix:{self._path}"
 
     async def close(self) -> None:
-        tasks = [self._accepting, *self._carrying]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.cancel()
         self._listener.close()
         tempdirs.remove(self._folder)
         self.refused.cancel()
@@ -350,9 +347,7 @@ class Tunnel:
                 log.warning("process %d has tried to reach %s by our socket", pid, self._address)
                 connection.close()
                 continue
-            task = asyncio.create_task(self._carry(PeerConnection(connection)))
-            self._carrying.add(task)
-            task.add_done_callback(self._carrying.discard)
+            self._tasks.spawn(self._carry(PeerConnection(connection)))
 
     async def _carry(self, here: PeerConnection) -> None:
         try:
