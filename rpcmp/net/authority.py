@@ -249,8 +249,9 @@ def revoke(folder: Path, name: str) -> int:
     for serial in serials:
         entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(now)
         entries[serial] = entry.build()
-    number = 1 + max(map(_number, crls), default=0)
-    authority.write_crl(entries.values(), number)
+    numbers = [crl.extensions.get_extension_for_class(x509.CRLNumber).value for crl in crls]
+    last = max((number.crl_number for number in numbers), default=0)
+    authority.write_crl(entries.values(), last + 1)
     return len(serials)
 
 
@@ -269,10 +270,6 @@ def _adopt(authority: Authority, name: str) -> None:
         return
     if issued.serial not in {one.serial for one in certificates.read_issued(authority.folder)}:
         certificates.add_issued(authority.folder, issued)
-
-
-def _number(crl: x509.CertificateRevocationList) -> int:
-    return crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
 
 
 def _own(

@@ -149,7 +149,8 @@ class Inspection:
         self._lengths: Lengths | None = None
         self.is_held = False
         self.resume: Callable[[], None] = lambda: None
-        self._steps = self._unspoken() if self._is_ours else self._hello()
+        unasked = self._require_silence("an answer to nothing")
+        self._steps = unasked if self._is_ours else self._hello()
 
     def sent(self, data: bytes | memoryview) -> bool:
         """Read data of our worker; return False once there is nothing more to learn from it."""
@@ -207,11 +208,6 @@ class Inspection:
             self._steps = self._channel(rpc_format.nop_int(found[1]))
 
     # The peer's data, frame by frame.
-
-    def _unspoken(self) -> Steps:
-        if self._buffer:
-            raise self._error("an answer to nothing")
-        yield
 
     def _hello(self) -> Steps:
         frame = yield from self._frame(MAX_NAME)
@@ -306,7 +302,7 @@ class Inspection:
         except KeyError:
             raise self._error("a connection of a pipe that it does not have") from None
         if lengths is None:
-            yield from self._require_silence()
+            yield from self._require_silence("data on a connection that carries none")
             return
         self._lengths = lengths
         lengths.arrived = self._resume
@@ -329,10 +325,10 @@ class Inspection:
         while self._body:  # `received` counts what goes by
             yield
 
-    def _require_silence(self) -> Steps:
+    def _require_silence(self, reason: str) -> Steps:
         while self._at == len(self._buffer):
             yield
-        raise self._error("data on a connection that carries none")
+        raise self._error(reason)
 
     def _resume(self) -> None:
         if self.is_held:
