@@ -78,7 +78,7 @@ RUN_BY = {
     "system/test_lan.py::test_doctor_measures_every_link_and_names_the_missing_one": [
         "rpcmp doctor config.toml --connect host-a,host-b --certs certs/driver",
     ],
-    "unit/net/test_revocation.py::"
+    "unit/net/test_certificates.py::"
     "test_renewal_keeps_role_hosts_and_the_authority_until_half_of_its_life": [
         "rpcmp certs renew certs",
     ],
@@ -153,7 +153,7 @@ RUN_BY = {
 """Other commands: the test that runs each, with files and addresses of its own."""
 
 CHECKED_BY = {
-    "unit/net/test_revocation.py::test_a_new_crl_is_loaded_and_a_removed_one_stays_in_force": [
+    "unit/net/test_certificates.py::test_a_new_crl_is_loaded_and_a_removed_one_stays_in_force": [
         "scp certs/stage1/* host-b:stage1/",
         "scp certs/ca.crl host-b:stage1/",
     ],

@@ -18,6 +18,11 @@ CA_DAYS = 730
 MIN_CA_DAYS = 2 * DAYS
 """An authority that is renewed at half of its life always outlives what it issues."""
 
+folder_argument = click.argument(
+    "folder", metavar="DIR", type=click.Path(path_type=Path, file_okay=False)
+)
+days_option = click.option("--days", type=click.IntRange(min=1), default=DAYS, show_default=True)
+
 
 @click.group()
 def certs() -> None:
@@ -32,7 +37,7 @@ def certs() -> None:
 
 
 @certs.command()
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
+@folder_argument
 @click.option(
     "--host",
     "hosts",
@@ -46,7 +51,7 @@ def certs() -> None:
     multiple=True,
     help="Another domain, host, address or network that the authority may certify. Repeatable.",
 )
-@click.option("--days", type=click.IntRange(min=1), default=DAYS, show_default=True)
+@days_option
 @click.option(
     "--ca-days",
     type=click.IntRange(min=MIN_CA_DAYS),
@@ -82,7 +87,7 @@ def init(
 
 
 @certs.command()
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
+@folder_argument
 @click.option("--name", help='Name of the folder in DIR; "stage1" is for stage 1.')
 @click.option("--host", "hosts", multiple=True, help="Name or IP address of its host. Repeatable.")
 @click.option(
@@ -90,7 +95,7 @@ def init(
 )
 @click.option("--spare", is_flag=True, help="For a server that may take any stage.")
 @click.option("--driver", is_flag=True, help="For `rpcmp drive`.")
-@click.option("--days", type=click.IntRange(min=1), default=DAYS, show_default=True)
+@days_option
 def issue(
     folder: Path,
     name: str | None,
@@ -116,23 +121,20 @@ def issue(
     named = re.fullmatch(r"stage(\d+)", name or "")
     if stage is None and named and not (spare or driver):
         stage = int(named[1])
-    if [stage is not None, spare, driver].count(True) != 1:
+    roles = [identity.stage(stage)] if stage is not None else []
+    roles += [identity.SPARE] if spare else []
+    roles += [identity.DRIVER] if driver else []
+    if len(roles) != 1:
         raise click.UsageError("give --name stageN, or one of --stage N, --spare and --driver")
-    if driver:
-        kind = identity.DRIVER
-    elif spare:
-        kind = identity.SPARE
-    else:
-        assert stage is not None
-        kind = identity.stage(stage)
+    (role,) = roles
     if not driver and not hosts:
         raise click.UsageError("a server is reached at a --host, which its certificate has to name")
-    name = name or (f"stage{stage}" if stage is not None else kind.kind)
+    name = name or str(role).replace(" ", "")
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name.startswith("."):
         raise SecurityError(f"--name {name!r} is no name of a folder")
     is_wider = authority.permit(folder, hosts)
-    issued = authority.issue(folder, name, kind, hosts, days)
-    echo(f"{issued} is for {kind}{_at(hosts)}")
+    issued = authority.issue(folder, name, role, hosts, days)
+    echo(f"{issued} is for {role}{_at(hosts)}")
     if is_wider:
         echo(
             f"{folder / CA} is new, and permits {', '.join(hosts)}: copy it to all other hosts, "
@@ -141,9 +143,9 @@ def issue(
 
 
 @certs.command()
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
+@folder_argument
 @click.argument("names", metavar="[NAME]...", nargs=-1)
-@click.option("--days", type=click.IntRange(min=1), default=DAYS, show_default=True)
+@days_option
 def renew(folder: Path, names: tuple[str, ...], days: int) -> None:
     """Renew the certificates in DIR, for the same roles and hosts, with fresh keys.
 
@@ -168,17 +170,18 @@ def renew(folder: Path, names: tuple[str, ...], days: int) -> None:
         if not names and authority.is_revoked(folder, name):
             echo(f"{folder / name} is revoked, so not renewed: `rpcmp certs issue` it again")
             continue
-        found = Certificate.load(folder / name)
-        if found.role is None:
-            raise SecurityError(f"{found.path} has no role, so it cannot be renewed")
-        issued = authority.issue(folder, name, found.role, found.hosts, days)
+        certificate = Certificate.load(folder / name)
+        if certificate.role is None:
+            raise SecurityError(f"{certificate.path} has no role, so it cannot be renewed")
+        issued = authority.issue(folder, name, certificate.role, certificate.hosts, days)
         until = f"{Certificate.load(issued).not_after:%Y-%m-%d}"
-        where = found.hosts[0] if found.hosts else "the driver's host"
-        echo(f"{issued} is for {found.role}{_at(found.hosts)}, until {until}: copy it to {where}")
+        where = certificate.hosts[0] if certificate.hosts else "the driver's host"
+        purpose = f"{certificate.role}{_at(certificate.hosts)}, until {until}"
+        echo(f"{issued} is for {purpose}: copy it to {where}")
 
 
 @certs.command()
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
+@folder_argument
 @click.argument("name")
 def revoke(folder: Path, name: str) -> None:
     """Revoke all certificates that were issued under NAME, such as stage1 or driver.
@@ -207,7 +210,7 @@ def revoke(folder: Path, name: str) -> None:
 
 
 @certs.command()
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
+@folder_argument
 def show(folder: Path) -> None:
     """Show the role and validity of the certificate in DIR, and what its authority may certify.
 
@@ -216,15 +219,20 @@ def show(folder: Path) -> None:
       rpcmp certs show certs/stage1
     """
     from rpcmp.net.certificates import Certificate, authority_text
-    from rpcmp.net.identity import Credentials
+    from rpcmp.net.security import Credentials
 
-    found = Certificate.load(folder)
+    certificate = Certificate.load(folder)
     revocations = Credentials(folder).revocations
-    echo(f"role   {found.role or 'none'}")
-    echo(f"hosts  {', '.join(found.hosts) or 'none'}")
-    now = datetime.now(UTC)
-    state = ", expired" if now > found.not_after else ", not yet" if now < found.not_before else ""
-    period = f"{found.not_before:%Y-%m-%d %H:%M} to {found.not_after:%Y-%m-%d %H:%M} UTC"
+    echo(f"role   {certificate.role or 'none'}")
+    echo(f"hosts  {', '.join(certificate.hosts) or 'none'}")
+    now, state = datetime.now(UTC), ""
+    if now > certificate.not_after:
+        state = ", expired"
+    elif now < certificate.not_before:
+        state = ", not yet"
+    period = (
+        f"{certificate.not_before:%Y-%m-%d %H:%M} to {certificate.not_after:%Y-%m-%d %H:%M} UTC"
+    )
     echo(f"valid  {period}{state}")
     echo(f"trusts {authority_text(folder)}")
     if revocations is not None:

@@ -47,7 +47,7 @@ def health(
       rpcmp health
       rpcmp health 50052 --certs stage1 --server-name host-b
     """
-    from rpcmp.net.dialer import Dialer
+    from rpcmp.net.peer_connection import Dialer
     from rpcmp.net.security import Security
     from rpcmp.server.probe import SERVING, probe
 

@@ -134,7 +134,7 @@ async def _tune(
     budget: float,
 ) -> tuple[Tuned | None, int]:
     from rpcmp.cli.progress_bar import measuring
-    from rpcmp.job.segments import Segments
+    from rpcmp.job.generation import Segments
     from rpcmp.tools import tuning
     from rpcmp.tools.bench.comparison import StoppedError, TimeLimits
 

@@ -236,7 +236,7 @@ class Generation:
         unreachable = await self.workers.link(network.name, driver_address)
         await self._relay.open(driver_address, unreachable)
         for peer in unreachable:
-            self._relay.wait_for(peer)
+            self._relay.park_at(peer)
 
     async def _listen(self, driver: Child) -> None:
         try:

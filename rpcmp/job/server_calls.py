@@ -15,7 +15,7 @@ from rpcmp.config.hashes import python_files
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.errors import ConfigError, UnreachableError
-from rpcmp.net.dialer import Dialer
+from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import Security
 from rpcmp.observability.events import state_name
 from rpcmp.server.client import StageClient

@@ -25,7 +25,7 @@ from rpcmp.config.topology import Member
 from rpcmp.errors import ConfigError, JobError, RecoveryTimeoutError, RpcmpError
 from rpcmp.job.first_failure import task_group
 from rpcmp.job.server_calls import ANSWER_SECONDS, describe, dialer_for, require_addresses
-from rpcmp.net.dialer import Dialer
+from rpcmp.net.peer_connection import Dialer
 from rpcmp.observability.events import Event, ReplacedEvent, WaitingEvent
 from rpcmp.process.fork_client import DRIVERS, WORKERS, Forks
 from rpcmp.process.logging import display

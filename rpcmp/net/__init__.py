@@ -49,6 +49,6 @@ code run, no file read or written, no tensor seen, no run ended.
 
 A certificate that was lost is revoked: `rpcmp certs revoke`, and ca.crl copied to every host.
 
-Start at `port.py` for what arrives, and at `dialer.py` for what leaves. May import process and
-config; never torch.
+Start at `port.py` for connections that arrive, and at `peer_connection.py` for those to servers;
+`security.py` refuses peers without a certificate. May import process and config; never torch.
 """

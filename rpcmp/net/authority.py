@@ -36,13 +36,6 @@ PEM = serialization.Encoding.PEM
 
 
 class Authority:
-    """An authority's key and certificate.
-
-    Attributes:
-        folder: of its files.
-        certificate: its own.
-    """
-
     def __init__(
         self, folder: Path, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate
     ) -> None:
@@ -52,11 +45,6 @@ class Authority:
 
     @classmethod
     def load(cls, folder: Path) -> Authority:
-        """Load the authority in `folder`.
-
-        Raises:
-            SecurityError: there is none, or its files cannot be used.
-        """
         try:
             require_private(folder / CA_KEY)
             key = serialization.load_pem_private_key((folder / CA_KEY).read_bytes(), None)
@@ -102,36 +90,25 @@ class Authority:
         for folder in (self.folder, *self.issued):
             write_file(folder / CA, self.certificate.public_bytes(PEM), 0o644)
 
-    def revoke(self, serials: Iterable[int]) -> None:
-        """Add certificates to the CRL, in every folder that it has issued."""
-        now = datetime.now(UTC)
-        before = self.revoked()
-        number = 1 + max((_number(crl) for crl in before), default=0)
+    def write_crl(self, entries: Iterable[x509.RevokedCertificate], number: int) -> None:
+        """Write a CRL into every folder that it has issued."""
         ours = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         builder = (
             x509.CertificateRevocationListBuilder()
             .issuer_name(self.certificate.subject)
-            .last_update(now - SKEW)
+            .last_update(datetime.now(UTC) - SKEW)
             .next_update(NEVER)
             .add_extension(x509.CRLNumber(number), critical=False)
             .add_extension(ours, critical=False)
         )
-        entries = {entry.serial_number: entry for crl in before for entry in crl}
-        for serial in serials:
-            entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(now)
-            entries.setdefault(serial, entry.build())
-        for one in entries.values():
-            builder = builder.add_revoked_certificate(one)
+        for entry in entries:
+            builder = builder.add_revoked_certificate(entry)
         content = builder.sign(self._key, hashes.SHA256()).public_bytes(PEM)
         for folder in (self.folder, *self.issued):
             write_file(folder / CRL, content, 0o644)
 
     def revoked(self) -> list[x509.CertificateRevocationList]:
-        """Return its CRL; empty if it has revoked nothing.
-
-        Raises:
-            SecurityError: the CRL cannot be read, or another authority has signed it.
-        """
+        """Return its CRL; empty if it has revoked nothing."""
         path = self.folder / CRL
         try:
             crl = x509.load_pem_x509_crl(path.read_bytes())
@@ -152,14 +129,8 @@ def create(
 ) -> None:
     """Create a certificate authority in `folder`, for names around `hosts` only.
 
-    Args:
-        folder: to create it in.
-        hosts: names and IP addresses; each permits its domain or private network.
-        permit: further domains, hosts, addresses and networks to permit.
-        days: its validity.
-
-    Raises:
-        SecurityError: there is one already, the folder cannot be written, or a host is not a name.
+    Each host permits its domain or private network; `permit` adds domains, hosts, addresses and
+    networks.
     """
     if (folder / CA_KEY).exists():
         raise SecurityError(
@@ -181,13 +152,9 @@ def create(
 
 
 def permit(folder: Path, hosts: Sequence[str]) -> bool:
-    """Permit an authority to certify `hosts`; other hosts accept that once they have its ca.crt.
+    """Permit an authority to certify `hosts`; return whether that changes its ca.crt.
 
-    Returns:
-        whether it was changed; otherwise it was permitted already.
-
-    Raises:
-        SecurityError: there is no authority, a host is not a name, or a file cannot be written.
+    Other hosts accept the new names once they have that file.
     """
     authority = Authority.load(folder)
     permitted = authority.permitted
@@ -205,11 +172,7 @@ def permit(folder: Path, hosts: Sequence[str]) -> bool:
 
 
 def renew(folder: Path) -> bool:
-    """Renew an authority if less than half of its validity is left; return whether it was renewed.
-
-    Raises:
-        SecurityError: there is none, or a file cannot be written.
-    """
+    """Renew an authority if less than half of its validity is left; return whether it was."""
     authority = Authority.load(folder)
     if authority.is_aged:
         authority.renew(CA_DAYS, authority.permitted)
@@ -227,19 +190,8 @@ def issue(
 ) -> Path:
     """Issue or renew a certificate; servers that use it load the new files by themselves.
 
-    Args:
-        folder: of the authority. It is permitted to certify the hosts if it was not.
-        name: of the folder in it for ca.crt, tls.crt and tls.key.
-        role: of the holder.
-        hosts: names and IP addresses of the server.
-        days: its validity.
-        begin: start of its validity; None: now.
-
-    Returns:
-        the certificate's folder.
-
-    Raises:
-        SecurityError: there is no authority, a host is not a name, or the authority expires before.
+    If the authority in `folder` may not certify the hosts yet, it is extended. The certificate is
+    valid from `begin` on, by default from now. Returns its folder.
     """
     names = [x509.UniformResourceIdentifier(role.uri), *map(certificates.general_name, hosts)]
     permit(folder, hosts)
@@ -262,55 +214,11 @@ def issue(
             f"the authority in {folder} expires on {authority.not_after:%Y-%m-%d}, before a "
             f"certificate of {days} days: give fewer --days, or `rpcmp certs renew {folder}`"
         )
-    return _put(authority, name, key, certificate)
-
-
-def revoke(folder: Path, name: str) -> int:
-    """Revoke every valid certificate that was issued under `name`, in DIR/ca.crl and its copies.
-
-    Returns:
-        how many were revoked.
-
-    Raises:
-        SecurityError: there is no authority, or no certificate to revoke.
-    """
-    authority = Authority.load(folder)
-    _adopt(authority, name)
-    done = {entry.serial_number for crl in authority.revoked() for entry in crl}
-    now = datetime.now(UTC)
-    found = {
-        one.serial
-        for one in certificates.read_issued(folder)
-        if one.name == name and one.not_after > now and one.serial not in done
-    }
-    if not found:
-        raise SecurityError(
-            f"{folder} has issued nothing under the name {name!r} that is valid, so there is "
-            "nothing to revoke"
-        )
-    authority.revoke(found)
-    return len(found)
-
-
-def is_revoked(folder: Path, name: str) -> bool:
-    """Return whether the certificate in DIR/NAME is revoked.
-
-    Raises:
-        SecurityError: there is no authority, or a file cannot be read.
-    """
-    authority = Authority.load(folder)
-    serial = _certificate(authority.folder / name / CERTIFICATE).serial_number
-    return any(crl.get_revoked_certificate_by_serial_number(serial) for crl in authority.revoked())
-
-
-def _put(
-    authority: Authority, name: str, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate
-) -> Path:
-    """Record a certificate, then write its folder: any certificate in use can be revoked."""
     crl = authority.revoked()
+    # Recorded before it is written: any certificate in use can be revoked.
     _adopt(authority, name)
-    certificates.add_issued(authority.folder, Issued.from_certificate(certificate, name))
-    issued = authority.folder / name
+    certificates.add_issued(folder, Issued.from_certificate(certificate, name))
+    issued = folder / name
     write_file(issued / KEY, _pem(key), 0o600)
     write_file(issued / CERTIFICATE, certificate.public_bytes(PEM), 0o644)
     write_file(issued / CA, authority.certificate.public_bytes(PEM), 0o644)
@@ -319,28 +227,49 @@ def _put(
     return issued
 
 
+def revoke(folder: Path, name: str) -> int:
+    """Revoke every valid certificate that was issued under `name`; return how many.
+
+    They are added to DIR/ca.crl and its copies.
+    """
+    authority = Authority.load(folder)
+    _adopt(authority, name)
+    crls, now = authority.revoked(), datetime.now(UTC)
+    entries = {entry.serial_number: entry for crl in crls for entry in crl}
+    serials = {
+        issued.serial
+        for issued in certificates.read_issued(folder)
+        if issued.name == name and issued.not_after > now and issued.serial not in entries
+    }
+    if not serials:
+        raise SecurityError(
+            f"{folder} has issued nothing under the name {name!r} that is valid, so there is "
+            "nothing to revoke"
+        )
+    for serial in serials:
+        entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(now)
+        entries[serial] = entry.build()
+    numbers = [crl.extensions.get_extension_for_class(x509.CRLNumber).value for crl in crls]
+    last = max((number.crl_number for number in numbers), default=0)
+    authority.write_crl(entries.values(), last + 1)
+    return len(serials)
+
+
+def is_revoked(folder: Path, name: str) -> bool:
+    authority = Authority.load(folder)
+    serial = certificates.read_certificate(folder / name / CERTIFICATE).serial_number
+    return any(crl.get_revoked_certificate_by_serial_number(serial) for crl in authority.revoked())
+
+
 def _adopt(authority: Authority, name: str) -> None:
     """Record the certificate in DIR/NAME if rpcmp 0.1.0 has issued it, which kept no record."""
     try:
         content = (authority.folder / name / CERTIFICATE).read_bytes()
-        found = x509.load_pem_x509_certificate(content)
+        issued = Issued.from_certificate(x509.load_pem_x509_certificate(content), name)
     except (FileNotFoundError, ValueError):  # none, or a broken one that issuing mends
         return
-    if found.serial_number not in {
-        one.serial for one in certificates.read_issued(authority.folder)
-    }:
-        certificates.add_issued(authority.folder, Issued.from_certificate(found, name))
-
-
-def _certificate(path: Path) -> x509.Certificate:
-    try:
-        return x509.load_pem_x509_certificate(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise SecurityError(f"{path} is no certificate that can be read: {error}") from error
-
-
-def _number(crl: x509.CertificateRevocationList) -> int:
-    return crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
+    if issued.serial not in {one.serial for one in certificates.read_issued(authority.folder)}:
+        certificates.add_issued(authority.folder, issued)
 
 
 def _own(

@@ -1,4 +1,4 @@
-"""Certificates as files: reading them, the names in them, and the record of those issued.
+"""Certificates as files: what they contain, which names an authority permits, what is revoked.
 
 DIR/issued.txt     SERIAL NAME EXPIRY, one line per certificate that the authority has issued,
                    so that it can be revoked; serial in hexadecimal, expiry in UTC
@@ -9,14 +9,18 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import re
+import ssl
 import stat
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 
 from rpcmp.errors import SecurityError
 from rpcmp.net.identity import CA, CERTIFICATE, Role, find
@@ -43,11 +47,7 @@ SUFFIX_LETTERS = 3
 
 
 def general_name(host: str, option: str = "--host") -> x509.GeneralName:
-    """Return a host's name or IP address as certificates have it.
-
-    Raises:
-        SecurityError: it is neither.
-    """
+    """Return a host's name or IP address as certificates have it."""
     with contextlib.suppress(ValueError):
         return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
     try:
@@ -59,11 +59,7 @@ def general_name(host: str, option: str = "--host") -> x509.GeneralName:
 
 
 def parse_permit(permit: str) -> x509.GeneralName:
-    """Return the subtree that `--permit` names: a domain, a host, an address or a network.
-
-    Raises:
-        SecurityError: it is none of these.
-    """
+    """Return the subtree that `--permit` names: a domain, a host, an address or a network."""
     with contextlib.suppress(ValueError):
         return x509.IPAddress(ipaddress.ip_network(permit.strip("[]")))
     if not permit.strip("."):
@@ -72,11 +68,7 @@ def parse_permit(permit: str) -> x509.GeneralName:
 
 
 def subtree_around(host: str) -> x509.GeneralName:
-    """Return the subtree that a host permits: its domain or private network, or itself alone.
-
-    Raises:
-        SecurityError: the host is neither a host name nor an IP address.
-    """
+    """Return the subtree that a host permits: its domain or private network, or itself alone."""
     name = general_name(host)
     if isinstance(name, x509.IPAddress):
         alone = ipaddress.ip_network(name.value)
@@ -101,15 +93,10 @@ def is_permitted(name: x509.GeneralName, subtrees: Iterable[x509.GeneralName]) -
 def permitted_names(authority: x509.Certificate) -> list[x509.GeneralName] | None:
     """Return the names that an authority permits; None: all, as in authorities of rpcmp 0.1.0."""
     try:
-        found = authority.extensions.get_extension_for_class(x509.NameConstraints).value
+        constraints = authority.extensions.get_extension_for_class(x509.NameConstraints).value
     except x509.ExtensionNotFound:
         return None
-    return list(found.permitted_subtrees or [])
-
-
-def describe_names(subtrees: Iterable[x509.GeneralName]) -> str:
-    """Format hosts, domains and networks, without those that are always permitted."""
-    return ", ".join(str(subtree.value) for subtree in subtrees if subtree not in ALWAYS_PERMITTED)
+    return list(constraints.permitted_subtrees or [])
 
 
 def _covers(subtree: x509.GeneralName, name: x509.GeneralName) -> bool:
@@ -121,9 +108,15 @@ def _covers(subtree: x509.GeneralName, name: x509.GeneralName) -> bool:
 
 
 def _is_in(small: Network, large: Network) -> bool:
-    if isinstance(small, ipaddress.IPv4Network):
-        return isinstance(large, ipaddress.IPv4Network) and small.subnet_of(large)
-    return isinstance(large, ipaddress.IPv6Network) and small.subnet_of(large)
+    return small.version == large.version and small.subnet_of(large)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SecurityError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def write_file(path: Path, content: bytes, mode: int) -> None:
@@ -131,58 +124,30 @@ def write_file(path: Path, content: bytes, mode: int) -> None:
 
     An existing file keeps its owner, and its mode as far as `mode` and reading by its group allow:
     certificates of containers belong to the image's group.
-
-    Raises:
-        SecurityError: the file cannot be written.
     """
     new = path.with_name(f".{path.name}.new")
-    try:
+    with _writing(path):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         new.unlink(missing_ok=True)
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            _inherit(file.fileno(), path, mode)
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                old = path.stat()
+                os.fchown(file.fileno(), old.st_uid, old.st_gid)
+                os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode) & (mode | stat.S_IRGRP))
             file.write(content)
         new.rename(path)
-    except OSError as error:
-        raise _unwritable(path, error) from error
 
 
-def append_line(path: Path, line: str) -> None:
-    """Append a line to a file that only its owner can read, and sync it to the disk.
-
-    Raises:
-        SecurityError: the file cannot be written.
-    """
+def read_certificate(path: Path) -> x509.Certificate:
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        with os.fdopen(descriptor, "wb", buffering=0) as file:
-            file.write(f"{line}\n".encode())
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _inherit(descriptor: int, path: Path, mode: int) -> None:
-    with contextlib.suppress(FileNotFoundError, PermissionError):
-        found = path.stat()
-        os.fchown(descriptor, found.st_uid, found.st_gid)
-        os.fchmod(descriptor, stat.S_IMODE(found.st_mode) & (mode | stat.S_IRGRP))
-
-
-def _unwritable(path: Path, error: OSError) -> SecurityError:
-    return SecurityError(f"cannot write {path}: {error.strerror or error}")
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise SecurityError(f"{path} is no certificate that can be read: {error}") from error
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """A certificate of a host.
-
-    Attributes:
-        path: its file.
-        role: its holder's role; None if it has none.
-        hosts: its names and IP addresses.
-        not_before, not_after: its validity, UTC.
-    """
+    """A host's certificate: the holder's role, if it has one, names and addresses, and validity."""
 
     path: Path
     role: Role | None
@@ -192,18 +157,11 @@ class Certificate:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Load the certificate in a folder of `rpcmp.net.identity`.
-
-        Raises:
-            SecurityError: it cannot be read.
-        """
         path = folder / CERTIFICATE
+        certificate = read_certificate(path)
         try:
-            found = x509.load_pem_x509_certificate(path.read_bytes())
-        except (OSError, ValueError) as error:
-            raise SecurityError(f"{path} is no certificate that can be read: {error}") from error
-        try:
-            names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+            extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+            names = extension.value
         except x509.ExtensionNotFound:
             names = x509.SubjectAlternativeName([])
         hosts = [
@@ -214,38 +172,27 @@ class Certificate:
             path,
             find(names.get_values_for_type(x509.UniformResourceIdentifier)),
             hosts,
-            found.not_valid_before_utc,
-            found.not_valid_after_utc,
+            certificate.not_valid_before_utc,
+            certificate.not_valid_after_utc,
         )
 
 
 def authority_text(folder: Path) -> str:
-    """Describe the names that the authority in a folder may certify, and its expiry.
-
-    Raises:
-        SecurityError: its certificate cannot be read.
-    """
-    path = folder / CA
-    try:
-        found = x509.load_pem_x509_certificate(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise SecurityError(f"{path} is no certificate that can be read: {error}") from error
-    permitted = permitted_names(found)
-    names = "any host" if permitted is None else describe_names(permitted) or "this machine only"
-    return f"its authority for {names}, until {found.not_valid_after_utc:%Y-%m-%d}"
+    """Describe the names that the authority in a folder may certify, and its expiry."""
+    authority = read_certificate(folder / CA)
+    permitted = permitted_names(authority)
+    names = "any host"
+    if permitted is not None:
+        added = [str(name.value) for name in permitted if name not in ALWAYS_PERMITTED]
+        names = ", ".join(added) or "this machine only"
+    return f"its authority for {names}, until {authority.not_valid_after_utc:%Y-%m-%d}"
 
 
 RECORD = "issued.txt"
 
 
 class Issued(NamedTuple):
-    """A line of the record.
-
-    Attributes:
-        serial: the certificate's serial number.
-        name: of the folder that it was issued into.
-        not_after: its expiry, UTC.
-    """
+    """A line of the record: `name` is of the folder that a certificate was issued into."""
 
     serial: int
     name: str
@@ -257,11 +204,7 @@ class Issued(NamedTuple):
 
 
 def read_issued(folder: Path) -> list[Issued]:
-    """Return the record of the authority in `folder`; empty if it keeps none.
-
-    Raises:
-        SecurityError: the record cannot be read.
-    """
+    """Return the record of the authority in `folder`; empty if it keeps none."""
     path = folder / RECORD
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -273,14 +216,14 @@ def read_issued(folder: Path) -> list[Issued]:
 
 
 def add_issued(folder: Path, issued: Issued) -> None:
-    """Record a certificate.
-
-    Raises:
-        SecurityError: the record cannot be written.
-    """
-    append_line(
-        folder / RECORD, f"{issued.serial:x} {issued.name} {issued.not_after:%Y-%m-%dT%H:%M:%S}"
-    )
+    """Record a certificate, on the disk for good."""
+    path = folder / RECORD
+    line = f"{issued.serial:x} {issued.name} {issued.not_after:%Y-%m-%dT%H:%M:%S}\n"
+    with _writing(path):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(descriptor, "wb", buffering=0) as file:
+            file.write(line.encode())
+            os.fsync(file.fileno())
 
 
 def _parse_issued(path: Path, number: int, line: str) -> Issued:
@@ -292,3 +235,52 @@ def _parse_issued(path: Path, number: int, line: str) -> Issued:
             f"line {number} of {path} is not SERIAL NAME EXPIRY: {line!r}; mend it, or what it "
             "recorded cannot be revoked"
         ) from error
+
+
+_CRL = re.compile(rb"-----BEGIN X509 CRL-----.*?-----END X509 CRL-----", re.DOTALL)
+
+
+class Revocations:
+    """CRLs of one PEM file, each verified with the authorities' certificates, also PEM."""
+
+    def __init__(self, content: bytes, authorities: bytes, path: Path) -> None:
+        self._content = content
+        try:
+            self._lists = [x509.load_pem_x509_crl(crl) for crl in _CRL.findall(content)]
+            cas = x509.load_pem_x509_certificates(authorities)
+            is_signed = all(any(_has_signed(ca, crl) for ca in cas) for crl in self._lists)
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+            raise SecurityError(f"{path} cannot be used: {error}") from error
+        if not self._lists:
+            raise SecurityError(f"{path} is no CRL in PEM: copy it again from the authority's host")
+        if not is_signed:
+            raise SecurityError(
+                f"{path} is not signed by an authority in ca.crt: copy both from the same authority"
+            )
+
+    @property
+    def number(self) -> int:
+        return sum(map(len, self._lists))
+
+    def has(self, certificate: bytes) -> bool:
+        """Return whether a certificate, in DER, is revoked."""
+        held = x509.load_der_x509_certificate(certificate)
+        return any(
+            crl.issuer == held.issuer
+            and crl.get_revoked_certificate_by_serial_number(held.serial_number) is not None
+            for crl in self._lists
+        )
+
+    def require(self, context: ssl.SSLContext) -> None:
+        """Make `context` refuse revoked certificates, and those of authorities without a CRL."""
+        # Python takes CRLs from files only; the content that was checked is not read anew.
+        with tempfile.NamedTemporaryFile(prefix="rpcmp-crl-") as file:
+            file.write(self._content)
+            file.flush()
+            context.load_verify_locations(file.name)
+        context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
+
+
+def _has_signed(authority: x509.Certificate, crl: x509.CertificateRevocationList) -> bool:
+    key = authority.public_key()
+    return authority.subject == crl.issuer and crl.is_signature_valid(key)  # type: ignore[arg-type]

@@ -1,16 +1,15 @@
-"""Identities: a host's certificate, its key, the CA that it trusts, and the roles in certificates.
-
-The files have the names of a Kubernetes TLS secret, so a mounted one is such a folder. They are
-read again when they have changed: a certificate that is renewed needs no restart.
+"""Identity of the other end of a connection: roles in certificates, and the TLS handshake.
 
 A role is a URI among the certificate's subject alternative names, where any CA can put it:
 rpcmp://stage/1, rpcmp://spare, rpcmp://driver.
+
+`security.py` has the TLS contexts that refuse a peer without a certificate of our CA. `port.py`
+makes the handshake for connections that arrive, and `peer_connection.py` for those to servers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import ssl
@@ -18,15 +17,12 @@ import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rpcmp.errors import SecurityError
 
-if TYPE_CHECKING:
-    from rpcmp.net.revocation import Revocations
-
-
 CA, CERTIFICATE, KEY = "ca.crt", "tls.crt", "tls.key"
+"""Files of a certificate's folder, named as in a Kubernetes TLS secret: that can be mounted."""
 
 CRL = "ca.crl"
 """Optional: without it nothing is revoked."""
@@ -34,136 +30,15 @@ CRL = "ca.crl"
 GRPC, RELAY, HTTP = "h2", "rpcmp-relay/1", "http/1.1"
 """Application protocols (ALPN)."""
 
-log = logging.getLogger(__name__)
-
-
-class Credentials:
-    """TLS contexts of a process.
-
-    Args:
-        folder: with ca.crt, tls.crt and tls.key, and ca.crl if anything is revoked.
-
-    Raises:
-        SecurityError: a file is missing, does not fit the others, or is a key that others can read.
-
-    Attributes:
-        folder: as given.
-        revocations: of ca.crl; None if there is none.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.revocations: Revocations | None = None
-        self._stamp: object = None
-        self._refused: object = None  # what could not be used, and was warned of
-        self._load()
-
-    def server(self) -> ssl.SSLContext:
-        """Return the context for connections of stages and drivers."""
-        self.refresh()
-        return self._server
-
-    def website(self) -> ssl.SSLContext:
-        """Return the context for connections of browsers, which send no certificate."""
-        self.refresh()
-        return self._website
-
-    def client(self, protocol: str) -> ssl.SSLContext:
-        """Return the context for connections to servers, with ALPN `protocol`."""
-        self.refresh()
-        return self._clients[protocol]
-
-    def refresh(self) -> None:
-        """Read the files again if they have changed; log a warning if they cannot be used."""
-        try:
-            stamp: object = self._stat()
-        except OSError as error:  # being replaced
-            stamp = str(error)
-        if stamp in (self._stamp, self._refused):
-            return
-        try:
-            self._load()
-            self._refused = None
-        except (SecurityError, OSError) as error:  # being written: what was read before still holds
-            self._refused = stamp
-            log.warning("the certificate is not renewed: %s", error)
-
-    def _load(self) -> None:
-        try:
-            stamp = self._stat()
-        except OSError as error:
-            raise SecurityError(
-                f"{error.filename} cannot be read ({error.strerror}); --certs wants a folder with "
-                f"{CA}, {CERTIFICATE} and {KEY}: `rpcmp certs issue` makes one"
-            ) from error
-        require_private(self.folder / KEY)
-        revocations = self._read_revocations()
-        server = self._context(ssl.PROTOCOL_TLS_SERVER, [GRPC, RELAY], revocations)
-        website = self._context(ssl.PROTOCOL_TLS_SERVER, [HTTP], None)
-        website.verify_mode = ssl.CERT_NONE
-        clients = {
-            protocol: self._context(ssl.PROTOCOL_TLS_CLIENT, [protocol], revocations)
-            for protocol in (GRPC, RELAY)
-        }
-        self._server, self._website, self._clients = server, website, clients
-        self.revocations, self._stamp = revocations, stamp
-
-    def _read_revocations(self) -> Revocations | None:
-        """Read the CRL. If its file is gone, the last one stays, so nothing becomes valid again."""
-        path = self.folder / CRL
-        try:
-            content = path.read_bytes()
-            authorities = (self.folder / CA).read_bytes()
-        except FileNotFoundError:
-            if self.revocations is not None:
-                log.warning("%s is gone: what it has revoked stays so until a restart", path)
-            return self.revocations
-        except OSError as error:
-            raise SecurityError(f"{error.filename} cannot be read ({error.strerror})") from error
-        from rpcmp.net.revocation import Revocations  # cryptography is needed for a CRL only
-
-        return Revocations(content, authorities, path)
-
-    def _context(
-        self, side: int, protocols: list[str], revocations: Revocations | None
-    ) -> ssl.SSLContext:
-        context = ssl.SSLContext(side)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.verify_mode = ssl.CERT_REQUIRED
-        if side == ssl.PROTOCOL_TLS_SERVER:  # no resumption: each connection sends a certificate
-            context.num_tickets = 0
-        context.set_alpn_protocols(protocols)
-        try:
-            context.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY)
-            context.load_verify_locations(self.folder / CA)
-            if revocations is not None:
-                revocations.require(context)
-        except (OSError, ValueError) as error:  # ssl's errors are OSErrors
-            reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-            raise SecurityError(
-                f"the files in {self.folder} cannot be used: {reason}; {CERTIFICATE} and {KEY} "
-                f"have to belong together, and {CA} to be a certificate"
-            ) from error
-        return context
-
-    def _stat(self) -> object:
-        found = [os.stat(self.folder / name) for name in (CA, CERTIFICATE, KEY)]
-        with contextlib.suppress(FileNotFoundError):
-            found.append(os.stat(self.folder / CRL))
-        return [(one.st_mtime_ns, one.st_size, one.st_ino, one.st_mode) for one in found]
-
 
 def require_private(key: Path) -> None:
     """Refuse a key that others can read, by PostgreSQL's rule.
 
     Root may let a group read it, as mounted secrets do.
-
-    Raises:
-        SecurityError: others can read it.
     """
-    found = key.stat()
-    allowed = 0o640 if found.st_uid == 0 and os.geteuid() != 0 else 0o600
-    mode = stat.S_IMODE(found.st_mode)
+    status = key.stat()
+    allowed = 0o640 if status.st_uid == 0 and os.geteuid() != 0 else 0o600
+    mode = stat.S_IMODE(status.st_mode)
     if mode & ~allowed & 0o077:
         raise SecurityError(f"{key} can be read by others (mode {mode:04o}): chmod 600 {key}")
 
@@ -173,19 +48,13 @@ _URI = re.compile(r"rpcmp://(?:stage/(\d{1,5})|(spare|driver))/?")
 
 @dataclass(frozen=True)
 class Role:
-    """The role of a certificate's holder.
-
-    Attributes:
-        kind: "stage", "spare" or "driver".
-        stage_index: the stage; None for other kinds.
-    """
+    """The role of a certificate's holder: "stage" with an index, "spare" or "driver"."""
 
     kind: str
     stage_index: int | None = None
 
     @property
     def uri(self) -> str:
-        """The URI in the certificate."""
         number = "" if self.stage_index is None else f"/{self.stage_index}"
         return f"rpcmp://{self.kind}{number}"
 
@@ -194,7 +63,7 @@ class Role:
         return self.kind == "driver"
 
     def may_serve(self, stage_index: int | None) -> bool:
-        """Return whether the holder may serve a stage; None stands for any, as of a spare."""
+        """Return whether the holder may serve a stage; None stands for any."""
         if stage_index is None:
             return not self.is_driver
         return self.kind == "spare" or self.stage_index == stage_index
@@ -206,19 +75,171 @@ class Role:
 DRIVER, SPARE = Role("driver"), Role("spare")
 
 STRANGER = Role("stranger")
-"""Role of a local process that a server without certificates does not work for; in no certificate.
-"""
+"""A local process that a server without certificates does not work for; in no certificate."""
 
 
 def stage(index: int) -> Role:
-    """Return the role of one stage's server."""
     return Role("stage", index)
 
 
 def find(uris: Iterable[str]) -> Role | None:
     """Return the role in a certificate's URIs; None if there is not exactly one."""
-    found = [match for uri in uris if (match := _URI.fullmatch(uri))]
-    if len(found) != 1:
+    matches = [match for uri in uris if (match := _URI.fullmatch(uri))]
+    if len(matches) != 1:
         return None
-    index, kind = found[0].groups()
+    index, kind = matches[0].groups()
     return Role(kind) if kind else stage(int(index))
+
+
+class TlsState:
+    """The TLS state of one connection, apart from its socket.
+
+    It works on memory BIOs: one thread carries any number of connections without blocking, and
+    encrypts as much at once as it has read, with the fewest calls per byte that `ssl` allows.
+
+    Args:
+        context: of our certificate.
+        server_hostname: the server's name, for a client; None: this is the server.
+
+    Attributes:
+        has_received: whether the peer has sent data, and so has accepted us.
+    """
+
+    def __init__(self, context: ssl.SSLContext, server_hostname: str | None = None) -> None:
+        self.has_received = False
+        self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(
+            self._received,
+            self._to_send,
+            server_side=server_hostname is None,
+            server_hostname=server_hostname,
+        )
+
+    @property
+    def protocol(self) -> str | None:
+        return self._tls.selected_alpn_protocol()
+
+    @property
+    def peer_role(self) -> Role | None:
+        """The role in the peer's certificate; None if it has none."""
+        certificate: dict[str, Any] = dict(self._tls.getpeercert() or {})
+        names = certificate.get("subjectAltName", ())
+        return find(value for kind, value in names if kind == "URI")
+
+    @property
+    def peer_certificate(self) -> bytes | None:
+        """The peer's certificate, DER; None if it has sent none."""
+        return self._tls.getpeercert(binary_form=True)
+
+    def handshake(self) -> bool:
+        """Continue the handshake; return whether it is complete."""
+        try:
+            self._tls.do_handshake()
+        except ssl.SSLWantReadError:
+            return False
+        return True
+
+    def feed(self, data: bytes | memoryview) -> None:
+        """Add data that the socket has received."""
+        self._received.write(data)
+
+    def decrypt(self, into: memoryview) -> int:
+        """Decrypt data that was received; return the number of bytes, 0 if there are no more now.
+
+        Raises:
+            EOFError: the peer has closed the connection.
+            ssl.SSLError: the data was tampered with.
+        """
+        count = 0
+        try:
+            while count < len(into) and (self._received.pending or self._tls.pending()):
+                got: int = self._tls.read(len(into) - count, into[count:])  # type: ignore[assignment]
+                if not got:
+                    break
+                count += got
+                self.has_received = True
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLZeroReturnError as error:
+            if not count:
+                raise EOFError("the other side has closed the connection") from error
+        return count
+
+    def encrypt(self, data: bytes | memoryview) -> None:
+        """Encrypt `data`; get it from `to_send`."""
+        self._tls.write(data)
+
+    def close(self) -> None:
+        """Announce the end of our data; get that from `to_send`."""
+        with contextlib.suppress(ssl.SSLError, ValueError):  # it has not, or not shaken hands
+            self._tls.unwrap()
+
+    def to_send(self) -> bytes:
+        """Return the bytes to send over the socket."""
+        return self._to_send.read()
+
+
+_OF_ONE_AUTHORITY = "both hosts need certificates and the ca.crt of one (`rpcmp certs issue`)"
+
+_OTHER_AUTHORITY = (
+    "tls.crt of that host is of another authority than {certs}/ca.crt here: " + _OF_ONE_AUTHORITY
+)
+
+_OTHER_NAME = (
+    "issue that host a certificate for this name, too (`rpcmp certs issue DIR --name stageN "
+    "--host NAME`), or use a name that its certificate has: `rpcmp certs show` lists them there"
+)
+
+_NO_TLS = "the other side does not speak TLS at all: start it with --certs"
+
+REMEDIES = {
+    3: "{certs}/ca.crl has no list of that authority: copy its ca.crl here as well",
+    9: "set the clock of one of the two hosts",
+    10: "renew tls.crt of that host with `rpcmp certs renew DIR`, where its authority is, and copy "
+    "it there",
+    18: _OTHER_AUTHORITY,
+    19: _OTHER_AUTHORITY,
+    20: _OTHER_AUTHORITY,
+    21: _OTHER_AUTHORITY,
+    23: "issue that host another one with `rpcmp certs issue DIR`, unless it is in other hands",
+    47: "{certs}/ca.crt here permits other names; if its authority permits more by now, copy the "
+    "newest ca.crt here",
+    62: _OTHER_NAME,
+    64: _OTHER_NAME,
+}
+"""What to do if we refuse a certificate, by OpenSSL's X509_V_ERR_* (x509_vfy.h)."""
+
+ALERTS = {
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "the other side wants a certificate: give --certs",
+    "TLSV1_ALERT_UNKNOWN_CA": "the other side does not know the CA of our certificate: "
+    "{certs}/tls.crt here is of another authority than ca.crt of that host; " + _OF_ONE_AUTHORITY,
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "the other side says that our certificate has expired: "
+    "renew {certs}/tls.crt with `rpcmp certs renew DIR`, where its authority is",
+    "SSLV3_ALERT_CERTIFICATE_REVOKED": "the other side says that our certificate is revoked: "
+    "issue another one with `rpcmp certs issue DIR`, and copy it to {certs}",
+    "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "the other side's ca.crt does not permit the names in our "
+    "certificate: copy the newest ca.crt of its authority to that host",
+    "SSLV3_ALERT_BAD_CERTIFICATE": "the other side does not accept our certificate: see `rpcmp "
+    "certs show {certs}`, and whether the clocks of both hosts are right",
+    "TLSV1_ALERT_PROTOCOL_VERSION": "the other side does not speak TLS 1.3",
+    "UNSUPPORTED_PROTOCOL": "the other side does not speak TLS 1.3",
+    "WRONG_VERSION_NUMBER": _NO_TLS,
+    "HTTP_REQUEST": _NO_TLS,
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it has no certificate",
+    "NO_SHARED_CIPHER": "no cipher in common",
+    "TLSV1_ALERT_NO_APPLICATION_PROTOCOL": "the other side is no rpcmp server",
+}
+"""What failed, and what to do, by OpenSSL's name of the reason; mostly alerts of the peer."""
+
+
+def refusal(error: BaseException, certs: Path | None = None) -> str:
+    """Describe why a handshake failed, and what to do; `certs` has our certificate."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        text = error.verify_message.rstrip(".")
+        if error.verify_code in REMEDIES:
+            text += f"; {REMEDIES[error.verify_code]}"
+    elif isinstance(error, ssl.SSLError) and error.reason:
+        text = ALERTS.get(error.reason, error.reason.lower().replace("_", " "))
+    else:
+        return str(error) or type(error).__name__
+    return text.replace("{certs}", str(certs or "DIR"))

@@ -41,7 +41,7 @@ ALL_UIDS = 2**32 - 1
 SYN_RECEIVED = 3
 """TCP state of a connection that no process has yet."""
 
-_SOCK_DIAG, _BY_FAMILY, _REQUEST, _ERROR = 4, 20, 1, 2
+_SOCK_DIAG, _BY_FAMILY, _REQUEST = 4, 20, 1
 
 _HEADER = struct.Struct("=IHHII")
 _QUESTION = struct.Struct("=BBBBI")
@@ -50,8 +50,7 @@ _REST = struct.Struct("=III")
 _ANSWER = struct.Struct("=BB62xII")
 """Fields of `struct inet_diag_msg`: family, state, and far behind them the user and the inode."""
 
-Host = ipaddress.IPv4Address | ipaddress.IPv6Address
-Place = tuple[Host, int]
+Place = tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]
 
 _thread = ThreadPoolExecutor(1, "rpcmp-localpeer")
 
@@ -71,23 +70,20 @@ class LocalSocket(NamedTuple):
 
 
 def owner(connection: socket.socket) -> int | None:
-    """Return the user id of the other end's process; None if there is none on this machine.
-
-    Raises:
-        SecurityError: the kernel does not answer.
-    """
+    """Return the user id of the other end's process; None if there is none on this machine."""
     try:
-        here, there = _place(connection.getsockname()), _place(connection.getpeername())
-        found = _ask(there, here)
-        # Had our own end been reset meanwhile, what was found could be the next one between the
-        # same two ports, another user's: while ours lasts, there is no other.
+        other_end = _other_end(connection)
+        # Had our own end been reset meanwhile, this could be the next one between the same two
+        # ports, another user's: while ours lasts, there is no other.
         connection.getpeername()
-        if found is None:
+        if other_end is None:
             _require_alive(connection)
+            return None
     except OSError:
         return None
-    # Of one that is closing, or that no process has accepted, kernels say user 0.
-    return found.uid if found and found.state == ESTABLISHED and found.inode else None
+    # For one that is closing, or that no process has accepted, kernels report user 0.
+    is_owned = other_end.state == ESTABLISHED and other_end.inode
+    return other_end.uid if is_owned else None
 
 
 def is_trusted(uid: int | None) -> bool:
@@ -105,20 +101,12 @@ def is_trusted(uid: int | None) -> bool:
 
 
 async def owner_of(connection: socket.socket) -> int | None:
-    """Return `owner` of a connection, without blocking the event loop.
-
-    Raises:
-        SecurityError: the kernel does not answer.
-    """
+    """Return `owner` of a connection, without blocking the event loop."""
     return await asyncio.get_running_loop().run_in_executor(_thread, owner, connection)
 
 
 async def require_same_user(connection: socket.socket) -> None:
-    """Refuse a connection of another user's process.
-
-    Raises:
-        SecurityError: it is another user's, or the kernel does not tell whose.
-    """
+    """Refuse a connection of another user's process, or one whose user the kernel does not tell."""
     if not is_trusted(await owner_of(connection)):
         raise SecurityError("it is another user's")
 
@@ -131,9 +119,6 @@ async def works_here(connection: socket.socket, parent: int) -> bool:
         parent: process id of the only process that may, with its children; 0: any process that is
             not confined, as the code of jobs is. Root's processes, which we may not look into,
             always may.
-
-    Raises:
-        SecurityError: the kernel does not answer.
     """
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_thread, _works_here, connection, parent)
@@ -141,67 +126,48 @@ async def works_here(connection: socket.socket, parent: int) -> bool:
 
 def _works_here(connection: socket.socket, parent: int) -> bool:
     try:
-        here, there = _place(connection.getsockname()), _place(connection.getpeername())
+        other_end = _other_end(connection)
     except OSError:
         return False
-    found = _ask(there, here)
-    if found is None or not found.inode:
+    if other_end is None or not other_end.inode:
         return False
     if parent:
-        return sockets.is_of_family(found.inode, parent)
-    return found.uid != os.geteuid() or sockets.is_free(found.inode)
+        return sockets.is_of_family(other_end.inode, parent)
+    return other_end.uid != os.geteuid() or sockets.is_free(other_end.inode)
 
 
 async def is_process(connection: socket.socket, pid: int) -> bool:
     """Return whether a process of this user has the other end of a connection.
 
-    Args:
-        connection: to any address; if that is another machine's, the result is False.
-        pid: process id.
-
-    Raises:
-        OSError: the connection is gone.
-        SecurityError: the kernel does not answer.
+    If that is on another machine, the result is False. Raises OSError if the connection is gone.
     """
-    here, there = _place(connection.getsockname()), _place(connection.getpeername())
     loop = asyncio.get_running_loop()
-    found = await loop.run_in_executor(_thread, _ask, there, here)
-    return found is not None and found.inode > 0 and sockets.has_socket(pid, found.inode)
+    other_end = await loop.run_in_executor(_thread, _other_end, connection)
+    return bool(other_end and other_end.inode and sockets.has_socket(pid, other_end.inode))
 
 
 async def require_own_server(connection: socket.socket, address: str) -> None:
     """Refuse a server of another user, before a byte is sent to it.
 
-    Returns once the server has accepted the connection; the caller sets a timeout.
-
-    Args:
-        connection: has just been opened.
-        address: HOST:PORT that was dialled, for errors.
-
-    Raises:
-        SecurityError: another user serves there, or the kernel does not tell who does.
-        OSError: the connection is gone.
+    Returns once the server has accepted the connection, which has just been opened; the caller sets
+    a timeout. `address` is the one that was dialled, for errors.
     """
     loop = asyncio.get_running_loop()
     # First the listener: another user's that never accepts is refused by name.
     await loop.run_in_executor(_thread, _require_own_listener, connection, address)
-    # Then the other end. Asked alone, it could be one that waits to be accepted, for which kernels
-    # before 6.17 say user 0; a listener alone could be one that has replaced another. In this
-    # order nothing slips through: a listener that is closed takes with it what it has not
-    # accepted, and what it has accepted is its user's, who is found here. So is the service of a
-    # user whose listener root has opened. A connection in between, taken from the queue and not
-    # yet any process's, has no inode, and is looked at again.
+    # Then the other end. Alone, it could be one that waits to be accepted, for which kernels before
+    # 6.17 say user 0; a listener alone could be one that has replaced another. In this order
+    # nothing slips through: a listener that is closed takes with it the connections that it has not
+    # accepted, and those that it has accepted are its user's, who is found here. So is the service
+    # of a user whose listener root has opened. A connection in between, taken from the queue and
+    # not yet any process's, has no inode, and is looked at again.
     pauses = iter(ACCEPT_PAUSES)
     while not await loop.run_in_executor(_thread, _is_accepted, connection, address):
         await asyncio.sleep(next(pauses, ACCEPT_PAUSES[-1]))
 
 
 def require_answers(listener: socket.socket) -> None:
-    """Check that the kernel tells the owner of a socket, with one of our own that listens.
-
-    Raises:
-        SecurityError: it does not.
-    """
+    """Check that the kernel tells the owner of a socket, with one of our own that listens."""
     here = _place(listener.getsockname())
     if _ask(here, _anywhere(here)) is None:
         raise _silence("it does not know this process's own sockets")
@@ -209,8 +175,8 @@ def require_answers(listener: socket.socket) -> None:
 
 def _require_own_listener(connection: socket.socket, address: str) -> None:
     there = _place(connection.getpeername())
-    found = _ask(there, _anywhere(there))
-    if found is None or found.state != LISTEN:
+    listener = _ask(there, _anywhere(there))
+    if listener is None or listener.state != LISTEN:
         _require_alive(connection)
         # A server that ends closes its listener first, and then what it has accepted.
         time.sleep(LAST_WORDS)
@@ -220,32 +186,31 @@ def _require_own_listener(connection: socket.socket, address: str) -> None:
             "forwarded to a container: give --certs, so that the server proves who it is; or "
             "--insecure, where nobody else is on this machine"
         )
-    _require_trusted(found.uid, address)
+    _require_trusted(listener.uid, address)
 
 
 def _require_alive(connection: socket.socket) -> None:
     """Check that our own end is still connected."""
-    found = _ask(_place(connection.getsockname()), _place(connection.getpeername()))
-    connection.getpeername()  # which fails for one that has been reset: no kernel knows it then
-    if found is None:
+    own_end = _ask(_place(connection.getsockname()), _place(connection.getpeername()))
+    connection.getpeername()  # fails if it has been reset: no kernel knows it then
+    if own_end is None:
         raise _silence("it does not know this process's own sockets")
-    if found.state != ESTABLISHED:
+    if own_end.state != ESTABLISHED:
         raise ConnectionResetError("it has hung up")
 
 
 def _is_accepted(connection: socket.socket, address: str) -> bool:
-    here, there = _place(connection.getsockname()), _place(connection.getpeername())
-    found = _ask(there, here)
-    connection.getpeername()  # as above: while our end lasts, what was found is its other end
-    if found is not None and found.state == SYN_RECEIVED:
-        # The kernel keeps it back until we say something (TCP_DEFER_ACCEPT). It is still the
-        # listener's that was looked at, and gone if that is.
+    other_end = _other_end(connection)
+    connection.getpeername()  # as in `owner`: while our end lasts, this is its other end
+    if other_end is not None and other_end.state == SYN_RECEIVED:
+        # The kernel keeps it back until we send something (TCP_DEFER_ACCEPT). It still belongs to
+        # the listener that was looked at, and is gone if that is.
         return True
-    if found is None or found.state != ESTABLISHED:
+    if other_end is None or other_end.state != ESTABLISHED:
         raise ConnectionResetError("it has hung up")
-    if not found.inode:
+    if not other_end.inode:
         return False
-    _require_trusted(found.uid, address)
+    _require_trusted(other_end.uid, address)
     return True
 
 
@@ -285,6 +250,10 @@ def _maps_all_users() -> bool:
     return sum(int(row.split()[2]) for row in rows) >= ALL_UIDS
 
 
+def _other_end(connection: socket.socket) -> LocalSocket | None:
+    return _ask(_place(connection.getpeername()), _place(connection.getsockname()))
+
+
 def _place(address: tuple[str, int] | tuple[str, int, int, int]) -> Place:
     """Return host and port; unwraps an IPv4 address of an IPv6 socket."""
     host = ipaddress.ip_address(address[0].partition("%")[0])
@@ -314,8 +283,7 @@ def _ask(local: Place, remote: Place) -> LocalSocket | None:
     if kind == _BY_FAMILY:
         _, state, uid, inode = _ANSWER.unpack_from(answer, _HEADER.size)
         return LocalSocket(state, uid, inode)
-    # The same answer as of a kernel without this service, which callers tell apart by a socket of
-    # their own.
+    # A kernel without this service answers likewise; callers tell by a socket of their own.
     return None
 
 
@@ -327,7 +295,7 @@ def _question(local: Place, remote: Place) -> bytes:
             _PORTS.pack(local[1], remote[1]),
             local[0].packed.ljust(16, b"\0"),
             remote[0].packed.ljust(16, b"\0"),
-            # By the loopback interface, which a socket may be bound to; and of whatever cookie.
+            # By the loopback interface, to which a socket may be bound; with any cookie.
             _REST.pack(_loopback(), 2**32 - 1, 2**32 - 1),
         ]
     )

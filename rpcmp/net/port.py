@@ -22,20 +22,20 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from rpcmp.errors import AddressInUseError, RpcmpError, SecurityError
-from rpcmp.net.accept import (
+from rpcmp.net.connection_limits import (
     LOOPBACK,
-    Budget,
-    Guest,
+    AdmittedConnection,
+    ConnectionLimit,
     address_of,
     connections,
+    descriptor_limit,
     listen_deferred,
-    share,
     user_of,
 )
-from rpcmp.net.identity import GRPC, RELAY, STRANGER, Role
+from rpcmp.net.identity import GRPC, RELAY, STRANGER, Role, TlsState, refusal
 from rpcmp.net.local_peer import owner_of, require_answers, require_same_user, works_here
+from rpcmp.net.peer_connection import HEADER, ConnectionTasks, PeerConnection
 from rpcmp.net.security import Security
-from rpcmp.net.tls import HEADER, Connection, TlsState, refusal
 from rpcmp.process.sockets import keep_alive
 
 GREETING_SECONDS = 10.0
@@ -54,23 +54,17 @@ log = logging.getLogger(__name__)
 
 
 class IncomingConnection(NamedTuple):
-    """A connection that has authenticated.
+    """An authenticated connection, for GRPC or RELAY; the role is None without certificates."""
 
-    Attributes:
-        end: the connection.
-        role: of its certificate; None without certificates.
-        protocol: GRPC or RELAY.
-    """
-
-    end: Connection
+    end: PeerConnection
     role: Role | None
     protocol: str
 
     @property
     def name(self) -> str:
         """Role and address, for messages: "stage 1 at 10.0.0.2:40000"."""
-        where = _name(self.end.socket)
-        return where if self.role is None else f"{self.role} at {where}"
+        address = _name(self.end.socket)
+        return address if self.role is None else f"{self.role} at {address}"
 
 
 class PortMultiplexer:
@@ -93,19 +87,14 @@ class PortMultiplexer:
         self._security, self._works_for = security, works_for
         self._serve_grpc, self._relay = serve_grpc, relay
         self._listeners: list[socket.socket] = []
-        self._tasks: set[asyncio.Future[None]] = set()
-        self._most = share(8, MAX_CONNECTIONS)
-        self._budget = Budget(self._most, share(16, MAX_UNAUTHENTICATED))
+        self._tasks = ConnectionTasks()
+        self._max_connections = descriptor_limit(8, MAX_CONNECTIONS)
+        max_unauthenticated = descriptor_limit(16, MAX_UNAUTHENTICATED)
+        self._limit = ConnectionLimit(self._max_connections, max_unauthenticated)
         self._num_by_role: Counter[Role | None] = Counter()
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; return the port, which is a free one for port 0.
-
-        Raises:
-            AddressInUseError: the port is in use, or the host is not this machine's.
-            SecurityError: there are no certificates, and the kernel does not tell the owners of
-                connections.
-        """
+        """Listen; return the port, which is a free one for port 0."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             listener = socket.create_server((host, port), family=family, backlog=256)
@@ -119,87 +108,77 @@ class PortMultiplexer:
         self._listeners.append(listener)
         if self._asks_kernel:
             require_answers(listener)
-        else:  # clients that ask the kernel, too, wait until they are accepted
+        else:  # clients that ask the kernel as well wait until they are accepted
             listen_deferred(listener)
-        self._spawn(self._accept(listener))
+        self._tasks.spawn(self._accept(listener))
         bound: int = listener.getsockname()[1]
         return bound
 
     async def stop(self) -> None:
-        """Close all connections."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
         for listener in self._listeners:
             listener.close()
 
-    def _spawn(self, work: Awaitable[None]) -> asyncio.Future[None]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     @property
     def _asks_kernel(self) -> bool:
-        """Whether connections are authenticated by the kernel."""
+        """Whether the kernel authenticates connections, by their user."""
         return self._security.credentials is None and not self._security.insecure
 
     async def _accept(self, listener: socket.socket) -> None:
-        async for connection in connections(listener, self._budget):
-            guest = self._budget.admit(address_of(connection), connection.close)
-            if guest is None:
+        async for connection in connections(listener, self._limit):
+            admitted = self._limit.admit(address_of(connection), connection.close)
+            if admitted is None:
                 connection.close()
                 continue
-            serving = self._spawn(self._serve(connection, guest))
-            guest.end = serving.cancel
-            serving.add_done_callback(functools.partial(self._closed, connection, guest))
+            serving = self._tasks.spawn(self._serve(connection, admitted))
+            admitted.end = serving.cancel
+            serving.add_done_callback(functools.partial(self._closed, connection, admitted))
 
-    def _closed(self, connection: socket.socket, guest: Guest, task: asyncio.Future[None]) -> None:
-        connection.close()  # a task that is cancelled before it starts does not
-        self._budget.remove(guest)
+    def _closed(
+        self, connection: socket.socket, admitted: AdmittedConnection, task: asyncio.Future[None]
+    ) -> None:
+        connection.close()
+        self._limit.remove(admitted)
 
-    async def _serve(self, connection: socket.socket, guest: Guest) -> None:
+    async def _serve(self, connection: socket.socket, admitted: AdmittedConnection) -> None:
         who = _name(connection)
         try:
             async with asyncio.timeout(GREETING_SECONDS):
-                incoming = await self._authenticate(connection, guest)
+                incoming = await self._authenticate(connection, admitted)
         except (OSError, EOFError, TimeoutError, SecurityError) as error:
-            log.debug("refused %s: %s", who, refusal(error))
-            connection.close()
+            log.debug("refused %s: %s", who, refusal(error, self._security.certs))
             return
-        except BaseException:
-            connection.close()
-            raise
-        self._budget.authenticate(guest)
+        self._limit.authenticate(admitted)
         self._num_by_role[incoming.role] += 1
         try:
             self._require_room(incoming.role)
             await self._dispatch(incoming)
         except (OSError, EOFError, RpcmpError) as error:
-            log.debug("lost %s: %s", who, refusal(error))
+            log.debug("lost %s: %s", who, refusal(error, self._security.certs))
         finally:
             self._num_by_role[incoming.role] -= 1
             incoming.end.close()
 
     def _require_room(self, role: Role | None) -> None:
         """Refuse a role that has more than its share: there must always be room for the driver."""
-        share_of_one = max(MIN_SHARE, self._most // 4)
+        share_of_one = max(MIN_SHARE, self._max_connections // 4)
         if role is not None and not role.is_driver and self._num_by_role[role] > share_of_one:
             raise SecurityError(f"{role} has {share_of_one} connections here already")
 
-    async def _authenticate(self, connection: socket.socket, guest: Guest) -> IncomingConnection:
-        """Authenticate a connection."""
+    async def _authenticate(
+        self, connection: socket.socket, admitted: AdmittedConnection
+    ) -> IncomingConnection:
         keep_alive(connection.fileno())
         if self._asks_kernel:
             await require_same_user(connection)
-        elif guest.peer == LOOPBACK:
+        elif admitted.peer == LOOPBACK:
             with contextlib.suppress(SecurityError):  # only needed for the limits
-                guest.peer = user_of(await owner_of(connection))
+                admitted.peer = user_of(await owner_of(connection))
         credentials = self._security.credentials
         if credentials is None:
-            return await self._authenticate_local(Connection(connection))
+            return await self._authenticate_local(PeerConnection(connection))
         session = TlsState(credentials.server())
-        end = Connection(connection, session)
+        end = PeerConnection(connection, session)
         await end.do_handshake()
         if session.peer_role is None:
             raise SecurityError("its certificate has no role of rpcmp")
@@ -208,7 +187,7 @@ class PortMultiplexer:
         self._security.establish(end)
         return IncomingConnection(end, session.peer_role, session.protocol)
 
-    async def _authenticate_local(self, end: Connection) -> IncomingConnection:
+    async def _authenticate_local(self, end: PeerConnection) -> IncomingConnection:
         role = None
         asks = self._asks_kernel or self._works_for
         if asks and not await works_here(end.socket, self._works_for):

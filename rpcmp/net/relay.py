@@ -21,21 +21,20 @@ import contextlib
 import logging
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rpcmp.config.addresses import parse
 from rpcmp.errors import JobError, RelayError, RpcmpError, SecurityError, WorkerDiedError
-from rpcmp.net.accept import connections
-from rpcmp.net.dialer import Dialer
+from rpcmp.net.connection_limits import connections
 from rpcmp.net.identity import RELAY, Role
 from rpcmp.net.local_peer import require_answers, require_same_user
+from rpcmp.net.peer_connection import ConnectionTasks, Dialer, PeerConnection
 from rpcmp.net.port import IncomingConnection
 from rpcmp.net.rpc_inspection import Inspection, Pipes
 from rpcmp.net.security import is_loopback
-from rpcmp.net.splice import splice
-from rpcmp.net.tls import Connection
+from rpcmp.net.tunnel import splice
 from rpcmp.process import sockets
 from rpcmp.process.fork_client import Forks
 
@@ -44,7 +43,7 @@ RETRY_SECONDS = 0.5
 ASK_SECONDS = 5.0
 """Time limit for the kernel to tell the owner of a connection."""
 
-MAX_WAITING = 8
+MAX_PARKED = 8
 """Connections that a driver may keep open for a worker."""
 
 MAX_OPEN = 16
@@ -71,11 +70,10 @@ class RelayPeer:
 
     @property
     def label(self) -> str:
-        """Its name in errors."""
         return f"{self.name} at {self.server}" if self.server else self.name
 
-    def may_be(self, role: Role | None) -> bool:
-        """Return whether a certificate's role may be this member; None without certificates."""
+    def accepts_role(self, role: Role | None) -> bool:
+        """Return whether a certificate's role may be this member; None: without certificates."""
         if role is None:
             return True
         return role.may_serve(self.stage_index) if self.server else role.is_driver
@@ -87,9 +85,9 @@ class Relay:
     Args:
         job_id, generation: connections of others are refused.
         name: RPC name of the member.
-        forks: has sockets in the member's network.
+        forks: opens sockets in the member's network.
         dialer: opens connections to servers.
-        refused: called, before the connection ends, when a peer has sent a message that the
+        on_refused: called, before the connection ends, when a peer has sent a message that the
             protocol does not allow: the job must end.
     """
 
@@ -100,43 +98,36 @@ class Relay:
         name: str,
         forks: Forks,
         dialer: Dialer,
-        refused: Callable[[SecurityError], None],
+        on_refused: Callable[[SecurityError], None],
     ) -> None:
         self._greeting = {"job_id": job_id, "generation": generation}
         self._name = name
         self._forks, self._dialer = forks, dialer
-        self._pipes = Pipes(refused)
+        self._pipes = Pipes(on_refused)
         self._own = ""
         self._peers: dict[str, RelayPeer] = {}
-        self._waiting: asyncio.Queue[Connection] = asyncio.Queue(MAX_WAITING)
+        self._parked: asyncio.Queue[PeerConnection] = asyncio.Queue(MAX_PARKED)
         self._is_shared = False
         self._is_closed = False
         self._has_warned = False
         self._listeners: list[socket.socket] = []
-        self._tasks: set[asyncio.Future[None]] = set()
-        self._carried: dict[Connection, str] = {}
+        self._tasks = ConnectionTasks()
+        self._carried: dict[PeerConnection, str] = {}
         self._open: Counter[str] = Counter()
 
     @property
     def round_trips(self) -> dict[str, float]:
         """Seconds of a round trip to each connected peer's host, by the address of its agent."""
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for end, peer in self._carried.items():
-            if (seen := sockets.info(end.socket.fileno())) is not None:
-                found[peer] = min(seen.round_trip_s, found.get(peer, seen.round_trip_s))
-        return found
+            if (info := sockets.info(end.socket.fileno())) is not None:
+                seconds[peer] = min(info.round_trip_s, seconds.get(peer, info.round_trip_s))
+        return seconds
 
     async def open(self, own: str, peers: Sequence[RelayPeer]) -> None:
-        """Start to listen.
+        """Start to listen at the addresses of `peers`, which the member cannot reach by itself.
 
-        Args:
-            own: HOST:PORT of the member's agent.
-            peers: all members that it cannot reach by itself.
-
-        Raises:
-            WorkerDiedError: an address is taken.
-            SecurityError: a peer listens where other hosts can reach it; or other users can reach
-                our listeners, and the kernel does not tell the owners of connections.
+        `own` is HOST:PORT of the member's agent. Raises WorkerDiedError if an address is taken.
         """
         for peer in peers:
             if not is_loopback(parse(peer.listens)[0]):
@@ -159,26 +150,19 @@ class Relay:
             if self._is_shared:
                 require_answers(listener)
             self._require_open()
-            self._spawn(self._listen(listener, peer))
+            self._tasks.spawn(self._listen(listener, peer))
 
-    def wait_for(self, stage: RelayPeer) -> None:
+    def park_at(self, stage: RelayPeer) -> None:
         """As the driver: keep a connection open for the worker of a stage to use."""
-        self._spawn(self._keep_waiting(stage))
+        self._tasks.spawn(self._keep_parked(stage))
 
-    async def take(self, incoming: IncomingConnection, greeting: Mapping[str, Any]) -> None:
-        """Serve an incoming connection until it ends.
-
-        Args:
-            greeting: its first frame.
-
-        Raises:
-            RelayError, OSError: it broke.
-        """
+    async def handle(self, incoming: IncomingConnection, greeting: Mapping[str, Any]) -> None:
+        """Serve an incoming connection, with `greeting` for its first frame, until it ends."""
         if {key: greeting.get(key) for key in self._greeting} != self._greeting or not self._own:
             raise RelayError("it is of a group that does not run here")
         self._require_open()
         incoming.end.has_frames = True
-        serving = self._spawn(self._serve(incoming, greeting))
+        serving = self._tasks.spawn(self._serve(incoming, greeting))
         try:
             await asyncio.wait([serving])
         finally:
@@ -193,7 +177,7 @@ class Relay:
                 raise RelayError(f"{peer.label} has {MAX_OPEN} connections here already")
             self._open[peer.name] += 1
             try:
-                await self._connect(incoming.end, peer)
+                await self._connect_to_worker(incoming.end, peer)
             finally:
                 self._open[peer.name] -= 1
         elif peer.server:
@@ -202,41 +186,31 @@ class Relay:
             await self._park(incoming.end)
 
     def _member(self, incoming: IncomingConnection, greeting: Mapping[str, Any]) -> RelayPeer:
-        """Return the member of the group that has opened a connection."""
         peer = self._peers.get(str(greeting.get("from")))
         if peer is None:
             raise RelayError(f"{incoming.name} names no peer of {self._name}")
-        if not peer.may_be(incoming.role):
+        if not peer.accepts_role(incoming.role):
             raise RelayError(f"{incoming.name} may not speak for {peer.name}")
         return peer
 
     async def close(self) -> None:
-        """Stop listening and break all connections."""
         self._is_closed = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
         for listener in self._listeners:
             listener.close()
-        while not self._waiting.empty():
-            self._waiting.get_nowait().close()
+        while not self._parked.empty():
+            self._parked.get_nowait().close()
 
     def _require_open(self) -> None:
         if self._is_closed:
             raise RelayError("the group has ended")
 
-    def _spawn(self, work: Awaitable[None]) -> asyncio.Future[None]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     async def _listen(self, listener: socket.socket, peer: RelayPeer) -> None:
         """Carry the connections that our worker opens to a peer's address."""
         async for connection in connections(listener):
-            # One after the other: what comes meanwhile waits in the kernel, and takes nothing here.
+            # One after the other: those that arrive meanwhile wait in the kernel, at no cost here.
             if not self._is_shared or await self._is_ours(connection, peer):
-                self._spawn(self._pass_on(Connection(connection), peer))
+                self._tasks.spawn(self._pass_on(PeerConnection(connection), peer))
 
     async def _is_ours(self, connection: socket.socket, peer: RelayPeer) -> bool:
         """Return whether our own user has opened a connection; close it otherwise."""
@@ -255,90 +229,81 @@ class Relay:
             raise
         return True
 
-    async def _pass_on(self, here: Connection, peer: RelayPeer) -> None:
-        try:
-            there = await self._reach(peer)
-        except (RpcmpError, OSError, EOFError) as error:
-            log.warning("cannot carry to %s: %s", peer.server or "the driver", error)
-            here.abort()
-            return
-        except BaseException:
-            here.abort()
-            raise
+    async def _pass_on(self, here: PeerConnection, peer: RelayPeer) -> None:
+        with _aborted_on_error(here):
+            try:
+                there = await self._connect_to_host(peer)
+            except (RpcmpError, OSError, EOFError) as error:
+                log.warning("cannot carry to %s: %s", peer.server or "the driver", error)
+                here.abort()
+                return
         self._carried[there] = peer.listens
         try:
-            await _carry(here, there, self._pipes.inspect(peer.name, peer.label, peer.listens))
+            await _carry(here, there, Inspection(self._pipes, peer.name, peer.label, peer.listens))
         finally:
             del self._carried[there]
 
-    async def _reach(self, peer: RelayPeer) -> Connection:
+    async def _connect_to_host(self, peer: RelayPeer) -> PeerConnection:
         while not peer.server:
-            there = await self._waiting.get()
-            try:
+            there = await self._parked.get()
+            # If it is gone, the driver's network has changed, and it has opened another one.
+            with contextlib.suppress(OSError), _aborted_on_error(there):
                 await there.write_message({"go": True})
-            except OSError:  # the driver's network has changed meanwhile, and it has opened another
-                there.abort()
-            except BaseException:
-                there.abort()
-                raise
-            else:
                 return there
-        return await self._dial(peer.server, peer.stage_index, "connect")
+        return await self._dial(peer, "connect")
 
-    async def _dial(self, server: str, stage_index: int | None, op: str) -> Connection:
-        there = await self._dialer.open(server, RELAY, stage_index)
-        try:
+    async def _dial(self, peer: RelayPeer, op: str) -> PeerConnection:
+        there = await self._dialer.open(peer.server, RELAY, peer.stage_index)
+        with _aborted_on_error(there):
             await there.write_message({**self._greeting, "op": op, "from": self._name})
             if op == "wait":
                 await there.read_message()
-        except BaseException:
-            there.abort()
-            raise
         there.has_frames = True
         return there
 
-    async def _park(self, end: Connection) -> None:
+    async def _park(self, end: PeerConnection) -> None:
         """Keep a driver's connection until our worker connects to the driver."""
-        if self._waiting.full():  # of a driver whose network comes and goes
-            self._waiting.get_nowait().abort()
-        self._waiting.put_nowait(end)
-        # Whoever takes it owns the connection; this one task must not close it meanwhile.
+        if self._parked.full():  # of a driver whose network comes and goes
+            self._parked.get_nowait().abort()
+        self._parked.put_nowait(end)
+        # The task that uses the connection owns it, so this one must not close it meanwhile.
         await end.gone.wait()
 
-    async def _keep_waiting(self, stage: RelayPeer) -> None:
+    async def _keep_parked(self, stage: RelayPeer) -> None:
         while True:
             try:
-                there = await self._dial(stage.server, stage.stage_index, "wait")
+                there = await self._dial(stage, "wait")
             except (RpcmpError, OSError, EOFError) as error:
                 # A lost host is reported by its supervisor, a refusal only here.
                 if isinstance(error, SecurityError):
                     log.warning("the worker of %s cannot reach the driver: %s", stage.server, error)
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            self._spawn(self._come(there, stage))
+            self._tasks.spawn(self._serve_parked(there, stage))
 
-    async def _come(self, there: Connection, peer: RelayPeer) -> None:
+    async def _serve_parked(self, there: PeerConnection, peer: RelayPeer) -> None:
         with contextlib.suppress(OSError, RpcmpError):
-            await self._connect(there, peer)
+            await self._connect_to_worker(there, peer)
 
-    async def _connect(self, there: Connection, peer: RelayPeer) -> None:
+    async def _connect_to_worker(self, there: PeerConnection, peer: RelayPeer) -> None:
         """Carry a connection from another host to our own worker."""
-        try:
-            connection = await self._forks.connectable()
-        except BaseException:
-            there.abort()
-            raise
-        try:
-            connection.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(connection, parse(self._own))
-        except BaseException:
-            connection.close()
-            there.abort()
-            raise
-        await _carry(Connection(connection), there, self._pipes.inspect(peer.name, peer.label))
+        with _aborted_on_error(there):
+            here = PeerConnection(await self._forks.connectable())
+            with _aborted_on_error(here):
+                await asyncio.get_running_loop().sock_connect(here.socket, parse(self._own))
+        await _carry(here, there, Inspection(self._pipes, peer.name, peer.label))
 
 
-async def _carry(here: Connection, there: Connection, inspection: Inspection) -> None:
+@contextlib.contextmanager
+def _aborted_on_error(end: PeerConnection) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        end.abort()
+        raise
+
+
+async def _carry(here: PeerConnection, there: PeerConnection, inspection: Inspection) -> None:
     """Carry until one end is gone; the agents notice that by themselves."""
     try:
         with contextlib.suppress(OSError, RelayError, SecurityError):  # the last is reported

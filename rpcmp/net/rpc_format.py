@@ -148,14 +148,15 @@ def _with_autograd(wrapped: int, check: Check) -> Check:
     """Return the check of a message that wraps another: its bytes, torch's ids, their length."""
 
     def inner(payload: bytes, num_tensors: int) -> bytes | None:
-        if len(payload) < _TAIL.size:
+        end = len(payload) - _TAIL.size
+        if end < 0:
             return None
-        (length,) = _TAIL.unpack_from(payload, len(payload) - _TAIL.size)
-        begin = len(payload) - _TAIL.size - length
+        (length,) = _TAIL.unpack_from(payload, end)
+        begin = end - length
         if length <= 0 or begin < 0:
             return None
-        found = _AUTOGRAD.fullmatch(payload, begin, len(payload) - _TAIL.size)
-        if found is None or pickled_int(found[1]) != wrapped:
+        ids = _AUTOGRAD.fullmatch(payload, begin, end)
+        if ids is None or pickled_int(ids[1]) != wrapped:
             return None
         return check(payload[:begin], num_tensors)
 
@@ -163,16 +164,16 @@ def _with_autograd(wrapped: int, check: Check) -> Check:
 
 
 def _gradients(payload: bytes, num_tensors: int) -> bytes | None:
-    found = _GRADIENTS.fullmatch(payload)
-    if found is None:
+    gradients = _GRADIENTS.fullmatch(payload)
+    if gradients is None:
         return None
-    for number, each in enumerate(_GRADIENT.finditer(found[1]), 1):
-        # The global stands before the first, and the others refer to it; what is remembered is
-        # numbered without gaps, which C++ would fill.
-        remembered = int.from_bytes(each[3][1:], "little")
-        if (each[1][:1] == b"c") != (number == 1) or remembered != number:
+    for number, gradient in enumerate(_GRADIENT.finditer(gradients[1]), 1):
+        # The global stands before the first, and the others refer to it. The memo is numbered
+        # without gaps, which C++ would fill.
+        remembered = int.from_bytes(gradient[3][1:], "little")
+        if (gradient[1][:1] == b"c") != (number == 1) or remembered != number:
             return None
-        if not 0 <= pickled_int(each[2]) < num_tensors:
+        if not 0 <= pickled_int(gradient[2]) < num_tensors:
             return None
     return b""
 
@@ -219,21 +220,13 @@ ANSWERS = {
 
 
 def name_of(kind: int) -> str:
-    """Return torch's name of a message type."""
     return NAMES.get(kind, f"unknown type {kind:#x}")
 
 
 def require(kinds: dict[int, Check], kind: int, payload: bytes, num_tensors: int) -> bytes:
     """Refuse a message that is not one of `kinds`; return the Python pickle in it, or empty bytes.
 
-    Args:
-        kinds: FROM_STAGES, REQUESTS or RESPONSES.
-        kind: the message's type.
-        payload: torch's payload.
-        num_tensors: how many tensors come with it.
-
-    Raises:
-        FormatError: it has another type, or its payload another form.
+    `kinds` are FROM_STAGES, REQUESTS or RESPONSES.
     """
     if (check := kinds.get(kind)) is None:
         raise FormatError(f"a message of type {name_of(kind)}")

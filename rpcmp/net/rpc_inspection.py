@@ -54,7 +54,6 @@ MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 """Bytes of this host's memory: larger tensors would end the worker that allocates them."""
 
 _LENGTH = struct.Struct("<Q")
-_TYPE = struct.Struct("<I")
 
 Steps = Generator[None, None, None]
 
@@ -63,7 +62,7 @@ class Frames:
     """The short frames of a stream, and their numbers."""
 
     def __init__(self) -> None:
-        self._begun = bytearray()
+        self._unfinished = bytearray()
         self._skip = 0  # bytes of a frame that is too long to be of interest
         self._number = 0
 
@@ -71,17 +70,17 @@ class Frames:
         """Yield the short frames that end in `data`, with their numbers."""
         skipped = min(self._skip, len(data))
         self._skip -= skipped
-        self._begun += data[skipped:]
-        while len(self._begun) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._begun)
+        self._unfinished += data[skipped:]
+        while len(self._unfinished) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._unfinished)
             end = _LENGTH.size + length
             if length > MAX_NAME:
-                self._skip = max(0, end - len(self._begun))
-            elif len(self._begun) < end:
+                self._skip = max(0, end - len(self._unfinished))
+            elif len(self._unfinished) < end:
                 return
             else:
-                yield self._number, bytes(self._begun[_LENGTH.size : end])
-            del self._begun[:end]
+                yield self._number, bytes(self._unfinished[_LENGTH.size : end])
+            del self._unfinished[:end]
             self._number += 1
 
 
@@ -107,13 +106,13 @@ class Pipes:
     """The pipes between one worker and its peers in other networks.
 
     Args:
-        refused: called with the error as soon as a peer sends what it must not.
+        on_refused: called with the error as soon as a peer sends what it must not.
     """
 
-    def __init__(self, refused: Callable[[SecurityError], None]) -> None:
-        self._refused = refused
+    def __init__(self, on_refused: Callable[[SecurityError], None]) -> None:
+        self.on_refused = on_refused
         # By whether we opened the pipe, its peer, and the number in the answer; None: the reply's.
-        self._channels: dict[tuple[bool, str, int], Lengths | None] = {}
+        self.channels: dict[tuple[bool, str, int], Lengths | None] = {}
         self._held: Counter[str] = Counter()
 
     def hold(self, peer: str, count: int) -> bool:
@@ -121,48 +120,22 @@ class Pipes:
         self._held[peer] += count
         return self._held[peer] <= MAX_HELD
 
-    def inspect(self, peer: str, label: str, listens: str = "") -> Inspection:
-        """Return the inspection of a new connection.
-
-        Args:
-            peer: RPC name of the member on the other side.
-            label: its name in errors.
-            listens: HOST:PORT of its agent, if our worker has opened the connection.
-        """
-        return Inspection(self, peer, label, listens)
-
-    def register(self, key: tuple[bool, str, int], lengths: Lengths | None) -> None:
-        self._channels[key] = lengths
-
-    def find(self, key: tuple[bool, str, int]) -> Lengths | None:
-        """Return the tensors' lengths of an announced connection; None if it carries no tensors.
-
-        Raises:
-            KeyError: it was not announced.
-        """
-        return self._channels[key]
-
-    def forget(self, key: tuple[bool, str, int]) -> None:
-        """Drop a connection of a pipe that has ended."""
-        self._channels.pop(key, None)
-
-    def refuse(self, error: SecurityError) -> None:
-        self._refused(error)
-
 
 class Inspection:
-    """Inspects one connection; see the module.
+    """Inspects one connection.
 
     Args:
         pipes: of the worker.
-        peer, label, listens: see `Pipes.inspect`.
+        peer: RPC name of the member on the other side.
+        label: its name in errors.
+        listens: HOST:PORT of its agent, if our worker has opened the connection.
 
     Attributes:
         is_held: whether the data has to wait for another connection.
         resume: called when it does not have to wait any longer.
     """
 
-    def __init__(self, pipes: Pipes, peer: str, label: str, listens: str) -> None:
+    def __init__(self, pipes: Pipes, peer: str, label: str, listens: str = "") -> None:
         self._pipes, self._peer, self._label, self._listens = pipes, peer, label, listens
         self._is_ours = bool(listens)
         self._buffer, self._at = bytearray(), 0
@@ -176,7 +149,8 @@ class Inspection:
         self._lengths: Lengths | None = None
         self.is_held = False
         self.resume: Callable[[], None] = lambda: None
-        self._steps = self._unspoken() if self._is_ours else self._hello()
+        unasked = self._require_silence("an answer to nothing")
+        self._steps = unasked if self._is_ours else self._hello()
 
     def sent(self, data: bytes | memoryview) -> bool:
         """Read data of our worker; return False once there is nothing more to learn from it."""
@@ -186,8 +160,8 @@ class Inspection:
             if not number:
                 self._first(frame)
             # After hello and brochure come messages of five frames; type and id are short.
-            elif number % 5 == 3 and len(frame) == _TYPE.size:
-                self._kind = _TYPE.unpack(frame)[0]
+            elif number % 5 == 3 and len(frame) == rpc_format.LENGTH.size:
+                self._kind = rpc_format.LENGTH.unpack(frame)[0]
             elif number % 5 == 4 and len(frame) == _LENGTH.size:
                 self._asked[frame] = self._kind
         return self._is_followed
@@ -195,8 +169,7 @@ class Inspection:
     def received(self, data: bytes | memoryview) -> bytes | memoryview:
         """Take data of the peer; return the bytes that may pass to our worker now.
 
-        Raises:
-            SecurityError: the data is not of the protocol; that has been reported.
+        Raises SecurityError if the data is not of the protocol; that has been reported.
         """
         if self._body and self._at == len(self._buffer):
             if len(data) <= self._body:
@@ -218,7 +191,7 @@ class Inspection:
     def close(self) -> None:
         """Release everything of a connection that has ended."""
         for key in self._registered:
-            self._pipes.forget(key)
+            self._pipes.channels.pop(key, None)
         if self._lengths is not None:
             self._lengths.arrived = lambda: None
         self._pipes.hold(self._peer, -len(self._buffer))
@@ -235,11 +208,6 @@ class Inspection:
             self._steps = self._channel(rpc_format.nop_int(found[1]))
 
     # The peer's data, frame by frame.
-
-    def _unspoken(self) -> Steps:
-        if self._buffer:
-            raise self._error("an answer to nothing")
-        yield
 
     def _hello(self) -> Steps:
         frame = yield from self._frame(MAX_NAME)
@@ -279,7 +247,7 @@ class Inspection:
             (_LENGTH.unpack(answer[4])[0], self._lengths),
         ):
             key = (self._is_ours, self._peer, number)
-            self._pipes.register(key, lengths)
+            self._pipes.channels[key] = lengths
             self._registered.append(key)
 
     def _messages(self, kinds: dict[int, rpc_format.Check], announced: Lengths) -> Steps:
@@ -292,13 +260,15 @@ class Inspection:
             too_long = payload_bytes > MAX_PAYLOAD or list_bytes > MAX_LIST
             if sum(lengths) > MEMORY or too_long:
                 raise self._error("a message that is larger than this host's memory")
-            kind = yield from self._frame(_TYPE.size, exactly=_TYPE.size)
+            kind = yield from self._frame(rpc_format.LENGTH.size, exactly=rpc_format.LENGTH.size)
             number = yield from self._frame(_LENGTH.size, exactly=_LENGTH.size)
             payload = yield from self._frame(MAX_PAYLOAD, exactly=payload_bytes)
             tensors = yield from self._frame(MAX_LIST, exactly=list_bytes)
             try:
                 num_tensors = rpc_pickle.count_tensors(tensors, lengths)
-                self._require(kinds, _TYPE.unpack(kind)[0], number, payload, num_tensors)
+                self._require(
+                    kinds, rpc_format.LENGTH.unpack(kind)[0], number, payload, num_tensors
+                )
             except rpc_format.FormatError as error:
                 raise self._error(str(error)) from error
             for part in (frame, kind, number, payload, tensors):
@@ -314,28 +284,28 @@ class Inspection:
         payload: bytes,
         num_tensors: int,
     ) -> None:
-        """Refuse a message that the peer has no business with."""
-        pickle = rpc_format.require(kinds, kind, payload, num_tensors)
-        if pickle:
-            rpc_pickle.require(pickle, self._peer, is_call=kinds is not rpc_format.RESPONSES)
-        if kinds is rpc_format.RESPONSES:  # torch ends the process if it has not asked
-            asked = self._asked.pop(number, None)
-            if asked is None or kind not in (
-                *rpc_format.ANSWERS.get(asked, ()),
+        """Refuse a message that the peer may not send."""
+        is_response = kinds is rpc_format.RESPONSES
+        if pickle := rpc_format.require(kinds, kind, payload, num_tensors):
+            rpc_pickle.require(pickle, self._peer, is_call=not is_response)
+        if is_response:  # torch ends the process if it has not asked
+            request = self._asked.pop(number, None)
+            if request is None or kind not in (
+                *rpc_format.ANSWERS.get(request, ()),
                 rpc_format.EXCEPTION,
             ):
                 raise rpc_format.FormatError(f"{rpc_format.name_of(kind)} that was not asked for")
 
     def _channel(self, number: int) -> Steps:
         try:
-            lengths = self._pipes.find((self._is_ours, self._peer, number))
+            lengths = self._pipes.channels[self._is_ours, self._peer, number]
         except KeyError:
             raise self._error("a connection of a pipe that it does not have") from None
         if lengths is None:
-            yield from self._silence()
+            yield from self._require_silence("data on a connection that carries none")
             return
         self._lengths = lengths
-        lengths.arrived = self._go_on
+        lengths.arrived = self._resume
         while True:
             yield from self._wait_for(_LENGTH.size)
             (length,) = _LENGTH.unpack_from(self._buffer, self._at)
@@ -355,23 +325,18 @@ class Inspection:
         while self._body:  # `received` counts what goes by
             yield
 
-    def _silence(self) -> Steps:
+    def _require_silence(self, reason: str) -> Steps:
         while self._at == len(self._buffer):
             yield
-        raise self._error("something where nothing is to be said")
+        raise self._error(reason)
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         if self.is_held:
             self.is_held = False
             self.resume()
 
     def _frame(self, most: int, exactly: int | None = None) -> Generator[None, None, bytes]:
-        """Return the next frame's content.
-
-        Args:
-            most: greatest length in bytes.
-            exactly: the required length; None: as the frame announces.
-        """
+        """Return the content of the next frame, of at most or `exactly` so many bytes."""
         yield from self._wait_for(_LENGTH.size)
         (length,) = _LENGTH.unpack_from(self._buffer, self._at)
         if length > most or length != (length if exactly is None else exactly):
@@ -389,11 +354,11 @@ class Inspection:
         self._passed += _LENGTH.pack(len(frame))
         self._passed += frame
 
-    def _error(self, what: str) -> SecurityError:
+    def _error(self, reason: str) -> SecurityError:
         error = SecurityError(
             f"{self._label} has sent a worker on {platform.node()} what is no message of rpcmp's: "
-            f"{what}. That host, or its certificate, may be in other hands: look there, and "
+            f"{reason}. That host, or its certificate, may be in other hands: look there, and "
             "revoke the certificate with `rpcmp certs revoke`"
         )
-        self._pipes.refuse(error)
+        self._pipes.on_refused(error)
         return error

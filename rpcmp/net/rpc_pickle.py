@@ -66,16 +66,7 @@ _LONG = {b"X": 4, b"B": 4, b"\x8b": 4, b"\x8d": 8, b"\x8e": 8, b"\x96": 8}
 
 
 def require(data: bytes, peer: str, is_call: bool) -> None:
-    """Refuse a pickle that names a function which its sender may not call.
-
-    Args:
-        data: the pickle.
-        peer: RPC name of the sender.
-        is_call: whether the message is a call; an answer may name no function.
-
-    Raises:
-        FormatError: it does, or is not a pickle.
-    """
+    """Refuse a pickle that names a function which `peer` may not call; an answer may name none."""
     _require_bounded(data)
     reader = _Reader(io.BytesIO(data))
     try:
@@ -152,20 +143,14 @@ class _Data(metaclass=_Unchanged):
     def __call__(self, *args: Any, **kwargs: Any) -> _Data:
         return self
 
-    def __setstate__(self, state: object) -> None:
-        pass
-
     def __setitem__(self, key: object, value: object) -> None:
         pass
 
-    def append(self, item: object) -> None:
-        """For lists and deques."""
+    def _ignore(self, item: object) -> None:
+        pass
 
-    def extend(self, items: object) -> None:
-        """For lists."""
-
-    def add(self, item: object) -> None:
-        """For sets."""
+    # With one argument: if the pickle builds or extends the class itself, the call fails.
+    __setstate__ = append = extend = add = _ignore
 
 
 CACHED = 16 * 1024
@@ -206,16 +191,12 @@ MAX_ITEMS = 2**40
 
 
 def count_tensors(pickle: bytes, lengths: Sequence[int]) -> int:
-    """Return how many tensors a message has; several may share a storage.
+    """Return how many tensors are in torch's pickle of a list of them.
 
-    Args:
-        pickle: torch's pickle of the list.
-        lengths: bytes of each storage that comes with it.
-
-    Raises:
-        FormatError: torch writes no such list, or a tensor does not lie within its storage.
+    `lengths` are the bytes of the storages that come with it; several tensors may share one. Raises
+    FormatError if torch writes no such list, or a tensor does not lie within its storage.
     """
-    count = _remembered if len(pickle) <= CACHED else _count_tensors
+    count = _cached_count if len(pickle) <= CACHED else _count_tensors
     return count(pickle, tuple(lengths))
 
 
@@ -226,7 +207,7 @@ def _count_tensors(pickle: bytes, lengths: tuple[int, ...]) -> int:
         raise FormatError(f"a list of tensors that makes no sense: {error}") from error
 
 
-_remembered = lru_cache(maxsize=256)(_count_tensors)
+_cached_count = lru_cache(maxsize=256)(_count_tensors)
 
 
 class _TensorList:
@@ -285,13 +266,13 @@ class _TensorList:
         self._require(self._storages < len(self._lengths), "more storages than there are")
         self._require(self._shared() == "cpu", "a storage on another device")
         num_items = self._int()
-        whole = self._lengths[self._storages] == num_items * ITEM_BYTES[kind]
-        self._require(whole, "a storage of another size")
+        num_bytes = num_items * ITEM_BYTES[kind]
+        self._require(self._lengths[self._storages] == num_bytes, "a storage of another size")
         self._expect(b"tQ")
-        found = num_items, kind.removesuffix("Storage") not in _WHOLE
-        self._remember(found)
+        storage = num_items, kind.removesuffix("Storage") not in _WHOLE
+        self._remember(storage)
         self._storages += 1
-        return found
+        return storage
 
     def _shared(self) -> object:
         """Read a string or global, which is written once and referred to afterwards."""
@@ -324,11 +305,11 @@ class _TensorList:
 
     def _ints(self) -> list[int]:
         self._expect(b"(")
-        found = []
+        numbers = []
         while self._data[self._at : self._at + 1] != b"t":
-            found.append(self._int())
+            numbers.append(self._int())
         self._expect(b"t")
-        return found
+        return numbers
 
     def _int(self) -> int:
         size = INT_BYTES.get(self._data[self._at : self._at + 1], 0)

@@ -1,26 +1,154 @@
-"""How a process talks to others: with certificates, on its own machine only, or open to all.
+"""Security of a process's connections: certificates, its own machine only, or none at all.
 
 It fails closed: without certificates everything stays on loopback, and there between the processes
-of one user, unless the user explicitly asks for `insecure`.
+of one user, unless the user explicitly asks for `insecure`. With certificates the TLS contexts of
+`Credentials` refuse a peer without a certificate of our CA, on either side of a connection.
 
-Also watches certificates while a process runs: revoked peers, and the expiry of its own.
+`watch` ends connections of revoked peers, and warns before our own certificate expires.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
+import os
+import ssl
 import time
 import weakref
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rpcmp.config.addresses import parse
 from rpcmp.errors import ConfigError, SecurityError
-from rpcmp.net.identity import Credentials, Role
-from rpcmp.net.tls import Connection
+from rpcmp.net.identity import CA, CERTIFICATE, CRL, GRPC, HTTP, KEY, RELAY, Role, require_private
+
+if TYPE_CHECKING:
+    from rpcmp.net.certificates import Certificate, Revocations
+    from rpcmp.net.peer_connection import PeerConnection
+
+log = logging.getLogger(__name__)
+
+
+class Credentials:
+    """TLS contexts of a process. They are read again when their files have changed.
+
+    Args:
+        folder: with ca.crt, tls.crt and tls.key, and ca.crl if anything is revoked.
+
+    Attributes:
+        revocations: of ca.crl; None if there is none.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.revocations: Revocations | None = None
+        self._stamp: object = None
+        self._refused: object = None  # what could not be used, and was warned of
+        self._load()
+
+    def server(self) -> ssl.SSLContext:
+        """Return the context for connections of stages and drivers, which need a certificate."""
+        self.refresh()
+        return self._server
+
+    def website(self) -> ssl.SSLContext:
+        """Return the context for connections of browsers, which send no certificate."""
+        self.refresh()
+        return self._website
+
+    def client(self, protocol: str) -> ssl.SSLContext:
+        """Return the context for connections to servers, with ALPN `protocol`."""
+        self.refresh()
+        return self._clients[protocol]
+
+    def refresh(self) -> None:
+        """Read the files again if they have changed; log a warning if they cannot be used."""
+        try:
+            stamp: object = self._stat()
+        except OSError as error:  # being replaced
+            stamp = str(error)
+        if stamp in (self._stamp, self._refused):
+            return
+        try:
+            self._load()
+            self._refused = None
+        except (SecurityError, OSError) as error:  # being written: what was read before still holds
+            self._refused = stamp
+            log.warning("the certificate is not renewed: %s", error)
+
+    def certificate(self) -> Certificate:
+        from rpcmp.net.certificates import Certificate  # imports cryptography
+
+        return Certificate.load(self.folder)
+
+    def _load(self) -> None:
+        try:
+            stamp = self._stat()
+        except OSError as error:
+            raise SecurityError(
+                f"{error.filename} cannot be read ({error.strerror}); --certs wants a folder with "
+                f"{CA}, {CERTIFICATE} and {KEY}: `rpcmp certs issue` makes one"
+            ) from error
+        require_private(self.folder / KEY)
+        revocations = self._read_revocations()
+        server = self._context(ssl.PROTOCOL_TLS_SERVER, [GRPC, RELAY], revocations)
+        website = self._context(ssl.PROTOCOL_TLS_SERVER, [HTTP], None)
+        website.verify_mode = ssl.CERT_NONE
+        clients = {
+            protocol: self._context(ssl.PROTOCOL_TLS_CLIENT, [protocol], revocations)
+            for protocol in (GRPC, RELAY)
+        }
+        self._server, self._website, self._clients = server, website, clients
+        self.revocations, self._stamp = revocations, stamp
+
+    def _read_revocations(self) -> Revocations | None:
+        """Read the CRL. If its file is gone, the last one stays, so nothing becomes valid again."""
+        path = self.folder / CRL
+        try:
+            content = path.read_bytes()
+            authorities = (self.folder / CA).read_bytes()
+        except FileNotFoundError:
+            if self.revocations is not None:
+                log.warning("%s is gone: what it has revoked stays so until a restart", path)
+            return self.revocations
+        except OSError as error:
+            raise SecurityError(f"{error.filename} cannot be read ({error.strerror})") from error
+        from rpcmp.net.certificates import Revocations  # imports cryptography
+
+        return Revocations(content, authorities, path)
+
+    def _context(
+        self, side: int, protocols: list[str], revocations: Revocations | None
+    ) -> ssl.SSLContext:
+        context = ssl.SSLContext(side)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        if side == ssl.PROTOCOL_TLS_SERVER:  # no resumption: each connection sends a certificate
+            context.num_tickets = 0
+        context.set_alpn_protocols(protocols)
+        try:
+            context.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY)
+            context.load_verify_locations(self.folder / CA)
+            if revocations is not None:
+                revocations.require(context)
+        except (OSError, ValueError) as error:  # ssl's errors are OSErrors
+            reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+            raise SecurityError(
+                f"the files in {self.folder} cannot be used: {reason}; {CERTIFICATE} and {KEY} "
+                f"have to belong together, and {CA} to be a certificate"
+            ) from error
+        return context
+
+    def _stat(self) -> object:
+        files = [os.stat(self.folder / name) for name in (CA, CERTIFICATE, KEY)]
+        with contextlib.suppress(FileNotFoundError):
+            files.append(os.stat(self.folder / CRL))
+        return [(file.st_mtime_ns, file.st_size, file.st_ino, file.st_mode) for file in files]
+
 
 INSECURE = (
     "insecure: nothing is encrypted, and whoever reaches a stage server runs code on its host"
@@ -31,30 +159,17 @@ WARN_SECONDS = 60.0
 
 
 class Security:
-    """A process's certificate and options.
-
-    Args:
-        certs: folder with its certificate; None: it has none.
-        insecure: talk to other machines without one.
-
-    Raises:
-        SecurityError: the certificate cannot be used.
-        ConfigError: both are given.
-    """
+    """A process's certificate, from a folder; `insecure` talks to other machines without one."""
 
     def __init__(self, certs: Path | None = None, insecure: bool = False) -> None:
         if certs is not None and insecure:
             raise ConfigError("give --certs or --insecure, not both")
-        self.insecure = insecure
+        self.certs, self.insecure = certs, insecure
         self.credentials = None if certs is None else Credentials(certs)
-        self._established: weakref.WeakSet[Connection] = weakref.WeakSet()
+        self._established: weakref.WeakSet[PeerConnection] = weakref.WeakSet()
 
-    def establish(self, end: Connection) -> None:
-        """Register a verified connection, so that it can be ended if the peer is revoked.
-
-        Raises:
-            SecurityError: it has been revoked meanwhile.
-        """
+    def establish(self, end: PeerConnection) -> None:
+        """Register a verified connection, so that it can be ended if the peer is revoked."""
         if self._is_revoked(end):
             raise SecurityError("certificate revoked")
         self._established.add(end)
@@ -67,7 +182,7 @@ class Security:
             end.shut_down()
         return [str(end.session.peer_role) for end in revoked if end.session is not None]
 
-    def _is_revoked(self, end: Connection) -> bool:
+    def _is_revoked(self, end: PeerConnection) -> bool:
         revocations = None if self.credentials is None else self.credentials.revocations
         if revocations is None or end.session is None or end.gone.is_set():
             return False
@@ -76,18 +191,10 @@ class Security:
 
     @property
     def role(self) -> Role | None:
-        """The role in our certificate; None without certificates.
-
-        Raises:
-            SecurityError: the certificate has no role.
-        """
+        """The role in our certificate; None without certificates."""
         if self.credentials is None:
             return None
-        from rpcmp.net.certificates import (
-            Certificate,
-        )  # cryptography is needed with certificates only
-
-        certificate = Certificate.load(self.credentials.folder)
+        certificate = self.credentials.certificate()
         if certificate.role is None:
             raise SecurityError(
                 f"{certificate.path} has no role: among its alternative names there has to be one "
@@ -96,17 +203,10 @@ class Security:
         return certificate.role
 
     def require_allowed(self, addresses: Iterable[str]) -> None:
-        """Refuse addresses on other machines, or that they could reach, without certificates.
-
-        Raises:
-            ConfigError: an address is not on loopback, and there is no certificate.
-        """
-        if self.credentials is not None or self.insecure:
-            for address in addresses:
-                parse(address)
-            return
+        """Refuse addresses on other machines, or that they could reach, without certificates."""
         for address in addresses:
-            if not is_loopback(parse(address)[0]):
+            host, _ = parse(address)
+            if not (self.credentials or self.insecure or is_loopback(host)):
                 raise ConfigError(
                     f"{address} is not a loopback address: whoever reaches a stage server runs "
                     "code on its host. Give --certs DIR, which `rpcmp certs issue` makes, so that "
@@ -115,36 +215,24 @@ class Security:
                 )
 
     def require_valid(self) -> None:
-        """Refuse to start with a certificate that peers would not accept.
-
-        Raises:
-            SecurityError: it has expired, or is not valid yet.
-        """
+        """Refuse to start with a certificate that peers would not accept."""
         if self.credentials is None:
             return
-        from rpcmp.net.certificates import (
-            Certificate,
-        )  # cryptography is needed with certificates only
-
-        found, now = Certificate.load(self.credentials.folder), datetime.now(UTC)
-        if now > found.not_after:
+        certificate, now = self.credentials.certificate(), datetime.now(UTC)
+        if now > certificate.not_after:
             raise SecurityError(
-                f"{found.path} has expired on {found.not_after:%Y-%m-%d}, so that nobody would "
-                "talk to us: renew it where its authority is, by `rpcmp certs renew DIR`, and copy "
-                "it here"
+                f"{certificate.path} has expired on {certificate.not_after:%Y-%m-%d}, so peers "
+                "would refuse us: renew it where its authority is, by `rpcmp certs renew DIR`, and "
+                "copy it here"
             )
-        if now < found.not_before:
+        if now < certificate.not_before:
             raise SecurityError(
-                f"{found.path} is valid from {found.not_before:%Y-%m-%d %H:%M} UTC on, and here it "
-                f"is {now:%Y-%m-%d %H:%M}: set one of the two clocks"
+                f"{certificate.path} is valid from {certificate.not_before:%Y-%m-%d %H:%M} UTC on, "
+                f"and here it is {now:%Y-%m-%d %H:%M}: set one of the two clocks"
             )
 
     def require_may_serve(self, stage_index: int | None) -> None:
-        """Refuse to serve a stage that our certificate is not for, or no longer.
-
-        Raises:
-            SecurityError: it is for another stage, or for the driver; it has expired.
-        """
+        """Refuse to serve a stage with a certificate for another role, or one that has expired."""
         self.require_valid()
         role = self.role
         if role is None:
@@ -155,11 +243,6 @@ class Security:
             raise SecurityError(f"the certificate is for {role}, not for stage {stage_index}")
 
     def require_may_drive(self) -> None:
-        """Refuse to drive with the certificate of a stage.
-
-        Raises:
-            SecurityError: it is a stage's.
-        """
         role = self.role
         if role is not None and not role.is_driver:
             raise SecurityError(
@@ -184,17 +267,13 @@ EXPIRES_DAYS = 7
 
 WARN_EACH_SECONDS = 24 * 3600.0
 
-log = logging.getLogger(__name__)
-
 
 async def watch(security: Security, warn: Callable[[str], None]) -> None:
     """End connections of revoked peers, and warn once a day before the certificate expires.
 
     Returns at once if there are no certificates, otherwise runs until it is cancelled.
 
-    Args:
-        security: of the process.
-        warn: called with the text of a warning.
+    `warn` is called with the text of a warning.
     """
     credentials = security.credentials
     if credentials is None:
@@ -209,27 +288,24 @@ async def watch(security: Security, warn: Callable[[str], None]) -> None:
                 warn(f"a connection with {role} is ended: its certificate is revoked")
         if time.monotonic() - warned >= WARN_EACH_SECONDS:
             warned = time.monotonic()
-            if text := expiry_warning(security, datetime.now(UTC)):
+            if text := expiry_warning(credentials, datetime.now(UTC)):
                 warn(text)
         await asyncio.sleep(POLL_SECONDS)
 
 
-def expiry_warning(security: Security, now: datetime) -> str:
+def expiry_warning(credentials: Credentials, now: datetime) -> str:
     """Return a warning if a certificate expires soon, else an empty string."""
-    from rpcmp.net.certificates import Certificate  # cryptography is needed with certificates only
-
-    assert security.credentials is not None
     try:
-        found = Certificate.load(security.credentials.folder)
+        certificate = credentials.certificate()
     except SecurityError:  # being written; the last one that could be read holds
         return ""
-    days = (found.not_after - now).total_seconds() / 86400
+    days = (certificate.not_after - now).total_seconds() / 86400
     if days >= EXPIRES_DAYS:
         return ""
     when = "has expired"
     if days > 0:
-        when = f"expires on {found.not_after:%Y-%m-%d}, in {days:.0f} days"
+        when = f"expires on {certificate.not_after:%Y-%m-%d}, in {days:.0f} days"
     return (
-        f"{found.path} {when}: renew it where its authority is, by `rpcmp certs renew DIR` for "
-        "one of rpcmp's, and copy it here; it is taken up without a restart"
+        f"{certificate.path} {when}: renew it where its authority is, by `rpcmp certs renew DIR` "
+        "for one of rpcmp's, and copy it here; it is loaded without a restart"
     )

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from rpcmp.config.topology import DRIVER
 from rpcmp.errors import SecurityError, WorkerDiedError, from_wire, to_wire
-from rpcmp.net.dialer import Dialer
 from rpcmp.net.identity import Role
+from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.relay import Relay, RelayPeer
 from rpcmp.process import interpreter, tempdirs
 from rpcmp.process.activity import NO_MICROBATCH, Doing

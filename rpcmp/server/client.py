@@ -13,9 +13,9 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from rpcmp.errors import RpcmpError, SecurityError, UnreachableError, from_wire
-from rpcmp.net.dialer import Dialer, Tunnel
-from rpcmp.net.link_test import LinkSpeed
-from rpcmp.server.connection import CHANNEL_OPTIONS, IS_IT_RUNNING, MEASURE_SECONDS
+from rpcmp.net.peer_connection import Dialer
+from rpcmp.net.tunnel import Tunnel
+from rpcmp.server.connection import CHANNEL_OPTIONS, IS_IT_RUNNING, MEASURE_SECONDS, LinkSpeed
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import doctor_pb2
 from rpcmp.v1.control_pb2_grpc import ControlStub, RendezvousStub, SnapshotsStub
@@ -242,7 +242,7 @@ class StageClient:
         """Return `error`, or a SecurityError if the server wants TLS and we spoke without."""
         if not isinstance(error, UnreachableError):
             return error
-        wants_tls = await self._dialer.misunderstanding(self.address)
+        wants_tls = await self._dialer.tls_required_error(self.address)
         return error if wants_tls is None else self._place(wants_tls)
 
     def _place(self, error: SecurityError) -> SecurityError:

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from rpcmp.errors import ConfigError, RelayError
-from rpcmp.net import link_test
+from rpcmp.net.peer_connection import PeerConnection
 from rpcmp.net.port import GREETING_SECONDS, IncomingConnection, PortMultiplexer
-from rpcmp.net.tls import Connection
 from rpcmp.process import tempdirs
 from rpcmp.server.access import OnlyPeers
-from rpcmp.server.connection import PEERS_OPTIONS, SERVER_OPTIONS
+from rpcmp.server.connection import PEERS_OPTIONS, SERVER_OPTIONS, answer_link_test
 from rpcmp.server.hardened_grpc import Callers, GrpcServers
 from rpcmp.server.rendezvous import RendezvousServicer
 from rpcmp.server.services import ControlServicer, DoctorServicer
@@ -112,14 +111,14 @@ class Endpoints:
             return
         if self._server.claim is None:
             raise RelayError("no group runs here")
-        await self._server.claim.relay.take(incoming, greeting)
+        await self._server.claim.relay.handle(incoming, greeting)
 
-    async def _measure(self, end: Connection) -> None:
+    async def _measure(self, end: PeerConnection) -> None:
         """Answer a measurement, unless too many are under way."""
         if self._measuring >= MAX_MEASURING:
             raise RelayError(f"{self._measuring} others measure the way here already")
         self._measuring += 1
         try:
-            await link_test.answer(end)
+            await answer_link_test(end)
         finally:
             self._measuring -= 1

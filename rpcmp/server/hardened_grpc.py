@@ -38,11 +38,11 @@ from typing import TYPE_CHECKING, Any, cast
 import grpc
 from google.protobuf.message import DecodeError
 
-from rpcmp.errors import ConfigError, SecurityError, one_line
+from rpcmp.errors import SecurityError, one_line
 from rpcmp.net.identity import STRANGER, Role
+from rpcmp.net.peer_connection import PeerConnection
 from rpcmp.net.port import IncomingConnection
-from rpcmp.net.splice import splice
-from rpcmp.net.tls import Connection
+from rpcmp.net.tunnel import bind_unix, splice
 
 if TYPE_CHECKING:
     Interceptor = grpc.aio.ServerInterceptor[Any, Any]
@@ -137,21 +137,10 @@ class GrpcServers:
         self._running: set[grpc.aio.Server] = set()
 
     def require_room_for_sockets(self) -> None:
-        """Bind a socket in the folder, as each connection will.
-
-        Raises:
-            ConfigError: that is not possible; most likely the folder's path is too long.
-        """
+        """Bind a socket in the folder, as each connection will: its path may be too long."""
         path = self._path()
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
-                end.bind(str(path))
+        with bind_unix(path):
             path.unlink()
-        except OSError as error:
-            raise ConfigError(
-                f"no Unix socket can lie in {self._folder}: {one_line(error)}; set TMPDIR to a "
-                "folder with a short path"
-            ) from error
 
     async def serve(
         self,
@@ -184,7 +173,7 @@ class GrpcServers:
             with self._callers.socket_of(connection, other_end) as end:
                 await asyncio.get_running_loop().sock_connect(end, str(path))
                 path.unlink()
-                await splice(connection.end, Connection(end))
+                await splice(connection.end, PeerConnection(end))
         finally:
             path.unlink(missing_ok=True)
             self._running.discard(server)

@@ -12,7 +12,8 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from rpcmp.errors import RpcmpError, UnreachableError
-from rpcmp.net.dialer import Dialer, Tunnel
+from rpcmp.net.peer_connection import Dialer
+from rpcmp.net.tunnel import Tunnel
 from rpcmp.server.connection import CHANNEL_OPTIONS, IS_IT_RUNNING
 
 SERVING = "SERVING"
@@ -45,7 +46,7 @@ async def probe(address: str, dialer: Dialer, seconds: float) -> str:
             f"{address} does not answer within {seconds:g} s; {IS_IT_RUNNING}"
         ) from error
     except grpc.aio.AioRpcError as error:
-        wants_tls = await dialer.misunderstanding(address)
+        wants_tls = await dialer.tls_required_error(address)
         raise (wants_tls or _reason(error, tunnel, address)) from error
     finally:
         await tunnel.close()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Self
 
 from rpcmp.errors import BusyError, JobError, RpcmpError, one_line, to_wire
-from rpcmp.net.dialer import Dialer
+from rpcmp.net.peer_connection import Dialer
 from rpcmp.process.channel import Message
 from rpcmp.server.client import StageClient
 from rpcmp.server.hardened_grpc import Callers

@@ -27,9 +27,9 @@ from rpcmp.checkpoint.folder import name_of
 from rpcmp.checkpoint.safetensors_header import read_metadata
 from rpcmp.checkpoint.slots import NUM_SLOTS, Slots, Snapshot, memory_name
 from rpcmp.errors import CheckpointError, RpcmpError, SecurityError, one_line
-from rpcmp.net.dialer import Dialer
 from rpcmp.net.identity import GRPC
 from rpcmp.net.local_peer import is_process
+from rpcmp.net.peer_connection import Dialer
 from rpcmp.process.descriptors import is_sealed
 from rpcmp.server.client import StageClient
 from rpcmp.server.connection import machine

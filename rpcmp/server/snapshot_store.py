@@ -19,7 +19,7 @@ from rpcmp.checkpoint import files
 from rpcmp.checkpoint.files import Inside
 from rpcmp.checkpoint.slots import Slots, Snapshot
 from rpcmp.errors import CheckpointError, JobError
-from rpcmp.net.dialer import Dialer
+from rpcmp.net.peer_connection import Dialer
 from rpcmp.server.client import StageClient
 from rpcmp.server.snapshot_saver import Kept, Mirror, SnapshotSaver, file_of, open_memory
 from rpcmp.server.snapshot_service import blocks, receive, receive_file

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from rpcmp.checkpoint.files import Inside, place_of, require_place
 from rpcmp.errors import BusyError, CheckpointError, ConfigError, DrainingError, VersionError
-from rpcmp.net import dialer
-from rpcmp.net.dialer import Dialer
+from rpcmp.net import tunnel
+from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import Security
 from rpcmp.process import liveness, tempdirs
 from rpcmp.process.fork_client import WORKERS, Forks
@@ -113,7 +113,7 @@ class StageServer:
         Raises:
             ConfigError: the port is in use, or the host is not this machine's.
         """
-        for prefix in (endpoints.PREFIX, dialer.PREFIX, claim_log.PREFIX, SCRATCH):
+        for prefix in (endpoints.PREFIX, tunnel.PREFIX, claim_log.PREFIX, SCRATCH):
             tempdirs.sweep(prefix)
         return await self._doors.open(host, port)
 

@@ -18,11 +18,10 @@ from rpcmp.errors import RpcmpError, SecurityError, UnavailableError, Unreachabl
 from rpcmp.job.server_calls import dialer_for, require_addresses
 from rpcmp.job.server_pool import connected, forks_for
 from rpcmp.net.authority import SKEW
-from rpcmp.net.dialer import Dialer
-from rpcmp.net.link_test import LinkSpeed
+from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import EXPIRES_DAYS, INSECURE
 from rpcmp.server.client import StageClient
-from rpcmp.server.connection import NEEDED_EQUAL, is_same_release, way_to
+from rpcmp.server.connection import NEEDED_EQUAL, LinkSpeed, is_same_release, way_to
 from rpcmp.server.host_facts import Device, Folder, HostFacts
 from rpcmp.tools.job_hosts import HostReport, HostSurvey
 from rpcmp.tools.job_links import Link, job_links

@@ -17,11 +17,10 @@ from rpcmp.config.topology import DRIVER, Member
 from rpcmp.config.types import Factory, parse_size
 from rpcmp.errors import ConfigError, RpcmpError, UnreachableError, VersionError
 from rpcmp.job.server_calls import collect_code
-from rpcmp.net.dialer import Dialer
-from rpcmp.net.link_test import LinkSpeed
+from rpcmp.net.peer_connection import Dialer
 from rpcmp.process.fork_client import Forks
 from rpcmp.server.client import StageClient
-from rpcmp.server.connection import differences, versions, way_to
+from rpcmp.server.connection import LinkSpeed, differences, versions, way_to
 from rpcmp.server.host_facts import CheckRequest, HostFacts, examine, marked
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import doctor_pb2

@@ -17,9 +17,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from rpcmp.net.identity import RELAY, Credentials
-from rpcmp.net.splice import splice
-from rpcmp.net.tls import Connection, TlsState
+from rpcmp.net.identity import RELAY, TlsState
+from rpcmp.net.peer_connection import PeerConnection
+from rpcmp.net.security import Credentials
+from rpcmp.net.tunnel import splice
 from tests.support.lan import issue
 
 HERE = "127.0.0.1"
@@ -38,10 +39,10 @@ async def relay(side: str, port: int, certs: str) -> None:
     folder = Path(certs)
     if side == "near":
         session = TlsState(Credentials(folder / "driver").client(RELAY), HERE) if certs else None
-        plain, other = Connection(connection), Connection(onward, session)
+        plain, other = PeerConnection(connection), PeerConnection(onward, session)
     else:
         session = TlsState(Credentials(folder / "stage0").server()) if certs else None
-        plain, other = Connection(onward), Connection(connection, session)
+        plain, other = PeerConnection(onward), PeerConnection(connection, session)
     await other.do_handshake()
     other.has_frames = True
     await splice(plain, other)

@@ -96,7 +96,7 @@ def test_a_server_runs_only_code_that_its_allow_list_names(
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
-    """A server, and the parent of the folder that its checkpoints may be in."""
+    """Yield a server, and the parent of the folder that its checkpoints may be in."""
     base = tmp_path_factory.mktemp("guarded")
     (base / "canary").write_text("SECRET")
     with running_servers(1, "--checkpoints", str(base / "saved"), apart=False) as (server,):

@@ -20,7 +20,7 @@ from rpcmp.checkpoint.files import beneath
 from rpcmp.checkpoint.slots import NUM_SLOTS, Slots
 from rpcmp.errors import ConfigError, JobError, UnreachableError, from_wire
 from rpcmp.job.training_workload import OutputFiles
-from rpcmp.net.dialer import Dialer
+from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import Security
 from rpcmp.process import descriptors
 from rpcmp.process.activity import Activity

@@ -135,7 +135,7 @@ def test_plaintext_connections_are_closed(server: Server) -> None:
 def test_a_pickle_sent_to_the_relay_is_never_loaded(
     server: Server, certs: Path, tmp_path: Path
 ) -> None:
-    """Even if a host of the job sends it: no group runs, so nothing unpickles."""
+    """No group runs, so nothing unpickles it, even from a host of the job."""
     marker = tmp_path / "was-here"
 
     class Evil:
@@ -175,7 +175,7 @@ import asyncio
 from pathlib import Path
 from rpcmp.server.client import StageClient
 from rpcmp.v1 import control_pb2 as pb
-from rpcmp.net.dialer import Dialer
+from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import Security
 
 async def main():

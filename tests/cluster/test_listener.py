@@ -30,7 +30,7 @@ def say(server: Server, data: bytes) -> bytes:
 
 
 def test_a_method_name_that_is_not_utf_8_stops_neither_server_nor_other_calls() -> None:
-    """grpc.aio stops the server that receives it: the one of that connection."""
+    """grpc.aio stops the server that receives it, which serves that connection only."""
     unknown = http2.opening() + http2.request("/rpcmp.v1.Control/Describe", 1)
     unknown = unknown.replace(b"Describe", b"Describ\xe5")
     with running_servers(1, apart=False) as (server,):
@@ -58,7 +58,7 @@ def test_other_processes_of_the_user_cannot_bypass_the_port(
 ) -> None:
     """A worker that runs a job's code, for example, finds no socket behind the port.
 
-    tests/unit/server/test_hardened_grpc.py has what becomes of one that is found while it is made.
+    tests/unit/server/test_hardened_grpc.py tests a socket that is found while it is made.
     """
     with tempfile.TemporaryDirectory() as folder:  # a short path: sockets have no longer ones
         monkeypatch.setenv("TMPDIR", folder)
@@ -73,7 +73,7 @@ def test_other_processes_of_the_user_cannot_bypass_the_port(
 
 @pytest.fixture
 def member(job: JobFolder) -> Iterator[tuple[RendezvousStub, SnapshotsStub, str]]:
-    """The calls of a group's member, and the group's job."""
+    """Yield the calls of a group's member, and the group's job."""
     config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [4]')
     with (
         lend_servers(1) as servers,

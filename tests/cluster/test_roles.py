@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from rpcmp.errors import CheckpointError, RpcmpError, SecurityError
-from rpcmp.net.dialer import Dialer
 from rpcmp.net.identity import GRPC, RELAY
+from rpcmp.net.peer_connection import Dialer, PeerConnection
 from rpcmp.net.security import Security
-from rpcmp.net.tls import Connection
 from rpcmp.server.client import StageClient
 from rpcmp.v1 import control_pb2 as pb
 from tests.support.lan import cli, issue, serving
@@ -234,7 +233,7 @@ def test_a_relay_connection_has_the_identity_of_its_own_certificate(
 
 
 async def hangs_up(job: Job, name: str, op: str, member: str) -> bool:
-    """Whether stage 0's server closes a connection that starts with these bytes."""
+    """Return whether stage 0's server closes a connection that starts with these bytes."""
     dialer = Dialer(Security(job.certs / name))
     end = await dialer.open(job.servers[0].address, RELAY, 0)
     try:
@@ -279,8 +278,8 @@ def test_one_certificate_cannot_use_up_a_servers_connections(certs: Path) -> Non
         assert 10 <= asyncio.run(hold(server.address)) <= 16
 
 
-async def _is_closed(end: Connection) -> bool:
-    """Whether the server closed a connection; it greets those that it keeps."""
+async def _is_closed(end: PeerConnection) -> bool:
+    """Return whether the server closed a connection; it greets those that it keeps."""
     try:
         await end.read(1)
     except (EOFError, OSError):

@@ -78,7 +78,7 @@ def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def watching(collected: Collected) -> Iterator[None]:
-    """Collect command lines, titles and environments of all started processes all the time."""
+    """Collect command lines, titles and environments of all started processes until the end."""
     ended = threading.Event()
 
     def watch() -> None:
@@ -136,9 +136,9 @@ def test_a_job_with_a_fault_leaks_no_secret(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Searches all output and files for keys and for secrets of the config.
+    """Search all output and files for keys and for secrets of the config.
 
-    The first run starts a fork server of its own, so that what that is given is seen as well.
+    The first run starts a fork server of its own, so its arguments are searched as well.
     """
     faults = Faults(job).fail_at(1, 3, "backward", "SIGKILL").fail_at(0, 4, "forward", "exception")
     config = faults.config(stages=2)

@@ -170,7 +170,7 @@ class Proxy:
         inside, there = await asyncio.open_connection(*self._inside)
         talk = Conversation()
         self.conversations.append(talk)
-        inspection = self._pipes.inspect("driver", "outside")
+        inspection = Inspection(self._pipes, "driver", "outside")
         inspection.resume = lambda: self._pass(talk, inspection, b"", there)
         ways = [
             asyncio.ensure_future(self._inwards(talk, inspection, outside, there)),

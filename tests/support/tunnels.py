@@ -14,8 +14,9 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from rpcmp.net.dialer import Dialer, Tunnel
+from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import Security
+from rpcmp.net.tunnel import Tunnel
 from tests.support.fuzz import http2
 from tests.support.lan import issue, serving
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 import pytest
 
 from rpcmp.errors import SecurityError, UnreachableError
-from rpcmp.net.dialer import Dialer
 from rpcmp.net.identity import RELAY
 from rpcmp.net.local_peer import is_trusted, owner
+from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import Security
 from rpcmp.server.client import StageClient
 from tests.support.processes import (

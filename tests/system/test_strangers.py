@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rpcmp.net.accept import Budget
+from rpcmp.net.connection_limits import ConnectionLimit
 from rpcmp.observability.dashboard.app import Endpoint
 from rpcmp.observability.dashboard.page_server import LivePage
 from tests.support.lan import issue, issue_to_driver
@@ -112,7 +112,7 @@ def test_servers_with_few_file_descriptors_keep_serving(
 def test_silent_connections_to_the_page_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection that stays silent is closed even if there is room."""
 
-    monkeypatch.setattr(Budget.__init__, "__defaults__", (None, 0.2))
+    monkeypatch.setattr(ConnectionLimit.__init__, "__defaults__", (None, 0.2))
     place = Endpoint.open(f"{HERE}:0", None)
     page = LivePage(place)
     try:

@@ -41,8 +41,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rpcmp.config import addresses
 from rpcmp.errors import ConfigError
 from rpcmp.net.certificates import Certificate
-from rpcmp.net.identity import Credentials
-from rpcmp.net.security import is_loopback
+from rpcmp.net.security import Credentials, is_loopback
 from rpcmp.observability.dashboard import html
 
 PORT = 8265

@@ -17,8 +17,8 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from rpcmp.net.accept import BoundedListener, Budget, share
-from rpcmp.net.identity import Credentials
+from rpcmp.net.connection_limits import BoundedListener, ConnectionLimit, descriptor_limit
+from rpcmp.net.security import Credentials
 from rpcmp.observability.dashboard.app import Endpoint, application
 from rpcmp.observability.dashboard.state import State
 from rpcmp.observability.events import Event
@@ -51,11 +51,11 @@ class LivePage:
     def __init__(self, place: Endpoint) -> None:
         self._run = _PublishedRun()
         self._failure: Exception | None = None
-        most = share(16, MOST)
-        self._budget = Budget(most, max(1, most // 2), max(1, most // 2))
-        listener = BoundedListener(place.listener.dup(), self._budget)
+        most = descriptor_limit(16, MOST)
+        self._limit = ConnectionLimit(most, max(1, most // 2), max(1, most // 2))
+        listener = BoundedListener(place.listener.dup(), self._limit)
         app = application(self._run, place, listener.authenticate)
-        self._server = _PageServer(_config(app, place), self._budget)
+        self._server = _PageServer(_config(app, place), self._limit)
         self._thread = threading.Thread(
             target=self._serve, args=[place, listener], name="rpcmp-page-server", daemon=True
         )
@@ -72,7 +72,7 @@ class LivePage:
         self._run.end()
         self._server.should_exit = True
         self._thread.join(LAST_WORDS + 1)
-        self._budget.end_all()  # connections that are still shaking hands
+        self._limit.end_all()  # connections that are still shaking hands
         self._thread.join(CLOSE_SECONDS)
 
     def _serve(self, place: Endpoint, listener: BoundedListener) -> None:
@@ -84,13 +84,13 @@ class LivePage:
 
 
 class _PageServer(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, budget: Budget) -> None:
+    def __init__(self, config: uvicorn.Config, limit: ConnectionLimit) -> None:
         super().__init__(config)
-        self._budget = budget
+        self._limit = limit
 
     async def on_tick(self, counter: int) -> bool:
         """See uvicorn, which calls it ten times per second; returns whether to stop."""
-        self._budget.expire()
+        self._limit.expire()
         return await super().on_tick(counter)
 
 

@@ -22,9 +22,15 @@ from prometheus_client.registry import Collector
 
 from rpcmp.config import addresses
 from rpcmp.errors import ConfigError
-from rpcmp.net.accept import Budget, Guest, accept_with_data, listen_deferred, peer_of, share
-from rpcmp.net.identity import Credentials
-from rpcmp.net.security import Security, is_loopback
+from rpcmp.net.connection_limits import (
+    AdmittedConnection,
+    ConnectionLimit,
+    accept_with_data,
+    descriptor_limit,
+    listen_deferred,
+    peer_of,
+)
+from rpcmp.net.security import Credentials, Security, is_loopback
 
 SCRAPE_SECONDS = 10.0
 """Seconds that a connection may last, for one scrape; also Prometheus' own default timeout."""
@@ -110,9 +116,9 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
 
     def __init__(self, host: str, port: int, credentials: Credentials | None) -> None:
         self._credentials = credentials
-        most = share(32, MOST)
-        self._budget = Budget(most, most, seconds=SCRAPE_SECONDS)
-        self._guests: dict[Any, Guest] = {}
+        most = descriptor_limit(32, MOST)
+        self._limit = ConnectionLimit(most, most, seconds=SCRAPE_SECONDS)
+        self._admitted: dict[Any, AdmittedConnection] = {}
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _MetricsHandler)
 
@@ -133,7 +139,7 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
         Raises:
             OSError: there is no connection, or no room for it yet.
         """
-        if not self._budget.has_room():
+        if not self._limit.has_room():
             time.sleep(LEAVING_SECONDS)
             raise BlockingIOError("a connection has to leave first")
         connection, address = accept_with_data(self.socket)
@@ -144,10 +150,10 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
                 connection = context.wrap_socket(
                     connection, server_side=True, do_handshake_on_connect=False
                 )
-            guest = self._budget.admit(peer, lambda: _break(connection))
-            if guest is None:
+            admitted = self._limit.admit(peer, lambda: _break(connection))
+            if admitted is None:
                 raise BlockingIOError("there are too many connections")
-            self._guests[connection] = guest
+            self._admitted[connection] = admitted
         except BaseException:
             connection.close()
             raise
@@ -156,12 +162,12 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
     def close_request(self, request: Any) -> None:
         """Close a connection, and free its place."""
         super().close_request(request)
-        if (guest := self._guests.pop(request, None)) is not None:
-            self._budget.remove(guest)
+        if (admitted := self._admitted.pop(request, None)) is not None:
+            self._limit.remove(admitted)
 
     def service_actions(self) -> None:
         """Close expired connections; called ten times per second, and after each connection."""
-        self._budget.expire()
+        self._limit.expire()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log a client that was refused or has disconnected; the client knows the error."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from rpcmp.errors import RpcmpError
-from rpcmp.net.dialer import Dialer
+from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import Security
 from rpcmp.server.client import StageClient
 from tests.support.fuzz import http2

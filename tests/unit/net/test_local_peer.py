@@ -1,6 +1,6 @@
 """The owner of the other end of a loopback connection, which servers and clients check.
 
-What another user's is takes another user: tests/system/test_localpeer.py.
+tests/system/test_localpeer.py has the tests that need a second user.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import pytest
 
 from rpcmp.errors import SecurityError, UnreachableError
 from rpcmp.net import local_peer
-from rpcmp.net.dialer import Dialer
 from rpcmp.net.identity import RELAY
 from rpcmp.net.local_peer import is_trusted, owner
+from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.port import IncomingConnection, PortMultiplexer
 from rpcmp.net.security import Security
 from rpcmp.process.sockets import LISTEN
@@ -40,7 +40,7 @@ def test_the_kernel_names_the_owner_of_the_other_end(host: str) -> None:
 def test_a_connection_that_is_reset_meanwhile_has_no_owner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No kernel knows its other end any more, which must not be reported as a kernel's failure."""
+    """The kernel then knows no other end, which must not count as a kernel that does not answer."""
     with socket.create_server((HERE, 0)) as listener:
         near = socket.create_connection(listener.getsockname())
         near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -105,7 +105,7 @@ def test_a_server_that_dies_meanwhile_counts_as_hung_up(is_accepted: bool) -> No
 
 
 def test_a_port_without_a_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where it leads into a container: our own end is known, and lasts."""
+    """The kernel knows our own end, as if the port led into a container."""
     ask = local_peer._ask
 
     def hidden(local: local_peer.Place, remote: local_peer.Place) -> local_peer.LocalSocket | None:
@@ -129,7 +129,7 @@ def test_only_our_own_user_and_root_are_trusted() -> None:
 
 
 def test_a_port_served_by_no_local_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it looks where the kernel forwards a port into a container."""
+    """A kernel that forwards a port into a container reports no listener."""
     ask = local_peer._ask
 
     def without_listeners(local: local_peer.Place, remote: local_peer.Place) -> object:
@@ -166,7 +166,7 @@ def test_a_kernel_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPat
 
 
 def test_dialing_a_server_that_never_accepts_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rpcmp.net.dialer.OPEN_SECONDS", 0.2)
+    monkeypatch.setattr("rpcmp.net.peer_connection.OPEN_SECONDS", 0.2)
     with (
         socket.create_server((HERE, 0)) as listener,
         pytest.raises(UnreachableError, match="does not answer within"),

@@ -1,4 +1,4 @@
-"""What a relay refuses to carry; what it carries is in test_front, test_splice and test_lan."""
+"""Refusals and statistics of a relay; test_front, test_tunnel_splice and test_lan carry bytes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import cast
 import pytest
 
 from rpcmp.errors import JobError, SecurityError, WorkerDiedError
-from rpcmp.net.dialer import Dialer
+from rpcmp.net.peer_connection import Dialer, PeerConnection
 from rpcmp.net.relay import Relay, RelayPeer
 from rpcmp.net.security import Security
-from rpcmp.net.tls import Connection
 from rpcmp.process.fork_client import Forks, NetworkOf
 
 
 class OnTheHostsLoopback:
-    """A fork server where the kernel makes no networks, and somebody else has every port."""
+    """A fork server without private networks, on a host where every port is taken."""
 
     async def network(self) -> NetworkOf:
         return NetworkOf("host-a", is_private=False, reason="Operation not permitted")
@@ -26,8 +25,7 @@ class OnTheHostsLoopback:
         raise JobError("the system refuses it: Address already in use")
 
 
-def opened(peer: RelayPeer) -> None:
-    """Have a relay carry what goes to a peer."""
+def open_relay_to(peer: RelayPeer) -> None:
     relay = Relay("job", 1, "a:0", cast("Forks", OnTheHostsLoopback()), Dialer(Security()), print)
     asyncio.run(relay.open("127.0.0.1:40000", [peer]))
 
@@ -35,18 +33,18 @@ def opened(peer: RelayPeer) -> None:
 @pytest.mark.parametrize("listens", ["10.0.0.1:40001", "0.0.0.0:40001", "[::]:40001"])
 def test_a_peer_that_listens_beyond_loopback_is_refused(listens: str) -> None:
     with pytest.raises(SecurityError, match="for all to see"):
-        opened(RelayPeer("b:0", listens, "host-b:50052", 1))
+        open_relay_to(RelayPeer("b:0", listens, "host-b:50052", 1))
 
 
 def test_a_port_that_is_taken_asks_for_fresh_processes() -> None:
     with pytest.raises(WorkerDiedError, match=r"127\.0\.0\.1:40001.* fresh processes"):
-        opened(RelayPeer("b:0", "127.0.0.1:40001", "host-b:50052", 1))
+        open_relay_to(RelayPeer("b:0", "127.0.0.1:40001", "host-b:50052", 1))
 
 
 def test_round_trips_are_measured_to_the_other_host() -> None:
     relay = Relay("job", 1, "a:0", cast("Forks", OnTheHostsLoopback()), Dialer(Security()), print)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        there = Connection(socket.create_connection(listener.getsockname()))
+        there = PeerConnection(socket.create_connection(listener.getsockname()))
         assert relay.round_trips == {}
         relay._carried[there] = "127.77.0.2:40001"
         (found,) = relay.round_trips.items()

@@ -1,6 +1,6 @@
-"""What reaches a worker from another host: what rpcmp sends itself, and nothing else.
+"""The inspection passes the messages that rpcmp sends, and nothing else that torch RPC can.
 
-The other side is a real agent of torch RPC, which may send whatever torch knows.
+The other side is a real agent of torch RPC, which may send any message that torch knows.
 """
 
 from __future__ import annotations
@@ -104,12 +104,11 @@ FORBIDDEN = {
         '    rpc.rpc_sync("inside", torch.add, args=(x, x))'
     ),
 }
-"""What other members may not send, and who would send it."""
+"""Code that sends messages which no member may send, by the name in the error."""
 
 
 @pytest.fixture(scope="module")
 def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agents]:
-    """What runs both sides."""
     started = Agents(tmp_path_factory.mktemp("agents"))
     yield started
     started.close()
@@ -117,7 +116,7 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agents]:
 
 @pytest.fixture(scope="module")
 def recorded(agents: Agents, tmp_path_factory: pytest.TempPathFactory) -> list[Conversation]:
-    """What two agents say to each other; the contract with torch that all of this rests on."""
+    """Two agents' messages of every allowed kind: the contract with torch."""
     talk = agents.talk(tmp_path_factory.mktemp("recorded"), OURS)
     assert talk.printed.splitlines()[-1:] == ["done"], talk.printed
     assert not talk.proxy.refused
@@ -125,7 +124,7 @@ def recorded(agents: Agents, tmp_path_factory: pytest.TempPathFactory) -> list[C
 
 
 def frames(data: bytes | bytearray) -> list[bytes]:
-    """The frames of one side of a connection."""
+    """Return the frames of one side of a connection."""
     found, at = [], 0
     while at < len(data):
         (length,) = struct.unpack_from("<Q", data, at)
@@ -157,12 +156,12 @@ def test_responses_pass_if_they_were_requested(recorded: list[Conversation]) -> 
     main = recorded[0]
     answer = frames(main.from_inside)[0]
     address = answer[8 : 8 + answer[7]].decode()
-    inspection = Pipes(print).inspect("inside", "the other", address)
+    inspection = Inspection(Pipes(print), "inside", "the other", address)
     inspection.sent(bytes(main.from_outside))
     assert bytes(inspection.received(bytes(main.from_inside))) == main.from_inside
     with pytest.raises(SecurityError, match="was not asked for"):  # a second time
         inspection.received(joined(frames(main.from_inside)[-5:]))
-    elsewhere = Pipes(print).inspect("inside", "the other", "127.77.0.9:1")
+    elsewhere = Inspection(Pipes(print), "inside", "the other", "127.77.0.9:1")
     elsewhere.sent(joined(frames(main.from_outside)[:1]))
     with pytest.raises(SecurityError, match="leads somewhere else"):
         elsewhere.received(bytes(main.from_inside))
@@ -185,7 +184,7 @@ def test_every_other_message_of_torch_closes_the_connection(
 def message(
     kind: int, payload: bytes, tensors: bytes = b"", lengths: tuple[int, ...] = ()
 ) -> bytes:
-    """A message as a pipe carries it, whatever it is."""
+    """Return a message as a pipe carries it, valid or not."""
     tensors = tensors or b"\x80\x02ctorch.jit._pickle\nbuild_tensorlist\nq\x00(](etR."
     head = b"\xb9\x03\xbd\x00\xba\x04\xb9\x02\x04\xbd\x00\xb9\x02\x08\xbd\x00"
     for length in (len(payload), len(tensors)):
@@ -198,7 +197,7 @@ def message(
 
 
 def hello(name: str) -> bytes:
-    """How a pipe begins."""
+    """Return the start of a pipe's stream."""
     return joined(
         [b"\xb8\x00\xb9\x01\xbd" + bytes([len(name)]) + name.encode(), rpc_format.BROCHURE]
     )
@@ -208,8 +207,8 @@ HELLO = hello("stage1:0")
 
 
 def begun(pipes: Pipes | None = None, peer: str = "stage1:0") -> Inspection:
-    """An inspection of a pipe that a peer has opened."""
-    inspection = (pipes or Pipes(print)).inspect(peer, "stage 1 at host-b")
+    """Return the inspection of a pipe that a peer has opened."""
+    inspection = Inspection(pipes or Pipes(print), peer, "stage 1 at host-b")
     assert bytes(inspection.received(hello(peer))) == hello(peer)
     return inspection
 
@@ -241,7 +240,7 @@ def test_only_known_message_types_pass() -> None:
 
 
 def floats(sizes: str, strides: str, items: int, offset: int = 0, kind: str = "Float") -> bytes:
-    """A list of one tensor; sizes and strides as bytes of a pickle."""
+    """Return a list of one tensor; sizes and strides are bytes of a pickle."""
     return (
         b"\x80\x02ctorch.jit._pickle\nbuild_tensorlist\nq\x00(](ctorch._utils\n_rebuild_tensor_v2\n"
         b"q\x01((X\x07\x00\x00\x00storageq\x02ctorch\n" + kind.encode() + b"Storage\nq\x03"
@@ -304,7 +303,7 @@ def test_gradients_remember_without_gaps() -> None:
 
 
 def called(function: object, *args: object) -> bytes:
-    """The pickle of a call, as torch makes it."""
+    """Return the pickle of a call, as torch makes it."""
     from torch.distributed.rpc.internal import PythonUDF
 
     return pickle.dumps(PythonUDF(transport._dispatch, (function, args), {}), protocol=4)
@@ -415,7 +414,7 @@ def test_unfinished_messages_of_a_peer_are_bounded() -> None:
 
 
 def established(pipes: Pipes, peer: str, number: int) -> Inspection:
-    """A pipe that a peer has opened, whose channel our worker has given a number."""
+    """Return a peer's pipe whose channel our worker has given a number."""
     inspection = begun(pipes, peer)
     answer = (
         b"\xb9\x07\xbd\x02uv\xbd\x0f127.77.0.3:3309\xbb\x01\x01"
@@ -430,8 +429,8 @@ def established(pipes: Pipes, peer: str, number: int) -> Inspection:
 
 
 def requested(pipes: Pipes, peer: str, number: int) -> Inspection:
-    """A further connection of a pipe."""
-    inspection = pipes.inspect(peer, "stage 1 at host-b")
+    """Return the inspection of a further connection of a pipe."""
+    inspection = Inspection(pipes, peer, "stage 1 at host-b")
     hello = joined([b"\xb8\x01\xb9\x01" + bytes([number])])
     assert bytes(inspection.received(hello)) == hello
     return inspection
@@ -486,7 +485,7 @@ def test_a_pipe_serves_only_its_peer() -> None:
         with pytest.raises(SecurityError, match="a pipe that it does not have"):
             requested(pipes, peer, number)
     reply = requested(pipes, "stage1:0", 5)
-    with pytest.raises(SecurityError, match="nothing is to be said"):
+    with pytest.raises(SecurityError, match="data on a connection that carries none"):
         reply.received(b"\0")
 
 
@@ -507,12 +506,12 @@ def test_a_pipe_serves_only_its_peer() -> None:
     ],
 )
 def test_a_frame_has_its_announced_length(data: bytes) -> None:
-    inspection = Pipes(print).inspect("stage1:0", "stage 1 at host-b")
+    inspection = Inspection(Pipes(print), "stage1:0", "stage 1 at host-b")
     with pytest.raises(SecurityError):
         inspection.received(data)
 
 
-def test_a_message_larger_than_memory_is_refused_before_it_comes() -> None:
+def test_a_message_larger_than_memory_is_refused_by_its_descriptor() -> None:
     head = frames(message(0x102, b""))[0].replace(
         b"\xb9\x02\x83" + bytes(8), b"\xb9\x02\x83" + struct.pack("<Q", MAX_PAYLOAD + 1)
     )
@@ -532,7 +531,7 @@ def test_inspection_does_not_depend_on_how_a_stream_is_cut(
     recorded: list[Conversation], cuts: list[int]
 ) -> None:
     main = recorded[0]
-    inspection = Pipes(print).inspect("driver", "the driver")
+    inspection = Inspection(Pipes(print), "driver", "the driver")
     passed = b"".join(
         bytes(inspection.received(p)) for p in in_pieces(bytes(main.from_outside), cuts)
     )
@@ -550,7 +549,7 @@ def test_a_mutated_message_never_passes_as_another(
     data = bytearray(recorded[0].from_outside)
     for place, change in changes:
         data[place % len(data)] ^= change
-    inspection = Pipes(print).inspect("driver", "the driver")
+    inspection = Inspection(Pipes(print), "driver", "the driver")
     passed = bytearray()
     try:
         for piece in in_pieces(bytes(data), cuts):

@@ -1,4 +1,4 @@
-"""Who may be reached without a certificate, what certificates allow, and which files do."""
+"""Addresses that need no certificate, roles in certificates, and unusable files."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from rpcmp.errors import ConfigError, SecurityError
 from rpcmp.net import authority, identity
 from rpcmp.net.certificates import Certificate
-from rpcmp.net.identity import CA, CERTIFICATE, KEY, Credentials
-from rpcmp.net.security import Security
+from rpcmp.net.identity import CA, CERTIFICATE, KEY
+from rpcmp.net.security import Credentials, Security
 from tests.support.lan import cli, issue
 from tests.support.places import TESTS
 

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from rpcmp.errors import UnreachableError
-from rpcmp.net.dialer import Dialer
+from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import Security
 from rpcmp.server.client import StageClient
 from rpcmp.v1 import control_pb2 as pb

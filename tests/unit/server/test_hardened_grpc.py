@@ -16,8 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rpcmp.errors import ConfigError
 from rpcmp.net.identity import DRIVER, GRPC, Role, stage
+from rpcmp.net.peer_connection import PeerConnection
 from rpcmp.net.port import IncomingConnection
-from rpcmp.net.tls import Connection
 from rpcmp.server.access import OnlyPeers
 from rpcmp.server.hardened_grpc import Callers, GrpcServers
 from rpcmp.v1.control_pb2_grpc import (
@@ -129,7 +129,7 @@ def test_a_server_that_cannot_listen_is_an_error_of_its_connection(tmp_path: Pat
         servers, _ = make(tmp_path / ("a" * 100))
         client, end = socket.socketpair()
         with client:
-            connection = IncomingConnection(Connection(end), None, GRPC)
+            connection = IncomingConnection(PeerConnection(end), None, GRPC)
             with pytest.raises(OSError, match="Failed to bind"):
                 await servers.serve(connection, [], [])
             assert client.recv(1) == b""
@@ -240,7 +240,7 @@ async def connected(
     """The client's end of a connection that is served."""
     client, end = socket.socketpair()
     client.setblocking(False)
-    connection = IncomingConnection(Connection(end), role, GRPC)
+    connection = IncomingConnection(PeerConnection(end), role, GRPC)
     serving = asyncio.create_task(servers.serve(connection, interceptors, []))
     with client:
         yield client

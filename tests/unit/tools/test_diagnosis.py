@@ -10,7 +10,7 @@ import pytest
 from rpcmp.config.schema import Config
 from rpcmp.config.sections import StageConfig
 from rpcmp.errors import BusyError, RpcmpError, SecurityError, UnreachableError, VersionError
-from rpcmp.net.link_test import LinkSpeed
+from rpcmp.server.connection import LinkSpeed
 from rpcmp.server.host_facts import (
     CertificateInfo,
     Device,

@@ -72,7 +72,7 @@ def status(url: str, host: str) -> int:
 
 def test_endpoint_limits_and_closes_silent_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rpcmp.observability.prometheus.endpoint.SCRAPE_SECONDS", 0.5)
-    monkeypatch.setattr("rpcmp.net.accept.SILENT_SECONDS", 1)
+    monkeypatch.setattr("rpcmp.net.connection_limits.SILENT_SECONDS", 1)
     before = threading.active_count()
     with door(f"{HERE}:0", Security()) as url, contextlib.ExitStack() as stack:
         silent = [

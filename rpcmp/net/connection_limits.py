@@ -1,12 +1,12 @@
-"""Accepting connections within limits, so that strangers cannot use up what a run needs.
+"""Accept connections within limits, so that strangers cannot use up what a run needs.
 
-    admitted ──> unauthenticated ──authenticated──> guest ──> closed
+    admitted ──> unauthenticated ──> authenticated ──> closed
                     └── too old, or too many ──> ended ──> closed
 
-A connection is unauthenticated until it has proven itself: by a TLS handshake, a request, a token.
-Such a connection costs little to make, so there is room for few, for a short time. If there is no
-more room, the user or address that has the most of them loses one. An ended connection counts
-until it is closed, so the limits hold for what is open.
+A connection authenticates by a TLS handshake, a request or a token. Until then it costs its sender
+little, so there is room for few of them, for a short time. If there is no more room, the user or
+address with the most of them loses one. An ended connection counts until it is closed, so the
+limits hold for what is open.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rpcmp.errors import SecurityError
 from rpcmp.net.local_peer import owner
-from rpcmp.process import sockets
-from rpcmp.process.descriptors import limit
+from rpcmp.process import descriptors, sockets
 
 AUTHENTICATION_SECONDS = 10.0
 """Time limit for a connection to authenticate."""
@@ -35,16 +35,13 @@ LOOPBACK = "this machine"
 """The peer of a loopback connection while its user is not known."""
 
 
-def share(part: int, most: int) -> int:
-    """Return a limit on descriptors: one `part`th of this process's, at most `most`.
-
-    Strangers cannot use up the rest, which is the run's.
-    """
-    return max(1, min(most, limit() // part))
+def descriptor_limit(part: int, most: int) -> int:
+    """Return 1 / `part` of this process's descriptors, at most `most`; the rest is the run's."""
+    return max(1, min(most, descriptors.limit() // part))
 
 
 @dataclass(eq=False)
-class Guest:
+class AdmittedConnection:
     """An admitted connection.
 
     Attributes:
@@ -60,28 +57,28 @@ class Guest:
     is_ended: bool = False
 
 
-class Budget:
+class ConnectionLimit:
     """A limit on the connections of one or several listeners. Thread-safe.
 
     Args:
-        most: open at once; more are refused.
-        unauthenticated: unauthenticated ones among them.
-        per_peer: per user or address; None: no limit of its own.
+        max_connections: open at once; more are refused.
+        max_unauthenticated: unauthenticated ones among them.
+        max_per_peer: per user or address; None: no limit of its own.
         seconds: time limit for a connection to authenticate.
     """
 
     def __init__(
         self,
-        most: int,
-        unauthenticated: int,
-        per_peer: int | None = None,
+        max_connections: int,
+        max_unauthenticated: int,
+        max_per_peer: int | None = None,
         seconds: float = AUTHENTICATION_SECONDS,
     ) -> None:
-        self._most, self._most_unauthenticated = most, unauthenticated
-        self._per_peer = most if per_peer is None else per_peer
+        self._max_connections, self._max_unauthenticated = max_connections, max_unauthenticated
+        self._max_per_peer = max_connections if max_per_peer is None else max_per_peer
         self._seconds = seconds
-        self._unauthenticated: dict[Guest, None] = {}  # the oldest first
-        self._authenticated: dict[Guest, None] = {}
+        self._unauthenticated: dict[AdmittedConnection, None] = {}  # the oldest first
+        self._authenticated: dict[AdmittedConnection, None] = {}
         self._lock = threading.RLock()
 
     def has_room(self) -> bool:
@@ -92,91 +89,85 @@ class Budget:
         """
         with self._lock:
             unauthenticated = len(self._unauthenticated)
-            if not unauthenticated:
-                return True
-            if (
-                unauthenticated < self._most_unauthenticated
-                and unauthenticated + len(self._authenticated) < self._most
+            if not unauthenticated or (
+                unauthenticated < self._max_unauthenticated
+                and unauthenticated + len(self._authenticated) < self._max_connections
             ):
                 return True
-            if not any(guest.is_ended for guest in self._unauthenticated):
+            if not any(admitted.is_ended for admitted in self._unauthenticated):
                 _end_one(list(self._unauthenticated))
             return False
 
-    def admit(self, peer: str, end: Callable[[], object]) -> Guest | None:
-        """Count a connection; return None if there is no room, or its peer has too many.
-
-        Args:
-            peer: see `peer_of`.
-            end: ends the connection.
-        """
+    def admit(self, peer: str, end: Callable[[], object]) -> AdmittedConnection | None:
+        """Count a connection; return None if there is no room, or its peer has too many."""
         with self._lock:
-            if len(self._unauthenticated) + len(self._authenticated) >= self._most:
+            if len(self._unauthenticated) + len(self._authenticated) >= self._max_connections:
                 return None
-            if self._per_peer < self._most:
-                unauthenticated = [guest for guest in self._unauthenticated if guest.peer == peer]
-                guests = [guest for guest in self._authenticated if guest.peer == peer]
-                if len(unauthenticated) + len(guests) >= self._per_peer and not _end_one(
-                    unauthenticated
-                ):
+            if self._max_per_peer < self._max_connections:
+                unauthenticated = [one for one in self._unauthenticated if one.peer == peer]
+                authenticated = sum(one.peer == peer for one in self._authenticated)
+                is_full = len(unauthenticated) + authenticated >= self._max_per_peer
+                if is_full and not _end_one(unauthenticated):
                     return None
-            guest = Guest(peer, time.monotonic(), end)
-            self._unauthenticated[guest] = None
-            return guest
+            admitted = AdmittedConnection(peer, time.monotonic(), end)
+            self._unauthenticated[admitted] = None
+            return admitted
 
-    def authenticate(self, guest: Guest) -> None:
-        """Count a connection as authenticated."""
+    def authenticate(self, admitted: AdmittedConnection) -> None:
         with self._lock:
-            if guest in self._unauthenticated:
-                del self._unauthenticated[guest]
-                self._authenticated[guest] = None
+            if admitted in self._unauthenticated:
+                del self._unauthenticated[admitted]
+                self._authenticated[admitted] = None
 
-    def remove(self, guest: Guest) -> None:
-        """Stop counting a connection, which is closed."""
+    def remove(self, admitted: AdmittedConnection) -> None:
+        """Stop counting a connection, once it is closed."""
         with self._lock:
-            self._unauthenticated.pop(guest, None)
-            self._authenticated.pop(guest, None)
+            self._unauthenticated.pop(admitted, None)
+            self._authenticated.pop(admitted, None)
 
     def expire(self) -> None:
         """End the connections that have not authenticated in time; call it now and then."""
         with self._lock:
-            ends = time.monotonic() - self._seconds
-            for guest in [guest for guest in self._unauthenticated if guest.since < ends]:
-                _end(guest)
+            latest = time.monotonic() - self._seconds
+            for admitted in list(self._unauthenticated):
+                if admitted.since < latest:
+                    _end(admitted)
 
     def end_all(self) -> None:
         with self._lock:
-            for guest in [*self._unauthenticated, *self._authenticated]:
-                _end(guest)
+            for admitted in [*self._unauthenticated, *self._authenticated]:
+                _end(admitted)
 
 
-def _end_one(unauthenticated: list[Guest]) -> bool:
+def _end_one(unauthenticated: list[AdmittedConnection]) -> bool:
     """End the oldest connection of the peer that has the most; return False if there is none."""
-    present = [guest for guest in unauthenticated if not guest.is_ended]
-    if not present:
+    candidates = [admitted for admitted in unauthenticated if not admitted.is_ended]
+    if not candidates:
         return False
-    ((greediest, _),) = Counter(guest.peer for guest in present).most_common(1)
-    _end(next(guest for guest in present if guest.peer == greediest))
+    ((greediest, _),) = Counter(admitted.peer for admitted in candidates).most_common(1)
+    _end(next(admitted for admitted in candidates if admitted.peer == greediest))
     return True
 
 
-def _end(guest: Guest) -> None:
-    if not guest.is_ended:
-        guest.is_ended = True
-        guest.end()
+def _end(admitted: AdmittedConnection) -> None:
+    if not admitted.is_ended:
+        admitted.is_ended = True
+        admitted.end()
 
 
 def peer_of(connection: socket.socket) -> str:
     """Return the user of a loopback connection, or the remote address.
 
-    Asks the kernel, so an event loop rather uses `address_of`.
+    Asks the kernel, so an event loop uses `address_of` instead.
     """
-    found = address_of(connection)
-    return found if found != LOOPBACK else user_of(_owner(connection))
+    peer = address_of(connection)
+    if peer == LOOPBACK:
+        with contextlib.suppress(SecurityError):  # all users of this machine may see the page
+            peer = user_of(owner(connection))
+    return peer
 
 
 def user_of(uid: int | None) -> str:
-    """Return the peer for a user of this machine."""
     return LOOPBACK if uid is None else f"uid {uid}"
 
 
@@ -196,13 +187,6 @@ def address_of(connection: socket.socket) -> str:
     if isinstance(host, ipaddress.IPv6Address):
         return str(ipaddress.ip_network((host, 64), strict=False))
     return str(host)
-
-
-def _owner(connection: socket.socket) -> int | None:
-    try:
-        return owner(connection)
-    except SecurityError:  # the page and the metrics are open to all users of this machine
-        return None
 
 
 RETRY_SECONDS = 0.1
@@ -227,9 +211,6 @@ def listen_deferred(listener: socket.socket) -> None:
 
     Silent ones, which strangers may hold open in any number, then cost this process nothing. Only
     for protocols in which the client sends first, before it is accepted.
-
-    Args:
-        listener: bound to an address.
     """
     listener.listen(BACKLOG)
     with contextlib.suppress(OSError, AttributeError):  # no Linux, no TCP: it does not wait
@@ -239,13 +220,8 @@ def listen_deferred(listener: socket.socket) -> None:
 def accept_with_data(listener: socket.socket) -> tuple[socket.socket, Any]:
     """Accept a connection, but close those for whose first byte the kernel has waited in vain.
 
-    That is much cheaper than to start a protocol, or to look up the connection's owner.
-
-    Args:
-        listener: non-blocking; connections are only held back after `listen_deferred`.
-
-    Raises:
-        OSError: as `socket.accept`; BlockingIOError also if all connections were silent.
+    That is much cheaper than to start a protocol, or to look up the connection's owner. Raises
+    BlockingIOError if there is no connection, or all were silent.
     """
     for _ in range(SILENT_AT_ONCE):
         connection, address = socket.socket.accept(listener)
@@ -273,19 +249,16 @@ def _was_silent(connection: socket.socket) -> bool:
 
 
 async def connections(
-    listener: socket.socket, budget: Budget | None = None
+    listener: socket.socket, limit: ConnectionLimit | None = None
 ) -> AsyncGenerator[socket.socket, None]:
-    """Yield each connection to a listening socket.
+    """Yield each connection to a listening socket, while `limit` has room for one.
 
     asyncio's `sock_accept` is no alternative: if it is cancelled while a connection arrives, it
     loses the connection and logs a traceback (Python 3.11).
-
-    Args:
-        budget: accept only while it has room; None: no limit.
     """
     while True:
         await _readable(listener)
-        while budget is not None and not budget.has_room():
+        while limit is not None and not limit.has_room():
             await asyncio.sleep(CLOSING_SECONDS)
         try:
             connection, _ = accept_with_data(listener)
@@ -300,68 +273,54 @@ async def connections(
 
 
 async def _readable(listener: socket.socket) -> None:
-    """Wait for a connection to accept."""
     loop = asyncio.get_running_loop()
-    came = asyncio.Event()
-    loop.add_reader(listener, came.set)
+    is_readable = asyncio.Event()
+    loop.add_reader(listener, is_readable.set)
     try:
-        await came.wait()
+        await is_readable.wait()
     finally:
         loop.remove_reader(listener)
 
 
 class BoundedListener(socket.socket):
-    """A listening socket within a budget, for servers that accept by themselves, such as asyncio's.
-
-    Connections count until they are closed.
+    """A listening socket with a limit, for servers that accept by themselves, such as asyncio's.
 
     Args:
         listener: the socket; detached.
-        budget: of its connections.
+        limit: of its connections, which count until they are closed.
     """
 
-    def __init__(self, listener: socket.socket, budget: Budget) -> None:
+    def __init__(self, listener: socket.socket, limit: ConnectionLimit) -> None:
         super().__init__(listener.family, listener.type, listener.proto, listener.detach())
         listen_deferred(self)
-        self._budget = budget
-        self._guests: dict[Any, Guest] = {}
+        self._limit = limit
+        self._admitted: dict[Any, AdmittedConnection] = {}
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """See socket.socket.
-
-        Raises:
-            BlockingIOError: there is no room now, or nothing to accept.
-        """
-        if not self._budget.has_room():
+        if not self._limit.has_room():
             raise BlockingIOError("a connection has to leave first")
         plain, address = accept_with_data(self)
         connection = _Accepted(self.family, self.type, self.proto, plain.detach())
-        guest = self._budget.admit(peer_of(connection), connection.end)
-        if guest is None:
+        admitted = self._limit.admit(peer_of(connection), connection.end)
+        if admitted is None:
             connection.close()
             raise BlockingIOError("there are too many connections")
-        self._guests[address[:2]] = connection.guest = guest
-        connection.closed_by = self
+        self._admitted[address[:2]] = admitted
+        connection.on_close = partial(self._remove, admitted)
         return connection, address
 
     def authenticate(self, address: Any) -> None:
-        """Count the connection from an address as authenticated.
+        """Count the connection from an address, host and port, as authenticated."""
+        if (admitted := self._admitted.get(tuple(address[:2]))) is not None:
+            self._limit.authenticate(admitted)
 
-        Args:
-            address: host and port.
-        """
-        if (guest := self._guests.get(tuple(address[:2]))) is not None:
-            self._budget.authenticate(guest)
-
-    def remove(self, guest: Guest) -> None:
-        """Stop counting a connection."""
-        self._budget.remove(guest)
-        self._guests = {key: one for key, one in self._guests.items() if one is not guest}
+    def _remove(self, admitted: AdmittedConnection) -> None:
+        self._limit.remove(admitted)
+        self._admitted = {key: one for key, one in self._admitted.items() if one is not admitted}
 
 
 class _Accepted(socket.socket):
-    guest: Guest | None = None
-    closed_by: BoundedListener | None = None
+    on_close: Callable[[], None] | None = None
 
     def end(self) -> None:
         """Shut the connection down; its server notices, and closes it."""
@@ -369,8 +328,7 @@ class _Accepted(socket.socket):
             self.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """See socket.socket."""
         super().close()
-        if self.closed_by is not None and self.guest is not None:
-            self.closed_by.remove(self.guest)
-            self.closed_by = None
+        if self.on_close is not None:
+            self.on_close()
+            self.on_close = None

@@ -1,4 +1,4 @@
-"""What a way carries, over a real connection; and what cannot be asked of the other side."""
+"""The link test over a real connection, and requests that the server refuses."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from rpcmp.errors import RelayError
-from rpcmp.net import link_test
-from rpcmp.net.link_test import MAX_BYTES, LinkSpeed
-from rpcmp.net.tls import Connection
+from rpcmp.net.peer_connection import PeerConnection
+from rpcmp.server import connection
+from rpcmp.server.connection import MAX_LINK_TEST_BYTES, LinkSpeed
 
 
-def talk(client: Callable[[Connection], Awaitable[Any]]) -> tuple[Any, BaseException | None]:
-    """What the client gets, and what the server's side ends with."""
+def talk(client: Callable[[PeerConnection], Awaitable[Any]]) -> tuple[Any, BaseException | None]:
+    """Return the client's result, and the error that ends the server's side."""
 
     async def both() -> tuple[Any, BaseException | None]:
-        ours, theirs = (Connection(one) for one in socket.socketpair())
+        ours, theirs = (PeerConnection(one) for one in socket.socketpair())
         serving = asyncio.ensure_future(serve(theirs))
         try:
             result = await client(ours)
@@ -32,13 +32,13 @@ def talk(client: Callable[[Connection], Awaitable[Any]]) -> tuple[Any, BaseExcep
     return asyncio.run(both())
 
 
-async def serve(end: Connection) -> None:
+async def serve(end: PeerConnection) -> None:
     assert (await end.read_message())["op"] == "measure"
-    await link_test.answer(end)
+    await connection.answer_link_test(end)
 
 
 def test_both_ways_are_measured() -> None:
-    way, ended = talk(lambda end: link_test.measure(end, 0.001))
+    way, ended = talk(lambda end: connection.measure_link(end, 0.001))
     assert way.latency_s > 0
     assert min(way.there, way.back) > 0
     assert abs(way.clock_ahead_s) <= way.latency_s  # it is the same clock
@@ -46,14 +46,14 @@ def test_both_ways_are_measured() -> None:
 
 
 def test_a_link_test_without_seconds_measures_only_the_round_trip() -> None:
-    way, _ = talk(lambda end: link_test.measure(end, 0))
+    way, _ = talk(lambda end: connection.measure_link(end, 0))
     assert way == LinkSpeed(way.latency_s, way.clock_ahead_s)
 
 
 @pytest.mark.parametrize(
     "question",
     [
-        {"op": "give", "bytes": MAX_BYTES + 1},
+        {"op": "give", "bytes": MAX_LINK_TEST_BYTES + 1},
         {"op": "take", "bytes": -1},
         {"op": "take", "bytes": "many"},
         {"op": "connect"},
@@ -61,7 +61,7 @@ def test_a_link_test_without_seconds_measures_only_the_round_trip() -> None:
     ],
 )
 def test_a_client_with_an_invalid_request_is_disconnected(question: dict[str, Any]) -> None:
-    async def ask(end: Connection) -> None:
+    async def ask(end: PeerConnection) -> None:
         await end.write_message({"op": "measure"})
         await end.write_message(question)
 

@@ -1,4 +1,4 @@
-"""Bytes through two ends of the relay over real sockets: none lost or held back, halves closed."""
+"""Bytes through two relays over real sockets: all arrive, and half-closed sides still receive."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from rpcmp.errors import RelayError
-from rpcmp.net.identity import RELAY, Credentials
-from rpcmp.net.splice import splice
-from rpcmp.net.tls import HEADER, Connection, TlsState
+from rpcmp.net.identity import RELAY, TlsState
+from rpcmp.net.peer_connection import HEADER, PeerConnection
+from rpcmp.net.security import Credentials
+from rpcmp.net.tunnel import splice
 from tests.support.lan import issue
 
 HERE = "127.0.0.1"
@@ -28,7 +29,7 @@ Sockets = tuple[socket.socket, socket.socket]
 def sessions(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[], tuple[TlsState | None, TlsState | None]]:
-    """The TLS of both sides of a connection, where it has TLS."""
+    """Return the TLS states of both sides of a connection; None if it is plain."""
     certs: Path = issue(tmp_path_factory.mktemp("certs"), HERE)
     client, server = Credentials(certs / "driver"), Credentials(certs / "stage0")
     if not request.param:
@@ -40,7 +41,7 @@ Make = Callable[[], tuple[TlsState | None, TlsState | None]]
 
 
 def pair() -> Sockets:
-    """Both ends of a TCP connection."""
+    """Return both ends of a TCP connection."""
     with socket.create_server((HERE, 0)) as listener:
         one = socket.create_connection(listener.getsockname())
         other, _ = listener.accept()
@@ -50,20 +51,20 @@ def pair() -> Sockets:
 
 
 def through(make: Make, use: Callable[[socket.socket, socket.socket], Awaitable[None]]) -> None:
-    """Let `use` have two sockets that are connected through two relays.
+    """Call `use` with two sockets that are connected through two relays.
 
     use <─loopback─> relay <═TLS═> relay <─loopback─> use
     """
 
     async def run() -> None:
         (near, here), (there, far), between = pair(), pair(), pair()
-        ends = [Connection(between[0], make_pair[0]), Connection(between[1], make_pair[1])]
+        ends = [PeerConnection(between[0], make_pair[0]), PeerConnection(between[1], make_pair[1])]
         await asyncio.gather(*(end.do_handshake() for end in ends))
         for end in ends:
             end.has_frames = True
         carrying = [
-            asyncio.create_task(splice(Connection(here), ends[0])),
-            asyncio.create_task(splice(Connection(there), ends[1])),
+            asyncio.create_task(splice(PeerConnection(here), ends[0])),
+            asyncio.create_task(splice(PeerConnection(there), ends[1])),
         ]
         try:
             async with asyncio.timeout(60):
@@ -175,15 +176,15 @@ def test_data_that_is_not_read_is_not_buffered(sessions: Make) -> None:
 
 
 def test_a_broken_connection_differs_from_an_end_of_stream(sessions: Make) -> None:
-    """What was cut off in the middle must not look as if it were all."""
+    """A stream that is cut off must not look complete."""
 
     async def run() -> None:
         (near, here), between = pair(), pair()
         sides = sessions()
-        ends = [Connection(between[0], sides[0]), Connection(between[1], sides[1])]
+        ends = [PeerConnection(between[0], sides[0]), PeerConnection(between[1], sides[1])]
         await asyncio.gather(*(end.do_handshake() for end in ends))
         ends[0].has_frames = True
-        carrying = asyncio.create_task(splice(Connection(here), ends[0]))
+        carrying = asyncio.create_task(splice(PeerConnection(here), ends[0]))
         await ends[1].write(HEADER.pack(100) + b"only this much")
         assert await asyncio.get_running_loop().sock_recv(near, 100) == b"only this much"
         ends[1].close()
@@ -204,7 +205,7 @@ def test_a_malformed_first_frame_is_refused(bad: bytes) -> None:
         one, other = pair()
         one.send(bad)
         with pytest.raises(RelayError, match="first frame"):
-            await Connection(other).read_message()
+            await PeerConnection(other).read_message()
         one.close()
         other.close()
 
@@ -218,8 +219,8 @@ def test_tampered_bytes_break_the_connection(
         certs = issue(tmp_path_factory.mktemp("certs"), HERE)
         one, other = pair()
         ends = [
-            Connection(one, TlsState(Credentials(certs / "driver").client(RELAY), HERE)),
-            Connection(other, TlsState(Credentials(certs / "stage0").server())),
+            PeerConnection(one, TlsState(Credentials(certs / "driver").client(RELAY), HERE)),
+            PeerConnection(other, TlsState(Credentials(certs / "stage0").server())),
         ]
         await asyncio.gather(*(end.do_handshake() for end in ends))
         session = ends[0].session

@@ -1,4 +1,4 @@
-"""Which connections are accepted: the kernel keeps silent ones back, and then they are closed."""
+"""Connections that send nothing: the kernel holds them back, and then they are closed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rpcmp.net import accept
+from rpcmp.net import connection_limits
 
 HERE = "127.0.0.1"
 
@@ -22,7 +22,7 @@ def listening(defers: bool) -> Iterator[socket.socket]:
         listener.bind((HERE, 0))
         listener.setblocking(False)
         if defers:
-            accept.listen_deferred(listener)
+            connection_limits.listen_deferred(listener)
         else:
             listener.listen()
         yield listener
@@ -34,7 +34,7 @@ def wait_for(one: socket.socket) -> None:
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accept, "SILENT_SECONDS", 1)
+    monkeypatch.setattr(connection_limits, "SILENT_SECONDS", 1)
 
 
 def test_a_silent_connection_is_closed_and_one_with_data_is_accepted() -> None:
@@ -44,14 +44,14 @@ def test_a_silent_connection_is_closed_and_one_with_data_is_accepted() -> None:
             wait_for(listener)  # the kernel has waited for it long enough
             with socket.create_connection(where) as speaking:
                 speaking.sendall(b"hello")
-                accepted, address = accept.accept_with_data(listener)
+                accepted, address = connection_limits.accept_with_data(listener)
                 with accepted:
                     assert address == speaking.getsockname()
                     assert accepted.recv(5) == b"hello"
             wait_for(silent)
             assert silent.recv(1) == b""
             with pytest.raises(BlockingIOError):
-                accept.accept_with_data(listener)
+                connection_limits.accept_with_data(listener)
 
 
 def test_a_silent_connection_is_accepted_if_the_server_may_send_first() -> None:
@@ -60,7 +60,7 @@ def test_a_silent_connection_is_accepted_if_the_server_may_send_first() -> None:
         socket.create_connection(listener.getsockname()) as silent,
     ):
         wait_for(listener)
-        accepted, address = accept.accept_with_data(listener)
+        accepted, address = connection_limits.accept_with_data(listener)
         with accepted:
             assert address == silent.getsockname()
 
@@ -70,14 +70,14 @@ def test_a_flood_of_silent_connections_does_not_starve_others() -> None:
         where = listener.getsockname()
         silent = [
             stack.enter_context(socket.create_connection(where))
-            for _ in range(accept.SILENT_AT_ONCE + 10)
+            for _ in range(connection_limits.SILENT_AT_ONCE + 10)
         ]
         rounds = 0
         while silent:
             wait_for(listener)
             rounds += 1
             with pytest.raises(BlockingIOError):
-                accept.accept_with_data(listener)
+                connection_limits.accept_with_data(listener)
             gone, _, _ = select.select(silent, [], [], 0)
             silent = [one for one in silent if one not in gone]
         assert rounds > 1

@@ -16,9 +16,8 @@ from cryptography.x509.oid import NameOID
 from rpcmp.errors import SecurityError
 from rpcmp.net import authority, certificates, identity
 from rpcmp.net.certificates import Certificate
-from rpcmp.net.identity import CA, CRL, GRPC, KEY, Credentials
-from rpcmp.net.security import Security, expiry_warning
-from rpcmp.net.tls import TlsState
+from rpcmp.net.identity import CA, CRL, GRPC, KEY, TlsState
+from rpcmp.net.security import Credentials, expiry_warning
 from tests.support.lan import cli, issue
 
 HERE = "127.0.0.1"
@@ -61,7 +60,7 @@ def old_authority(folder: Path) -> None:
 
 
 def meet(client: ssl.SSLContext, server: ssl.SSLContext, host: str) -> str:
-    """How a handshake ends: "ok", or why it is refused."""
+    """Return "ok", or why a handshake fails."""
     one, other = TlsState(client, host), TlsState(server)
     try:
         done = False
@@ -210,7 +209,7 @@ def test_a_host_permits_its_domain_or_private_network(host: str, subtree: str) -
     ],
 )
 def test_a_name_outside_the_name_constraints_is_refused(certs: Path, uri: str, host: str) -> None:
-    """As if the authority's key were stolen: what it signs is good for the job's names only."""
+    """Even a stolen key of the authority certifies only the names of the job's hosts."""
     ca = (certs / CA).read_bytes()
 
     class Any(identity.Role):
@@ -247,8 +246,8 @@ def test_init_permits_additional_domains_and_networks(tmp_path: Path) -> None:
 
 
 def test_a_certificate_that_expires_soon_causes_a_warning(certs: Path) -> None:
-    security = Security(certs / "driver")
+    credentials = Credentials(certs / "driver")
     now = datetime.now(UTC)
-    assert expiry_warning(security, now) == ""
-    assert "in 6 days: renew it" in expiry_warning(security, now + timedelta(days=24))
-    assert "has expired: renew it" in expiry_warning(security, now + timedelta(days=31))
+    assert expiry_warning(credentials, now) == ""
+    assert "in 6 days: renew it" in expiry_warning(credentials, now + timedelta(days=24))
+    assert "has expired: renew it" in expiry_warning(credentials, now + timedelta(days=31))
