@@ -22,7 +22,6 @@ from rpcmp.net.dialer import Dialer
 from rpcmp.process.channel import Message
 from rpcmp.server.client import StageClient
 from rpcmp.server.hardened_grpc import Callers
-from rpcmp.server.services import answers_errors
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import control_pb2_grpc
 
@@ -181,14 +180,12 @@ class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
             name = rest if kind == "addrs" else value.decode(errors="replace")
             claim.group.require_name(self._callers.role(grpc_context.peer()), name)
 
-    @answers_errors
     async def Set(self, request: pb.SetRequest, grpc_context: GrpcContext) -> pb.SetResponse:
         claim = self._claim_of(request, grpc_context)
         self._require_own(claim, request.key, request.value, grpc_context)
         claim.values.set(request.key, request.value)
         return pb.SetResponse(generation=claim.generation)
 
-    @answers_errors
     async def Get(self, request: pb.GetRequest, grpc_context: GrpcContext) -> pb.GetResponse:
         claim = self._claim_of(request, grpc_context)
         require_key_count(request.keys)
@@ -196,7 +193,6 @@ class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
         value = claim.values.get(request.keys[0])
         return pb.GetResponse(generation=claim.generation, value=value or b"")
 
-    @answers_errors
     async def CompareSet(
         self, request: pb.CompareSetRequest, grpc_context: GrpcContext
     ) -> pb.CompareSetResponse:
@@ -208,7 +204,6 @@ class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
             claim.values.set(request.key, held)
         return pb.CompareSetResponse(generation=claim.generation, value=held or b"")
 
-    @answers_errors
     async def Add(self, request: pb.AddRequest, grpc_context: GrpcContext) -> pb.AddResponse:
         claim = self._claim_of(request, grpc_context)
         self._require_own(claim, request.key, b"", grpc_context)

@@ -1,23 +1,17 @@
-"""The Control and Doctor services: each call becomes a call of the stage server.
-
-An RpcmpError travels in the status's details, as JSON of `rpcmp.errors`, so that the driver raises
-the same error as the server.
-"""
+"""The Control and Doctor services: each call becomes a call of the stage server."""
 
 from __future__ import annotations
 
 import base64
-import functools
 import json
 import os
 import platform
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.sandbox.confinement import Reach
@@ -69,24 +63,6 @@ if TYPE_CHECKING:
 
     GrpcContext = grpc.aio.ServicerContext[Any, Any]
 
-Method = TypeVar("Method", bound=Callable[..., Awaitable[Any]])
-
-
-def answers_errors(method: Method) -> Method:
-    """Turn an RpcmpError into a failed call that carries it."""
-
-    @functools.wraps(method)
-    async def wrapper(self: Any, request: Any, grpc_context: GrpcContext) -> Any:
-        try:
-            return await method(self, request, grpc_context)
-        except RpcmpError as error:
-            await grpc_context.abort(grpc.StatusCode.FAILED_PRECONDITION, to_wire(error))
-        except OSError as error:  # a full disk, no more processes
-            failure = JobError(one_line(error))
-            await grpc_context.abort(grpc.StatusCode.FAILED_PRECONDITION, to_wire(failure))
-
-    return wrapper  # type: ignore[return-value]
-
 
 class ControlServicer(control_pb2_grpc.ControlServicer):
     """See protos/rpcmp/v1/control.proto."""
@@ -94,7 +70,6 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     def __init__(self, server: StageServer, callers: Callers) -> None:
         self._server, self._callers = server, callers
 
-    @answers_errors
     async def Describe(
         self, request: pb.DescribeRequest, grpc_context: GrpcContext
     ) -> pb.DescribeResponse:
@@ -103,13 +78,11 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             return self._server.describe()
         return pb.DescribeResponse(draining=self._server.draining)
 
-    @answers_errors
     async def Profile(
         self, request: pb.ProfileRequest, grpc_context: GrpcContext
     ) -> pb.ProfileResponse:
         return pb.ProfileResponse(profile=await self._server.profile(request))
 
-    @answers_errors
     async def Prepare(
         self, request: pb.PrepareRequest, grpc_context: GrpcContext
     ) -> pb.PrepareResponse:
@@ -129,13 +102,11 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             keeps_nothing=snapshot_store.keeps_nothing,
         )
 
-    @answers_errors
     async def Start(self, request: pb.StartRequest, grpc_context: GrpcContext) -> pb.StartResponse:
         claim = self._server.claimed_by(request.job_id, request.generation)
         await claim.start(request)
         return pb.StartResponse(generation=claim.generation)
 
-    @answers_errors
     async def Link(self, request: pb.LinkRequest, grpc_context: GrpcContext) -> pb.LinkResponse:
         claim = self._server.claimed_by(request.job_id, request.generation)
         await claim.link(request)
@@ -144,12 +115,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     async def Watch(
         self, request: pb.WatchRequest, grpc_context: GrpcContext
     ) -> AsyncIterator[pb.WatchResponse]:
-        try:
-            claim = self._server.claimed_by(request.job_id, request.generation)
-            async for change in self._server.watch(claim):
-                yield change
-        except RpcmpError as error:
-            await grpc_context.abort(grpc.StatusCode.FAILED_PRECONDITION, to_wire(error))
+        claim = self._server.claimed_by(request.job_id, request.generation)
+        async for change in self._server.watch(claim):
+            yield change
 
     async def Drain(self, request: pb.DrainRequest, grpc_context: GrpcContext) -> pb.DrainResponse:
         await self._server.drain()
@@ -158,12 +126,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             return pb.DrainResponse()
         return pb.DrainResponse(job=claim.job, generation=claim.generation)
 
-    @answers_errors
     async def Stop(self, request: pb.StopRequest, grpc_context: GrpcContext) -> pb.StopResponse:
         await self._server.end(request.job_id, request.generation)
         return pb.StopResponse(generation=request.generation)
 
-    @answers_errors
     async def Inspect(
         self, request: pb.InspectRequest, grpc_context: GrpcContext
     ) -> pb.InspectResponse:
@@ -184,13 +150,11 @@ class DoctorServicer(doctor_pb2_grpc.DoctorServicer):
     def __init__(self, server: StageServer) -> None:
         self._server = server
 
-    @answers_errors
     async def Examine(
         self, request: doctor_pb2.ExamineRequest, grpc_context: GrpcContext
     ) -> doctor_pb2.ExamineResponse:
         return doctor_pb2.ExamineResponse(facts=await self._server.examine(request))
 
-    @answers_errors
     async def Probe(
         self, request: doctor_pb2.ProbeRequest, grpc_context: GrpcContext
     ) -> doctor_pb2.ProbeResponse:

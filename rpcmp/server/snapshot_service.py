@@ -14,9 +14,8 @@ from rpcmp.checkpoint import files
 from rpcmp.checkpoint.files import Inside
 from rpcmp.checkpoint.folder import remove
 from rpcmp.checkpoint.slots import Slots
-from rpcmp.errors import BusyError, CheckpointError, RpcmpError, UnreachableError, to_wire
+from rpcmp.errors import BusyError, CheckpointError, UnreachableError
 from rpcmp.server.hardened_grpc import Callers
-from rpcmp.server.services import answers_errors
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import control_pb2_grpc
 
@@ -110,24 +109,19 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
     async def Fetch(
         self, request: pb.FetchRequest, grpc_context: GrpcContext
     ) -> AsyncIterator[pb.FetchResponse]:
-        try:
-            # A host that was replaced must not speak for its successor.
-            claim = self._server.claimed_by(request.job_id, request.generation)
-            claim.require_may_fetch(self._callers.role(grpc_context.peer()), request)
-            snapshot_store = self._store_of(request.job_id)
-            with self._one_more():
-                async for part in snapshot_store.stream(request):
-                    yield part
-        except RpcmpError as error:
-            await grpc_context.abort(grpc.StatusCode.FAILED_PRECONDITION, to_wire(error))
+        # A host that was replaced must not speak for its successor.
+        claim = self._server.claimed_by(request.job_id, request.generation)
+        claim.require_may_fetch(self._callers.role(grpc_context.peer()), request)
+        snapshot_store = self._store_of(request.job_id)
+        with self._one_more():
+            async for part in snapshot_store.stream(request):
+                yield part
 
-    @answers_errors
     async def Save(self, request: pb.SaveRequest, grpc_context: GrpcContext) -> pb.SaveResponse:
         snapshot_store = self._store_of(request.job_id)
         saved = await snapshot_store.save(request.stage_name, request.step)
         return pb.SaveResponse(saved=saved)
 
-    @answers_errors
     async def Mirror(
         self, request: pb.MirrorRequest, grpc_context: GrpcContext
     ) -> pb.MirrorResponse:
@@ -135,7 +129,6 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
         await self._server.snapshot_store.hold(request)
         return pb.MirrorResponse(generation=claim.generation)
 
-    @answers_errors
     async def Check(self, request: pb.CheckRequest, grpc_context: GrpcContext) -> pb.CheckResponse:
         paths = [self._server.snapshot_store.require_ours(file.path) for file in request.files]
         states = [
@@ -144,7 +137,6 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
         ]
         return pb.CheckResponse(states=states)
 
-    @answers_errors
     async def Put(
         self, requests: AsyncIterator[pb.PutRequest], grpc_context: GrpcContext
     ) -> pb.PutResponse:
@@ -153,7 +145,6 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
         await receive_file((request.data async for request in requests), place, head.file.size)
         return pb.PutResponse()
 
-    @answers_errors
     async def Remove(
         self, request: pb.RemoveRequest, grpc_context: GrpcContext
     ) -> pb.RemoveResponse:
