@@ -1,6 +1,7 @@
-"""What both ends of a control connection share: gRPC's options and the protocol's version.
+"""Connections to a stage server: gRPC's options, versions at both ends, health and link speed.
 
-Also `way_to`, which measures the link to a server without gRPC.
+Orchestrators start `rpcmp health` anew every few seconds, so this imports neither jobs nor the
+control service.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ import ssl
 from importlib import metadata
 from pathlib import Path
 
-from rpcmp.errors import RelayError, SecurityError, UnreachableError, one_line
-from rpcmp.net.dialer import OPEN_SECONDS, Dialer
+import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from rpcmp.errors import RelayError, RpcmpError, SecurityError, UnreachableError, one_line
+from rpcmp.net.dialer import OPEN_SECONDS, Dialer, Tunnel
 from rpcmp.net.identity import RELAY
 from rpcmp.net.link_test import LinkSpeed, measure
 from rpcmp.net.tls import Connection, refusal
@@ -55,10 +60,9 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
 MAX_PEERS_MESSAGE = 64 * 1024
 """Bytes of a stage's request to another; answers may be longer."""
 
-PEERS_OPTIONS: list[tuple[str, int]] = [
-    *[option for option in SERVER_OPTIONS if option[0] != "grpc.max_receive_message_length"],
-    ("grpc.max_receive_message_length", MAX_PEERS_MESSAGE),
-]
+PEERS_OPTIONS = list(
+    {**dict(SERVER_OPTIONS), "grpc.max_receive_message_length": MAX_PEERS_MESSAGE}.items()
+)
 
 
 def versions() -> pb.Versions:
@@ -91,16 +95,58 @@ def is_same_release(one: str, other: str) -> bool:
 
 def differences(ours: pb.Versions, theirs: pb.Versions) -> list[str]:
     """Return "torch: 2.13.0 here, 2.12.1 there" per difference; ignores local build tags."""
-    result = []
-    for field in NEEDED_EQUAL:
-        local, remote = str(getattr(ours, field)), str(getattr(theirs, field))
-        if not is_same_release(local, remote):
-            result.append(f"{field}: {local} here, {remote} there")
-    return result
+    values = [(each, str(getattr(ours, each)), str(getattr(theirs, each))) for each in NEEDED_EQUAL]
+    return [
+        f"{field}: {local} here, {remote} there"
+        for field, local, remote in values
+        if not is_same_release(local, remote)
+    ]
 
 
 IS_IT_RUNNING = "is `rpcmp serve` running there?"
 """Hint for a server that does not answer."""
+
+SERVING = "SERVING"
+
+
+async def check_health(address: str, dialer: Dialer, seconds: float) -> str:
+    """Return a server's status by the health service: "SERVING", or "NOT_SERVING" in a drain.
+
+    Raises:
+        UnreachableError: the server has not answered in time.
+        SecurityError: the server is not the expected one, or refuses our certificate.
+        ConfigError: the address is not on loopback, and there are no certificates.
+    """
+    dialer.security.require_allowed([address])
+    # Also without certificates: the tunnel's errors are clearer than gRPC's.
+    tunnel = Tunnel(dialer, address, stage_index=None)
+    try:
+        async with (
+            asyncio.timeout(seconds),
+            grpc.aio.insecure_channel(tunnel.target, options=CHANNEL_OPTIONS) as channel,
+        ):
+            answer: HealthCheckResponse = await HealthStub(channel).Check(HealthCheckRequest())
+    except TimeoutError as error:
+        raise UnreachableError(
+            f"{address} does not answer within {seconds:g} s; {IS_IT_RUNNING}"
+        ) from error
+    except grpc.aio.AioRpcError as error:
+        wants_tls = await dialer.misunderstanding(address)
+        raise (wants_tls or _health_error(error, tunnel, address)) from error
+    finally:
+        await tunnel.close()
+    return str(HealthCheckResponse.ServingStatus.Name(answer.status))
+
+
+def _health_error(error: grpc.aio.AioRpcError, tunnel: Tunnel, address: str) -> RpcmpError:
+    if isinstance(tunnel.failure, UnreachableError):
+        return UnreachableError(f"{tunnel.failure}; {IS_IT_RUNNING}")
+    if tunnel.failure is not None:
+        return tunnel.failure
+    return UnreachableError(
+        f"{address} does not answer as a stage server does: {error.code().name}: {error.details()}"
+    )
+
 
 PING_SECONDS = 10.0
 """Time limit for a few round trips."""
@@ -112,15 +158,13 @@ MEASURE_SECONDS = OPEN_SECONDS + SEND_SECONDS
 """Time limit for a server that measures its link to another, connecting included."""
 
 
-async def way_to(
+async def measure_link(
     dialer: Dialer, name: str, address: str, stage_index: int | None, seconds: float
 ) -> LinkSpeed:
-    """Measure the link to a stage's server.
+    """Measure the link to a stage's server, without gRPC.
 
     Args:
-        dialer: opens the connection.
         name: the stage's, for errors.
-        address: HOST:PORT.
         stage_index: the stage that the server's certificate has to be for; None: any.
         seconds: least duration of the transfer in each direction; 0: only measure round trips.
 
@@ -129,26 +173,26 @@ async def way_to(
         SecurityError: the server is not the expected one, or refuses our certificate.
     """
     try:
-        end = await dialer.open(address, RELAY, stage_index)
+        connection = await dialer.open(address, RELAY, stage_index)
     except UnreachableError as error:
         raise UnreachableError(f"stage {name!r}: {error}; {IS_IT_RUNNING}") from error
     except SecurityError as error:
         raise SecurityError(f"stage {name!r}: {error}") from error
     where = f"stage {name!r} at {address}"
     try:
-        return await _measure(end, where, seconds)
+        return await _measure(connection, where, seconds)
     except (EOFError, RelayError) as error:
         hint = "" if dialer.security.credentials else "; does its server want --certs?"
         raise UnreachableError(f"{where} does not let itself be measured: {error}{hint}") from error
     finally:
-        end.close()
+        connection.close()
 
 
-async def _measure(end: Connection, where: str, seconds: float) -> LinkSpeed:
+async def _measure(connection: Connection, where: str, seconds: float) -> LinkSpeed:
     limit = SEND_SECONDS if seconds else PING_SECONDS
     try:
         async with asyncio.timeout(limit):
-            return await measure(end, seconds)
+            return await measure(connection, seconds)
     except TimeoutError as error:
         raise UnreachableError(
             f"{where}: the way there carries next to nothing, {limit:.0f} s did not do to measure "

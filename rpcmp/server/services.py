@@ -17,7 +17,7 @@ from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.sandbox.confinement import Reach
 from rpcmp.process.task import run_task
 from rpcmp.server import claim_log
-from rpcmp.server.connection import machine, way_to
+from rpcmp.server.connection import machine, measure_link
 from rpcmp.server.hardened_grpc import Callers
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import control_pb2_grpc, doctor_pb2, doctor_pb2_grpc
@@ -159,5 +159,5 @@ class DoctorServicer(doctor_pb2_grpc.DoctorServicer):
         self, request: doctor_pb2.ProbeRequest, grpc_context: GrpcContext
     ) -> doctor_pb2.ProbeResponse:
         place = (request.stage_name, request.address, request.stage_index)
-        way = await way_to(self._server.dialer, *place, request.seconds)
+        way = await measure_link(self._server.dialer, *place, request.seconds)
         return doctor_pb2.ProbeResponse(**asdict(way))

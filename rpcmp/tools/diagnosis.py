@@ -22,7 +22,7 @@ from rpcmp.net.dialer import Dialer
 from rpcmp.net.link_test import LinkSpeed
 from rpcmp.net.security import EXPIRES_DAYS, INSECURE
 from rpcmp.server.client import StageClient
-from rpcmp.server.connection import NEEDED_EQUAL, is_same_release, way_to
+from rpcmp.server.connection import NEEDED_EQUAL, is_same_release, measure_link
 from rpcmp.server.host_facts import Device, Folder, HostFacts
 from rpcmp.tools.job_hosts import HostReport, HostSurvey
 from rpcmp.tools.job_links import Link, job_links
@@ -350,7 +350,7 @@ class LinkCheck:
             other = self._clients[link.other]
             if link.one == DRIVER:
                 index = self._workers[other.name].stage_index
-                speed = await way_to(self._dialer, other.name, other.address, index, seconds)
+                speed = await measure_link(self._dialer, other.name, other.address, index, seconds)
                 return CheckedLink(link, speed)
             one = self._clients[link.one]
             speed = await one.probe(self._probe(other, seconds))
