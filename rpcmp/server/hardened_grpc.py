@@ -99,6 +99,11 @@ class Callers:
             raise SecurityError("the call did not come through the server's port")
         return connection.role
 
+    def name(self, peer: str) -> str:
+        """Return the caller's role and address, for messages."""
+        connection = self._find(peer)
+        return connection.name if connection is not None else "a connection that is gone"
+
     def _find(self, peer: str) -> IncomingConnection | None:
         return self._connections.get(_name_of(peer))
 

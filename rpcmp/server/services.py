@@ -1,62 +1,32 @@
-"""The Control and Doctor services: each call becomes a call of the stage server."""
+"""The services of a stage server behind its one port: gRPC, the relay and link measurements.
+
+Each call of Control and Doctor becomes a call of the stage server.
+"""
 
 from __future__ import annotations
 
-import base64
-import json
+import asyncio
 import os
 import platform
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from rpcmp.process.fork_client import Forks
-from rpcmp.process.interpreter import compute_environment
-from rpcmp.process.sandbox.confinement import Reach
-from rpcmp.process.task import run_task
-from rpcmp.server import claim_log
-from rpcmp.server.connection import machine, measure_link
-from rpcmp.server.hardened_grpc import Callers
+from rpcmp.errors import ConfigError, RelayError
+from rpcmp.net import link_test
+from rpcmp.net.port import GREETING_SECONDS, IncomingConnection, PortMultiplexer
+from rpcmp.net.tls import Connection
+from rpcmp.process import tempdirs
+from rpcmp.server.access import OnlyPeers
+from rpcmp.server.connection import PEERS_OPTIONS, SERVER_OPTIONS, machine, measure_link
+from rpcmp.server.hardened_grpc import Callers, GrpcServers
+from rpcmp.server.rendezvous import RendezvousServicer
+from rpcmp.server.snapshot_service import SnapshotsServicer
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import control_pb2_grpc, doctor_pb2, doctor_pb2_grpc
-
-
-async def profile(
-    request: pb.ProfileRequest,
-    forks: Forks,
-    allowed: Sequence[str] | None,
-    reach: Reach | None = None,
-) -> str:
-    """Measure a job's layers in a child process; return the profile as JSON.
-
-    The child is killed if the caller cancels the call.
-
-    Args:
-        forks: starts the child.
-        allowed: see StageServer.
-        reach: files that the child may open beyond the job's own; None: it is not confined.
-
-    Raises:
-        RpcmpError: a layer failed, or the child ended.
-    """
-    with claim_log.unpacked(request.job.code) as folder:
-        environment = compute_environment(request.job.threads)
-        answer = await run_task(
-            {
-                "op": "profile",
-                "order": request.order,
-                "code_folder": str(folder or ""),
-                "allowed": allowed,
-                "sample": base64.b64encode(request.sample).decode(),
-            },
-            environment,
-            forks,
-            reach and reach.reading(folder),
-        )
-    return json.dumps(answer["profile"])
-
 
 if TYPE_CHECKING:
     from rpcmp.server.stage_server import StageServer
@@ -86,7 +56,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     async def Prepare(
         self, request: pb.PrepareRequest, grpc_context: GrpcContext
     ) -> pb.PrepareResponse:
-        claim = await self._server.prepare(request)
+        driver = self._callers.name(grpc_context.peer())
+        claim = await self._server.prepare(request, driver)
         snapshot_store, network = self._server.snapshot_store, await claim.network()
         return pb.PrepareResponse(
             generation=claim.generation,
@@ -161,3 +132,100 @@ class DoctorServicer(doctor_pb2_grpc.DoctorServicer):
         place = (request.stage_name, request.address, request.stage_index)
         way = await measure_link(self._server.dialer, *place, request.seconds)
         return doctor_pb2.ProbeResponse(**asdict(way))
+
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+SERVICES = (
+    "",
+    *(f"rpcmp.v1.{name}" for name in ("Control", "Rendezvous", "Snapshots", "Doctor")),
+)
+"""Names that the health service knows; "" is the server as a whole."""
+
+MAX_MEASURING = 4
+"""Measurements at a time: each uses the link and a core as much as it can."""
+
+PREFIX = "rpcmp-server-"
+"""Prefix of the folder for gRPC's sockets."""
+
+
+class Endpoints:
+    """Services that listen from `open` to `close`; `server` answers their calls."""
+
+    def __init__(self, server: StageServer) -> None:
+        self._server = server
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._folder = tempdirs.create(PREFIX)
+        self._callers = Callers()
+        self._grpc = GrpcServers(self._folder, self._callers)
+        self._add_services()
+        self._port = PortMultiplexer(
+            server.security, self._serve_grpc, self._carry, server.works_for
+        )
+        self._measuring = 0
+
+    async def open(self, host: str, port: int) -> int:
+        """Listen; return the port, which is a free one for port 0.
+
+        Raises:
+            ConfigError: the port is in use, the host is not this machine's, or the path of the
+                folder for temporary files is too long for sockets.
+        """
+        try:
+            self._grpc.require_room_for_sockets()
+            bound = await self._port.start(host, port)
+        except ConfigError:
+            await self.close()
+            raise
+        await self.set_health(SERVING)
+        return bound
+
+    async def close(self) -> None:
+        """Close all connections, after a moment for answers, such as the one to Drain."""
+        await self._grpc.stop(grace=0.5)
+        await self._port.stop()  # carries the answers, so it goes last
+        tempdirs.remove(self._folder)
+
+    async def set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for service in SERVICES:
+            await self._health.set(service, status)
+
+    def _add_services(self) -> None:
+        server, callers, services = self._server, self._callers, self._grpc.services
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, services)
+        control_pb2_grpc.add_ControlServicer_to_server(ControlServicer(server, callers), services)
+        control_pb2_grpc.add_RendezvousServicer_to_server(
+            RendezvousServicer(server, callers), services
+        )
+        control_pb2_grpc.add_SnapshotsServicer_to_server(
+            SnapshotsServicer(server, callers), services
+        )
+        doctor_pb2_grpc.add_DoctorServicer_to_server(DoctorServicer(server), services)
+
+    async def _serve_grpc(self, connection: IncomingConnection) -> None:
+        if connection.role is None or connection.role.is_driver:
+            await self._grpc.serve(connection, [], SERVER_OPTIONS)
+        else:
+            await self._grpc.serve(connection, [OnlyPeers(self._callers)], PEERS_OPTIONS)
+
+    async def _carry(self, incoming: IncomingConnection) -> None:
+        """Serve a connection for tensors, or for a measurement."""
+        async with asyncio.timeout(GREETING_SECONDS):
+            greeting = await incoming.end.read_message()
+        if greeting.get("op") == "measure":
+            await self._measure(incoming.end)
+            return
+        if self._server.claim is None:
+            raise RelayError("no group runs here")
+        await self._server.claim.relay.take(incoming, greeting)
+
+    async def _measure(self, end: Connection) -> None:
+        """Answer a measurement, unless too many are under way."""
+        if self._measuring >= MAX_MEASURING:
+            raise RelayError(f"{self._measuring} others measure the way here already")
+        self._measuring += 1
+        try:
+            await link_test.answer(end)
+        finally:
+            self._measuring -= 1

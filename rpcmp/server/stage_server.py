@@ -1,30 +1,43 @@
-"""A stage server: serves one job at a time and keeps its snapshots. Its services: `endpoints`."""
+"""A stage server: serves one job at a time and keeps its snapshots. Its services: `services`."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import json
+import logging
 import os
 import platform
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from rpcmp.checkpoint.files import Inside, place_of, require_place
-from rpcmp.errors import BusyError, CheckpointError, ConfigError, DrainingError, VersionError
+from rpcmp.errors import (
+    BusyError,
+    CheckpointError,
+    ConfigError,
+    DrainingError,
+    VersionError,
+    from_wire,
+    one_line,
+)
 from rpcmp.net import dialer
 from rpcmp.net.dialer import Dialer
 from rpcmp.net.security import Security
 from rpcmp.process import liveness, tempdirs
 from rpcmp.process.fork_client import WORKERS, Forks
+from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.logging.display import RecordSource
 from rpcmp.process.logging.records import Entry, pass_on
 from rpcmp.process.sandbox.confinement import SCRATCH, Reach
-from rpcmp.server import claim_log, endpoints, services
+from rpcmp.process.task import run_task
+from rpcmp.server import claim_log, services
 from rpcmp.server.access import GroupMembers
 from rpcmp.server.claim import Claim, State
 from rpcmp.server.connection import differences, machine, versions
-from rpcmp.server.endpoints import NOT_SERVING, Endpoints
 from rpcmp.server.host_facts import CheckRequest, examine
+from rpcmp.server.services import NOT_SERVING, Endpoints
 from rpcmp.server.snapshot_saver import Kept
 from rpcmp.server.snapshot_store import NO_FOLDER, SnapshotStore
 from rpcmp.v1 import control_pb2 as pb
@@ -41,6 +54,11 @@ VITALS_SECONDS = 1.0
 
 DRAIN_SECONDS = 30.0
 """Time limit for a job to end after its current step when the server drains."""
+
+NAME_CHARACTERS = 100
+"""Of a job's name in the server's log; a driver may choose it freely."""
+
+log = logging.getLogger(__name__)
 
 
 class StageServer:
@@ -105,23 +123,19 @@ class StageServer:
         self.drain_requested = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._doors = Endpoints(self)
+        self._endpoints = Endpoints(self)
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; return the port, which is a free one for port 0.
-
-        Raises:
-            ConfigError: the port is in use, or the host is not this machine's.
-        """
-        for prefix in (endpoints.PREFIX, dialer.PREFIX, claim_log.PREFIX, SCRATCH):
+        """Listen; return the port, which is a free one for port 0."""
+        for prefix in (services.PREFIX, dialer.PREFIX, claim_log.PREFIX, SCRATCH):
             tempdirs.sweep(prefix)
-        return await self._doors.open(host, port)
+        return await self._endpoints.open(host, port)
 
     async def drain(self) -> None:
         """Take no new job, and let the current one end after its current step."""
         self.draining = True
         self.drain_requested.set()
-        await self._doors.set_health(NOT_SERVING)
+        await self._endpoints.set_health(NOT_SERVING)
         if self.claim is not None:
             await self.claim.notify()
 
@@ -130,45 +144,53 @@ class StageServer:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), seconds)
         await self.release(self.claim)
-        await self._doors.close()
+        await self._endpoints.close()
         await self._forks.close()
 
     async def profile(self, request: pb.ProfileRequest) -> str:
-        """Measure a job's layers; the server takes no job meanwhile.
+        """Measure a job's layers in a child process; return the profile as JSON.
 
-        Raises:
-            DrainingError, BusyError, VersionError, ConfigError: the job cannot run here.
-            RpcmpError: a layer failed.
+        The child is killed if the caller cancels the call.
         """
-        async with self._reserved(request.job):
-            return await services.profile(request, self._forks, self._allowed, self._reach)
+        async with self._reserved(request.job) as (folder, reach):
+            answer = await run_task(
+                {
+                    "op": "profile",
+                    "order": request.order,
+                    "code_folder": str(folder or ""),
+                    "allowed": self._allowed,
+                    "sample": base64.b64encode(request.sample).decode(),
+                },
+                compute_environment(request.job.threads),
+                self._forks,
+                reach,
+            )
+        return json.dumps(answer["profile"])
 
     async def examine(self, request: doctor_pb2.ExamineRequest) -> str:
-        """Collect facts about this host for a stage of a job; JSON of HostFacts.
-
-        Raises:
-            DrainingError, BusyError, VersionError, ConfigError: the job cannot run here.
-            JobError: the facts cannot be collected.
-        """
-        order, threads = CheckRequest.model_validate_json(request.order), request.job.threads
-        async with self._reserved(request.job):
-            with claim_log.unpacked(request.job.code) as folder:
-                reach = self._reach and self._reach.reading(folder)
-                found = await examine(
-                    order,
-                    self._forks,
-                    self.security,
-                    folder,
-                    threads,
-                    self._allowed,
-                    self._checkpoints,
-                    reach,
-                )
-        return found.model_copy(update={"metrics_port": self.metrics_port}).model_dump_json()
+        """Collect facts about this host for a stage of a job; JSON of HostFacts."""
+        order = CheckRequest.model_validate_json(request.order)
+        async with self._reserved(request.job) as (folder, reach):
+            facts = await examine(
+                order,
+                self._forks,
+                self.security,
+                folder,
+                request.job.threads,
+                self._allowed,
+                self._checkpoints,
+                reach,
+            )
+        return facts.model_copy(update={"metrics_port": self.metrics_port}).model_dump_json()
 
     @contextlib.asynccontextmanager
-    async def _reserved(self, job: pb.PrepareRequest) -> AsyncIterator[None]:
-        """Take no other job while one is being measured or examined."""
+    async def _reserved(
+        self, job: pb.PrepareRequest
+    ) -> AsyncIterator[tuple[Path | None, Reach | None]]:
+        """Take no other job while one is being measured or examined.
+
+        Yields the folder of the job's Python files, if it has any, and what its code may open.
+        """
         async with self._changing:
             self._check(job)
             if self.claim is not None:  # not even for its own job's next generation
@@ -176,20 +198,23 @@ class StageServer:
             self._examined = job.job
             self._idle.clear()
         try:
-            yield
+            with claim_log.unpacked(job.code) as folder:
+                yield folder, self._reach and self._reach.reading(folder)
         finally:
             self._examined = ""
             if self.claim is None:
                 self._idle.set()
 
-    async def prepare(self, request: pb.PrepareRequest) -> Claim:
+    async def prepare(self, request: pb.PrepareRequest, driver: str) -> Claim:
         """Claim this server for a job, or for its next generation.
 
-        Raises:
-            DrainingError, BusyError, VersionError, ConfigError: the job cannot run here.
+        Args:
+            driver: role and address of the caller, for the log.
         """
         async with self._changing:
-            return await self._prepare(request)
+            claim = await self._prepare(request)
+        self._log("job %r claims this server, from %s", claim, driver)
+        return claim
 
     async def _prepare(self, request: pb.PrepareRequest) -> Claim:
         self._check(request)
@@ -228,6 +253,12 @@ class StageServer:
 
     async def _release(self, claim: Claim | None) -> None:
         if claim is not None and claim is self.claim:
+            if claim.error:
+                self._log("job %r is lost: %s", claim, one_line(from_wire(claim.error)))
+            elif claim.state == State.SERVER_STATE_ENDED:
+                self._log("job %r releases this server", claim)
+            else:
+                self._log("job %r is lost: its driver has ended the generation, or is gone", claim)
             self.claim = None
             await asyncio.shield(claim.close())  # a caller may be cancelled
             loop = asyncio.get_running_loop()
@@ -235,21 +266,17 @@ class StageServer:
             self._idle.set()
 
     async def end(self, job_id: str, generation: int) -> None:
-        """End a job for good, and drop its snapshots.
-
-        Raises:
-            BusyError: the server works for another job.
-        """
+        """End a job for good, and drop its snapshots."""
         async with self._changing:
             if self.claim is not None or self.snapshot_store.job_id != job_id:
                 await self._release(self.claimed_by(job_id, generation))
             await self.snapshot_store.clear()
 
     def claimed_by(self, job_id: str, generation: int) -> Claim:
-        """Return the current claim, which must be the caller's.
+        """Return the current claim.
 
         Raises:
-            BusyError: the caller belongs to another job, or to a generation that has ended.
+            BusyError: it is another job's, or of another generation.
         """
         claim = self.claim
         if claim is None or (claim.job_id, claim.generation) != (job_id, generation):
@@ -324,14 +351,14 @@ class StageServer:
     def _check(self, request: pb.PrepareRequest) -> None:
         if self.draining:
             raise DrainingError("the server is being stopped")
-        place = (request.stage_index, request.replica)
-        if self.stage_index is not None and place != (self.stage_index, self.replica):
+        own = self.stage_index, self.replica
+        if self.stage_index is not None and own != (request.stage_index, request.replica):
             raise ConfigError(
                 f"serves stage {self.stage_index} replica {self.replica}, not stage "
                 f"{request.stage_index} replica {request.replica}; check `addresses`"
             )
-        if found := differences(self._versions, request.versions):
-            raise VersionError(f"other software than the driver's: {'; '.join(found)}")
+        if different := differences(self._versions, request.versions):
+            raise VersionError(f"other software than the driver's: {'; '.join(different)}")
         if request.code and not self._accept_code:
             option = "--allow" if self._allowed else "--no-code"
             raise ConfigError(
@@ -366,6 +393,14 @@ class StageServer:
             if request.may_keep_nothing:
                 return text
             raise ConfigError(text) from error
+
+    def _log(self, text: str, claim: Claim, *more: object) -> None:
+        """Log a line about a claim. A driver that has started this server for its job needs none.
+
+        The log's rate limit keeps drivers that claim again and again from filling it.
+        """
+        if not self.works_for:
+            log.info(text, claim.job[:NAME_CHARACTERS], *more)
 
     def _forget(self) -> None:
         """Drop the snapshots of a driver that has not come back."""
