@@ -43,11 +43,7 @@ class GroupMembers:
 
     @classmethod
     def of(cls, request: pb.PrepareRequest) -> Self:
-        """Return the group of a Prepare request.
-
-        Raises:
-            ConfigError: the request is for a member that the group does not have.
-        """
+        """Return the group of a Prepare request."""
         group = cls(
             request.job,
             [stage.name for stage in request.group],
@@ -75,9 +71,6 @@ class GroupMembers:
         Args:
             role: the caller's; None without certificates.
             what: for the error, "use the rendezvous".
-
-        Raises:
-            SecurityError: the certificate is not a member's.
         """
         if role is None or role.is_driver or any(map(role.may_serve, range(len(self.stages)))):
             return
@@ -87,11 +80,7 @@ class GroupMembers:
         )
 
     def require_name(self, role: Role | None, name: str) -> None:
-        """Refuse a certificate that does not belong to the member with this RPC name.
-
-        Raises:
-            SecurityError: it belongs to another member.
-        """
+        """Refuse a certificate that does not belong to the member with this RPC name."""
         if role is None or role.is_driver:
             return
         own = {
@@ -112,9 +101,6 @@ class GroupMembers:
             role: the caller's; None without certificates.
             stage_index: the stage; None permits no stage.
             what: for the error.
-
-        Raises:
-            SecurityError: it does not belong to that stage.
         """
         if role is None or role.is_driver:
             return

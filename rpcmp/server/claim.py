@@ -146,11 +146,7 @@ class Claim:
         return request.job_id == self.job_id and request.generation > self.generation
 
     async def open(self, code: list[pb.CodeFile]) -> None:
-        """Unpack the job's code and spawn its worker.
-
-        Raises:
-            ConfigError: a file would land outside of the job's folder.
-        """
+        """Unpack the job's code and spawn its worker."""
         if code:
             self._folder = claim_log.unpack(code)
         self._vault.freed = lambda: self._send({"op": "saved"})
@@ -184,11 +180,7 @@ class Claim:
         await self._spawn()
 
     async def start(self, request: pb.StartRequest) -> None:
-        """Send the worker its stage and its place in the group, as soon as it listens.
-
-        Raises:
-            CheckpointError, UnavailableError: the state to restore is not available.
-        """
+        """Send the worker its stage and its place in the group, as soon as it listens."""
         self.stage_name = request.label
         self._store = StoreProxy.at(
             request.rendezvous, self._dialer, self.job_id, self.generation, self._send
@@ -229,11 +221,7 @@ class Claim:
         await self.relay.open(self.listens, peers)
 
     def require_may_fetch(self, role: Role | None, request: pb.FetchRequest) -> None:
-        """Refuse a snapshot or file that the caller's certificate gives no right to.
-
-        Raises:
-            SecurityError: the caller may not have it.
-        """
+        """Refuse a snapshot or file that the caller's certificate gives no right to."""
         if request.path:
             self.group.require_member(role, "read its checkpoints")
         elif request.newer:

@@ -117,11 +117,7 @@ PREFIX = "rpcmp-code-"
 
 
 def unpack(files: Iterable[pb.CodeFile]) -> Path:
-    """Write `files` to a fresh folder, to be removed with `tempdirs.remove`.
-
-    Raises:
-        ConfigError: a file would land outside of it.
-    """
+    """Write `files` to a fresh folder, to be removed with `tempdirs.remove`."""
     folder = tempdirs.create(PREFIX)
     try:
         for file in files:
@@ -136,11 +132,7 @@ def unpack(files: Iterable[pb.CodeFile]) -> Path:
 
 @contextlib.contextmanager
 def unpacked(code: Iterable[pb.CodeFile]) -> Iterator[Path | None]:
-    """Yield the folder of a job's files, if there are any, and remove it afterwards.
-
-    Raises:
-        ConfigError: a file would land outside of it.
-    """
+    """Yield the folder of a job's files, if there are any, and remove it afterwards."""
     files = list(code)
     folder = unpack(files) if files else None
     try:

@@ -158,11 +158,7 @@ class StageClient:
         await self._call(self._snapshots.Remove(request, timeout=CALL_SECONDS))
 
     async def fetch(self, request: pb.FetchRequest) -> AsyncIterator[pb.FetchResponse]:
-        """Yield the parts of a snapshot, or of a checkpoint's file.
-
-        Raises:
-            RpcmpError: the server does not have it, or is gone.
-        """
+        """Yield the parts of a snapshot, or of a checkpoint's file."""
         async for part in self._stream(self._snapshots.Fetch(request)):
             yield part
 
@@ -192,11 +188,7 @@ class StageClient:
         return str(answer.value).encode()
 
     async def watch(self, request: pb.WatchRequest) -> AsyncIterator[pb.WatchResponse]:
-        """Yield the states of the worker until the claim ends.
-
-        Raises:
-            UnreachableError: the server is gone.
-        """
+        """Yield the states of the worker until the claim ends."""
         async for change in self._stream(self._stub.Watch(request)):
             yield change
 

@@ -143,11 +143,7 @@ class GrpcServers:
         self._running: set[grpc.aio.Server] = set()
 
     def require_room_for_sockets(self) -> None:
-        """Bind a socket in the folder, as each connection will.
-
-        Raises:
-            ConfigError: that is not possible; most likely the folder's path is too long.
-        """
+        """Bind a socket in the folder, as each connection will."""
         path = self._path()
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:

@@ -57,9 +57,6 @@ async def serve(
     Returns:
         The exit code: 0 for a server that was drained, by SIGTERM, SIGHUP or a call; 130 after
         SIGINT.
-
-    Raises:
-        ConfigError: the port is in use.
     """
     warning = asyncio.create_task(_warn(server.security))
     watching = asyncio.create_task(watch(server.security, lambda text: log.warning("%s", text)))

@@ -74,12 +74,7 @@ class KeyValueStore:
         return self._values.get(key)
 
     async def wait_for(self, keys: Iterable[str]) -> None:
-        """Wait until each key has a value.
-
-        Raises:
-            BusyError: the job ended first.
-            JobError: too many requests wait already.
-        """
+        """Wait until each key has a value."""
         if self._num_waiting >= MAX_WAITING:
             raise JobError(f"{MAX_WAITING} questions to the rendezvous are unanswered already")
         self._num_waiting += 1
@@ -107,11 +102,7 @@ class KeyValueStore:
             arrival.set()
 
     def set(self, key: str, value: bytes) -> None:
-        """Set a value.
-
-        Raises:
-            JobError: it is too large, or the store is full.
-        """
+        """Set a value."""
         if len(key) > MAX_KEY:
             raise JobError(f"a rendezvous takes no key of {len(key)} characters, {MAX_KEY} at most")
         if len(value) > MAX_VALUE:
@@ -127,11 +118,7 @@ class KeyValueStore:
         self._wake(key)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter; return its new value.
-
-        Raises:
-            JobError: the value is not a number, or exceeds 64 bits.
-        """
+        """Add to a counter; return its new value."""
         held = self._values.get(key, b"0")
         if not held.removeprefix(b"-").isdigit() or len(held) > _LONGEST:
             raise JobError("the value is no number")
@@ -143,11 +130,7 @@ class KeyValueStore:
 
 
 def require_key_count(keys: Iterable[str]) -> None:
-    """Refuse a request for no key, or for too many.
-
-    Raises:
-        JobError: the number of keys is out of range.
-    """
+    """Refuse a request for no key, or for too many."""
     if not 1 <= (count := len(list(keys))) <= MAX_KEYS_PER_GET:
         raise JobError(f"a rendezvous answers no question for {count} keys")
 

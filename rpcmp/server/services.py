@@ -166,12 +166,7 @@ class Endpoints:
         self._measuring = 0
 
     async def open(self, host: str, port: int) -> int:
-        """Listen; return the port, which is a free one for port 0.
-
-        Raises:
-            ConfigError: the port is in use, the host is not this machine's, or the path of the
-                folder for temporary files is too long for sockets.
-        """
+        """Listen; return the port, which is a free one for port 0."""
         try:
             self._grpc.require_room_for_sockets()
             bound = await self._port.start(host, port)

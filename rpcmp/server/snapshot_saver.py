@@ -57,11 +57,7 @@ class SnapshotSaver:
 
 
 def file_of(stage_name: str) -> str:
-    """Return the name of a stage's file in a step folder.
-
-    Raises:
-        CheckpointError: the stage's name leads elsewhere.
-    """
+    """Return the name of a stage's file in a step folder."""
     name = f"{stage_name}.safetensors"
     require_plain(name)
     return name

@@ -35,9 +35,6 @@ async def receive(stream: AsyncIterator[pb.FetchResponse], slots: Slots, pin: bo
 
     Args:
         pin: keep it until it is saved, if it is to be saved.
-
-    Raises:
-        UnreachableError: the stream ended early.
     """
     head = await anext(stream)
     slot = slots.begin()
@@ -64,10 +61,6 @@ async def receive_file(parts: AsyncIterator[bytes], place: Inside, size: int) ->
     Args:
         place: path of the file.
         size: its expected size in bytes.
-
-    Raises:
-        UnreachableError: the stream ended early.
-        CheckpointError: the file cannot be written.
     """
     loop = asyncio.get_running_loop()
 

@@ -77,9 +77,6 @@ class SnapshotStore:
         Args:
             folder: of its checkpoints; all paths in messages have to lie in it.
             run: name of the folder in it for new ones; empty: itself.
-
-        Raises:
-            CheckpointError: `run` leads elsewhere.
         """
         target = folder if isinstance(folder, str) or not run else folder / run
         if job_id != self.job_id:
@@ -98,11 +95,7 @@ class SnapshotStore:
         return None if isinstance(self._folder, str) else self._folder.real
 
     def require_ours(self, path: str) -> Inside:
-        """Return the path of a file or folder of the job's checkpoints.
-
-        Raises:
-            CheckpointError: it lies elsewhere.
-        """
+        """Return the path of a file or folder of the job's checkpoints."""
         if isinstance(self._folder, str):
             raise CheckpointError(self._folder)
         return self._folder.at(path)
@@ -151,11 +144,7 @@ class SnapshotStore:
         return [own, pb.Holding(stage_name=self.mirror.stage_name, steps=steps)]
 
     async def hold(self, request: pb.MirrorRequest) -> None:
-        """Mirror the snapshots of another stage.
-
-        Raises:
-            CheckpointError: the stage's name cannot be a file's.
-        """
+        """Mirror the snapshots of another stage."""
         file_of(request.stage_name)
         opened = await open_memory(request, self._dialer)
         before = self.mirror
@@ -174,10 +163,6 @@ class SnapshotStore:
             stage_name: the server's own stage.
             restore: the snapshot or files; None: the worker starts from the config.
             generation: of the group that the worker and the servers to fetch from belong to.
-
-        Raises:
-            CheckpointError: the state is not available.
-            UnavailableError: the server that has it does not answer.
         """
         file_of(stage_name)
         self.stage_name = stage_name
@@ -197,11 +182,7 @@ class SnapshotStore:
         return []
 
     async def stream(self, request: pb.FetchRequest) -> AsyncIterator[pb.FetchResponse]:
-        """Yield the description of a snapshot, or of a checkpoint's file, and then its bytes.
-
-        Raises:
-            CheckpointError: it is not here.
-        """
+        """Yield the description of a snapshot, or of a checkpoint's file, and then its bytes."""
         if request.path:
             async for part in self._file_blocks(self.require_ours(request.path)):
                 yield part
@@ -255,11 +236,7 @@ class SnapshotStore:
         await done(saved)
 
     async def save(self, stage_name: str, step: int) -> pb.Saved:
-        """Write a snapshot into the checkpoint of its step.
-
-        Raises:
-            CheckpointError: it is not here.
-        """
+        """Write a snapshot into the checkpoint of its step."""
         held = self._require(stage_name, step)
         held.slots.pin(held.snapshot.slot)
         return await self._disk.save(held.slots, held.snapshot, stage_name, self._target)

@@ -273,11 +273,7 @@ class StageServer:
             await self.snapshot_store.clear()
 
     def claimed_by(self, job_id: str, generation: int) -> Claim:
-        """Return the current claim.
-
-        Raises:
-            BusyError: it is another job's, or of another generation.
-        """
+        """Return the current claim."""
         claim = self.claim
         if claim is None or (claim.job_id, claim.generation) != (job_id, generation):
             raise BusyError(f"this server does not belong to generation {generation} of the job")
