@@ -21,13 +21,13 @@ ELSEWHERE = {
     "cli/test_remedy.py": "cli/hints cli/options",
     "cluster/test_balance_auto.py": "job/autobalance",
     "cluster/test_front.py": "server/services",
-    "cluster/test_believed.py": "job/output_files process/channel server/snapshot_service",
+    "cluster/test_believed.py": "job/output_files process/channel server/snapshot_transfer",
     "cluster/test_bench.py": """
         tools/bench/peer_group tools/bench/peer_process tools/bench/peer_trainers
     """,
     "cluster/test_drive.py": "cli/drive driver/process rpc/store",
     "cluster/test_faults.py": "worker/process",
-    "cluster/test_hosts.py": "job/server_pool server/snapshot_saver server/snapshot_store",
+    "cluster/test_hosts.py": "job/server_pool server/snapshot_store",
     "cluster/test_launch.py": "driver/operations",
     "cluster/test_leftovers.py": "job/restore_planner",
     "cluster/test_openmetrics.py": "observability/prometheus/server_metrics",

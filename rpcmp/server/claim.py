@@ -102,7 +102,7 @@ class Claim:
         self.changed = asyncio.Condition()
         self.saved: deque[pb.Saved] = deque(maxlen=SAVED_KEPT)
         self.lines = LogBuffer()
-        self._vault = snapshot_store
+        self._snapshot_store = snapshot_store
         self.listens = ""
         self.servers: dict[str, str] = {}
         self._vitals = WorkerVitals()
@@ -149,19 +149,21 @@ class Claim:
         """Unpack the job's code and spawn its worker."""
         if code:
             self._folder = claim_log.unpack(code)
-        self._vault.freed = lambda: self._send({"op": "saved"})
+        self._snapshot_store.freed = lambda: self._send({"op": "saved"})
+        self._snapshot_store.acknowledged = lambda step: self._send(
+            {"op": "mirrored", "step": step}
+        )
         await self._spawn()
-        self._tasks.append(asyncio.create_task(self._send_acknowledgements()))
 
     async def _spawn(self) -> None:
         environment = compute_environment(self._threads)
-        checkpoints = self._vault.folder  # the server's word for it, not the job's
+        checkpoints = self._snapshot_store.folder  # the server's word for it, not the job's
         reach = self._reach and self._reach.reading(self._folder, checkpoints)
         self._finds_files = reach is None or bool(checkpoints and checkpoints.is_dir())
         self._child = await Child.spawn(
             "rpcmp.worker",
             environment,
-            self._vault.slots.fds,
+            self._snapshot_store.slots.fds,
             self._forks,
             self._add_line,
             reach,
@@ -188,7 +190,7 @@ class Claim:
         restore = request.restore if request.HasField("restore") else None
         self.step = restore.step if restore else 0
         self._mirrored_by = request.mirrored_by if request.HasField("mirrored_by") else None
-        files = await self._vault.prepare(request.stage_name, restore, self.generation)
+        files = await self._snapshot_store.prepare(request.stage_name, restore, self.generation)
         if files and not self._finds_files:
             await self._spawn_again()
         await self._forks.add_address(request.rank)
@@ -350,8 +352,8 @@ class Claim:
 
     async def _snapshot_taken(self, step: int) -> None:
         """Wake up tasks that wait for the snapshot, and save it if it is to be saved."""
-        await self._vault.notify()
-        self._vault.save_if_pinned(step, self._saved)
+        await self._snapshot_store.notify()
+        self._snapshot_store.save_if_pinned(step, self._saved)
 
     def _add_line(self, line: Line) -> None:
         self.lines.add(line)
@@ -362,11 +364,6 @@ class Claim:
     async def _saved(self, saved: pb.Saved) -> None:
         self.saved.append(saved)
         await self.notify()
-
-    async def _send_acknowledgements(self) -> None:
-        """Pass the mirror's acknowledgements on to the worker."""
-        async for step in self._vault.acknowledgements():
-            self._send({"op": "mirrored", "step": step})
 
     def _send(self, message: Message) -> None:
         """Send a message to the worker, if it has been started: before that it waits for none."""

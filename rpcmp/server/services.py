@@ -24,7 +24,7 @@ from rpcmp.server.access import OnlyPeers
 from rpcmp.server.connection import PEERS_OPTIONS, SERVER_OPTIONS, machine, measure_link
 from rpcmp.server.hardened_grpc import Callers, GrpcServers
 from rpcmp.server.rendezvous import RendezvousServicer
-from rpcmp.server.snapshot_service import SnapshotsServicer
+from rpcmp.server.snapshot_transfer import SnapshotsServicer
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import control_pb2_grpc, doctor_pb2, doctor_pb2_grpc
 

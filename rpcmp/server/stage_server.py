@@ -38,8 +38,7 @@ from rpcmp.server.claim import Claim, State
 from rpcmp.server.connection import differences, machine, versions
 from rpcmp.server.host_facts import CheckRequest, examine
 from rpcmp.server.services import NOT_SERVING, Endpoints
-from rpcmp.server.snapshot_saver import Kept
-from rpcmp.server.snapshot_store import NO_FOLDER, SnapshotStore
+from rpcmp.server.snapshot_store import NO_FOLDER, FolderOrReason, SnapshotStore
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import doctor_pb2
 
@@ -372,7 +371,7 @@ class StageServer:
         if self._examined:
             raise BusyError(f"busy measuring for job {self._examined!r}")
 
-    def _folder_of(self, request: pb.PrepareRequest) -> Kept:
+    def _folder_of(self, request: pb.PrepareRequest) -> FolderOrReason:
         """Return the folder of the job's checkpoints on this host."""
         if not request.checkpoint_folder:
             return NO_FOLDER
