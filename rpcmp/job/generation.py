@@ -216,7 +216,7 @@ class Generation:
         """Let all members join the group; returns when they reach each other."""
         self.restore_point = await self._choose(assignments, self.workers.holdings)
         await self.workers.start(assignments, self.restore_point)
-        self._store = StoreProxy.at(
+        self._store = StoreProxy(
             self.workers.rendezvous, self._dialer, self._job_id, self.number, self.send
         )
         await self._forks.add_address(len(assignments))

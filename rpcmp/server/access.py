@@ -61,10 +61,6 @@ class GroupMembers:
         """Return the RPC name of a replica."""
         return topology.member_name(self.stages[stage_index], replica)
 
-    def index(self, stage_name: str) -> int | None:
-        """Return the index of a stage; None if there is no stage of that name."""
-        return self.stages.index(stage_name) if stage_name in self.stages else None
-
     def require_member(self, role: Role | None, what: str) -> None:
         """Refuse a certificate that no member of the group can have.
 
@@ -111,6 +107,23 @@ class GroupMembers:
             f"the certificate is for {role}, which may not {what} of job {self.job!r}: "
             f"{allowed} may"
         )
+
+    def require_may_fetch(
+        self, role: Role | None, request: pb.FetchRequest, mirrored_by: int | None
+    ) -> None:
+        """Refuse a snapshot or file that the caller's certificate gives no right to.
+
+        Args:
+            mirrored_by: index of the stage that mirrors the server's own; None: no stage does.
+        """
+        name = request.stage_name
+        if request.path:
+            self.require_member(role, "read its checkpoints")
+        elif request.newer:
+            self.require_stage(role, mirrored_by, f"mirror stage {name!r}")
+        else:
+            index = self.stages.index(name) if name in self.stages else None
+            self.require_stage(role, index, f"read snapshots of {name!r}")
 
 
 ALLOWED = (

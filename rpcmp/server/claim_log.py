@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import platform
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 
@@ -41,22 +40,22 @@ class LogBuffer:
 
     def after(self, number: int) -> list[pb.LogLine]:
         """Return the first lines after `number`, up to one message's worth."""
-        found: list[pb.LogLine] = []
+        lines: list[pb.LogLine] = []
         size = 0
         for line in self._lines:
             if line.number > number:
                 size += len(line.text)
-                if found and size > AT_ONCE:
+                if lines and size > AT_ONCE:
                     break
-                found.append(line)
-        return found
+                lines.append(line)
+        return lines
 
 
 class WorkerVitals:
     """Vitals of one worker: from its heartbeats, and from its kernel.
 
     Attributes:
-        busy_seconds: see `Claim.busy_seconds`.
+        busy_seconds: that it has computed, by kind of action ("F", "B", "W", "O").
     """
 
     def __init__(self) -> None:
@@ -89,7 +88,6 @@ class WorkerVitals:
 
         Args:
             pid: the worker's process; 0 if it is not running.
-            doing: its current action.
             round_trips: seconds to peers whose connections a relay carries.
         """
         return pb.Vitals(
@@ -128,18 +126,6 @@ def unpack(files: Iterable[pb.CodeFile]) -> Path:
         tempdirs.remove(folder)
         raise
     return folder
-
-
-@contextlib.contextmanager
-def unpacked(code: Iterable[pb.CodeFile]) -> Iterator[Path | None]:
-    """Yield the folder of a job's files, if there are any, and remove it afterwards."""
-    files = list(code)
-    folder = unpack(files) if files else None
-    try:
-        yield folder
-    finally:
-        if folder is not None:
-            tempdirs.remove(folder)
 
 
 def _safe_parts(path: str) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ import asyncio
 import base64
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from rpcmp.errors import BusyError, JobError, RpcmpError, one_line, to_wire
 from rpcmp.net.dialer import Dialer
@@ -202,31 +202,22 @@ class StoreProxy:
     """Makes the calls for a worker's `rpcmp.rpc.store.ChannelStore`.
 
     Args:
-        client: of the server that has the store; closed with the proxy.
-        job_id, generation: of the claim.
+        address: of the server that has the store: the first stage's.
         send: sends a message to the worker.
     """
 
     def __init__(
-        self, client: StageClient, job_id: str, generation: int, send: Callable[[Message], None]
-    ) -> None:
-        self._client = client
-        self._job = {"job_id": job_id, "generation": generation}
-        self._send = send
-        self._asking: set[asyncio.Task[None]] = set()
-
-    @classmethod
-    def at(
-        cls,
+        self,
         address: str,
         dialer: Dialer,
         job_id: str,
         generation: int,
         send: Callable[[Message], None],
-    ) -> Self:
-        """Return the proxy of the store at `address`, the server of the first stage."""
-        client = StageClient("rendezvous", address, dialer, stage_index=0)
-        return cls(client, job_id, generation, send)
+    ) -> None:
+        self._client = StageClient("rendezvous", address, dialer, stage_index=0)
+        self._job = {"job_id": job_id, "generation": generation}
+        self._send = send
+        self._asking: set[asyncio.Task[None]] = set()
 
     def handle(self, message: Message) -> None:
         """Make a call; the answer is sent to the worker.

@@ -58,7 +58,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     ) -> pb.PrepareResponse:
         driver = self._callers.name(grpc_context.peer())
         claim = await self._server.prepare(request, driver)
-        snapshot_store, network = self._server.snapshot_store, await claim.network()
+        snapshot_store, network = self._server.snapshot_store, await self._server.forks.network()
         return pb.PrepareResponse(
             generation=claim.generation,
             worker_pid=claim.worker_pid,

@@ -242,7 +242,8 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
     ) -> AsyncIterator[pb.FetchResponse]:
         # A host that was replaced must not speak for its successor.
         claim = self._server.claimed_by(request.job_id, request.generation)
-        claim.require_may_fetch(self._callers.role(grpc_context.peer()), request)
+        role = self._callers.role(grpc_context.peer())
+        claim.group.require_may_fetch(role, request, claim.mirrored_by)
         snapshot_store = self._store_of(request.job_id)
         with self._one_more():
             async for part in snapshot_store.stream(request):

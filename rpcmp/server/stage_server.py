@@ -79,11 +79,8 @@ class StageServer:
     Attributes:
         draining: whether it takes no new job.
         claim: the current job's; None if idle.
-        snapshot_store: the snapshots that it holds.
         drain_requested: set as soon as it has to stop.
         metrics_port: where its metrics are served; 0: nowhere.
-        security, works_for: as given.
-        dialer: connects it to other servers.
     """
 
     def __init__(
@@ -114,7 +111,7 @@ class StageServer:
         # Links on the way to it are its owner's, and followed once.
         self._checkpoints = Path(checkpoints or "checkpoints").resolve()
         self._reach = reach
-        self._forks = forks or Forks([WORKERS])
+        self.forks = forks or Forks([WORKERS])
         self._forgetting: asyncio.TimerHandle | None = None
         self._changing = asyncio.Lock()  # held while a claim begins or ends
         self._examined = ""
@@ -144,7 +141,7 @@ class StageServer:
             await asyncio.wait_for(self._idle.wait(), seconds)
         await self.release(self.claim)
         await self._endpoints.close()
-        await self._forks.close()
+        await self.forks.close()
 
     async def profile(self, request: pb.ProfileRequest) -> str:
         """Measure a job's layers in a child process; return the profile as JSON.
@@ -161,7 +158,7 @@ class StageServer:
                     "sample": base64.b64encode(request.sample).decode(),
                 },
                 compute_environment(request.job.threads),
-                self._forks,
+                self.forks,
                 reach,
             )
         return json.dumps(answer["profile"])
@@ -172,7 +169,7 @@ class StageServer:
         async with self._reserved(request.job) as (folder, reach):
             facts = await examine(
                 order,
-                self._forks,
+                self.forks,
                 self.security,
                 folder,
                 request.job.threads,
@@ -196,10 +193,13 @@ class StageServer:
                 raise BusyError(f"busy with job {self.claim.job!r}")
             self._examined = job.job
             self._idle.clear()
+        folder = None
         try:
-            with claim_log.unpacked(job.code) as folder:
-                yield folder, self._reach and self._reach.reading(folder)
+            folder = claim_log.unpack(job.code) if job.code else None
+            yield folder, self._reach and self._reach.reading(folder)
         finally:
+            if folder is not None:
+                tempdirs.remove(folder)
             self._examined = ""
             if self.claim is None:
                 self._idle.set()
@@ -211,37 +211,34 @@ class StageServer:
             driver: role and address of the caller, for the log.
         """
         async with self._changing:
-            claim = await self._prepare(request)
-        self._log("job %r claims this server, from %s", claim, driver)
-        return claim
-
-    async def _prepare(self, request: pb.PrepareRequest) -> Claim:
-        self._check(request)
-        group = GroupMembers.of(request)
-        folder = self._folder_of(request)
-        if isinstance(folder, Inside) and not request.may_keep_nothing and request.generation == 1:
-            await asyncio.to_thread(require_place, folder)
-        if self._forgetting is not None:
-            self._forgetting.cancel()
-        await self._release(self.claim)
-        await self.snapshot_store.open(request.job_id, folder, request.checkpoint_run)
-        await self.snapshot_store.pause()
-        claim = self.claim = Claim(
-            request,
-            group,
-            self.snapshot_store,
-            self._forks,
-            self.dialer,
-            self._allowed,
-            self._show,
-            self._reach,
-        )
-        self._idle.clear()
-        try:
-            await claim.open(list(request.code))
-        except BaseException:
-            await self._release(claim)
-            raise
+            self._check(request)
+            group = GroupMembers.of(request)
+            folder = self._folder_of(request)
+            is_first = request.generation == 1
+            if isinstance(folder, Inside) and not request.may_keep_nothing and is_first:
+                await asyncio.to_thread(require_place, folder)
+            if self._forgetting is not None:
+                self._forgetting.cancel()
+            await self._release(self.claim)
+            await self.snapshot_store.open(request.job_id, folder, request.checkpoint_run)
+            await self.snapshot_store.pause()
+            claim = self.claim = Claim(
+                request,
+                group,
+                self.snapshot_store,
+                self.forks,
+                self.dialer,
+                self._allowed,
+                self._show,
+                self._reach,
+            )
+            self._idle.clear()
+            try:
+                await claim.open(list(request.code))
+            except BaseException:
+                await self._close(claim)
+                raise
+        self._log(claim, f"claims this server, from {driver}")
         asyncio.get_running_loop().call_later(UNWATCHED_SECONDS, self._release_unwatched, claim)
         return claim
 
@@ -253,16 +250,19 @@ class StageServer:
     async def _release(self, claim: Claim | None) -> None:
         if claim is not None and claim is self.claim:
             if claim.error:
-                self._log("job %r is lost: %s", claim, one_line(from_wire(claim.error)))
+                self._log(claim, f"is lost: {one_line(from_wire(claim.error))}")
             elif claim.state == State.SERVER_STATE_ENDED:
-                self._log("job %r releases this server", claim)
+                self._log(claim, "releases this server")
             else:
-                self._log("job %r is lost: its driver has ended the generation, or is gone", claim)
-            self.claim = None
-            await asyncio.shield(claim.close())  # a caller may be cancelled
-            loop = asyncio.get_running_loop()
-            self._forgetting = loop.call_later(KEEP_SECONDS, self._forget)
-            self._idle.set()
+                self._log(claim, "is lost: its driver has interrupted it, or is gone")
+            await self._close(claim)
+
+    async def _close(self, claim: Claim) -> None:
+        self.claim = None
+        await asyncio.shield(claim.close())  # a caller may be cancelled
+        loop = asyncio.get_running_loop()
+        self._forgetting = loop.call_later(KEEP_SECONDS, self._forget)
+        self._idle.set()
 
     async def end(self, job_id: str, generation: int) -> None:
         """End a job for good, and drop its snapshots."""
@@ -281,7 +281,7 @@ class StageServer:
     async def watch(self, claim: Claim) -> AsyncIterator[pb.WatchResponse]:
         """Yield each change of the claim, with the worker's vitals; then the claim ends."""
         if claim.watched:
-            raise BusyError("somebody else watches this job already")
+            raise BusyError("the job is watched already")
         claim.watched = True
         try:
             last, due, last_line = None, float("-inf"), 0
@@ -366,8 +366,10 @@ class StageServer:
                     f"does not let jobs read {path}, which is one of `data.paths` or `init`: start "
                     f"it with --data {path}, or a folder above"
                 )
-        if self.claim is not None and not self.claim.is_followed_by(request):
-            raise BusyError(f"busy with job {self.claim.job!r}")
+        if (claim := self.claim) is not None:
+            is_next = request.job_id == claim.job_id and request.generation > claim.generation
+            if not is_next:
+                raise BusyError(f"busy with job {claim.job!r}")
         if self._examined:
             raise BusyError(f"busy measuring for job {self._examined!r}")
 
@@ -389,13 +391,13 @@ class StageServer:
                 return text
             raise ConfigError(text) from error
 
-    def _log(self, text: str, claim: Claim, *more: object) -> None:
-        """Log a line about a claim. A driver that has started this server for its job needs none.
+    def _log(self, claim: Claim, event: str) -> None:
+        """Log what a job does. A driver that has started this server for its job need not read it.
 
-        The log's rate limit keeps drivers that claim again and again from filling it.
+        A driver that claims the server again and again cannot fill the log, which limits its rate.
         """
         if not self.works_for:
-            log.info(text, claim.job[:NAME_CHARACTERS], *more)
+            log.info("job %r %s", claim.job[:NAME_CHARACTERS], event)
 
     def _forget(self) -> None:
         """Drop the snapshots of a driver that has not come back."""
@@ -403,5 +405,5 @@ class StageServer:
             self._releasing = asyncio.ensure_future(self.snapshot_store.clear())
 
     def _release_unwatched(self, claim: Claim) -> None:
-        if not claim.watched and claim is self.claim:
+        if not claim.watched:
             self._releasing = asyncio.ensure_future(self.release(claim))
