@@ -247,11 +247,11 @@ class StageServer:
         async with self._changing:
             await self._release(claim)
 
-    async def _release(self, claim: Claim | None) -> None:
+    async def _release(self, claim: Claim | None, is_stopped: bool = False) -> None:
         if claim is not None and claim is self.claim:
             if claim.error:
                 self._log(claim, f"is lost: {one_line(from_wire(claim.error))}")
-            elif claim.state == State.SERVER_STATE_ENDED:
+            elif is_stopped or claim.state == State.SERVER_STATE_ENDED:
                 self._log(claim, "releases this server")
             else:
                 self._log(claim, "is lost: its driver has interrupted it, or is gone")
@@ -268,7 +268,7 @@ class StageServer:
         """End a job for good, and drop its snapshots."""
         async with self._changing:
             if self.claim is not None or self.snapshot_store.job_id != job_id:
-                await self._release(self.claimed_by(job_id, generation))
+                await self._release(self.claimed_by(job_id, generation), is_stopped=True)
             await self.snapshot_store.clear()
 
     def claimed_by(self, job_id: str, generation: int) -> Claim:
