@@ -84,10 +84,8 @@ ELSEWHERE = {
         process/logging/receiver
     """,
     "unit/process/logging/test_records_visible.py": "cli/console",
-    "unit/process/test_activity.py": "process/descriptors",
     "unit/process/sandbox/test_confinement.py": "process/sandbox/namespace",
     "unit/rpc/test_transport_payload.py": "rpc/messages",
-    "unit/server/test_claim_log.py": "process/tempdirs",
     "unit/tools/bench/test_cases.py": "tools/bench/benchmark tools/bench/models",
     "unit/tools/tune/test_sweep.py": "tools/tune/setting_times tools/tune/sweep_report",
     "unit/tools/verify/test_reference_model.py": """

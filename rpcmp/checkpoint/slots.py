@@ -24,7 +24,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rpcmp.process import descriptors
+from rpcmp.process import resources
 
 NUM_SLOTS = 5
 """Written in turn, `RETAINED` + 1 of them while none is pinned."""
@@ -70,7 +70,7 @@ class Slots:
 
     @classmethod
     def create(cls) -> Slots:
-        index = descriptors.memory(memory_name(0), mmap.PAGESIZE)
+        index = resources.shared_memory(memory_name(0), mmap.PAGESIZE)
         return cls([index, *(os.memfd_create(memory_name(1 + n)) for n in range(NUM_SLOTS))])
 
     def __len__(self) -> int:

@@ -26,7 +26,7 @@ from typing import Any
 from rpcmp.errors import SecurityError
 from rpcmp.net.local_peer import owner
 from rpcmp.process import sockets
-from rpcmp.process.descriptors import limit
+from rpcmp.process.resources import descriptor_limit
 
 AUTHENTICATION_SECONDS = 10.0
 """Time limit for a connection to authenticate."""
@@ -40,7 +40,7 @@ def share(part: int, most: int) -> int:
 
     Strangers cannot use up the rest, which is the run's.
     """
-    return max(1, min(most, limit() // part))
+    return max(1, min(most, descriptor_limit() // part))
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from rpcmp.net.local_peer import require_own_server
 from rpcmp.net.security import Security
 from rpcmp.net.splice import splice
 from rpcmp.net.tls import Connection, TlsState, refusal
-from rpcmp.process import tempdirs
+from rpcmp.process import resources
 from rpcmp.process.sockets import keep_alive
 
 OPEN_SECONDS = 6.0
@@ -194,7 +194,7 @@ class Tunnel:
 
     def __init__(self, dialer: Dialer, address: str, stage_index: int | None) -> None:
         self._dialer, self._address, self._stage_index = dialer, address, stage_index
-        self._folder = tempdirs.create(PREFIX)
+        self._folder = resources.create_folder(PREFIX)
         self._path = self._folder / "socket"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(self._path))
@@ -218,7 +218,7 @@ class Tunnel:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._listener.close()
-        tempdirs.remove(self._folder)
+        resources.remove_folder(self._folder)
         self.refused.cancel()
         self.absent.cancel()
 

@@ -24,7 +24,7 @@ from rpcmp.config.topology import DRIVER
 from rpcmp.errors import SecurityError, WorkerDiedError, from_wire, to_wire
 from rpcmp.net.dialer import Dialer
 from rpcmp.net.relay import Relay, RelayPeer
-from rpcmp.process import interpreter, tempdirs
+from rpcmp.process import interpreter, resources
 from rpcmp.process.activity import NO_MICROBATCH, Doing
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
@@ -215,7 +215,7 @@ class Claim:
         if self._store is not None:
             await self._store.close()
         if self._folder is not None:
-            tempdirs.remove(self._folder)
+            resources.remove_folder(self._folder)
         await self._become(State.SERVER_STATE_ENDED)
 
     def snapshot(self) -> pb.WatchResponse:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 
 from rpcmp.errors import ConfigError
-from rpcmp.process import liveness, tempdirs
+from rpcmp.process import liveness, resources
 from rpcmp.process.activity import Doing
 from rpcmp.process.channel import Message
 from rpcmp.process.logging.records import Line
@@ -115,15 +115,15 @@ PREFIX = "rpcmp-code-"
 
 
 def unpack(files: Iterable[pb.CodeFile]) -> Path:
-    """Write `files` to a fresh folder, to be removed with `tempdirs.remove`."""
-    folder = tempdirs.create(PREFIX)
+    """Write `files` to a fresh folder, to be removed with `resources.remove_folder`."""
+    folder = resources.create_folder(PREFIX)
     try:
         for file in files:
             target = folder.joinpath(*_safe_parts(file.path))
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(file.content)
     except BaseException:
-        tempdirs.remove(folder)
+        resources.remove_folder(folder)
         raise
     return folder
 

@@ -19,7 +19,7 @@ from rpcmp.errors import ConfigError, RelayError
 from rpcmp.net import link_test
 from rpcmp.net.port import GREETING_SECONDS, IncomingConnection, PortMultiplexer
 from rpcmp.net.tls import Connection
-from rpcmp.process import tempdirs
+from rpcmp.process import resources
 from rpcmp.server.access import OnlyPeers
 from rpcmp.server.connection import PEERS_OPTIONS, SERVER_OPTIONS, machine, measure_link
 from rpcmp.server.hardened_grpc import Callers, GrpcServers
@@ -156,7 +156,7 @@ class Endpoints:
     def __init__(self, server: StageServer) -> None:
         self._server = server
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        self._folder = tempdirs.create(PREFIX)
+        self._folder = resources.create_folder(PREFIX)
         self._callers = Callers()
         self._grpc = GrpcServers(self._folder, self._callers)
         self._add_services()
@@ -180,7 +180,7 @@ class Endpoints:
         """Close all connections, after a moment for answers, such as the one to Drain."""
         await self._grpc.stop(grace=0.5)
         await self._port.stop()  # carries the answers, so it goes last
-        tempdirs.remove(self._folder)
+        resources.remove_folder(self._folder)
 
     async def set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for service in SERVICES:

@@ -23,7 +23,7 @@ from rpcmp.errors import BusyError, CheckpointError, RpcmpError, SecurityError, 
 from rpcmp.net.dialer import Dialer
 from rpcmp.net.identity import GRPC
 from rpcmp.net.local_peer import is_process
-from rpcmp.process.descriptors import is_sealed
+from rpcmp.process.resources import is_sealed
 from rpcmp.server.client import StageClient
 from rpcmp.server.connection import machine
 from rpcmp.server.hardened_grpc import Callers

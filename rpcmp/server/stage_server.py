@@ -25,7 +25,7 @@ from rpcmp.errors import (
 from rpcmp.net import dialer
 from rpcmp.net.dialer import Dialer
 from rpcmp.net.security import Security
-from rpcmp.process import liveness, tempdirs
+from rpcmp.process import liveness, resources
 from rpcmp.process.fork_client import WORKERS, Forks
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.logging.display import RecordSource
@@ -124,7 +124,7 @@ class StageServer:
     async def start(self, host: str, port: int) -> int:
         """Listen; return the port, which is a free one for port 0."""
         for prefix in (services.PREFIX, dialer.PREFIX, claim_log.PREFIX, SCRATCH):
-            tempdirs.sweep(prefix)
+            resources.sweep(prefix)
         return await self._endpoints.open(host, port)
 
     async def drain(self) -> None:
@@ -199,7 +199,7 @@ class StageServer:
             yield folder, self._reach and self._reach.reading(folder)
         finally:
             if folder is not None:
-                tempdirs.remove(folder)
+                resources.remove_folder(folder)
             self._examined = ""
             if self.claim is None:
                 self._idle.set()

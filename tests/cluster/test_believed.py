@@ -22,7 +22,7 @@ from rpcmp.errors import ConfigError, JobError, UnreachableError, from_wire
 from rpcmp.job.output_files import OutputFiles
 from rpcmp.net.dialer import Dialer
 from rpcmp.net.security import Security
-from rpcmp.process import descriptors
+from rpcmp.process import resources
 from rpcmp.process.activity import Activity
 from rpcmp.server import snapshot_transfer
 from rpcmp.server.connection import machine
@@ -175,7 +175,7 @@ def test_only_files_of_the_driver_process_are_delivered(tmp_path: Path) -> None:
 
 
 def test_shared_memory_cannot_be_truncated() -> None:
-    fd = descriptors.memory("test", 4096)
+    fd = resources.shared_memory("test", 4096)
     for size in (0, 8192):
         with pytest.raises(PermissionError):
             os.ftruncate(fd, size)
@@ -187,7 +187,7 @@ GARBAGE = st.binary(min_size=40, max_size=40)
 
 @given(GARBAGE)
 def test_any_bytes_in_shared_memory_give_a_readable_message(garbage: bytes) -> None:
-    fd = descriptors.memory("test", mmap.PAGESIZE)
+    fd = resources.shared_memory("test", mmap.PAGESIZE)
     os.pwrite(fd, garbage, 0)
     doing = pb.Doing(**Activity(fd).read()._asdict())
     assert 0.0 <= doing.seconds <= time.monotonic()

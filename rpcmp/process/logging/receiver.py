@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from rpcmp.process import descriptors
+from rpcmp.process import resources
 from rpcmp.process.logging.capture import MEMORY, Stream, held
 from rpcmp.process.logging.records import MAX_BYTES, Line, LogRateLimiter, unpack
 
@@ -48,7 +48,7 @@ class Receiver:
         self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
         self._ours.setblocking(False)
-        self._memory_fd = descriptors.memory("rpcmp-log", MEMORY)
+        self._memory_fd = resources.shared_memory("rpcmp-log", MEMORY)
         self._memory = mmap.mmap(self._memory_fd, MEMORY)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open = True

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from rpcmp.process import activity as activity_module
-from rpcmp.process import descriptors
 from rpcmp.process import liveness as pulse_module
+from rpcmp.process import resources
 from rpcmp.process import sockets as links_module
 from rpcmp.process.activity import NO_MICROBATCH, Activity, Doing
 from rpcmp.process.liveness import HeartbeatMonitor
@@ -67,7 +67,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture
 def memory() -> Iterator[int]:
     """Memory that two processes share."""
-    fd = descriptors.memory("test-activity", mmap.PAGESIZE)
+    fd = resources.shared_memory("test-activity", mmap.PAGESIZE)
     yield fd
     os.close(fd)
 
