@@ -31,7 +31,7 @@ ELSEWHERE = {
     "cluster/test_launch.py": "driver/operations",
     "cluster/test_leftovers.py": "job/restore_planner",
     "cluster/test_openmetrics.py": "observability/prometheus/server_metrics",
-    "cluster/test_recovery.py": "job/training_workload process/liveness worker/snapshots",
+    "cluster/test_recovery.py": "job/training_workload worker/snapshots",
     "cluster/test_resume.py": "job/checkpoints",
     "cluster/test_run_log.py": "job/worker_group",
     "cluster/test_segments.py": "job/segments",

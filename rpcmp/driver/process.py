@@ -37,7 +37,7 @@ from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
 from rpcmp.observability.events import Event, StartEvent, SummaryEvent
 from rpcmp.pipelining import assignment, cost_model
 from rpcmp.pipelining.assignment import Assignment
-from rpcmp.process import liveness
+from rpcmp.process.activity import start_heartbeat
 from rpcmp.process.channel import ChildContext, Message
 from rpcmp.rpc import transport, unpickler
 from rpcmp.rpc.store import ChannelStore
@@ -120,7 +120,7 @@ class DriverProcess:
     def run(self) -> None:
         with self._activity.during("plan"):
             config = self._plan(self._expect("plan"))
-        liveness.start_heartbeat(self._channel, lambda: {"tensors": transport.answered.read()})
+        start_heartbeat(self._channel, lambda: {"tensors": transport.answered.read()})
         order = self._messages.get()
         with self._activity.during("join"):
             address = transport.join(order["members"], order["rank"], self._store, self._source)

@@ -32,10 +32,10 @@ from rpcmp.job.worker_group import WorkerGroup
 from rpcmp.net.relay import Relay
 from rpcmp.observability.events import Event, ProcessPlace, WarningEvent, parse
 from rpcmp.process import interpreter
+from rpcmp.process.activity import HeartbeatMonitor
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
 from rpcmp.process.interpreter import compute_environment
-from rpcmp.process.liveness import HeartbeatMonitor
 from rpcmp.process.logging.records import Entry, Line, entry_of, pass_on
 from rpcmp.server.rendezvous import StoreProxy
 

@@ -25,12 +25,11 @@ from rpcmp.errors import SecurityError, WorkerDiedError, from_wire, to_wire
 from rpcmp.net.dialer import Dialer
 from rpcmp.net.relay import Relay, RelayPeer
 from rpcmp.process import interpreter, resources
-from rpcmp.process.activity import NO_MICROBATCH, Doing
+from rpcmp.process.activity import NO_MICROBATCH, Doing, HeartbeatMonitor
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
-from rpcmp.process.liveness import HeartbeatMonitor
 from rpcmp.process.logging.records import Entry, Line, entry_of
 from rpcmp.process.sandbox.confinement import Reach
 from rpcmp.server import claim_log

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 
 from rpcmp.errors import ConfigError
-from rpcmp.process import liveness, resources
-from rpcmp.process.activity import Doing
+from rpcmp.process import resources
+from rpcmp.process.activity import Doing, cpu_seconds, resident_bytes
 from rpcmp.process.channel import Message
 from rpcmp.process.logging.records import Line
 from rpcmp.v1 import control_pb2 as pb
@@ -94,8 +94,8 @@ class WorkerVitals:
             host=platform.node(),
             pid=pid,
             doing=pb.Doing(**doing._asdict()),
-            memory=liveness.resident_bytes(pid),
-            cpu_seconds=liveness.cpu_seconds(pid),
+            memory=resident_bytes(pid),
+            cpu_seconds=cpu_seconds(pid),
             in_flight=self._in_flight if pid else 0,
             counted_s_ago=time.monotonic() - self._counted,
             ways=[

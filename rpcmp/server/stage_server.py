@@ -25,7 +25,8 @@ from rpcmp.errors import (
 from rpcmp.net import dialer
 from rpcmp.net.dialer import Dialer
 from rpcmp.net.security import Security
-from rpcmp.process import liveness, resources
+from rpcmp.process import resources
+from rpcmp.process.activity import resident_bytes
 from rpcmp.process.fork_client import WORKERS, Forks
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.logging.display import RecordSource
@@ -340,7 +341,7 @@ class StageServer:
             answer.stage_name, answer.step = claim.stage_name, claim.step
             answer.num_parameters = claim.num_parameters
             answer.worker_pid = claim.worker_pid
-            answer.worker_memory = liveness.resident_bytes(claim.worker_pid)
+            answer.worker_memory = resident_bytes(claim.worker_pid)
         return answer
 
     def _check(self, request: pb.PrepareRequest) -> None:
