@@ -80,8 +80,7 @@ ELSEWHERE = {
     "unit/observability/trace/test_chrome.py": "observability/trace/json_stream",
     "unit/pipelining/test_balance.py": "pipelining/cost_model",
     "unit/process/logging/test_logs.py": """
-        process/logging/capture process/logging/display
-        process/logging/receiver
+        process/logging/capture process/logging/collector
     """,
     "unit/process/logging/test_records_visible.py": "cli/console",
     "unit/process/sandbox/test_confinement.py": "process/sandbox/namespace",

@@ -18,7 +18,7 @@ from rpcmp.cli.options import (
     ui_option,
 )
 from rpcmp.config import loader
-from rpcmp.process.logging.display import Display
+from rpcmp.process.logging.collector import Display
 
 if TYPE_CHECKING:
     from rpcmp.job.restore_planner import Start

@@ -20,7 +20,7 @@ from rpcmp.cli.options import certs_options, log_options, metrics_option
 from rpcmp.cli.terminal import echo
 from rpcmp.config import addresses
 from rpcmp.process.channel import die_with_parent
-from rpcmp.process.logging.display import Display
+from rpcmp.process.logging.collector import Display
 from rpcmp.process.logging.records import pass_on
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def serve(
             reach,
             parent or 0,
         )
-        display.place = lambda: server.log_source
+        display.source = lambda: server.log_source
         with served(server, metrics, security):
             return await run_server(server, host, port, announce)
 

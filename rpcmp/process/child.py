@@ -24,7 +24,7 @@ from rpcmp.process import interpreter
 from rpcmp.process.activity import DUMP_SIGNAL, FORCED_DUMP_SIGNAL, Activity, Stacks
 from rpcmp.process.channel import Message, parse
 from rpcmp.process.fork_client import Forked, Forks
-from rpcmp.process.logging.receiver import LineHandler, Output, Receiver
+from rpcmp.process.logging.collector import LineHandler, Output, Receiver
 from rpcmp.process.logging.records import Line, entry_of, pass_on
 from rpcmp.process.resources import create_folder, remove_folder, shared_memory
 from rpcmp.process.sandbox.confinement import SCRATCH, Reach
@@ -87,6 +87,7 @@ class Child:
             reach: what it may open; None for an unconfined child. Only a fork can be confined.
             max_message_bytes: of the longest message that it may send.
         """
+        loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         stacks, memory = Stacks(), shared_memory("rpcmp-activity", mmap.PAGESIZE)
         activity = Activity(memory)
@@ -108,12 +109,12 @@ class Child:
                 process = await interpreter.start(module, arguments, environment, inherited)
             else:
                 if output is not None:
-                    inherited = (*inherited, output.fd)
+                    inherited = (*inherited, *output.fds)
                 process = await forks.fork(module, environment, inherited, reach, str(folder or ""))
             reader, writer = await asyncio.open_connection(sock=ours, limit=max_message_bytes)
-            log.start()
+            log.start(loop)
             if output is not None:
-                output.start()
+                output.start(loop)
             on_error.pop_all()
         return cls(process, reader, writer, stacks, activity, log, folder, output)
 

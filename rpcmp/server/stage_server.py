@@ -29,7 +29,7 @@ from rpcmp.process import resources
 from rpcmp.process.activity import resident_bytes
 from rpcmp.process.fork_client import WORKERS, Forks
 from rpcmp.process.interpreter import compute_environment
-from rpcmp.process.logging.display import RecordSource
+from rpcmp.process.logging.collector import RecordSource
 from rpcmp.process.logging.records import Entry, pass_on
 from rpcmp.process.sandbox.confinement import SCRATCH, Reach
 from rpcmp.process.task import run_task
