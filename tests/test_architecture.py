@@ -207,7 +207,7 @@ import importlib, sys
 import rpcmp.cli, rpcmp.config.schema, rpcmp.job.training_run, rpcmp.job.server_calls
 import rpcmp.observability.observers, rpcmp.observability.tensorboard, rpcmp.observability.observers
 import rpcmp.observability.dashboard.html, rpcmp.observability.dashboard.page_server
-import rpcmp.server.lifecycle, rpcmp.server.stage_server, rpcmp.server.probe
+import rpcmp.server.lifecycle, rpcmp.server.stage_server, rpcmp.server.connection
 for module in rpcmp.cli.COMMANDS:
     importlib.import_module(f"rpcmp.cli.{module}")
 print([name for name in ("torch", "numpy") if name in sys.modules])

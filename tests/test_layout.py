@@ -14,25 +14,24 @@ from pathlib import Path
 
 from tests.support.places import PACKAGE, TESTS
 
-MOST = 91
+MOST = 84
 """Modules without a test of their own; to be lowered with their number, and never raised."""
 
 ELSEWHERE = {
-    "cli/test_health.py": "server/probe",
     "cli/test_remedy.py": "cli/hints cli/options",
-    "cluster/test_balance_auto.py": "job/autobalance server/services",
-    "cluster/test_believed.py": "process/channel server/snapshot_service",
+    "cluster/test_balance_auto.py": "job/autobalance",
+    "cluster/test_believed.py": "process/channel server/snapshot_transfer",
     "cluster/test_bench.py": """
         tools/bench/peer_group tools/bench/peer_process tools/bench/peer_trainers
     """,
     "cluster/test_drive.py": "cli/drive driver/process",
     "cluster/test_faults.py": "worker/process",
-    "cluster/test_front.py": "server/endpoints",
-    "cluster/test_hosts.py": "job/server_pool server/snapshot_saver server/snapshot_store",
+    "cluster/test_front.py": "server/services",
+    "cluster/test_hosts.py": "job/server_pool server/snapshot_store",
     "cluster/test_launch.py": "driver/operations",
     "cluster/test_leftovers.py": "job/restore_point",
     "cluster/test_openmetrics.py": "observability/prometheus/server_metrics",
-    "cluster/test_recovery.py": "job/training_workload process/liveness worker/snapshots",
+    "cluster/test_recovery.py": "job/training_workload worker/snapshots",
     "cluster/test_run_log.py": "job/worker_group",
     "cluster/test_servers.py": """
         cli/drain cli/serve cli/status job/generation server/claim server/lifecycle
@@ -72,14 +71,10 @@ ELSEWHERE = {
     "unit/observability/trace/test_analysis.py": "observability/trace/critical_path",
     "unit/observability/trace/test_chrome.py": "observability/trace/json_stream",
     "unit/pipelining/test_balance.py": "pipelining/cost_model",
-    "unit/process/logging/test_logs.py": """
-        process/logging/capture process/logging/display process/logging/receiver
-    """,
+    "unit/process/logging/test_logs.py": "process/logging/capture process/logging/collector",
     "unit/process/logging/test_records_visible.py": "cli/console",
     "unit/process/sandbox/test_confinement.py": "process/sandbox/namespace",
-    "unit/process/test_activity.py": "process/descriptors",
     "unit/rpc/test_transport_payload.py": "rpc/messages",
-    "unit/server/test_claim_log.py": "process/tempdirs",
     "unit/tools/bench/test_cases.py": "tools/bench/benchmark tools/bench/models",
     "unit/tools/test_reference_model.py": "tools/reference_parts tools/verification",
     "unit/tools/test_tuning.py": "tools/tuning_report",

@@ -28,7 +28,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rpcmp.process import descriptors
+from rpcmp.process import resources
 
 if TYPE_CHECKING:
     from rpcmp.config.schema import Config
@@ -79,7 +79,7 @@ class Slots:
 
     @classmethod
     def create(cls) -> Slots:
-        index = descriptors.memory(memory_name(0), mmap.PAGESIZE)
+        index = resources.shared_memory(memory_name(0), mmap.PAGESIZE)
         return cls([index, *(os.memfd_create(memory_name(1 + n)) for n in range(NUM_SLOTS))])
 
     def __len__(self) -> int:

@@ -23,7 +23,7 @@ import click
 import rpcmp
 from rpcmp.cli.terminal import echo, forgive
 from rpcmp.errors import RpcmpError, StageError, exit_code, with_notes
-from rpcmp.process.logging.display import Display
+from rpcmp.process.logging.collector import Display
 from rpcmp.process.logging.records import Line, as_json, entry_of, visible
 
 COMMANDS = (
@@ -107,7 +107,7 @@ def _show(error: RpcmpError, display: Display, began: datetime) -> None:
 
 
 def _print(line: Line, display: Display) -> None:
-    stage, generation, _ = display.place()
+    stage, generation, _ = display.source()
     said = as_json(entry_of(line, stage, generation)) if display.json else line.text
     echo(said, err=True)
 

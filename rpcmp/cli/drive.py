@@ -18,7 +18,7 @@ from rpcmp.cli.options import (
     ui_option,
 )
 from rpcmp.config import loader
-from rpcmp.process.logging.display import Display
+from rpcmp.process.logging.collector import Display
 
 if TYPE_CHECKING:
     from rpcmp.job.restore_point import Start
@@ -88,7 +88,7 @@ def drive(
     from rpcmp.observability.events import LogEvent
     from rpcmp.observability.observers import aside, watching
     from rpcmp.observability.run_folder.writer import TRACE
-    from rpcmp.process.descriptors import raise_limit
+    from rpcmp.process.resources import raise_descriptor_limit
 
     if resume and fresh:
         raise click.UsageError("--resume continues a run, --fresh starts one: give one of them")
@@ -99,7 +99,7 @@ def drive(
         require_writable(trace)
     job = loader.load_config(config, overrides)
     servers = addresses_of(connect, job)
-    raise_limit()
+    raise_descriptor_limit()
     watchers: list[Observer] = []
     with (
         printer(as_json, verbose, quiet) as show,

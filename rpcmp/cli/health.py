@@ -49,13 +49,13 @@ def health(
     """
     from rpcmp.net.peer_connection import Dialer
     from rpcmp.net.security import Security
-    from rpcmp.server.probe import SERVING, probe
+    from rpcmp.server.connection import SERVING, check_health
 
     if server_name is not None and certs is None:
         raise click.UsageError("--server-name is checked against a certificate: give --certs DIR")
     where = addresses.completed(address)
     dialer = Dialer(Security(certs, insecure), server_name)
-    status = asyncio.run(probe(where, dialer, seconds))
+    status = asyncio.run(check_health(where, dialer, seconds))
     echo(f"{where} is {status}")
     if status != SERVING:
         raise click.exceptions.Exit(NOT_SERVING)

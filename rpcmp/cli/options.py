@@ -13,7 +13,7 @@ import click
 from rpcmp.cli import completion
 from rpcmp.config import addresses
 from rpcmp.errors import ConfigError
-from rpcmp.process.logging.display import Display
+from rpcmp.process.logging.collector import Display
 from rpcmp.process.logging.records import LEVELS
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from rpcmp.observability.events.wording import (
     describe_loss_scale,
 )
 from rpcmp.observability.observers import Report
-from rpcmp.process.logging.display import Display, RecordSource
+from rpcmp.process.logging.collector import Display, RecordSource
 from rpcmp.process.logging.records import as_text, visible
 
 PLAIN_SECONDS = 2.0
@@ -148,7 +148,7 @@ def with_log(show: Report, write: Callable[[str], None]) -> Report:
 def logged(show: Report, display: Display) -> Report:
     """Return a function that passes log lines to `display`, and all events to `show`."""
     place = RecordSource("driver")
-    display.place = lambda: place
+    display.source = lambda: place
 
     def show_logged(event: Event) -> None:
         nonlocal place

@@ -20,7 +20,7 @@ from rpcmp.cli.options import certs_options, log_options, metrics_option
 from rpcmp.cli.terminal import echo
 from rpcmp.config import addresses
 from rpcmp.process.channel import die_with_parent
-from rpcmp.process.logging.display import Display
+from rpcmp.process.logging.collector import Display
 from rpcmp.process.logging.records import pass_on
 
 if TYPE_CHECKING:
@@ -148,12 +148,12 @@ def serve(
         # gRPC's core would print a line for each invalid header.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         # Imported late: `rpcmp --help` needs no gRPC.
-        from rpcmp.process.descriptors import raise_limit
         from rpcmp.process.fork_client import WORKERS, Forks
+        from rpcmp.process.resources import raise_descriptor_limit
         from rpcmp.server.lifecycle import serve as run_server
         from rpcmp.server.stage_server import StageServer
 
-        raise_limit()
+        raise_descriptor_limit()
         line = None if forks is None else socket.socket(fileno=forks)
         # A server that the job itself has started here need not be confined: its author started it.
         is_confining = parent is None if confine is None else confine
@@ -172,7 +172,7 @@ def serve(
             reach,
             parent or 0,
         )
-        display.place = lambda: server.log_source
+        display.source = lambda: server.log_source
         with served(server, metrics, security):
             return await run_server(server, host, port, announce)
 

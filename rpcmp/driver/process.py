@@ -36,7 +36,7 @@ from rpcmp.errors import JobError, RpcmpError, to_wire
 from rpcmp.observability.events import Event, StartEvent, SummaryEvent
 from rpcmp.pipelining import assignment, cost_model
 from rpcmp.pipelining.assignment import Assignment
-from rpcmp.process import liveness
+from rpcmp.process.activity import start_heartbeat
 from rpcmp.process.channel import ChildContext, Message
 from rpcmp.rpc import transport, unpickler
 from rpcmp.rpc.tensors import save_tensors
@@ -114,7 +114,7 @@ class DriverProcess:
     def run(self) -> None:
         with self._activity.during("plan"):
             config, planned = self._plan(self._messages.get())
-        liveness.start_heartbeat(self._channel, lambda: {"tensors": transport.answered.read()})
+        start_heartbeat(self._channel, lambda: {"tensors": transport.answered.read()})
         order, source = self._messages.get(), BatchServer()
         with self._activity.during("join"):
             address = transport.join(order["members"], order["rank"], self._store, source)

@@ -34,11 +34,11 @@ from rpcmp.job.worker_group import WorkerGroup
 from rpcmp.net.relay import Relay
 from rpcmp.observability.events import Event, ProcessPlace, StepEvent, WarningEvent, parse
 from rpcmp.process import interpreter
+from rpcmp.process.activity import HeartbeatMonitor
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
-from rpcmp.process.liveness import HeartbeatMonitor
 from rpcmp.process.logging.records import Entry, Line, entry_of, pass_on
 from rpcmp.server.rendezvous import StoreProxy
 
@@ -213,7 +213,7 @@ class Generation:
     async def _join(self, assignments: list[str]) -> None:
         self.restore_point = await self._choose(assignments, self.workers.holdings)
         await self.workers.start(assignments, self.restore_point)
-        self._store = StoreProxy.at(
+        self._store = StoreProxy(
             self.workers.rendezvous, self._pool.dialer, self._pool.job_id, self.number, self.send
         )
         await self._pool.forks.add_address(len(assignments))

@@ -28,7 +28,7 @@ from rpcmp.job.server_calls import ANSWER_SECONDS, describe, dialer_for, require
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.observability.events import Event, ReplacedEvent, WaitingEvent
 from rpcmp.process.fork_client import DRIVERS, WORKERS, Forks
-from rpcmp.process.logging import display
+from rpcmp.process.logging import collector
 from rpcmp.process.sandbox.confinement import Reach, hidden_by
 from rpcmp.server.client import StageClient
 from rpcmp.v1 import control_pb2 as pb
@@ -69,7 +69,7 @@ class LocalServers:
         command += ["--stage", str(worker.stage_index), "--replica", str(worker.replica)]
         command += ["--listen", "127.0.0.1:0", "--parent", str(os.getpid())]
         command += self._options
-        command += display.options()  # it shares our standard error
+        command += collector.options()  # it shares our standard error
         with await self._forks.new_line() as forks:
             process = await asyncio.create_subprocess_exec(
                 *(*command, "--forks", str(forks.fileno())),

@@ -22,8 +22,7 @@ from rpcmp.observability.events import (
     VitalsEvent,
     state_name,
 )
-from rpcmp.process import liveness
-from rpcmp.process.activity import Doing
+from rpcmp.process.activity import Doing, cpu_seconds, resident_bytes
 from rpcmp.process.sockets import PeerTraffic
 from rpcmp.v1 import control_pb2 as pb
 
@@ -117,8 +116,8 @@ class Vitals:
             "phase": doing.phase,
             "microbatch": doing.microbatch,
             "seconds": doing.seconds,
-            "memory": liveness.resident_bytes(pid),
-            "cpu_seconds": liveness.cpu_seconds(pid),
+            "memory": resident_bytes(pid),
+            "cpu_seconds": cpu_seconds(pid),
             "in_flight": 0,
         }
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from rpcmp.errors import SecurityError
 from rpcmp.net.local_peer import owner
-from rpcmp.process import descriptors, sockets
+from rpcmp.process import resources, sockets
 
 AUTHENTICATION_SECONDS = 10.0
 """Time limit for a connection to authenticate."""
@@ -37,7 +37,7 @@ LOOPBACK = "this machine"
 
 def descriptor_limit(part: int, most: int) -> int:
     """Return 1 / `part` of this process's descriptors, at most `most`; the rest is the run's."""
-    return max(1, min(most, descriptors.limit() // part))
+    return max(1, min(most, resources.descriptor_limit() // part))
 
 
 @dataclass(eq=False)

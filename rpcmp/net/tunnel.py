@@ -27,7 +27,7 @@ from rpcmp.net.connection_limits import connections
 from rpcmp.net.identity import GRPC, TlsState
 from rpcmp.net.peer_connection import CHUNK, HEADER, ConnectionTasks, Dialer, PeerConnection
 from rpcmp.net.rpc_inspection import Inspection
-from rpcmp.process import tempdirs
+from rpcmp.process import resources
 
 
 class _Buffers(threading.local):
@@ -315,12 +315,12 @@ class Tunnel:
 
     def __init__(self, dialer: Dialer, address: str, stage_index: int | None) -> None:
         self._dialer, self._address, self._stage_index = dialer, address, stage_index
-        self._folder = tempdirs.create(PREFIX)
+        self._folder = resources.create_folder(PREFIX)
         self._path = self._folder / "socket"
         try:
             self._listener = bind_unix(self._path)
         except ConfigError:
-            tempdirs.remove(self._folder)
+            resources.remove_folder(self._folder)
             raise
         self._listener.listen()
         self._listener.setblocking(False)
@@ -337,7 +337,7 @@ class Tunnel:
     async def close(self) -> None:
         await self._tasks.cancel()
         self._listener.close()
-        tempdirs.remove(self._folder)
+        resources.remove_folder(self._folder)
         self.refused.cancel()
         self.absent.cancel()
 

@@ -34,7 +34,7 @@ from rpcmp.errors import (
     with_notes,
 )
 from rpcmp.observability.events import EndEvent, Event, Json, WarningEvent
-from rpcmp.process.logging.display import unreported
+from rpcmp.process.logging.collector import unreported
 
 
 class Observer(Protocol):

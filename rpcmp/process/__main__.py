@@ -127,7 +127,7 @@ class ForkServer:
         self._wakeup.close()
         self._lines.close()
         module, reach = message["module"], message["reach"]
-        if reach is not None:  # our own output may be a terminal, see `logging/receiver.py`
+        if reach is not None:  # our own output may be a terminal, see `logging/collector.py`
             output = fds.pop()
             for standard in (1, 2):
                 os.dup2(output, standard)

@@ -1,12 +1,17 @@
-"""What a child is doing at this moment, and where its threads are, readable without its help.
+"""What a supervisor observes of a child: its activity, its stacks, its heartbeats, its memory.
 
-Both are written to memory that child and supervisor share, so that the supervisor can read them at
-any time: a child that has crashed, is stopped, or holds the interpreter's lock for ever cannot
-answer a question.
+Activity and stacks are written to memory that child and supervisor share, so that the supervisor
+can read them at any time: a child that has crashed, is stopped, or holds the interpreter's lock for
+ever cannot answer a question.
+
+A heartbeat comes from a thread of its own. It stops with the process, or if something holds the
+interpreter's lock for ever; a layer that computes for a long time does not stop it. Heartbeats
+carry what the supervisor cannot see from outside.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import faulthandler
 import mmap
@@ -14,10 +19,17 @@ import os
 import re
 import signal
 import struct
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from rpcmp.process.sockets import Links, Traffic
+
+if TYPE_CHECKING:
+    from rpcmp.process.channel import Channel, Message
 
 NO_MICROBATCH = -1
 
@@ -49,8 +61,7 @@ class Activity:
     """The current activity of the thread that works: a record of 40 bytes, written without a lock.
 
     Args:
-        fd: of a page of memory, see `rpcmp.process.descriptors`; not owned. None for memory of this
-            process alone.
+        fd: of a page of shared memory; not owned. None for memory of this process alone.
     """
 
     def __init__(self, fd: int | None = None) -> None:
@@ -78,10 +89,7 @@ class Activity:
             self.stop()
 
     def read(self) -> Doing:
-        """Return the current activity, or the last one of a process that has ended.
-
-        To be called on the same machine.
-        """
+        """Return the current activity, or the last one of a process that has ended."""
         phase, step, microbatch, since = _RECORD.unpack_from(self._memory)
         now = time.monotonic()
         seconds = now - since if 0 < since < now else 0.0
@@ -98,17 +106,13 @@ FORCED_DUMP_SIGNAL = signal.SIGRTMIN
 """Makes a child dump its stacks at once, even if a thread holds the interpreter's lock for ever.
 The other threads run on meanwhile, so faulthandler may read a frame that is gone and crash."""
 
-MAX_BYTES = 64 * 1024
+MAX_STACKS = 64 * 1024
 
 _DUMP_FRAME = re.compile(rf'  File "{re.escape(__file__)}", line \d+ in _write\n')
 
 
 def enable_stack_dumps(fd: int) -> None:
-    """Have this process write its stacks to `fd` on one of these signals, or when it crashes.
-
-    Args:
-        fd: of its supervisor's `Stacks`; open as long as the process lives.
-    """
+    """Have this process write its stacks to `fd` on one of these signals, or when it crashes."""
 
     def _write(signum: int, frame: FrameType | None) -> None:
         faulthandler.dump_traceback(fd)
@@ -130,9 +134,9 @@ class Stacks:
         return os.fstat(self.fd).st_size
 
     def read(self, start: int = 0) -> str:
-        """Return the last MAX_BYTES of what was written after `start`, busy threads first."""
-        start = max(start, self.size - MAX_BYTES)
-        text = os.pread(self.fd, MAX_BYTES, start).decode(errors="replace")
+        """Return the last MAX_STACKS of what was written after `start`, busy threads first."""
+        start = max(start, self.size - MAX_STACKS)
+        text = os.pread(self.fd, MAX_STACKS, start).decode(errors="replace")
         threads = re.split(r"\n(?=(?:Current thread|Thread) 0x)", _DUMP_FRAME.sub("", text))
         return "\n".join(sorted(threads, key=_is_waiting)).strip()
 
@@ -144,3 +148,74 @@ def _is_waiting(thread: str) -> bool:
     """Whether the innermost frame is in one of Python's libraries in which threads wait."""
     innermost = next((line for line in thread.splitlines() if line.startswith("  File")), "")
     return bool(re.search(r"/(threading|selectors|socket|queue|thread)\.py\"", innermost))
+
+
+BEAT_SECONDS = 0.5
+"""Between two heartbeats."""
+
+GRACE_SECONDS = 0.1
+"""For reading heartbeats that have arrived already."""
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_USER, _SYSTEM = 11, 12
+"""Fields of /proc/PID/stat, counted after the name, which may contain anything."""
+
+
+def start_heartbeat(channel: Channel, more: Callable[[], Message]) -> None:
+    """Start the heartbeat thread, which calls `more` for what else each heartbeat carries."""
+
+    def beat() -> None:
+        pause, links, traffic = threading.Event(), Links(), Traffic()
+        while not pause.wait(BEAT_SECONDS):
+            ways = traffic.read(links.watch())
+            channel.send({"event": "beat", "ways": ways, **more()})
+
+    threading.Thread(target=beat, name="rpcmp-heartbeat", daemon=True).start()
+
+
+class HeartbeatMonitor:
+    """Detects that a child's heartbeats have stopped.
+
+    Args:
+        timeout: seconds without a heartbeat after which the child counts as lost; 0 for never.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._last = time.monotonic()
+
+    def beat(self) -> None:
+        self._last = time.monotonic()
+
+    async def lost(self) -> float:
+        """Return, once heartbeats have been missing too long, the seconds since the last one.
+
+        If the supervisor itself was held up, as by a suspended machine, it first reads the
+        heartbeats that have arrived meanwhile.
+        """
+        while True:
+            left = self._last + (self._timeout or float("inf")) - time.monotonic()
+            if left <= 0:
+                await asyncio.sleep(GRACE_SECONDS)
+                if (seconds := time.monotonic() - self._last) >= self._timeout:
+                    return seconds
+            else:
+                await asyncio.sleep(min(left, 3600.0))
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the resident memory of a process; 0 if unknown."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of all threads of a process; 0 if unknown."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[_USER]) + int(fields[_SYSTEM])) / _TICKS
+    except (OSError, ValueError, IndexError):
+        return 0.0

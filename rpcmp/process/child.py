@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from rpcmp.errors import WorkerDiedError, WorkerHungError, from_wire, one_line
-from rpcmp.process import descriptors, interpreter
+from rpcmp.process import interpreter
 from rpcmp.process.activity import DUMP_SIGNAL, FORCED_DUMP_SIGNAL, Activity, Stacks
 from rpcmp.process.channel import Message, parse
 from rpcmp.process.fork_client import Forked, Forks
-from rpcmp.process.logging.receiver import LineHandler, Output, Receiver
+from rpcmp.process.logging.collector import LineHandler, Output, Receiver
 from rpcmp.process.logging.records import Line, entry_of, pass_on
+from rpcmp.process.resources import create_folder, remove_folder, shared_memory
 from rpcmp.process.sandbox.confinement import SCRATCH, Reach
-from rpcmp.process.tempdirs import create, remove
 
 MAX_MESSAGE = 64 * 2**20
 """Bytes of the longest message that a child may send, by default."""
@@ -87,8 +87,9 @@ class Child:
             reach: what it may open; None for an unconfined child. Only a fork can be confined.
             max_message_bytes: of the longest message that it may send.
         """
+        loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
-        stacks, memory = Stacks(), descriptors.memory("rpcmp-activity", mmap.PAGESIZE)
+        stacks, memory = Stacks(), shared_memory("rpcmp-activity", mmap.PAGESIZE)
         activity = Activity(memory)
         on_line = on_line or _own_log(module)
         log = Receiver(on_line)
@@ -98,8 +99,8 @@ class Child:
             inherited = (theirs.fileno(), stacks.fd, memory, *log.fds, *fds)
             folder, output = None, None
             if reach is not None:
-                folder, output = create(SCRATCH), Output(on_line)
-                on_error.callback(remove, folder)
+                folder, output = create_folder(SCRATCH), Output(on_line)
+                on_error.callback(remove_folder, folder)
                 on_error.callback(output.close)
             process: asyncio.subprocess.Process | Forked
             if forks is None:
@@ -108,12 +109,12 @@ class Child:
                 process = await interpreter.start(module, arguments, environment, inherited)
             else:
                 if output is not None:
-                    inherited = (*inherited, output.fd)
+                    inherited = (*inherited, *output.fds)
                 process = await forks.fork(module, environment, inherited, reach, str(folder or ""))
             reader, writer = await asyncio.open_connection(sock=ours, limit=max_message_bytes)
-            log.start()
+            log.start(loop)
             if output is not None:
-                output.start()
+                output.start(loop)
             on_error.pop_all()
         return cls(process, reader, writer, stacks, activity, log, folder, output)
 
@@ -202,7 +203,7 @@ class Child:
         self.log.close()
         self._writer.close()
         if self.scratch is not None:  # on a thread: there may be much in it
-            await asyncio.to_thread(remove, self.scratch)
+            await asyncio.to_thread(remove_folder, self.scratch)
 
     def garbled_message_error(self, error: Exception, who: str = "a process") -> WorkerDiedError:
         """Return the error for a message of this child that cannot be parsed.

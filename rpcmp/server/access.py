@@ -43,11 +43,7 @@ class GroupMembers:
 
     @classmethod
     def of(cls, request: pb.PrepareRequest) -> Self:
-        """Return the group of a Prepare request.
-
-        Raises:
-            ConfigError: the request is for a member that the group does not have.
-        """
+        """Return the group of a Prepare request."""
         group = cls(
             request.job,
             [stage.name for stage in request.group],
@@ -65,19 +61,12 @@ class GroupMembers:
         """Return the RPC name of a replica."""
         return topology.member_name(self.stages[stage_index], replica)
 
-    def index(self, stage_name: str) -> int | None:
-        """Return the index of a stage; None if there is no stage of that name."""
-        return self.stages.index(stage_name) if stage_name in self.stages else None
-
     def require_member(self, role: Role | None, what: str) -> None:
         """Refuse a certificate that no member of the group can have.
 
         Args:
             role: the caller's; None without certificates.
             what: for the error, "use the rendezvous".
-
-        Raises:
-            SecurityError: the certificate is not a member's.
         """
         if role is None or role.is_driver or any(map(role.may_serve, range(len(self.stages)))):
             return
@@ -87,11 +76,7 @@ class GroupMembers:
         )
 
     def require_name(self, role: Role | None, name: str) -> None:
-        """Refuse a certificate that does not belong to the member with this RPC name.
-
-        Raises:
-            SecurityError: it belongs to another member.
-        """
+        """Refuse a certificate that does not belong to the member with this RPC name."""
         if role is None or role.is_driver:
             return
         own = {
@@ -112,9 +97,6 @@ class GroupMembers:
             role: the caller's; None without certificates.
             stage_index: the stage; None permits no stage.
             what: for the error.
-
-        Raises:
-            SecurityError: it does not belong to that stage.
         """
         if role is None or role.is_driver:
             return
@@ -125,6 +107,23 @@ class GroupMembers:
             f"the certificate is for {role}, which may not {what} of job {self.job!r}: "
             f"{allowed} may"
         )
+
+    def require_may_fetch(
+        self, role: Role | None, request: pb.FetchRequest, mirrored_by: int | None
+    ) -> None:
+        """Refuse a snapshot or file that the caller's certificate gives no right to.
+
+        Args:
+            mirrored_by: index of the stage that mirrors the server's own; None: no stage does.
+        """
+        name = request.stage_name
+        if request.path:
+            self.require_member(role, "read its checkpoints")
+        elif request.newer:
+            self.require_stage(role, mirrored_by, f"mirror stage {name!r}")
+        else:
+            index = self.stages.index(name) if name in self.stages else None
+            self.require_stage(role, index, f"read snapshots of {name!r}")
 
 
 ALLOWED = (

@@ -22,17 +22,15 @@ from pathlib import Path
 
 from rpcmp.config.topology import DRIVER
 from rpcmp.errors import SecurityError, WorkerDiedError, from_wire, to_wire
-from rpcmp.net.identity import Role
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.relay import Relay, RelayPeer
-from rpcmp.process import interpreter, tempdirs
-from rpcmp.process.activity import NO_MICROBATCH, Doing
+from rpcmp.process import interpreter, resources
+from rpcmp.process.activity import NO_MICROBATCH, Doing, HeartbeatMonitor
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
-from rpcmp.process.fork_client import Forks, NetworkOf
+from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
-from rpcmp.process.liveness import HeartbeatMonitor
-from rpcmp.process.logging.records import Entry, Line, entry_of, pass_on
+from rpcmp.process.logging.records import Entry, Line, entry_of
 from rpcmp.process.sandbox.confinement import Reach
 from rpcmp.server import claim_log
 from rpcmp.server.access import GroupMembers
@@ -61,17 +59,10 @@ class Claim:
     """A job on this server.
 
     Args:
-        request: the driver's Prepare request.
-        group: the request's.
-        snapshot_store: holds the worker's snapshots.
-        forks: starts the worker.
-        dialer: connects this server to others.
-        allowed: see StageServer.
-        show: called with each line of the worker's output.
-        reach: files that the worker may open beyond the job's own; None: it is not confined.
+        request: the driver's Prepare request, for `group`.
+        allowed, show, reach: see StageServer.
 
     Attributes:
-        group: as given.
         relay: carries the worker's connections to other networks.
         servers: addresses of the servers of remote members, by the address of their agents.
         lines: the worker's output.
@@ -84,9 +75,9 @@ class Claim:
         snapshot_store: SnapshotStore,
         forks: Forks,
         dialer: Dialer,
-        allowed: Sequence[str] | None = None,
-        show: Callable[[Entry], None] = pass_on,
-        reach: Reach | None = None,
+        allowed: Sequence[str] | None,
+        show: Callable[[Entry], None],
+        reach: Reach | None,
     ) -> None:
         self.job, self.job_id = request.job, request.job_id
         self.generation = request.generation
@@ -102,17 +93,17 @@ class Claim:
         self.changed = asyncio.Condition()
         self.saved: deque[pb.Saved] = deque(maxlen=SAVED_KEPT)
         self.lines = LogBuffer()
-        self._vault = snapshot_store
+        self._snapshot_store = snapshot_store
         self.listens = ""
         self.servers: dict[str, str] = {}
-        self._vitals = WorkerVitals()
+        self.worker_vitals = WorkerVitals()
         self._forks, self._dialer = forks, dialer
         self._allowed, self._reach, self._show = allowed, reach, show
         self.group = group
         name = group.member(request.stage_index, request.replica)
         identity = (request.job_id, request.generation, name)
         self.relay = Relay(*identity, forks, dialer, self._refused)
-        self._mirrored_by: int | None = None
+        self.mirrored_by: int | None = None
         self._store: StoreProxy | None = None
         self._pulse = HeartbeatMonitor(request.heartbeat_timeout)
         self._threads = request.threads
@@ -131,41 +122,27 @@ class Claim:
         return self._child.activity.read() if self._child is not None else NOTHING
 
     @property
-    def busy_seconds(self) -> dict[str, float]:
-        """Seconds that the worker has computed, by kind of action ("F", "B", "W", "O")."""
-        return self._vitals.busy_seconds
-
-    @property
     def worker_pid(self) -> int:
         """Process id of the worker; 0 if it is not running."""
-        running = self._child is not None and self._child.exit_code is None
-        return self._child.pid if self._child and running else 0
-
-    def is_followed_by(self, request: pb.PrepareRequest) -> bool:
-        """Return whether `request` is for the same job's next generation."""
-        return request.job_id == self.job_id and request.generation > self.generation
+        return self._child.pid if self._child and self._child.exit_code is None else 0
 
     async def open(self, code: list[pb.CodeFile]) -> None:
-        """Unpack the job's code and spawn its worker.
-
-        Raises:
-            ConfigError: a file would land outside of the job's folder.
-        """
+        """Unpack the job's code and spawn its worker."""
         if code:
             self._folder = claim_log.unpack(code)
-        self._vault.freed = lambda: self._send({"op": "saved"})
+        store = self._snapshot_store
+        store.freed = lambda: self._send({"op": "saved"})
+        store.acknowledged = lambda step: self._send({"op": "mirrored", "step": step})
         await self._spawn()
-        self._tasks.append(asyncio.create_task(self._send_acknowledgements()))
 
     async def _spawn(self) -> None:
-        environment = compute_environment(self._threads)
-        checkpoints = self._vault.folder  # the server's word for it, not the job's
+        checkpoints = self._snapshot_store.folder  # the server's word for it, not the job's
         reach = self._reach and self._reach.reading(self._folder, checkpoints)
         self._finds_files = reach is None or bool(checkpoints and checkpoints.is_dir())
         self._child = await Child.spawn(
             "rpcmp.worker",
-            environment,
-            self._vault.slots.fds,
+            compute_environment(self._threads),
+            self._snapshot_store.slots.fds,
             self._forks,
             self._add_line,
             reach,
@@ -184,19 +161,15 @@ class Claim:
         await self._spawn()
 
     async def start(self, request: pb.StartRequest) -> None:
-        """Send the worker its stage and its place in the group, as soon as it listens.
-
-        Raises:
-            CheckpointError, UnavailableError: the state to restore is not available.
-        """
+        """Send the worker its stage and its place in the group, as soon as it listens."""
         self.stage_name = request.label
-        self._store = StoreProxy.at(
+        self._store = StoreProxy(
             request.rendezvous, self._dialer, self.job_id, self.generation, self._send
         )
         restore = request.restore if request.HasField("restore") else None
         self.step = restore.step if restore else 0
-        self._mirrored_by = request.mirrored_by if request.HasField("mirrored_by") else None
-        files = await self._vault.prepare(request.stage_name, restore, self.generation)
+        self.mirrored_by = request.mirrored_by if request.HasField("mirrored_by") else None
+        files = await self._snapshot_store.prepare(request.stage_name, restore, self.generation)
         if files and not self._finds_files:
             await self._spawn_again()
         await self._forks.add_address(request.rank)
@@ -228,25 +201,6 @@ class Claim:
         self.servers = {peer.listens: peer.server or DRIVER for peer in peers}
         await self.relay.open(self.listens, peers)
 
-    def require_may_fetch(self, role: Role | None, request: pb.FetchRequest) -> None:
-        """Refuse a snapshot or file that the caller's certificate gives no right to.
-
-        Raises:
-            SecurityError: the caller may not have it.
-        """
-        if request.path:
-            self.group.require_member(role, "read its checkpoints")
-        elif request.newer:
-            what = f"mirror stage {request.stage_name!r}"
-            self.group.require_stage(role, self._mirrored_by, what)
-        else:
-            index = self.group.index(request.stage_name)
-            self.group.require_stage(role, index, f"read snapshots of {request.stage_name!r}")
-
-    async def network(self) -> NetworkOf:
-        """Return the network in which the worker's agent will listen."""
-        return await self._forks.network()
-
     async def close(self) -> None:
         """Kill the worker and remove the job's code."""
         self.values.close()
@@ -260,11 +214,10 @@ class Claim:
         if self._store is not None:
             await self._store.close()
         if self._folder is not None:
-            tempdirs.remove(self._folder)
+            resources.remove_folder(self._folder)
         await self._become(State.SERVER_STATE_ENDED)
 
     def snapshot(self) -> pb.WatchResponse:
-        """Return the message for watchers."""
         return pb.WatchResponse(
             generation=self.generation,
             state=self.state,
@@ -278,13 +231,12 @@ class Claim:
 
     def vitals(self) -> pb.Vitals:
         """Return the worker's vitals; read from outside, so a busy worker does not delay them."""
-        return self._vitals.message(self.worker_pid, self.doing, self.relay.round_trips)
+        return self.worker_vitals.message(self.worker_pid, self.doing, self.relay.round_trips)
 
     async def stacks(self) -> str:
-        return await self._child.stack_dump() if self._child is not None and self.worker_pid else ""
+        return await self._child.stack_dump() if self._child and self.worker_pid else ""
 
     def receive_pending(self) -> None:
-        """Read the output that the worker has written so far."""
         if self._child is not None:
             self._child.log.receive_pending()
 
@@ -305,10 +257,8 @@ class Claim:
             await child.kill()
         self.exit_code = await child.wait() or 0
         await child.kill()  # what the user's code has forked
-        left = self.state == State.SERVER_STATE_ENDED
-        if not left and not self.error:
-            died = WorkerDiedError(self._obituary(child))
-            self.error = to_wire(await child.hung_error() or died)
+        if self.state != State.SERVER_STATE_ENDED and not self.error:
+            self.error = to_wire(await child.hung_error() or self._died_error(child))
         await self._become(State.SERVER_STATE_ENDED)
 
     async def _handle(self, message: Message) -> None:
@@ -319,8 +269,8 @@ class Claim:
                 self._start_if_ready()
             case "built":
                 count, device = message["num_parameters"], message["device"]
-                found = pb.WatchResponse(num_parameters=count, device=device)  # of these types?
-                self.num_parameters, self.device = found.num_parameters, found.device[:MAX_WORD]
+                built = pb.WatchResponse(num_parameters=count, device=device)  # checks the types
+                self.num_parameters, self.device = built.num_parameters, built.device[:MAX_WORD]
             case "store" if self._store is not None:
                 self._store.handle(message)
             case "joined":
@@ -328,11 +278,13 @@ class Claim:
                 await self._become(State.SERVER_STATE_RUNNING)
             case "beat":
                 self.step = max(self.step, self.doing.step)
-                self._vitals.update(message)
+                self.worker_vitals.update(message)
             case "snapshot":
-                await self._snapshot_taken(pb.Saved(step=message["step"]).step)
+                step = pb.Saved(step=message["step"]).step
+                await self._snapshot_store.notify()
+                self._snapshot_store.save_if_pinned(step, self._add_saved)
             case "failed":
-                self.receive_pending()  # what it has said before comes first
+                self.receive_pending()  # lines that it has logged before come first
                 self.error = to_wire(from_wire(message["error"]))
                 await self.notify()
             case "left":
@@ -360,41 +312,30 @@ class Claim:
             self._tasks.append(asyncio.create_task(self._child.kill()))
         self._tasks.append(asyncio.create_task(self.notify()))
 
-    async def _snapshot_taken(self, step: int) -> None:
-        """Wake up tasks that wait for the snapshot, and save it if it is to be saved."""
-        await self._vault.notify()
-        self._vault.save_if_pinned(step, self._saved)
-
     def _add_line(self, line: Line) -> None:
         self.lines.add(line)
         self._show(entry_of(line, self.stage_name, self.generation))
         if self._notifying is None or self._notifying.done():
             self._notifying = asyncio.create_task(self.notify())
 
-    async def _saved(self, saved: pb.Saved) -> None:
+    async def _add_saved(self, saved: pb.Saved) -> None:
         self.saved.append(saved)
         await self.notify()
 
-    async def _send_acknowledgements(self) -> None:
-        """Pass the mirror's acknowledgements on to the worker."""
-        async for step in self._vault.acknowledgements():
-            self._send({"op": "mirrored", "step": step})
-
     def _send(self, message: Message) -> None:
-        """Send a message to the worker, if it has been started: before that it waits for none."""
+        """Send a message to the worker once it has been started; before, it expects none."""
         if self._child is not None and self._started:
             self._child.send(message)
 
     @property
     def _worker(self) -> str:
-        """The worker's name in errors."""
         return f"the worker of {f'stage {self.stage_name!r}' if self.stage_name else 'this server'}"
 
-    def _obituary(self, child: Child) -> str:
-        place = f"on {platform.node()} (pid {child.pid})"
+    def _died_error(self, child: Child) -> WorkerDiedError:
         doing = self.doing
-        of = "" if doing.microbatch < 0 else f" of micro-batch {doing.microbatch}"
-        what = f" in {doing.phase}{of}" if doing.phase else ""
+        microbatch = "" if doing.microbatch < 0 else f" of micro-batch {doing.microbatch}"
+        phase = f" in {doing.phase}{microbatch}" if doing.phase else ""
         step = f" at step {doing.step}" if doing.step else ""
-        died = f"{self._worker} {place} {interpreter.describe_exit(self.exit_code)}{what}{step}"
-        return "\n".join(filter(None, [died, child.stacks.read()]))
+        how = f"{interpreter.describe_exit(self.exit_code)}{phase}{step}"
+        died = f"{self._worker} on {platform.node()} (pid {child.pid}) {how}"
+        return WorkerDiedError("\n".join(filter(None, [died, child.stacks.read()])))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import platform
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 
 from rpcmp.errors import ConfigError
-from rpcmp.process import liveness, tempdirs
-from rpcmp.process.activity import Doing
+from rpcmp.process import resources
+from rpcmp.process.activity import Doing, cpu_seconds, resident_bytes
 from rpcmp.process.channel import Message
 from rpcmp.process.logging.records import Line
 from rpcmp.v1 import control_pb2 as pb
@@ -41,22 +40,22 @@ class LogBuffer:
 
     def after(self, number: int) -> list[pb.LogLine]:
         """Return the first lines after `number`, up to one message's worth."""
-        found: list[pb.LogLine] = []
+        lines: list[pb.LogLine] = []
         size = 0
         for line in self._lines:
             if line.number > number:
                 size += len(line.text)
-                if found and size > AT_ONCE:
+                if lines and size > AT_ONCE:
                     break
-                found.append(line)
-        return found
+                lines.append(line)
+        return lines
 
 
 class WorkerVitals:
     """Vitals of one worker: from its heartbeats, and from its kernel.
 
     Attributes:
-        busy_seconds: see `Claim.busy_seconds`.
+        busy_seconds: that it has computed, by kind of action ("F", "B", "W", "O").
     """
 
     def __init__(self) -> None:
@@ -89,15 +88,14 @@ class WorkerVitals:
 
         Args:
             pid: the worker's process; 0 if it is not running.
-            doing: its current action.
             round_trips: seconds to peers whose connections a relay carries.
         """
         return pb.Vitals(
             host=platform.node(),
             pid=pid,
             doing=pb.Doing(**doing._asdict()),
-            memory=liveness.resident_bytes(pid),
-            cpu_seconds=liveness.cpu_seconds(pid),
+            memory=resident_bytes(pid),
+            cpu_seconds=cpu_seconds(pid),
             in_flight=self._in_flight if pid else 0,
             counted_s_ago=time.monotonic() - self._counted,
             ways=[
@@ -117,37 +115,17 @@ PREFIX = "rpcmp-code-"
 
 
 def unpack(files: Iterable[pb.CodeFile]) -> Path:
-    """Write `files` to a fresh folder, to be removed with `tempdirs.remove`.
-
-    Raises:
-        ConfigError: a file would land outside of it.
-    """
-    folder = tempdirs.create(PREFIX)
+    """Write `files` to a fresh folder, to be removed with `resources.remove_folder`."""
+    folder = resources.create_folder(PREFIX)
     try:
         for file in files:
             target = folder.joinpath(*_safe_parts(file.path))
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(file.content)
     except BaseException:
-        tempdirs.remove(folder)
+        resources.remove_folder(folder)
         raise
     return folder
-
-
-@contextlib.contextmanager
-def unpacked(code: Iterable[pb.CodeFile]) -> Iterator[Path | None]:
-    """Yield the folder of a job's files, if there are any, and remove it afterwards.
-
-    Raises:
-        ConfigError: a file would land outside of it.
-    """
-    files = list(code)
-    folder = unpack(files) if files else None
-    try:
-        yield folder
-    finally:
-        if folder is not None:
-            tempdirs.remove(folder)
 
 
 def _safe_parts(path: str) -> tuple[str, ...]:

@@ -15,7 +15,8 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from rpcmp.errors import RpcmpError, SecurityError, UnreachableError, from_wire
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.tunnel import Tunnel
-from rpcmp.server.connection import CHANNEL_OPTIONS, IS_IT_RUNNING, MEASURE_SECONDS, LinkSpeed
+from rpcmp.server.connection import CHANNEL_OPTIONS, IS_IT_RUNNING
+from rpcmp.server.link_test import MEASURE_SECONDS, LinkSpeed
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import doctor_pb2
 from rpcmp.v1.control_pb2_grpc import ControlStub, RendezvousStub, SnapshotsStub
@@ -162,11 +163,7 @@ class StageClient:
         await self._call(self._snapshots.Remove(request, timeout=CALL_SECONDS))
 
     async def fetch(self, request: pb.FetchRequest) -> AsyncIterator[pb.FetchResponse]:
-        """Yield the parts of a snapshot, or of a checkpoint's file.
-
-        Raises:
-            RpcmpError: the server does not have it, or is gone.
-        """
+        """Yield the parts of a snapshot, or of a checkpoint's file."""
         async for part in self._stream(self._snapshots.Fetch(request)):
             yield part
 
@@ -196,11 +193,7 @@ class StageClient:
         return str(answer.value).encode()
 
     async def watch(self, request: pb.WatchRequest) -> AsyncIterator[pb.WatchResponse]:
-        """Yield the states of the worker until the claim ends.
-
-        Raises:
-            UnreachableError: the server is gone.
-        """
+        """Yield the states of the worker until the claim ends."""
         async for change in self._stream(self._stub.Watch(request)):
             yield change
 

@@ -1,30 +1,23 @@
-"""Both ends of a control connection: gRPC's options, versions, and the link test.
+"""Connections to a stage server: gRPC's options, versions at both ends, and the health check.
 
-The link test measures the way to a server before a run, over a connection as the run will have it:
-
-    client ──measure──> server
-           ──ping────>         <──clock──       a few times: round trip and clock offset
-           ──take N, N bytes─> <──done──        increasing, until it takes long enough
-           ──give N──>         <──N bytes──
-
-The first, small portions also open TCP's window.
+Orchestrators start `rpcmp health` anew every few seconds, so this imports neither jobs nor the
+control service.
 """
 
 from __future__ import annotations
 
 import asyncio
 import platform
-import ssl
-import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from rpcmp.errors import RelayError, SecurityError, UnreachableError, one_line
-from rpcmp.net.identity import RELAY
-from rpcmp.net.peer_connection import CHUNK, OPEN_SECONDS, Dialer, PeerConnection
+import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from rpcmp.errors import RpcmpError, UnreachableError
+from rpcmp.net.peer_connection import Dialer
+from rpcmp.net.tunnel import Tunnel
 from rpcmp.v1 import control_pb2 as pb
 
 PROTOCOL = 8
@@ -64,10 +57,9 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
 MAX_PEERS_MESSAGE = 64 * 1024
 """Bytes of a stage's request to another; answers may be longer."""
 
-PEERS_OPTIONS: list[tuple[str, int]] = [
-    *[option for option in SERVER_OPTIONS if option[0] != "grpc.max_receive_message_length"],
-    ("grpc.max_receive_message_length", MAX_PEERS_MESSAGE),
-]
+PEERS_OPTIONS = list(
+    {**dict(SERVER_OPTIONS), "grpc.max_receive_message_length": MAX_PEERS_MESSAGE}.items()
+)
 
 
 def versions() -> pb.Versions:
@@ -100,191 +92,54 @@ def is_same_release(one: str, other: str) -> bool:
 
 def differences(ours: pb.Versions, theirs: pb.Versions) -> list[str]:
     """Return "torch: 2.13.0 here, 2.12.1 there" per difference; ignores local build tags."""
-    result = []
-    for field in NEEDED_EQUAL:
-        local, remote = str(getattr(ours, field)), str(getattr(theirs, field))
-        if not is_same_release(local, remote):
-            result.append(f"{field}: {local} here, {remote} there")
-    return result
-
-
-PINGS = 20
-
-FIRST_LINK_TEST_BYTES = 2**20
-MAX_LINK_TEST_BYTES = 2**32
-
-LINK_TEST_SECONDS = 60.0
-"""Time limit for a measurement; a slower link needs no more precision."""
-
-_ZEROS = bytes(CHUNK)
-
-
-@dataclass(frozen=True)
-class LinkSpeed:
-    """The link from one host to another.
-
-    Attributes:
-        latency_s: seconds of a round trip, the median.
-        clock_ahead_s: seconds that the other clock is ahead of ours, known to half a latency.
-        there, back: bytes per second; 0: not measured.
-    """
-
-    latency_s: float
-    clock_ahead_s: float
-    there: float = 0.0
-    back: float = 0.0
-
-
-async def measure_link(end: PeerConnection, seconds: float) -> LinkSpeed:
-    """Measure over a fresh connection to a server's relay.
-
-    Args:
-        seconds: least duration of the transfer in each direction; 0: only measure round trips.
-    """
-    await end.write_message({"op": "measure"})
-    way = await _ping(end)
-    if not seconds:
-        return way
-    there = await _speed(partial(_upload, end), seconds, way.latency_s)
-    back = await _speed(partial(_download, end), seconds, way.latency_s)
-    return replace(way, there=there, back=back)
-
-
-async def answer_link_test(end: PeerConnection) -> None:
-    """Serve a measurement until the client hangs up; raises RelayError for an invalid request."""
-    async with asyncio.timeout(LINK_TEST_SECONDS):
-        while True:
-            await _yield_to_others()
-            request = await end.read_message()
-            count = request.get("bytes", 0)
-            if not isinstance(count, int) or not 0 <= count <= MAX_LINK_TEST_BYTES:
-                raise RelayError(f"it asks to measure with {count!r} bytes")
-            match request.get("op"):
-                case "ping":
-                    await end.write_message({"clock": time.time()})
-                case "take":
-                    await _discard(end, count)
-                    await end.write_message({"done": True})
-                case "give":
-                    await _fill(end, count)
-                case other:
-                    raise RelayError(f"it asks to measure {other!r}")
-
-
-async def _ping(end: PeerConnection) -> LinkSpeed:
-    pings = []
-    for _ in range(PINGS):
-        sent, began = time.time(), time.perf_counter()
-        await end.write_message({"op": "ping"})
-        clock = (await end.read_message()).get("clock")
-        took = time.perf_counter() - began
-        if not isinstance(clock, float):
-            raise RelayError("it does not say what its clock shows")
-        pings.append(LinkSpeed(took, clock - (sent + took / 2)))
-    pings.sort(key=lambda ping: ping.latency_s)
-    return replace(pings[PINGS // 2], clock_ahead_s=pings[0].clock_ahead_s)
-
-
-async def _speed(
-    transfer: Callable[[int], Awaitable[None]], seconds: float, latency_s: float
-) -> float:
-    """Return the bytes per second of a transfer that takes long enough."""
-    count = FIRST_LINK_TEST_BYTES
-    while True:
-        began = time.perf_counter()
-        await transfer(count)
-        took = time.perf_counter() - began
-        if took >= seconds or count >= MAX_LINK_TEST_BYTES:
-            return count / max(took - latency_s, took / 2)
-        count = min(4 * count, MAX_LINK_TEST_BYTES)
-
-
-async def _upload(end: PeerConnection, count: int) -> None:
-    await end.write_message({"op": "take", "bytes": count})
-    await _fill(end, count)
-    await end.read_message()
-
-
-async def _download(end: PeerConnection, count: int) -> None:
-    await end.write_message({"op": "give", "bytes": count})
-    await _discard(end, count)
-
-
-async def _fill(end: PeerConnection, count: int) -> None:
-    while count:
-        await _yield_to_others()
-        part = _ZEROS[:count]
-        await end.write(part)
-        count -= len(part)
-
-
-async def _discard(end: PeerConnection, count: int) -> None:
-    while count:
-        await _yield_to_others()
-        count -= len(await end.read_some(count))
-
-
-async def _yield_to_others() -> None:
-    """Yield to the event loop, which a socket that is always ready would occupy."""
-    await asyncio.sleep(0)
+    values = [(each, str(getattr(ours, each)), str(getattr(theirs, each))) for each in NEEDED_EQUAL]
+    return [
+        f"{field}: {local} here, {remote} there"
+        for field, local, remote in values
+        if not is_same_release(local, remote)
+    ]
 
 
 IS_IT_RUNNING = "is `rpcmp serve` running there?"
 """Hint for a server that does not answer."""
 
-PING_SECONDS = 10.0
-"""Time limit for a few round trips."""
-
-SEND_SECONDS = 60.0
-"""Time limit for a transfer in each direction."""
-
-MEASURE_SECONDS = OPEN_SECONDS + SEND_SECONDS
-"""Time limit for a server that measures its link to another, connecting included."""
+SERVING = "SERVING"
 
 
-async def way_to(
-    dialer: Dialer, name: str, address: str, stage_index: int | None, seconds: float
-) -> LinkSpeed:
-    """Measure the link to a stage's server.
-
-    Args:
-        dialer: opens the connection.
-        name: the stage's, for errors.
-        address: HOST:PORT.
-        stage_index: the stage that the server's certificate has to be for; None: any.
-        seconds: least duration of the transfer in each direction; 0: only measure round trips.
+async def check_health(address: str, dialer: Dialer, seconds: float) -> str:
+    """Return a server's status by the health service: "SERVING", or "NOT_SERVING" in a drain.
 
     Raises:
-        UnreachableError: no connection, or one that carries next to nothing.
+        UnreachableError: the server has not answered in time.
         SecurityError: the server is not the expected one, or refuses our certificate.
+        ConfigError: the address is not on loopback, and there are no certificates.
     """
+    dialer.security.require_allowed([address])
+    # Also without certificates: the tunnel's errors are clearer than gRPC's.
+    tunnel = Tunnel(dialer, address, stage_index=None)
     try:
-        end = await dialer.open(address, RELAY, stage_index)
-    except UnreachableError as error:
-        raise UnreachableError(f"stage {name!r}: {error}; {IS_IT_RUNNING}") from error
-    except SecurityError as error:
-        raise SecurityError(f"stage {name!r}: {error}") from error
-    where = f"stage {name!r} at {address}"
-    try:
-        return await _measure(dialer, end, where, seconds)
-    except (EOFError, RelayError) as error:
-        hint = "" if dialer.security.credentials else "; does its server want --certs?"
-        raise UnreachableError(f"{where} does not let itself be measured: {error}{hint}") from error
-    finally:
-        end.close()
-
-
-async def _measure(dialer: Dialer, end: PeerConnection, where: str, seconds: float) -> LinkSpeed:
-    limit = SEND_SECONDS if seconds else PING_SECONDS
-    try:
-        async with asyncio.timeout(limit):
-            return await measure_link(end, seconds)
+        async with (
+            asyncio.timeout(seconds),
+            grpc.aio.insecure_channel(tunnel.target, options=CHANNEL_OPTIONS) as channel,
+        ):
+            answer: HealthCheckResponse = await HealthStub(channel).Check(HealthCheckRequest())
     except TimeoutError as error:
         raise UnreachableError(
-            f"{where}: the way there carries next to nothing, {limit:.0f} s did not do to measure "
-            "it; look for a firewall, or an MTU that is too large"
+            f"{address} does not answer within {seconds:g} s; {IS_IT_RUNNING}"
         ) from error
-    except ssl.SSLError as error:  # with TLS 1.3 the first read tells whether the server accepts us
-        raise SecurityError(f"{where} refuses us: {dialer.refusal(error)}") from error
-    except OSError as error:
-        raise UnreachableError(f"lost {where} while measuring: {one_line(error)}") from error
+    except grpc.aio.AioRpcError as error:
+        wants_tls = await dialer.tls_required_error(address)
+        raise (wants_tls or _health_error(error, tunnel, address)) from error
+    finally:
+        await tunnel.close()
+    return str(HealthCheckResponse.ServingStatus.Name(answer.status))
+
+
+def _health_error(error: grpc.aio.AioRpcError, tunnel: Tunnel, address: str) -> RpcmpError:
+    if isinstance(tunnel.failure, UnreachableError):
+        return UnreachableError(f"{tunnel.failure}; {IS_IT_RUNNING}")
+    if tunnel.failure is not None:
+        return tunnel.failure
+    return UnreachableError(
+        f"{address} does not answer as a stage server does: {error.code().name}: {error.details()}"
+    )

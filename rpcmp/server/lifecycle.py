@@ -18,6 +18,8 @@ from rpcmp.net.security import INSECURE, WARN_SECONDS, Security, watch
 from rpcmp.process.interpreter import count_stop_requests, stop_signals
 from rpcmp.server.stage_server import DRAIN_SECONDS, StageServer
 
+log = logging.getLogger(__name__)
+
 
 def notify(state: str) -> None:
     """Send "READY=1", "STOPPING=1" or "WATCHDOG=1" to systemd."""
@@ -38,80 +40,62 @@ async def keep_alive() -> None:
             await asyncio.sleep(int(interval) / 2e6)
 
 
-log = logging.getLogger(__name__)
-
-
 async def serve(
     server: StageServer, host: str, port: int, on_listening: Callable[[int], None]
 ) -> int:
     """Serve until SIGTERM, SIGINT, SIGHUP or a Drain call.
 
     The first of them lets a running job end after its current step. Another SIGTERM or SIGINT ends
-    it at once.
-
-    Args:
-        server: not started yet.
-        host, port: where to listen; port 0 takes a free one.
-        on_listening: called with the port once the server is ready.
+    it at once. `on_listening` is called with the port once the server is ready.
 
     Returns:
         The exit code: 0 for a server that was drained, by SIGTERM, SIGHUP or a call; 130 after
         SIGINT.
-
-    Raises:
-        ConfigError: the port is in use.
     """
-    warning = asyncio.create_task(_warn(server.security))
-    watching = asyncio.create_task(watch(server.security, lambda text: log.warning("%s", text)))
-    received: asyncio.Queue[signal.Signals] = asyncio.Queue()
+    background = [
+        asyncio.create_task(_warn(server.security)),
+        asyncio.create_task(watch(server.security, lambda text: log.warning("%s", text))),
+    ]
     signals: list[int] = []
+    at_once = asyncio.Event()
+    stopped_by: signal.Signals | None = None
 
     def on_signal(signum: signal.Signals) -> None:
+        nonlocal stopped_by
         before = count_stop_requests(signals)
         signals.append(signum)
-        if count_stop_requests(signals) > before:
-            received.put_nowait(signum)
+        if count_stop_requests(signals) == before:
+            return
+        if server.drain_requested.is_set():
+            at_once.set()
+        else:
+            stopped_by = signum
+            server.drain_requested.set()
 
     loop = asyncio.get_running_loop()
     for signum in stop_signals():
         loop.add_signal_handler(signum, on_signal, signum)
     on_listening(await server.start(host, port))
     notify("READY=1")
-    alive = asyncio.create_task(keep_alive())
-    first = await _first(received, server)
+    background.append(asyncio.create_task(keep_alive()))
+    await server.drain_requested.wait()
     notify("STOPPING=1")
     await server.drain()
     stopping = asyncio.create_task(server.stop(DRAIN_SECONDS))
-    second = asyncio.create_task(received.get())
-    await asyncio.wait([stopping, second], return_when=asyncio.FIRST_COMPLETED)
+    hurrying = asyncio.create_task(at_once.wait())
+    await asyncio.wait([stopping, hurrying], return_when=asyncio.FIRST_COMPLETED)
     if not stopping.done():
         stopping.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await stopping
         await server.stop(0)
-    second.cancel()
-    warning.cancel()
-    watching.cancel()
-    alive.cancel()
-    return 128 + first if first is signal.SIGINT else 0
+    for task in (hurrying, *background):
+        task.cancel()
+    return 128 + signal.SIGINT if stopped_by is signal.SIGINT else 0
 
 
 async def _warn(security: Security) -> None:
-    """Log a warning each minute while the server accepts connections of everyone."""
+    """Log a warning each minute while the server accepts connections without certificates."""
     while security.insecure:
         log.warning("%s", INSECURE)
         await asyncio.sleep(WARN_SECONDS)
-
-
-async def _first(
-    received: asyncio.Queue[signal.Signals], server: StageServer
-) -> signal.Signals | None:
-    """Return the first signal; None if a Drain call came first."""
-    signalled = asyncio.create_task(received.get())
-    drained = asyncio.create_task(server.drain_requested.wait())
-    await asyncio.wait([signalled, drained], return_when=asyncio.FIRST_COMPLETED)
-    drained.cancel()
-    if signalled.done():
-        return signalled.result()
-    signalled.cancel()
-    return None

@@ -15,14 +15,13 @@ import asyncio
 import base64
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from rpcmp.errors import BusyError, JobError, RpcmpError, one_line, to_wire
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.process.channel import Message
 from rpcmp.server.client import StageClient
 from rpcmp.server.hardened_grpc import Callers
-from rpcmp.server.services import answers_errors
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import control_pb2_grpc
 
@@ -75,12 +74,7 @@ class KeyValueStore:
         return self._values.get(key)
 
     async def wait_for(self, keys: Iterable[str]) -> None:
-        """Wait until each key has a value.
-
-        Raises:
-            BusyError: the job ended first.
-            JobError: too many requests wait already.
-        """
+        """Wait until each key has a value."""
         if self._num_waiting >= MAX_WAITING:
             raise JobError(f"{MAX_WAITING} questions to the rendezvous are unanswered already")
         self._num_waiting += 1
@@ -108,11 +102,7 @@ class KeyValueStore:
             arrival.set()
 
     def set(self, key: str, value: bytes) -> None:
-        """Set a value.
-
-        Raises:
-            JobError: it is too large, or the store is full.
-        """
+        """Set a value."""
         if len(key) > MAX_KEY:
             raise JobError(f"a rendezvous takes no key of {len(key)} characters, {MAX_KEY} at most")
         if len(value) > MAX_VALUE:
@@ -128,11 +118,7 @@ class KeyValueStore:
         self._wake(key)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter; return its new value.
-
-        Raises:
-            JobError: the value is not a number, or exceeds 64 bits.
-        """
+        """Add to a counter; return its new value."""
         held = self._values.get(key, b"0")
         if not held.removeprefix(b"-").isdigit() or len(held) > _LONGEST:
             raise JobError("the value is no number")
@@ -144,11 +130,7 @@ class KeyValueStore:
 
 
 def require_key_count(keys: Iterable[str]) -> None:
-    """Refuse a request for no key, or for too many.
-
-    Raises:
-        JobError: the number of keys is out of range.
-    """
+    """Refuse a request for no key, or for too many."""
     if not 1 <= (count := len(list(keys))) <= MAX_KEYS_PER_GET:
         raise JobError(f"a rendezvous answers no question for {count} keys")
 
@@ -181,14 +163,12 @@ class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
             name = rest if kind == "addrs" else value.decode(errors="replace")
             claim.group.require_name(self._callers.role(grpc_context.peer()), name)
 
-    @answers_errors
     async def Set(self, request: pb.SetRequest, grpc_context: GrpcContext) -> pb.SetResponse:
         claim = self._claim_of(request, grpc_context)
         self._require_own(claim, request.key, request.value, grpc_context)
         claim.values.set(request.key, request.value)
         return pb.SetResponse(generation=claim.generation)
 
-    @answers_errors
     async def Get(self, request: pb.GetRequest, grpc_context: GrpcContext) -> pb.GetResponse:
         claim = self._claim_of(request, grpc_context)
         require_key_count(request.keys)
@@ -196,7 +176,6 @@ class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
         value = claim.values.get(request.keys[0])
         return pb.GetResponse(generation=claim.generation, value=value or b"")
 
-    @answers_errors
     async def CompareSet(
         self, request: pb.CompareSetRequest, grpc_context: GrpcContext
     ) -> pb.CompareSetResponse:
@@ -208,7 +187,6 @@ class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
             claim.values.set(request.key, held)
         return pb.CompareSetResponse(generation=claim.generation, value=held or b"")
 
-    @answers_errors
     async def Add(self, request: pb.AddRequest, grpc_context: GrpcContext) -> pb.AddResponse:
         claim = self._claim_of(request, grpc_context)
         self._require_own(claim, request.key, b"", grpc_context)
@@ -224,31 +202,22 @@ class StoreProxy:
     """Makes the calls for a worker's `rpcmp.rpc.transport.ChannelStore`.
 
     Args:
-        client: of the server that has the store; closed with the proxy.
-        job_id, generation: of the claim.
+        address: of the server that has the store: the first stage's.
         send: sends a message to the worker.
     """
 
     def __init__(
-        self, client: StageClient, job_id: str, generation: int, send: Callable[[Message], None]
-    ) -> None:
-        self._client = client
-        self._job = {"job_id": job_id, "generation": generation}
-        self._send = send
-        self._asking: set[asyncio.Task[None]] = set()
-
-    @classmethod
-    def at(
-        cls,
+        self,
         address: str,
         dialer: Dialer,
         job_id: str,
         generation: int,
         send: Callable[[Message], None],
-    ) -> Self:
-        """Return the proxy of the store at `address`, the server of the first stage."""
-        client = StageClient("rendezvous", address, dialer, stage_index=0)
-        return cls(client, job_id, generation, send)
+    ) -> None:
+        self._client = StageClient("rendezvous", address, dialer, stage_index=0)
+        self._job = {"job_id": job_id, "generation": generation}
+        self._send = send
+        self._asking: set[asyncio.Task[None]] = set()
 
     def handle(self, message: Message) -> None:
         """Make a call; the answer is sent to the worker.

@@ -1,91 +1,37 @@
-"""The Control and Doctor services: each call becomes a call of the stage server.
+"""The services of a stage server behind its one port: gRPC, the relay and link measurements.
 
-An RpcmpError travels in the status's details, as JSON of `rpcmp.errors`, so that the driver raises
-the same error as the server.
+Each call of Control and Doctor becomes a call of the stage server.
 """
 
 from __future__ import annotations
 
-import base64
-import functools
-import json
+import asyncio
 import os
 import platform
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from rpcmp.errors import JobError, RpcmpError, one_line, to_wire
-from rpcmp.process.fork_client import Forks
-from rpcmp.process.interpreter import compute_environment
-from rpcmp.process.sandbox.confinement import Reach
-from rpcmp.process.task import run_task
-from rpcmp.server import claim_log
-from rpcmp.server.connection import machine, way_to
-from rpcmp.server.hardened_grpc import Callers
+from rpcmp.errors import ConfigError, RelayError
+from rpcmp.net.peer_connection import PeerConnection
+from rpcmp.net.port import GREETING_SECONDS, IncomingConnection, PortMultiplexer
+from rpcmp.process import resources
+from rpcmp.server.access import OnlyPeers
+from rpcmp.server.connection import PEERS_OPTIONS, SERVER_OPTIONS, machine
+from rpcmp.server.hardened_grpc import Callers, GrpcServers
+from rpcmp.server.link_test import answer_link_test, measure_link
+from rpcmp.server.rendezvous import RendezvousServicer
+from rpcmp.server.snapshot_transfer import SnapshotsServicer
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import control_pb2_grpc, doctor_pb2, doctor_pb2_grpc
-
-
-async def profile(
-    request: pb.ProfileRequest,
-    forks: Forks,
-    allowed: Sequence[str] | None,
-    reach: Reach | None = None,
-) -> str:
-    """Measure a job's layers in a child process; return the profile as JSON.
-
-    The child is killed if the caller cancels the call.
-
-    Args:
-        forks: starts the child.
-        allowed: see StageServer.
-        reach: files that the child may open beyond the job's own; None: it is not confined.
-
-    Raises:
-        RpcmpError: a layer failed, or the child ended.
-    """
-    with claim_log.unpacked(request.job.code) as folder:
-        environment = compute_environment(request.job.threads)
-        answer = await run_task(
-            {
-                "op": "profile",
-                "order": request.order,
-                "code_folder": str(folder or ""),
-                "allowed": allowed,
-                "sample": base64.b64encode(request.sample).decode(),
-            },
-            environment,
-            forks,
-            reach and reach.reading(folder),
-        )
-    return json.dumps(answer["profile"])
-
 
 if TYPE_CHECKING:
     from rpcmp.server.stage_server import StageServer
 
     GrpcContext = grpc.aio.ServicerContext[Any, Any]
-
-Method = TypeVar("Method", bound=Callable[..., Awaitable[Any]])
-
-
-def answers_errors(method: Method) -> Method:
-    """Turn an RpcmpError into a failed call that carries it."""
-
-    @functools.wraps(method)
-    async def wrapper(self: Any, request: Any, grpc_context: GrpcContext) -> Any:
-        try:
-            return await method(self, request, grpc_context)
-        except RpcmpError as error:
-            await grpc_context.abort(grpc.StatusCode.FAILED_PRECONDITION, to_wire(error))
-        except OSError as error:  # a full disk, no more processes
-            failure = JobError(one_line(error))
-            await grpc_context.abort(grpc.StatusCode.FAILED_PRECONDITION, to_wire(failure))
-
-    return wrapper  # type: ignore[return-value]
 
 
 class ControlServicer(control_pb2_grpc.ControlServicer):
@@ -94,7 +40,6 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     def __init__(self, server: StageServer, callers: Callers) -> None:
         self._server, self._callers = server, callers
 
-    @answers_errors
     async def Describe(
         self, request: pb.DescribeRequest, grpc_context: GrpcContext
     ) -> pb.DescribeResponse:
@@ -103,18 +48,17 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             return self._server.describe()
         return pb.DescribeResponse(draining=self._server.draining)
 
-    @answers_errors
     async def Profile(
         self, request: pb.ProfileRequest, grpc_context: GrpcContext
     ) -> pb.ProfileResponse:
         return pb.ProfileResponse(profile=await self._server.profile(request))
 
-    @answers_errors
     async def Prepare(
         self, request: pb.PrepareRequest, grpc_context: GrpcContext
     ) -> pb.PrepareResponse:
-        claim = await self._server.prepare(request)
-        snapshot_store, network = self._server.snapshot_store, await claim.network()
+        driver = self._callers.name(grpc_context.peer())
+        claim = await self._server.prepare(request, driver)
+        snapshot_store, network = self._server.snapshot_store, await self._server.forks.network()
         return pb.PrepareResponse(
             generation=claim.generation,
             worker_pid=claim.worker_pid,
@@ -129,13 +73,11 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             keeps_nothing=snapshot_store.keeps_nothing,
         )
 
-    @answers_errors
     async def Start(self, request: pb.StartRequest, grpc_context: GrpcContext) -> pb.StartResponse:
         claim = self._server.claimed_by(request.job_id, request.generation)
         await claim.start(request)
         return pb.StartResponse(generation=claim.generation)
 
-    @answers_errors
     async def Link(self, request: pb.LinkRequest, grpc_context: GrpcContext) -> pb.LinkResponse:
         claim = self._server.claimed_by(request.job_id, request.generation)
         await claim.link(request)
@@ -144,12 +86,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     async def Watch(
         self, request: pb.WatchRequest, grpc_context: GrpcContext
     ) -> AsyncIterator[pb.WatchResponse]:
-        try:
-            claim = self._server.claimed_by(request.job_id, request.generation)
-            async for change in self._server.watch(claim):
-                yield change
-        except RpcmpError as error:
-            await grpc_context.abort(grpc.StatusCode.FAILED_PRECONDITION, to_wire(error))
+        claim = self._server.claimed_by(request.job_id, request.generation)
+        async for change in self._server.watch(claim):
+            yield change
 
     async def Drain(self, request: pb.DrainRequest, grpc_context: GrpcContext) -> pb.DrainResponse:
         await self._server.drain()
@@ -158,12 +97,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             return pb.DrainResponse()
         return pb.DrainResponse(job=claim.job, generation=claim.generation)
 
-    @answers_errors
     async def Stop(self, request: pb.StopRequest, grpc_context: GrpcContext) -> pb.StopResponse:
         await self._server.end(request.job_id, request.generation)
         return pb.StopResponse(generation=request.generation)
 
-    @answers_errors
     async def Inspect(
         self, request: pb.InspectRequest, grpc_context: GrpcContext
     ) -> pb.InspectResponse:
@@ -184,16 +121,106 @@ class DoctorServicer(doctor_pb2_grpc.DoctorServicer):
     def __init__(self, server: StageServer) -> None:
         self._server = server
 
-    @answers_errors
     async def Examine(
         self, request: doctor_pb2.ExamineRequest, grpc_context: GrpcContext
     ) -> doctor_pb2.ExamineResponse:
         return doctor_pb2.ExamineResponse(facts=await self._server.examine(request))
 
-    @answers_errors
     async def Probe(
         self, request: doctor_pb2.ProbeRequest, grpc_context: GrpcContext
     ) -> doctor_pb2.ProbeResponse:
         place = (request.stage_name, request.address, request.stage_index)
-        way = await way_to(self._server.dialer, *place, request.seconds)
+        way = await measure_link(self._server.dialer, *place, request.seconds)
         return doctor_pb2.ProbeResponse(**asdict(way))
+
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+SERVICES = (
+    "",
+    *(f"rpcmp.v1.{name}" for name in ("Control", "Rendezvous", "Snapshots", "Doctor")),
+)
+"""Names that the health service knows; "" is the server as a whole."""
+
+MAX_MEASURING = 4
+"""Measurements at a time: each uses the link and a core as much as it can."""
+
+PREFIX = "rpcmp-server-"
+"""Prefix of the folder for gRPC's sockets."""
+
+
+class Endpoints:
+    """Services that listen from `open` to `close`; `server` answers their calls."""
+
+    def __init__(self, server: StageServer) -> None:
+        self._server = server
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._folder = resources.create_folder(PREFIX)
+        self._callers = Callers()
+        self._grpc = GrpcServers(self._folder, self._callers)
+        self._add_services()
+        self._port = PortMultiplexer(
+            server.security, self._serve_grpc, self._carry, server.works_for
+        )
+        self._measuring = 0
+
+    async def open(self, host: str, port: int) -> int:
+        """Listen; return the port, which is a free one for port 0."""
+        try:
+            self._grpc.require_room_for_sockets()
+            bound = await self._port.start(host, port)
+        except ConfigError:
+            await self.close()
+            raise
+        await self.set_health(SERVING)
+        return bound
+
+    async def close(self) -> None:
+        """Close all connections, after a moment for answers, such as the one to Drain."""
+        await self._grpc.stop(grace=0.5)
+        await self._port.stop()  # carries the answers, so it goes last
+        resources.remove_folder(self._folder)
+
+    async def set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for service in SERVICES:
+            await self._health.set(service, status)
+
+    def _add_services(self) -> None:
+        server, callers, services = self._server, self._callers, self._grpc.services
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, services)
+        control_pb2_grpc.add_ControlServicer_to_server(ControlServicer(server, callers), services)
+        control_pb2_grpc.add_RendezvousServicer_to_server(
+            RendezvousServicer(server, callers), services
+        )
+        control_pb2_grpc.add_SnapshotsServicer_to_server(
+            SnapshotsServicer(server, callers), services
+        )
+        doctor_pb2_grpc.add_DoctorServicer_to_server(DoctorServicer(server), services)
+
+    async def _serve_grpc(self, connection: IncomingConnection) -> None:
+        if connection.role is None or connection.role.is_driver:
+            await self._grpc.serve(connection, [], SERVER_OPTIONS)
+        else:
+            await self._grpc.serve(connection, [OnlyPeers(self._callers)], PEERS_OPTIONS)
+
+    async def _carry(self, incoming: IncomingConnection) -> None:
+        """Serve a connection for tensors, or for a measurement."""
+        async with asyncio.timeout(GREETING_SECONDS):
+            greeting = await incoming.end.read_message()
+        if greeting.get("op") == "measure":
+            await self._measure(incoming.end)
+            return
+        if self._server.claim is None:
+            raise RelayError("no group runs here")
+        await self._server.claim.relay.handle(incoming, greeting)
+
+    async def _measure(self, end: PeerConnection) -> None:
+        """Answer a measurement, unless too many are under way."""
+        if self._measuring >= MAX_MEASURING:
+            raise RelayError(f"{self._measuring} others measure the way here already")
+        self._measuring += 1
+        try:
+            await answer_link_test(end)
+        finally:
+            self._measuring -= 1

@@ -4,47 +4,46 @@
                                  ──opened by───> a neighbour's store on this machine
 
 The store belongs to the server and not to a claim. A claim ends with its worker, or with the
-connection to the driver, and a driver that comes back finds here the snapshots to go on from.
+connection to the driver, and a driver that comes back finds here the snapshots to resume from.
+
+Snapshots are written to a disk one after the other, while the worker computes; the slot is pinned
+meanwhile. The thread that writes yields to all others: a disk is never as urgent as the stages that
+compute on the same cores.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import os
+import platform
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rpcmp.checkpoint import files
-from rpcmp.checkpoint.files import Inside
+from rpcmp.checkpoint.files import Inside, require_plain
+from rpcmp.checkpoint.folder import name_of
+from rpcmp.checkpoint.safetensors_header import read_metadata
 from rpcmp.checkpoint.slots import Slots, Snapshot
-from rpcmp.errors import CheckpointError, JobError
+from rpcmp.errors import CheckpointError, JobError, one_line
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.server.client import StageClient
-from rpcmp.server.snapshot_saver import Kept, Mirror, SnapshotSaver, file_of, open_memory
-from rpcmp.server.snapshot_service import blocks, receive, receive_file
+from rpcmp.server.snapshot_transfer import Mirror, blocks, open_memory, receive, receive_file
 from rpcmp.v1 import control_pb2 as pb
 
 log = logging.getLogger(__name__)
 
+FolderOrReason = Inside | str
+"""The folder of a job's checkpoints, or the reason why there is none on this host."""
+
 NO_FOLDER = "the job has named no folder of checkpoints"
-
-
-@dataclass(frozen=True)
-class Held:
-    slots: Slots
-    snapshot: Snapshot
-
-
-def _nobody() -> None:
-    pass
 
 
 class SnapshotStore:
     """The snapshots that one server holds for one job.
-
-    Args:
-        dialer: connects this server to others.
 
     Attributes:
         job_id: the job; empty if there is none.
@@ -52,6 +51,7 @@ class SnapshotStore:
         slots: the own stage's snapshots.
         mirror: another stage's snapshots; None if there is no mirror.
         freed: called when a slot can be written again.
+        acknowledged: called with each step that the mirror has acknowledged.
     """
 
     def __init__(self, dialer: Dialer) -> None:
@@ -60,26 +60,23 @@ class SnapshotStore:
         self.stage_name = ""
         self.slots = Slots.create()
         self.mirror: Mirror | None = None
-        self._acknowledged: asyncio.Queue[int] = asyncio.Queue()
+        self.freed: Callable[[], None] = lambda: None
+        self.acknowledged: Callable[[int], None] = lambda step: None
         self._last_acknowledged = 0
-        self.freed: Callable[[], None] = _nobody
-        self._folder: Kept = NO_FOLDER
-        self._target: Kept = NO_FOLDER
+        self._folder: FolderOrReason = NO_FOLDER
+        self._target: FolderOrReason = NO_FOLDER
         self._saves_mirror = False
-        self._disk = SnapshotSaver()
+        self._disk = ThreadPoolExecutor(1, "rpcmp-saving", initializer=_yield_to_others)
         self._saves: set[asyncio.Task[None]] = set()
         self._being_saved: set[int] = set()
         self._changed = asyncio.Condition()
 
-    async def open(self, job_id: str, folder: Kept, run: str = "") -> None:
+    async def open(self, job_id: str, folder: FolderOrReason, run: str = "") -> None:
         """Hold snapshots of this job, and none of any other.
 
         Args:
             folder: of its checkpoints; all paths in messages have to lie in it.
             run: name of the folder in it for new ones; empty: itself.
-
-        Raises:
-            CheckpointError: `run` leads elsewhere.
         """
         target = folder if isinstance(folder, str) or not run else folder / run
         if job_id != self.job_id:
@@ -98,18 +95,15 @@ class SnapshotStore:
         return None if isinstance(self._folder, str) else self._folder.real
 
     def require_ours(self, path: str) -> Inside:
-        """Return the path of a file or folder of the job's checkpoints.
-
-        Raises:
-            CheckpointError: it lies elsewhere.
-        """
+        """Return the path of a file or folder, which must be one of the job's checkpoints."""
         if isinstance(self._folder, str):
             raise CheckpointError(self._folder)
         return self._folder.at(path)
 
     async def clear(self) -> None:
         """Drop everything, once saves that are under way have finished."""
-        await self.wait_for_saves()
+        # Until then its memory must neither hold another snapshot nor go back to the system.
+        await asyncio.gather(*self._saves, return_exceptions=True)
         if self.mirror is not None:
             await self.mirror.close()
         self.mirror = None
@@ -121,21 +115,14 @@ class SnapshotStore:
     async def pause(self) -> None:
         """Stop copying, since the group has ended, and keep what is here.
 
-        A save that is under way goes on. A snapshot whose save was not requested before the worker
-        ended is not saved.
+        A save that is under way continues. A snapshot whose save was not requested before the
+        worker ended is not saved.
         """
         if self.mirror is not None:
             await self.mirror.pause()
         for snapshot in self.slots.all():
             if snapshot.step not in self._being_saved:
                 self.slots.unpin(snapshot)
-
-    async def wait_for_saves(self) -> None:
-        """Wait until no snapshot is being written to a disk.
-
-        Until then its memory must neither hold another snapshot nor go back to the system.
-        """
-        await asyncio.gather(*self._saves, return_exceptions=True)
 
     async def notify(self) -> None:
         """Wake up all tasks that wait for a newer snapshot."""
@@ -144,26 +131,24 @@ class SnapshotStore:
 
     def holdings(self) -> list[pb.Holding]:
         """Return the steps of each stage that are here."""
-        own = pb.Holding(stage_name="", steps=[found.step for found in self.slots.all()])
-        if self.mirror is None:
-            return [own]
-        steps = [found.step for found in self.mirror.slots.all()]
-        return [own, pb.Holding(stage_name=self.mirror.stage_name, steps=steps)]
+        held = {"": self.slots}
+        if self.mirror is not None:
+            held[self.mirror.stage_name] = self.mirror.slots
+        return [
+            pb.Holding(stage_name=name, steps=[snapshot.step for snapshot in slots.all()])
+            for name, slots in held.items()
+        ]
 
-    async def hold(self, request: pb.MirrorRequest) -> None:
-        """Mirror the snapshots of another stage.
-
-        Raises:
-            CheckpointError: the stage's name cannot be a file's.
-        """
+    async def start_mirror(self, request: pb.MirrorRequest) -> None:
+        """Hold the snapshots of another stage as well."""
         file_of(request.stage_name)
         opened = await open_memory(request, self._dialer)
-        before = self.mirror
-        kept = before.take_copies() if before and before.stage_name == request.stage_name else None
-        self.mirror = Mirror(request, self._arrived, self._dialer, kept, opened)
+        last = self.mirror
+        copies = last.take_copies() if last and last.stage_name == request.stage_name else None
+        self.mirror = Mirror(request, self._save_copy, self._dialer, copies, opened)
         self._saves_mirror = request.saves
-        if before is not None:
-            await before.close()
+        if last is not None:
+            await last.close()
 
     async def prepare(
         self, stage_name: str, restore: pb.Restore | None, generation: int
@@ -174,15 +159,9 @@ class SnapshotStore:
             stage_name: the server's own stage.
             restore: the snapshot or files; None: the worker starts from the config.
             generation: of the group that the worker and the servers to fetch from belong to.
-
-        Raises:
-            CheckpointError: the state is not available.
-            UnavailableError: the server that has it does not answer.
         """
         file_of(stage_name)
         self.stage_name = stage_name
-        while not self._acknowledged.empty():  # of a time that was undone
-            self._acknowledged.get_nowait()
         self._last_acknowledged = 0
         if restore is None:
             self.slots.drop()
@@ -197,118 +176,94 @@ class SnapshotStore:
         return []
 
     async def stream(self, request: pb.FetchRequest) -> AsyncIterator[pb.FetchResponse]:
-        """Yield the description of a snapshot, or of a checkpoint's file, and then its bytes.
-
-        Raises:
-            CheckpointError: it is not here.
-        """
+        """Yield the description of a snapshot, and then its bytes; or a checkpoint's file."""
         if request.path:
-            async for part in self._file_blocks(self.require_ours(request.path)):
-                yield part
+            path = self.require_ours(request.path)
+            try:
+                async for data in files.parts(path):
+                    yield pb.FetchResponse(data=data)
+            except OSError as error:
+                raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
             return
-        held = await self._wanted(request)
-        snapshot = held.snapshot
+        if request.newer:
+            slots, snapshot = self.slots, await self._next(request)
+        else:
+            slots, snapshot = self._require(request.stage_name, request.step)
         yield pb.FetchResponse(
             step=snapshot.step, size=snapshot.length, is_saved=snapshot.is_pinned
         )
-        async for part in blocks(held.slots.fd(snapshot.slot), snapshot.length):
+        async for part in blocks(slots.fd(snapshot.slot), snapshot.length):
             yield part
-        if not held.slots.holds(snapshot):
+        if not slots.holds(snapshot):
             raise CheckpointError(f"step {snapshot.step} was overwritten while it was read")
 
-    async def acknowledgements(self) -> AsyncIterator[int]:
-        """Yield each step that a neighbour has acknowledged."""
-        while True:
-            yield await self._acknowledged.get()
+    async def _next(self, request: pb.FetchRequest) -> Snapshot:
+        """Wait for the snapshot that follows the mirror's last one, which it acknowledges."""
+        step = request.step
+        if step > self._last_acknowledged and self.slots.get(step) is not None:
+            self._last_acknowledged = step
+            self.acknowledged(step)
 
-    def find(self, stage_name: str, step: int) -> Held | None:
-        """Return a snapshot; None if it is not here."""
-        every = [(self.stage_name, self.slots)]
+        def following() -> Snapshot | None:  # a mirror gets all, one after the other
+            return next((each for each in self.slots.all() if each.step > step), None)
+
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: self.job_id != request.job_id or following() is not None
+            )
+        snapshot = following()
+        if snapshot is None:
+            raise JobError("the job has ended")
+        return snapshot
+
+    def _require(self, stage_name: str, step: int) -> tuple[Slots, Snapshot]:
+        held = [(self.stage_name, self.slots)]
         if self.mirror is not None:
-            every.append((self.mirror.stage_name, self.mirror.slots))
-        for name, slots in every:
-            if name == stage_name and (found := slots.get(step)) is not None:
-                return Held(slots, found)
-        return None
+            held.append((self.mirror.stage_name, self.mirror.slots))
+        for name, slots in held:
+            if name == stage_name and (snapshot := slots.get(step)) is not None:
+                return slots, snapshot
+        raise CheckpointError(f"holds no snapshot of stage {stage_name!r} at step {step}")
 
-    def save_if_pinned(self, step: int, done: Callable[[pb.Saved], Awaitable[None]]) -> None:
-        """Write a pinned snapshot into the checkpoint of its step, in the background.
+    def save_if_pinned(self, step: int, on_saved: Callable[[pb.Saved], Awaitable[None]]) -> None:
+        """Write the own stage's snapshot into the checkpoint of its step, in the background.
 
         Saves run one after the other, and to the end even if the claim ends meanwhile: two writers
         would spoil the file.
-
-        Args:
-            step: of the own stage's snapshot.
-            done: called with the result.
         """
-        held = self.find(self.stage_name, step)
-        if held is not None and held.snapshot.is_pinned:
+        snapshot = self.slots.get(step)
+        if snapshot is not None and snapshot.is_pinned:
             self._being_saved.add(step)
-            task = asyncio.create_task(self._save(held, done))
+            task = asyncio.create_task(self._save_own(snapshot, on_saved))
             self._saves.add(task)
             task.add_done_callback(self._saves.discard)
 
-    async def _save(self, held: Held, done: Callable[[pb.Saved], Awaitable[None]]) -> None:
-        saved = await self._disk.save(held.slots, held.snapshot, self.stage_name, self._target)
-        self._being_saved.discard(held.snapshot.step)
+    async def _save_own(
+        self, snapshot: Snapshot, on_saved: Callable[[pb.Saved], Awaitable[None]]
+    ) -> None:
+        saved = await self._save(self.slots, snapshot, self.stage_name)
+        self._being_saved.discard(snapshot.step)
         self.freed()
-        await done(saved)
+        await on_saved(saved)
 
     async def save(self, stage_name: str, step: int) -> pb.Saved:
-        """Write a snapshot into the checkpoint of its step.
+        """Write a snapshot into the checkpoint of its step, and return the result."""
+        slots, snapshot = self._require(stage_name, step)
+        slots.pin(snapshot.slot)
+        return await self._save(slots, snapshot, stage_name)
 
-        Raises:
-            CheckpointError: it is not here.
-        """
-        held = self._require(stage_name, step)
-        held.slots.pin(held.snapshot.slot)
-        return await self._disk.save(held.slots, held.snapshot, stage_name, self._target)
-
-    async def _arrived(self, mirror: Mirror, snapshot: Snapshot) -> None:
+    async def _save_copy(self, mirror: Mirror, snapshot: Snapshot) -> None:
         """Save a neighbour's snapshot if the neighbour saves it too."""
         if snapshot.is_pinned and self._saves_mirror:
-            name = mirror.stage_name
-            saved = await self._disk.save(mirror.slots, snapshot, name, self._target)
+            saved = await self._save(mirror.slots, snapshot, mirror.stage_name)
             if saved.error:
                 log.warning("%s; stage %r has it on its own disk", saved.error, mirror.stage_name)
         mirror.slots.unpin(snapshot)
 
-    @staticmethod
-    async def _file_blocks(path: Inside) -> AsyncIterator[pb.FetchResponse]:
-        try:
-            async for data in files.parts(path):
-                yield pb.FetchResponse(data=data)
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-
-    def _require(self, stage_name: str, step: int) -> Held:
-        found = self.find(stage_name, step)
-        if found is None:
-            raise CheckpointError(f"holds no snapshot of stage {stage_name!r} at step {step}")
-        return found
-
-    async def _wanted(self, request: pb.FetchRequest) -> Held:
-        if not request.newer:
-            return self._require(request.stage_name, request.step)
-        self._acknowledge(request.step)
-        async with self._changed:
-            await self._changed.wait_for(
-                lambda: self.job_id != request.job_id or self._newer(request.step) is not None
-            )
-        newer = self._newer(request.step)
-        if newer is None:
-            raise JobError("the job has ended")
-        return Held(self.slots, newer)
-
-    def _acknowledge(self, step: int) -> None:
-        """Record the mirror's acknowledgement of `step`; ignores repeats and unknown steps."""
-        if step > self._last_acknowledged and self.slots.get(step) is not None:
-            self._last_acknowledged = step
-            self._acknowledged.put_nowait(step)
-
-    def _newer(self, step: int) -> Snapshot | None:
-        """Return the oldest snapshot after `step`: a neighbour gets all, one after the other."""
-        return next((found for found in self.slots.all() if found.step > step), None)
+    async def _save(self, slots: Slots, snapshot: Snapshot, stage_name: str) -> pb.Saved:
+        loop = asyncio.get_running_loop()
+        arguments = slots, snapshot, stage_name, self._target
+        return await loop.run_in_executor(self._disk, save_snapshot, *arguments)
 
     async def _fetch(self, restore: pb.Restore, generation: int) -> None:
         """Copy a snapshot of this stage from another server."""
@@ -333,3 +288,42 @@ class SnapshotStore:
         if state != "ok":
             raise CheckpointError(f"{path} is {state}")
         return str(path.real)
+
+
+def file_of(stage_name: str) -> str:
+    """Return the name of a stage's file in a step folder; it must not lead elsewhere."""
+    name = f"{stage_name}.safetensors"
+    require_plain(name)
+    return name
+
+
+def _yield_to_others() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
+def save_snapshot(
+    slots: Slots, snapshot: Snapshot, stage_name: str, folder: FolderOrReason
+) -> pb.Saved:
+    """Write a snapshot into the checkpoint of its step in `folder`, and unpin it."""
+    saved = pb.Saved(step=snapshot.step, file=file_of(stage_name), host=platform.node())
+    path = f"{folder}/{name_of(snapshot.step)}/{saved.file}"
+    try:
+        if isinstance(folder, str):
+            raise CheckpointError(folder)
+        memory = slots.fd(snapshot.slot)
+        about = json.loads(read_metadata(memory)["rpcmp"])
+        saved.state = json.dumps({key: about[key] for key in ("groups", "scheduler")})
+        file = folder / name_of(snapshot.step) / saved.file
+        written = files.copy_durably(file, memory, snapshot.length)
+        saved.sha256, saved.size = written.sha256, written.size
+        if not slots.holds(snapshot):
+            saved.error = f"{path} was overwritten in memory while it was written"
+    except OSError as error:
+        saved.error = f"cannot write {path}: {error.strerror or error}"
+    except CheckpointError as error:
+        saved.error = str(error)
+    except Exception as error:  # the caller waits for a result
+        saved.error = f"cannot save {path}: {one_line(error)}"
+    finally:
+        slots.unpin(snapshot)
+    return saved

@@ -1,32 +1,45 @@
-"""A stage server: serves one job at a time and keeps its snapshots. Its services: `endpoints`."""
+"""A stage server: serves one job at a time and keeps its snapshots. Its services: `services`."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import json
+import logging
 import os
 import platform
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from rpcmp.checkpoint.files import Inside, place_of, require_place
-from rpcmp.errors import BusyError, CheckpointError, ConfigError, DrainingError, VersionError
+from rpcmp.errors import (
+    BusyError,
+    CheckpointError,
+    ConfigError,
+    DrainingError,
+    VersionError,
+    from_wire,
+    one_line,
+)
 from rpcmp.net import tunnel
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import Security
-from rpcmp.process import liveness, tempdirs
+from rpcmp.process import resources
+from rpcmp.process.activity import resident_bytes
 from rpcmp.process.fork_client import WORKERS, Forks
-from rpcmp.process.logging.display import RecordSource
+from rpcmp.process.interpreter import compute_environment
+from rpcmp.process.logging.collector import RecordSource
 from rpcmp.process.logging.records import Entry, pass_on
 from rpcmp.process.sandbox.confinement import SCRATCH, Reach
-from rpcmp.server import claim_log, endpoints, services
+from rpcmp.process.task import run_task
+from rpcmp.server import claim_log, services
 from rpcmp.server.access import GroupMembers
 from rpcmp.server.claim import Claim, State
 from rpcmp.server.connection import differences, machine, versions
-from rpcmp.server.endpoints import NOT_SERVING, Endpoints
 from rpcmp.server.host_facts import CheckRequest, examine
-from rpcmp.server.snapshot_saver import Kept
-from rpcmp.server.snapshot_store import NO_FOLDER, SnapshotStore
+from rpcmp.server.services import NOT_SERVING, Endpoints
+from rpcmp.server.snapshot_store import NO_FOLDER, FolderOrReason, SnapshotStore
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import doctor_pb2
 
@@ -41,6 +54,11 @@ VITALS_SECONDS = 1.0
 
 DRAIN_SECONDS = 30.0
 """Time limit for a job to end after its current step when the server drains."""
+
+NAME_CHARACTERS = 100
+"""Of a job's name in the server's log; a driver may choose it freely."""
+
+log = logging.getLogger(__name__)
 
 
 class StageServer:
@@ -62,11 +80,8 @@ class StageServer:
     Attributes:
         draining: whether it takes no new job.
         claim: the current job's; None if idle.
-        snapshot_store: the snapshots that it holds.
         drain_requested: set as soon as it has to stop.
         metrics_port: where its metrics are served; 0: nowhere.
-        security, works_for: as given.
-        dialer: connects it to other servers.
     """
 
     def __init__(
@@ -97,7 +112,7 @@ class StageServer:
         # Links on the way to it are its owner's, and followed once.
         self._checkpoints = Path(checkpoints or "checkpoints").resolve()
         self._reach = reach
-        self._forks = forks or Forks([WORKERS])
+        self.forks = forks or Forks([WORKERS])
         self._forgetting: asyncio.TimerHandle | None = None
         self._changing = asyncio.Lock()  # held while a claim begins or ends
         self._examined = ""
@@ -105,23 +120,19 @@ class StageServer:
         self.drain_requested = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._doors = Endpoints(self)
+        self._endpoints = Endpoints(self)
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; return the port, which is a free one for port 0.
-
-        Raises:
-            ConfigError: the port is in use, or the host is not this machine's.
-        """
-        for prefix in (endpoints.PREFIX, tunnel.PREFIX, claim_log.PREFIX, SCRATCH):
-            tempdirs.sweep(prefix)
-        return await self._doors.open(host, port)
+        """Listen; return the port, which is a free one for port 0."""
+        for prefix in (services.PREFIX, tunnel.PREFIX, claim_log.PREFIX, SCRATCH):
+            resources.sweep(prefix)
+        return await self._endpoints.open(host, port)
 
     async def drain(self) -> None:
         """Take no new job, and let the current one end after its current step."""
         self.draining = True
         self.drain_requested.set()
-        await self._doors.set_health(NOT_SERVING)
+        await self._endpoints.set_health(NOT_SERVING)
         if self.claim is not None:
             await self.claim.notify()
 
@@ -130,94 +141,105 @@ class StageServer:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), seconds)
         await self.release(self.claim)
-        await self._doors.close()
-        await self._forks.close()
+        await self._endpoints.close()
+        await self.forks.close()
 
     async def profile(self, request: pb.ProfileRequest) -> str:
-        """Measure a job's layers; the server takes no job meanwhile.
+        """Measure a job's layers in a child process; return the profile as JSON.
 
-        Raises:
-            DrainingError, BusyError, VersionError, ConfigError: the job cannot run here.
-            RpcmpError: a layer failed.
+        The child is killed if the caller cancels the call.
         """
-        async with self._reserved(request.job):
-            return await services.profile(request, self._forks, self._allowed, self._reach)
+        async with self._reserved(request.job) as (folder, reach):
+            answer = await run_task(
+                {
+                    "op": "profile",
+                    "order": request.order,
+                    "code_folder": str(folder or ""),
+                    "allowed": self._allowed,
+                    "sample": base64.b64encode(request.sample).decode(),
+                },
+                compute_environment(request.job.threads),
+                self.forks,
+                reach,
+            )
+        return json.dumps(answer["profile"])
 
     async def examine(self, request: doctor_pb2.ExamineRequest) -> str:
-        """Collect facts about this host for a stage of a job; JSON of HostFacts.
-
-        Raises:
-            DrainingError, BusyError, VersionError, ConfigError: the job cannot run here.
-            JobError: the facts cannot be collected.
-        """
-        order, threads = CheckRequest.model_validate_json(request.order), request.job.threads
-        async with self._reserved(request.job):
-            with claim_log.unpacked(request.job.code) as folder:
-                reach = self._reach and self._reach.reading(folder)
-                found = await examine(
-                    order,
-                    self._forks,
-                    self.security,
-                    folder,
-                    threads,
-                    self._allowed,
-                    self._checkpoints,
-                    reach,
-                )
-        return found.model_copy(update={"metrics_port": self.metrics_port}).model_dump_json()
+        """Collect facts about this host for a stage of a job; JSON of HostFacts."""
+        order = CheckRequest.model_validate_json(request.order)
+        async with self._reserved(request.job) as (folder, reach):
+            facts = await examine(
+                order,
+                self.forks,
+                self.security,
+                folder,
+                request.job.threads,
+                self._allowed,
+                self._checkpoints,
+                reach,
+            )
+        return facts.model_copy(update={"metrics_port": self.metrics_port}).model_dump_json()
 
     @contextlib.asynccontextmanager
-    async def _reserved(self, job: pb.PrepareRequest) -> AsyncIterator[None]:
-        """Take no other job while one is being measured or examined."""
+    async def _reserved(
+        self, job: pb.PrepareRequest
+    ) -> AsyncIterator[tuple[Path | None, Reach | None]]:
+        """Take no other job while one is being measured or examined.
+
+        Yields the folder of the job's Python files, if it has any, and what its code may open.
+        """
         async with self._changing:
             self._check(job)
             if self.claim is not None:  # not even for its own job's next generation
                 raise BusyError(f"busy with job {self.claim.job!r}")
             self._examined = job.job
             self._idle.clear()
+        folder = None
         try:
-            yield
+            folder = claim_log.unpack(job.code) if job.code else None
+            yield folder, self._reach and self._reach.reading(folder)
         finally:
+            if folder is not None:
+                resources.remove_folder(folder)
             self._examined = ""
             if self.claim is None:
                 self._idle.set()
 
-    async def prepare(self, request: pb.PrepareRequest) -> Claim:
+    async def prepare(self, request: pb.PrepareRequest, driver: str) -> Claim:
         """Claim this server for a job, or for its next generation.
 
-        Raises:
-            DrainingError, BusyError, VersionError, ConfigError: the job cannot run here.
+        Args:
+            driver: role and address of the caller, for the log.
         """
         async with self._changing:
-            return await self._prepare(request)
-
-    async def _prepare(self, request: pb.PrepareRequest) -> Claim:
-        self._check(request)
-        group = GroupMembers.of(request)
-        folder = self._folder_of(request)
-        if isinstance(folder, Inside) and not request.may_keep_nothing and request.generation == 1:
-            await asyncio.to_thread(require_place, folder)
-        if self._forgetting is not None:
-            self._forgetting.cancel()
-        await self._release(self.claim)
-        await self.snapshot_store.open(request.job_id, folder, request.checkpoint_run)
-        await self.snapshot_store.pause()
-        claim = self.claim = Claim(
-            request,
-            group,
-            self.snapshot_store,
-            self._forks,
-            self.dialer,
-            self._allowed,
-            self._show,
-            self._reach,
-        )
-        self._idle.clear()
-        try:
-            await claim.open(list(request.code))
-        except BaseException:
-            await self._release(claim)
-            raise
+            self._check(request)
+            group = GroupMembers.of(request)
+            folder = self._folder_of(request)
+            is_first = request.generation == 1
+            if isinstance(folder, Inside) and not request.may_keep_nothing and is_first:
+                await asyncio.to_thread(require_place, folder)
+            if self._forgetting is not None:
+                self._forgetting.cancel()
+            await self._release(self.claim)
+            await self.snapshot_store.open(request.job_id, folder, request.checkpoint_run)
+            await self.snapshot_store.pause()
+            claim = self.claim = Claim(
+                request,
+                group,
+                self.snapshot_store,
+                self.forks,
+                self.dialer,
+                self._allowed,
+                self._show,
+                self._reach,
+            )
+            self._idle.clear()
+            try:
+                await claim.open(list(request.code))
+            except BaseException:
+                await self._close(claim)
+                raise
+        self._log(claim, f"claims this server, from {driver}")
         asyncio.get_running_loop().call_later(UNWATCHED_SECONDS, self._release_unwatched, claim)
         return claim
 
@@ -226,31 +248,32 @@ class StageServer:
         async with self._changing:
             await self._release(claim)
 
-    async def _release(self, claim: Claim | None) -> None:
+    async def _release(self, claim: Claim | None, is_stopped: bool = False) -> None:
         if claim is not None and claim is self.claim:
-            self.claim = None
-            await asyncio.shield(claim.close())  # a caller may be cancelled
-            loop = asyncio.get_running_loop()
-            self._forgetting = loop.call_later(KEEP_SECONDS, self._forget)
-            self._idle.set()
+            if claim.error:
+                self._log(claim, f"is lost: {one_line(from_wire(claim.error))}")
+            elif is_stopped or claim.state == State.SERVER_STATE_ENDED:
+                self._log(claim, "releases this server")
+            else:
+                self._log(claim, "is lost: its driver has interrupted it, or is gone")
+            await self._close(claim)
+
+    async def _close(self, claim: Claim) -> None:
+        self.claim = None
+        await asyncio.shield(claim.close())  # a caller may be cancelled
+        loop = asyncio.get_running_loop()
+        self._forgetting = loop.call_later(KEEP_SECONDS, self._forget)
+        self._idle.set()
 
     async def end(self, job_id: str, generation: int) -> None:
-        """End a job for good, and drop its snapshots.
-
-        Raises:
-            BusyError: the server works for another job.
-        """
+        """End a job for good, and drop its snapshots."""
         async with self._changing:
             if self.claim is not None or self.snapshot_store.job_id != job_id:
-                await self._release(self.claimed_by(job_id, generation))
+                await self._release(self.claimed_by(job_id, generation), is_stopped=True)
             await self.snapshot_store.clear()
 
     def claimed_by(self, job_id: str, generation: int) -> Claim:
-        """Return the current claim, which must be the caller's.
-
-        Raises:
-            BusyError: the caller belongs to another job, or to a generation that has ended.
-        """
+        """Return the current claim."""
         claim = self.claim
         if claim is None or (claim.job_id, claim.generation) != (job_id, generation):
             raise BusyError(f"this server does not belong to generation {generation} of the job")
@@ -259,7 +282,7 @@ class StageServer:
     async def watch(self, claim: Claim) -> AsyncIterator[pb.WatchResponse]:
         """Yield each change of the claim, with the worker's vitals; then the claim ends."""
         if claim.watched:
-            raise BusyError("somebody else watches this job already")
+            raise BusyError("the job is watched already")
         claim.watched = True
         try:
             last, due, last_line = None, float("-inf"), 0
@@ -318,20 +341,20 @@ class StageServer:
             answer.stage_name, answer.step = claim.stage_name, claim.step
             answer.num_parameters = claim.num_parameters
             answer.worker_pid = claim.worker_pid
-            answer.worker_memory = liveness.resident_bytes(claim.worker_pid)
+            answer.worker_memory = resident_bytes(claim.worker_pid)
         return answer
 
     def _check(self, request: pb.PrepareRequest) -> None:
         if self.draining:
             raise DrainingError("the server is being stopped")
-        place = (request.stage_index, request.replica)
-        if self.stage_index is not None and place != (self.stage_index, self.replica):
+        own = self.stage_index, self.replica
+        if self.stage_index is not None and own != (request.stage_index, request.replica):
             raise ConfigError(
                 f"serves stage {self.stage_index} replica {self.replica}, not stage "
                 f"{request.stage_index} replica {request.replica}; check `addresses`"
             )
-        if found := differences(self._versions, request.versions):
-            raise VersionError(f"other software than the driver's: {'; '.join(found)}")
+        if different := differences(self._versions, request.versions):
+            raise VersionError(f"other software than the driver's: {'; '.join(different)}")
         if request.code and not self._accept_code:
             option = "--allow" if self._allowed else "--no-code"
             raise ConfigError(
@@ -344,12 +367,14 @@ class StageServer:
                     f"does not let jobs read {path}, which is one of `data.paths` or `init`: start "
                     f"it with --data {path}, or a folder above"
                 )
-        if self.claim is not None and not self.claim.is_followed_by(request):
-            raise BusyError(f"busy with job {self.claim.job!r}")
+        if (claim := self.claim) is not None:
+            is_next = request.job_id == claim.job_id and request.generation > claim.generation
+            if not is_next:
+                raise BusyError(f"busy with job {claim.job!r}")
         if self._examined:
             raise BusyError(f"busy measuring for job {self._examined!r}")
 
-    def _folder_of(self, request: pb.PrepareRequest) -> Kept:
+    def _folder_of(self, request: pb.PrepareRequest) -> FolderOrReason:
         """Return the folder of the job's checkpoints on this host."""
         if not request.checkpoint_folder:
             return NO_FOLDER
@@ -367,11 +392,19 @@ class StageServer:
                 return text
             raise ConfigError(text) from error
 
+    def _log(self, claim: Claim, event: str) -> None:
+        """Log what a job does. A driver that has started this server for its job need not read it.
+
+        A driver that claims the server again and again cannot fill the log, which limits its rate.
+        """
+        if not self.works_for:
+            log.info("job %r %s", claim.job[:NAME_CHARACTERS], event)
+
     def _forget(self) -> None:
         """Drop the snapshots of a driver that has not come back."""
         if self.claim is None:
             self._releasing = asyncio.ensure_future(self.snapshot_store.clear())
 
     def _release_unwatched(self, claim: Claim) -> None:
-        if not claim.watched and claim is self.claim:
+        if not claim.watched:
             self._releasing = asyncio.ensure_future(self.release(claim))

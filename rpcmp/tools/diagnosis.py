@@ -21,8 +21,9 @@ from rpcmp.net.authority import SKEW
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import EXPIRES_DAYS, INSECURE
 from rpcmp.server.client import StageClient
-from rpcmp.server.connection import NEEDED_EQUAL, LinkSpeed, is_same_release, way_to
+from rpcmp.server.connection import NEEDED_EQUAL, is_same_release
 from rpcmp.server.host_facts import Device, Folder, HostFacts
+from rpcmp.server.link_test import LinkSpeed, measure_link
 from rpcmp.tools.job_hosts import HostReport, HostSurvey
 from rpcmp.tools.job_links import Link, job_links
 from rpcmp.v1 import doctor_pb2
@@ -349,7 +350,7 @@ class LinkCheck:
             other = self._clients[link.other]
             if link.one == DRIVER:
                 index = self._workers[other.name].stage_index
-                speed = await way_to(self._dialer, other.name, other.address, index, seconds)
+                speed = await measure_link(self._dialer, other.name, other.address, index, seconds)
                 return CheckedLink(link, speed)
             one = self._clients[link.one]
             speed = await one.probe(self._probe(other, seconds))

@@ -20,8 +20,9 @@ from rpcmp.job.server_calls import collect_code
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.process.fork_client import Forks
 from rpcmp.server.client import StageClient
-from rpcmp.server.connection import LinkSpeed, differences, versions, way_to
+from rpcmp.server.connection import differences, versions
 from rpcmp.server.host_facts import CheckRequest, HostFacts, examine, marked
+from rpcmp.server.link_test import LinkSpeed, measure_link
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import doctor_pb2
 
@@ -140,7 +141,7 @@ class HostSurvey:
     async def _reach(self, client: StageClient, index: int | None) -> LinkSpeed:
         """Return the latency of a server that can take part."""
         try:  # its errors are more precise than gRPC's
-            speed = await way_to(self._dialer, client.name, client.address, index, seconds=0)
+            speed = await measure_link(self._dialer, client.name, client.address, index, seconds=0)
         except UnreachableError as error:
             with contextlib.suppress(UnreachableError):
                 _require_suitable(await client.connect(), client.address, index)

@@ -35,7 +35,7 @@ from rpcmp.errors import (
     to_wire,
 )
 from rpcmp.pipelining.assignment import Assignment
-from rpcmp.process import liveness
+from rpcmp.process.activity import start_heartbeat
 from rpcmp.process.channel import ChildContext, Message
 from rpcmp.rpc import transport, unpickler
 from rpcmp.rpc.messages import Bundle, TensorKey
@@ -90,7 +90,7 @@ class WorkerProcess:
         if any(limits.splits for limits in assignment.all_limits):
             weight_grad.install()
         threading.Thread(target=self._listen, daemon=True).start()
-        liveness.start_heartbeat(self._channel, self._vitals)
+        start_heartbeat(self._channel, self._vitals)
         with self._activity.during("build"):
             stage = self._stage = self._build(assignment, loaders)
             if (source := self._start["restore"]) is not None:

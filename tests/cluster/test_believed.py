@@ -22,11 +22,12 @@ from rpcmp.errors import ConfigError, JobError, UnreachableError, from_wire
 from rpcmp.job.training_workload import OutputFiles
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import Security
-from rpcmp.process import descriptors
+from rpcmp.process import resources
 from rpcmp.process.activity import Activity
-from rpcmp.server import snapshot_saver
+from rpcmp.server import snapshot_transfer
 from rpcmp.server.connection import machine
-from rpcmp.server.snapshot_service import MEMORY, receive
+from rpcmp.server.snapshot_store import save_snapshot
+from rpcmp.server.snapshot_transfer import MEMORY, receive
 from rpcmp.v1 import control_pb2 as pb
 from tests.support.processes import JobFolder, rpcmp, running_servers
 
@@ -41,7 +42,7 @@ def request(fds: list[int], pid: int = 0) -> pb.MirrorRequest:
 
 def test_a_mirror_opens_only_memory_files_of_snapshots(tmp_path: Path) -> None:
     slots = Slots.create()
-    opened = snapshot_saver._open(request(list(slots.fds)))
+    opened = snapshot_transfer._open(request(list(slots.fds)))
     assert opened is not None
     opened.close()
     path = tmp_path / "file"
@@ -54,10 +55,10 @@ def test_a_mirror_opens_only_memory_files_of_snapshots(tmp_path: Path) -> None:
             list(reversed(slots.fds)),
             [*slots.fds, slots.fds[-1]],
         ):
-            assert snapshot_saver._open(request(fds)) is None
+            assert snapshot_transfer._open(request(fds)) is None
     assert path.read_bytes() == b"kept" * 4096
     other = [os.memfd_create("rpcmp-other") for _ in range(1 + NUM_SLOTS)]
-    assert snapshot_saver._open(request(other)) is None
+    assert snapshot_transfer._open(request(other)) is None
     for fd in other:
         os.close(fd)
     slots.close()
@@ -92,7 +93,7 @@ def test_a_snapshot_header_is_read_within_bounds(tmp_path: Path) -> None:
     os.ftruncate(fd, 2**27 + 8)
     os.pwrite(fd, data, 0)
     snapshot = slots.commit(0, 1, 2**27 + 8)
-    saved = snapshot_saver._save(slots, snapshot, "a", beneath(tmp_path, str(tmp_path / "job")))
+    saved = save_snapshot(slots, snapshot, "a", beneath(tmp_path, str(tmp_path / "job")))
     assert "header has" in saved.error
     slots.close()
 
@@ -104,7 +105,7 @@ def test_a_truncated_snapshot_is_an_error(tmp_path: Path) -> None:
     os.pwrite(slots.fd(0), data, 0)
     for length, error in ((2**23, "memory has been cut off"), (len(data), "")):
         place = beneath(tmp_path, str(tmp_path / "job"))
-        saved = snapshot_saver._save(slots, slots.commit(0, 1, length), "a", place)
+        saved = save_snapshot(slots, slots.commit(0, 1, length), "a", place)
         assert saved.error.endswith(error)
         assert bool(saved.error) == bool(error)
     (file,) = tmp_path.rglob("*.safetensors")
@@ -117,7 +118,7 @@ def test_memory_of_a_server_that_is_not_a_neighbour_is_not_opened() -> None:
     async def opened_of(pid: int, address: str) -> bool:
         wanted = request(list(slots.fds), pid)
         wanted.machine, wanted.address = machine(), address
-        found = await snapshot_saver.open_memory(wanted, Dialer(Security()))
+        found = await snapshot_transfer.open_memory(wanted, Dialer(Security()))
         if found is not None:
             found.close()
         return found is not None
@@ -174,7 +175,7 @@ def test_only_files_of_the_driver_process_are_delivered(tmp_path: Path) -> None:
 
 
 def test_shared_memory_cannot_be_truncated() -> None:
-    fd = descriptors.memory("test", 4096)
+    fd = resources.shared_memory("test", 4096)
     for size in (0, 8192):
         with pytest.raises(PermissionError):
             os.ftruncate(fd, size)
@@ -186,7 +187,7 @@ GARBAGE = st.binary(min_size=40, max_size=40)
 
 @given(GARBAGE)
 def test_any_bytes_in_shared_memory_give_a_readable_message(garbage: bytes) -> None:
-    fd = descriptors.memory("test", mmap.PAGESIZE)
+    fd = resources.shared_memory("test", mmap.PAGESIZE)
     os.pwrite(fd, garbage, 0)
     doing = pb.Doing(**Activity(fd).read()._asdict())
     assert 0.0 <= doing.seconds <= time.monotonic()

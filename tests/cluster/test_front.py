@@ -249,8 +249,7 @@ def test_a_draining_server_answers_before_it_closes_the_connection() -> None:
     """The server writes the answer after it has started to close."""
     code = f"""
 import asyncio
-from rpcmp.server.services import ControlServicer
-from rpcmp.server.endpoints import Endpoints
+from rpcmp.server.services import ControlServicer, Endpoints
 from rpcmp.server.lifecycle import serve
 from rpcmp.server.stage_server import StageServer
 

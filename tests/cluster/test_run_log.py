@@ -7,16 +7,26 @@ import re
 from pathlib import Path
 from typing import Any
 
+import grpc
+
+from rpcmp.process.logging.records import FIRST
+from rpcmp.v1 import control_pb2 as pb
+from rpcmp.v1.control_pb2_grpc import ControlStub
+from tests.support.claims import prepared
 from tests.support.processes import (
+    DEADLINE,
     FORKS,
     JobFolder,
     Result,
     connect,
     poll_for,
     rpcmp,
+    running,
     running_servers,
 )
 from tests.support.sharedforks import DRIVE
+
+ONE_STAGE = 'steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [4]'
 
 ANY_TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}"
 
@@ -43,7 +53,7 @@ def lines(result: Result, stage: str) -> list[dict[str, Any]]:
     return [each for each in result.events if each["event"] == "log" and each["stage"] == stage]
 
 
-def test_an_ordinary_end_logs_nothing_on_any_host(job: JobFolder) -> None:
+def test_an_ordinary_end_logs_only_which_jobs_a_server_has(job: JobFolder) -> None:
     """Not even TensorPipe's warnings about closed connections."""
     path = config(job, {}, stages=2)
     text = path.read_text().replace("talkative:dataset", "zoo:regression")
@@ -53,9 +63,15 @@ def test_an_ordinary_end_logs_nothing_on_any_host(job: JobFolder) -> None:
         for _ in range(2):
             result = rpcmp("drive", path, "--connect", connect(servers), "--json")
             assert (result.code, result.err) == (0, "")
-        outputs = ["".join(server.run.err) for server in servers]
+        errs = [server.run.err for server in servers]
+        poll_for(lambda: min(map(len, errs)) >= 4, "the lines of both jobs")
+        outputs = ["".join(err) for err in errs]
         after = FORKS.standard_error()
-    assert outputs == ["", ""]
+    for index, output in enumerate(outputs):
+        prefix = f"{ANY_TIME} INFO( generation 1)? stage ?{index}( step 3)?: job 'job'"
+        claim = rf"{prefix} claims this server, from 127\.0\.0\.1:\d+\n"
+        release = f"{prefix} releases this server\n"
+        assert re.fullmatch((claim + release) * 2, output), output
     assert {
         owner: after[owner].removeprefix(before.get(owner, b"")) for owner in after
     } == dict.fromkeys(after, b"")
@@ -122,14 +138,21 @@ def test_a_server_logs_the_lines_of_its_workers(job: JobFolder) -> None:
         options = ("--connect", connect(servers), "--log-json", "--quiet")
         result = rpcmp("drive", path, *options)
         assert result.code == 0, result.err
-        poll_for(lambda: len(servers[0].run.err) >= 5, "the lines of the worker")
-        there = [json.loads(line) for line in servers[0].run.err]
-        assert servers[1].run.err == []
+        poll_for(lambda: len(servers[0].run.err) >= 7, "the lines of the worker")
+        there, of_other = (
+            [one for line in server.run.err if not is_of_server(one := json.loads(line))]
+            for server in servers
+        )
+        assert of_other == []
     here = [json.loads(line) for line in result.err.splitlines()]
     parts = ("stage", "generation", "step", "level", "logger", "message", "count")
     of_stage = [[one[part] for part in parts] for one in here if one["stage"] == "stage0"]
     assert of_stage == [[one[part] for part in parts] for one in there]
     assert of_stage[0] == ["stage0", 1, 1, "INFO", "stdout", "printed", 1]
+
+
+def is_of_server(entry: dict[str, Any]) -> bool:
+    return bool(entry["logger"] == "rpcmp.server.stage_server")
 
 
 def test_an_error_is_the_last_line_of_a_json_log(tmp_path: Path) -> None:
@@ -139,6 +162,28 @@ def test_an_error_is_the_last_line_of_a_json_log(tmp_path: Path) -> None:
     assert (error["level"], remedy["level"]) == ("ERROR", "INFO")
     assert "cannot read" in error["message"]
     assert remedy["message"] == "try: rpcmp drive --help"
+
+
+def test_a_server_logs_that_a_job_is_lost_with_its_driver(job: JobFolder) -> None:
+    with running_servers(1) as (server,):
+        with running("drive", job.config(ONE_STAGE), "--connect", server.address, "--json") as run:
+            run.wait_for_line('"step"')
+            run.process.kill()
+        claimed, lost = poll_for(lambda: server.run.err[1:] and server.run.err, "two lines")
+    assert "claims this server" in claimed
+    assert "is lost: its driver has interrupted it, or is gone" in lost
+
+
+def test_many_claims_do_not_fill_the_log_of_a_server(tmp_path: Path) -> None:
+    with running_servers(1) as (server,), grpc.insecure_channel(server.address) as channel:
+        stub = ControlStub(channel)
+        for _ in range(3 * FIRST):
+            request = prepared(server, "")
+            stub.Prepare(request, timeout=DEADLINE)
+            stub.Stop(pb.StopRequest(job_id=request.job_id, generation=1), timeout=DEADLINE)
+        for event in ("claims", "releases"):
+            lines = [line for line in server.run.err if f"job 'evil' {event}" in line]
+            assert 1 <= len(lines) <= FIRST
 
 
 def test_the_log_level_filters_lines(job: JobFolder) -> None:

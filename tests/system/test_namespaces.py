@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rpcmp.process.tempdirs import sweep
+from rpcmp.process.resources import sweep
 from rpcmp.server import claim_log
 from tests.support.codefolders import LEAVES
 from tests.support.lan import issue, serving

@@ -139,7 +139,7 @@ class ServerMetrics:
             ("rpcmp_server_sent_bytes", stage): sum(way.sent for way in vitals.ways),
             ("rpcmp_server_received_bytes", stage): sum(way.received for way in vitals.ways),
         }
-        for kind, seconds in claim.busy_seconds.items():
+        for kind, seconds in claim.worker_vitals.busy_seconds.items():
             counts["rpcmp_server_worker_busy_seconds", stage, KINDS[kind]] = seconds
         for (name, *labels), count in counts.items():
             total = self._totals.total((name, *labels), source, count)

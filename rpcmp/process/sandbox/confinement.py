@@ -104,11 +104,7 @@ def is_confined() -> bool:
 
 
 def enter(reach: Reach, scratch: str) -> None:
-    """Confine this process, which must have one thread.
-
-    Raises:
-        OSError: the kernel refuses what it offers.
-    """
+    """Confine this process, which must have one thread."""
     os.environ["TMPDIR"] = scratch
     tempfile.tempdir = None
     _check(_LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))

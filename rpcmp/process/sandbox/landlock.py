@@ -127,9 +127,6 @@ def restrict(granted: Iterable[Grant]) -> None:
     """Restrict the calling thread, and those that it starts, to what is granted.
 
     The process must have set `no_new_privs`, and its kernel must have Landlock.
-
-    Raises:
-        OSError: the kernel refuses it.
     """
     version = min(abi(), KNOWN_ABI)
     handled = (1 << max(n for since, n in _NUM_RIGHTS.items() if since <= version)) - 1

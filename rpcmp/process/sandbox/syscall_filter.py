@@ -117,11 +117,7 @@ def is_available() -> bool:
 
 
 def install() -> None:
-    """Filter the system calls of all threads of this process, and of what it starts, for good.
-
-    Raises:
-        OSError: the kernel refuses it.
-    """
+    """Filter the system calls of all threads of this process, and of what it starts, for good."""
     machine = MACHINES[platform.machine()]
     instructions = program(machine)
     code = b"".join(struct.pack("=HBBI", *each) for each in instructions)

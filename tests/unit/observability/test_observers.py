@@ -15,7 +15,7 @@ from rpcmp.errors import DrainingError, InterruptedJobError, JobError
 from rpcmp.observability import observers
 from rpcmp.observability.events import Event as TypedEvent
 from rpcmp.observability.observers import LAG, MOST, PATIENCE, watching
-from rpcmp.process.logging.display import Display
+from rpcmp.process.logging.collector import Display
 from tests.support.runevents import typed
 
 Event = dict[str, Any]

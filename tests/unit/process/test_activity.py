@@ -12,11 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from rpcmp.process import activity as activity_module
-from rpcmp.process import descriptors
-from rpcmp.process import liveness as pulse_module
+from rpcmp.process import resources
 from rpcmp.process import sockets as links_module
-from rpcmp.process.activity import NO_MICROBATCH, Activity, Doing
-from rpcmp.process.liveness import HeartbeatMonitor
+from rpcmp.process.activity import NO_MICROBATCH, Activity, Doing, HeartbeatMonitor
 from rpcmp.process.sockets import SILENT_SECONDS, Links
 
 
@@ -56,8 +54,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(activity_module, "time", SimpleNamespace(monotonic=made.monotonic))
-    monkeypatch.setattr(pulse_module, "time", SimpleNamespace(monotonic=made.monotonic))
-    monkeypatch.setattr(pulse_module, "asyncio", SimpleNamespace(sleep=made.sleep))
+    monkeypatch.setattr(activity_module, "asyncio", SimpleNamespace(sleep=made.sleep))
     return made
 
 
@@ -67,7 +64,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture
 def memory() -> Iterator[int]:
     """Memory that two processes share."""
-    fd = descriptors.memory("test-activity", mmap.PAGESIZE)
+    fd = resources.shared_memory("test-activity", mmap.PAGESIZE)
     yield fd
     os.close(fd)
 

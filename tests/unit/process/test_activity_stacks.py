@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from rpcmp.process.activity import DUMP_SIGNAL, FORCED_DUMP_SIGNAL, MAX_BYTES, Stacks
+from rpcmp.process.activity import DUMP_SIGNAL, FORCED_DUMP_SIGNAL, MAX_STACKS, Stacks
 from tests.support.processes import poll_for
 
 WAITING = """Thread 0x00007f0000000001 (most recent call first):
@@ -61,15 +61,15 @@ def test_a_fatal_error_comes_before_the_stacks() -> None:
 
 def test_stacks_return_the_last_bytes() -> None:
     busy = BUSY.format(number=2, file="a.py")
-    text = "x" * MAX_BYTES + "\n" + WAITING.format(file="queue.py") + "\n" + busy
+    text = "x" * MAX_STACKS + "\n" + WAITING.format(file="queue.py") + "\n" + busy
     found = read(text)
-    assert len(found) == MAX_BYTES
+    assert len(found) == MAX_STACKS
     assert found.startswith("xxx")
     assert found.index(busy) < found.index(WAITING.format(file="queue.py"))
 
 
 def test_stacks_replace_a_character_that_is_cut_in_two() -> None:
-    snowmen = "\N{SNOWMAN}" * MAX_BYTES
+    snowmen = "\N{SNOWMAN}" * MAX_STACKS
     found = read(snowmen + "end")
     assert found.endswith("\N{SNOWMAN}end")
     assert found.strip("\N{SNOWMAN}\N{REPLACEMENT CHARACTER}") == "end"

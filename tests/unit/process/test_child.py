@@ -9,7 +9,7 @@ import sys
 
 from rpcmp.process.activity import Activity, Stacks
 from rpcmp.process.child import Child
-from rpcmp.process.logging.receiver import Receiver
+from rpcmp.process.logging.collector import Receiver
 
 
 async def child_that(code: str) -> Child:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from rpcmp.process import liveness, sockets
+from rpcmp.process import activity, sockets
 from rpcmp.process.sockets import INCOMING, Links, PeerTraffic, Traffic
 from tests.support.processes import poll_for
 
@@ -134,12 +134,12 @@ def test_traffic_ignores_connections_beyond_loopback(
 
 def test_usage_of_a_process_matches_the_kernels() -> None:
     process = psutil.Process()
-    assert liveness.resident_bytes(os.getpid()) == pytest.approx(process.memory_info().rss, rel=0.2)
+    assert activity.resident_bytes(os.getpid()) == pytest.approx(process.memory_info().rss, rel=0.2)
     until = time.process_time() + 0.05
     while time.process_time() < until:
         pass
     spent = process.cpu_times()
-    assert liveness.cpu_seconds(os.getpid()) == pytest.approx(spent.user + spent.system, abs=0.5)
+    assert activity.cpu_seconds(os.getpid()) == pytest.approx(spent.user + spent.system, abs=0.5)
 
 
 def test_usage_of_an_ended_process_is_zero() -> None:
@@ -147,5 +147,5 @@ def test_usage_of_an_ended_process_is_zero() -> None:
     if not child:
         os._exit(0)
     os.waitpid(child, 0)
-    assert liveness.resident_bytes(child) == 0
-    assert liveness.cpu_seconds(child) == 0.0
+    assert activity.resident_bytes(child) == 0
+    assert activity.cpu_seconds(child) == 0.0

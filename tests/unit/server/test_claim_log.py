@@ -13,7 +13,7 @@ import pytest
 
 from rpcmp.errors import ConfigError
 from rpcmp.job.server_calls import collect_code
-from rpcmp.process import tempdirs
+from rpcmp.process import resources
 from rpcmp.server import claim_log
 from rpcmp.v1 import control_pb2 as pb
 from tests.support.codefolders import LEAVES
@@ -85,8 +85,8 @@ def test_odd_names_stay_inside_the_folder(temporary: Path, path: str) -> None:
 
 def test_a_removed_code_folder_leaves_nothing(temporary: Path) -> None:
     folder = claim_log.unpack([file("zoo/net.py")])
-    tempdirs.remove(folder)
-    tempdirs.remove(folder)  # the second time there is nothing to do
+    resources.remove_folder(folder)
+    resources.remove_folder(folder)  # the second time there is nothing to do
     assert list(temporary.iterdir()) == []
 
 
@@ -99,30 +99,6 @@ def test_sweep_removes_only_the_folders_of_dead_servers(temporary: Path) -> None
     ours = claim_log.unpack([file("model.py")])
     (other := temporary / "rpcmp-other").mkdir()
     (unlocked := temporary / "rpcmp-code-file").touch()
-    tempdirs.sweep(claim_log.PREFIX)
+    resources.sweep(claim_log.PREFIX)
     assert not dead.exists()
     assert sorted(temporary.iterdir()) == sorted([other, ours, unlocked])
-
-
-def test_sweeping_does_not_follow_links(temporary: Path) -> None:
-    (kept := temporary / "kept").mkdir()
-    (kept / "file").touch()
-    (temporary / "rpcmp-code-x").symlink_to(kept)
-    tempdirs.sweep(claim_log.PREFIX)
-    assert (kept / "file").exists()
-
-
-def test_a_folder_is_removed_at_any_depth_and_with_any_permissions() -> None:
-    folder = tempdirs.create("rpcmp-test-")
-    here = os.open(folder, os.O_RDONLY)
-    for _ in range(sys.getrecursionlimit() + 100):
-        os.mkdir("deeper", dir_fd=here)
-        below = os.open("deeper", os.O_RDONLY, dir_fd=here)
-        os.close(here)
-        here = below
-    os.mkdir("hidden", 0o000, dir_fd=here)
-    os.symlink("/etc", "link", dir_fd=here)
-    os.close(here)
-    tempdirs.remove(folder)
-    assert not folder.exists()
-    assert Path("/etc/passwd").exists()

@@ -10,13 +10,13 @@ import pytest
 from rpcmp.config.schema import Config
 from rpcmp.config.sections import StageConfig
 from rpcmp.errors import BusyError, RpcmpError, SecurityError, UnreachableError, VersionError
-from rpcmp.server.connection import LinkSpeed
 from rpcmp.server.host_facts import (
     CertificateInfo,
     Device,
     Folder,
     HostFacts,
 )
+from rpcmp.server.link_test import LinkSpeed
 from rpcmp.tools.diagnosis import CheckedLink, Finding, Status, diagnose, exit_code
 from rpcmp.tools.job_hosts import HostReport
 from rpcmp.tools.job_links import Link

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from rpcmp.observability.events import LogEvent
-from rpcmp.process.logging.display import Display
+from rpcmp.process.logging.collector import Display
 from rpcmp.process.logging.records import Line, entry_of
 
 

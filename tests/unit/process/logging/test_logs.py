@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 
 from rpcmp.process.logging import capture
 from rpcmp.process.logging.capture import Sender
-from rpcmp.process.logging.display import Display, RecordSource, unreported
-from rpcmp.process.logging.receiver import Receiver
+from rpcmp.process.logging.collector import Display, Receiver, RecordSource, unreported
 from rpcmp.process.logging.records import (
     BURST,
     FIRST,
@@ -184,7 +183,7 @@ def logged_lines(speak: Callable[[], None], step: int = 7) -> list[Line]:
                 speak()
                 sender.flush()
             os._exit(0)
-        receiver.start()
+        receiver.start(asyncio.get_running_loop())
         await asyncio.to_thread(os.waitpid, pid, 0)
         receiver.close()
         return heard
@@ -428,7 +427,7 @@ class Reader(io.StringIO):
 def test_records_of_this_process_and_entries_have_one_format() -> None:
     stream = Reader()
     display = Display(stream)
-    display.place = lambda: RecordSource("stage 1", 3, 4)
+    display.source = lambda: RecordSource("stage 1", 3, 4)
     display.emit(logging.makeLogRecord({"levelname": "WARNING", "levelno": 30, "msg": "careful"}))
     display.show(entry_of(Line("DEBUG", "mine", "details"), "stage1", 3))
     display.show(entry_of(info("printed"), "stage1", 3))
@@ -453,7 +452,7 @@ def test_records_of_this_process_are_limited_and_summarized_at_the_end() -> None
 
 
 def test_display_never_waits_for_a_slow_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rpcmp.process.logging.display.MAX_QUEUED", 10)
+    monkeypatch.setattr("rpcmp.process.logging.collector.MAX_QUEUED", 10)
     stream = Reader()
     stream.gate.clear()
     display = Display(stream)

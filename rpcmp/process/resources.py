@@ -1,8 +1,12 @@
-"""Temporary folders that are removed with their process, also if it was killed.
+"""What a process takes from the system: descriptors, shared memory, and temporary folders.
 
-Only their user can read them. The process holds a lock on each folder, so that a later process can
-tell leftovers from folders in use. A process id in the name would not do: processes in containers
-may share /tmp, but each sees only its own ids.
+The size of shared memory is sealed: a process that reads memory which its peer has cut off ends
+with SIGBUS.
+
+Temporary folders are removed with their process, also if it was killed, and only their user can
+read them. The process holds a lock on each folder, so that a later process can tell leftovers from
+folders in use. A process id in the name would not do: processes in containers may share /tmp, but
+each sees only its own ids.
 """
 
 from __future__ import annotations
@@ -10,9 +14,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import resource
 import secrets
 import tempfile
 from pathlib import Path
+
+ENOUGH = 16_384
+"""Descriptors; more than any job needs. A limit of a billion, as some containers have, slows down
+programs that close every possible descriptor."""
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _UNLOCKED = "unlocked-"
 """Prefix of a folder that is not locked yet, so that it does not look like a leftover."""
@@ -21,7 +32,36 @@ _locks: dict[Path, int] = {}
 """Descriptors of the folders of this process."""
 
 
-def create(prefix: str) -> Path:
+def descriptor_limit() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return ENOUGH if soft == resource.RLIM_INFINITY else soft
+
+
+def raise_descriptor_limit() -> None:
+    """Raise the limit of this process and its children as far as the system allows, up to ENOUGH.
+
+    The default, 1,024, is the limit of select(2), which is not used here.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(ENOUGH, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # it works with fewer, too
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def shared_memory(name: str, size: int) -> int:
+    """Return the descriptor of fresh memory whose size is sealed."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    return fd
+
+
+def is_sealed(fd: int) -> bool:
+    return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+
+
+def create_folder(prefix: str) -> Path:
     unlocked = Path(tempfile.mkdtemp(prefix=_UNLOCKED + prefix))
     fd = _lock(unlocked)
     folder = unlocked.with_name(unlocked.name.removeprefix(_UNLOCKED))
@@ -30,7 +70,7 @@ def create(prefix: str) -> Path:
     return folder
 
 
-def remove(folder: Path) -> None:
+def remove_folder(folder: Path) -> None:
     with contextlib.suppress(OSError):
         _remove_all(folder)
     if (fd := _locks.pop(folder, None)) is not None:
@@ -43,7 +83,7 @@ def sweep(prefix: str) -> None:
         with contextlib.suppress(OSError):  # in use, or not a folder
             fd = _lock(folder)
             if os.fstat(fd).st_uid == os.geteuid():  # root could remove another user's, too
-                remove(folder)
+                remove_folder(folder)
             os.close(fd)
 
 

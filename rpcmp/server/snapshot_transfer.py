@@ -1,0 +1,302 @@
+"""Snapshots and checkpoints' files on their way between hosts: the Snapshots service, and mirrors.
+
+A mirror lets a neighbour's snapshots outlive its host, or at least its server. On the same machine
+the neighbour's memory is opened, which costs nothing and keeps it alive when the neighbour is gone.
+From another machine snapshots are copied one after the other; the request for the next one
+acknowledges the last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING
+
+from rpcmp.checkpoint import files
+from rpcmp.checkpoint.files import Inside
+from rpcmp.checkpoint.folder import remove
+from rpcmp.checkpoint.slots import NUM_SLOTS, Slots, Snapshot, memory_name
+from rpcmp.errors import BusyError, CheckpointError, RpcmpError, SecurityError, UnreachableError
+from rpcmp.net.identity import GRPC
+from rpcmp.net.local_peer import is_process
+from rpcmp.net.peer_connection import Dialer
+from rpcmp.process.resources import is_sealed
+from rpcmp.server.client import StageClient
+from rpcmp.server.connection import machine
+from rpcmp.server.hardened_grpc import Callers
+from rpcmp.v1 import control_pb2 as pb
+from rpcmp.v1 import control_pb2_grpc
+
+if TYPE_CHECKING:
+    from rpcmp.server.hardened_grpc import GrpcContext
+    from rpcmp.server.snapshot_store import SnapshotStore
+    from rpcmp.server.stage_server import StageServer
+
+MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+"""Bytes of memory that this host has."""
+
+MAX_FETCHING = 64
+"""Fetch calls at a time: by the mirror, and after a fault by each stage that needs what is here."""
+
+RETRY_SECONDS = 1.0
+
+log = logging.getLogger(__name__)
+
+
+async def blocks(fd: int, length: int) -> AsyncIterator[pb.FetchResponse]:
+    """Yield the first `length` bytes of a snapshot's memory."""
+    for offset in range(0, length, files.PART):
+        data = await asyncio.to_thread(os.pread, fd, min(files.PART, length - offset), offset)
+        yield pb.FetchResponse(data=data)
+
+
+async def receive(stream: AsyncIterator[pb.FetchResponse], slots: Slots, pin: bool = False) -> int:
+    """Write the snapshot of `stream` into `slots`; return its step.
+
+    Args:
+        pin: keep it until it is saved, if the sender saves it too.
+    """
+    head = await anext(stream)
+    slot = slots.begin()
+    if slot is None:
+        raise AssertionError("a mirror pins nothing for longer than a save takes")
+    if head.size > MEMORY:
+        raise UnreachableError(f"a snapshot of {head.size} bytes is more than this host's memory")
+    fd = slots.fd(slot)
+    os.ftruncate(fd, head.size)
+    offset = 0
+    async for part in stream:
+        if offset + len(part.data) > head.size:
+            raise UnreachableError(f"more than {head.size} bytes of a snapshot have arrived")
+        offset += os.pwrite(fd, part.data, offset)
+    if offset != head.size:
+        raise UnreachableError(f"only {offset} of {head.size} bytes of a snapshot have arrived")
+    slots.commit(slot, head.step, head.size, pin=pin and head.is_saved)
+    return head.step
+
+
+async def receive_file(parts: AsyncIterator[bytes], path: Inside, size: int) -> None:
+    """Write a file of `size` bytes to the disk, without holding it in memory as a whole."""
+    loop = asyncio.get_running_loop()
+
+    async def next_part() -> bytes:
+        return await anext(parts, b"")
+
+    def content() -> Iterator[bytes]:
+        arrived = 0
+        while part := asyncio.run_coroutine_threadsafe(next_part(), loop).result():
+            arrived += len(part)
+            yield part
+        if arrived != size:
+            raise UnreachableError(f"only {arrived} of {size} bytes of {path} have arrived")
+
+    try:
+        await asyncio.to_thread(files.write_durably, path, content())
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+class Mirror:
+    """The snapshots of one neighbour, in `slots`.
+
+    Args:
+        request: names the neighbour, whose stage is `stage_name`.
+        on_copy: called with each snapshot that has been copied.
+        copies: snapshots that were copied before; owned by the mirror.
+        opened: the neighbour's own memory, owned by the mirror; None: copy the snapshots.
+    """
+
+    def __init__(
+        self,
+        request: pb.MirrorRequest,
+        on_copy: Callable[[Mirror, Snapshot], Awaitable[None]],
+        dialer: Dialer,
+        copies: Slots | None,
+        opened: Slots | None,
+    ) -> None:
+        self.stage_name = request.stage_name
+        self._request = request
+        self._on_copy = on_copy
+        self._dialer = dialer
+        self.slots = opened or copies or Slots.create()
+        if opened is not None and copies is not None:
+            copies.close()
+        self.slots.truncate_after(request.step)
+        self._copying = asyncio.create_task(self._copy()) if opened is None else None
+
+    def take_copies(self) -> Slots | None:
+        """Hand over the copies, if these are copies; the mirror is empty afterwards."""
+        if self._copying is None:
+            return None
+        for snapshot in self.slots.all():
+            self.slots.unpin(snapshot)
+        copies, self.slots = self.slots, Slots.create()
+        return copies
+
+    async def pause(self) -> None:
+        """Stop copying."""
+        if self._copying is not None:
+            self._copying.cancel()
+            await asyncio.gather(self._copying, return_exceptions=True)
+
+    async def close(self) -> None:
+        await self.pause()
+        self.slots.close()
+
+    async def _copy(self) -> None:
+        """Copy each snapshot until cancelled; the neighbour may be away for a while."""
+        snapshots = self.slots.all()
+        last = snapshots[-1].step if snapshots else 0
+        async with StageClient(self.stage_name, self._request.address, self._dialer) as client:
+            while True:
+                try:
+                    last = await self._copy_next(client, last)
+                    continue
+                except SecurityError as error:  # the neighbour waits, and cannot say why
+                    log.warning("cannot hold the snapshots of stage %r: %s", self.stage_name, error)
+                except RpcmpError:  # gone, or between two generations: the driver sees to it
+                    pass
+                except Exception:  # no memory: the neighbour waits, and must not wait in silence
+                    log.exception("cannot hold the snapshots of stage %r", self.stage_name)
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def _copy_next(self, client: StageClient, last: int) -> int:
+        request = pb.FetchRequest(
+            job_id=self._request.job_id,
+            generation=self._request.generation,
+            stage_name=self.stage_name,
+            step=last,
+            newer=True,
+        )
+        step = await receive(client.fetch(request), self.slots, pin=True)
+        if (snapshot := self.slots.get(step)) is not None:
+            await self._on_copy(self, snapshot)
+        return step
+
+
+async def open_memory(request: pb.MirrorRequest, dialer: Dialer) -> Slots | None:
+    """Open the snapshots of a server on this machine; None if not permitted, as in containers.
+
+    The process id and the descriptors are the neighbour's claim. So the process has to be the one
+    that answers at the neighbour's address: otherwise it could be another job's.
+    """
+    if request.machine != machine():
+        return None
+    if not dialer.security.insecure:  # else every process of this user is trusted
+        try:
+            connection = await dialer.open(request.address, GRPC, stage_index=None)
+        except RpcmpError:  # it cannot be asked for copies either, now; that is tried again
+            return None
+        try:
+            if not await is_process(connection.socket, request.supervisor_pid):
+                return None
+        except (OSError, SecurityError):  # the kernel does not say
+            return None
+        finally:
+            connection.close()
+    return _open(request)
+
+
+def _open(request: pb.MirrorRequest) -> Slots | None:
+    """Open a process's descriptors, if they are unchanged memory that was made for snapshots.
+
+    Refuses files, and everything else that the process has open.
+    """
+    fds: list[int] = []
+    try:
+        if len(request.snapshot_fds) != 1 + NUM_SLOTS:
+            raise OSError("another number of descriptors")
+        for fd, inode in zip(request.snapshot_fds, request.snapshot_inodes, strict=True):
+            path = f"/proc/{request.supervisor_pid}/fd/{fd}"
+            name = memory_name(len(fds))
+            if os.readlink(path) != f"/memfd:{name} (deleted)":  # before it is opened
+                raise OSError("not memory of snapshots")
+            fds.append(os.open(path, os.O_RDWR))
+            status = os.fstat(fds[-1])
+            opened = os.readlink(f"/proc/self/fd/{fds[-1]}")
+            if status.st_ino != inode or status.st_nlink or opened != f"/memfd:{name} (deleted)":
+                raise OSError("not the memory that was meant")
+        if not is_sealed(fds[0]):
+            raise OSError("what is mapped could be cut off")
+        if os.stat(f"/proc/{request.supervisor_pid}").st_uid != os.geteuid():
+            raise OSError("not a process of this user")
+        return Slots(fds)
+    except (OSError, ValueError):
+        for fd in fds:
+            os.close(fd)
+        return None
+
+
+class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
+    """See protos/rpcmp/v1/control.proto."""
+
+    def __init__(self, server: StageServer, callers: Callers) -> None:
+        self._server, self._callers = server, callers
+        self._fetching = 0
+
+    async def Fetch(
+        self, request: pb.FetchRequest, grpc_context: GrpcContext
+    ) -> AsyncIterator[pb.FetchResponse]:
+        # A host that was replaced must not speak for its successor.
+        claim = self._server.claimed_by(request.job_id, request.generation)
+        role = self._callers.role(grpc_context.peer())
+        claim.group.require_may_fetch(role, request, claim.mirrored_by)
+        snapshot_store = self._store_of(request.job_id)
+        with self._one_more():
+            async for part in snapshot_store.stream(request):
+                yield part
+
+    async def Save(self, request: pb.SaveRequest, grpc_context: GrpcContext) -> pb.SaveResponse:
+        snapshot_store = self._store_of(request.job_id)
+        saved = await snapshot_store.save(request.stage_name, request.step)
+        return pb.SaveResponse(saved=saved)
+
+    async def Mirror(
+        self, request: pb.MirrorRequest, grpc_context: GrpcContext
+    ) -> pb.MirrorResponse:
+        claim = self._server.claimed_by(request.job_id, request.generation)
+        await self._server.snapshot_store.start_mirror(request)
+        return pb.MirrorResponse(generation=claim.generation)
+
+    async def Check(self, request: pb.CheckRequest, grpc_context: GrpcContext) -> pb.CheckResponse:
+        paths = [self._server.snapshot_store.require_ours(file.path) for file in request.files]
+        states = [
+            await asyncio.to_thread(files.check, path, file.sha256, file.size)
+            for path, file in zip(paths, request.files, strict=True)
+        ]
+        return pb.CheckResponse(states=states)
+
+    async def Put(
+        self, requests: AsyncIterator[pb.PutRequest], grpc_context: GrpcContext
+    ) -> pb.PutResponse:
+        head = await anext(requests, pb.PutRequest())
+        path = self._store_of(head.job_id).require_ours(head.file.path)
+        await receive_file((request.data async for request in requests), path, head.file.size)
+        return pb.PutResponse()
+
+    async def Remove(
+        self, request: pb.RemoveRequest, grpc_context: GrpcContext
+    ) -> pb.RemoveResponse:
+        folder = self._server.snapshot_store.require_ours(request.folder)
+        await asyncio.to_thread(remove, folder)
+        return pb.RemoveResponse()
+
+    @contextlib.contextmanager
+    def _one_more(self) -> Iterator[None]:
+        """Count a Fetch call; each holds a part in memory."""
+        if self._fetching >= MAX_FETCHING:
+            raise BusyError(f"{MAX_FETCHING} others fetch from this server already")
+        self._fetching += 1
+        try:
+            yield
+        finally:
+            self._fetching -= 1
+
+    def _store_of(self, job_id: str) -> SnapshotStore:
+        """Return the snapshot store, if it holds the caller's job."""
+        if not job_id or self._server.snapshot_store.job_id != job_id:
+            raise BusyError("this server holds nothing of the job")
+        return self._server.snapshot_store
