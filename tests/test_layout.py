@@ -76,7 +76,6 @@ ELSEWHERE = {
         observability/events/process_events observability/events/training_events
     """,
     "unit/observability/prometheus/test_run_metrics.py": "observability/prometheus/registry",
-    "unit/observability/run_folder/test_figures.py": "observability/run_folder/reader",
     "unit/observability/test_observers_loggers.py": "cli/observing",
     "unit/observability/test_tensorboard.py": "observability/tensorboard_file",
     "unit/observability/trace/test_analysis.py": "observability/trace/critical_path",

@@ -87,7 +87,7 @@ def drive(
     from rpcmp.job.training_run import drive as run
     from rpcmp.observability.events import LogEvent
     from rpcmp.observability.observers import aside, watching
-    from rpcmp.observability.run_folder.writer import TRACE
+    from rpcmp.observability.run_folder import TRACE
     from rpcmp.process.descriptors import raise_limit
 
     if resume and fresh:

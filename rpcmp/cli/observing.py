@@ -18,7 +18,7 @@ from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
 from rpcmp.observability.events import Event, KeptEvent, UiEvent
 from rpcmp.observability.observers import Observer, Report, loggers
-from rpcmp.observability.run_folder.writer import BEGINNINGS, RunFolder
+from rpcmp.observability.run_folder import FIRST_EVENTS, RunFolder
 from rpcmp.observability.tensorboard import TensorBoard
 
 SHOWN_SECONDS = 2.0
@@ -51,7 +51,7 @@ def reporting_folder(found: Sequence[Observer], report: Report) -> Iterator[Repo
 
     def report_event(event: Event) -> None:
         nonlocal has_started, last
-        has_started |= isinstance(event, BEGINNINGS)
+        has_started |= isinstance(event, FIRST_EVENTS)
         last = last if event.generation is None else event.generation
         report(event)
 

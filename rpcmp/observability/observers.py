@@ -48,7 +48,7 @@ class Observer(Protocol):
     def name(self) -> str:
         """Its name in warnings: "the run folder", "logger 'my_logs:wandb'"."""
 
-    def tell(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         """Handle the next event, without changing it: others get the same object."""
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class _Watch:
             self._drop_failed()
             stamped = self._stamped(EndEvent(outcome=outcome, error=error))
             for observer_queue in self._queues:
-                observer_queue.tell(stamped)
+                observer_queue.handle(stamped)
                 observer_queue.finish()
         for observer_queue in self._queues:
             observer_queue.join(deadline - time.monotonic())
@@ -129,7 +129,7 @@ class _Watch:
         if event.event not in PASSING:  # these are only for observers; output may lag for hours
             self._show(event)
         for observer_queue in self._queues:
-            observer_queue.tell(event)
+            observer_queue.handle(event)
 
     def _drop_failed(self) -> None:
         # Read once per observer: another one may fail meanwhile.
@@ -159,7 +159,7 @@ class _ObserverQueue:
         )
         self._thread.start()
 
-    def tell(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         """Queue an event, without waiting; events that the observer itself reports are skipped."""
         waiting = self._events.qsize()
         if self.failure is not None or threading.current_thread() is self._thread:
@@ -196,7 +196,7 @@ class _ObserverQueue:
     def _tell_all(self) -> None:
         try:
             while (event := self._events.get()) is not None:
-                self._observer.tell(event)
+                self._observer.handle(event)
         except (Exception, SystemExit) as error:
             self._fail(f"failed: {_reason(error)}")
         try:
@@ -241,7 +241,7 @@ class Logger:
             )
         self._tell: Callable[[Json], Any] = function
 
-    def tell(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         """See Observer. The function gets a copy of the event's JSON form, which it may change."""
         try:
             self._tell(copy.deepcopy(event.to_json()))

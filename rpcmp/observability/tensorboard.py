@@ -28,7 +28,7 @@ from rpcmp.observability.events import (
     TimelineEvent,
     VitalsEvent,
 )
-from rpcmp.observability.run_folder import writer
+from rpcmp.observability.run_folder import make_folder
 
 if TYPE_CHECKING:
     from rpcmp.observability.tensorboard_file import EventFile
@@ -59,8 +59,7 @@ class TensorBoard:
         assert folder is not None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            name = writer.folder_name(config.name, time.time())
-            self._folder: Path = writer.make_folder(folder, name)
+            self._folder: Path = make_folder(folder, config.name, time.time())
         except OSError as error:
             raise ConfigError(
                 f"log.tensorboard: cannot write {folder}: {error.strerror}; give another folder"
@@ -72,7 +71,7 @@ class TensorBoard:
         self._step = 0
         self._shown: dict[str, float] = {}
 
-    def tell(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         """See Observer."""
         match event:
             case RunEvent():

@@ -18,8 +18,7 @@ from importlib.resources import files
 from typing import Any
 
 from rpcmp.observability.dashboard.state import State
-from rpcmp.observability.run_folder.figures import compare, tables
-from rpcmp.observability.run_folder.reader import Record
+from rpcmp.observability.run_report import Record, compare, tables
 
 FOLDER = files("rpcmp.observability.dashboard") / "assets"
 

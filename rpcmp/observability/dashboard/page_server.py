@@ -61,7 +61,7 @@ class LivePage:
         )
         self._thread.start()
 
-    def tell(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         """See Observer; raises the server's error if it has failed."""
         self._run.take(event)
         if self._failure is not None:

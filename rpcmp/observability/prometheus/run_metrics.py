@@ -111,7 +111,7 @@ class RunMetrics:
         self._shares: dict[str, dict[str, float]] = {}
         self._idle_seconds: dict[str, float] = {}
 
-    def tell(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         if event.generation is not None:
             self.store.set("rpcmp_generation", event.generation)
         match event:

@@ -31,7 +31,7 @@ class Told:
         self.events: list[Event] = []
         self.closed = 0
 
-    def tell(self, event: TypedEvent) -> None:
+    def handle(self, event: TypedEvent) -> None:
         data = event.to_json()
         self.on(data)
         self.events.append(data)

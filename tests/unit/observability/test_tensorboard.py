@@ -27,7 +27,7 @@ def told(of: Config, events: Sequence[Message]) -> Any:
     """What TensorBoard finds of a run with these events."""
     (board,) = observers(of)
     for event in events:
-        board.tell(typed(event))
+        board.handle(typed(event))
     board.close()
     assert of.tensorboard_folder is not None
     (folder,) = of.tensorboard_folder.iterdir()
@@ -104,7 +104,7 @@ def test_tensorboard_reads_a_file_up_to_where_it_was_cut_off(tmp_path: Path) -> 
     of = runs.config(tmp_path, log=LOG)
     (board,) = observers(of)
     for event in runs.events(of, LOSSES)[:-1]:
-        board.tell(typed(event))  # and it is killed: nothing is closed
+        board.handle(typed(event))  # and it is killed: nothing is closed
     (file,) = (tmp_path / "runs" / "x").glob("*/*")
     found = EventAccumulator(str(file.parent)).Reload()
     assert len(found.Scalars("loss")) == 3
@@ -114,8 +114,8 @@ def test_tensorboard_reads_a_file_up_to_where_it_was_cut_off(tmp_path: Path) -> 
 def test_run_that_never_started_leaves_no_folder(tmp_path: Path) -> None:
     of = runs.config(tmp_path, log=LOG)
     (board,) = observers(of)
-    board.tell(typed(runs.run(of)))
-    board.tell(typed({"event": "end", "outcome": "failed", "error": "nobody answers"}))
+    board.handle(typed(runs.run(of)))
+    board.handle(typed({"event": "end", "outcome": "failed", "error": "nobody answers"}))
     board.close()
     assert list((tmp_path / "runs" / "x").iterdir()) == []
 

@@ -31,7 +31,7 @@ def serving(place: Endpoint) -> Iterator[LivePage]:
     page = LivePage(place)
     try:
         for event in BEGUN:
-            page.tell(typed(event))
+            page.handle(typed(event))
         yield page
     finally:
         page.close()
@@ -157,7 +157,7 @@ def test_stream_ends_with_the_end_of_the_run() -> None:
             line.request("GET", "/events")
             stream = line.getresponse()
             message(stream)
-            page.tell(typed({"event": "end", "outcome": "failed", "error": "why"}))
+            page.handle(typed({"event": "end", "outcome": "failed", "error": "why"}))
         _, last = message(stream)
         assert last["parts"]["progress"]["status"] == "failed"
         assert stream.read().decode() == "event: end\ndata:\n\n"
@@ -174,7 +174,7 @@ def test_server_serves_others_while_a_browser_reads_nothing() -> None:
         idle.recv(1)
         long = "x" * 100_000
         for number in range(100):
-            page.tell(typed({"event": "warning", "text": f"{long}{number}"}))
+            page.handle(typed({"event": "warning", "text": f"{long}{number}"}))
         with contextlib.closing(connection(place)) as line:
             line.request("GET", "/events")
             assert len(message(line.getresponse())[1]["entries"]) > 100

@@ -42,7 +42,7 @@ def trusting(authority: Path, holder: Path | None) -> ssl.SSLContext:
 def door(address: str, security: Security) -> Iterator[str]:
     metrics = RunMetrics()
     saved = {"step": 3, "seconds": 0.5, "bytes": 4096, "path": "somewhere"}
-    metrics.tell(typed({"event": "checkpoint", "time": 1000.0, "generation": 1, **saved}))
+    metrics.handle(typed({"event": "checkpoint", "time": 1000.0, "generation": 1, **saved}))
     with serving(metrics.store, address, security) as url:
         yield url
 
