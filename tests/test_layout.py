@@ -72,9 +72,7 @@ ELSEWHERE = {
     "unit/observability/dashboard/test_state.py": """
         observability/dashboard/history observability/dashboard/html
     """,
-    "unit/observability/events/test_event_all.py": """
-        observability/events/process_events observability/events/training_events
-    """,
+    "unit/observability/events/test_event_all.py": "observability/events/process_events",
     "unit/observability/prometheus/test_run_metrics.py": "observability/prometheus/registry",
     "unit/observability/test_observers_loggers.py": "cli/observing",
     "unit/observability/test_tensorboard.py": "observability/tensorboard_file",

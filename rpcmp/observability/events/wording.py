@@ -1,13 +1,20 @@
-"""The wording of events for people: the same on the terminal, on the page and in a report."""
+"""The wording of events for people: the same on the terminal, on the page and in a report.
+
+`python -m rpcmp.observability.events.wording` prints the table of all events and their keys, which
+the guide has.
+"""
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rpcmp.config.types import format_size
 from rpcmp.observability.events import (
+    EVENTS,
     BestEvent,
     CheckpointEvent,
     EarlyStopEvent,
@@ -33,6 +40,7 @@ from rpcmp.observability.events import (
     UiEvent,
     WaitingEvent,
     WarningEvent,
+    own_fields,
 )
 
 
@@ -227,3 +235,38 @@ def _memory(memory: Mapping[str, Memory]) -> str:
         f"{stage} {sizes['peak'] / 2**20:,.0f} MiB (idle {sizes['idle'] / 2**20:,.0f})"
         for stage, sizes in memory.items()
     )
+
+
+TYPE_NAMES = {
+    "str": "string",
+    "Literal": "string",
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+    "list": "list",
+}
+
+
+def table() -> str:
+    """Return all events with their keys, as Markdown, from the docstrings of their classes."""
+    rows = ["| event, key | type | meaning |", "| --- | --- | --- |"]
+    for kind in EVENTS.values():
+        rows += _rows(kind)
+    return "\n".join(rows)
+
+
+def _rows(kind: type[Event]) -> Iterator[str]:
+    when, _, attributes = (inspect.getdoc(kind) or "").partition("\n\nAttributes:\n")
+    attributes = re.sub(r"\n {8}", " ", attributes)
+    meanings = dict(re.findall(r"^    (\w+): (.*)$", attributes, re.MULTILINE))
+    yield f"| **`{kind.event}`** | event | {when} |"
+    for own in own_fields(kind):
+        key, annotation = own.name, str(own.type)
+        if key == kind.FLAT:
+            key, annotation = "NAME", "float"
+        type_ = TYPE_NAMES.get(annotation.partition("[")[0].removesuffix(" | None"), "table")
+        yield f"| `{kind.event}.{key}` | {type_} | {meanings[own.name]} |"
+
+
+if __name__ == "__main__":
+    print(table())
