@@ -75,7 +75,6 @@ ELSEWHERE = {
     "unit/observability/events/test_event_all.py": "observability/events/process_events",
     "unit/observability/prometheus/test_run_metrics.py": "observability/prometheus/registry",
     "unit/observability/test_observers_loggers.py": "cli/observing",
-    "unit/observability/test_tensorboard.py": "observability/tensorboard_file",
     "unit/observability/trace/test_analysis.py": "observability/trace/critical_path",
     "unit/observability/trace/test_chrome.py": "observability/trace/json_stream",
     "unit/pipelining/test_balance.py": "pipelining/cost_model",

@@ -19,7 +19,6 @@ from rpcmp.errors import ConfigError
 from rpcmp.observability.events import Event, KeptEvent, UiEvent
 from rpcmp.observability.observers import Observer, Report, loggers
 from rpcmp.observability.run_folder import FIRST_EVENTS, RunFolder
-from rpcmp.observability.tensorboard import TensorBoard
 
 SHOWN_SECONDS = 2.0
 """Between two timelines of a run that is watched live."""
@@ -35,7 +34,7 @@ def observers(config: Config) -> list[Observer]:
         if config.log_folder is not None:
             found.append(run_folder(config))
         if config.log.tensorboard is not None:
-            found.append(TensorBoard(config))
+            found.append(_tensorboard(config))
         found += loggers(config)
     except BaseException:
         for observer in found:
@@ -73,6 +72,16 @@ def seconds_between_timelines(found: Sequence[Observer]) -> float:
 def path_of(found: Sequence[Observer]) -> Path | None:
     paths = (observer.path for observer in found if isinstance(observer, RunFolder))
     return next(paths, None)
+
+
+def _tensorboard(config: Config) -> Observer:
+    try:
+        from rpcmp.observability.tensorboard import TensorBoard
+    except ImportError as error:
+        raise ConfigError(
+            "log.tensorboard needs TensorBoard: pip install 'rpcmp[tensorboard]'"
+        ) from error
+    return TensorBoard(config)
 
 
 def run_folder(config: Config) -> RunFolder:

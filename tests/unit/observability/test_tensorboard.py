@@ -14,7 +14,6 @@ from tensorboard.plugins.hparams import metadata
 from rpcmp.cli.observing import observers
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
-from rpcmp.observability.tensorboard import TensorBoard
 from rpcmp.process.channel import Message
 from tests.support import runs
 from tests.support.runevents import typed
@@ -132,11 +131,11 @@ def test_error_says_how_to_install_tensorboard_if_it_is_missing(
     imported = builtins.__import__
 
     def missing(name: str, *args: Any) -> Any:
-        if name.startswith("rpcmp.observability.tensorboard_file"):
+        if name == "rpcmp.observability.tensorboard":
             raise ModuleNotFoundError("No module named 'tensorboard'")
         return imported(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ConfigError, match=r"pip install 'rpcmp\[tensorboard\]'"):
-        TensorBoard(runs.config(tmp_path, log=LOG))
+        observers(runs.config(tmp_path, log=LOG))
     assert list(tmp_path.iterdir()) == []
