@@ -106,8 +106,7 @@ def page_of(job: Config, ui: str | None, observers: list[Observer], show: Report
         yield
         return
     # Only runs with a page need its libraries.
-    from rpcmp.observability.dashboard.app import Endpoint
-    from rpcmp.observability.dashboard.page_server import LivePage
+    from rpcmp.observability.dashboard.page_server import Endpoint, LivePage
 
     place = Endpoint.open(None if ui == ANY_PORT else ui, job.certs_folder)
     page = LivePage(place)
@@ -128,8 +127,8 @@ def metrics_of(job: Config, address: str | None, observers: list[Observer]) -> I
         return
     # Only runs with metrics need their libraries.
     from rpcmp.net.security import Security
-    from rpcmp.observability.prometheus.endpoint import serving
-    from rpcmp.observability.prometheus.run_metrics import RunMetrics
+    from rpcmp.observability.prometheus import serving
+    from rpcmp.observability.run_metrics import RunMetrics
 
     metrics = RunMetrics()
     security = Security(job.certs_folder, job.security.insecure)

@@ -14,11 +14,10 @@ from playwright.sync_api import Browser, Locator, expect
 from playwright.sync_api import Page as Tab
 
 from rpcmp.net import authority, identity
-from rpcmp.observability.dashboard.app import Endpoint
 from rpcmp.observability.dashboard.history import MAX_ENTRIES as LINES
 from rpcmp.observability.dashboard.history import MAX_ROWS as ROWS
 from rpcmp.observability.dashboard.html import html
-from rpcmp.observability.dashboard.page_server import LivePage
+from rpcmp.observability.dashboard.page_server import Endpoint, LivePage
 from tests.support import pageevents
 from tests.support.browsers import chromium, opened
 from tests.support.pageevents import Event

@@ -108,5 +108,5 @@ def html(runs: Sequence[Record]) -> str:
 def _state(run: Record) -> dict[str, Any] | None:
     state = State()
     for event in run.events:
-        state.take(event)
+        state.apply(event)
     return state.since(None)

@@ -1,6 +1,6 @@
 """The state of the page: a pure function of the run's events, of bounded size.
 
-    take(event)                version 41 ──> 42
+    apply(event)               version 41 ──> 42
     since(41)                  the changes after version 41: a few hundred bytes
     since(None)                the whole state, for a page that has just been opened
 
@@ -184,13 +184,13 @@ class State:
         self._entries = Entries()
         self._begin: float | None = None
 
-    def take(self, event: Event) -> None:
+    def apply(self, event: Event) -> None:
         """Apply the run's next event; events that the page does not show change nothing."""
         before = self.version
         self.version += 1
         if self._begin is None:
             self._begin = event.time
-        changed = self._apply(event)
+        changed = self._update(event)
         if self._entries.add(event, self.version):
             self._set("counts", dict(self._entries.counts))
             changed = True
@@ -217,7 +217,7 @@ class State:
     def _part(self, name: str) -> Any:
         return self._workers.values() if name == "workers" else self._parts[name]
 
-    def _apply(self, event: Event) -> bool:
+    def _update(self, event: Event) -> bool:
         """Apply an event; return whether it changes anything but the list of events."""
         generation = event.generation or 0
         match event:

@@ -16,9 +16,8 @@ import pytest
 
 from rpcmp.errors import ConfigError, SecurityError
 from rpcmp.net import authority, identity
-from rpcmp.observability.dashboard import app as places
-from rpcmp.observability.dashboard.app import Endpoint
-from rpcmp.observability.dashboard.page_server import LivePage
+from rpcmp.observability.dashboard import page_server
+from rpcmp.observability.dashboard.page_server import Endpoint, LivePage
 from tests.support import pageevents
 from tests.support.pageevents import Event
 from tests.support.runevents import typed
@@ -264,11 +263,11 @@ def test_endpoint_takes_any_port_if_the_default_is_used(monkeypatch: pytest.Monk
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        monkeypatch.setattr(places, "PORT", taken.getsockname()[1])
+        monkeypatch.setattr(page_server, "PORT", taken.getsockname()[1])
         place = Endpoint.open(None, None)
         assert place.port != taken.getsockname()[1]
         assert place.url == f"http://127.0.0.1:{place.port}/"
         place.listener.close()
     free = Endpoint.open(None, None)
-    assert free.port == places.PORT
+    assert free.port == page_server.PORT
     free.listener.close()

@@ -1,22 +1,21 @@
-"""Families of metrics, declared in advance, and their values.
+"""Metrics for Prometheus: families, their values, and the endpoint that serves them.
 
 Values are written as things happen, and read by scrapes on another thread. A value that is not
 known yet is absent rather than 0.
 
-A counter keeps its total over sources that restart at zero, such as processes and connections:
-
-    process 1    0 ── 5 ── 9 |                  counted
-    process 2                | 0 ── 3 ── 4
-    counter      0 ── 5 ── 9 ── 9 ── 12 ── 13   served
+The endpoint serves HTTP on loopback, and elsewhere TLS with certificates on both sides, or HTTP
+with `--insecure`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Literal, NamedTuple
 
+from prometheus_client import CollectorRegistry, ProcessCollector, make_asgi_app
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -24,6 +23,19 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 from prometheus_client.registry import Collector
+from starlette.types import ASGIApp
+
+from rpcmp.config import addresses
+from rpcmp.errors import ConfigError
+from rpcmp.net.accept import BoundedListener, Budget, share
+from rpcmp.net.security import Security, is_loopback
+from rpcmp.observability.web_server import HostCheck, WebServer, listen
+
+SCRAPE_SECONDS = 10.0
+"""Seconds that a connection may last, for one scrape; also Prometheus' own default timeout."""
+
+MOST = 16
+"""Connections at once. The limit is lower if there are few file descriptors."""
 
 Value = float | Callable[[], float]
 """A number, or a function that returns it at a scrape."""
@@ -98,7 +110,12 @@ def _metric(family: Family, values: dict[tuple[str, ...], Value]) -> Metric:
 
 
 class RestartTotals:
-    """Totals of counts whose sources restart at zero; a total never falls."""
+    """Totals of counts whose sources, such as processes, restart at zero; a total never falls.
+
+    process 1    0 ── 5 ── 9 |                  counted
+    process 2                | 0 ── 3 ── 4
+    total        0 ── 5 ── 9 ── 9 ── 12 ── 13   served
+    """
 
     def __init__(self) -> None:
         self._before: defaultdict[Hashable, float] = defaultdict(float)
@@ -118,3 +135,53 @@ class RestartTotals:
             last = 0.0
         self._last[key] = source, max(last, count)
         return self._before[key] + max(last, count)
+
+
+@contextlib.contextmanager
+def serving(collector: Collector, address: str, security: Security) -> Iterator[str]:
+    """Serve `collector`, and metrics of this process, until the block is left.
+
+    Args:
+        collector: collected at every scrape, on another thread.
+        address: HOST:PORT; port 0 takes a free one.
+        security: the security options of this process.
+
+    Yields:
+        the URL.
+
+    Raises:
+        ConfigError: the address is in use or invalid, or other machines could reach it without a
+            certificate.
+    """
+    host, port = addresses.parse(address)
+    credentials = None if is_loopback(host) else security.credentials
+    if not is_loopback(host) and credentials is None and not security.insecure:
+        raise ConfigError(
+            f"--metrics {address} is not a loopback address: whoever reaches it reads what the job "
+            "does. Give --certs DIR, which `rpcmp certs issue` makes, so that it takes TLS and a "
+            "certificate of the same authority; or --insecure, where nobody else is on the network"
+        )
+    registry = CollectorRegistry()
+    registry.register(collector)
+    ProcessCollector(registry=registry)
+    app: ASGIApp = make_asgi_app(registry)
+    try:
+        listener = listen(host, port)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"--metrics: cannot listen on {address}: {reason}") from error
+    port = listener.getsockname()[1]
+    most = share(32, MOST)
+    budget = Budget(most, most, seconds=SCRAPE_SECONDS)
+    server = WebServer(
+        HostCheck(app, host) if is_loopback(host) else app,
+        BoundedListener(listener, budget),
+        budget,
+        None if credentials is None else credentials.metrics,
+        "rpcmp-metrics",
+    )
+    try:
+        scheme = "http" if credentials is None else "https"
+        yield f"{scheme}://{addresses.joined(host, port)}/metrics"
+    finally:
+        server.close()

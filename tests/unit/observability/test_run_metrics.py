@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from rpcmp.config.topology import DRIVER
 from rpcmp.job.telemetry import Vitals
-from rpcmp.observability.prometheus.registry import Family, RestartTotals, Store
-from rpcmp.observability.prometheus.run_metrics import RunMetrics
+from rpcmp.observability.prometheus import Family, RestartTotals, Store
+from rpcmp.observability.run_metrics import RunMetrics
 from tests.support.runevents import typed
 from tests.support.scraping import Samples, of, value
 
@@ -174,9 +174,7 @@ def test_checkpoint_age_follows_the_clock(monkeypatch: pytest.MonkeyPatch) -> No
     assert value(told(metrics), "rpcmp_checkpoint_age_seconds") is None  # there is none
     metrics.handle(typed(event("checkpoint", step=3, seconds=0.5, bytes=4096, path="somewhere")))
     for now, age in ((1007.0, 7.0), (1030.0, 30.0), (990.0, 0.0)):  # clocks are set back
-        monkeypatch.setattr(
-            "rpcmp.observability.prometheus.run_metrics.time.time", lambda now=now: now
-        )
+        monkeypatch.setattr("rpcmp.observability.run_metrics.time.time", lambda now=now: now)
         assert value(told(metrics), "rpcmp_checkpoint_age_seconds") == age
     assert value(told(metrics), "rpcmp_checkpoint_duration_seconds") == 0.5
     assert value(told(metrics), "rpcmp_checkpoints_total") == 1

@@ -17,7 +17,7 @@ from rpcmp.observability.events import (
     TimelineEvent,
     VitalsEvent,
 )
-from rpcmp.observability.prometheus.registry import Family, RestartTotals, Store
+from rpcmp.observability.prometheus import Family, RestartTotals, Store
 
 KINDS = {"F": "forward", "B": "backward", "W": "weight", "O": "optimizer"}
 

@@ -7,8 +7,8 @@ import logging
 from typing import TYPE_CHECKING
 
 from rpcmp.observability.events import state_name
-from rpcmp.observability.prometheus.registry import Family, RestartTotals, Store
-from rpcmp.observability.prometheus.run_metrics import KINDS
+from rpcmp.observability.prometheus import Family, RestartTotals, Store
+from rpcmp.observability.run_metrics import KINDS
 from rpcmp.v1 import control_pb2 as pb
 
 if TYPE_CHECKING:
