@@ -193,17 +193,14 @@ def test_nodes_and_shares_describe_each_worker(browser: Browser) -> None:
         assert seen.errors == []
 
 
-def test_a_page_reports_a_lost_run_and_follows_the_next_one(
-    browser: Browser, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_reports_a_lost_run_and_follows_the_next_one(browser: Browser) -> None:
     place = Endpoint.open("127.0.0.1:0", None)
     page, port = LivePage(place), place.port
     for event in going_on(20):
         page.handle(typed(event))
     with opened(browser, place.url) as (tab, _):
         expect(tab.locator("#connection")).to_have_text("Live")
-        monkeypatch.setattr(page._run, "end", lambda: None)  # as if it had been killed
-        page.close()
+        page._server.close()  # without a last message, as if it had been killed
         expect(tab.locator("#connection")).to_have_text("No answer; trying again")
         expect(tab.locator("#steps")).to_contain_text("Step 20")
         with serving(going_on(5), Endpoint.open(str(port), None)):

@@ -32,7 +32,7 @@ KINDS = {
 
 MAIN = "main.js"
 
-_IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./([a-z]+\.js)";$', re.MULTILINE)
+_IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./([a-z_]+\.js)";$', re.MULTILINE)
 _EXPORT = re.compile(r"^export (\{[^}]*\});$", re.MULTILINE)
 _STYLE = re.compile(r'<link rel="stylesheet" href="([^"]+)">')
 _SCRIPT = re.compile(r'<script (?:defer|type="module") src="([^"]+)"></script>')
