@@ -252,7 +252,7 @@ class Logger:
         """See Observer. The function's last event was `end`."""
 
 
-def loggers(config: Config) -> list[Logger]:
+def create_loggers(config: Config) -> list[Logger]:
     """Return the loggers of a config; all are imported before the first is called.
 
     Raises:

@@ -100,7 +100,7 @@ def test_a_bad_logger_fails_before_the_run_starts(job: JobFolder) -> None:
 FULL_DISK = """
 import resource, sys
 from pathlib import Path
-from rpcmp.cli.observing import observers
+from rpcmp.cli.observing import create_observers
 from rpcmp.observability.observers import watching
 from tests.support import runs
 from tests.support.runevents import typed
@@ -108,7 +108,7 @@ from tests.support.runevents import typed
 resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))  # where a full disk would begin
 of = runs.config(Path(sys.argv[1]))
 shown = []
-with watching(observers(of), shown.append) as report:
+with watching(create_observers(of), shown.append) as report:
     for event in runs.events(of, [1.0 / step for step in range(1, 1001)])[:-1]:
         report(typed(event))
 names = [event.event for event in shown]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rpcmp.cli.observing import observers
+from rpcmp.cli.observing import create_observers
 from rpcmp.errors import ConfigError
 from rpcmp.observability import run_folder, run_report
 from rpcmp.observability.events import EvalEvent, Json, StepEvent, WarningEvent
@@ -143,19 +143,19 @@ def test_periodic_events_are_kept_more_and_more_rarely() -> None:
 def test_run_is_refused_if_its_configured_folder_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(ConfigError, match=r"log\.folder: cannot write .*taken"):
-        observers(runs.config(tmp_path, log={"folder": "taken"}))
+        create_observers(runs.config(tmp_path, log={"folder": "taken"}))
     with pytest.raises(ConfigError, match=r"log\.folder: cannot write .*/taken/below"):
-        observers(runs.config(tmp_path, log={"folder": "taken/below"}))
+        create_observers(runs.config(tmp_path, log={"folder": "taken/below"}))
 
 
 def test_run_warns_if_its_default_folder_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
-    (folder,) = observers(runs.config(tmp_path))
+    (folder,) = create_observers(runs.config(tmp_path))
     assert isinstance(folder, RunFolder)
     with pytest.raises(OSError, match="runs"):
         folder.handle(typed({"event": "start"}))
     folder.close()
-    assert observers(runs.config(tmp_path, log={"folder": ""})) == []
+    assert create_observers(runs.config(tmp_path, log={"folder": ""})) == []
 
 
 def damaged(path: Path, file: str, content: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata
 
-from rpcmp.cli.observing import observers
+from rpcmp.cli.observing import create_observers
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
 from rpcmp.process.channel import Message
@@ -24,7 +24,7 @@ LOG = {"folder": "", "tensorboard": "runs/x"}
 
 def told(of: Config, events: Sequence[Message]) -> Any:
     """What TensorBoard finds of a run with these events."""
-    (board,) = observers(of)
+    (board,) = create_observers(of)
     for event in events:
         board.handle(typed(event))
     board.close()
@@ -101,7 +101,7 @@ def test_tensorboard_has_the_graph_of_stages(tmp_path: Path) -> None:
 
 def test_tensorboard_reads_a_file_up_to_where_it_was_cut_off(tmp_path: Path) -> None:
     of = runs.config(tmp_path, log=LOG)
-    (board,) = observers(of)
+    (board,) = create_observers(of)
     for event in runs.events(of, LOSSES)[:-1]:
         board.handle(typed(event))  # and it is killed: nothing is closed
     (file,) = (tmp_path / "runs" / "x").glob("*/*")
@@ -112,7 +112,7 @@ def test_tensorboard_reads_a_file_up_to_where_it_was_cut_off(tmp_path: Path) -> 
 
 def test_run_that_never_started_leaves_no_folder(tmp_path: Path) -> None:
     of = runs.config(tmp_path, log=LOG)
-    (board,) = observers(of)
+    (board,) = create_observers(of)
     board.handle(typed(runs.run(of)))
     board.handle(typed({"event": "end", "outcome": "failed", "error": "nobody answers"}))
     board.close()
@@ -122,7 +122,7 @@ def test_run_that_never_started_leaves_no_folder(tmp_path: Path) -> None:
 def test_tensorboard_refuses_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(ConfigError, match=r"log\.tensorboard: cannot write .*runs/x"):
-        observers(runs.config(tmp_path, log=LOG))
+        create_observers(runs.config(tmp_path, log=LOG))
 
 
 def test_error_says_how_to_install_tensorboard_if_it_is_missing(
@@ -137,5 +137,5 @@ def test_error_says_how_to_install_tensorboard_if_it_is_missing(
 
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ConfigError, match=r"pip install 'rpcmp\[tensorboard\]'"):
-        observers(runs.config(tmp_path, log=LOG))
+        create_observers(runs.config(tmp_path, log=LOG))
     assert list(tmp_path.iterdir()) == []
