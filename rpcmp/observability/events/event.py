@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, fields, replace
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 
 Json = dict[str, Any]
 """An event as a JSON object: a line of `--json`, and what a user's logger gets."""
@@ -35,6 +35,8 @@ def map_floats(value: Any, convert: Callable[[float], float | None]) -> Any:
 
 STAMP = ("time", "generation")
 """Keys that every event has once it is emitted."""
+
+_Kind = TypeVar("_Kind", bound="Event")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +105,20 @@ class Event:
             elif field.default is not None:
                 values[key] = _empty(str(field.type))
         return cls(**values)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def event_type(
+    name: str, *, flat: str = "", stamp_first: bool = False
+) -> Callable[[type[_Kind]], type[_Kind]]:
+    """Make a class the dataclass of an event; for the arguments see the constants of `Event`."""
+
+    def decorate(cls: type[_Kind]) -> type[_Kind]:
+        kind = dataclass(frozen=True, slots=True, kw_only=True)(cls)
+        kind.event, kind.FLAT, kind.STAMP_FIRST = name, flat, stamp_first
+        return kind
+
+    return decorate
 
 
 def own_fields(kind: type[Event]) -> list[Field[Any]]:

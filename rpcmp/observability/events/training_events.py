@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, Literal, TypedDict
+from typing import Literal, TypedDict
 
-from rpcmp.observability.events.event import Event
+from rpcmp.observability.events.event import Event, event_type
 from rpcmp.observability.events.run_events import WarningEvent
 
 
@@ -38,7 +37,7 @@ class PlanOutcome(TypedDict):
     measured_step_s: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("start")
 class StartEvent(Event):
     """Training starts.
 
@@ -46,12 +45,10 @@ class StartEvent(Event):
         steps: optimizer steps that the whole run will have done
     """
 
-    event: ClassVar[str] = "start"
-
     steps: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("step")
 class StepEvent(Event):
     """After each optimizer step.
 
@@ -73,8 +70,6 @@ class StepEvent(Event):
         group_learning_rates: of each stage with several parameter groups: the learning rate of each
     """
 
-    event: ClassVar[str] = "step"
-
     step: int
     epoch: int
     loss: float
@@ -91,7 +86,7 @@ class StepEvent(Event):
     group_learning_rates: dict[str, list[float]] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("eval", flat="values")
 class EvalEvent(Event):
     """After each evaluation.
 
@@ -101,15 +96,12 @@ class EvalEvent(Event):
         values: the `loss`, and each metric, by its name
     """
 
-    event: ClassVar[str] = "eval"
-    FLAT: ClassVar[str] = "values"
-
     step: int
     epoch: int
     values: dict[str, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("early_stop")
 class EarlyStopEvent(Event):
     """`[early_stopping]` ends the run.
 
@@ -122,8 +114,6 @@ class EarlyStopEvent(Event):
         step: the last step of the run
     """
 
-    event: ClassVar[str] = "early_stop"
-
     metric: str
     mode: Literal["min", "max"]
     best: float | None
@@ -132,7 +122,7 @@ class EarlyStopEvent(Event):
     step: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("report")
 class ReportEvent(Event):
     """The config's `report` has returned.
 
@@ -140,12 +130,10 @@ class ReportEvent(Event):
         text: what it returned
     """
 
-    event: ClassVar[str] = "report"
-
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("checkpoint")
 class CheckpointEvent(Event):
     """A checkpoint is complete on the disks.
 
@@ -156,15 +144,13 @@ class CheckpointEvent(Event):
         bytes: size of its files
     """
 
-    event: ClassVar[str] = "checkpoint"
-
     step: int
     path: str
     seconds: float
     bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("best")
 class BestEvent(Event):
     """With `checkpoint.best`: a checkpoint is the best so far.
 
@@ -174,14 +160,12 @@ class BestEvent(Event):
         value: value of the metric
     """
 
-    event: ClassVar[str] = "best"
-
     step: int
     metric: str
     value: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("summary")
 class SummaryEvent(Event):
     """Training has ended.
 
@@ -199,8 +183,6 @@ class SummaryEvent(Event):
         best: with `checkpoint.best`: `step`, `metric`, `value` and `path` of the best checkpoint
         plan: with a measured balance: `balance`, `predicted_step_s` and `measured_step_s`, a median
     """
-
-    event: ClassVar[str] = "summary"
 
     steps: int
     is_cut_short: bool
