@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rpcmp.config.topology import DRIVER
-from rpcmp.observability.dashboard.history import Curve, Entries, Row, number, plain
+from rpcmp.observability.dashboard.history import Curve, Entries, Row, number, rounded
 from rpcmp.observability.events import (
     LOST,
     CheckpointEvent,
@@ -61,12 +61,12 @@ class WorkerTable:
         devices = {stage["name"]: stage.get("device") for stage in event.graph["stages"]}
         for worker in event.workers:
             row = self._worker(worker["label"])
-            row.update(plain(worker), device=devices.get(worker["stage"]))
+            row.update(rounded(worker), device=devices.get(worker["stage"]))
 
     def generation(self, event: GenerationEvent) -> None:
         self._lost.clear()
         for label, place in event.workers.items():
-            self._worker(label).update(plain(place))
+            self._worker(label).update(rounded(place))
         for worker in self._workers.values():
             worker["state"] = "running"
 
@@ -87,7 +87,7 @@ class WorkerTable:
     def vitals(self, processes: Mapping[str, ProcessVitals], generation: int) -> None:
         for label, vital in processes.items():
             worker = self._worker(label)
-            worker.update({key: plain(value) for key, value in vital.items() if key in VITALS})
+            worker.update({key: rounded(value) for key, value in vital.items() if key in VITALS})
             if self._lost.revive(label, generation):
                 state = str(vital.get("state", worker["state"]))
                 worker["state"] = STATES.get(state, state)
@@ -135,14 +135,14 @@ def timeline(event: TimelineEvent) -> dict[str, Any]:
     begin = min(starts, default=0.0)
     return {
         "step": event.step,
-        "seconds": plain(event.seconds),
+        "seconds": number(event.seconds),
         "bottleneck": event.bottleneck,
         "stages": [
             {
                 "label": stage["label"],
                 "host": stage.get("host", ""),
-                "busy": plain(stage.get("busy", {})),
-                "lost": plain(stage.get("lost", {})),
+                "busy": rounded(stage.get("busy", {})),
+                "lost": rounded(stage.get("lost", {})),
                 "spans": [*_shifted(stage["spans"], begin)],
                 "idle": [*_shifted(stage.get("idle", ()), begin)],
             }
@@ -209,13 +209,10 @@ class State:
         return {
             "version": self.version,
             "is_all": version is None,
-            "parts": {name: self._part(name) for name in changed},
+            "parts": {name: self._parts[name] for name in changed},
             "curve": self._curve.since(known),
             "entries": self._entries.since(known),
         }
-
-    def _part(self, name: str) -> Any:
-        return self._workers.values() if name == "workers" else self._parts[name]
 
     def _update(self, event: Event) -> bool:
         """Apply an event; return whether it changes anything but the list of events."""
@@ -238,13 +235,13 @@ class State:
             case VitalsEvent():
                 driver = {DRIVER: event.driver} if event.driver else {}
                 self._workers.vitals({**driver, **event.workers}, generation)
-                self._set("links", plain(event.links))
+                self._set("links", rounded(event.links))
             case StepEvent():
                 self._step(event, generation)
             case EvalEvent():
                 self._evaluation(event)
             case CheckpointEvent():
-                self._progress(checkpoint=plain({"step": event.step, "time": event.time}))
+                self._progress(checkpoint={"step": event.step, "time": number(event.time)})
             case TimelineEvent():
                 self._set("timeline", timeline(event))
                 return True
@@ -253,7 +250,7 @@ class State:
                 self._progress(status=event.outcome, error=event.error)
             case _:
                 return False
-        self._versions["workers"] = self.version
+        self._set("workers", self._workers.values())
         return True
 
     def _run(self, event: RunEvent) -> None:
@@ -267,14 +264,14 @@ class State:
             "job_id": event.job_id,
             "began": self._begin,
         }
-        self._set("run", plain(run))
+        self._set("run", rounded(run))
         self._progress(steps=event.config.get("steps"))
 
     def _step(self, event: StepEvent, generation: int) -> None:
         self._workers.step(event.busy, generation)
         loss, rate = number(event.loss), event.samples_per_s
-        row = Row(1, event.step, self._seconds(event), loss, loss, loss, rate)
-        self._curve.add(row, self.version)
+        seconds = self._seconds(event)
+        self._curve.add(Row(1, event.step, seconds, loss, loss, loss, rate, self.version))
         before = self._parts["progress"].get("step_s")
         step_s = event.step_s
         mean = step_s if before is None else before + WEIGHT * (step_s - before)
@@ -290,8 +287,7 @@ class State:
         )
 
     def _evaluation(self, event: EvalEvent) -> None:
-        values = {name: plain(value) for name, value in event.values.items()}
-        row = [event.step, number(self._seconds(event)), values]
+        row = [event.step, number(self._seconds(event)), rounded(event.values)]
         rows = [*self._parts["evaluations"], row]
         self._set("evaluations", rows if len(rows) <= EVALUATIONS else rows[::-2][::-1])
 
@@ -308,6 +304,6 @@ class State:
 
 def _rates(event: StepEvent) -> list[float | None]:
     """Return the rates of the parameter groups of the first stage with several, or else one."""
-    several = event.group_learning_rates or {}
-    rates = next(iter(several.values()), [event.learning_rate])
-    return [rounded for rate in rates if (rounded := number(rate)) is not None]
+    groups = event.group_learning_rates or {}
+    rates: list[float | None] = [*next(iter(groups.values()), [event.learning_rate])]
+    return [rate for rate in map(number, rates) if rate is not None]

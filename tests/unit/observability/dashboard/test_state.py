@@ -93,11 +93,11 @@ def test_a_curve_keeps_its_ends_its_extremes_and_its_mean(
 ) -> None:
     series = Curve(limit)
     for step, loss in enumerate(losses, 1):
-        series.add(Row(1, step, step / 4, loss, loss, loss, 10.0), version=step)
-    assert len(series) <= limit
+        series.add(Row(1, step, step / 4, loss, loss, loss, 10.0, version=step))
     found = series.since(-1)
     assert found is not None
     rows = found["rows"]
+    assert len(rows) <= limit
     assert [row[0] for row in rows] == sorted(row[0] for row in rows)
     assert rows[-1][0] == len(losses)
     finite = [loss for loss in losses if loss is not None]
