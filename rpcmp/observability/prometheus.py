@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector, make_asgi_app
@@ -68,10 +67,13 @@ class Store(Collector):
     def __init__(self, families: Iterable[Family]) -> None:
         self._families = {family.name: family for family in families}
         self._values: dict[str, dict[tuple[str, ...], Value]] = {n: {} for n in self._families}
+        self._sources: dict[tuple[str, tuple[str, ...]], tuple[object, float, float]] = {}
         self._lock = threading.Lock()
 
-    def set(self, name: str, value: Value, *labels: str) -> None:
-        """Set the value of one metric; the value of an info is 1."""
+    def set(self, name: str, value: Value | None, *labels: str) -> None:
+        """Set the value of one metric, unless it is None; the value of an info is 1."""
+        if value is None:
+            return
         if len(labels) != len(self._families[name].labels):
             raise ValueError(f"{name} has the labels {self._families[name].labels}, not {labels}")
         with self._lock:
@@ -81,6 +83,24 @@ class Store(Collector):
         """Add to a counter, which starts at 0."""
         value = self._values[name].get(labels, 0.0)
         self.set(name, (value() if callable(value) else value) + amount, *labels)
+
+    def count(self, name: str, source: object, count: float, *labels: str) -> None:
+        """Set a counter to the total of its sources, which restart at zero; it never falls.
+
+            process 1    0 ── 5 ── 9 |                  counted
+            process 2                | 0 ── 3 ── 4
+            counter      0 ── 5 ── 9 ── 9 ── 12 ── 13   served
+
+        Args:
+            source: identifies the present source, such as a process id.
+            count: the count of that source so far.
+        """
+        last_source, before, last = self._sources.get((name, labels), (source, 0.0, 0.0))
+        if last_source != source:
+            before, last = before + last, 0.0
+        last = max(last, count)
+        self._sources[name, labels] = source, before, last
+        self.set(name, before + last, *labels)
 
     def clear(self, name: str) -> None:
         """Remove all values of a family."""
@@ -107,34 +127,6 @@ def _metric(family: Family, values: dict[tuple[str, ...], Value]) -> Metric:
     for labels, value in values.items():
         metric.add_metric(labels, value() if callable(value) else value)
     return metric
-
-
-class RestartTotals:
-    """Totals of counts whose sources, such as processes, restart at zero; a total never falls.
-
-    process 1    0 ── 5 ── 9 |                  counted
-    process 2                | 0 ── 3 ── 4
-    total        0 ── 5 ── 9 ── 9 ── 12 ── 13   served
-    """
-
-    def __init__(self) -> None:
-        self._before: defaultdict[Hashable, float] = defaultdict(float)
-        self._last: dict[Hashable, tuple[object, float]] = {}
-
-    def total(self, key: Hashable, source: object, count: float) -> float:
-        """Return the total of `key`.
-
-        Args:
-            key: the counter.
-            source: identifies the present source, such as a process id.
-            count: the count of that source so far.
-        """
-        known, last = self._last.get(key, (source, 0.0))
-        if known != source:
-            self._before[key] += last
-            last = 0.0
-        self._last[key] = source, max(last, count)
-        return self._before[key] + max(last, count)
 
 
 @contextlib.contextmanager
