@@ -86,7 +86,7 @@ def drive(
     from rpcmp.cli.output import logged, printer
     from rpcmp.job.training_run import drive as run
     from rpcmp.observability.events import LogEvent
-    from rpcmp.observability.observers import aside, watching
+    from rpcmp.observability.observers import in_background, watching
     from rpcmp.observability.run_folder import TRACE
     from rpcmp.process.descriptors import raise_limit
 
@@ -104,7 +104,7 @@ def drive(
     with (
         printer(as_json, verbose, quiet) as show,
         serve_metrics(job, metrics, watchers),
-        aside(logged(show, display)) as shown,
+        in_background(logged(show, display)) as shown,
         serve_page(job, ui, watchers, shown),
         watching(watchers := [*watchers, *create_observers(job)], shown) as notify,
         report_run_folder(watchers, notify) as report,
