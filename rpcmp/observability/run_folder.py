@@ -26,19 +26,7 @@ from pydantic import BaseModel, Field
 
 from rpcmp.config.hashes import redacted
 from rpcmp.config.schema import Config
-from rpcmp.observability.events import (
-    EndEvent,
-    EvalEvent,
-    Event,
-    FaultEvent,
-    Json,
-    ResumedEvent,
-    RunEvent,
-    StartEvent,
-    StepEvent,
-    TimelineEvent,
-    VitalsEvent,
-)
+from rpcmp.observability import events
 from rpcmp.observability.events.event import dumps
 
 THINNED_SECONDS = 30.0
@@ -54,9 +42,9 @@ class Thinning:
     def __init__(self) -> None:
         self._first: float | None = None
         self._passed: dict[str, float] = {}
-        self._held: dict[str, Json] = {}
+        self._held: dict[str, events.Json] = {}
 
-    def passes(self, event: Json) -> bool:
+    def passes(self, event: events.Json) -> bool:
         """Return whether to write an event, which has a `time`."""
         kind, now = event["event"], event["time"]
         if self._first is None:
@@ -69,13 +57,13 @@ class Thinning:
         self._held.pop(kind, None)
         return True
 
-    def take_held(self) -> list[Json]:
+    def take_held(self) -> list[events.Json]:
         """Return the newest event of each kind that was held back after the last one passed."""
         held, self._held = list(self._held.values()), {}
         return held
 
 
-def append_line(file: FileIO, value: Json) -> None:
+def append_line(file: FileIO, value: events.Json) -> None:
     """Append a line of JSON with one call, so that a kill can only cut off the last line."""
     line = f"{dumps(value)}\n".encode()
     written = file.write(line)
@@ -141,10 +129,10 @@ def make_folder(parent: Path, name: str, started: float) -> Path:
             return path
 
 
-Text = Callable[[Callable[[str], None]], Callable[[Event], None]]
+Text = Callable[[Callable[[str], None]], Callable[[events.Event], None]]
 """Given a function that writes a line, returns the function that writes an event's lines."""
 
-FIRST_EVENTS = (StartEvent, FaultEvent)
+FIRST_EVENTS = (events.StartEvent, events.FaultEvent)
 """The folder is only kept if one of these events occurs."""
 
 
@@ -187,16 +175,18 @@ class RunFolder:
             raise
         self._removable.insert(0, self.path)
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: events.Event) -> None:
         if self.path is None:  # `make` failed before; a second failure drops the observer
             self.make()
         self._has_started |= isinstance(event, FIRST_EVENTS)
         data = {"time": time.time(), **event.to_json()}
-        if isinstance(event, EndEvent):
+        if isinstance(event, events.EndEvent):
             for held in self._thinning.take_held():
                 append_line(self._events, held)
-        if not isinstance(event, VitalsEvent | TimelineEvent) or self._thinning.passes(data):
-            is_metric = isinstance(event, StepEvent | EvalEvent)
+        if not isinstance(
+            event, events.VitalsEvent | events.TimelineEvent
+        ) or self._thinning.passes(data):
+            is_metric = isinstance(event, events.StepEvent | events.EvalEvent)
             append_line(self._metrics if is_metric else self._events, data)
         self._log(event)
         self._update_info(event)
@@ -226,16 +216,16 @@ class RunFolder:
         self._removable.append(parent)
         (parent / ".gitignore").write_text("*\n", encoding="utf-8")
 
-    def _update_info(self, event: Event) -> None:
+    def _update_info(self, event: events.Event) -> None:
         info = self._info
         match event:
-            case RunEvent():
+            case events.RunEvent():
                 self._write_config(event.config)
                 info.versions, info.run = event.versions, event.job_id
-            case ResumedEvent() if event.run is not None:
+            case events.ResumedEvent() if event.run is not None:
                 info.run = event.run
                 info.continues = self._newest_of(info.run)
-            case EndEvent():
+            case events.EndEvent():
                 info.outcome, info.error = event.outcome, event.error
                 info.ended = event.time
             case _:

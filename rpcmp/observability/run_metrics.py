@@ -5,18 +5,7 @@ from __future__ import annotations
 import time
 
 from rpcmp.config.topology import DRIVER
-from rpcmp.observability.events import (
-    WORKER_STATES,
-    CheckpointEvent,
-    EvalEvent,
-    Event,
-    FaultEvent,
-    RunEvent,
-    StartEvent,
-    StepEvent,
-    TimelineEvent,
-    VitalsEvent,
-)
+from rpcmp.observability import events
 from rpcmp.observability.prometheus import Family, Store
 
 KINDS = {"F": "forward", "B": "backward", "W": "weight", "O": "optimizer"}
@@ -110,38 +99,38 @@ class RunMetrics:
         self._shares: dict[str, dict[str, float]] = {}
         self._idle_seconds: dict[str, float] = {}
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: events.Event) -> None:
         store = self.store
         store.set("rpcmp_generation", event.generation)
         match event:
-            case RunEvent():
+            case events.RunEvent():
                 versions = (event.versions[name] for name in ("rpcmp", "torch", "python"))
                 store.set("rpcmp_run", 1, event.name, event.job_id, *versions, event.driver)
-            case StartEvent():
+            case events.StartEvent():
                 store.set("rpcmp_planned_steps", event.steps)
-            case StepEvent():
+            case events.StepEvent():
                 self._step(event)
-            case EvalEvent():
+            case events.EvalEvent():
                 for name, value in event.values.items():
                     store.set("rpcmp_evaluation", value, name)
-            case TimelineEvent():
+            case events.TimelineEvent():
                 for stage in event.stages:
                     label = stage["label"]
                     self._shares[label] = stage["lost"]
                     for kind, share in stage["lost"].items():
                         store.set("rpcmp_idle_share", share, label, kind)
                     self._count_idle(label)
-            case VitalsEvent():
+            case events.VitalsEvent():
                 self._vitals(event)
-            case FaultEvent():
+            case events.FaultEvent():
                 store.add("rpcmp_faults", 1, event.stage)
-            case CheckpointEvent():
+            case events.CheckpointEvent():
                 self._checkpoint(event)
 
     def close(self) -> None:
         """Keep the last values, which are served until the process ends."""
 
-    def _step(self, event: StepEvent) -> None:
+    def _step(self, event: events.StepEvent) -> None:
         store, seconds = self.store, event.step_s
         store.set("rpcmp_step", event.step)
         store.set("rpcmp_epoch", event.epoch)
@@ -176,14 +165,14 @@ class RunMetrics:
             part = share / total if total else 1 / len(shares)
             self.store.add("rpcmp_idle_seconds", idle * part, stage, kind)
 
-    def _vitals(self, event: VitalsEvent) -> None:
+    def _vitals(self, event: events.VitalsEvent) -> None:
         store = self.store
         processes = {**event.workers, **({DRIVER: event.driver} if event.driver else {})}
         for stage, process in processes.items():
             store.set("rpcmp_memory_bytes", process["memory"], stage)
             store.set("rpcmp_in_flight_microbatches", process["in_flight"], stage)
             store.set("rpcmp_restarts", process["restarts"], stage)
-            for state in WORKER_STATES:
+            for state in events.WORKER_STATES:
                 store.set("rpcmp_worker_state", state == process["state"], stage, state)
             if process["pid"]:
                 store.count("rpcmp_cpu_seconds", process["pid"], process["cpu_seconds"], stage)
@@ -193,7 +182,7 @@ class RunMetrics:
             if link["rtt_s"]:
                 store.set("rpcmp_link_round_trip_seconds", link["rtt_s"], *pair)
 
-    def _checkpoint(self, event: CheckpointEvent) -> None:
+    def _checkpoint(self, event: events.CheckpointEvent) -> None:
         saved_at = time.time() if event.time is None else event.time
         self.store.set("rpcmp_checkpoint_step", event.step)
         self.store.set("rpcmp_checkpoint_age_seconds", lambda: max(0.0, time.time() - saved_at))

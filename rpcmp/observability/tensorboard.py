@@ -25,19 +25,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from rpcmp.config.hashes import flat, redacted
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
-from rpcmp.observability.events import (
-    CheckpointEvent,
-    EndEvent,
-    EvalEvent,
-    Event,
-    RecoveredEvent,
-    RunEvent,
-    StageInfo,
-    StartEvent,
-    StepEvent,
-    TimelineEvent,
-    VitalsEvent,
-)
+from rpcmp.observability import events
 from rpcmp.observability.run_folder import make_folder
 
 INTERVALS = {"vitals": 10.0, "timeline": 10.0}
@@ -67,20 +55,20 @@ class TensorBoard:
             ) from error
         self._config = config
         self._file: EventFile | None = None
-        self._stages: list[StageInfo] = []
+        self._stages: list[events.StageInfo] = []
         self._step = 0
         self._written: dict[str, float] = {}
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: events.Event) -> None:
         match event:
-            case RunEvent():
+            case events.RunEvent():
                 self._stages = event.graph["stages"]
-            case StartEvent():
+            case events.StartEvent():
                 self._file = EventFile(self._folder)
                 self._write_config(self._file)
                 if self._stages:
                     self._file.write(graph_def=_graph(self._stages))
-            case EndEvent() if self._file is not None:
+            case events.EndEvent() if self._file is not None:
                 status = "STATUS_SUCCESS" if event.outcome == "done" else "STATUS_FAILURE"
                 info = {"status": status, "end_time_secs": time.time()}
                 self._file.write_hparams(hparams.SESSION_END_INFO_TAG, session_end_info=info)
@@ -116,7 +104,7 @@ class TensorBoard:
         start = {"start_time_secs": time.time(), "hparams": values}
         file.write_hparams(hparams.SESSION_START_INFO_TAG, session_start_info=start)
 
-    def _write_scalars(self, file: EventFile, event: Event) -> None:
+    def _write_scalars(self, file: EventFile, event: events.Event) -> None:
         kind, now = event.event, time.time() if event.time is None else event.time
         if 0 <= now - self._written.get(kind, float("-inf")) < INTERVALS.get(kind, 0.0):
             return
@@ -160,7 +148,7 @@ def _hparam(value: Any) -> dict[str, Any]:
     return {"string_value": str(value)}
 
 
-def _graph(stages: Sequence[StageInfo]) -> bytes:
+def _graph(stages: Sequence[events.StageInfo]) -> bytes:
     """Return the graph of the stages, with a node for each input from the batch."""
     sources = {name.partition(".")[0] for stage in stages for name in stage["inputs"]}
     batch = sorted(sources - {stage["name"] for stage in stages})
@@ -182,10 +170,10 @@ def _graph(stages: Sequence[StageInfo]) -> bytes:
     return graph
 
 
-def _scalars(event: Event) -> Iterator[tuple[str, float]]:
+def _scalars(event: events.Event) -> Iterator[tuple[str, float]]:
     """Yield the points that an event adds to curves, by tag."""
     match event:
-        case StepEvent():
+        case events.StepEvent():
             values = {key: value for key, value in event.to_json().items() if key not in NO_SCALARS}
             groups = values.pop("group_learning_rates", {})
             values["learning_rate"] = values.pop("learning_rates") or values["learning_rate"]
@@ -193,17 +181,17 @@ def _scalars(event: Event) -> Iterator[tuple[str, float]]:
                 for number, rate in enumerate(rates[1:], start=1):
                     yield f"learning_rate/{label}/group{number}", rate
             yield from _numbers(values, "")
-        case EvalEvent():
+        case events.EvalEvent():
             yield from _numbers(event.values, "eval/")
-        case CheckpointEvent():
+        case events.CheckpointEvent():
             yield "checkpoint/seconds", event.seconds
             yield "checkpoint/bytes", event.bytes
-        case RecoveredEvent():
+        case events.RecoveredEvent():
             yield "recovery/seconds", event.seconds
-        case VitalsEvent():
+        case events.VitalsEvent():
             for label, process in event.workers.items():
                 yield f"memory/{label}", process["memory"]
-        case TimelineEvent():
+        case events.TimelineEvent():
             for stage in event.stages:
                 yield from _numbers(stage["lost"], f"lost/{stage['label']}/")
 

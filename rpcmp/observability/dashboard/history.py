@@ -18,14 +18,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
-from rpcmp.observability.events import (
-    EndEvent,
-    Event,
-    FaultEvent,
-    LogEvent,
-    WaitingEvent,
-    WarningEvent,
-)
+from rpcmp.observability import events
 from rpcmp.observability.events.event import map_floats
 from rpcmp.observability.events.wording import RunContext, describe
 
@@ -137,7 +130,7 @@ ENTRIES = {
 }
 """The kinds of entries, and the events that make them; other events make none."""
 
-KINDS = {event: kind for kind, events in ENTRIES.items() for event in events}
+KINDS = {event: kind for kind, names in ENTRIES.items() for event in names}
 
 
 class Entries:
@@ -150,7 +143,7 @@ class Entries:
         self._run = RunContext()
         self.counts: Counter[str] = Counter()
 
-    def add(self, event: Event, version: int) -> bool:
+    def add(self, event: events.Event, version: int) -> bool:
         """Add the run's next event; return whether it made an entry."""
         self._run.add(event)
         kind = KINDS.get(event.event)
@@ -176,15 +169,15 @@ class Entries:
         return sorted(entries, key=lambda entry: int(entry["n"]))
 
 
-def _level(event: Event) -> str:
+def _level(event: events.Event) -> str:
     match event:
-        case FaultEvent():
+        case events.FaultEvent():
             return "error"
-        case WarningEvent() | WaitingEvent():
+        case events.WarningEvent() | events.WaitingEvent():
             return "warning"
-        case EndEvent():
+        case events.EndEvent():
             return "error" if event.outcome == "failed" else "info"
-        case LogEvent():
+        case events.LogEvent():
             level = event.level.lower()
             return {"error": "error", "critical": "error", "warning": "warning"}.get(level, "info")
     return "info"
