@@ -25,13 +25,11 @@ import secrets
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any, Self
-from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -305,8 +303,6 @@ class TokenCheck:
         self._cookie = f"__Host-rpcmp-{port}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        token = parse_qs(scope["query_string"].decode("latin-1")).get("token", [None])[0]
-
         async def send_cookie(message: Message) -> None:
             if message["type"] == "http.response.start":
                 attributes = "Path=/; Secure; HttpOnly; SameSite=Strict"
@@ -314,18 +310,11 @@ class TokenCheck:
                 MutableHeaders(scope=message)["Set-Cookie"] = cookie
             await send(message)
 
-        if not self._is_valid(self._cookie_token(scope) if token is None else token):
+        request = Request(scope)
+        in_url = request.query_params.get("token")
+        token = request.cookies.get(self._cookie, "") if in_url is None else in_url
+        if secrets.compare_digest(token.encode(), self._token.encode()):
+            await self._app(scope, receive, send if in_url is None else send_cookie)
+        else:
             text = "403: open the address that `rpcmp drive --ui` printed; it has a token in it\n"
             await PlainTextResponse(text, 403)(scope, receive, send)
-        else:
-            await self._app(scope, receive, send if token is None else send_cookie)
-
-    def _is_valid(self, token: str) -> bool:
-        return secrets.compare_digest(token.encode(), self._token.encode())
-
-    def _cookie_token(self, scope: Scope) -> str:
-        try:
-            cookie = SimpleCookie(Headers(scope=scope).get("cookie", "")).get(self._cookie)
-        except CookieError:
-            return ""
-        return "" if cookie is None else cookie.value
