@@ -76,18 +76,18 @@ def drive(
       rpcmp drive config.toml --steps 100 --set data.batch_size=64
     """
     from rpcmp.cli.observing import (
-        metrics_of,
-        observers,
-        page_of,
-        path_of,
-        reporting_folder,
-        seconds_between_timelines,
+        create_observers,
+        report_run_folder,
+        run_folder_path,
+        serve_metrics,
+        serve_page,
+        timeline_interval,
     )
     from rpcmp.cli.output import logged, printer
     from rpcmp.job.training_run import drive as run
     from rpcmp.observability.events import LogEvent
-    from rpcmp.observability.observers import aside, watching
-    from rpcmp.observability.run_folder.writer import TRACE
+    from rpcmp.observability.observers import in_background, watching
+    from rpcmp.observability.run_folder import TRACE
     from rpcmp.process.resources import raise_descriptor_limit
 
     if resume and fresh:
@@ -103,19 +103,19 @@ def drive(
     watchers: list[Observer] = []
     with (
         printer(as_json, verbose, quiet) as show,
-        metrics_of(job, metrics, watchers),
-        aside(logged(show, display)) as shown,
-        page_of(job, ui, watchers, shown),
-        watching(watchers := [*watchers, *observers(job)], shown) as notify,
-        reporting_folder(watchers, notify) as report,
+        serve_metrics(job, metrics, watchers),
+        in_background(logged(show, display)) as shown,
+        serve_page(job, ui, watchers, shown),
+        watching(watchers := [*watchers, *create_observers(job)], shown) as notify,
+        report_run_folder(watchers, notify) as report,
         display.reporting(lambda entry: report(LogEvent.from_entry(entry))),
     ):
-        folder = path_of(watchers)
+        folder = run_folder_path(watchers)
         training = run(
             *(job, report, servers),
             trace=trace,
             start=start,
-            timeline=seconds_between_timelines(watchers),
+            timeline=timeline_interval(watchers),
             last_steps=None if folder is None else folder / TRACE,
         )
         asyncio.run(training)

@@ -171,7 +171,9 @@ def ui_option(command: Command) -> Command:
 def _checked_ui(ctx: click.Context, parameter: click.Parameter, ui: str | None) -> str | None:
     """Check the address at once: a bare `--ui` before CONFIG would take that for its address."""
     if ui:
-        from rpcmp.observability.dashboard.app import parse  # needs more libraries than options do
+        from rpcmp.observability.dashboard.page_server import (
+            parse,  # needs more libraries than options do
+        )
 
         parse(ui)
     return ui

@@ -10,7 +10,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rpcmp.cli.console import Console
 from rpcmp.cli.terminal import echo
-from rpcmp.observability import json_lines
 from rpcmp.observability.events import (
     EndEvent,
     Event,
@@ -21,6 +20,7 @@ from rpcmp.observability.events import (
     SummaryEvent,
     UiEvent,
 )
+from rpcmp.observability.events.event import dumps
 from rpcmp.observability.events.wording import (
     RunContext,
     describe,
@@ -54,7 +54,7 @@ def printer(as_json: bool, verbose: bool, quiet: bool) -> Iterator[Report]:
 
 
 def _show_json(event: Event) -> None:
-    echo(json_lines.dumps(event.to_json()))
+    echo(dumps(event.to_json()))
 
 
 def plain(write: Callable[[str], None]) -> Report:

@@ -12,7 +12,7 @@ from rpcmp.cli.terminal import echo
 from rpcmp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rpcmp.observability.run_folder.figures import Comparison
+    from rpcmp.observability.run_report import Comparison
 
 REPORT = "report.html"
 COMPARISON = "comparison.html"
@@ -48,13 +48,13 @@ def report(folders: tuple[Path, ...], output: Path | None, text: bool) -> None:
       rpcmp report runs/digits-20261122-101500
       rpcmp report runs/digits-20261122-101500 runs/digits-20261122-113000 --text
     """
-    from rpcmp.observability.run_folder.reader import read
+    from rpcmp.observability.run_report import read
 
     if text and output is not None:
         raise click.UsageError("--text prints to the terminal; give it or --output, not both")
     runs = [read(folder) for folder in folders]
     if text:
-        from rpcmp.observability.run_folder.figures import compare
+        from rpcmp.observability.run_report import compare
 
         _print(compare(runs))
         return
@@ -73,7 +73,7 @@ def report(folders: tuple[Path, ...], output: Path | None, text: bool) -> None:
 
 def _print(comparison: Comparison) -> None:
     from rpcmp.cli.console import Console, table
-    from rpcmp.observability.run_folder.figures import tables
+    from rpcmp.observability.run_report import tables
 
     for part in tables(comparison):
         if not part.rows:

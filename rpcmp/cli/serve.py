@@ -197,8 +197,8 @@ def served(server: StageServer, metrics: str | None, security: Security) -> Iter
     if metrics is None:
         yield
         return
-    from rpcmp.observability.prometheus.endpoint import serving
-    from rpcmp.observability.prometheus.server_metrics import ServerMetrics
+    from rpcmp.observability.prometheus import serving
+    from rpcmp.observability.server_metrics import ServerMetrics
 
     found = ServerMetrics(server)
     with serving(found.store, metrics, security) as url:

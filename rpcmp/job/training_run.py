@@ -43,7 +43,7 @@ from rpcmp.observability.events import (
     SummaryEvent,
     WarningEvent,
 )
-from rpcmp.observability.events.stream import EventStream
+from rpcmp.observability.events.training_events import EventStream
 from rpcmp.pipelining.cost_model import Prediction
 from rpcmp.process.channel import Message
 from rpcmp.process.fork_client import Forks

@@ -37,7 +37,7 @@ from rpcmp.observability.events import (
     StepEvent,
     SummaryEvent,
 )
-from rpcmp.observability.events.stream import EventStream
+from rpcmp.observability.events.training_events import EventStream
 from rpcmp.process.channel import Message
 
 

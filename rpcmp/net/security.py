@@ -60,6 +60,11 @@ class Credentials:
         self.refresh()
         return self._website
 
+    def metrics(self) -> ssl.SSLContext:
+        """Return the context for connections of Prometheus, which sends a certificate."""
+        self.refresh()
+        return self._metrics
+
     def client(self, protocol: str) -> ssl.SSLContext:
         """Return the context for connections to servers, with ALPN `protocol`."""
         self.refresh()
@@ -96,6 +101,7 @@ class Credentials:
         require_private(self.folder / KEY)
         revocations = self._read_revocations()
         server = self._context(ssl.PROTOCOL_TLS_SERVER, [GRPC, RELAY], revocations)
+        metrics = self._context(ssl.PROTOCOL_TLS_SERVER, [HTTP], revocations)
         website = self._context(ssl.PROTOCOL_TLS_SERVER, [HTTP], None)
         website.verify_mode = ssl.CERT_NONE
         clients = {
@@ -103,6 +109,7 @@ class Credentials:
             for protocol in (GRPC, RELAY)
         }
         self._server, self._website, self._clients = server, website, clients
+        self._metrics = metrics
         self.revocations, self._stamp = revocations, stamp
 
     def _read_revocations(self) -> Revocations | None:

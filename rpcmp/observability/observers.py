@@ -1,7 +1,7 @@
 """Observers of a run, which get its events without delaying it.
 
-                         ┌─ queue ─> thread: observer.tell
-    drive ──> report ────┼─ queue ─> thread: observer.tell
+                         ┌─ queue ─> thread: observer.handle
+    drive ──> report ────┼─ queue ─> thread: observer.handle
                          └─> show
 
 An observer is as slow as its disk, its network or the user's code. The job's event loop, which
@@ -48,20 +48,20 @@ class Observer(Protocol):
     def name(self) -> str:
         """Its name in warnings: "the run folder", "logger 'my_logs:wandb'"."""
 
-    def tell(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         """Handle the next event, without changing it: others get the same object."""
 
     def close(self) -> None:
-        """Close; called once, after the last event, or after `tell` has raised."""
+        """Close; called once, after the last event, or after `handle` has raised."""
 
 
-PASSING = ("vitals", "timeline")
+TRANSIENT = ("vitals", "timeline")
 """Events that the next of their kind replaces; an observer that lags does not get them."""
 
-LAG = 100
-"""Events in a queue above which the PASSING ones are left out."""
+MAX_LAG = 100
+"""Events in a queue above which the TRANSIENT ones are left out."""
 
-MOST = 20_000
+MAX_QUEUE = 20_000
 """Events in a queue at which its observer is dropped."""
 
 PATIENCE = 60.0
@@ -84,13 +84,14 @@ def watching(
         patience: seconds for the observers to finish.
     """
     watch = _Watch(observers, show)
+    outcome: tuple[Outcome, str] = ("done", "")
     try:
         yield watch.report
     except BaseException as error:
-        watch.end(*_outcome(error), patience)
+        outcome = _outcome(error)
         raise
-    else:
-        watch.end("done", "", patience)
+    finally:
+        watch.end(*outcome, patience)
 
 
 class _Watch:
@@ -98,111 +99,122 @@ class _Watch:
 
     def __init__(self, observers: Sequence[Observer], show: Report) -> None:
         self._show = show
-        self._queues = [_ObserverQueue(observer) for observer in observers]
+        self._threads = [_ObserverThread(observer) for observer in observers]
         self._lock = threading.RLock()
         self._generation = 0
 
     def report(self, event: Event) -> None:
         with self._lock:
             self._drop_failed()
-            self._tell(event)
+            self._emit(event)
 
     def end(self, outcome: Outcome, error: str, patience: float) -> None:
         """Pass `end` to the observers before it is shown, so that their failures come first."""
         deadline = time.monotonic() + patience
         with self._lock:
             self._drop_failed()
-            stamped = self._stamped(EndEvent(outcome=outcome, error=error))
-            for observer_queue in self._queues:
-                observer_queue.tell(stamped)
-                observer_queue.finish()
-        for observer_queue in self._queues:
-            observer_queue.join(deadline - time.monotonic())
-        for observer_queue in self._queues:
-            if observer_queue.failure is not None:
-                self._show(self._stamped(WarningEvent(text=observer_queue.failure)))
-        self._show(stamped)
+            end = self._stamped(EndEvent(outcome=outcome, error=error))
+            for thread in self._threads:
+                thread.put(end)
+                thread.events.put(None)
+        for thread in self._threads:
+            thread.wait(deadline - time.monotonic())
+        for thread in self._threads:
+            if thread.failure is not None:
+                self._show(self._stamped(WarningEvent(text=thread.failure)))
+        self._show(end)
 
-    def _tell(self, event: Event) -> None:
+    def _emit(self, event: Event) -> None:
         if event.generation is not None:
             self._generation = event.generation
-        if event.event not in PASSING:  # these are only for observers; output may lag for hours
+        if event.event not in TRANSIENT:  # these are only for observers; output may lag for hours
             self._show(event)
-        for observer_queue in self._queues:
-            observer_queue.tell(event)
+        for thread in self._threads:
+            thread.put(event)
 
     def _drop_failed(self) -> None:
         # Read once per observer: another one may fail meanwhile.
-        failures = [(observer_queue, observer_queue.failure) for observer_queue in self._queues]
-        self._queues = [queue for queue, failure in failures if failure is None]
+        failures = [(thread, thread.failure) for thread in self._threads]
+        self._threads = [thread for thread, failure in failures if failure is None]
         for _, failure in failures:
             if failure is not None:
-                self._tell(self._stamped(WarningEvent(text=failure)))
+                self._emit(self._stamped(WarningEvent(text=failure)))
 
     def _stamped(self, event: Event) -> Event:
         return event.stamped(time.time(), self._generation)
 
 
-class _ObserverQueue:
-    """An observer with its queue and its thread.
+class _EventThread(threading.Thread):
+    """Handles events in order, until `handle` raises or the queue yields None.
+
+    Attributes:
+        events: the queue.
+        error: what `handle` raised.
+    """
+
+    def __init__(self, handle: Report, name: str) -> None:
+        super().__init__(name=f"rpcmp-{name}", daemon=True)
+        self.events: SimpleQueue[Event | None] = SimpleQueue()
+        self.error: Exception | SystemExit | None = None
+        self._handle = handle
+        self.start()
+
+    def run(self) -> None:
+        try:
+            while (event := self.events.get()) is not None:
+                self._handle(event)
+        except (Exception, SystemExit) as error:
+            self.error = error
+
+
+class _ObserverThread(_EventThread):
+    """The thread of an observer.
 
     Attributes:
         failure: why it gets no more events; None: it has not failed.
     """
 
     def __init__(self, observer: Observer) -> None:
-        self._observer = observer
-        self._events: SimpleQueue[Event | None] = SimpleQueue()
         self.failure: str | None = None
-        self._thread = threading.Thread(
-            target=self._run, name=f"rpcmp-{observer.name}", daemon=True
-        )
-        self._thread.start()
+        self._observer = observer
+        super().__init__(observer.handle, observer.name)
 
-    def tell(self, event: Event) -> None:
+    def run(self) -> None:
+        with unreported():
+            super().run()
+            if self.error is not None:
+                self._fail(f"failed: {_reason(self.error)}")
+            try:
+                self._observer.close()
+            except (Exception, SystemExit) as error:
+                self._fail(f"failed: {_reason(error)}")
+
+    def put(self, event: Event) -> None:
         """Queue an event, without waiting; events that the observer itself reports are skipped."""
-        waiting = self._events.qsize()
-        if self.failure is not None or threading.current_thread() is self._thread:
+        waiting = self.events.qsize()
+        if self.failure is not None or threading.current_thread() is self:
             return
-        if waiting >= MOST:
+        if waiting >= MAX_QUEUE:
             self._drop(f"lags {waiting:,} events behind the run")
-        elif waiting < LAG or event.event not in PASSING:
-            self._events.put(event)
+        elif waiting < MAX_LAG or event.event not in TRANSIENT:
+            self.events.put(event)
 
-    def finish(self) -> None:
-        self._events.put(None)
-
-    def join(self, seconds: float) -> None:
-        self._thread.join(max(0.0, seconds))
-        if self._thread.is_alive():
+    def wait(self, seconds: float) -> None:
+        self.join(max(0.0, seconds))
+        if self.is_alive():
             self._drop("did not finish in time")
 
     def _drop(self, why: str) -> None:
-        """Discard the queue; the thread may hang in its last `tell`."""
+        """Discard the queue; the thread may hang in the observer."""
         self._fail(why)
         with contextlib.suppress(Empty):
             while True:
-                self._events.get_nowait()
-        self._events.put(None)
+                self.events.get_nowait()
+        self.events.put(None)
 
     def _fail(self, why: str) -> None:
         if self.failure is None:
             self.failure = f"{self._observer.name} {why}; the run goes on without it"
-
-    def _run(self) -> None:
-        with unreported():
-            self._tell_all()
-
-    def _tell_all(self) -> None:
-        try:
-            while (event := self._events.get()) is not None:
-                self._observer.tell(event)
-        except (Exception, SystemExit) as error:
-            self._fail(f"failed: {_reason(error)}")
-        try:
-            self._observer.close()
-        except (Exception, SystemExit) as error:
-            self._fail(f"failed: {_reason(error)}")
 
 
 def _reason(error: BaseException) -> str:
@@ -224,35 +236,35 @@ class Logger:
 
     Args:
         factory: "module:callable", with arguments; it returns the function.
-        what: its key in the config.
+        key: its key in the config.
         config: the job, an argument of the callable.
 
     Raises:
         FactoryError: the callable raised, or did not return a function.
     """
 
-    def __init__(self, factory: Factory, what: str, config: Config) -> None:
+    def __init__(self, factory: Factory, key: str, config: Config) -> None:
         self.name = f"the logger {factory.callable!r}"
-        function: Any = importing.create(factory, what, config)
+        function: Any = importing.create(factory, key, config)
         if not callable(function):
             raise FactoryError(
-                f"{what} = {factory.callable!r} returned {type(function).__name__}; it has to "
+                f"{key} = {factory.callable!r} returned {type(function).__name__}; it has to "
                 "return a function that takes an event"
             )
-        self._tell: Callable[[Json], Any] = function
+        self._function: Callable[[Json], Any] = function
 
-    def tell(self, event: Event) -> None:
-        """See Observer. The function gets a copy of the event's JSON form, which it may change."""
+    def handle(self, event: Event) -> None:
+        """Call the function with a copy of the event's JSON form, which it may change."""
         try:
-            self._tell(copy.deepcopy(event.to_json()))
+            self._function(copy.deepcopy(event.to_json()))
         except (Exception, SystemExit) as error:
             raise FactoryError(importing.explain_error(error)) from error
 
     def close(self) -> None:
-        """See Observer. The function's last event was `end`."""
+        """Do nothing: the function's last event was `end`."""
 
 
-def loggers(config: Config) -> list[Logger]:
+def create_loggers(config: Config) -> list[Logger]:
     """Return the loggers of a config; all are imported before the first is called.
 
     Raises:
@@ -261,40 +273,29 @@ def loggers(config: Config) -> list[Logger]:
     factories = {f"log.loggers.{i}": factory for i, factory in enumerate(config.log.loggers)}
     if factories:
         sys.path.insert(0, str(config.folder))
-    for what, factory in factories.items():
-        importing.resolve(factory.callable, what)
-    return [Logger(factory, what, config) for what, factory in factories.items()]
+    for key, factory in factories.items():
+        importing.resolve(factory.callable, key)
+    return [Logger(factory, key, config) for key, factory in factories.items()]
 
 
 @contextlib.contextmanager
-def aside(show: Report) -> Iterator[Report]:
+def in_background(show: Report) -> Iterator[Report]:
     """Call `show` on a thread of its own; all events are shown before the block is left.
 
     Output may be read slowly, or not at all for a while, and the job's event loop, which also
     carries tensors, must not wait for that. An exception of `show` is raised at the next event.
     """
-    events: SimpleQueue[Event | None] = SimpleQueue()
-    errors: list[Exception] = []
-
-    def run() -> None:
-        while (event := events.get()) is not None:
-            try:
-                show(event)
-            except Exception as error:
-                errors.append(error)
-                return
+    thread = _EventThread(show, "output")
 
     def report(event: Event) -> None:
-        if errors:
-            raise errors[0]
-        events.put(event)
+        if thread.error is not None:
+            raise thread.error
+        thread.events.put(event)
 
-    showing = threading.Thread(target=run, name="rpcmp-output", daemon=True)
-    showing.start()
     try:
         yield report
     finally:
-        events.put(None)
-        showing.join()
-    if errors:
-        raise errors[0]
+        thread.events.put(None)
+        thread.join()
+    if thread.error is not None:
+        raise thread.error

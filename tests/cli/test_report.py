@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from rpcmp.cli import cli
 from rpcmp.errors import ConfigError
-from rpcmp.observability.run_folder import reader
+from rpcmp.observability import run_report
 from tests.support import runs
 
 LOSSES = [2.0, 1.0, 0.1 + 0.2]
@@ -44,7 +44,7 @@ def test_the_command_writes_one_file_and_prints_its_path(tmp_path: Path) -> None
         assert (result.exit_code, result.output) == (0, f"{path}\n"), result.output
         assert first.name in path.read_text()
     assert second.name in (first / "comparison.html").read_text()
-    reader.read(first)  # what was written there does no harm
+    run_report.read(first)  # what was written there does no harm
 
 
 def test_a_file_that_cannot_be_written_and_options_that_do_not_go_together(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from click.testing import CliRunner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rpcmp.cli import cli
+from rpcmp.observability import run_folder
 from rpcmp.observability.events import StepEvent, SummaryEvent
-from rpcmp.observability.run_folder import writer
-from rpcmp.observability.run_folder.reader import read
+from rpcmp.observability.run_report import read
 from rpcmp.observability.trace import chrome
 from tests.support.places import ROOT
 from tests.support.processes import JobFolder, rpcmp
@@ -68,7 +68,7 @@ def test_observing_commands_work_on_a_run(job: JobFolder) -> None:
     assert [event.step for event in run.all(StepEvent)] == [1, 2, 3, 4]
     assert run.events[-1].event == "end"
     assert run.all(SummaryEvent)[0].parameters_sha256 in result.out
-    log = (path / writer.LOG).read_text().splitlines()
+    log = (path / run_folder.LOG).read_text().splitlines()
     assert set(lines) - set(log) <= {line for line in lines if "step" in line}
     events = (job.folder / "events").read_text().split()
     assert (events.count("step"), events[-1]) == (4, "end")
@@ -76,7 +76,7 @@ def test_observing_commands_work_on_a_run(job: JobFolder) -> None:
     found = EventAccumulator(str(curves)).Reload()
     assert [point.step for point in found.Scalars("loss")] == [1, 2, 3, 4]
     assert {node.name for node in found.Graph().node} >= {"stage0", "stage1"}
-    trace = chrome.read(path / writer.TRACE)
+    trace = chrome.read(path / run_folder.TRACE)
     for track in trace.tracks:
         assert {span.step for span in track.spans} == {1, 2, 3, 4}
     made = CliRunner().invoke(cli, ["report", str(path)])
@@ -100,7 +100,7 @@ def test_a_bad_logger_fails_before_the_run_starts(job: JobFolder) -> None:
 FULL_DISK = """
 import resource, sys
 from pathlib import Path
-from rpcmp.cli.observing import observers
+from rpcmp.cli.observing import create_observers
 from rpcmp.observability.observers import watching
 from tests.support import runs
 from tests.support.runevents import typed
@@ -108,7 +108,7 @@ from tests.support.runevents import typed
 resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))  # where a full disk would begin
 of = runs.config(Path(sys.argv[1]))
 shown = []
-with watching(observers(of), shown.append) as report:
+with watching(create_observers(of), shown.append) as report:
     for event in runs.events(of, [1.0 / step for step in range(1, 1001)])[:-1]:
         report(typed(event))
 names = [event.event for event in shown]

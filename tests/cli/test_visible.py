@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rpcmp.observability.run_folder import writer
+from rpcmp.observability import run_folder
 from tests.support.processes import rpcmp
 
 HOSTILE = "x\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil\x00\x7f"
@@ -16,28 +16,28 @@ HOSTILE = "x\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil\x00\x7f"
 SHOWN = r"x\x1b]0;owned\x07\x9b31m\u202eevil\x00\x7f"
 
 
-def run_folder(path: Path) -> Path:
+def hostile_folder(path: Path) -> Path:
     """The folder of a run whose name, error and stages carry HOSTILE."""
     path.mkdir()
-    info = writer.RunInfo(name="job", started=0.0, outcome="failed", error=HOSTILE)
-    (path / writer.RUN).write_text(info.model_dump_json())
-    (path / writer.CONFIG).write_text("{}")
+    info = run_folder.RunInfo(name="job", started=0.0, outcome="failed", error=HOSTILE)
+    (path / run_folder.RUN).write_text(info.model_dump_json())
+    (path / run_folder.CONFIG).write_text("{}")
     event = {"event": "step", "time": 1.0, "step": 1, "loss": 0.5, "busy": {HOSTILE: 0.5}}
-    (path / writer.METRICS).write_text(f"{json.dumps(event)}\n")
-    (path / writer.EVENTS).touch()
+    (path / run_folder.METRICS).write_text(f"{json.dumps(event)}\n")
+    (path / run_folder.EVENTS).touch()
     return path
 
 
 def test_a_run_folder_from_elsewhere_does_not_drive_the_terminal(tmp_path: Path) -> None:
-    found = rpcmp("report", str(run_folder(tmp_path / "run")), "--text")
+    found = rpcmp("report", str(hostile_folder(tmp_path / "run")), "--text")
     assert found.code == 0
     assert found.out.count(SHOWN) == 2
     assert "\x1b" not in found.out
 
 
 def test_an_error_and_a_misuse_do_not_drive_the_terminal(tmp_path: Path) -> None:
-    path = run_folder(tmp_path / "run")
-    (path / writer.RUN).write_text(json.dumps({"name": "job", "started": HOSTILE}))
+    path = hostile_folder(tmp_path / "run")
+    (path / run_folder.RUN).write_text(json.dumps({"name": "job", "started": HOSTILE}))
     for arguments in (["report", str(path / HOSTILE.replace("\x00", ""))], [f"no\x1b]0;{1}\x07"]):
         found = rpcmp(*arguments)
         assert found.code == 2

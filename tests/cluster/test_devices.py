@@ -22,7 +22,7 @@ def test_a_run_reports_the_device_that_auto_chose(job: JobFolder) -> None:
     assert result.code == 0, result.err
     page = State()
     for event in result.events:
-        page.take(typed(event))
+        page.apply(typed(event))
     found = torch.empty(0, device=devices.resolve_device("auto")).device
     places = result.event("generation")["workers"]
     assert {label: place["device"] for label, place in places.items()} == {

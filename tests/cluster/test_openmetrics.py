@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
-from rpcmp.observability.prometheus import run_metrics as run_module
-from rpcmp.observability.prometheus import server_metrics as server_module
+from rpcmp.observability import run_metrics as run_module
+from rpcmp.observability import server_metrics as server_module
 from tests.support.faults import Faults
 from tests.support.processes import (
     JobFolder,

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 import rpcmp as library
 from rpcmp.checkpoint.folder import remove
 from rpcmp.observability.events import StepEvent
-from rpcmp.observability.run_folder.figures import compare
-from rpcmp.observability.run_folder.reader import read
+from rpcmp.observability.run_report import compare, read
 from tests.support.faults import committed, drive
 from tests.support.processes import JobFolder, Result, RunningHere, rpcmp, running, unstamped
 from tests.support.resuming import BODY, STEPS, after, checkpoints, whole_in

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rpcmp.observability.events import RunEvent
-from rpcmp.observability.run_folder.reader import Record
-from rpcmp.observability.run_folder.writer import RunInfo
+from rpcmp.observability.run_folder import RunInfo
+from rpcmp.observability.run_report import Record
 from tests.support.runevents import typed
 
 Event = dict[str, Any]

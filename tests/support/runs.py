@@ -9,7 +9,7 @@ from typing import Any
 from rpcmp.checkpoint.folder import CheckpointFolder, newest_in
 from rpcmp.config import loader
 from rpcmp.config.schema import Config
-from rpcmp.observability.run_folder.writer import RunFolder
+from rpcmp.observability.run_folder import RunFolder
 from rpcmp.process.channel import Message
 from tests.support.runevents import typed
 
@@ -118,7 +118,7 @@ def write_run_folder(config: Config, events: Sequence[Message]) -> Path:
     folder = RunFolder(config, lambda write: lambda event: write(event.event))
     folder.make()
     for event in events:
-        folder.tell(typed(event))
+        folder.handle(typed(event))
     folder.close()
     assert folder.path is not None
     return folder.path

@@ -14,11 +14,10 @@ from playwright.sync_api import Browser, Locator, expect
 from playwright.sync_api import Page as Tab
 
 from rpcmp.net import authority, identity
-from rpcmp.observability.dashboard.app import Endpoint
 from rpcmp.observability.dashboard.history import MAX_ENTRIES as LINES
 from rpcmp.observability.dashboard.history import MAX_ROWS as ROWS
 from rpcmp.observability.dashboard.html import html
-from rpcmp.observability.dashboard.page_server import LivePage
+from rpcmp.observability.dashboard.page_server import Endpoint, LivePage
 from tests.support import pageevents
 from tests.support.browsers import chromium, opened
 from tests.support.pageevents import Event
@@ -43,7 +42,7 @@ def serving(
     page = LivePage(place)
     try:
         for event in events:
-            page.tell(typed(event))
+            page.handle(typed(event))
         yield page, place.url
     finally:
         page.close()
@@ -164,7 +163,7 @@ def test_a_lost_stage_is_shown_by_color_sign_and_text(browser: Browser) -> None:
         coarse = node(tab, "coarse")
         expect(coarse.locator(".state")).to_have_text("● running")
         calm = coarse.evaluate("node => getComputedStyle(node).borderTopColor")
-        page.tell(typed(pageevents.fault(20)))
+        page.handle(typed(pageevents.fault(20)))
         expect(coarse).to_have_attribute("data-state", "lost")
         expect(coarse.locator(".state")).to_have_text("✕ lost")
         expect(coarse).to_have_attribute("aria-label", re.compile("coarse, lost"))
@@ -175,7 +174,7 @@ def test_a_lost_stage_is_shown_by_color_sign_and_text(browser: Browser) -> None:
         expect(tab.locator("#status")).to_have_text("recovering")
         expect(node(tab, "fine")).to_have_attribute("data-state", "running")
         again = {"event": "generation", "generation": 2, "step": 20, "workers": {}}
-        page.tell(typed(again))
+        page.handle(typed(again))
         expect(coarse).to_have_attribute("data-state", "running")
         assert seen.errors == []
 
@@ -194,17 +193,14 @@ def test_nodes_and_shares_describe_each_worker(browser: Browser) -> None:
         assert seen.errors == []
 
 
-def test_a_page_reports_a_lost_run_and_follows_the_next_one(
-    browser: Browser, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_reports_a_lost_run_and_follows_the_next_one(browser: Browser) -> None:
     place = Endpoint.open("127.0.0.1:0", None)
     page, port = LivePage(place), place.port
     for event in going_on(20):
-        page.tell(typed(event))
+        page.handle(typed(event))
     with opened(browser, place.url) as (tab, _):
         expect(tab.locator("#connection")).to_have_text("Live")
-        monkeypatch.setattr(page._run, "end", lambda: None)  # as if it had been killed
-        page.close()
+        page._server.close()  # without a last message, as if it had been killed
         expect(tab.locator("#connection")).to_have_text("No answer; trying again")
         expect(tab.locator("#steps")).to_contain_text("Step 20")
         with serving(going_on(5), Endpoint.open(str(port), None)):
@@ -219,7 +215,7 @@ def test_the_page_stays_small_and_live_over_10000_steps(browser: Browser) -> Non
         expect(tab.locator("#steps")).to_contain_text("Step 10,000 of 10,000")
         expect(tab.locator("#loss-reading")).to_contain_text("step 10,000:")
         for event in going_on(10_400)[-600:]:
-            page.tell(typed(event))
+            page.handle(typed(event))
         expect(tab.locator("#loss-reading")).to_contain_text("step 10,400:")
         assert tab.locator("*").count() < 4 * LINES + 1000
         assert tab.locator("#events li").count() == LINES
@@ -303,8 +299,8 @@ def test_the_pointer_zooms_and_shows_a_tooltip(browser: Browser) -> None:
         poll_for(lambda: picture(tab, "#timeline") != whole, "the diagram to be zoomed")
 
         tab.locator("#hold").check()
-        page.tell(typed(pageevents.timeline(48)))
-        page.tell(typed({"event": "warning", "text": "after the diagram"}))
+        page.handle(typed(pageevents.timeline(48)))
+        page.handle(typed({"event": "warning", "text": "after the diagram"}))
         expect(tab.locator(".event").first).to_contain_text("after the diagram")
         expect(tab.locator("#timeline-title")).to_have_text("Step 40")
         tab.locator("#hold").uncheck()

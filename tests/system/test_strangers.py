@@ -11,8 +11,7 @@ import psutil
 import pytest
 
 from rpcmp.net.connection_limits import ConnectionLimit
-from rpcmp.observability.dashboard.app import Endpoint
-from rpcmp.observability.dashboard.page_server import LivePage
+from rpcmp.observability.dashboard.page_server import Endpoint, LivePage
 from tests.support.lan import issue, issue_to_driver
 from tests.support.needs import needs
 from tests.support.processes import (

@@ -15,18 +15,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rpcmp.observability.events import (
-    EndEvent,
-    Event,
-    FaultEvent,
-    LogEvent,
-    WaitingEvent,
-    WarningEvent,
-)
+from rpcmp.observability import events
+from rpcmp.observability.events.event import map_floats
 from rpcmp.observability.events.wording import RunContext, describe
 
 DIGITS = 6
@@ -39,25 +32,16 @@ MAX_ENTRIES = 200
 """Entries of each kind in the list of events."""
 
 
-def plain(value: Any) -> Any:
-    """Return a value of an event without NaN and infinity, which JSON lacks; they become None."""
-    match value:
-        case dict():
-            return {str(key): plain(item) for key, item in value.items()}
-        case list() | tuple():
-            return [plain(item) for item in value]
-        case float():
-            return number(value)
-        case None | bool() | int() | str():
-            return value
-    return str(value)
-
-
 def number(value: float | None) -> float | None:
-    """Round a number to DIGITS significant digits; None unless it is finite."""
+    """Round a number to DIGITS significant digits; None unless it is finite, as JSON needs it."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.{DIGITS}g}")
+
+
+def rounded(value: Any) -> Any:
+    """Return a value of an event with all numbers in it rounded; see `number`."""
+    return map_floats(value, number)
 
 
 @dataclass
@@ -69,6 +53,7 @@ class Row:
         step, seconds: number of the last step, and its end in seconds since the run's start.
         loss, low, high: mean, lowest and highest loss; None if no loss was finite.
         rate: mean samples per second.
+        version: of the state that changed the row last.
     """
 
     count: int
@@ -78,6 +63,7 @@ class Row:
     low: float | None
     high: float | None
     rate: float
+    version: int
 
     def add(self, other: Row) -> None:
         """Merge the row that follows into this one."""
@@ -91,86 +77,73 @@ class Row:
         self.high = max((high for high in highs if high is not None), default=None)
         self.rate = (self.rate * count + other.rate * added) / (count + added)
         self.count, self.step, self.seconds = count + added, other.step, other.seconds
-
-    def values(self) -> list[float | None]:
-        """Return the row as the page gets it."""
-        floats = (self.seconds, self.loss, self.low, self.high, self.rate)
-        return [self.step, *map(number, floats)]
+        self.version = other.version
 
 
 class Curve:
-    """The rows of a run's steps, each with the version of the state that changed it last."""
+    """The rows of a run's steps."""
 
     def __init__(self, limit: int = MAX_ROWS) -> None:
         self._limit = limit
         self._stride = 1
         self._rows: list[Row] = []
-        self._versions: list[int] = []
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def add(self, row: Row, version: int) -> None:
+    def add(self, row: Row) -> None:
         """Append one step."""
         if self._rows and self._rows[-1].count < self._stride:
             self._rows[-1].add(row)
-            self._versions[-1] = version
             return
         self._rows.append(row)
-        self._versions.append(version)
         if len(self._rows) > self._limit:
-            self._halve(version)
+            self._halve(row.version)
 
     def since(self, version: int) -> dict[str, Any] | None:
         """Return the rows from the first that changed after `version`; None if none did."""
-        begin = bisect_right(self._versions, version)
-        if begin == len(self._rows):
+        first = bisect_right(self._rows, version, key=lambda row: row.version)
+        rows = self._rows[first:]
+        if not rows:
             return None
-        return {"from": begin, "rows": [row.values() for row in self._rows[begin:]]}
+        return {
+            "from": first,
+            "rows": [
+                [row.step, *map(number, (row.seconds, row.loss, row.low, row.high, row.rate))]
+                for row in rows
+            ],
+        }
 
     def _halve(self, version: int) -> None:
         self._stride *= 2
-        kept = self._rows[::2]
-        for row, other in zip(kept, self._rows[1::2], strict=False):
-            row.add(other)
-        self._rows = kept
-        self._versions = [version] * len(kept)
+        rows, self._rows = self._rows, self._rows[::2]
+        for row, following in zip(self._rows, rows[1::2], strict=False):
+            row.add(following)
+        for row in self._rows:
+            row.version = version
 
 
-KINDS = {
-    "fault": "fault",
-    "waiting": "fault",
-    "replaced": "fault",
-    "generation": "generation",
-    "recovered": "generation",
-    "resumed": "generation",
-    "checkpoint": "checkpoint",
-    "best": "checkpoint",
-    "eval": "evaluation",
-    "early_stop": "evaluation",
-    "warning": "message",
-    "log": "message",
-    "plan": "run",
-    "shares": "run",
-    "start": "run",
-    "report": "run",
-    "summary": "run",
-    "end": "run",
+ENTRIES = {
+    "fault": ("fault", "waiting", "replaced"),
+    "generation": ("generation", "recovered", "resumed"),
+    "checkpoint": ("checkpoint", "best"),
+    "evaluation": ("eval", "early_stop"),
+    "message": ("warning", "log"),
+    "run": ("plan", "shares", "start", "report", "summary", "end"),
 }
-"""The kind of entry that each event makes; other events make none."""
+"""The kinds of entries, and the events that make them; other events make none."""
+
+KINDS = {event: kind for kind, names in ENTRIES.items() for event in names}
 
 
 class Entries:
-    """The list of a run's events: faults, generations, checkpoints, evaluations, messages."""
+    """The list of a run's events."""
 
-    def __init__(self, limit: int = MAX_ENTRIES) -> None:
+    def __init__(self) -> None:
         self._kept: dict[str, deque[dict[str, Any]]] = {
-            kind: deque(maxlen=limit) for kind in KINDS.values()
+            kind: deque(maxlen=MAX_ENTRIES) for kind in ENTRIES
         }
         self._run = RunContext()
         self.counts: Counter[str] = Counter()
 
-    def add(self, event: Event, version: int) -> bool:
+    def add(self, event: events.Event, version: int) -> bool:
         """Add the run's next event; return whether it made an entry."""
         self._run.add(event)
         kind = KINDS.get(event.event)
@@ -192,22 +165,19 @@ class Entries:
 
     def since(self, version: int) -> list[dict[str, Any]]:
         """Return the entries made after `version`, in order."""
-        return sorted(self._newer(version), key=lambda entry: int(entry["n"]))
-
-    def _newer(self, version: int) -> Iterator[dict[str, Any]]:
-        for kept in self._kept.values():
-            yield from (entry for entry in kept if entry["n"] > version)
+        entries = (entry for kept in self._kept.values() for entry in kept if entry["n"] > version)
+        return sorted(entries, key=lambda entry: int(entry["n"]))
 
 
-def _level(event: Event) -> str:
+def _level(event: events.Event) -> str:
     match event:
-        case FaultEvent():
+        case events.FaultEvent():
             return "error"
-        case WarningEvent() | WaitingEvent():
+        case events.WarningEvent() | events.WaitingEvent():
             return "warning"
-        case EndEvent():
+        case events.EndEvent():
             return "error" if event.outcome == "failed" else "info"
-        case LogEvent():
+        case events.LogEvent():
             level = event.level.lower()
             return {"error": "error", "critical": "error", "warning": "warning"}.get(level, "info")
     return "info"

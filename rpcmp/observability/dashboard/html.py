@@ -18,8 +18,7 @@ from importlib.resources import files
 from typing import Any
 
 from rpcmp.observability.dashboard.state import State
-from rpcmp.observability.run_folder.figures import compare, tables
-from rpcmp.observability.run_folder.reader import Record
+from rpcmp.observability.run_report import Record, compare, tables
 
 FOLDER = files("rpcmp.observability.dashboard") / "assets"
 
@@ -33,11 +32,10 @@ KINDS = {
 
 MAIN = "main.js"
 
-_IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./([a-z]+\.js)";$', re.MULTILINE)
+_IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./([a-z_]+\.js)";$', re.MULTILINE)
 _EXPORT = re.compile(r"^export (\{[^}]*\});$", re.MULTILINE)
 _STYLE = re.compile(r'<link rel="stylesheet" href="([^"]+)">')
 _SCRIPT = re.compile(r'<script (?:defer|type="module") src="([^"]+)"></script>')
-_ICON = re.compile(r'(?<=<link rel="icon" href=")icon\.svg(?=">)')
 
 
 def load() -> dict[str, bytes]:
@@ -54,27 +52,47 @@ def media_type(path: str) -> str:
     return KINDS[f".{path.rpartition('.')[2]}"]
 
 
-def single_file(data: str) -> str:
-    """Return the page as one file that needs no other; `data` is the JSON that it shows."""
-    texts = {path: content.decode() for path, content in load().items()}
-    icon = base64.b64encode(texts["icon.svg"].encode()).decode()
-    page = texts["index.html"]
-    page = _ICON.sub(f"data:image/svg+xml;base64,{icon}", page)
-    page = _STYLE.sub(lambda match: f"<style>\n{texts[match[1]]}\n</style>", page)
-    page = _SCRIPT.sub(lambda match: _script(match[1], texts), page)
-    safe = data.replace("<", "\\u003c")  # no text of a run can end the script
-    return page.replace(
-        "</body>", f'<script type="application/json" id="data">{safe}</script>\n</body>'
+def html(runs: Sequence[Record]) -> str:
+    """Return a page that shows `runs`; it needs no network and no other files."""
+    data: dict[str, Any] = {"runs": [{"name": run.name, "state": _state(run)} for run in runs]}
+    if len(runs) > 1:
+        comparison = compare(runs)
+        data["comparison"] = {
+            "tables": [asdict(table) for table in tables(comparison)],
+            "verdict": comparison.verdict,
+        }
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    text = text.replace("<", "\\u003c")  # no text of a run can end the script
+    script = f'<script type="application/json" id="data">{text}</script>\n</body>'
+    return _single_file().replace("</body>", script)
+
+
+def _state(run: Record) -> dict[str, Any] | None:
+    state = State()
+    for event in run.events:
+        state.apply(event)
+    return state.since(None)
+
+
+def _single_file() -> str:
+    """Return the page with all of its files in it."""
+    files = load()
+    texts = {path: content.decode() for path, content in files.items()}
+    icon = base64.b64encode(files["icon.svg"]).decode()
+    page = texts["index.html"].replace(
+        'href="icon.svg"', f'href="data:image/svg+xml;base64,{icon}"'
     )
+    page = _STYLE.sub(lambda match: f"<style>\n{texts[match[1]]}\n</style>", page)
+    return _SCRIPT.sub(lambda match: _script(match[1], texts), page)
 
 
 def _script(path: str, texts: dict[str, str]) -> str:
-    code = bundle(texts) if path == MAIN else texts[path]
-    script_type = "module" if path == MAIN else "text/javascript"
-    return f'<script type="{script_type}">\n{code}\n</script>'
+    if path != MAIN:
+        return f'<script type="text/javascript">\n{texts[path]}\n</script>'
+    return f'<script type="module">\n{_bundle(texts)}\n</script>'
 
 
-def bundle(texts: dict[str, str]) -> str:
+def _bundle(texts: dict[str, str]) -> str:
     """Return MAIN and all modules that it imports, directly or not, as one script."""
     order: list[str] = []
 
@@ -85,29 +103,9 @@ def bundle(texts: dict[str, str]) -> str:
             order.append(name)
 
     visit(MAIN)
-    return "\n".join(["const modules = {};", *(_function(name, texts[name]) for name in order)])
-
-
-def _function(name: str, text: str) -> str:
-    text = _IMPORT.sub(r'const \1 = modules["\2"];', text)
-    text = _EXPORT.sub(r"return \1;", text)
-    return f'modules["{name}"] = (() => {{\n{text}}})();'
-
-
-def html(runs: Sequence[Record]) -> str:
-    """Return a page that shows `runs`; it needs no network and no other files."""
-    data: dict[str, Any] = {"runs": [{"name": run.name, "state": _state(run)} for run in runs]}
-    if len(runs) > 1:
-        comparison = compare(runs)
-        data["comparison"] = {
-            "tables": [asdict(table) for table in tables(comparison)],
-            "verdict": comparison.verdict,
-        }
-    return single_file(json.dumps(data, allow_nan=False, separators=(",", ":")))
-
-
-def _state(run: Record) -> dict[str, Any] | None:
-    state = State()
-    for event in run.events:
-        state.take(event)
-    return state.since(None)
+    script = ["const modules = {};"]
+    for name in order:
+        code = _IMPORT.sub(r'const \1 = modules["\2"];', texts[name])
+        code = _EXPORT.sub(r"return \1;", code)
+        script.append(f'modules["{name}"] = (() => {{\n{code}}})();')
+    return "\n".join(script)

@@ -1,6 +1,6 @@
 """The state of the page: a pure function of the run's events, of bounded size.
 
-    take(event)                version 41 ──> 42
+    apply(event)               version 41 ──> 42
     since(41)                  the changes after version 41: a few hundred bytes
     since(None)                the whole state, for a page that has just been opened
 
@@ -14,24 +14,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rpcmp.config.topology import DRIVER
-from rpcmp.observability.dashboard.history import Curve, Entries, Row, number, plain
-from rpcmp.observability.events import (
-    LOST,
-    CheckpointEvent,
-    EndEvent,
-    EvalEvent,
-    Event,
-    FaultEvent,
-    GenerationEvent,
-    LostWorkers,
-    ProcessVitals,
-    RecoveredEvent,
-    RunEvent,
-    StartEvent,
-    StepEvent,
-    TimelineEvent,
-    VitalsEvent,
-)
+from rpcmp.observability import events
+from rpcmp.observability.dashboard.history import Curve, Entries, Row, number, rounded
 
 WEIGHT = 0.3
 """Weight of the newest step in the running means on the page, since single steps jitter."""
@@ -51,29 +35,29 @@ class WorkerTable:
 
     def __init__(self) -> None:
         self._workers: dict[str, dict[str, Any]] = {}
-        self._lost = LostWorkers()
+        self._lost = events.LostWorkers()
 
     def values(self) -> list[dict[str, Any]]:
         """Return the workers as the page gets them."""
         return [{**worker, "busy": number(worker["busy"])} for worker in self._workers.values()]
 
-    def start(self, event: RunEvent) -> None:
+    def start(self, event: events.RunEvent) -> None:
         devices = {stage["name"]: stage.get("device") for stage in event.graph["stages"]}
         for worker in event.workers:
             row = self._worker(worker["label"])
-            row.update(plain(worker), device=devices.get(worker["stage"]))
+            row.update(rounded(worker), device=devices.get(worker["stage"]))
 
-    def generation(self, event: GenerationEvent) -> None:
+    def generation(self, event: events.GenerationEvent) -> None:
         self._lost.clear()
         for label, place in event.workers.items():
-            self._worker(label).update(plain(place))
+            self._worker(label).update(rounded(place))
         for worker in self._workers.values():
             worker["state"] = "running"
 
     def recovered(self) -> None:
         self._lost.clear()
         for worker in self._workers.values():
-            if worker["state"] == LOST:
+            if worker["state"] == events.LOST:
                 worker["state"] = "running"
 
     def fault(self, stage: str, generation: int) -> None:
@@ -81,13 +65,13 @@ class WorkerTable:
         for label, worker in self._workers.items():
             worker["busy"] = None
             if stage and stage in (label, worker["stage"]):
-                worker["state"] = LOST
+                worker["state"] = events.LOST
                 self._lost.add(label, generation)
 
-    def vitals(self, processes: Mapping[str, ProcessVitals], generation: int) -> None:
+    def vitals(self, processes: Mapping[str, events.ProcessVitals], generation: int) -> None:
         for label, vital in processes.items():
             worker = self._worker(label)
-            worker.update({key: plain(value) for key, value in vital.items() if key in VITALS})
+            worker.update({key: rounded(value) for key, value in vital.items() if key in VITALS})
             if self._lost.revive(label, generation):
                 state = str(vital.get("state", worker["state"]))
                 worker["state"] = STATES.get(state, state)
@@ -100,13 +84,13 @@ class WorkerTable:
             worker["busy"] = share if before is None else before + WEIGHT * (share - before)
             if worker["state"] == "starting" and label not in self._lost:
                 worker["state"] = "running"
-            if worker["state"] == LOST and self._lost.revive(label, generation):
+            if worker["state"] == events.LOST and self._lost.revive(label, generation):
                 worker["state"] = "running"
 
     def end(self) -> None:
         """End the run. Lost workers stay lost, since they may be the reason."""
         for worker in self._workers.values():
-            if worker["state"] != LOST:
+            if worker["state"] != events.LOST:
                 worker["state"] = "ended"
 
     def _worker(self, label: str) -> dict[str, Any]:
@@ -124,7 +108,7 @@ class WorkerTable:
         )
 
 
-def timeline(event: TimelineEvent) -> dict[str, Any]:
+def timeline(event: events.TimelineEvent) -> dict[str, Any]:
     """Return the pipeline diagram of a step.
 
     Spans are [kind, micro-batch, start, end] and idle times [loss, start, end], both in whole
@@ -135,14 +119,14 @@ def timeline(event: TimelineEvent) -> dict[str, Any]:
     begin = min(starts, default=0.0)
     return {
         "step": event.step,
-        "seconds": plain(event.seconds),
+        "seconds": number(event.seconds),
         "bottleneck": event.bottleneck,
         "stages": [
             {
                 "label": stage["label"],
                 "host": stage.get("host", ""),
-                "busy": plain(stage.get("busy", {})),
-                "lost": plain(stage.get("lost", {})),
+                "busy": rounded(stage.get("busy", {})),
+                "lost": rounded(stage.get("lost", {})),
                 "spans": [*_shifted(stage["spans"], begin)],
                 "idle": [*_shifted(stage.get("idle", ()), begin)],
             }
@@ -184,13 +168,13 @@ class State:
         self._entries = Entries()
         self._begin: float | None = None
 
-    def take(self, event: Event) -> None:
+    def apply(self, event: events.Event) -> None:
         """Apply the run's next event; events that the page does not show change nothing."""
         before = self.version
         self.version += 1
         if self._begin is None:
             self._begin = event.time
-        changed = self._apply(event)
+        changed = self._update(event)
         if self._entries.add(event, self.version):
             self._set("counts", dict(self._entries.counts))
             changed = True
@@ -209,54 +193,51 @@ class State:
         return {
             "version": self.version,
             "is_all": version is None,
-            "parts": {name: self._part(name) for name in changed},
+            "parts": {name: self._parts[name] for name in changed},
             "curve": self._curve.since(known),
             "entries": self._entries.since(known),
         }
 
-    def _part(self, name: str) -> Any:
-        return self._workers.values() if name == "workers" else self._parts[name]
-
-    def _apply(self, event: Event) -> bool:
+    def _update(self, event: events.Event) -> bool:
         """Apply an event; return whether it changes anything but the list of events."""
         generation = event.generation or 0
         match event:
-            case RunEvent():
+            case events.RunEvent():
                 self._run(event)
-            case StartEvent():
+            case events.StartEvent():
                 self._progress(status="training", steps=event.steps)
-            case GenerationEvent():
+            case events.GenerationEvent():
                 self._workers.generation(event)
                 self._progress(status="training", generation=generation)
-            case RecoveredEvent():
+            case events.RecoveredEvent():
                 self._workers.recovered()
                 self._progress(status="training", generation=generation)
-            case FaultEvent():
+            case events.FaultEvent():
                 self._workers.fault(event.stage, generation)
                 faults = self._parts["progress"].get("faults", [])
                 self._progress(status="recovering", faults=[*faults, event.step][-EVALUATIONS:])
-            case VitalsEvent():
+            case events.VitalsEvent():
                 driver = {DRIVER: event.driver} if event.driver else {}
                 self._workers.vitals({**driver, **event.workers}, generation)
-                self._set("links", plain(event.links))
-            case StepEvent():
+                self._set("links", rounded(event.links))
+            case events.StepEvent():
                 self._step(event, generation)
-            case EvalEvent():
+            case events.EvalEvent():
                 self._evaluation(event)
-            case CheckpointEvent():
-                self._progress(checkpoint=plain({"step": event.step, "time": event.time}))
-            case TimelineEvent():
+            case events.CheckpointEvent():
+                self._progress(checkpoint={"step": event.step, "time": number(event.time)})
+            case events.TimelineEvent():
                 self._set("timeline", timeline(event))
                 return True
-            case EndEvent():
+            case events.EndEvent():
                 self._workers.end()
                 self._progress(status=event.outcome, error=event.error)
             case _:
                 return False
-        self._versions["workers"] = self.version
+        self._set("workers", self._workers.values())
         return True
 
-    def _run(self, event: RunEvent) -> None:
+    def _run(self, event: events.RunEvent) -> None:
         self._workers.start(event)
         run = {
             "name": event.name,
@@ -267,14 +248,14 @@ class State:
             "job_id": event.job_id,
             "began": self._begin,
         }
-        self._set("run", plain(run))
+        self._set("run", rounded(run))
         self._progress(steps=event.config.get("steps"))
 
-    def _step(self, event: StepEvent, generation: int) -> None:
+    def _step(self, event: events.StepEvent, generation: int) -> None:
         self._workers.step(event.busy, generation)
         loss, rate = number(event.loss), event.samples_per_s
-        row = Row(1, event.step, self._seconds(event), loss, loss, loss, rate)
-        self._curve.add(row, self.version)
+        seconds = self._seconds(event)
+        self._curve.add(Row(1, event.step, seconds, loss, loss, loss, rate, self.version))
         before = self._parts["progress"].get("step_s")
         step_s = event.step_s
         mean = step_s if before is None else before + WEIGHT * (step_s - before)
@@ -289,13 +270,12 @@ class State:
             skipped=event.skipped_steps,
         )
 
-    def _evaluation(self, event: EvalEvent) -> None:
-        values = {name: plain(value) for name, value in event.values.items()}
-        row = [event.step, number(self._seconds(event)), values]
+    def _evaluation(self, event: events.EvalEvent) -> None:
+        row = [event.step, number(self._seconds(event)), rounded(event.values)]
         rows = [*self._parts["evaluations"], row]
         self._set("evaluations", rows if len(rows) <= EVALUATIONS else rows[::-2][::-1])
 
-    def _seconds(self, event: Event) -> float:
+    def _seconds(self, event: events.Event) -> float:
         return event.time - self._begin if self._begin and event.time is not None else 0.0
 
     def _progress(self, **values: Any) -> None:
@@ -306,8 +286,8 @@ class State:
         self._versions[name] = self.version
 
 
-def _rates(event: StepEvent) -> list[float | None]:
+def _rates(event: events.StepEvent) -> list[float | None]:
     """Return the rates of the parameter groups of the first stage with several, or else one."""
-    several = event.group_learning_rates or {}
-    rates = next(iter(several.values()), [event.learning_rate])
-    return [rounded for rate in rates if (rounded := number(rate)) is not None]
+    groups = event.group_learning_rates or {}
+    rates: list[float | None] = [*next(iter(groups.values()), [event.learning_rate])]
+    return [rate for rate in map(number, rates) if rate is not None]

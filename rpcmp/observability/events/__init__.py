@@ -1,8 +1,8 @@
 """The events of a run: a class for each, whose fields are the keys of its JSON form.
 
 Everything that observes a run gets these events: the terminal, `--json`, the run folder, the page,
-the metrics, TensorBoard and the user's loggers. `stream.py` emits them, `wording.py` describes
-them, and `python -m rpcmp.observability.events` prints them as the table of the documentation.
+the metrics, TensorBoard and the user's loggers. `wording.py` describes them for people. All public
+names of the other modules are exported here.
 """
 
 from __future__ import annotations
@@ -10,101 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rpcmp.observability.events.event import Event, Json, own_fields
-from rpcmp.observability.events.process_events import (
-    LOST,
-    WORKER_STATES,
-    FaultEvent,
-    GenerationEvent,
-    LinkTraffic,
-    LostWorkers,
-    ProcessPlace,
-    ProcessVitals,
-    RecoveredEvent,
-    ReplacedEvent,
-    StageTimeline,
-    TimelineEvent,
-    VitalsEvent,
-    WaitingEvent,
-    WorkerPlace,
-    state_name,
-)
-from rpcmp.observability.events.run_events import (
-    EndEvent,
-    GraphInfo,
-    KeptEvent,
-    LogEvent,
-    PlanEvent,
-    ResumedEvent,
-    RunEvent,
-    SharesEvent,
-    StageInfo,
-    StagePlan,
-    UiEvent,
-    WarningEvent,
-    WorkerInfo,
-)
-from rpcmp.observability.events.training_events import (
-    BestEvent,
-    BestStep,
-    CheckpointEvent,
-    EarlyStopEvent,
-    EvalEvent,
-    Memory,
-    PlanOutcome,
-    ReportEvent,
-    StartEvent,
-    StepEvent,
-    SummaryEvent,
-)
-
-__all__ = [
-    "EVENTS",
-    "LOST",
-    "WORKER_STATES",
-    "BestEvent",
-    "BestStep",
-    "CheckpointEvent",
-    "EarlyStopEvent",
-    "EndEvent",
-    "EvalEvent",
-    "Event",
-    "FaultEvent",
-    "GenerationEvent",
-    "GraphInfo",
-    "Json",
-    "KeptEvent",
-    "LinkTraffic",
-    "LogEvent",
-    "LostWorkers",
-    "Memory",
-    "PlanEvent",
-    "PlanOutcome",
-    "ProcessPlace",
-    "ProcessVitals",
-    "RecoveredEvent",
-    "ReplacedEvent",
-    "ReportEvent",
-    "ResumedEvent",
-    "RunEvent",
-    "SharesEvent",
-    "StageInfo",
-    "StagePlan",
-    "StageTimeline",
-    "StartEvent",
-    "StepEvent",
-    "SummaryEvent",
-    "TimelineEvent",
-    "UiEvent",
-    "VitalsEvent",
-    "WaitingEvent",
-    "WarningEvent",
-    "WorkerInfo",
-    "WorkerPlace",
-    "own_fields",
-    "parse",
-    "state_name",
-]
+from rpcmp.observability.events.event import *
+from rpcmp.observability.events.process_events import *
+from rpcmp.observability.events.run_events import *
+from rpcmp.observability.events.training_events import *
 
 EVENTS: dict[str, type[Event]] = {
     kind.event: kind

@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, fields, replace
-from typing import Any, ClassVar, Self
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 
 Json = dict[str, Any]
 """An event as a JSON object: a line of `--json`, and what a user's logger gets."""
 
+
+def dumps(value: Any) -> str:
+    """Return `value` as one line of JSON; NaN and infinity, which JSON lacks, become null."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        return json.dumps(map_floats(value, lambda x: x if math.isfinite(x) else None))
+
+
+def map_floats(value: Any, convert: Callable[[float], float | None]) -> Any:
+    """Return a JSON value with `convert` applied to each float in it."""
+    match value:
+        case dict():
+            return {key: map_floats(item, convert) for key, item in value.items()}
+        case list() | tuple():
+            return [map_floats(item, convert) for item in value]
+        case float():
+            return convert(value)
+    return value
+
+
 STAMP = ("time", "generation")
 """Keys that every event has once it is emitted."""
+
+_Kind = TypeVar("_Kind", bound="Event")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +103,22 @@ class Event:
             elif complete and field.default is not None:
                 raise ValueError(f"the event {cls.event!r} has no {key!r}")
             elif field.default is not None:
-                values[key] = _EMPTY[_types(str(field.type))[-1]]()
+                values[key] = _empty(str(field.type))
         return cls(**values)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def event_type(
+    name: str, *, flat: str = "", stamp_first: bool = False
+) -> Callable[[type[_Kind]], type[_Kind]]:
+    """Make a class the dataclass of an event; for the arguments see the constants of `Event`."""
+
+    def decorate(cls: type[_Kind]) -> type[_Kind]:
+        kind = dataclass(frozen=True, slots=True, kw_only=True)(cls)
+        kind.event, kind.FLAT, kind.STAMP_FIRST = name, flat, stamp_first
+        return kind
+
+    return decorate
 
 
 def own_fields(kind: type[Event]) -> list[Field[Any]]:
@@ -87,27 +126,17 @@ def own_fields(kind: type[Event]) -> list[Field[Any]]:
     return [field for field in fields(kind) if field.name not in STAMP]
 
 
-_EMPTY: dict[str, Callable[[], Any]] = {
+_ACCEPTED: dict[str, type | UnionType] = {
     "str": str,
     "Literal": str,
     "int": int,
-    "float": lambda: math.nan,
+    "float": int | float,
     "bool": bool,
     "dict": dict,
     "list": list,
-    "None": lambda: None,
+    "None": NoneType,
 }
-
-_ACCEPTED: dict[str, type | tuple[type, ...]] = {
-    "str": str,
-    "Literal": str,
-    "int": int,
-    "float": (int, float),
-    "bool": bool,
-    "dict": dict,
-    "list": list,
-    "None": type(None),
-}
+"""The values of each type that an annotation names."""
 
 
 def _types(annotation: str) -> list[str]:
@@ -116,10 +145,15 @@ def _types(annotation: str) -> list[str]:
     return [name if name in _ACCEPTED else "dict" for name in names]
 
 
+def _empty(annotation: str) -> Any:
+    accepted = _ACCEPTED[_types(annotation)[-1]]
+    return accepted() if isinstance(accepted, type) else math.nan
+
+
 def _value(kind: type[Event], annotation: str, key: str, data: Mapping[str, Any]) -> Any:
     value, types = data[key], _types(annotation)
     if value is None and "float" in types and "None" not in types:
-        return math.nan  # JSON has no number that is not finite: null stands for it
+        return math.nan  # see `dumps`
     if not any(isinstance(value, _ACCEPTED[each]) for each in types):
         raise ValueError(f"the event {kind.event!r} has {key} = {value!r:.100}, which is not valid")
     return value

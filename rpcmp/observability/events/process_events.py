@@ -10,10 +10,9 @@ A process stays lost until the next generation, whatever older reports about it 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypedDict
+from typing import Any, TypedDict
 
-from rpcmp.observability.events.event import Event
+from rpcmp.observability.events.event import Event, event_type
 
 LOST = "lost"
 
@@ -100,7 +99,7 @@ class StageTimeline(TypedDict):
     lost: dict[str, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("generation")
 class GenerationEvent(Event):
     """A generation, which is a group of processes, has started.
 
@@ -110,14 +109,12 @@ class GenerationEvent(Event):
         driver: `host` and `pid` of the driver's process
     """
 
-    event: ClassVar[str] = "generation"
-
     step: int
     workers: dict[str, WorkerPlace]
     driver: ProcessPlace
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("fault")
 class FaultEvent(Event):
     """A process of the run was lost.
 
@@ -129,8 +126,6 @@ class FaultEvent(Event):
         host: host of that process; empty if it is unknown
     """
 
-    event: ClassVar[str] = "fault"
-
     step: int
     error: str
     kind: str
@@ -138,7 +133,7 @@ class FaultEvent(Event):
     host: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("recovered")
 class RecoveredEvent(Event):
     """The run goes on after a fault.
 
@@ -147,13 +142,11 @@ class RecoveredEvent(Event):
         seconds: time since the fault
     """
 
-    event: ClassVar[str] = "recovered"
-
     step: int
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("waiting")
 class WaitingEvent(Event):
     """The run waits for a server that is gone.
 
@@ -162,13 +155,11 @@ class WaitingEvent(Event):
         address: address of the server
     """
 
-    event: ClassVar[str] = "waiting"
-
     stage: str
     address: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("replaced")
 class ReplacedEvent(Event):
     """A spare has replaced a server that is gone.
 
@@ -178,14 +169,12 @@ class ReplacedEvent(Event):
         address: address of the spare
     """
 
-    event: ClassVar[str] = "replaced"
-
     stage: str
     lost: str
     address: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("vitals")
 class VitalsEvent(Event):
     """Each second, to loggers alone: the state of all processes.
 
@@ -197,15 +186,13 @@ class VitalsEvent(Event):
         links: traffic `from` a member `to` another: `bytes`, `bytes_per_s`, `rtt_s`
     """
 
-    event: ClassVar[str] = "vitals"
-
     step: int
     workers: dict[str, ProcessVitals]
     driver: ProcessVitals
     links: list[LinkTraffic]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("timeline")
 class TimelineEvent(Event):
     """Every other second, to loggers alone: what each stage did in a step.
 
@@ -216,8 +203,6 @@ class TimelineEvent(Event):
             `busy` and `lost` shares
         bottleneck: which stage limits the speed, and why
     """
-
-    event: ClassVar[str] = "timeline"
 
     step: int
     seconds: float

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self, TypedDict
+from typing import Any, Literal, Self, TypedDict
 
-from rpcmp.observability.events.event import Event
+from rpcmp.observability.events.event import Event, event_type
 
 
 class WorkerInfo(TypedDict):
@@ -46,7 +45,7 @@ class StagePlan(TypedDict):
     limit_bytes: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("ui")
 class UiEvent(Event):
     """First of all, with `--ui`. Loggers do not get it, since the address may hold a token.
 
@@ -54,12 +53,10 @@ class UiEvent(Event):
         url: address of the page
     """
 
-    event: ClassVar[str] = "ui"
-
     url: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("run")
 class RunEvent(Event):
     """Before anything is started: what the job is.
 
@@ -74,8 +71,6 @@ class RunEvent(Event):
         workers: `label`, `stage`, `replica` and, if it is known by now, `address` of each worker
     """
 
-    event: ClassVar[str] = "run"
-
     name: str
     config: dict[str, Any]
     versions: dict[str, str]
@@ -86,7 +81,7 @@ class RunEvent(Event):
     workers: list[WorkerInfo]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("plan")
 class PlanEvent(Event):
     """The balance was measured: what it promises.
 
@@ -98,15 +93,13 @@ class PlanEvent(Event):
             `limit_bytes`
     """
 
-    event: ClassVar[str] = "plan"
-
     balance: list[int]
     step_s: float
     bubble: float
     stages: dict[str, StagePlan]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("shares")
 class SharesEvent(Event):
     """With `balance_replicas`, after the replicas were measured.
 
@@ -114,12 +107,10 @@ class SharesEvent(Event):
         shares: micro-batches that each replica of a stage gets, in proportion to each other
     """
 
-    event: ClassVar[str] = "shares"
-
     shares: dict[str, list[int]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("resumed")
 class ResumedEvent(Event):
     """With `--resume`.
 
@@ -129,14 +120,12 @@ class ResumedEvent(Event):
         changed: keys of the config that have changed since then
     """
 
-    event: ClassVar[str] = "resumed"
-
     step: int
     run: str | None = None
     changed: list[str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("warning")
 class WarningEvent(Event):
     """Something is allowed but hardly intended, or went wrong without ending the run.
 
@@ -144,12 +133,10 @@ class WarningEvent(Event):
         text: the warning
     """
 
-    event: ClassVar[str] = "warning"
-
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("log", stamp_first=True)
 class LogEvent(Event):
     """A process of the run has logged or printed a line.
 
@@ -161,9 +148,6 @@ class LogEvent(Event):
         text: the line
         count: how many equal or similar lines it stands for, itself included
     """
-
-    event: ClassVar[str] = "log"
-    STAMP_FIRST: ClassVar[bool] = True
 
     stage: str
     step: int
@@ -183,7 +167,7 @@ class LogEvent(Event):
         return cls.from_json({**entry, **texts}, complete=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("kept")
 class KeptEvent(Event):
     """At the end of a run that keeps a folder.
 
@@ -191,12 +175,10 @@ class KeptEvent(Event):
         path: the run's folder
     """
 
-    event: ClassVar[str] = "kept"
-
     path: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("end")
 class EndEvent(Event):
     """Last, however the run ended.
 
@@ -204,8 +186,6 @@ class EndEvent(Event):
         outcome: `done`, `failed` or `interrupted`
         error: why it failed or was interrupted; else empty
     """
-
-    event: ClassVar[str] = "end"
 
     outcome: Literal["done", "failed", "interrupted"]
     error: str

@@ -1,11 +1,16 @@
-"""The events of training: steps, evaluations, checkpoints, and the summary."""
+"""The events of training: steps, evaluations, checkpoints, and the summary.
+
+`EventStream` reports each of them once, although steps are replayed after a fault.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal, TypedDict
+import time
+from collections.abc import Callable
+from typing import Literal, TypedDict
 
-from rpcmp.observability.events.event import Event
+from rpcmp.observability.events.event import Event, event_type
+from rpcmp.observability.events.run_events import WarningEvent
 
 
 class Memory(TypedDict):
@@ -32,7 +37,7 @@ class PlanOutcome(TypedDict):
     measured_step_s: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("start")
 class StartEvent(Event):
     """Training starts.
 
@@ -40,12 +45,10 @@ class StartEvent(Event):
         steps: optimizer steps that the whole run will have done
     """
 
-    event: ClassVar[str] = "start"
-
     steps: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("step")
 class StepEvent(Event):
     """After each optimizer step.
 
@@ -67,8 +70,6 @@ class StepEvent(Event):
         group_learning_rates: of each stage with several parameter groups: the learning rate of each
     """
 
-    event: ClassVar[str] = "step"
-
     step: int
     epoch: int
     loss: float
@@ -85,7 +86,7 @@ class StepEvent(Event):
     group_learning_rates: dict[str, list[float]] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("eval", flat="values")
 class EvalEvent(Event):
     """After each evaluation.
 
@@ -95,15 +96,12 @@ class EvalEvent(Event):
         values: the `loss`, and each metric, by its name
     """
 
-    event: ClassVar[str] = "eval"
-    FLAT: ClassVar[str] = "values"
-
     step: int
     epoch: int
     values: dict[str, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("early_stop")
 class EarlyStopEvent(Event):
     """`[early_stopping]` ends the run.
 
@@ -116,8 +114,6 @@ class EarlyStopEvent(Event):
         step: the last step of the run
     """
 
-    event: ClassVar[str] = "early_stop"
-
     metric: str
     mode: Literal["min", "max"]
     best: float | None
@@ -126,7 +122,7 @@ class EarlyStopEvent(Event):
     step: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("report")
 class ReportEvent(Event):
     """The config's `report` has returned.
 
@@ -134,12 +130,10 @@ class ReportEvent(Event):
         text: what it returned
     """
 
-    event: ClassVar[str] = "report"
-
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("checkpoint")
 class CheckpointEvent(Event):
     """A checkpoint is complete on the disks.
 
@@ -150,15 +144,13 @@ class CheckpointEvent(Event):
         bytes: size of its files
     """
 
-    event: ClassVar[str] = "checkpoint"
-
     step: int
     path: str
     seconds: float
     bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("best")
 class BestEvent(Event):
     """With `checkpoint.best`: a checkpoint is the best so far.
 
@@ -168,14 +160,12 @@ class BestEvent(Event):
         value: value of the metric
     """
 
-    event: ClassVar[str] = "best"
-
     step: int
     metric: str
     value: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event_type("summary")
 class SummaryEvent(Event):
     """Training has ended.
 
@@ -194,8 +184,6 @@ class SummaryEvent(Event):
         plan: with a measured balance: `balance`, `predicted_step_s` and `measured_step_s`, a median
     """
 
-    event: ClassVar[str] = "summary"
-
     steps: int
     is_cut_short: bool
     loss: float
@@ -207,3 +195,66 @@ class SummaryEvent(Event):
     memory: dict[str, Memory]
     best: BestStep | None = None
     plan: PlanOutcome | None = None
+
+
+LOSSES_KEPT = 64
+"""Losses that are kept, to compare them with the losses of a replay."""
+
+
+class EventStream:
+    """Stamps the events of a run with `time` and `generation` and passes them on.
+
+    Args:
+        report: called with the stamped events.
+        generation: returns the number of the current generation.
+
+    Attributes:
+        step: the last step that was reported.
+        step_seconds: durations of the steps that were reported.
+    """
+
+    def __init__(self, report: Callable[[Event], None], generation: Callable[[], int]) -> None:
+        self._report = report
+        self._generation = generation
+        self._reported_once: set[str] = set()
+        self._losses: dict[int, float] = {}
+        self._evaluated_step = -1
+        self.step = 0
+        self.step_seconds: list[float] = []
+
+    def emit(self, event: Event) -> None:
+        """Pass on an event."""
+        self._report(event.stamped(time.time(), self._generation()))
+
+    def emit_new(self, event: Event) -> None:
+        """Pass on an event of the driver process, unless an earlier generation has reported it."""
+        match event:
+            case StepEvent():
+                self._emit_step(event)
+            case EvalEvent():
+                if event.step > self._evaluated_step:
+                    self._evaluated_step = event.step
+                    self.emit(event)
+            case StartEvent() | ReportEvent() | EarlyStopEvent():
+                if event.event not in self._reported_once:
+                    self._reported_once.add(event.event)
+                    self.emit(event)
+            case _:
+                self.emit(event)
+
+    def _emit_step(self, event: StepEvent) -> None:
+        step, loss = event.step, event.loss
+        before = self._losses.get(step)
+        if before is not None and before.hex() != loss.hex():  # -0.0 is not 0.0, and NaN is NaN
+            text = (
+                f"step {step} gave a loss of {loss!r} in its replay and {before!r} before: the "
+                "model draws on something that is not reproducible"
+            )
+            self.emit(WarningEvent(text=text))
+        if step <= self.step:
+            return
+        self.step = step
+        self.step_seconds.append(event.step_s)
+        self._losses[step] = loss
+        self._losses.pop(step - LOSSES_KEPT, None)
+        self.emit(event)

@@ -1,40 +1,19 @@
-"""The wording of events for people: the same on the terminal, on the page and in a report."""
+"""The wording of events for people: the same on the terminal, on the page and in a report.
+
+`python -m rpcmp.observability.events.wording` prints the table of all events and their keys, which
+the guide has.
+"""
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rpcmp.config.types import format_size
-from rpcmp.observability.events import (
-    BestEvent,
-    CheckpointEvent,
-    EarlyStopEvent,
-    EndEvent,
-    EvalEvent,
-    Event,
-    FaultEvent,
-    GenerationEvent,
-    KeptEvent,
-    LogEvent,
-    Memory,
-    PlanEvent,
-    PlanOutcome,
-    RecoveredEvent,
-    ReplacedEvent,
-    ReportEvent,
-    ResumedEvent,
-    RunEvent,
-    SharesEvent,
-    StartEvent,
-    StepEvent,
-    SummaryEvent,
-    UiEvent,
-    WaitingEvent,
-    WarningEvent,
-    WorkerInfo,
-)
+from rpcmp.observability import events
 
 
 @dataclass
@@ -52,26 +31,26 @@ class RunContext:
 
     name: str = ""
     schedule: str = ""
-    workers: dict[str, WorkerInfo] = field(default_factory=dict)
+    workers: dict[str, events.WorkerInfo] = field(default_factory=dict)
     give_up_after: float = 0.0
     steps: int = 0
     first_loss: float | None = None
 
-    def add(self, event: Event) -> None:
+    def add(self, event: events.Event) -> None:
         """Update the context with the next event of the run."""
         match event:
-            case RunEvent():
+            case events.RunEvent():
                 self.name, self.schedule = event.name, str(event.config.get("schedule", ""))
                 self.workers = {worker["label"]: worker for worker in event.workers}
                 recovery = event.config.get("recovery", {})
                 self.give_up_after = recovery.get("give_up_after", 0.0)
-            case StartEvent():
+            case events.StartEvent():
                 self.steps = event.steps
-            case StepEvent() if self.first_loss is None:
+            case events.StepEvent() if self.first_loss is None:
                 self.first_loss = event.loss
 
 
-def describe(event: Event, run: RunContext) -> str:
+def describe(event: events.Event, run: RunContext) -> str:
     """Describe an event in one line; empty for an event that people are not shown.
 
     Only what a config's `report` returned, and what a process has logged, may have several lines.
@@ -81,79 +60,79 @@ def describe(event: Event, run: RunContext) -> str:
         run: of the events before it, this one included.
     """
     match event:
-        case UiEvent():
+        case events.UiEvent():
             return f"page: {event.url}"
-        case PlanEvent():
+        case events.PlanEvent():
             return (
                 f"balance = {event.balance}  predicted: step {_ms(event.step_s)}  "
                 f"bubble {event.bubble:.0%}"
             )
-        case SharesEvent():
+        case events.SharesEvent():
             of_stages = (f"{name} {':'.join(map(str, s))}" for name, s in event.shares.items())
             return f"replicas share micro-batches: {', '.join(of_stages)}"
-        case GenerationEvent():
+        case events.GenerationEvent():
             return f"generation {event.generation} starts after step {event.step}"
-        case StartEvent():
+        case events.StartEvent():
             name = f"{run.name}: " if run.name else ""
             where = f", {run.schedule}, stages {', '.join(run.workers)}" if run.workers else ""
             return f"{name}{event.steps} steps{where}"
-        case StepEvent():
+        case events.StepEvent():
             return (
                 f"step {event.step}/{run.steps}  epoch {event.epoch}  loss {event.loss:.4f}  "
                 f"{event.samples_per_s:,.0f} samples/s{describe_busy(event)}  "
                 f"data {event.data_share:.0%}{describe_loss_scale(event)}"
             )
-        case EvalEvent():
+        case events.EvalEvent():
             return f"evaluation after step {event.step}: {_numbers(event.values)}"
-        case EarlyStopEvent():
+        case events.EarlyStopEvent():
             return _early_stop(event)
-        case ReportEvent():
+        case events.ReportEvent():
             return event.text
-        case CheckpointEvent():
+        case events.CheckpointEvent():
             cost = f"{format_size(event.bytes)} in {event.seconds:.1f} s"
             return f"checkpoint of step {event.step} in {event.path}: {cost}"
-        case BestEvent():
+        case events.BestEvent():
             value = f"{event.metric} {event.value:.4f}"
             return f"the best so far is kept: step {event.step}, {value}"
-        case FaultEvent():
+        case events.FaultEvent():
             return f"lost after step {event.step}: {event.error}"
-        case RecoveredEvent():
+        case events.RecoveredEvent():
             return (
                 f"going on from step {event.step} as generation {event.generation}, "
                 f"after {event.seconds:.1f} s"
             )
-        case WaitingEvent():
+        case events.WaitingEvent():
             return _waiting(event, run)
-        case ReplacedEvent():
+        case events.ReplacedEvent():
             return (
                 f"the spare at {event.address} takes stage {event.stage!r}, whose server at "
                 f"{event.lost} is gone"
             )
-        case ResumedEvent():
+        case events.ResumedEvent():
             if not event.step:
                 return "no checkpoint to resume from: starting from the beginning"
             changed = f" (changed since: {', '.join(event.changed)})" if event.changed else ""
             return f"resuming after step {event.step}{changed}"
-        case WarningEvent():
+        case events.WarningEvent():
             return f"warning: {event.text}"
-        case LogEvent():
+        case events.LogEvent():
             more = f" (x {event.count})" if event.count > 1 else ""
             return f"{event.logger}: {event.text}{more}".removeprefix(": ")
-        case SummaryEvent():
+        case events.SummaryEvent():
             return _summary(event, run)
-        case KeptEvent():
+        case events.KeptEvent():
             return f"kept in {_short(event.path)}"
-        case EndEvent():
+        case events.EndEvent():
             return f"the run has ended, {event.outcome}" + (
                 f": {event.error}" if event.error else ""
             )
     return ""
 
 
-def describe_details(event: Event) -> Iterator[str]:
+def describe_details(event: events.Event) -> Iterator[str]:
     """Describe the details of a plan or a summary, in further lines."""
     match event:
-        case PlanEvent():
+        case events.PlanEvent():
             width = max(map(len, event.stages))
             for name, stage in event.stages.items():
                 limit = stage["limit_bytes"]
@@ -163,7 +142,7 @@ def describe_details(event: Event) -> Iterator[str]:
                     f"{_ms(stage['busy_s'])}  bubble {stage['bubble']:.0%}  "
                     f"memory {format_size(stage['memory_bytes'])}{of}"
                 )
-        case SummaryEvent():
+        case events.SummaryEvent():
             if (best := event.best) is not None:
                 value = f"{best['metric']} {best['value']:.4f}"
                 yield f"best step {best['step']}, {value}, in {best['path']}"
@@ -173,13 +152,13 @@ def describe_details(event: Event) -> Iterator[str]:
             yield f"parameters sha256 {event.parameters_sha256}"
 
 
-def describe_busy(event: StepEvent) -> str:
+def describe_busy(event: events.StepEvent) -> str:
     """Describe how busy the stages were; empty if they were lost before they could report it."""
     shares = " ".join(f"{share:.0%}" for share in event.busy.values())
     return f"  busy {shares}" if shares else ""
 
 
-def describe_loss_scale(event: StepEvent) -> str:
+def describe_loss_scale(event: events.StepEvent) -> str:
     """Describe the loss scale of a step; empty without loss scaling."""
     if event.loss_scale is None:
         return ""
@@ -188,7 +167,7 @@ def describe_loss_scale(event: StepEvent) -> str:
     return f"  scale {event.loss_scale:g}{skipped}"
 
 
-def _early_stop(event: EarlyStopEvent) -> str:
+def _early_stop(event: events.EarlyStopEvent) -> str:
     waited = f"{event.waited} evaluation" + ("s" if event.waited > 1 else "")
     if event.best is None:
         return f"stopped early after step {event.step}: {event.metric} was NaN in {waited}"
@@ -199,7 +178,7 @@ def _early_stop(event: EarlyStopEvent) -> str:
     )
 
 
-def _waiting(event: WaitingEvent, run: RunContext) -> str:
+def _waiting(event: events.WaitingEvent, run: RunContext) -> str:
     server = f"the server of stage {event.stage!r} at {event.address}"
     if (worker := run.workers.get(event.stage)) is None:
         return f"waiting for {server}"
@@ -210,7 +189,7 @@ def _waiting(event: WaitingEvent, run: RunContext) -> str:
     )
 
 
-def _summary(event: SummaryEvent, run: RunContext) -> str:
+def _summary(event: events.SummaryEvent, run: RunContext) -> str:
     skipped = "" if event.skipped_steps is None else f" ({event.skipped_steps} skipped)"
     first = "" if run.first_loss is None else f"{run.first_loss:.4f} -> "
     metrics = f", {_numbers(event.metrics, 'test ')}" if event.metrics else ""
@@ -218,7 +197,7 @@ def _summary(event: SummaryEvent, run: RunContext) -> str:
     return f"{ended} {event.steps} steps{skipped}, loss {first}{event.loss:.4f}{metrics}"
 
 
-def _plan_outcome(plan: PlanOutcome) -> str:
+def _plan_outcome(plan: events.PlanOutcome) -> str:
     seconds = plan["measured_step_s"]
     measured = "" if seconds is None else f", measured {_ms(seconds)} (median)"
     return f"balance = {plan['balance']}: predicted step {_ms(plan['predicted_step_s'])}{measured}"
@@ -238,8 +217,43 @@ def _numbers(values: Mapping[str, float], prefix: str = "") -> str:
     return ", ".join(f"{prefix}{name} {value:.4f}" for name, value in values.items())
 
 
-def _memory(memory: Mapping[str, Memory]) -> str:
+def _memory(memory: Mapping[str, events.Memory]) -> str:
     return ", ".join(
         f"{stage} {sizes['peak'] / 2**20:,.0f} MiB (idle {sizes['idle'] / 2**20:,.0f})"
         for stage, sizes in memory.items()
     )
+
+
+TYPE_NAMES = {
+    "str": "string",
+    "Literal": "string",
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+    "list": "list",
+}
+
+
+def table() -> str:
+    """Return all events with their keys, as Markdown, from the docstrings of their classes."""
+    rows = ["| event, key | type | meaning |", "| --- | --- | --- |"]
+    for kind in events.EVENTS.values():
+        rows += _rows(kind)
+    return "\n".join(rows)
+
+
+def _rows(kind: type[events.Event]) -> Iterator[str]:
+    when, _, attributes = (inspect.getdoc(kind) or "").partition("\n\nAttributes:\n")
+    attributes = re.sub(r"\n {8}", " ", attributes)
+    meanings = dict(re.findall(r"^    (\w+): (.*)$", attributes, re.MULTILINE))
+    yield f"| **`{kind.event}`** | event | {when} |"
+    for own in events.own_fields(kind):
+        key, annotation = own.name, str(own.type)
+        if key == kind.FLAT:
+            key, annotation = "NAME", "float"
+        type_ = TYPE_NAMES.get(annotation.partition("[")[0].removesuffix(" | None"), "table")
+        yield f"| `{kind.event}.{key}` | {type_} | {meanings[own.name]} |"
+
+
+if __name__ == "__main__":
+    print(table())

@@ -18,22 +18,22 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import os
-import stat
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from heapq import heappop, heappush
+from io import TextIOWrapper
 from itertools import count
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, BinaryIO, NamedTuple, cast
 
 from pydantic import BaseModel, ValidationError
 
 import rpcmp
+from rpcmp.config.bounded_file import open_regular
 from rpcmp.errors import ConfigError
 from rpcmp.observability.trace.critical_path import Causes, idle
-from rpcmp.observability.trace.json_stream import Elements
+from rpcmp.observability.trace.json_stream import JsonStream
 from rpcmp.observability.trace.spans import Kind, Span, Trace, Track
 
 Event = dict[str, Any]
@@ -227,7 +227,7 @@ def write(trace: Trace, path: Path) -> None:
     encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
     metadata = _Metadata(rpcmp=_header(trace)).model_dump()
     try:
-        with _open(path, "wt") as file:
+        with path.open("wb") as raw, _text(raw, path, "wt") as file:
             file.write('{"traceEvents":[')
             for number, event in enumerate(Events(trace)):
                 file.write(f"{',' if number else ''}\n{encode(event)}")
@@ -248,7 +248,6 @@ def read(path: Path, first: int | None = None, last: int | None = None) -> Trace
         ConfigError: the file cannot be read, or is not a trace.
     """
     try:
-        _require_regular(path)
         try:
             return _read(path, _Spans())
         except _TooManyError:
@@ -267,11 +266,6 @@ def read(path: Path, first: int | None = None, last: int | None = None) -> Trace
     raise ConfigError(f"{path} is not a trace that `rpcmp drive --trace` wrote: {reason}")
 
 
-def _open(path: Path, mode: str) -> IO[str]:
-    opened = gzip.open if path.suffix == ".gz" else open
-    return cast(IO[str], opened(path, mode, encoding="utf-8"))
-
-
 def _header(trace: Trace) -> _Header:
     stages = tuple(
         _Stage(name=track.stage, host=track.host, producers=trace.producers.get(track.stage, ()))
@@ -280,24 +274,25 @@ def _header(trace: Trace) -> _Header:
     return _Header(version=rpcmp.__version__, begin_ns=trace.begin_ns, stages=stages)
 
 
-def _only_spans(value: dict[str, Any]) -> Any:
+def _only_spans(event: dict[str, Any]) -> Any:
     """Convert events to spans while the file is parsed: a dict per event takes too much memory."""
-    if "ph" not in value:
-        return value
-    if value["ph"] != "X" or value.get("cat") not in _KINDS:
+    if "ph" not in event:
+        return event
+    if event["ph"] != "X" or event.get("cat") not in _KINDS:
         return None
     try:
-        return _span(value)
+        start_ns, args = round(event["ts"] * 1000), event["args"]
+        span = Span(
+            kind=_KINDS[event["cat"]],
+            step=int(args["step"]),
+            microbatch=int(args["microbatch"]),
+            ready_ns=start_ns - round(args["waited_us"] * 1000),
+            start_ns=start_ns,
+            end_ns=start_ns + round(event["dur"] * 1000),
+        )
+        return _Event(int(event["pid"]), span)
     except (KeyError, TypeError) as error:
-        raise ValueError(f"an event without a proper {error}: {str(value)[:SHOWN]}") from error
-
-
-def _span(event: Mapping[str, Any]) -> _Event:
-    start_ns, args = round(event["ts"] * 1000), event["args"]
-    ready_ns = start_ns - round(args["waited_us"] * 1000)
-    end_ns = start_ns + round(event["dur"] * 1000)
-    kind, step, microbatch = _KINDS[event["cat"]], int(args["step"]), int(args["microbatch"])
-    return _Event(int(event["pid"]), Span(kind, step, microbatch, ready_ns, start_ns, end_ns))
+        raise ValueError(f"an event without a proper {error}: {str(event)[:SHOWN]}") from error
 
 
 class _TooManyError(Exception):
@@ -333,27 +328,23 @@ class _Spans:
 
 
 def _read(path: Path, spans: _Spans) -> Trace:
-    with _open(path, "rt") as file:
-        document = Elements(file, MAX_TEXT, _only_spans).read("traceEvents", spans.take)
-    return _trace(_Document.model_validate(document).metadata.rpcmp, spans)
-
-
-def _require_regular(path: Path) -> None:
-    """Refuse devices, which have no end, and pipes, whose opening may block."""
-    mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a folder's own error is better
-        raise ValueError("it is not a regular file")
-
-
-def _trace(header: _Header, read: _Spans) -> Trace:
-    spans = read.by_pid
+    with open_regular(path) as raw, _text(raw, path, "rt") as file:
+        document = JsonStream(file, MAX_TEXT, _only_spans).read("traceEvents", spans.take)
+    header = _Document.model_validate(document).metadata.rpcmp
     tracks = (
-        Track(stage.name, stage.host, _moved(spans.pop(pid, []), header.begin_ns))
+        Track(stage.name, stage.host, _moved(spans.by_pid.pop(pid, []), header.begin_ns))
         for pid, stage in enumerate(header.stages, start=1)
     )
     trace = Trace(tuple(tracks), {stage.name: stage.producers for stage in header.stages})
-    _check(trace, spans)
+    _check(trace, spans.by_pid)
     return trace
+
+
+def _text(raw: BinaryIO, path: Path, mode: str) -> IO[str]:
+    """Return the text of a file, which is compressed if its name ends in ".gz"."""
+    if path.suffix == ".gz":
+        return cast(IO[str], gzip.open(raw, mode, encoding="utf-8"))
+    return TextIOWrapper(raw, encoding="utf-8")
 
 
 def _moved(spans: list[Span], by_ns: int) -> tuple[Span, ...]:

@@ -7,7 +7,7 @@ of the object.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 BLOCK = 2**16
@@ -16,10 +16,8 @@ BLOCK = 2**16
 MAX_VALUE = 2**20
 """Characters of the longest value; a parsed value takes up to 25 times that in bytes."""
 
-_SPACE = " \t\n\r"
 
-
-class Elements:
+class JsonStream:
     """A reader of one JSON object.
 
     Args:
@@ -32,8 +30,7 @@ class Elements:
         self, file: IO[str], limit: int, object_hook: Callable[[dict[str, Any]], Any]
     ) -> None:
         self._file = file
-        self._left = limit
-        self._limit = limit
+        self._left = self._limit = limit
         self._decoder = json.JSONDecoder(object_hook=object_hook)
         self._text = ""
         self._at = 0
@@ -49,46 +46,34 @@ class Elements:
             RecursionError: it is nested too deeply.
         """
         document: Any = {}
-        if self._peek() != "{":
-            document = self._value()
-        elif self._begins("{", "}"):
-            while True:
+        if self._peek() == "{":
+            for _ in self._items("{", "}"):
                 key = self._value()
                 if not isinstance(key, str):
                     raise ValueError("Expecting property name enclosed in double quotes")
                 self._expect(":")
                 if key == array and self._peek() == "[":
                     document[key] = []
-                    self._array(take)
+                    for _ in self._items("[", "]"):
+                        take(self._value())
                 else:
                     document[key] = self._value()
-                if not self._goes_on("}"):
-                    break
+        else:
+            document = self._value()
         if self._peek():
             raise ValueError("Extra data")
         return document
 
-    def _array(self, take: Callable[[Any], None]) -> None:
-        if self._begins("[", "]"):
-            take(self._value())
-            while self._goes_on("]"):
-                take(self._value())
-
-    def _begins(self, bracket: str, end: str) -> bool:
-        """Consume the opening bracket; return False if `end` follows, which is consumed too."""
-        self._expect(bracket)
-        if self._peek() != end:
-            return True
+    def _items(self, opening: str, closing: str) -> Iterator[None]:
+        """Consume the brackets and commas; yield before each item, which the caller consumes."""
+        self._expect(opening)
+        is_first = True
+        while self._peek() != closing:
+            if not is_first:
+                self._expect(",")
+            is_first = False
+            yield
         self._at += 1
-        return False
-
-    def _goes_on(self, end: str) -> bool:
-        """Consume a comma, and return True, or `end`, and return False."""
-        if self._peek() == end:
-            self._at += 1
-            return False
-        self._expect(",")
-        return True
 
     def _expect(self, sign: str) -> None:
         if self._peek() != sign:
@@ -99,7 +84,7 @@ class Elements:
         """Return the next character other than white space; empty at the end of the file."""
         while True:
             while self._at < len(self._text):
-                if (sign := self._text[self._at]) not in _SPACE:
+                if (sign := self._text[self._at]) not in " \t\n\r":
                     return sign
                 self._at += 1
             if not self._more():
@@ -108,20 +93,19 @@ class Elements:
     def _value(self) -> Any:
         self._peek()
         while True:
-            problem = ""
             try:
                 value, end = self._decoder.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
-                problem = error.msg
+                if len(self._text) - self._at > MAX_VALUE:
+                    raise ValueError(
+                        f"{error.msg}, or a value is longer than {MAX_VALUE:,} characters"
+                    ) from error
+                if not self._more():
+                    raise ValueError(error.msg) from error
             else:
                 if end < len(self._text) or not self._more():  # a number may go on
                     self._at = end
                     return value
-                continue
-            if len(self._text) - self._at > MAX_VALUE:
-                raise ValueError(f"{problem}, or a value is longer than {MAX_VALUE:,} characters")
-            if not self._more():
-                raise ValueError(problem)
 
     def _more(self) -> bool:
         """Read a block, and drop consumed text; return False at the end of the file."""

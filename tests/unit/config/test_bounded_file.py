@@ -13,7 +13,7 @@ from rpcmp.checkpoint.folder import MANIFEST, look
 from rpcmp.config import loader
 from rpcmp.config.bounded_file import MIB
 from rpcmp.errors import ConfigError
-from rpcmp.observability.run_folder import reader, writer
+from rpcmp.observability import run_folder, run_report
 from rpcmp.observability.trace import chrome, spans
 from rpcmp.observability.trace.analysis import measure
 from tests.support.tracefiles import GOOD_SPAN, HEADER
@@ -64,11 +64,16 @@ def test_some_steps_of_a_trace_with_too_many_spans_can_be_read(
     assert measure(part, spans.choose_window(part, 4, 5)) == expected
 
 
-def run_folder(path: Path, **files: bytes) -> Path:
+def write_folder(path: Path, **files: bytes) -> Path:
     """The folder of a run, in which `files` have another content, by their stems."""
     path.mkdir()
-    info = writer.RunInfo(name="job", started=0.0, outcome="done").model_dump_json().encode()
-    whole = {writer.RUN: info, writer.CONFIG: b"{}", writer.METRICS: b"", writer.EVENTS: b""}
+    info = run_folder.RunInfo(name="job", started=0.0, outcome="done").model_dump_json().encode()
+    whole = {
+        run_folder.RUN: info,
+        run_folder.CONFIG: b"{}",
+        run_folder.METRICS: b"",
+        run_folder.EVENTS: b"",
+    }
     for name, content in whole.items():
         (path / name).write_bytes(files.get(Path(name).stem, content))
     return path
@@ -87,18 +92,20 @@ def run_folder(path: Path, **files: bytes) -> Path:
 def test_a_run_folder_that_takes_too_much_is_refused(
     name: str, content: bytes, reason: str, tmp_path: Path
 ) -> None:
-    folder = run_folder(tmp_path / "run", **{name: content})
+    folder = write_folder(tmp_path / "run", **{name: content})
     with pytest.raises(ConfigError, match=rf"{name}.jsonl? is damaged or missing: .*{reason}"):
-        reader.read(folder)
+        run_report.read(folder)
 
 
-@pytest.mark.parametrize("name", [writer.RUN, writer.CONFIG, writer.METRICS, writer.EVENTS])
+@pytest.mark.parametrize(
+    "name", [run_folder.RUN, run_folder.CONFIG, run_folder.METRICS, run_folder.EVENTS]
+)
 def test_a_run_folder_that_leads_to_a_device_is_refused(name: str, tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run")
+    folder = write_folder(tmp_path / "run")
     (folder / name).unlink()
     (folder / name).symlink_to("/dev/zero")
     with pytest.raises(ConfigError, match=f"{name} is damaged or missing: .* not a regular"):
-        reader.read(folder)
+        run_report.read(folder)
 
 
 def test_a_manifest_that_takes_too_much_is_no_checkpoint(tmp_path: Path) -> None:

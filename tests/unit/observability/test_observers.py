@@ -14,7 +14,7 @@ import pytest
 from rpcmp.errors import DrainingError, InterruptedJobError, JobError
 from rpcmp.observability import observers
 from rpcmp.observability.events import Event as TypedEvent
-from rpcmp.observability.observers import LAG, MOST, PATIENCE, watching
+from rpcmp.observability.observers import MAX_LAG, MAX_QUEUE, PATIENCE, watching
 from rpcmp.process.logging.collector import Display
 from tests.support.runevents import typed
 
@@ -31,7 +31,7 @@ class Told:
         self.events: list[Event] = []
         self.closed = 0
 
-    def tell(self, event: TypedEvent) -> None:
+    def handle(self, event: TypedEvent) -> None:
         data = event.to_json()
         self.on(data)
         self.events.append(data)
@@ -149,20 +149,20 @@ def test_passing_events_are_not_shown() -> None:
 def test_observer_that_lags_misses_only_passing_events() -> None:
     slow = Hanging()
     with watched([slow], lambda event: None) as report:
-        for step in range(5 * LAG):
+        for step in range(5 * MAX_LAG):
             report({"event": "step", "step": step})
             report({"event": "vitals", "step": step})
         slow.may_go_on.set()
     told = names(slow.events)
-    assert told.count("step") == 5 * LAG
-    assert 0 < told.count("vitals") < 2 * LAG
+    assert told.count("step") == 5 * MAX_LAG
+    assert 0 < told.count("vitals") < 2 * MAX_LAG
     assert told[-1] == "end"
 
 
 def test_observer_that_hangs_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[Event] = []
-    monkeypatch.setattr(observers, "MOST", 50)
-    assert MOST > 50
+    monkeypatch.setattr(observers, "MAX_QUEUE", 50)
+    assert MAX_QUEUE > 50
     hanging = Hanging()
     with watched([hanging], shown.append) as report:
         for step in range(100):

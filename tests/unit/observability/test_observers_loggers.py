@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rpcmp.cli.observing import observers
+from rpcmp.cli.observing import create_observers
 from rpcmp.config.schema import Config
 from rpcmp.errors import FactoryError
 from rpcmp.observability.events import Event, StartEvent, WarningEvent
@@ -62,7 +62,7 @@ def test_loggers_of_the_guide_log_to_wandb_and_mlflow(
         monkeypatch.setitem(sys.modules, name, Recorder(name, calls))
     log = tomllib.loads(block("toml", "[log]\nloggers", guide("runs")))["log"]
     of = with_loggers(tmp_path, block("python", f"# {MODULE}.py", guide("runs")), *log["loggers"])
-    with watching(observers(of), lambda event: None) as report:
+    with watching(create_observers(of), lambda event: None) as report:
         for event in runs.events(of, LOSSES)[:-1]:
             report(typed(event))
     wandb = [call for call in calls if call[0].startswith("wandb")]
@@ -104,7 +104,7 @@ def test_loggers_raise_before_the_run_if_one_cannot_be_created(
     of = with_loggers(tmp_path, code, f"{MODULE}:{name}")
     of = of.model_copy(update={"log": of.log.model_copy(update={"folder": "runs"})})
     with pytest.raises(FactoryError) as error:
-        observers(of)
+        create_observers(of)
     assert said in str(error.value)
     assert not (tmp_path / "runs").exists()
 
@@ -113,14 +113,14 @@ def test_loggers_create_none_if_one_cannot_be_imported(tmp_path: Path) -> None:
     code = "from pathlib import Path\ndef f(config): Path(config.folder, 'made').touch()"
     of = with_loggers(tmp_path, code, f"{MODULE}:f", f"{MODULE}:missing")
     with pytest.raises(FactoryError, match=r"log\.loggers\.1"):
-        observers(of)
+        create_observers(of)
     assert not (tmp_path / "made").exists()
 
 
 def test_logger_gets_a_copy_of_each_event(tmp_path: Path) -> None:
     of = with_loggers(tmp_path, "def f(config): return dict.clear", f"{MODULE}:f")
     shown: list[Event] = []
-    with watching(observers(of), shown.append) as report:
+    with watching(create_observers(of), shown.append) as report:
         report(StartEvent(steps=3))
     assert shown[0] == StartEvent(steps=3)
 
@@ -137,6 +137,6 @@ def test_logger_that_raises_is_dropped_with_its_place_in_the_code(tmp_path: Path
 
 def report_all(of: Config, show: Callable[[Event], None]) -> None:
     """A whole run's events, told to all its observers."""
-    with watching(observers(of), show) as report:
+    with watching(create_observers(of), show) as report:
         for event in runs.events(of, LOSSES)[:-1]:
             report(typed(event))

@@ -11,10 +11,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata
 
-from rpcmp.cli.observing import observers
+from rpcmp.cli.observing import create_observers
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
-from rpcmp.observability.tensorboard import TensorBoard
 from rpcmp.process.channel import Message
 from tests.support import runs
 from tests.support.runevents import typed
@@ -25,9 +24,9 @@ LOG = {"folder": "", "tensorboard": "runs/x"}
 
 def told(of: Config, events: Sequence[Message]) -> Any:
     """What TensorBoard finds of a run with these events."""
-    (board,) = observers(of)
+    (board,) = create_observers(of)
     for event in events:
-        board.tell(typed(event))
+        board.handle(typed(event))
     board.close()
     assert of.tensorboard_folder is not None
     (folder,) = of.tensorboard_folder.iterdir()
@@ -102,9 +101,9 @@ def test_tensorboard_has_the_graph_of_stages(tmp_path: Path) -> None:
 
 def test_tensorboard_reads_a_file_up_to_where_it_was_cut_off(tmp_path: Path) -> None:
     of = runs.config(tmp_path, log=LOG)
-    (board,) = observers(of)
+    (board,) = create_observers(of)
     for event in runs.events(of, LOSSES)[:-1]:
-        board.tell(typed(event))  # and it is killed: nothing is closed
+        board.handle(typed(event))  # and it is killed: nothing is closed
     (file,) = (tmp_path / "runs" / "x").glob("*/*")
     found = EventAccumulator(str(file.parent)).Reload()
     assert len(found.Scalars("loss")) == 3
@@ -113,9 +112,9 @@ def test_tensorboard_reads_a_file_up_to_where_it_was_cut_off(tmp_path: Path) -> 
 
 def test_run_that_never_started_leaves_no_folder(tmp_path: Path) -> None:
     of = runs.config(tmp_path, log=LOG)
-    (board,) = observers(of)
-    board.tell(typed(runs.run(of)))
-    board.tell(typed({"event": "end", "outcome": "failed", "error": "nobody answers"}))
+    (board,) = create_observers(of)
+    board.handle(typed(runs.run(of)))
+    board.handle(typed({"event": "end", "outcome": "failed", "error": "nobody answers"}))
     board.close()
     assert list((tmp_path / "runs" / "x").iterdir()) == []
 
@@ -123,7 +122,7 @@ def test_run_that_never_started_leaves_no_folder(tmp_path: Path) -> None:
 def test_tensorboard_refuses_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(ConfigError, match=r"log\.tensorboard: cannot write .*runs/x"):
-        observers(runs.config(tmp_path, log=LOG))
+        create_observers(runs.config(tmp_path, log=LOG))
 
 
 def test_error_says_how_to_install_tensorboard_if_it_is_missing(
@@ -132,11 +131,11 @@ def test_error_says_how_to_install_tensorboard_if_it_is_missing(
     imported = builtins.__import__
 
     def missing(name: str, *args: Any) -> Any:
-        if name.startswith("rpcmp.observability.tensorboard_file"):
+        if name == "rpcmp.observability.tensorboard":
             raise ModuleNotFoundError("No module named 'tensorboard'")
         return imported(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ConfigError, match=r"pip install 'rpcmp\[tensorboard\]'"):
-        TensorBoard(runs.config(tmp_path, log=LOG))
+        create_observers(runs.config(tmp_path, log=LOG))
     assert list(tmp_path.iterdir()) == []

@@ -4,13 +4,13 @@ import { comparison } from "./comparison.js";
 import { curves } from "./curves.js";
 import { byId, h, setAttribute, setText } from "./dom.js";
 import { events } from "./events.js";
-import { graph } from "./graph.js";
 import { apply, empty, hasEnded } from "./model.js";
+import { pipelineDiagram } from "./pipeline_diagram.js";
 import { shares } from "./shares.js";
+import { stageGraph } from "./stage_graph.js";
 import { follow } from "./stream.js";
 import { summary } from "./summary.js";
 import { theming } from "./theme.js";
-import { timeline } from "./timeline.js";
 
 const data = byId("data") ? JSON.parse(byId("data").textContent) : null;
 const runs = data
@@ -21,8 +21,8 @@ let current = runs[0];
 const views = {
   summary: summary(),
   curves: curves(runs),
-  graph: graph(),
-  timeline: timeline(),
+  graph: stageGraph(),
+  timeline: pipelineDiagram(),
   shares: shares(),
   events: events(),
 };

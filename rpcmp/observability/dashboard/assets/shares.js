@@ -2,7 +2,7 @@
 
 import { byId, h, keyed, setAttribute, setText } from "./dom.js";
 import { percent } from "./format.js";
-import { KINDS, LOSSES } from "./timeline.js";
+import { KINDS, LOSSES } from "./pipeline_diagram.js";
 
 const PARTS = [...Object.keys(KINDS), ...Object.keys(LOSSES)];
 

@@ -16,9 +16,8 @@ import pytest
 
 from rpcmp.errors import ConfigError, SecurityError
 from rpcmp.net import authority, identity
-from rpcmp.observability.dashboard import app as places
-from rpcmp.observability.dashboard.app import Endpoint
-from rpcmp.observability.dashboard.page_server import LivePage
+from rpcmp.observability.dashboard import page_server
+from rpcmp.observability.dashboard.page_server import Endpoint, LivePage
 from tests.support import pageevents
 from tests.support.pageevents import Event
 from tests.support.runevents import typed
@@ -31,7 +30,7 @@ def serving(place: Endpoint) -> Iterator[LivePage]:
     page = LivePage(place)
     try:
         for event in BEGUN:
-            page.tell(typed(event))
+            page.handle(typed(event))
         yield page
     finally:
         page.close()
@@ -157,7 +156,7 @@ def test_stream_ends_with_the_end_of_the_run() -> None:
             line.request("GET", "/events")
             stream = line.getresponse()
             message(stream)
-            page.tell(typed({"event": "end", "outcome": "failed", "error": "why"}))
+            page.handle(typed({"event": "end", "outcome": "failed", "error": "why"}))
         _, last = message(stream)
         assert last["parts"]["progress"]["status"] == "failed"
         assert stream.read().decode() == "event: end\ndata:\n\n"
@@ -174,7 +173,7 @@ def test_server_serves_others_while_a_browser_reads_nothing() -> None:
         idle.recv(1)
         long = "x" * 100_000
         for number in range(100):
-            page.tell(typed({"event": "warning", "text": f"{long}{number}"}))
+            page.handle(typed({"event": "warning", "text": f"{long}{number}"}))
         with contextlib.closing(connection(place)) as line:
             line.request("GET", "/events")
             assert len(message(line.getresponse())[1]["entries"]) > 100
@@ -264,11 +263,11 @@ def test_endpoint_takes_any_port_if_the_default_is_used(monkeypatch: pytest.Monk
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        monkeypatch.setattr(places, "PORT", taken.getsockname()[1])
+        monkeypatch.setattr(page_server, "PORT", taken.getsockname()[1])
         place = Endpoint.open(None, None)
         assert place.port != taken.getsockname()[1]
         assert place.url == f"http://127.0.0.1:{place.port}/"
         place.listener.close()
     free = Endpoint.open(None, None)
-    assert free.port == places.PORT
+    assert free.port == page_server.PORT
     free.listener.close()

@@ -42,7 +42,7 @@ class Mirror:
 def state_of(*events: Event) -> State:
     state = State()
     for event in events:
-        state.take(typed(event))
+        state.apply(typed(event))
     return state
 
 
@@ -59,7 +59,7 @@ def health(state: State) -> dict[str, str]:
 def test_changes_add_up_to_the_state_of_a_page_that_opens_late() -> None:
     state, always, seldom = State(), Mirror(), Mirror()
     for number, event in enumerate(pageevents.run(2 * MAX_ROWS + 100, lost_after=300)):
-        state.take(typed(event))
+        state.apply(typed(event))
         always.apply(state.since(always.version))
         if number % 97 == 0:
             seldom.apply(state.since(seldom.version))
@@ -80,7 +80,7 @@ def test_10000_steps_stay_light_and_a_step_costs_a_few_hundred_bytes() -> None:
     assert MAX_ROWS / 2 <= len(found["curve"]["rows"]) <= MAX_ROWS
     assert len(json.dumps(found)) < 300_000
     version = state.version
-    state.take(typed(next(e for e in pageevents.run(1) if e["event"] == "step")))
+    state.apply(typed(next(e for e in pageevents.run(1) if e["event"] == "step")))
     assert len(json.dumps(state.since(version))) < 4000
 
 
@@ -93,11 +93,11 @@ def test_a_curve_keeps_its_ends_its_extremes_and_its_mean(
 ) -> None:
     series = Curve(limit)
     for step, loss in enumerate(losses, 1):
-        series.add(Row(1, step, step / 4, loss, loss, loss, 10.0), version=step)
-    assert len(series) <= limit
+        series.add(Row(1, step, step / 4, loss, loss, loss, 10.0, version=step))
     found = series.since(-1)
     assert found is not None
     rows = found["rows"]
+    assert len(rows) <= limit
     assert [row[0] for row in rows] == sorted(row[0] for row in rows)
     assert rows[-1][0] == len(losses)
     finite = [loss for loss in losses if loss is not None]
@@ -114,17 +114,17 @@ def test_a_killed_stage_is_lost_until_the_next_generation_runs() -> None:
     state = state_of(*begun)
     assert set(health(state).values()) == {"running"}
 
-    state.take(typed(pageevents.fault(8, "coarse")))
+    state.apply(typed(pageevents.fault(8, "coarse")))
     assert health(state)["coarse"] == "lost"
     assert health(state)["fine"] == "running"
     assert part(state, "progress")["status"] == "recovering"
     assert part(state, "progress")["faults"] == [8]
 
-    state.take(typed(pageevents.vitals(8, generation=1)))  # sent before it was noticed
+    state.apply(typed(pageevents.vitals(8, generation=1)))  # sent before it was noticed
     assert health(state)["coarse"] == "lost"
-    state.take(typed(pageevents.vitals(8, generation=2, coarse="building")))
+    state.apply(typed(pageevents.vitals(8, generation=2, coarse="building")))
     assert health(state)["coarse"] == "building"
-    state.take(typed({"event": "generation", "generation": 2, "step": 8, "workers": {}}))
+    state.apply(typed({"event": "generation", "generation": 2, "step": 8, "workers": {}}))
     assert set(health(state).values()) == {"running"}
     assert part(state, "progress")["status"] == "training"
     assert part(state, "progress")["generation"] == 2
@@ -133,10 +133,10 @@ def test_a_killed_stage_is_lost_until_the_next_generation_runs() -> None:
 def test_lost_stage_stays_lost_after_a_step_of_its_generation() -> None:
     *begun, step = [event for event in pageevents.run(9) if event["event"] in ("run", "step")]
     state = state_of(*begun, pageevents.fault(8, "lift:1"))
-    state.take(typed(step))
+    state.apply(typed(step))
     assert health(state)["lift:1"] == "lost"
     assert health(state)["lift:0"] == "running"
-    state.take(typed({**step, "step": 10, "generation": 2}))
+    state.apply(typed({**step, "step": 10, "generation": 2}))
     assert health(state)["lift:1"] == "running"
 
 
@@ -167,7 +167,7 @@ def test_driver_is_shown_as_a_worker_if_vitals_contain_it() -> None:
 def test_entries_of_one_kind_do_not_displace_another_kind() -> None:
     state = state_of(pageevents.fault(1))
     for number in range(5 * MAX_ENTRIES):
-        state.take(
+        state.apply(
             typed({"event": "log", "level": "WARNING", "logger": "x", "text": f"line {number}"})
         )
     found = state.since(None)
@@ -207,7 +207,7 @@ def test_state_contains_the_learning_rates_of_all_groups() -> None:
 def test_an_event_that_the_page_does_not_show_changes_nothing() -> None:
     state = state_of(next(pageevents.run(1)))
     version = state.version
-    state.take(KeptEvent(path="runs/job-1", time=1.0))
+    state.apply(KeptEvent(path="runs/job-1", time=1.0))
     assert state.since(version) is None
 
 
@@ -232,7 +232,7 @@ def test_timeline_times_count_from_its_start() -> None:
 def test_open_page_gets_a_timeline_at_once() -> None:
     state = state_of(*pageevents.run(1))
     known = state.version
-    state.take(typed(pageevents.timeline(8)))
+    state.apply(typed(pageevents.timeline(8)))
     message = state.since(known)
     assert message is not None
     assert set(message["parts"]) == {"timeline"}

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from rpcmp.observability.events import EVENTS, Event, own_fields, parse
-from rpcmp.observability.events.__main__ import table
+from rpcmp.observability.events.wording import table
 from tests.support.docs import guide
 from tests.support.places import PACKAGE
 
@@ -29,7 +29,9 @@ def test_every_event_survives_json(kind: type[Event]) -> None:
 def test_the_guide_has_the_table_of_events() -> None:
     _, _, after = guide("events").partition("<!-- events: begin -->\n")
     shown, _, _ = after.partition("\n<!-- events: end -->")
-    assert shown == table(), "run `python -m rpcmp.observability.events` and paste its table"
+    assert shown == table(), (
+        "run `python -m rpcmp.observability.events.wording` and paste its table"
+    )
 
 
 MESSAGES = {

@@ -16,8 +16,8 @@ import pytest
 
 from rpcmp.errors import ConfigError
 from rpcmp.net.security import Security
-from rpcmp.observability.prometheus.endpoint import MOST, serving
-from rpcmp.observability.prometheus.run_metrics import RunMetrics
+from rpcmp.observability.prometheus import MOST, serving
+from rpcmp.observability.run_metrics import RunMetrics
 from tests.support.lan import issue, issue_to_driver
 from tests.support.runevents import typed
 from tests.support.scraping import HERE, port_of, scrape, value
@@ -42,7 +42,7 @@ def trusting(authority: Path, holder: Path | None) -> ssl.SSLContext:
 def door(address: str, security: Security) -> Iterator[str]:
     metrics = RunMetrics()
     saved = {"step": 3, "seconds": 0.5, "bytes": 4096, "path": "somewhere"}
-    metrics.tell(typed({"event": "checkpoint", "time": 1000.0, "generation": 1, **saved}))
+    metrics.handle(typed({"event": "checkpoint", "time": 1000.0, "generation": 1, **saved}))
     with serving(metrics.store, address, security) as url:
         yield url
 
@@ -71,7 +71,7 @@ def status(url: str, host: str) -> int:
 
 
 def test_endpoint_limits_and_closes_silent_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rpcmp.observability.prometheus.endpoint.SCRAPE_SECONDS", 0.5)
+    monkeypatch.setattr("rpcmp.observability.prometheus.SCRAPE_SECONDS", 0.5)
     monkeypatch.setattr("rpcmp.net.connection_limits.SILENT_SECONDS", 1)
     before = threading.active_count()
     with door(f"{HERE}:0", Security()) as url, contextlib.ExitStack() as stack:
@@ -114,6 +114,17 @@ def test_endpoint_and_client_need_certificates_of_one_authority_elsewhere(
             scrape(url, trusting(other, certs / "stage0"))
         with pytest.raises((urllib.error.URLError, OSError)):
             scrape(url.replace("https", "http"))
+
+
+def test_endpoint_speaks_http_1_with_a_client_that_prefers_http_2(certs: Path) -> None:
+    with door(f"{ELSEWHERE}:0", Security(certs / "driver-here")) as bound:
+        context = trusting(certs, certs / "stage0")
+        context.set_alpn_protocols(["h2", "http/1.1"])  # as Prometheus does by default
+        with (
+            socket.create_connection((HERE, port_of(bound))) as connection,
+            context.wrap_socket(connection, server_hostname=HERE) as session,
+        ):
+            assert session.selected_alpn_protocol() == "http/1.1"
 
 
 def test_endpoint_serves_others_while_a_client_is_silent(certs: Path) -> None:

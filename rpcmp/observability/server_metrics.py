@@ -7,8 +7,8 @@ import logging
 from typing import TYPE_CHECKING
 
 from rpcmp.observability.events import state_name
-from rpcmp.observability.prometheus.registry import Family, RestartTotals, Store
-from rpcmp.observability.prometheus.run_metrics import KINDS
+from rpcmp.observability.prometheus import Family, Store
+from rpcmp.observability.run_metrics import KINDS
 from rpcmp.v1 import control_pb2 as pb
 
 if TYPE_CHECKING:
@@ -83,7 +83,6 @@ class ServerMetrics:
     def __init__(self, server: StageServer) -> None:
         self.store = Store(FAMILIES)
         self._server = server
-        self._totals = RestartTotals()
         self._claim: Claim | None = None
         self._job_id = ""
         self.store.set("rpcmp_server_jobs", 0)
@@ -100,18 +99,18 @@ class ServerMetrics:
             await asyncio.sleep(EVERY_SECONDS)
 
     def update(self) -> None:
+        store, claim = self.store, self._server.claim
         description = self._server.describe()
         state = state_name(pb.ServerState.Name(description.state))
-        for each in STATES:
-            self.store.set("rpcmp_server_state", each == state, each)
-        self.store.set("rpcmp_server_draining", description.draining)
-        claim = self._server.claim
+        for name in STATES:
+            store.set("rpcmp_server_state", name == state, name)
+        store.set("rpcmp_server_draining", description.draining)
         if claim is not self._claim:
             for name in _PRESENT:
-                self.store.clear(name)
+                store.clear(name)
         if claim is not None:
             self._count_claim(claim)
-            self.store.set("rpcmp_server_generation", claim.generation)
+            store.set("rpcmp_server_generation", claim.generation)
             if claim.stage_name:
                 self._update_worker(claim)
         self._claim = claim
@@ -130,21 +129,19 @@ class ServerMetrics:
         self._job_id = claim.job_id
 
     def _update_worker(self, claim: Claim) -> None:
-        stage, vitals, source = claim.stage_name, claim.vitals(), (claim.job_id, claim.generation)
-        self.store.set("rpcmp_server_step", claim.step, stage)
-        self.store.set("rpcmp_server_worker_memory_bytes", vitals.memory, stage)
-        self.store.set("rpcmp_server_worker_in_flight_microbatches", vitals.in_flight, stage)
-        counts: dict[tuple[str, ...], float] = {
-            ("rpcmp_server_worker_cpu_seconds", stage): vitals.cpu_seconds,
-            ("rpcmp_server_sent_bytes", stage): sum(way.sent for way in vitals.ways),
-            ("rpcmp_server_received_bytes", stage): sum(way.received for way in vitals.ways),
-        }
+        store, stage, vitals = self.store, claim.stage_name, claim.vitals()
+        store.set("rpcmp_server_step", claim.step, stage)
+        store.set("rpcmp_server_worker_memory_bytes", vitals.memory, stage)
+        store.set("rpcmp_server_worker_in_flight_microbatches", vitals.in_flight, stage)
+        source = (claim.job_id, claim.generation)
+        sent = sum(way.sent for way in vitals.ways)
+        received = sum(way.received for way in vitals.ways)
+        store.count("rpcmp_server_worker_cpu_seconds", source, vitals.cpu_seconds, stage)
+        store.count("rpcmp_server_sent_bytes", source, sent, stage)
+        store.count("rpcmp_server_received_bytes", source, received, stage)
         for kind, seconds in claim.worker_vitals.busy_seconds.items():
-            counts["rpcmp_server_worker_busy_seconds", stage, KINDS[kind]] = seconds
-        for (name, *labels), count in counts.items():
-            total = self._totals.total((name, *labels), source, count)
-            self.store.set(name, total, *labels)
-        self.store.clear("rpcmp_server_link_round_trip_seconds")
+            store.count("rpcmp_server_worker_busy_seconds", source, seconds, stage, KINDS[kind])
+        store.clear("rpcmp_server_link_round_trip_seconds")
         for peer, seconds in claim.relay.round_trips.items():
             server = claim.servers.get(peer, peer)
-            self.store.set("rpcmp_server_link_round_trip_seconds", seconds, stage, server)
+            store.set("rpcmp_server_link_round_trip_seconds", seconds, stage, server)

@@ -1,6 +1,12 @@
-"""Writing the folder of a run.
+"""The folder that is kept of each run, and the observer that writes it.
 
-Periodic events are thinned out, so that a long run does not fill the disk.
+NAME-20261122-101500/
+  run.json         name, versions, times, the run that it continues, the outcome
+  config.json      the config, without secrets
+  metrics.jsonl    a line per step and a line per evaluation
+  events.jsonl     all other events; periodic ones are thinned out
+  log.txt          the output that a terminal would have shown
+  trace.json.gz    the last steps, for Perfetto and `rpcmp trace`
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import IO, Any, Final, Literal
 
@@ -19,25 +26,13 @@ from pydantic import BaseModel, Field
 
 from rpcmp.config.hashes import redacted
 from rpcmp.config.schema import Config
-from rpcmp.observability import json_lines
-from rpcmp.observability.events import (
-    EndEvent,
-    EvalEvent,
-    Event,
-    FaultEvent,
-    Json,
-    ResumedEvent,
-    RunEvent,
-    StartEvent,
-    StepEvent,
-    TimelineEvent,
-    VitalsEvent,
-)
+from rpcmp.observability import events
+from rpcmp.observability.events.event import dumps
 
-SECONDS = 30.0
+THINNED_SECONDS = 30.0
 """Seconds between two periodic events of a kind, at first."""
 
-SHARE = 0.05
+THINNED_SHARE = 0.05
 """Later the interval is this share of the time since the run's start."""
 
 
@@ -47,25 +42,33 @@ class Thinning:
     def __init__(self) -> None:
         self._first: float | None = None
         self._passed: dict[str, float] = {}
-        self._held: dict[str, Json] = {}
+        self._held: dict[str, events.Json] = {}
 
-    def passes(self, event: Json) -> bool:
+    def passes(self, event: events.Json) -> bool:
         """Return whether to write an event, which has a `time`."""
         kind, now = event["event"], event["time"]
         if self._first is None:
             self._first = now
         since = now - self._passed.get(kind, float("-inf"))
-        if 0 <= since < max(SECONDS, SHARE * (now - self._first)):
+        if 0 <= since < max(THINNED_SECONDS, THINNED_SHARE * (now - self._first)):
             self._held[kind] = event
             return False
         self._passed[kind] = now
         self._held.pop(kind, None)
         return True
 
-    def take_held(self) -> list[Json]:
+    def take_held(self) -> list[events.Json]:
         """Return the newest event of each kind that was held back after the last one passed."""
         held, self._held = list(self._held.values()), {}
         return held
+
+
+def append_line(file: FileIO, value: events.Json) -> None:
+    """Append a line of JSON with one call, so that a kill can only cut off the last line."""
+    line = f"{dumps(value)}\n".encode()
+    written = file.write(line)
+    if written < len(line):  # the disk is full: writing the rest raises the error
+        file.write(line[written:])
 
 
 FORMAT: Final = 1
@@ -109,33 +112,32 @@ class RunInfo(BaseModel):
     ended: float | None = None
 
 
-def folder_name(name: str, started: float) -> str:
-    """Return the name of a run's folder, which contains its start in local time."""
-    return f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(started))}"
+def make_folder(parent: Path, name: str, started: float) -> Path:
+    """Make the folder of a run, whose name contains its start in local time.
 
-
-def make_folder(parent: Path, name: str) -> Path:
-    """Make a folder in `parent`, with a number after its name if the name is taken."""
-    number = 1
+    If the name is taken, it gets a number.
+    """
+    name = f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(started))}"
+    path, number = parent / name, 1
     while True:
-        path = parent / (name if number == 1 else f"{name}-{number}")
         try:
             path.mkdir(mode=0o700)
         except FileExistsError:
             number += 1
-            continue
-        return path
+            path = parent / f"{name}-{number}"
+        else:
+            return path
 
 
-Text = Callable[[Callable[[str], None]], Callable[[Event], None]]
+Text = Callable[[Callable[[str], None]], Callable[[events.Event], None]]
 """Given a function that writes a line, returns the function that writes an event's lines."""
 
-BEGINNINGS = (StartEvent, FaultEvent)
+FIRST_EVENTS = (events.StartEvent, events.FaultEvent)
 """The folder is only kept if one of these events occurs."""
 
 
 class RunFolder:
-    """An observer that keeps one run. Each line reaches the kernel at once, so a kill loses none.
+    """An observer that keeps one run; each line reaches the kernel at once, so a kill loses none.
 
     Args:
         config: the job, with the path of the parent folder.
@@ -154,8 +156,8 @@ class RunFolder:
         self._info = RunInfo(
             name=config.name, started=time.time(), driver=platform.node(), pid=os.getpid()
         )
-        self._has_begun = False
-        self._vanishing: list[Path] = []
+        self._has_started = False
+        self._removable: list[Path] = []
         self._thinning = Thinning()
         self._open = contextlib.ExitStack()
 
@@ -164,51 +166,46 @@ class RunFolder:
         parent = self._config.log_folder
         assert parent is not None
         self._make_parent(parent)
-        self.path = make_folder(parent, folder_name(self._config.name, self._info.started))
+        self.path = make_folder(parent, self._config.name, self._info.started)
         try:
             self._fill(self.path)
         except OSError:
             shutil.rmtree(self.path, ignore_errors=True)
             self.path = None
             raise
-        self._vanishing.insert(0, self.path)
+        self._removable.insert(0, self.path)
 
-    def tell(self, event: Event) -> None:
-        """See Observer."""
+    def handle(self, event: events.Event) -> None:
         if self.path is None:  # `make` failed before; a second failure drops the observer
             self.make()
-        self._has_begun |= isinstance(event, BEGINNINGS)
-        stamped = {"time": time.time(), **event.to_json()}
-        match event:
-            case StepEvent() | EvalEvent():
-                self._metrics.append(stamped)
-            case VitalsEvent() | TimelineEvent():
-                if self._thinning.passes(stamped):
-                    self._events.append(stamped)
-            case EndEvent():
-                for held in self._thinning.take_held():
-                    self._events.append(held)
-                self._events.append(stamped)
-            case _:
-                self._events.append(stamped)
+        self._has_started |= isinstance(event, FIRST_EVENTS)
+        data = {"time": time.time(), **event.to_json()}
+        if isinstance(event, events.EndEvent):
+            for held in self._thinning.take_held():
+                append_line(self._events, held)
+        if not isinstance(
+            event, events.VitalsEvent | events.TimelineEvent
+        ) or self._thinning.passes(data):
+            is_metric = isinstance(event, events.StepEvent | events.EvalEvent)
+            append_line(self._metrics if is_metric else self._events, data)
         self._log(event)
         self._update_info(event)
 
     def close(self) -> None:
         """Close all files; a run that never started leaves no folder behind."""
         self._open.close()
-        if not self._has_begun:
-            for folder in self._vanishing:
+        if not self._has_started:
+            for folder in self._removable:
                 _remove(folder)
 
     def _fill(self, path: Path) -> None:
         self._write_config(self._config.model_dump(mode="json"))
         self._write_info()
-        self._metrics = json_lines.Writer(path / METRICS, json_lines.private)
-        self._open.callback(self._metrics.close)
-        self._events = json_lines.Writer(path / EVENTS, json_lines.private)
-        self._open.callback(self._events.close)
-        log = self._open.enter_context(_opened(path / LOG, "a"))
+        self._metrics, self._events = (
+            self._open.enter_context(FileIO(path / name, "a", opener=_open_private))
+            for name in (METRICS, EVENTS)
+        )
+        log = self._open.enter_context(_open_text(path / LOG, "a"))
         self._log = self._text(lambda line: print(line, file=log, flush=True))
 
     def _make_parent(self, parent: Path) -> None:
@@ -216,19 +213,19 @@ class RunFolder:
         if parent.is_dir():
             return
         parent.mkdir(mode=0o700, parents=True)
-        self._vanishing.append(parent)
+        self._removable.append(parent)
         (parent / ".gitignore").write_text("*\n", encoding="utf-8")
 
-    def _update_info(self, event: Event) -> None:
+    def _update_info(self, event: events.Event) -> None:
         info = self._info
         match event:
-            case RunEvent():
+            case events.RunEvent():
                 self._write_config(event.config)
                 info.versions, info.run = event.versions, event.job_id
-            case ResumedEvent() if event.run is not None:
+            case events.ResumedEvent() if event.run is not None:
                 info.run = event.run
                 info.continues = self._newest_of(info.run)
-            case EndEvent():
+            case events.EndEvent():
                 info.outcome, info.error = event.outcome, event.error
                 info.ended = event.time
             case _:
@@ -256,14 +253,18 @@ class RunFolder:
         """Replace a file atomically, so that a kill leaves either the old or the new one."""
         assert self.path is not None
         new = self.path / f"{name}.new"
-        with _opened(new, "w") as file:
+        with _open_text(new, "w") as file:
             file.write(f"{text}\n")
         new.replace(self.path / name)
 
 
-def _opened(path: Path, mode: str) -> IO[str]:
-    """Open a text file that only its owner may read."""
-    return open(path, mode, encoding="utf-8", opener=json_lines.private)
+def _open_private(path: str, flags: int) -> int:
+    """Open a file; a new file is readable by its owner alone. See `opener` of `open`."""
+    return os.open(path, flags, 0o600)
+
+
+def _open_text(path: Path, mode: str) -> IO[str]:
+    return open(path, mode, encoding="utf-8", opener=_open_private)
 
 
 def _remove(folder: Path) -> None:

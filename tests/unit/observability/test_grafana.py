@@ -9,7 +9,7 @@ from typing import Any
 import promql_parser
 import pytest
 
-from rpcmp.observability.prometheus import run_metrics, server_metrics
+from rpcmp.observability import run_metrics, server_metrics
 from tests.support.places import DEPLOY
 
 GRAFANA = DEPLOY / "grafana.json"

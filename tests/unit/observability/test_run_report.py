@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from rpcmp.observability.run_folder.figures import Comparison, compare
-from rpcmp.observability.run_folder.reader import read
+from rpcmp.observability.run_report import Comparison, compare, read
 from tests.support import runs
 
 

@@ -5,19 +5,8 @@ from __future__ import annotations
 import time
 
 from rpcmp.config.topology import DRIVER
-from rpcmp.observability.events import (
-    WORKER_STATES,
-    CheckpointEvent,
-    EvalEvent,
-    Event,
-    FaultEvent,
-    RunEvent,
-    StartEvent,
-    StepEvent,
-    TimelineEvent,
-    VitalsEvent,
-)
-from rpcmp.observability.prometheus.registry import Family, RestartTotals, Store
+from rpcmp.observability import events
+from rpcmp.observability.prometheus import Family, Store
 
 KINDS = {"F": "forward", "B": "backward", "W": "weight", "O": "optimizer"}
 
@@ -107,72 +96,63 @@ class RunMetrics:
 
     def __init__(self) -> None:
         self.store = Store(FAMILIES)
-        self._totals = RestartTotals()
         self._shares: dict[str, dict[str, float]] = {}
         self._idle_seconds: dict[str, float] = {}
 
-    def tell(self, event: Event) -> None:
-        if event.generation is not None:
-            self.store.set("rpcmp_generation", event.generation)
+    def handle(self, event: events.Event) -> None:
+        store = self.store
+        store.set("rpcmp_generation", event.generation)
         match event:
-            case RunEvent():
-                software = event.versions
-                names = (software["rpcmp"], software["torch"], software["python"])
-                labels = (event.name, event.job_id, *names, event.driver)
-                self.store.set("rpcmp_run", 1, *labels)
-            case StartEvent():
-                self.store.set("rpcmp_planned_steps", event.steps)
-            case StepEvent():
+            case events.RunEvent():
+                versions = (event.versions[name] for name in ("rpcmp", "torch", "python"))
+                store.set("rpcmp_run", 1, event.name, event.job_id, *versions, event.driver)
+            case events.StartEvent():
+                store.set("rpcmp_planned_steps", event.steps)
+            case events.StepEvent():
                 self._step(event)
-            case EvalEvent():
+            case events.EvalEvent():
                 for name, value in event.values.items():
-                    self.store.set("rpcmp_evaluation", value, name)
-            case TimelineEvent():
-                self._timeline(event)
-            case VitalsEvent():
+                    store.set("rpcmp_evaluation", value, name)
+            case events.TimelineEvent():
+                for stage in event.stages:
+                    label = stage["label"]
+                    self._shares[label] = stage["lost"]
+                    for kind, share in stage["lost"].items():
+                        store.set("rpcmp_idle_share", share, label, kind)
+                    self._count_idle(label)
+            case events.VitalsEvent():
                 self._vitals(event)
-            case FaultEvent():
-                self.store.add("rpcmp_faults", 1, event.stage)
-            case CheckpointEvent():
+            case events.FaultEvent():
+                store.add("rpcmp_faults", 1, event.stage)
+            case events.CheckpointEvent():
                 self._checkpoint(event)
 
     def close(self) -> None:
         """Keep the last values, which are served until the process ends."""
 
-    def _step(self, event: StepEvent) -> None:
+    def _step(self, event: events.StepEvent) -> None:
         store, seconds = self.store, event.step_s
         store.set("rpcmp_step", event.step)
         store.set("rpcmp_epoch", event.epoch)
         store.set("rpcmp_loss", event.loss)
-        if event.loss_scale is not None:
-            store.set("rpcmp_loss_scale", event.loss_scale)
-        if event.skipped_steps is not None:
-            store.set("rpcmp_skipped_steps", event.skipped_steps)
+        store.set("rpcmp_loss_scale", event.loss_scale)
+        store.set("rpcmp_skipped_steps", event.skipped_steps)
         store.set("rpcmp_samples_per_second", event.samples_per_s)
         store.set("rpcmp_step_seconds", seconds)
         store.add("rpcmp_samples", round(event.samples_per_s * seconds))
         store.add("rpcmp_steps", 1)
         store.add("rpcmp_data_seconds", event.data_share * seconds)
         for stage, rate in event.learning_rates.items():
-            if rate is not None:
-                store.set("rpcmp_learning_rate", rate, stage)
+            store.set("rpcmp_learning_rate", rate, stage)
         for stage, rates in (event.group_learning_rates or {}).items():
             for group, rate in enumerate(rates):
                 store.set("rpcmp_group_learning_rate", rate, stage, str(group))
         for stage, busy in event.busy_seconds.items():
-            for kind, of_kind in busy.items():
-                store.add("rpcmp_busy_seconds", of_kind, stage, KINDS[kind])
+            for kind, kind_seconds in busy.items():
+                store.add("rpcmp_busy_seconds", kind_seconds, stage, KINDS[kind])
             idle = max(0.0, seconds - sum(busy.values()))
             self._idle_seconds[stage] = self._idle_seconds.get(stage, 0.0) + idle
             self._count_idle(stage)
-
-    def _timeline(self, event: TimelineEvent) -> None:
-        for stage in event.stages:
-            label, lost = stage["label"], stage["lost"]
-            self._shares[label] = lost
-            for kind, share in lost.items():
-                self.store.set("rpcmp_idle_share", share, label, kind)
-            self._count_idle(label)
 
     def _count_idle(self, stage: str) -> None:
         """Divide the idle time among its reasons, as soon as a timeline has given their shares."""
@@ -185,26 +165,24 @@ class RunMetrics:
             part = share / total if total else 1 / len(shares)
             self.store.add("rpcmp_idle_seconds", idle * part, stage, kind)
 
-    def _vitals(self, event: VitalsEvent) -> None:
-        store, totals = self.store, self._totals
+    def _vitals(self, event: events.VitalsEvent) -> None:
+        store = self.store
         processes = {**event.workers, **({DRIVER: event.driver} if event.driver else {})}
         for stage, process in processes.items():
             store.set("rpcmp_memory_bytes", process["memory"], stage)
             store.set("rpcmp_in_flight_microbatches", process["in_flight"], stage)
             store.set("rpcmp_restarts", process["restarts"], stage)
-            for state in WORKER_STATES:
+            for state in events.WORKER_STATES:
                 store.set("rpcmp_worker_state", state == process["state"], stage, state)
             if process["pid"]:
-                total = totals.total(stage, process["pid"], process["cpu_seconds"])
-                store.set("rpcmp_cpu_seconds", total, stage)
+                store.count("rpcmp_cpu_seconds", process["pid"], process["cpu_seconds"], stage)
         for link in event.links:
             pair = link["from"], link["to"]
-            total = totals.total(pair, event.generation, link["bytes"])
-            store.set("rpcmp_link_bytes", total, *pair)
+            store.count("rpcmp_link_bytes", event.generation, link["bytes"], *pair)
             if link["rtt_s"]:
                 store.set("rpcmp_link_round_trip_seconds", link["rtt_s"], *pair)
 
-    def _checkpoint(self, event: CheckpointEvent) -> None:
+    def _checkpoint(self, event: events.CheckpointEvent) -> None:
         saved_at = time.time() if event.time is None else event.time
         self.store.set("rpcmp_checkpoint_step", event.step)
         self.store.set("rpcmp_checkpoint_age_seconds", lambda: max(0.0, time.time() - saved_at))

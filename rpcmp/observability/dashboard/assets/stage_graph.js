@@ -10,7 +10,7 @@ const NARROW = 720; // below it the graph runs down, not to the right
 const LONG = 5; // seconds in one action that are worth a word
 const LEAST = 0.7; // no smaller than that: what does not fit then is scrolled
 
-function graph() {
+function stageGraph() {
   const root = byId("graph");
   const edges = svg("svg", { "aria-hidden": "true" });
   const labels = h("div", { class: "labels" });
@@ -292,4 +292,4 @@ function table(found) {
   });
 }
 
-export { graph };
+export { stageGraph };

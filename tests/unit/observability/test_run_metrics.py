@@ -10,16 +10,20 @@ from hypothesis import strategies as st
 
 from rpcmp.config.topology import DRIVER
 from rpcmp.job.vitals import Vitals
-from rpcmp.observability.prometheus.registry import Family, RestartTotals, Store
-from rpcmp.observability.prometheus.run_metrics import RunMetrics
+from rpcmp.observability.prometheus import Family, Store
+from rpcmp.observability.run_metrics import RunMetrics
 from tests.support.runevents import typed
 from tests.support.scraping import Samples, of, value
 
 
 def told(metrics: RunMetrics) -> Samples:
+    return samples(metrics.store)
+
+
+def samples(store: Store) -> Samples:
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in metrics.store.collect()
+        for family in store.collect()
         for sample in family.samples
     }
 
@@ -27,11 +31,24 @@ def told(metrics: RunMetrics) -> Samples:
 # Counters
 
 
+class Counter:
+    """A store with one counter."""
+
+    def __init__(self) -> None:
+        self.store = Store([Family("x", "counter", "An x", ("key",))])
+
+    def total(self, key: str, source: int, count: int) -> float:
+        self.store.count("x", source, count, key)
+        total = value(samples(self.store), "x_total", key=key)
+        assert total is not None
+        return total
+
+
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 100)), max_size=30))
 def test_counters_never_fall(seen: list[tuple[int, int]]) -> None:
-    tally, before = RestartTotals(), 0.0
+    counter, before = Counter(), 0.0
     for source, count in sorted(seen, key=lambda pair: pair[0]):
-        total = tally.total("key", source, count)
+        total = counter.total("key", source, count)
         assert total >= before
         before = total
     highest: dict[int, int] = {}
@@ -41,10 +58,10 @@ def test_counters_never_fall(seen: list[tuple[int, int]]) -> None:
 
 
 def test_totals_continue_after_a_process_is_replaced() -> None:
-    tally = RestartTotals()
-    assert [tally.total("a", 1, n) for n in (5, 9)] == [5, 9]
-    assert [tally.total("a", 2, n) for n in (0, 3, 12)] == [9, 12, 21]
-    assert tally.total("b", 2, 7) == 7
+    counter = Counter()
+    assert [counter.total("a", 1, n) for n in (5, 9)] == [5, 9]
+    assert [counter.total("a", 2, n) for n in (0, 3, 12)] == [9, 12, 21]
+    assert counter.total("b", 2, 7) == 7
 
 
 def test_store_refuses_labels_of_another_family() -> None:
@@ -90,7 +107,7 @@ def vitals(generation: int, links: dict[tuple[str, str], int], **workers: Any) -
 def test_metrics_of_steps_add_up() -> None:
     metrics = RunMetrics()
     for number in (1, 2):
-        metrics.tell(typed(step(number, a={"F": 0.01, "B": 0.02, "W": 0.0, "O": 0.005})))
+        metrics.handle(typed(step(number, a={"F": 0.01, "B": 0.02, "W": 0.0, "O": 0.005})))
     found = told(metrics)
     assert value(found, "rpcmp_step") == 2
     assert value(found, "rpcmp_loss") == 0.5
@@ -106,7 +123,7 @@ def test_metrics_of_steps_add_up() -> None:
 
 def test_parameter_groups_have_learning_rates_if_a_stage_has_several() -> None:
     metrics = RunMetrics()
-    metrics.tell(typed({**step(1, a={}, b={}), "group_learning_rates": {"a": [0.5, 0.25]}}))
+    metrics.handle(typed({**step(1, a={}, b={}), "group_learning_rates": {"a": [0.5, 0.25]}}))
     found = of(told(metrics), "rpcmp_group_learning_rate", "group")
     assert found == {("0",): 0.5, ("1",): 0.25}
 
@@ -115,12 +132,12 @@ def test_idle_time_is_divided_completely_among_its_reasons() -> None:
     metrics = RunMetrics()
     busy = {"F": 0.02, "B": 0.02, "W": 0.0, "O": 0.0}  # of 0.1 s
     lost = {"bubble": 0.3, "network": 0.1, "overhead": 0.0}
-    metrics.tell(typed(step(1, a=busy)))
-    metrics.tell(typed(event("timeline", stages=[{"label": "a", "lost": lost}])))
-    metrics.tell(typed(step(2, a=busy)))
+    metrics.handle(typed(step(1, a=busy)))
+    metrics.handle(typed(event("timeline", stages=[{"label": "a", "lost": lost}])))
+    metrics.handle(typed(step(2, a=busy)))
     even = dict.fromkeys(lost, 0.0)
-    metrics.tell(typed(event("timeline", stages=[{"label": "a", "lost": even}])))
-    metrics.tell(typed(step(3, a=busy)))
+    metrics.handle(typed(event("timeline", stages=[{"label": "a", "lost": even}])))
+    metrics.handle(typed(step(3, a=busy)))
     found = of(told(metrics), "rpcmp_idle_seconds_total", "kind")
     assert found == pytest.approx({("bubble",): 0.11, ("network",): 0.05, ("overhead",): 0.02})
     assert sum(found.values()) == pytest.approx(3 * 0.06)
@@ -137,7 +154,7 @@ def test_bytes_and_cpu_time_accumulate_over_generations() -> None:
         (2, 50, 8, 1.5),
     ):
         worker = process(pid, cpu_seconds=seconds, restarts=generation - 1)
-        metrics.tell(typed(vitals(generation, {("a", "b"): count}, a=worker)))
+        metrics.handle(typed(vitals(generation, {("a", "b"): count}, a=worker)))
         found = told(metrics)
         seen.append(
             (
@@ -153,7 +170,7 @@ def test_bytes_and_cpu_time_accumulate_over_generations() -> None:
 def test_process_is_in_exactly_one_state() -> None:
     metrics = RunMetrics()
     for state in ("running", "lost"):
-        metrics.tell(typed(vitals(1, {}, a=process(7, state=state))))
+        metrics.handle(typed(vitals(1, {}, a=process(7, state=state))))
     states = of(told(metrics), "rpcmp_worker_state", "state")
     assert [state for (state,), is_in in states.items() if is_in] == ["lost"]
 
@@ -163,7 +180,7 @@ def test_metrics_accept_a_driver_that_died_before_its_first_vitals() -> None:
     for generation in (1, 2):
         known.start_generation()
         known.mark_lost(DRIVER)
-        metrics.tell(known.event(step=0).stamped(1000.0, generation))
+        metrics.handle(known.event(step=0).stamped(1000.0, generation))
     found = told(metrics)
     assert value(found, "rpcmp_generation") == 2
     assert value(found, "rpcmp_memory_bytes", stage=DRIVER) is None
@@ -172,11 +189,9 @@ def test_metrics_accept_a_driver_that_died_before_its_first_vitals() -> None:
 def test_checkpoint_age_follows_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = RunMetrics()
     assert value(told(metrics), "rpcmp_checkpoint_age_seconds") is None  # there is none
-    metrics.tell(typed(event("checkpoint", step=3, seconds=0.5, bytes=4096, path="somewhere")))
+    metrics.handle(typed(event("checkpoint", step=3, seconds=0.5, bytes=4096, path="somewhere")))
     for now, age in ((1007.0, 7.0), (1030.0, 30.0), (990.0, 0.0)):  # clocks are set back
-        monkeypatch.setattr(
-            "rpcmp.observability.prometheus.run_metrics.time.time", lambda now=now: now
-        )
+        monkeypatch.setattr("rpcmp.observability.run_metrics.time.time", lambda now=now: now)
         assert value(told(metrics), "rpcmp_checkpoint_age_seconds") == age
     assert value(told(metrics), "rpcmp_checkpoint_duration_seconds") == 0.5
     assert value(told(metrics), "rpcmp_checkpoints_total") == 1
@@ -185,7 +200,7 @@ def test_checkpoint_age_follows_the_clock(monkeypatch: pytest.MonkeyPatch) -> No
 def test_metrics_ignore_events_without_values() -> None:
     metrics = RunMetrics()
     for name in ("warning", "log", "resumed", "end", "report"):
-        metrics.tell(typed(event(name, text="t")))
+        metrics.handle(typed(event(name, text="t")))
     assert set(told(metrics)) == {("rpcmp_generation", frozenset())}
 
 

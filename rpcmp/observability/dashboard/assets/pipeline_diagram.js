@@ -13,7 +13,7 @@ const BOX = 0.74; // of a row
 const HINT = "Point at an action, or go from one to the next by the arrow keys; drag to zoom.";
 const FONT = "12px system-ui, sans-serif";
 
-function timeline() {
+function pipelineDiagram() {
   const root = byId("timeline");
   const hold = byId("hold");
   const reading = byId("span");
@@ -291,4 +291,4 @@ function legend() {
   );
 }
 
-export { KINDS, LOSSES, timeline };
+export { KINDS, LOSSES, pipelineDiagram };

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from rpcmp.cli.observing import observers
+from rpcmp.cli.observing import create_observers
 from rpcmp.errors import ConfigError
-from rpcmp.observability import json_lines
-from rpcmp.observability.events import EvalEvent, StepEvent, WarningEvent
-from rpcmp.observability.run_folder import reader, writer
-from rpcmp.observability.run_folder.writer import RunFolder, Thinning
+from rpcmp.observability import run_folder, run_report
+from rpcmp.observability.events import EvalEvent, Json, StepEvent, WarningEvent
+from rpcmp.observability.run_folder import RunFolder, Thinning
 from tests.support import runs
 from tests.support.runevents import typed
 
@@ -23,6 +23,10 @@ def names(path: Path) -> list[str]:
     return sorted(file.name for file in path.iterdir())
 
 
+def lines_of(file: Path) -> list[Json]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 def test_run_folder_keeps_every_event_in_its_file(tmp_path: Path) -> None:
     of = runs.config(tmp_path)
     told = runs.events(of, LOSSES)
@@ -30,19 +34,19 @@ def test_run_folder_keeps_every_event_in_its_file(tmp_path: Path) -> None:
     assert path.parent == tmp_path / "runs"
     assert path.name.startswith("job-2")
     assert names(path) == [
-        writer.CONFIG,
-        writer.EVENTS,
-        writer.LOG,
-        writer.METRICS,
-        writer.RUN,
+        run_folder.CONFIG,
+        run_folder.EVENTS,
+        run_folder.LOG,
+        run_folder.METRICS,
+        run_folder.RUN,
     ]
-    metrics = json_lines.read(path / writer.METRICS)
+    metrics = lines_of(path / run_folder.METRICS)
     assert [event["event"] for event in metrics] == ["step", "step", "step", "eval"]
     assert [event["loss"] for event in metrics[:3]] == LOSSES  # to the last bit
-    others = [event["event"] for event in json_lines.read(path / writer.EVENTS)]
+    others = [event["event"] for event in lines_of(path / run_folder.EVENTS)]
     assert others == ["run", "start", "timeline", "fault", "summary", "end"]
-    assert (path / writer.LOG).read_text().split() == [event["event"] for event in told]
-    record = reader.read(path)
+    assert (path / run_folder.LOG).read_text().split() == [event["event"] for event in told]
+    record = run_report.read(path)
     assert {event.event for event in record.events} == {event["event"] for event in told}
     assert [event.time for event in record.events] == sorted(e["time"] for e in told)
     assert (record.info.outcome, record.info.run) == ("done", "abc")
@@ -55,7 +59,7 @@ def test_run_folder_keeps_no_secrets(tmp_path: Path) -> None:
     path = runs.write_run_folder(
         of, [event for event in runs.events(of, LOSSES) if event["event"] != "run"]
     )
-    config = json.loads((path / writer.CONFIG).read_text())
+    config = json.loads((path / run_folder.CONFIG).read_text())
     assert config["optimizer"]["kwargs"]["lr"] == 0.1
     assert config["optimizer"]["kwargs"]["note"].startswith("sha256:")
     assert all("a secret" not in file.read_text() for file in path.iterdir())
@@ -72,10 +76,10 @@ def test_the_folders_of_runs_stay_out_of_repositories(tmp_path: Path) -> None:
 
 
 def test_two_runs_of_one_second_have_two_folders(tmp_path: Path) -> None:
-    first = writer.make_folder(tmp_path, "job-1")
-    assert writer.make_folder(tmp_path, "job-1").name == "job-1-2"
-    assert writer.make_folder(tmp_path, "job-1").name == "job-1-3"
-    assert first.name == "job-1"
+    first = run_folder.make_folder(tmp_path, "job", 0.0)
+    assert run_folder.make_folder(tmp_path, "job", 0.0).name == f"{first.name}-2"
+    assert run_folder.make_folder(tmp_path, "job", 0.0).name == f"{first.name}-3"
+    assert re.fullmatch(r"job-\d{8}-\d{6}", first.name)
 
 
 @pytest.mark.parametrize("others", [0, 1])
@@ -95,7 +99,7 @@ def test_a_run_that_is_resumed_names_the_newest_folder_of_the_run(tmp_path: Path
     first = runs.write_run_folder(of, whole)
     second = runs.write_run_folder(of, [{**begun[0], "job_id": "other"}, resumed, begun[1]])
     third = runs.write_run_folder(of, [{**begun[0], "job_id": "another"}, resumed, begun[1]])
-    found = [reader.read(path).info for path in (first, second, third)]
+    found = [run_report.read(path).info for path in (first, second, third)]
     assert [info.continues for info in found] == [None, first.name, second.name]
     assert {info.run for info in found} == {"abc"}
 
@@ -103,9 +107,9 @@ def test_a_run_that_is_resumed_names_the_newest_folder_of_the_run(tmp_path: Path
 def test_a_line_that_was_cut_off_is_left_out_and_no_other(tmp_path: Path) -> None:
     of = runs.config(tmp_path)
     path = runs.write_run_folder(of, runs.events(of, LOSSES))
-    file = path / writer.METRICS
+    file = path / run_folder.METRICS
     file.write_bytes(file.read_bytes()[:-5])
-    record = reader.read(path)
+    record = run_report.read(path)
     assert [event.loss for event in record.all(StepEvent)] == LOSSES
     assert record.all(EvalEvent) == []
 
@@ -113,12 +117,12 @@ def test_a_line_that_was_cut_off_is_left_out_and_no_other(tmp_path: Path) -> Non
 def test_a_folder_of_another_version_is_read(tmp_path: Path) -> None:
     of = runs.config(tmp_path)
     path = runs.write_run_folder(of, runs.events(of, LOSSES))
-    (path / writer.EVENTS).write_text(
+    (path / run_folder.EVENTS).write_text(
         '{"event": "of another version", "time": 1.0}\n'
         '{"event": "warning", "time": 2.0, "text": "careful", "advice": "none"}\n'
         '{"event": "timeline", "time": 3.0, "step": 1}\n'
     )
-    record = reader.read(path)
+    record = run_report.read(path)
     assert record.all(WarningEvent) == [WarningEvent(text="careful", time=2.0)]
     assert [event.event for event in record.events[:2]] == ["warning", "timeline"]
 
@@ -139,41 +143,45 @@ def test_periodic_events_are_kept_more_and_more_rarely() -> None:
 def test_run_is_refused_if_its_configured_folder_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(ConfigError, match=r"log\.folder: cannot write .*taken"):
-        observers(runs.config(tmp_path, log={"folder": "taken"}))
+        create_observers(runs.config(tmp_path, log={"folder": "taken"}))
     with pytest.raises(ConfigError, match=r"log\.folder: cannot write .*/taken/below"):
-        observers(runs.config(tmp_path, log={"folder": "taken/below"}))
+        create_observers(runs.config(tmp_path, log={"folder": "taken/below"}))
 
 
 def test_run_warns_if_its_default_folder_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
-    (folder,) = observers(runs.config(tmp_path))
+    (folder,) = create_observers(runs.config(tmp_path))
     assert isinstance(folder, RunFolder)
     with pytest.raises(OSError, match="runs"):
-        folder.tell(typed({"event": "start"}))
+        folder.handle(typed({"event": "start"}))
     folder.close()
-    assert observers(runs.config(tmp_path, log={"folder": ""})) == []
+    assert create_observers(runs.config(tmp_path, log={"folder": ""})) == []
 
 
 def damaged(path: Path, file: str, content: str) -> str:
     """What reading says when a file holds something else."""
     (path / file).write_text(content)
     with pytest.raises(ConfigError) as error:
-        reader.read(path)
+        run_report.read(path)
     return str(error.value)
 
 
 @pytest.mark.parametrize(
     ("file", "content", "said"),
     [
-        (writer.RUN, '{"format": 2, "unknown": 1}', "a newer one wrote it; update rpcmp"),
-        (writer.RUN, "{", "run.json is damaged or missing"),
-        (writer.RUN, "[]", "run.json is damaged or missing"),
-        (writer.RUN, '{"format": 1, "name": 3}', "name: Input should be a valid string"),
-        (writer.CONFIG, "[]", "config.json is damaged or missing: it is not a JSON object"),
-        (writer.METRICS, "{}\n", "metrics.jsonl is damaged or missing: line 1 is no event"),
-        (writer.EVENTS, "{\n{}\n", "events.jsonl is damaged or missing: line 1 is not JSON"),
-        (writer.EVENTS, '{"event": "start", "time": 1, "steps": "x"}\n', "has steps = 'x'"),
-        (writer.EVENTS, "3\n", "events.jsonl is damaged or missing: line 1 is not a JSON object"),
+        (run_folder.RUN, '{"format": 2, "unknown": 1}', "a newer one wrote it; update rpcmp"),
+        (run_folder.RUN, "{", "run.json is damaged or missing"),
+        (run_folder.RUN, "[]", "run.json is damaged or missing"),
+        (run_folder.RUN, '{"format": 1, "name": 3}', "name: Input should be a valid string"),
+        (run_folder.CONFIG, "[]", "config.json is damaged or missing: it is not a JSON object"),
+        (run_folder.METRICS, "{}\n", "metrics.jsonl is damaged or missing: line 1 is no event"),
+        (run_folder.EVENTS, "{\n{}\n", "events.jsonl is damaged or missing: line 1 is not JSON"),
+        (run_folder.EVENTS, '{"event": "start", "time": 1, "steps": "x"}\n', "has steps = 'x'"),
+        (
+            run_folder.EVENTS,
+            "3\n",
+            "events.jsonl is damaged or missing: line 1 is not a JSON object",
+        ),
     ],
 )
 def test_read_names_a_damaged_file(tmp_path: Path, file: str, content: str, said: str) -> None:
@@ -188,9 +196,9 @@ def test_read_refuses_other_folders_and_suggests_runs(tmp_path: Path) -> None:
         tmp_path / "nowhere": "there is nothing of that name",
         tmp_path: "it has no run.json",
         path.parent: f"it holds 1 of them; name one: {path}",
-        path / writer.LOG: "is no folder of a run",
+        path / run_folder.LOG: "is no folder of a run",
     }
     for given, said in cases.items():
         with pytest.raises(ConfigError) as error:
-            reader.read(given)
+            run_report.read(given)
         assert said in str(error.value)

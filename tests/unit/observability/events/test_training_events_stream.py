@@ -16,7 +16,7 @@ from rpcmp.observability.events import (
     StepEvent,
     WarningEvent,
 )
-from rpcmp.observability.events.stream import LOSSES_KEPT, EventStream
+from rpcmp.observability.events.training_events import LOSSES_KEPT, EventStream
 from tests.support.runevents import typed
 
 
@@ -60,7 +60,7 @@ def received() -> Received:
 def test_every_event_is_stamped(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Event] = []
     now = iter((7.5, 8.5))
-    monkeypatch.setattr("rpcmp.observability.events.stream.time.time", lambda: next(now))
+    monkeypatch.setattr("rpcmp.observability.events.training_events.time.time", lambda: next(now))
     stream = EventStream(events.append, lambda: 3)
     start = StartEvent(steps=9)
     stream.emit(start)

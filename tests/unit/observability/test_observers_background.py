@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from rpcmp.observability.events import Event, StartEvent
-from rpcmp.observability.observers import aside
+from rpcmp.observability.observers import in_background
 
 
 def test_events_are_shown_in_order_and_reported_without_waiting() -> None:
@@ -19,7 +19,7 @@ def test_events_are_shown_in_order_and_reported_without_waiting() -> None:
         assert isinstance(event, StartEvent)
         shown.append(event.steps)
 
-    with aside(show) as report:
+    with in_background(show) as report:
         for step in range(1000):
             report(StartEvent(steps=step))
         assert shown == []
@@ -35,7 +35,7 @@ def test_an_output_that_cannot_be_written_ends_the_run() -> None:
         raise BrokenPipeError("nobody reads any more")
 
     def report_all() -> None:
-        with aside(show) as report:
+        with in_background(show) as report:
             report(StartEvent(steps=1))
             tried.wait()
             for step in range(100_000):
@@ -49,5 +49,5 @@ def test_an_output_that_fails_at_the_end_ends_the_run() -> None:
     def show(event: Event) -> None:
         raise BrokenPipeError("nobody reads any more")
 
-    with pytest.raises(BrokenPipeError), aside(show) as report:
+    with pytest.raises(BrokenPipeError), in_background(show) as report:
         report(StartEvent(steps=1))

@@ -1,1 +1,0 @@
-"""Metrics for Prometheus: of a run from its events, and of a stage server."""
