@@ -40,6 +40,8 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any, ClassVar
 
 
@@ -324,6 +326,29 @@ def one_line(error: BaseException) -> str:
 def with_notes(error: BaseException) -> str:
     """Return the message, and a line for each note that was added to it."""
     return "\n".join([str(error), *getattr(error, "__notes__", [])])
+
+
+NAMED = 5
+"""The most existing names that an error lists."""
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """Return the most similar name in `known`, if any is similar; see difflib.get_close_matches."""
+    return next(iter(get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+
+
+def did_you_mean(name: str | None) -> str:
+    """Return the end of an error that suggests `name`; empty for None."""
+    return "" if name is None else f"; did you mean {name!r}?"
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error about an unknown name: the nearest, and some existing names."""
+    names = list(known)
+    if not names:
+        return ""
+    listed = ", ".join(map(repr, names[:NAMED])) + (", ..." if len(names) > NAMED else "")
+    return f"{did_you_mean(nearest(name, names))} (there are {listed})"
 
 
 def _by_name() -> dict[str, type[RpcmpError]]:

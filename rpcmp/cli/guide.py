@@ -17,7 +17,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from rpcmp.cli.terminal import echo
-from rpcmp.errors import ConfigError
+from rpcmp.errors import ConfigError, did_you_mean, nearest
 
 FOLDER = Path(__file__).parents[1] / "guide"
 
@@ -143,8 +143,6 @@ def _page(topic: str, every: dict[str, GuidePage]) -> GuidePage:
 
 def _instead(topic: str, every: dict[str, GuidePage]) -> str:
     """Return the end of an error that suggests a topic: by its name, or by its headings."""
-    from rpcmp.config.suggestion import did_you_mean, nearest
-
     if near := nearest(topic, every, cutoff=0.7):
         return did_you_mean(near)
     about = [page.topic for page in every.values() if topic.lower() in _headings(page).lower()]

@@ -18,9 +18,8 @@ from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
-from rpcmp.config.suggestion import what_there_is
 from rpcmp.config.types import Factory
-from rpcmp.errors import FactoryError, RpcmpError, one_line
+from rpcmp.errors import FactoryError, RpcmpError, one_line, suggest
 
 _MODELS = frozenset({"layers", "dataset", "loss", "entropy_ratio", "ink_accuracy"})
 
@@ -204,7 +203,7 @@ def accepting(factory: Factory, what: str, num_args: int = 0) -> Callable[..., A
         if known is not None and key not in known:
             raise FactoryError(
                 f"{what} = {factory.callable!r} got an unexpected keyword argument {key!r}"
-                f"{what_there_is(key, known)}"
+                f"{suggest(key, known)}"
             )
     return target
 

@@ -18,8 +18,7 @@ from pydantic_core import ErrorDetails
 from rpcmp.config.bounded_file import MIB, read_bytes
 from rpcmp.config.keys import Level
 from rpcmp.config.schema import Config
-from rpcmp.config.suggestion import nearest
-from rpcmp.errors import ConfigError, KeyConfigError
+from rpcmp.errors import ConfigError, KeyConfigError, nearest
 
 MAX_CONFIG = 16 * MIB
 """The most bytes of a config."""

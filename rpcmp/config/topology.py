@@ -31,8 +31,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from rpcmp.config.suggestion import did_you_mean, nearest
-from rpcmp.errors import ConfigError
+from rpcmp.errors import ConfigError, did_you_mean, nearest
 
 SOURCES = ("input", "target")
 """The parts of a batch, which the driver serves; not allowed as names of stages."""

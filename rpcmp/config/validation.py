@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rpcmp.config import addresses, topology
-from rpcmp.config.suggestion import did_you_mean, nearest
 from rpcmp.config.topology import DRIVER, num_bundles
 from rpcmp.config.types import Factory
-from rpcmp.errors import ConfigError
+from rpcmp.errors import ConfigError, did_you_mean, nearest
 
 if TYPE_CHECKING:
     from rpcmp.config.schema import Config
