@@ -60,7 +60,7 @@ ELSEWHERE = {
     "unit/data/test_index_batches.py": "driver/datasets",
     "unit/data/test_stage_loader.py": "data/loader_process",
     "unit/driver/test_progress.py": "driver/checkpoint_schedule",
-    "unit/driver/test_progress_earlystopping.py": "config/run_sections config/sections",
+    "unit/driver/test_progress_earlystopping.py": "config/job_sections config/run_sections",
     "unit/driver/test_training.py": "driver/evaluator driver/rounds driver/tracing",
     "unit/net/test_link_test.py": "net/tls",
     "unit/net/test_local_peer.py": "net/port",

@@ -33,7 +33,7 @@ import click
 
 from rpcmp import errors
 from rpcmp.config import loader
-from rpcmp.config.hashes import redacted
+from rpcmp.config.files import redacted
 from rpcmp.errors import ConfigError, RpcmpError, SecurityError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from rpcmp.config.bounded_file import MIB, read_bytes
+from rpcmp.config.files import MIB, read_bytes
 from rpcmp.config.keys import Level
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError, KeyConfigError, nearest

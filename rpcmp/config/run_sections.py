@@ -1,6 +1,6 @@
-"""The sections that say how a run goes: when it ends, what it keeps, who may talk to whom.
+"""`[early_stopping]`, `[loss_scaling]`, `[checkpoint]`, `[security]`, `[recovery]` and `[log]`.
 
-`rpcmp.config.schema` puts the sections together.
+They say when a run ends, what it keeps, and who may talk to whom.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Literal, Self
 from pydantic import PrivateAttr, model_validator
 
 from rpcmp.config import validation
-from rpcmp.config.sections import DataConfig, JobSettings, StageConfig
+from rpcmp.config.job_sections import DataConfig, JobSettings, StageConfig
 from rpcmp.config.topology import Graph, Member, ReplicaAssignment, build_graph, chain_graph
 from rpcmp.config.types import (
     Autocast,

@@ -13,8 +13,8 @@ from rpcmp.config.types import Factory
 from rpcmp.errors import ConfigError, did_you_mean, nearest
 
 if TYPE_CHECKING:
+    from rpcmp.config.job_sections import StageConfig
     from rpcmp.config.schema import Config
-    from rpcmp.config.sections import StageConfig
 
 
 RESERVED_METRICS = {"event", "step", "epoch", "time", "generation", "loss"}

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from rpcmp.config import importing
-from rpcmp.config.sections import DataConfig
+from rpcmp.config.job_sections import DataConfig
 from rpcmp.config.types import Factory
 from rpcmp.data.sample_order import Key, SampleOrder, require_sized, sampler_of
 from rpcmp.errors import ConfigError

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler, Sampler
 
 from rpcmp.config import importing
-from rpcmp.config.sections import DataConfig
+from rpcmp.config.job_sections import DataConfig
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import layers
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from rpcmp.checkpoint.folder import CheckpointFolder, RunCheckpoints, left_behind, remove
 from rpcmp.checkpoint.manifest import Cursor, Manifest, StageFile
-from rpcmp.config.hashes import redacted
+from rpcmp.config.files import redacted
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.errors import CheckpointError, RpcmpError, SavingError

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rpcmp.config.bounded_file import MIB, open_regular
+from rpcmp.config.files import MIB, open_regular
 
 MAX_LINE = 4 * MIB
 """Largest line that is read, in bytes."""

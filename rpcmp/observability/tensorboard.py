@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rpcmp.config.hashes import flat, redacted
+from rpcmp.config.files import flat, redacted
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
 from rpcmp.observability.events import (

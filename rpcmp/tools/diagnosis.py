@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from enum import StrEnum
 
 from rpcmp.config import addresses
+from rpcmp.config.job_sections import StageConfig
 from rpcmp.config.schema import Config
-from rpcmp.config.sections import StageConfig
 from rpcmp.config.topology import DRIVER
 from rpcmp.config.types import format_size, parse_size
 from rpcmp.errors import RpcmpError, SecurityError, UnavailableError, UnreachableError, VersionError

@@ -52,7 +52,7 @@ AREAS = {
         "config/validation.py",
         "config/schema.py",
         "config/loader.py",
-        "config/sections.py",
+        "config/job_sections.py",
     ),
     "exit codes": ("cli/hints.py", "cli/output.py", "errors.py"),
     "page": (

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rpcmp.config.hashes import flat
+from rpcmp.config.files import flat
 from rpcmp.config.types import format_size
 from rpcmp.observability.events import (
     CheckpointEvent,

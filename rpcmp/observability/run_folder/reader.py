@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from rpcmp.config.bounded_file import MIB, read_bytes
+from rpcmp.config.files import MIB, read_bytes
 from rpcmp.errors import ConfigError
 from rpcmp.observability import json_lines
 from rpcmp.observability.events import Event, parse
@@ -38,7 +38,7 @@ class Record:
     Attributes:
         path: the folder.
         info: the contents of `run.json`.
-        config: the job's config; see rpcmp.config.hashes.
+        config: the job's config; see rpcmp.config.files.
         events: the events in order, without those that this version does not define; each has a
             time.
     """

@@ -17,7 +17,7 @@ from typing import IO, Any, Final, Literal
 
 from pydantic import BaseModel, Field
 
-from rpcmp.config.hashes import redacted
+from rpcmp.config.files import redacted
 from rpcmp.config.schema import Config
 from rpcmp.observability import json_lines
 from rpcmp.observability.events import (

@@ -13,6 +13,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 
 from rpcmp.config import topology
+from rpcmp.config.job_sections import DataConfig, ModelConfig, StageConfig
 from rpcmp.config.keys import level_of
 from rpcmp.config.loader import parse_config
 from rpcmp.config.run_sections import (
@@ -24,7 +25,6 @@ from rpcmp.config.run_sections import (
     SecurityConfig,
 )
 from rpcmp.config.schema import Config
-from rpcmp.config.sections import DataConfig, ModelConfig, StageConfig
 from rpcmp.config.types import Factory, OptimizerFactory
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import schedule

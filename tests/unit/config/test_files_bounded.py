@@ -11,7 +11,7 @@ import pytest
 
 from rpcmp.checkpoint.folder import MANIFEST, look
 from rpcmp.config import loader
-from rpcmp.config.bounded_file import MIB
+from rpcmp.config.files import MIB
 from rpcmp.errors import ConfigError
 from rpcmp.observability.run_folder import reader, writer
 from rpcmp.observability.trace import chrome, spans

@@ -1,7 +1,6 @@
-"""The settings of a job, and the sections for its model, its stages and its data.
+"""The top-level keys of a job, and the sections `[model]`, `[[stages]]` and `[data]`.
 
-Unknown keys are refused, so that a typo cannot
-silently fall back to a default.
+`rpcmp.config.run_sections` has the other sections.
 """
 
 from __future__ import annotations
