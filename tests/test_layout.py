@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.support.places import PACKAGE, TESTS
 
-MOST = 106
+MOST = 105
 """Modules without a test of their own; to be lowered with their number, and never raised."""
 
 ELSEWHERE = {
@@ -55,7 +55,7 @@ ELSEWHERE = {
     "unit/checkpoint/test_checkpoint.py": "checkpoint/folder checkpoint/manifest",
     "unit/checkpoint/test_state_export.py": "checkpoint/safetensors_header cli/export",
     "unit/checkpoint/test_stage_state.py": "checkpoint/slot_writer",
-    "unit/cli/test_output.py": "cli/terminal config/validation",
+    "unit/cli/test_progress_bar.py": "config/validation",
     "unit/data/test_batch_server.py": "data/batch_prefetch",
     "unit/data/test_index_batches.py": "driver/datasets",
     "unit/data/test_stage_loader.py": "data/loader_process",

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rpcmp.cli import completion
+from rpcmp.cli import completion, echo
 from rpcmp.cli.options import budget_option, set_option
-from rpcmp.cli.terminal import echo
 
 if TYPE_CHECKING:
     from rpcmp.tools.bench.benchmark import BenchmarkResult
@@ -103,7 +102,7 @@ async def _measure(
     with measuring(case.name) as now:
         try:
             result = await benchmark(
-                *(case, contestants, pairs, steps, fill_then_no_bubble, now.tell),
+                *(case, contestants, pairs, steps, fill_then_no_bubble, now.progress),
                 limits=TimeLimits(budget, now.stop),
             )
         except StoppedError:

@@ -21,7 +21,7 @@ from click.shell_completion import (
     split_arg_string,
 )
 
-from rpcmp.cli.terminal import echo
+from rpcmp.cli import echo
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo

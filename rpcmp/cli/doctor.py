@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rpcmp.cli import echo
 from rpcmp.cli.options import addresses_of, config_argument, connect_option
-from rpcmp.cli.terminal import echo
 from rpcmp.config import loader
 
 if TYPE_CHECKING:

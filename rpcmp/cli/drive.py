@@ -83,7 +83,7 @@ def drive(
         reporting_folder,
         seconds_between_timelines,
     )
-    from rpcmp.cli.output import logged, printer
+    from rpcmp.cli.progress_bar import event_printer, logged
     from rpcmp.job.training_run import drive as run
     from rpcmp.observability.events import LogEvent
     from rpcmp.observability.observers import aside, watching
@@ -102,7 +102,7 @@ def drive(
     raise_limit()
     watchers: list[Observer] = []
     with (
-        printer(as_json, verbose, quiet) as show,
+        event_printer(as_json, verbose, quiet) as show,
         metrics_of(job, metrics, watchers),
         aside(logged(show, display)) as shown,
         page_of(job, ui, watchers, shown),

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import click
 from click.shell_completion import CompletionItem
 
-from rpcmp.cli.terminal import echo
+from rpcmp.cli import echo
 from rpcmp.errors import ConfigError, did_you_mean, nearest
 
 FOLDER = Path(__file__).parents[1] / "guide"

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from rpcmp.cli import completion
-from rpcmp.cli.terminal import echo
+from rpcmp.cli import completion, echo
 
 
 @click.command()

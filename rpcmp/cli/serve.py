@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 import click
 
+from rpcmp.cli import echo
 from rpcmp.cli.options import certs_options, log_options, metrics_option
-from rpcmp.cli.terminal import echo
 from rpcmp.config import addresses
 from rpcmp.process.channel import die_with_parent
 from rpcmp.process.logging.display import Display

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rpcmp.cli import echo
 from rpcmp.cli.options import (
     addresses_of,
     budget_option,
@@ -16,7 +17,6 @@ from rpcmp.cli.options import (
     connect_option,
     require_writable,
 )
-from rpcmp.cli.terminal import echo
 from rpcmp.config import loader
 from rpcmp.errors import ConfigError
 
@@ -142,9 +142,9 @@ async def _tune(
         try:
             limits = TimeLimits(budget, now.stop)
             what = f"{STARTING}, then measuring {len(swept.settings)} settings within the budget"
-            now.tell(what, limits.left)
+            now.progress(what, limits.left)
             await limits.run(runner.start(), is_needed=True)
-            tuned = await run(config, swept, runner, rounds, steps, now.tell, limits)
+            tuned = await run(config, swept, runner, rounds, steps, now.progress, limits)
         except StoppedError:
             pass
         finally:

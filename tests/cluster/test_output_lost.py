@@ -81,7 +81,7 @@ def test_a_full_disk_loses_output_but_no_training(
 ) -> None:
     ended = shell(f"$RPCMP drive $CONFIG {options} > /dev/full", job.config(SHORT), server)
     assert ended.returncode == 0
-    assert ended.stderr.count("No space left on device; what is done goes on") == 1
+    assert ended.stderr.count("No space left on device; the command continues") == 1
     assert "Traceback" not in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
 
@@ -92,7 +92,7 @@ def test_a_closed_output_pipe_does_not_end_the_run(job: JobFolder, server: Serve
     assert ended.returncode == 0
     first = "job: 2 steps" if makes_networks() else "warning: other users"
     assert ended.stdout.startswith(first)
-    assert ended.stderr.count("Broken pipe; what is done goes on") == 1
+    assert ended.stderr.count("Broken pipe; the command continues") == 1
 
 
 def test_the_exit_code_is_right_with_all_streams_closed(job: JobFolder, server: Server) -> None:

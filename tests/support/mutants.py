@@ -54,7 +54,7 @@ AREAS = {
         "config/loader.py",
         "config/job_sections.py",
     ),
-    "exit codes": ("cli/hints.py", "cli/output.py", "errors.py"),
+    "exit codes": ("cli/hints.py", "cli/progress_bar.py", "errors.py"),
     "page": (
         "observability/dashboard/state.py",
         "observability/dashboard/history.py",
