@@ -16,7 +16,6 @@ import pytest
 from click.testing import CliRunner
 
 from rpcmp.cli import COMMANDS, cli
-from rpcmp.config.keys import table as table_of_keys
 from tests.support.commandlines import parsed
 from tests.support.docs import (
     PAGES,
@@ -32,6 +31,7 @@ from tests.support.docs import (
     section,
     without_blocks,
 )
+from tests.support.key_table import table as table_of_keys
 from tests.support.lan import cli as certs
 from tests.support.places import ROOT, TESTS
 from tests.support.processes import rpcmp
@@ -238,7 +238,7 @@ def test_paths_and_modules_that_pages_name_exist() -> None:
     assert {"rpcmp/worker/backward.py", "tests/unit/worker/test_backward.py"} <= paths
     assert [path for path in paths if not (ROOT / path).exists()] == []
     modules = {name for span in spans for name in re.findall(r"python -m ([\w.]+)", span)}
-    assert {"tests.benchmarks.recovery", "rpcmp.config.keys"} <= modules
+    assert {"tests.benchmarks.recovery", "tests.support.key_table"} <= modules
     for module in modules:
         found = importlib.util.find_spec(module)
         if found is not None and found.submodule_search_locations:
@@ -321,7 +321,7 @@ def test_the_table_of_commands_has_each_with_its_one_line() -> None:
 
 def test_the_table_of_keys_equals_the_schema() -> None:
     assert table_of_keys() in guide("configuration"), (
-        "run `python -m rpcmp.config.keys` and paste its table"
+        "run `python -m tests.support.key_table` and paste its table"
     )
 
 

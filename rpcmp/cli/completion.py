@@ -26,7 +26,7 @@ from rpcmp.cli import echo
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
-    from rpcmp.config.keys import Level
+    from rpcmp.config.loader import Level
 
 
 Items = list["CompletionItem[str]"]
@@ -49,7 +49,7 @@ def configs(ctx: click.Context, param: click.Parameter, incomplete: str) -> Item
 
 def keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
     """Complete keys of a config, such as "data.batch_size=", and values of which there are few."""
-    from rpcmp.config.keys import Level
+    from rpcmp.config.loader import Level
     from rpcmp.config.schema import Config
 
     key, separator, _ = incomplete.partition("=")
@@ -113,7 +113,7 @@ def _names(level: Level, given: Any, prefix: str) -> Iterator[CompletionItem[str
 
 def _ends(name: str, field: FieldInfo, prefix: str) -> Iterator[CompletionItem[str]]:
     """Complete a key that takes a value, or keys below it; a factory takes both."""
-    from rpcmp.config.keys import level_of
+    from rpcmp.config.loader import level_of
     from rpcmp.config.types import Factory
 
     level = level_of(field)
@@ -124,7 +124,7 @@ def _ends(name: str, field: FieldInfo, prefix: str) -> Iterator[CompletionItem[s
 
 
 def _values(field: FieldInfo | None, key: str) -> Items:
-    from rpcmp.config.keys import kinds
+    from rpcmp.config.loader import kinds
 
     alternatives = () if field is None else kinds(field.annotation)
     values = ["true", "false"] if bool in alternatives else []

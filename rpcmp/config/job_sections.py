@@ -224,7 +224,9 @@ class JobSettings(Strict):
     """The keys of a job: its own, and its sections."""
 
     name: str = Field(default="job", pattern=NAME, description="the job's name; the file's stem")
-    seed: int = Field(default=0, description="seed of all random numbers of the run")
+    seed: int = Field(
+        default=0, ge=-(2**63), lt=2**63, description="seed of all random numbers of the run"
+    )
     epochs: Positive | None = Field(default=None, description="passes over the data; 1 by default")
     steps: Positive | None = Field(default=None, description="optimizer steps, instead of epochs")
     num_microbatches: Positive = Field(default=4, description="slices of a mini-batch")

@@ -1,72 +1,17 @@
-"""The keys of a configuration: their sections, their types, and the table of all of them.
-
-The loader's errors and the completion of command lines walk the sections. `python -m
-rpcmp.config.keys` prints the table as Markdown; a test compares it with the documentation.
-"""
+"""The guide's table of all keys as Markdown: `python -m tests.support.key_table`."""
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from rpcmp.config.loader import kinds, level_of
 from rpcmp.config.schema import Config
 from rpcmp.config.types import Factory, OptimizerFactory
-
-
-@dataclass(frozen=True)
-class Level:
-    """The section or table that a dotted key leads to.
-
-    Attributes:
-        container: list or dict if there are several such sections, or dict for a plain table.
-    """
-
-    section: type[BaseModel] | None
-    container: type | None = None
-
-    @property
-    def fields(self) -> dict[str, FieldInfo]:
-        """The keys that may follow; empty below a list or a table, whose keys are the user's."""
-        return {} if self.section is None or self.container else self.section.model_fields
-
-    def below(self, part: str) -> Level:
-        """Return the level that the next part of the key leads to."""
-        if self.container is dict or (self.container is list and part.isdecimal()):
-            return Level(self.section)
-        field = self.fields.get(part)
-        return Level(None) if field is None else level_of(field)
-
-
-def level_of(field: FieldInfo) -> Level:
-    """Return what may follow a key, which is given by its field."""
-    alternatives = kinds(field.annotation)
-    for kind in alternatives:
-        if (section := _section_in(kind)) is not None:
-            origin = get_origin(kind)
-            return Level(section, origin if origin in (list, dict) else None)
-    return Level(None, dict if any(get_origin(kind) is dict for kind in alternatives) else None)
-
-
-def kinds(annotation: Any) -> tuple[Any, ...]:
-    """Return the types that a value may have besides None; unions and Annotated are taken apart."""
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        return kinds(get_args(annotation)[0])
-    if origin in (Union, types.UnionType):
-        return tuple(kind for member in get_args(annotation) for kind in kinds(member))
-    return () if annotation is types.NoneType else (annotation,)
-
-
-def _section_in(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for arg in get_args(annotation) if (found := _section_in(arg))), None)
 
 
 def table() -> str:

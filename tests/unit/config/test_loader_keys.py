@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rpcmp.config.job_sections import DataConfig, StageConfig
-from rpcmp.config.keys import Level, kinds
+from rpcmp.config.loader import Level, kinds
 from rpcmp.config.schema import Config
 from rpcmp.config.types import Factory, OptimizerFactory
 
