@@ -13,13 +13,14 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
 from rpcmp.config.types import Factory
-from rpcmp.errors import FactoryError, RpcmpError, one_line, suggest
+from rpcmp.errors import FactoryError, RpcmpError, did_you_mean, nearest, one_line, suggest
 
 _MODELS = frozenset({"layers", "dataset", "loss", "entropy_ratio", "ink_accuracy"})
 
@@ -184,11 +185,22 @@ def resolve(name: str, what: str) -> Callable[..., Any]:
             f"{error}"
         ) from error
     except (Exception, SystemExit) as error:  # sys.exit() in a module must not end this process
-        raise FactoryError(f"{what} = {name!r} does not import: {explain_error(error)}") from error
+        raise FactoryError(
+            f"{what} = {name!r} does not import: {explain_error(error)}"
+            f"{_nearest_callable(error, module_name)}"
+        ) from error
     if not callable(target):
         raise FactoryError(f"{what} = {name!r} is {type(target).__name__}, not callable")
     found: Callable[..., Any] = target
     return found
+
+
+def _nearest_callable(error: BaseException, module: str) -> str:
+    """Return the end of an error that suggests a callable of a module instead of a missing one."""
+    if not isinstance(error, AttributeError) or error.obj is not sys.modules.get(module):
+        return ""
+    names = [name for name, value in vars(error.obj).items() if callable(value)]
+    return did_you_mean(nearest(error.name, names))
 
 
 def accepting(factory: Factory, what: str, num_args: int = 0) -> Callable[..., Any]:
