@@ -209,4 +209,4 @@ def _remedy(error: RpcmpError, began: datetime) -> str:
     command = cli.get_command(click.Context(cli), name)
     if command is None:
         return ""
-    return remedy(error, failed(command, name, arguments, list(COMMANDS), began)) or ""
+    return remedy(error, failed(command, name, arguments, began)) or ""
