@@ -65,12 +65,6 @@ def keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
     return [item for item in items if item.value.startswith(incomplete)]
 
 
-def examples(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    from rpcmp.tools.new import examples as names
-
-    return [CompletionItem(name) for name in names() if name.startswith(incomplete)]
-
-
 def cases(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
     from rpcmp.tools.bench.cases import frozen
 
