@@ -153,14 +153,13 @@ async def _tune(
 
 
 def _show(tuned: Tuned, as_json: bool) -> None:
-    from rpcmp.cli.console import Console
+    from rpcmp.cli.console import print_wide
     from rpcmp.tools.tune import sweep_report
 
     if as_json:
         echo(json.dumps(sweep_report.as_json(tuned)))
         return
-    # Never narrower than the table: a terminal wraps lines more legibly than rich does cells.
-    Console(width=max(Console().width, WIDTH)).print(sweep_report.table(tuned))
+    print_wide(sweep_report.table(tuned), WIDTH)
     for line in sweep_report.lines(tuned):
         echo(line)
 
