@@ -19,7 +19,9 @@ from rpcmp.config.run_sections import (
 )
 from rpcmp.config.topology import ReplicaAssignment
 from rpcmp.config.types import (
+    CALLABLE,
     NAME,
+    Address,
     Arguments,
     Autocast,
     Balance,
@@ -28,7 +30,6 @@ from rpcmp.config.types import (
     OptimizerFactory,
     OptimizerOrName,
     Own,
-    OwnOptimizer,
     Positive,
     Schedule,
     Size,
@@ -41,7 +42,7 @@ class ModelConfig(Strict):
     """A model given as a list of layers."""
 
     layers: str = Field(
-        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$",
+        pattern=CALLABLE,
         description='"module:callable" that returns (name, zero-argument factory) pairs, a dict '
         "of them, or an nn.Sequential",
     )
@@ -64,7 +65,7 @@ class StageConfig(Strict):
     )
     module: str | None = Field(
         default=None,
-        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$",
+        pattern=CALLABLE,
         description='"module:callable" that returns the stage\'s nn.Module (without `[model]`)',
     )
     kwargs: Arguments = Field(default_factory=dict, description="arguments of `module`")
@@ -79,7 +80,7 @@ class StageConfig(Strict):
         description='what it reads: stages, "input", "target" or a part such as "input.image"; '
         "the stage before when omitted",
     )
-    addresses: list[str] = Field(
+    addresses: list[Address] = Field(
         default_factory=list,
         description="HOST:PORT of its stage server, or of one for each replica; started on "
         "localhost when omitted",
@@ -104,12 +105,12 @@ class StageConfig(Strict):
         description='memory limit for `balance = "auto"`, such as "8 GiB"; the host\'s share when '
         "omitted",
     )
-    optimizer: OwnOptimizer = Field(
+    optimizer: Own[OptimizerFactory] = Field(
         default_factory=dict,
         description="an optimizer of its own; or arguments that override `[optimizer]`'s, such as "
         "{ lr = 0.1 }",
     )
-    scheduler: Own = Field(
+    scheduler: Own[Factory] = Field(
         default_factory=dict,
         description="a learning-rate scheduler of its own; or arguments that override "
         "`[scheduler]`'s",

@@ -9,11 +9,9 @@ import math
 import re
 from typing import Literal, Self, TypeAlias
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from rpcmp.config import addresses
-from rpcmp.config.types import FactoryOrName, Positive, Strict
-from rpcmp.errors import ConfigError
+from rpcmp.config.types import Address, FactoryOrName, Positive, Strict
 
 Mode: TypeAlias = Literal["min", "max"]
 
@@ -216,7 +214,7 @@ class RecoveryConfig(Strict):
         description="days after which a later run removes the checkpoint of one that had to give "
         "up; one that ends well and comes as far removes it at once",
     )
-    spares: list[str] = Field(
+    spares: list[Address] = Field(
         default_factory=list, description="HOST:PORT of servers that can take any stage"
     )
 
@@ -228,16 +226,6 @@ class RecoveryConfig(Strict):
                 f"for spares after {self.replace_after:g} s (replace_after)"
             )
         return self
-
-    @field_validator("spares")
-    @classmethod
-    def _check_spares(cls, spares: list[str]) -> list[str]:
-        for address in spares:
-            try:
-                addresses.parse(address)
-            except ConfigError as error:
-                raise ValueError(str(error)) from error
-        return spares
 
 
 class LogConfig(Strict):

@@ -16,7 +16,7 @@ from pydantic import PrivateAttr, model_validator
 
 from rpcmp.config import validation
 from rpcmp.config.job_sections import DataConfig, JobSettings, StageConfig
-from rpcmp.config.topology import Graph, Member, ReplicaAssignment, build_graph, chain_graph
+from rpcmp.config.topology import Graph, Member, ReplicaAssignment, build_graph
 from rpcmp.config.types import (
     Autocast,
     Factory,
@@ -300,8 +300,6 @@ class Config(JobSettings):
 
     def graph(self) -> Graph:
         """Return which stage reads what."""
-        if not any(stage.inputs for stage in self.stages):
-            return chain_graph(self.stage_names)
         sources = ["input", *self.stage_names[:-1]]
         inputs = {
             name: self.stage(index).inputs or [sources[index]]

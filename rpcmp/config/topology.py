@@ -46,7 +46,7 @@ class Reference:
 
     @classmethod
     def parse(cls, text: str) -> Reference:
-        """Return the reference written as "producer" or "producer.key.key"."""
+        """Parse "producer" or "producer.key.key"."""
         producer, *path = text.split(".")
         return cls(producer, tuple(path))
 
@@ -227,11 +227,11 @@ class ReplicaAssignment:
 
     def numbers(self, replica: int, num_bundles: int) -> list[int]:
         """Return the bundles of a round that a replica computes, in order; there may be none."""
-        found = self._numbers.get((replica, num_bundles))
-        if found is None:  # it is asked for every bundle, and a job has few numbers of bundles
-            found = [bundle for bundle in range(num_bundles) if self.owner(bundle) == replica]
-            self._numbers[replica, num_bundles] = found
-        return found
+        numbers = self._numbers.get((replica, num_bundles))
+        if numbers is None:  # it is called for every bundle, and a job has few numbers of bundles
+            numbers = [bundle for bundle in range(num_bundles) if self.owner(bundle) == replica]
+            self._numbers[replica, num_bundles] = numbers
+        return numbers
 
     def most(self, num_bundles: int) -> int:
         """Return the most bundles of a round that any replica computes."""
@@ -239,14 +239,14 @@ class ReplicaAssignment:
 
     @cached_property
     def _cycle(self) -> list[int]:
-        total, found = sum(self._shares), []
+        total, owners = sum(self._shares), []
         gained = [0] * self.num_replicas
         for _ in range(total):
             gained = [have + share for have, share in zip(gained, self._shares, strict=True)]
             richest = max(range(self.num_replicas), key=gained.__getitem__)
             gained[richest] -= total
-            found.append(richest)
-        return found
+            owners.append(richest)
+        return owners
 
 
 class ReplicaShare(NamedTuple):
