@@ -68,7 +68,7 @@ def conducted(config: Config) -> int:
     kept = limits(config)
     most = max(kept[worker.stage].open * worker.num_replicas for worker in config.workers)
     share = -(-most // sink.num_replicas)
-    return min(share + AHEAD, STEPS_AHEAD * sink.most(num_bundles(config)))
+    return min(share + AHEAD, STEPS_AHEAD * sink.largest_part(num_bundles(config)))
 
 
 def _sink_index(config: Config) -> int:

@@ -93,7 +93,7 @@ def limits(
     def of(stage: str) -> InFlightLimits:
         reads_stages = any(not reference.from_batch for reference in graph.inputs[stage])
         place = StagePosition(found[stage], longest, reads_stages)
-        own = turns[stage].most(num_microbatches) if stage in turns else num_microbatches
+        own = turns[stage].largest_part(num_microbatches) if stage in turns else num_microbatches
         return policy.limits(place, own, max_in_flight)
 
     return {stage: of(stage) for stage in graph.stages}
