@@ -76,7 +76,7 @@ def cases(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
 def _given() -> Any:
     """Return the config on the command line, parsed; empty if it cannot be read.
 
-    It is searched in the words: click does not parse a line that ends with an option without value.
+    Click does not parse a line that ends with an option without value, so the words are searched.
     """
     words = split_arg_string(os.environ.get("COMP_WORDS", ""))
     config = next((word for word in words if word.endswith(".toml")), None)
