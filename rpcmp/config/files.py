@@ -96,7 +96,7 @@ def code_versions(named: Iterable[str]) -> dict[str, str]:
     """
     loaded = {name: module for name, module in list(sys.modules.items()) if "." not in name}
     given = {name: _folders(importlib.util.find_spec(name)) for name in _tops(named)}
-    releases = {name: _release(name) for name in given if _is_package(given[name])}
+    releases = {name: _release(name) for name in given if any(map(_is_shared, given[name]))}
     folders = {folder for places in given.values() for folder in places if not _is_shared(folder)}
     own = {name for name in given if releases.get(name) is None} | {
         name
@@ -116,7 +116,7 @@ def code_versions(named: Iterable[str]) -> dict[str, str]:
 
 def _tops(modules: Iterable[str]) -> set[str]:
     """Return the top-level packages, except those whose versions are compared anyway."""
-    return {_top(name) for name in modules} - _RELEASES
+    return {name.partition(".")[0] for name in modules} - _RELEASES
 
 
 def _release(package: str) -> str | None:
@@ -127,10 +127,6 @@ def _release(package: str) -> str | None:
     return version.partition("+")[0] if isinstance(version, str) else None
 
 
-def _top(module: str) -> str:
-    return module.partition(".")[0]
-
-
 def _folders(spec: ModuleSpec | None) -> set[Path]:
     if spec is None:
         return set()
@@ -138,10 +134,6 @@ def _folders(spec: ModuleSpec | None) -> set[Path]:
     if not places and spec.has_location and spec.origin and spec.origin.endswith(".py"):
         places = [spec.origin]
     return {Path(place).parent for place in places}
-
-
-def _is_package(places: set[Path]) -> bool:
-    return any(map(_is_shared, places))
 
 
 def _is_shared(folder: Path) -> bool:
@@ -155,14 +147,15 @@ def _used_by(packages: set[str]) -> set[str]:
 
     Their own dependencies are left out: their versions stand for these.
     """
-    modules = [module for name, module in list(sys.modules.items()) if _top(name) in packages]
-    values = [
-        value for module in modules for value in list(getattr(module, "__dict__", {}).values())
-    ]
-    names = [value.__name__ for value in values if isinstance(value, ModuleType)]
-    kinds = (type, FunctionType, BuiltinFunctionType)
-    names += [value.__module__ for value in values if isinstance(value, kinds) and value.__module__]
-    return _tops(name for name in names if isinstance(name, str))
+    names = []
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in packages:
+            for value in list(getattr(module, "__dict__", {}).values()):
+                if isinstance(value, ModuleType):
+                    names.append(value.__name__)
+                elif isinstance(value, type | FunctionType | BuiltinFunctionType):
+                    names.append(value.__module__)
+    return _tops(name for name in names if name and isinstance(name, str))
 
 
 def _add(digest: hashlib._Hash, name: str, path: Path) -> None:

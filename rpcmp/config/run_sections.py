@@ -23,10 +23,8 @@ HIGHER = {"accuracy", "acc", "f1", "auroc", "auc", "precision", "recall", "score
 
 
 def guess_direction(metric: str) -> Mode | None:
-    """Return the direction that a metric's name suggests, or None.
-
-    The last known word decides: an "f1_loss" is a loss.
-    """
+    """Return the direction that a metric's name suggests, or None."""
+    # The last known word decides: an "f1_loss" is a loss.
     for word in reversed(re.split(r"[^a-z0-9]+", metric.lower())):
         if word in LOWER:
             return "min"
@@ -56,8 +54,6 @@ def _direction(key: str, metric: str, mode: Mode | None) -> Mode:
 
 
 class EarlyStoppingConfig(Strict):
-    """`[early_stopping]`."""
-
     metric: str = Field(
         default="loss",
         description='the metric to watch: "loss", a metric, or a key of it ("name.key")',
@@ -110,8 +106,6 @@ class LossScalingConfig(Strict):
 
 
 class CheckpointConfig(Strict):
-    """Checkpoints on disks."""
-
     dir: str = Field(
         description="folder of the checkpoints; if relative, below the config's folder, and on "
         "another host below the folder that its server was started in"
@@ -142,8 +136,8 @@ class CheckpointConfig(Strict):
 
     on_error: Literal["fail", "warn"] = Field(
         default="fail",
-        description='where checkpoints cannot be written: "fail": the run ends after three in a '
-        'row, and where the last one is missing at its end; "warn": it goes on, and says so',
+        description='if checkpoints cannot be written: "fail": the run ends after three in a row, '
+        'and at its end if the last one is missing; "warn": it continues, and logs a warning',
     )
 
     @property
@@ -160,8 +154,6 @@ class CheckpointConfig(Strict):
 
 
 class SecurityConfig(Strict):
-    """`[security]`."""
-
     certs: str | None = Field(
         default=None, description="folder with the driver's ca.crt, tls.crt and tls.key"
     )
@@ -180,9 +172,7 @@ class SecurityConfig(Strict):
 
 
 class RecoveryConfig(Strict):
-    """Recovery from lost workers, hosts and connections."""
-
-    enabled: bool = Field(default=True, description="go on by itself after a fault")
+    enabled: bool = Field(default=True, description="continue by itself after a fault")
     mirror_every_steps: int = Field(
         default=1,
         ge=0,
@@ -239,10 +229,10 @@ class LogConfig(Strict):
     tensorboard: str | None = Field(
         default=None,
         min_length=1,
-        description="folder for TensorBoard; each run has its own in it",
+        description="folder for TensorBoard; each run has a folder of its own in it",
     )
     loggers: list[FactoryOrName] = Field(
         default_factory=list,
-        description="called with the config on the driver; each returns a function that is told of "
-        "every event",
+        description="called with the config on the driver; each returns a function that gets every "
+        "event",
     )
