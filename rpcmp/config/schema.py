@@ -193,7 +193,7 @@ class Config(JobSettings):
     @property
     def log_folder(self) -> Path | None:
         """Folder in which each run keeps one of its own; None: runs keep none."""
-        return self._absolute(self.log.folder)
+        return self._absolute(self.log.folder or None)
 
     @property
     def tensorboard_folder(self) -> Path | None:
@@ -213,7 +213,7 @@ class Config(JobSettings):
         return self._absolute(self.security.certs)
 
     def _absolute(self, path: str | None) -> Path | None:
-        return (self.folder / path).absolute() if path else None
+        return None if path is None else (self.folder / path).absolute()
 
     def without_recovery(self) -> Self:
         """Return a copy that keeps no snapshots and no checkpoints, for measurements."""
