@@ -295,7 +295,7 @@ def test_an_absent_server_is_reported_with_the_doctor(tmp_path: Path) -> None:
 
 def test_a_port_that_is_taken_is_reported_with_its_listener() -> None:
     with lend_servers(1) as (first,):
-        require_who_listens("--listen", first.address)
+        require_health_hint("--listen", first.address)
 
 
 @pytest.mark.parametrize(
@@ -304,10 +304,10 @@ def test_a_port_that_is_taken_is_reported_with_its_listener() -> None:
 def test_a_port_taken_on_all_interfaces_suggests_its_health(options: str, certs: Path) -> None:
     words = options.replace("CERTS", str(certs)).split()
     with running_server("--stage", "1", *words) as first:
-        require_who_listens(*words, "--listen", first.address)
+        require_health_hint(*words, "--listen", first.address)
 
 
-def require_who_listens(*options: str) -> None:
+def require_health_hint(*options: str) -> None:
     """Check that a server whose address is taken suggests `rpcmp health`, which then gets an
     answer.
     """

@@ -24,7 +24,7 @@ BEGUN = "step 2/2  epoch 1  loss 0.5000  1,234 samples/s"
         ),
     ],
 )
-def test_a_step_is_a_line_of_its_known_figures(more: dict[str, Any], line: str) -> None:
+def test_a_step_is_one_line_of_its_known_figures(more: dict[str, Any], line: str) -> None:
     shown: list[str] = []
     show = progress_bar.plain(shown.append)
     show(typed({"event": "start", "steps": 2}))

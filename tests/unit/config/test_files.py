@@ -1,4 +1,4 @@
-"""Hashes of the code that a process computes with."""
+"""Hashes and versions of the code that a process uses."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_changed_file_is_reported_by_its_module_if_it_is_used(
 
 
 def test_the_build_of_a_release_is_ignored(folder: Path) -> None:
-    """One host has its wheel for CUDA, the other one does without."""
+    """One host may have a wheel for CUDA, and the other one none."""
 
     def found(tag: str) -> dict[str, str]:
         (folder / "lib/packed_c.py").write_text(f"__version__ = '1.2+{tag}'\n")

@@ -181,7 +181,7 @@ def test_an_override_that_does_not_fit_is_refused(path: Path, override: str, mes
         ("data = 3", "data: .*got 3"),
     ],
 )
-def test_an_error_says_where_it_is_and_what_is_near(
+def test_an_error_names_the_key_and_the_nearest_valid_one(
     tmp_path: Path, toml: str, message: str
 ) -> None:
     file = tmp_path / "job.toml"

@@ -197,7 +197,7 @@ def test_a_config_does_not_change() -> None:
         parse_config(LAYERS).seed = 1
 
 
-def test_a_config_survives_the_journey_to_another_process() -> None:
+def test_a_config_survives_serialization() -> None:
     data = {
         **BRANCHES,
         "max_grad_norm": 1,
@@ -209,14 +209,14 @@ def test_a_config_survives_the_journey_to_another_process() -> None:
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf")])
-def test_infinite_arguments_survive_the_journey_to_another_process(value: float) -> None:
+def test_infinite_arguments_survive_serialization(value: float) -> None:
     config = parse_config({**LAYERS, "loss": {"callable": "m:loss", "kwargs": {"most": value}}})
     assert Config.model_validate_json(config.model_dump_json()).loss.kwargs == {"most": value}
 
 
 @pytest.mark.parametrize("value", [datetime.date(2020, 1, 1), object(), {1: "one"}, b"bytes"])
 @pytest.mark.parametrize("section", ["loss", "model"])
-def test_arguments_that_could_not_travel_are_refused(section: str, value: object) -> None:
+def test_arguments_that_json_cannot_hold_are_refused(section: str, value: object) -> None:
     name = "layers" if section == "model" else "callable"
     with pytest.raises(ConfigError, match=rf"{section}\.kwargs\.x.* must be a string"):
         parse_config({**LAYERS, section: {name: "m:f", "kwargs": {"x": value}}})
@@ -265,7 +265,7 @@ def test_a_stage_without_inputs_reads_the_one_before() -> None:
     assert config.graph() == topology.chain_graph(["stage0", "stage1"])
 
 
-def test_named_stages_form_the_graph_that_they_say() -> None:
+def test_inputs_of_named_stages_form_the_graph() -> None:
     built = parse_config(BRANCHES).graph()
     assert built.sink == "head"
     assert [str(reference) for reference in built.inputs["head"]] == ["image", "text"]
@@ -470,7 +470,7 @@ def test_evaluations_follow_epochs_unless_steps_are_given() -> None:
         assert parse_config(evaluated(**given)).evaluate_every_epochs == epochs
 
 
-def test_the_better_direction_is_given_or_known_by_name() -> None:
+def test_the_better_direction_follows_from_the_mode_or_the_name() -> None:
     for section, mode in (
         ({}, "min"),
         ({"metric": "accuracy"}, "max"),
@@ -536,7 +536,7 @@ def test_a_value_of_the_wrong_type_is_refused_and_not_converted(key: str, value:
 
 
 @pytest.mark.parametrize(("key", "value"), [("seed", "1"), ("seed", True), ("ship_code", 1)])
-def test_numbers_strings_and_booleans_are_different_things(key: str, value: object) -> None:
+def test_numbers_strings_and_booleans_are_not_converted(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"{key}: must be"):
         parse_config({**LAYERS, key: value})
 
@@ -586,7 +586,7 @@ def test_tuples_in_arguments_become_lists() -> None:
         ),
     ],
 )
-def test_replicas_whose_turn_never_comes_are_a_warning(
+def test_replicas_without_bundles_are_a_warning(
     stage: dict[str, Any], more: dict[str, Any], message: str | None
 ) -> None:
     expected = [] if message is None else [f"stage 'stage0': {message}"]
