@@ -93,28 +93,25 @@ def _part(given: Any, part: str) -> Any:
 
 
 def _names(level: Level, given: Any, prefix: str) -> Iterator[CompletionItem[str]]:
+    from rpcmp.config.loader import descriptions, level_of
+    from rpcmp.config.types import Factory
+
     if level.container is list:
         number = len(given) if isinstance(given, list) else 1
         yield from (CompletionItem(f"{prefix}{index}.") for index in range(max(1, number)))
-    elif level.fields:
+    elif level.section is not None and level.fields:
+        meanings = descriptions(level.section)
         for name, field in level.fields.items():
-            yield from _ends(name, field, prefix)
+            # A key that takes a value, or keys below it; a factory takes both.
+            below = level_of(field)
+            if below.section is None or issubclass(below.section, Factory):
+                yield CompletionItem(f"{prefix}{name}=", help=meanings[name])
+            if below.section is not None or below.container is dict:
+                yield CompletionItem(f"{prefix}{name}.", help=meanings[name])
     elif isinstance(given, dict):
         for name, value in given.items():
             end = "." if isinstance(value, dict | list) else "="
             yield CompletionItem(f"{prefix}{name}{end}")
-
-
-def _ends(name: str, field: FieldInfo, prefix: str) -> Iterator[CompletionItem[str]]:
-    """Complete a key that takes a value, or keys below it; a factory takes both."""
-    from rpcmp.config.loader import level_of
-    from rpcmp.config.types import Factory
-
-    level = level_of(field)
-    if level.section is None or issubclass(level.section, Factory):
-        yield CompletionItem(f"{prefix}{name}=", help=field.description)
-    if level.section is not None or level.container is dict:
-        yield CompletionItem(f"{prefix}{name}.", help=field.description)
 
 
 def _values(field: FieldInfo | None, key: str) -> Items:

@@ -41,88 +41,56 @@ from rpcmp.config.types import (
 class ModelConfig(Strict):
     """A model given as a list of layers."""
 
-    layers: str = Field(
-        pattern=CALLABLE,
-        description='"module:callable" that returns (name, zero-argument factory) pairs, a dict '
-        "of them, or an nn.Sequential",
-    )
-    kwargs: Arguments = Field(default_factory=dict, description="arguments of `layers`")
-    balance: Balance | None = Field(
-        default=None,
-        description='layers of each stage; "auto": measured on the hosts; by parameter count when '
-        "omitted",
-    )
-    num_stages: Positive | None = Field(
-        default=None, description="number of stages, if `balance` does not give it"
-    )
+    layers: str = Field(pattern=CALLABLE)
+    """The "module:callable" that returns (name, zero-argument factory) pairs, a dict of them, or an
+    nn.Sequential."""
+    kwargs: Arguments = Field(default_factory=dict)
+    """Arguments of `layers`."""
+    balance: Balance | None = None
+    """Layers of each stage; "auto": measured on the hosts; by parameter count when omitted."""
+    num_stages: Positive | None = None
+    """Number of stages, if `balance` does not give it."""
 
 
 class StageConfig(Strict):
     """One stage. With `[model]`, tables go by position and only place and tune the stages."""
 
-    name: str | None = Field(
-        default=None, pattern=NAME, description='name; "stage<index>" when omitted'
-    )
-    module: str | None = Field(
-        default=None,
-        pattern=CALLABLE,
-        description='"module:callable" that returns the stage\'s nn.Module (without `[model]`)',
-    )
-    kwargs: Arguments = Field(default_factory=dict, description="arguments of `module`")
-    prefix: str | None = Field(
-        default=None,
-        description="what the names of its parameters begin with in the unsplit model, such as "
-        '"encoder"; "": with nothing, where `module` names them as that does; its own name when '
-        "omitted",
-    )
-    inputs: list[str] | None = Field(
-        default=None,
-        description='what it reads: stages, "input", "target" or a part such as "input.image"; '
-        "the stage before when omitted",
-    )
-    addresses: list[Address] = Field(
-        default_factory=list,
-        description="HOST:PORT of its stage server, or of one for each replica; started on "
-        "localhost when omitted",
-    )
-    replicas: Positive | None = Field(
-        default=None,
-        description="copies of the stage that share its micro-batches; one an address, or 1, when "
-        "omitted",
-    )
-    shares: list[Positive] | None = Field(
-        default=None,
-        description="how the replicas share them, such as [3, 1]; equally when omitted",
-    )
-    device: str = Field(
-        default="cpu",
-        description='torch device of the stage, such as "cuda:0"; "auto": CUDA where its host has '
-        "it, else the CPU",
-    )
-    threads: Positive = Field(default=1, description="compute threads (OpenMP, MKL)")
-    memory: Size | None = Field(
-        default=None,
-        description='memory limit for `balance = "auto"`, such as "8 GiB"; the host\'s share when '
-        "omitted",
-    )
-    optimizer: Own[OptimizerFactory] = Field(
-        default_factory=dict,
-        description="an optimizer of its own; or arguments that override `[optimizer]`'s, such as "
-        "{ lr = 0.1 }",
-    )
-    scheduler: Own[Factory] = Field(
-        default_factory=dict,
-        description="a learning-rate scheduler of its own; or arguments that override "
-        "`[scheduler]`'s",
-    )
-    frozen: bool = Field(default=False, description="parameters are not trained")
-    recompute: bool = Field(
-        default=False,
-        description="compute activations again in the backward instead of keeping them",
-    )
-    autocast: Literal["bfloat16", "float16", "float32"] | None = Field(
-        default=None, description='instead of the job\'s `autocast`; "float32": none'
-    )
+    name: str | None = Field(default=None, pattern=NAME)
+    """Name; "stage<index>" when omitted."""
+    module: str | None = Field(default=None, pattern=CALLABLE)
+    """The "module:callable" that returns the stage's nn.Module (without `[model]`)."""
+    kwargs: Arguments = Field(default_factory=dict)
+    """Arguments of `module`."""
+    prefix: str | None = None
+    """What the names of its parameters begin with in the unsplit model, such as "encoder"; "": with
+    nothing, where `module` names them as that does; its own name when omitted."""
+    inputs: list[str] | None = None
+    """What it reads: stages, "input", "target" or a part such as "input.image"; the stage before
+    when omitted."""
+    addresses: list[Address] = Field(default_factory=list)
+    """HOST:PORT of its stage server, or of one for each replica; started on localhost when
+    omitted."""
+    replicas: Positive | None = None
+    """Copies of the stage that share its micro-batches; one an address, or 1, when omitted."""
+    shares: list[Positive] | None = None
+    """How the replicas share them, such as [3, 1]; equally when omitted."""
+    device: str = "cpu"
+    """Torch device of the stage, such as "cuda:0"; "auto": CUDA where its host has it, else the
+    CPU."""
+    threads: Positive = 1
+    """Compute threads (OpenMP, MKL)."""
+    memory: Size | None = None
+    """Memory limit for `balance = "auto"`, such as "8 GiB"; the host's share when omitted."""
+    optimizer: Own[OptimizerFactory] = Field(default_factory=dict)
+    """An optimizer of its own; or arguments that override `[optimizer]`'s, such as { lr = 0.1 }."""
+    scheduler: Own[Factory] = Field(default_factory=dict)
+    """A learning-rate scheduler of its own; or arguments that override `[scheduler]`'s."""
+    frozen: bool = False
+    """Parameters are not trained."""
+    recompute: bool = False
+    """Compute activations again in the backward instead of keeping them."""
+    autocast: Literal["bfloat16", "float16", "float32"] | None = None
+    """Instead of the job's `autocast`; "float32": none."""
 
     @property
     def num_replicas(self) -> int:
@@ -166,41 +134,34 @@ class StageConfig(Strict):
 class DataConfig(Strict):
     """Map-style datasets of samples, and how they become mini-batches."""
 
-    train: FactoryOrName = Field(description="the training dataset")
-    test: FactoryOrName | None = Field(default=None, description="the evaluation dataset")
-    batch_size: Positive = Field(default=32, description="samples a mini-batch (optimizer step)")
-    shuffle: bool = Field(default=True, description="a new seeded order in every epoch")
-    drop_last: bool = Field(default=False, description="leave out an incomplete mini-batch")
-    sampler: FactoryOrName | None = Field(
-        default=None,
-        description="called with the training dataset; returns a torch sampler, the indices of an "
-        "epoch's samples in order, instead of `shuffle`; what it draws is seeded by the epoch",
-    )
-    collate: FactoryOrName | None = Field(
-        default=None,
-        description="function of a list of samples that makes a mini-batch of them, such as one "
-        "that pads; torch's default_collate when omitted",
-    )
-    min_microbatch: Positive | None = Field(
-        default=None,
-        description="samples that a micro-batch has at least: fewer micro-batches are made where "
-        "there are not enough; 2 where a stage trains batch normalization, else 1, when omitted",
-    )
-    num_workers: int = Field(
-        default=0, ge=0, description="processes that load samples; at a stage one at least"
-    )
-    at: Literal["driver", "stage"] = Field(
-        default="driver",
-        description="who loads them: the driver, or on its own host each stage that reads the "
-        "batch",
-    )
+    train: FactoryOrName
+    """The training dataset."""
+    test: FactoryOrName | None = None
+    """The evaluation dataset."""
+    batch_size: Positive = 32
+    """Samples a mini-batch (optimizer step)."""
+    shuffle: bool = True
+    """A new seeded order in every epoch."""
+    drop_last: bool = False
+    """Leave out an incomplete mini-batch."""
+    sampler: FactoryOrName | None = None
+    """Called with the training dataset; returns a torch sampler, the indices of an epoch's samples
+    in order, instead of `shuffle`; what it draws is seeded by the epoch."""
+    collate: FactoryOrName | None = None
+    """Function of a list of samples that makes a mini-batch of them, such as one that pads; torch's
+    default_collate when omitted."""
+    min_microbatch: Positive | None = None
+    """Samples that a micro-batch has at least: fewer micro-batches are made where there are not
+    enough; 2 where a stage trains batch normalization, else 1, when omitted."""
+    num_workers: int = Field(default=0, ge=0)
+    """Processes that load samples; at a stage one at least."""
+    at: Literal["driver", "stage"] = "driver"
+    """Who loads them: the driver, or on its own host each stage that reads the batch."""
 
-    paths: list[str] = Field(
-        default_factory=list,
-        description="files and folders that the job's code reads, where it is confined: granted on "
-        "the driver's host, and on a stage's if its server was started with `--data` of them; "
-        "relative to the config's",
-    )
+    paths: list[str] = Field(default_factory=list)
+    """Files and folders that the job's code reads, where it is confined: granted on the driver's
+    host, and on a stage's if its server was started with `--data` of them; relative to the
+    config's."""
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
@@ -224,101 +185,73 @@ class DataConfig(Strict):
 class JobSettings(Strict):
     """The keys of a job: its own, and its sections."""
 
-    name: str = Field(default="job", pattern=NAME, description="the job's name; the file's stem")
-    seed: int = Field(
-        default=0, ge=-(2**63), lt=2**63, description="seed of all random numbers of the run"
-    )
-    epochs: Positive | None = Field(default=None, description="passes over the data; 1 by default")
-    steps: Positive | None = Field(default=None, description="optimizer steps, instead of epochs")
-    num_microbatches: Positive = Field(default=4, description="slices of a mini-batch")
-    schedule: Schedule = Field(default="1f1b", description="order of forwards and backwards")
-    max_in_flight: Positive | None = Field(
-        default=None,
-        description="micro-batches of which a stage may hold activations, in whole messages; by "
-        "the schedule when omitted",
-    )
-    microbatches_per_message: Positive = Field(
-        default=1,
-        description="micro-batches that stages send in one message; worth trying where a "
-        "stage computes one in a few milliseconds",
-    )
-    balance_replicas: bool = Field(
-        default=False,
-        description="give a stage's replicas `shares` by their measured speed, if it has none",
-    )
-    wire_dtype: Literal["bfloat16"] | None = Field(
-        default=None,
-        description="float32 activations and gradients travel between stages as this",
-    )
-    autocast: Autocast | None = Field(
-        default=None,
-        description="compute in this what `torch.autocast` computes in it; parameters stay as they "
-        "are",
-    )
-    max_grad_norm: float | None = Field(
-        default=None, gt=0, description="clip the gradient's norm over all stages"
-    )
-    evaluate_every: int | None = Field(
-        default=None,
-        ge=0,
-        description="epochs between evaluations; 1 by default; 0: only at the end",
-    )
-    evaluate_every_steps: Positive | None = Field(
-        default=None, description="steps between evaluations, instead of epochs"
-    )
-    ship_code: bool = Field(
-        default=True, description="send the Python files beside the config to the stage servers"
-    )
-    model: ModelConfig | None = Field(default=None, description="a model as a list of layers")
-    stages: list[StageConfig] = Field(
-        default_factory=list, description="the stages, in order (`[[stages]]`)"
-    )
-    loss: FactoryOrName = Field(
-        description="mean loss of (outputs, targets): a class such as torch.nn:CrossEntropyLoss, "
-        "or a function"
-    )
+    name: str = Field(default="job", pattern=NAME)
+    """The job's name; the file's stem."""
+    seed: int = Field(default=0, ge=-(2**63), lt=2**63)
+    """Seed of all random numbers of the run."""
+    epochs: Positive | None = None
+    """Passes over the data; 1 by default."""
+    steps: Positive | None = None
+    """Optimizer steps, instead of epochs."""
+    num_microbatches: Positive = 4
+    """Slices of a mini-batch."""
+    schedule: Schedule = "1f1b"
+    """Order of forwards and backwards."""
+    max_in_flight: Positive | None = None
+    """Micro-batches of which a stage may hold activations, in whole messages; by the schedule when
+    omitted."""
+    microbatches_per_message: Positive = 1
+    """Micro-batches that stages send in one message; worth trying where a stage computes one in a
+    few milliseconds."""
+    balance_replicas: bool = False
+    """Give a stage's replicas `shares` by their measured speed, if it has none."""
+    wire_dtype: Literal["bfloat16"] | None = None
+    """Float32 activations and gradients travel between stages as this."""
+    autocast: Autocast | None = None
+    """Compute in this what `torch.autocast` computes in it; parameters stay as they are."""
+    max_grad_norm: float | None = Field(default=None, gt=0)
+    """Clip the gradient's norm over all stages."""
+    evaluate_every: int | None = Field(default=None, ge=0)
+    """Epochs between evaluations; 1 by default; 0: only at the end."""
+    evaluate_every_steps: Positive | None = None
+    """Steps between evaluations, instead of epochs."""
+    ship_code: bool = True
+    """Send the Python files beside the config to the stage servers."""
+    model: ModelConfig | None = None
+    """A model as a list of layers."""
+    stages: list[StageConfig] = Field(default_factory=list)
+    """The stages, in order (`[[stages]]`)."""
+    loss: FactoryOrName
+    """Mean loss of (outputs, targets): a class such as torch.nn:CrossEntropyLoss, or a function."""
     optimizer: OptimizerOrName = Field(
-        default_factory=lambda: OptimizerFactory(callable="torch.optim:SGD", kwargs={"lr": 0.01}),
-        description="the optimizer; each stage has one of its own",
+        default_factory=lambda: OptimizerFactory(callable="torch.optim:SGD", kwargs={"lr": 0.01})
     )
-    scheduler: FactoryOrName | None = Field(default=None, description="learning-rate scheduler")
-    scheduler_interval: Literal["epoch", "step"] = Field(
-        default="epoch", description="when the scheduler steps"
-    )
-    metrics: dict[str, FactoryOrName] = Field(
-        default_factory=dict,
-        description="by name: functions of (outputs, targets) that are means over samples, or "
-        "classes with update, compute and reset, such as torchmetrics'",
-    )
-    report: FactoryOrName | None = Field(
-        default=None, description="called with `predict` after training; its text is printed"
-    )
-    tied: list[list[str]] = Field(
-        default_factory=list,
-        description="parameters that are one, by their names in the unsplit model, such as "
-        '[["embed.weight", "head.weight"]]; stored under the first name',
-    )
-    init: str | None = Field(
-        default=None,
-        description="safetensors file with the weights to start from, by the unsplit model's names",
-    )
-    data: DataConfig | None = Field(default=None, description="needed by the command line")
-    early_stopping: EarlyStoppingConfig | None = Field(
-        default=None, description="stops the run when evaluations no longer improve"
-    )
-    loss_scaling: LossScalingConfig | None = Field(
-        default=None,
-        description="gradients of a scaled loss, which float16 does not lose; empty: as torch does",
-    )
-    checkpoint: CheckpointConfig | None = Field(default=None, description="checkpoints on disks")
-    security: SecurityConfig = Field(
-        default_factory=SecurityConfig, description="who may talk to whom"
-    )
-    recovery: RecoveryConfig = Field(
-        default_factory=RecoveryConfig,
-        description="recovery from lost workers, hosts and connections",
-    )
-    log: LogConfig = Field(
-        default_factory=LogConfig,
-        description="what is kept of each run, and which loggers get its events",
-    )
+    """The optimizer; each stage has one of its own."""
+    scheduler: FactoryOrName | None = None
+    """Learning-rate scheduler."""
+    scheduler_interval: Literal["epoch", "step"] = "epoch"
+    """When the scheduler steps."""
+    metrics: dict[str, FactoryOrName] = Field(default_factory=dict)
+    """By name: functions of (outputs, targets) that are means over samples, or classes with update,
+    compute and reset, such as torchmetrics'."""
+    report: FactoryOrName | None = None
+    """Called with `predict` after training; its text is printed."""
+    tied: list[list[str]] = Field(default_factory=list)
+    """Parameters that are one, by their names in the unsplit model, such as [["embed.weight",
+    "head.weight"]]; stored under the first name."""
+    init: str | None = None
+    """Safetensors file with the weights to start from, by the unsplit model's names."""
+    data: DataConfig | None = None
+    """Needed by the command line."""
+    early_stopping: EarlyStoppingConfig | None = None
+    """Stops the run when evaluations no longer improve."""
+    loss_scaling: LossScalingConfig | None = None
+    """Gradients of a scaled loss, which float16 does not lose; empty: as torch does."""
+    checkpoint: CheckpointConfig | None = None
+    """Checkpoints on disks."""
+    security: SecurityConfig = Field(default_factory=SecurityConfig)
+    """Who may talk to whom."""
+    recovery: RecoveryConfig = Field(default_factory=RecoveryConfig)
+    """Recovery from lost workers, hosts and connections."""
+    log: LogConfig = Field(default_factory=LogConfig)
+    """What is kept of each run, and which loggers get its events."""

@@ -11,6 +11,9 @@ valid name:
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import re
 import tomllib
 import types
@@ -213,6 +216,23 @@ def level_of(field: FieldInfo) -> Level:
             origin = get_origin(kind)
             return Level(section, origin if origin in (list, dict) else None)
     return Level(None, dict if any(get_origin(kind) is dict for kind in alternatives) else None)
+
+
+def descriptions(section: type[BaseModel]) -> dict[str, str]:
+    """Return what each key of a section means, which is the text below it in the source.
+
+    pydantic can read these texts itself, but does so whenever the sections are imported: that would
+    make each command slower.
+    """
+    found = {}
+    for base in reversed(section.__mro__[: section.__mro__.index(BaseModel)]):
+        (definition,) = ast.parse(inspect.getsource(base)).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, text in itertools.pairwise(definition.body):
+            match field, text:
+                case ast.AnnAssign(ast.Name(key)), ast.Expr(ast.Constant(str(meaning))):
+                    found[key] = " ".join(meaning.split()).removesuffix(".")
+    return found
 
 
 def kinds(annotation: Any) -> tuple[Any, ...]:

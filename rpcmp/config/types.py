@@ -103,8 +103,10 @@ class Strict(BaseModel):
 class Factory(Strict):
     """Something the job builds: a callable and its keyword arguments."""
 
-    callable: str = Field(pattern=CALLABLE, description='"module:callable"')
-    kwargs: Arguments = Field(default_factory=dict, description="its keyword arguments")
+    callable: str = Field(pattern=CALLABLE)
+    """"module:callable"."""
+    kwargs: Arguments = Field(default_factory=dict)
+    """Its keyword arguments."""
 
     def adapted(self, own: Self | dict[str, Any]) -> Self:
         """Return a stage's factory: `own`, or this one, the job's, with arguments `own`."""
@@ -118,10 +120,8 @@ class ParameterGroup(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, ser_json_inf_nan="constants")
 
-    match: list[str] = Field(
-        min_length=1,
-        description='their names in the unsplit model, with * and ?, such as "*.bias"',
-    )
+    match: list[str] = Field(min_length=1)
+    """Their names in the unsplit model, with * and ?, such as "*.bias"."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -143,11 +143,9 @@ class ParameterGroup(BaseModel):
 class OptimizerFactory(Factory):
     """An optimizer."""
 
-    groups: list[ParameterGroup] = Field(
-        default_factory=list,
-        description="parameters that have other options, such as "
-        '[{ match = ["*.bias"], weight_decay = 0.0 }]; the first that matches holds',
-    )
+    groups: list[ParameterGroup] = Field(default_factory=list)
+    """Parameters that have other options, such as [{ match = ["*.bias"], weight_decay = 0.0 }]; the
+    first that matches holds."""
 
     _tied: list[list[str]] = PrivateAttr(default_factory=list)
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from rpcmp.config.loader import kinds, level_of
+from rpcmp.config.loader import descriptions, kinds, level_of
 from rpcmp.config.schema import Config
 from rpcmp.config.types import Factory, OptimizerFactory
 
@@ -22,26 +22,22 @@ def table() -> str:
 
 
 def _rows(model: type[BaseModel], prefix: str) -> Iterator[str]:
-    sections = []
+    sections, meanings = [], descriptions(model)
     for name, field in model.model_fields.items():
         level = level_of(field)
         section = level.section
         if section is not None and not issubclass(section, Factory):
             many = "[]" if level.container is list else ""
-            sections.append((section, f"{prefix}{name}{many}.", field))
+            sections.append((section, f"{prefix}{name}{many}.", field, meanings[name]))
             continue
-        cells = (f"`{prefix}{name}`", _type(field.annotation), _default(field), field.description)
+        cells = (f"`{prefix}{name}`", _type(field.annotation), _default(field), meanings[name])
         yield f"| {' | '.join(map(str, cells))} |"
         if section is OptimizerFactory and not prefix:  # what it has besides a factory's keys
-            field = OptimizerFactory.model_fields["groups"]
-            yield f"| `{name}.groups` | list of table | | {_text(field)} |"
-    for section, path, field in sections:
-        yield f"| **`{path.removesuffix('.')}`** | section | {_default(field)} | {_text(field)} |"
+            groups = descriptions(OptimizerFactory)["groups"]
+            yield f"| `{name}.groups` | list of table | | {groups} |"
+    for section, path, field, meaning in sections:
+        yield f"| **`{path.removesuffix('.')}`** | section | {_default(field)} | {meaning} |"
         yield from _rows(section, path)
-
-
-def _text(field: FieldInfo) -> str:
-    return field.description or ""
 
 
 def _type(annotation: Any) -> str:
