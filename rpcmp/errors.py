@@ -40,7 +40,9 @@ import os
 import signal
 import sys
 import warnings
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, ClassVar, Self
 
 
 class RpcmpError(Exception):
@@ -54,9 +56,17 @@ class RpcmpError(Exception):
     exit_code: ClassVar[int] = 1
     stage: str = ""
 
+    fields: dict[str, Any]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        error = super().__new__(cls, *args)
+        given = inspect.signature(cls.__init__).bind(error, *args, **kwargs)
+        given.apply_defaults()
+        error.fields = {name: value for name, value in given.arguments.items() if name != "self"}
+        return error
+
     def __init__(self, message: str) -> None:
         super().__init__(message)
-        self.fields: dict[str, Any] = {"message": message}
 
 
 class ConfigError(RpcmpError):
@@ -170,15 +180,6 @@ class StageError(JobError):
         super().__init__(message)
         self.stage, self.phase, self.step, self.microbatch = stage, phase, step, microbatch
         self.traceback = traceback
-        self.fields = {
-            "stage": stage,
-            "phase": phase,
-            "cause": cause,
-            "traceback": traceback,
-            "step": step,
-            "microbatch": microbatch,
-            "received": received,
-        }
 
 
 class StageConfigError(StageError):
@@ -224,16 +225,6 @@ class WorkerHungError(JobError):
             f"step {step}\n{stacks}".rstrip()
         )
         self.stage, self.phase, self.step, self.microbatch = stage, phase, step, microbatch
-        self.fields = {
-            "stage": stage,
-            "host": host,
-            "pid": pid,
-            "phase": phase,
-            "step": step,
-            "microbatch": microbatch,
-            "seconds": seconds,
-            "stacks": stacks,
-        }
 
 
 class SavingError(JobError):
@@ -249,7 +240,6 @@ class NonFiniteLossError(JobError):
             "those of the step before (try a lower learning rate, or `max_grad_norm`)"
         )
         self.loss, self.step, self.microbatch = loss, step, microbatch
-        self.fields = {"loss": loss, "step": step, "microbatch": microbatch}
 
 
 class LossScaleError(JobError):
@@ -262,7 +252,6 @@ class LossScaleError(JobError):
             'a lower learning rate, `max_grad_norm`, or autocast = "bfloat16")'
         )
         self.scale, self.step = scale, step
-        self.fields = {"scale": scale, "step": step}
 
 
 class InterruptedJobError(RpcmpError):
@@ -271,7 +260,6 @@ class InterruptedJobError(RpcmpError):
     def __init__(self, signum: int, step: int) -> None:
         super().__init__(f"ended by {signal.Signals(signum).name} after step {step}")
         self.signum, self.step = signum, step
-        self.fields = {"signum": signum, "step": step}
 
 
 def exit_code(error: RpcmpError) -> int:
@@ -311,19 +299,39 @@ denied_hint = ""
 
 
 def one_line(error: BaseException) -> str:
-    """ "ValueError: message": what a traceback ends with, on one line.
-
-    In a confined process what it was not allowed to do is followed by the remedy.
-    """
+    """Return the last line of a traceback, "ValueError: message", with `denied_hint` if it fits."""
     text = " ".join(str(error).split())
-    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
     is_denied = isinstance(error, PermissionError) or os.strerror(errno.EACCES) in text
-    return f"{said} ({denied_hint})" if denied_hint and is_denied else said
+    return f"{line} ({denied_hint})" if denied_hint and is_denied else line
 
 
 def with_notes(error: BaseException) -> str:
     """Return the message, and a line for each note that was added to it."""
     return "\n".join([str(error), *getattr(error, "__notes__", [])])
+
+
+NAMED = 5
+"""The most existing names that an error lists."""
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """Return the most similar name in `known`, if any is similar; see difflib.get_close_matches."""
+    return next(iter(get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+
+
+def did_you_mean(name: str | None) -> str:
+    """Return the end of an error that suggests `name`; empty for None."""
+    return "" if name is None else f"; did you mean {name!r}?"
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error about an unknown name: the nearest, and some existing names."""
+    names = list(known)
+    if not names:
+        return ""
+    listed = ", ".join(map(repr, names[:NAMED])) + (", ..." if len(names) > NAMED else "")
+    return f"{did_you_mean(nearest(name, names))} (there are {listed})"
 
 
 def _by_name() -> dict[str, type[RpcmpError]]:

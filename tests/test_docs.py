@@ -16,7 +16,6 @@ import pytest
 from click.testing import CliRunner
 
 from rpcmp.cli import COMMANDS, cli
-from rpcmp.config.keys import table as table_of_keys
 from tests.support.commandlines import parsed
 from tests.support.docs import (
     PAGES,
@@ -32,6 +31,7 @@ from tests.support.docs import (
     section,
     without_blocks,
 )
+from tests.support.key_table import table as table_of_keys
 from tests.support.lan import cli as certs
 from tests.support.places import ROOT, TESTS
 from tests.support.processes import rpcmp
@@ -65,9 +65,9 @@ RUN_BY = {
         "rpcmp drive rpcmp/examples/digits.toml",
     ],
     "test_docs.py::test_the_model_and_config_run_as_they_stand": [
-        "rpcmp drive config.toml",
-        "rpcmp verify config.toml --steps 5",
-        "rpcmp drive config.toml --set 'model.balance=[1, 1, 2]' --set data.batch_size=128",
+        "rpcmp drive mlp.toml",
+        "rpcmp verify mlp.toml --steps 5",
+        "rpcmp drive mlp.toml --set 'model.balance=[1, 1, 2]' --set data.batch_size=128",
     ],
     "cluster/test_servers.py::test_the_default_ports_are_what_a_bare_connect_uses": [
         "rpcmp serve --stage 0",
@@ -238,7 +238,7 @@ def test_paths_and_modules_that_pages_name_exist() -> None:
     assert {"rpcmp/worker/backward.py", "tests/unit/worker/test_backward.py"} <= paths
     assert [path for path in paths if not (ROOT / path).exists()] == []
     modules = {name for span in spans for name in re.findall(r"python -m ([\w.]+)", span)}
-    assert {"tests.benchmarks.recovery", "rpcmp.config.keys"} <= modules
+    assert {"tests.benchmarks.recovery", "tests.support.key_table"} <= modules
     for module in modules:
         found = importlib.util.find_spec(module)
         if found is not None and found.submodule_search_locations:
@@ -321,7 +321,7 @@ def test_the_table_of_commands_has_each_with_its_one_line() -> None:
 
 def test_the_table_of_keys_equals_the_schema() -> None:
     assert table_of_keys() in guide("configuration"), (
-        "run `python -m rpcmp.config.keys` and paste its table"
+        "run `python -m tests.support.key_table` and paste its table"
     )
 
 
@@ -350,7 +350,7 @@ def test_the_guides_index_has_each_page() -> None:
 
 
 @pytest.mark.parametrize(
-    ("language", "starts_with"), [("python", "# my_model.py"), ("toml", "# config.toml")]
+    ("language", "starts_with"), [("python", "# mlp.py"), ("toml", "# mlp.toml")]
 )
 def test_the_guide_and_the_readme_show_the_same_model(language: str, starts_with: str) -> None:
     assert block(language, starts_with) == block(language, starts_with, guide("models"))
@@ -378,11 +378,11 @@ def test_the_model_and_config_run_as_they_stand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("my_model.py").write_text(block("python", "# my_model.py"))
-    Path("config.toml").write_text(block("toml", "# config.toml"))
+    Path("mlp.py").write_text(block("python", "# mlp.py"))
+    Path("mlp.toml").write_text(block("toml", "# mlp.toml"))
     _, verify, drive = (
         shlex.split(line, comments=True)[1:]
-        for line in commands_of(block("sh", "rpcmp drive config.toml   "))
+        for line in commands_of(block("sh", "rpcmp drive mlp.toml   "))
     )
     verified = rpcmp(*verify)
     assert verified.code == 0, verified.err

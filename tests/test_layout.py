@@ -14,11 +14,12 @@ from pathlib import Path
 
 from tests.support.places import PACKAGE, TESTS
 
-MOST = 80
+MOST = 78
 """Modules without a test of their own; to be lowered with their number, and never raised."""
 
 ELSEWHERE = {
-    "cli/test_remedy.py": "cli/hints cli/options",
+    "cli/test_hints.py": "cli/options",
+    "cli/test_new.py": "examples/spirals",
     "cluster/test_balance_auto.py": "job/autobalance",
     "cluster/test_believed.py": "process/channel server/snapshot_transfer",
     "cluster/test_bench.py": """
@@ -47,11 +48,10 @@ ELSEWHERE = {
     """,
     "unit/checkpoint/test_checkpoint.py": "checkpoint/folder checkpoint/manifest",
     "unit/checkpoint/test_state_export.py": "checkpoint/safetensors_header cli/export",
-    "unit/cli/test_output.py": "cli/terminal config/validation",
-    "unit/config/test_importing.py": "config/suggestion",
+    "unit/cli/test_progress_bar.py": "config/validation",
     "unit/data/test_index_batches.py": "driver/datasets",
     "unit/data/test_stage_loader.py": "data/loader_process",
-    "unit/driver/test_progress_earlystopping.py": "config/run_sections config/sections",
+    "unit/driver/test_progress_earlystopping.py": "config/job_sections config/run_sections",
     "unit/driver/test_training.py": "driver/rounds driver/tracing",
     "unit/net/test_local_peer.py": "net/port",
     "unit/net/test_rpc_inspection.py": "net/rpc_format net/rpc_pickle",
@@ -87,7 +87,7 @@ def all_modules() -> list[str]:
         str(path.relative_to(PACKAGE).with_suffix(""))
         for path in sorted(PACKAGE.rglob("*.py"))
         if path.stem not in ("__init__", "__main__")
-        and not {"v1", "new"} & {part.name for part in path.parents}
+        and "v1" not in {part.name for part in path.parents}
     ]
 
 

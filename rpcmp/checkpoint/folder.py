@@ -24,7 +24,7 @@ from pathlib import Path
 
 from rpcmp.checkpoint.files import FOLDER, Where, folder_of, sync, write_durably
 from rpcmp.checkpoint.manifest import Manifest, dumps, loads
-from rpcmp.config.bounded_file import MIB, read_bytes
+from rpcmp.config.files import MIB, read_bytes
 from rpcmp.errors import CheckpointConflictError, CheckpointError
 
 MANIFEST = "manifest.json"

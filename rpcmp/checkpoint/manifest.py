@@ -76,7 +76,7 @@ class Manifest(Strict):
         rng: the run's seed and the version of the rules by which random numbers are derived (see
             rpcmp.pipelining.layers); no generator has a state.
         versions: rpcmp's, torch's and Python's.
-        config: the job's, see rpcmp.config.hashes.
+        config: the job's, see rpcmp.config.files.
         written: time, in ISO format.
     """
 

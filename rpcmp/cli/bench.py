@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rpcmp.cli import completion
+from rpcmp.cli import completion, echo
 from rpcmp.cli.options import budget_option, set_option
-from rpcmp.cli.terminal import echo
 
 if TYPE_CHECKING:
     from rpcmp.tools.bench.benchmark import BenchmarkResult
@@ -69,13 +68,12 @@ def bench(
     Example:
       rpcmp bench sleep --stages 8 --microbatches 16 --json
     """
-    from rpcmp.cli.console import Console
+    from rpcmp.cli.console import print_wide
     from rpcmp.tools.bench import benchmark, cases
 
     chosen = None if peers is None else [name.strip() for name in peers.split(",") if name.strip()]
     loaded = [cases.load(name, stages, microbatches, overrides) for name in names]
     prepared = [(case, benchmark.contestants(case, chosen)) for case in loaded]
-    console = Console()
     for case, contestants in prepared:
         result, code = asyncio.run(_measure(case, contestants, pairs, steps, budget))
         if result is None:
@@ -83,9 +81,7 @@ def bench(
         elif as_json:
             echo(json.dumps(benchmark.as_json(result)))
         else:
-            # Never narrower than the table: a terminal wraps lines more legibly than rich cells.
-            console.width = max(console.width, WIDTH)
-            console.print(benchmark.table(result))
+            print_wide(benchmark.table(result), WIDTH)
             for line in benchmark.lines(result):
                 echo(line)
         if code:
@@ -103,7 +99,7 @@ async def _measure(
     with measuring(case.name) as now:
         try:
             result = await benchmark(
-                *(case, contestants, pairs, steps, fill_then_no_bubble, now.tell),
+                *(case, contestants, pairs, steps, fill_then_no_bubble, now.progress),
                 limits=TimeLimits(budget, now.stop),
             )
         except StoppedError:

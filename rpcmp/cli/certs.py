@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from rpcmp.cli.terminal import echo
+from rpcmp.cli import echo
 from rpcmp.errors import SecurityError
 from rpcmp.net.identity import CA, CRL
 

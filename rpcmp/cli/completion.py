@@ -21,12 +21,12 @@ from click.shell_completion import (
     split_arg_string,
 )
 
-from rpcmp.cli.terminal import echo
+from rpcmp.cli import echo
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
-    from rpcmp.config.keys import Level
+    from rpcmp.config.loader import Level
 
 
 Items = list["CompletionItem[str]"]
@@ -49,7 +49,7 @@ def configs(ctx: click.Context, param: click.Parameter, incomplete: str) -> Item
 
 def keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
     """Complete keys of a config, such as "data.batch_size=", and values of which there are few."""
-    from rpcmp.config.keys import Level
+    from rpcmp.config.loader import Level
     from rpcmp.config.schema import Config
 
     key, separator, _ = incomplete.partition("=")
@@ -65,12 +65,6 @@ def keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
     return [item for item in items if item.value.startswith(incomplete)]
 
 
-def examples(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    from rpcmp.tools.new import examples as names
-
-    return [CompletionItem(name) for name in names() if name.startswith(incomplete)]
-
-
 def cases(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
     from rpcmp.tools.bench.cases import frozen
 
@@ -82,7 +76,7 @@ def cases(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
 def _given() -> Any:
     """Return the config on the command line, parsed; empty if it cannot be read.
 
-    It is searched in the words: click does not parse a line that ends with an option without value.
+    Click does not parse a line that ends with an option without value, so the words are searched.
     """
     words = split_arg_string(os.environ.get("COMP_WORDS", ""))
     config = next((word for word in words if word.endswith(".toml")), None)
@@ -99,32 +93,29 @@ def _part(given: Any, part: str) -> Any:
 
 
 def _names(level: Level, given: Any, prefix: str) -> Iterator[CompletionItem[str]]:
+    from rpcmp.config.loader import descriptions, level_of
+    from rpcmp.config.types import Factory
+
     if level.container is list:
         number = len(given) if isinstance(given, list) else 1
         yield from (CompletionItem(f"{prefix}{index}.") for index in range(max(1, number)))
-    elif level.fields:
+    elif level.section is not None and level.fields:
+        meanings = descriptions(level.section)
         for name, field in level.fields.items():
-            yield from _ends(name, field, prefix)
+            # A key that takes a value, or keys below it; a factory takes both.
+            below = level_of(field)
+            if below.section is None or issubclass(below.section, Factory):
+                yield CompletionItem(f"{prefix}{name}=", help=meanings[name])
+            if below.section is not None or below.container is dict:
+                yield CompletionItem(f"{prefix}{name}.", help=meanings[name])
     elif isinstance(given, dict):
         for name, value in given.items():
             end = "." if isinstance(value, dict | list) else "="
             yield CompletionItem(f"{prefix}{name}{end}")
 
 
-def _ends(name: str, field: FieldInfo, prefix: str) -> Iterator[CompletionItem[str]]:
-    """Complete a key that takes a value, or keys below it; a factory takes both."""
-    from rpcmp.config.keys import level_of
-    from rpcmp.config.types import Factory
-
-    level = level_of(field)
-    if level.section is None or issubclass(level.section, Factory):
-        yield CompletionItem(f"{prefix}{name}=", help=field.description)
-    if level.section is not None or level.container is dict:
-        yield CompletionItem(f"{prefix}{name}.", help=field.description)
-
-
 def _values(field: FieldInfo | None, key: str) -> Items:
-    from rpcmp.config.keys import kinds
+    from rpcmp.config.loader import kinds
 
     alternatives = () if field is None else kinds(field.annotation)
     values = ["true", "false"] if bool in alternatives else []

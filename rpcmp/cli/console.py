@@ -51,13 +51,13 @@ def table(
     right: Iterable[str] = (),
     pad_edge: bool = True,
 ) -> Table:
-    """Return a table without lines.
+    """Return a table without lines, and without a header if all heads are empty.
 
     Args:
         right: heads of columns that are aligned right.
         pad_edge: whether to pad the outermost columns.
     """
-    made = Table(box=None, header_style="bold", pad_edge=pad_edge)
+    made = Table(box=None, header_style="bold", pad_edge=pad_edge, show_header=any(heads))
     for head in heads:
         justify = "right" if head in right else "left"
         made.add_column(head, justify=justify, overflow="fold")  # type: ignore[arg-type]
@@ -69,6 +69,6 @@ def table(
 def print_wide(made: Table, width: int) -> None:
     """Print a table of at least `width` characters.
 
-    A terminal that is narrower wraps lines, which is more legible than cells that rich folds.
+    A narrower terminal wraps lines, which are more legible than cells that rich folds.
     """
     Console(width=max(Console().width, width)).print(made)

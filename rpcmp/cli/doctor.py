@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,11 +12,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rpcmp.cli import echo
 from rpcmp.cli.options import addresses_of, config_argument, connect_option
-from rpcmp.cli.terminal import echo
 from rpcmp.config import loader
 
 if TYPE_CHECKING:
+    from rpcmp.cli.console import Console
     from rpcmp.tools.diagnosis import Finding
 
 
@@ -55,20 +57,31 @@ def _print_findings(findings: Sequence[Finding]) -> None:
     from rpcmp.cli.console import Console, table
     from rpcmp.tools.diagnosis import Status
 
-    styles = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILED: "bold red"}
     console = Console()
-    is_terminal = console.is_terminal
-    if not is_terminal:  # one line per row, for grep
+    if console.is_terminal:
+        print_by_place(console, findings)
+    else:  # one line per row, for grep
         console = Console(width=WIDTH)
-    before, rows = "", []
-    for finding in findings:
-        where = "" if finding.where == before and is_terminal else finding.where
-        status = (str(finding.status), styles[finding.status])
-        rows.append((where, finding.check, status, finding.text))
-        before = finding.where
-    console.print(table(("where", "check", "", "found"), rows))
+        rows = [(one.where, one.check, str(one.status), one.text) for one in findings]
+        console.print(table(("where", "check", "", "found"), rows))
     failed, warned = (
         sum(finding.status is status for finding in findings)
         for status in (Status.FAILED, Status.WARNING)
     )
     console.print(f"{failed} failed, {warned} warnings, {len(findings)} checks")
+
+
+def print_by_place(console: Console, findings: Sequence[Finding]) -> None:
+    """Print the findings of each place below its name, which leaves texts most of the width."""
+    from rpcmp.cli.console import table
+    from rpcmp.tools.diagnosis import Status
+
+    styles = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILED: "bold red"}
+    width = max(len(finding.check) for finding in findings)
+    for where, group in itertools.groupby(findings, lambda finding: finding.where):
+        console.print(where, style="bold")
+        rows = [
+            (f"  {one.check:{width}}", (f"{one.status!s:7}", styles[one.status]), one.text)
+            for one in group
+        ]
+        console.print(table(("", "", ""), rows, pad_edge=False))

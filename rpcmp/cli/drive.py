@@ -83,7 +83,7 @@ def drive(
         serve_page,
         timeline_interval,
     )
-    from rpcmp.cli.output import logged, printer
+    from rpcmp.cli.progress_bar import event_printer, logged
     from rpcmp.job.training_run import drive as run
     from rpcmp.observability.events import LogEvent
     from rpcmp.observability.observers import in_background, watching
@@ -102,7 +102,7 @@ def drive(
     raise_descriptor_limit()
     watchers: list[Observer] = []
     with (
-        printer(as_json, verbose, quiet) as show,
+        event_printer(as_json, verbose, quiet) as show,
         serve_metrics(job, metrics, watchers),
         in_background(logged(show, display)) as shown,
         serve_page(job, ui, watchers, shown),

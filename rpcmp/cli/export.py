@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from rpcmp.cli.terminal import echo
+from rpcmp.cli import echo
 
 
 @click.command()

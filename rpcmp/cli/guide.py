@@ -6,6 +6,7 @@ The list of topics is rpcmp/guide/README.md, which also is what a browser shows 
 from __future__ import annotations
 
 import io
+import itertools
 import re
 import shutil
 import sys
@@ -16,8 +17,8 @@ from typing import NamedTuple
 import click
 from click.shell_completion import CompletionItem
 
-from rpcmp.cli.terminal import echo
-from rpcmp.errors import ConfigError
+from rpcmp.cli import echo
+from rpcmp.errors import ConfigError, did_you_mean, nearest
 
 FOLDER = Path(__file__).parents[1] / "guide"
 
@@ -34,14 +35,7 @@ _ROW = re.compile(r"- \[([\w-]+)\]\(([\w./-]+\.md)\): (.+)")
 
 
 class GuidePage(NamedTuple):
-    """A page of the guide.
-
-    Attributes:
-        topic: its name on the command line.
-        summary: one line.
-        path: its Markdown.
-        group: the heading that it is listed under.
-    """
+    """A page of the guide; `group` is the heading that it is listed under."""
 
     topic: str
     summary: str
@@ -49,7 +43,6 @@ class GuidePage(NamedTuple):
     group: str
 
     def text(self) -> str:
-        """Return the page's Markdown."""
         return self.path.read_text(encoding="utf-8")
 
 
@@ -119,8 +112,13 @@ def guide(topic: str | None, word: str | None) -> None:
       rpcmp guide checkpoints
       rpcmp guide --search "learning rate"
     """
-    every = pages()
-    chosen = list(every.values()) if topic is None else [_page(topic, every)]
+    by_topic = pages()
+    if topic is not None and topic not in by_topic:
+        raise ConfigError(
+            f"the guide has no topic {topic!r}{_instead(topic, by_topic)} (`rpcmp guide` lists the "
+            "topics, `rpcmp guide --search WORD` looks in all of them)"
+        )
+    chosen = list(by_topic.values()) if topic is None else [by_topic[topic]]
     if word is not None:
         _show_matches(word, chosen)
     elif topic is None:
@@ -132,39 +130,26 @@ def guide(topic: str | None, word: str | None) -> None:
         echo(chosen[0].text(), nl=False)
 
 
-def _page(topic: str, every: dict[str, GuidePage]) -> GuidePage:
-    if topic in every:
-        return every[topic]
-    raise ConfigError(
-        f"the guide has no topic {topic!r}{_instead(topic, every)} (`rpcmp guide` lists the "
-        "topics, `rpcmp guide --search WORD` looks in all of them)"
-    )
-
-
-def _instead(topic: str, every: dict[str, GuidePage]) -> str:
+def _instead(topic: str, by_topic: dict[str, GuidePage]) -> str:
     """Return the end of an error that suggests a topic: by its name, or by its headings."""
-    from rpcmp.config.suggestion import did_you_mean, nearest
-
-    if near := nearest(topic, every, cutoff=0.7):
+    if near := nearest(topic, by_topic, cutoff=0.7):
         return did_you_mean(near)
-    about = [page.topic for page in every.values() if topic.lower() in _headings(page).lower()]
+    about = []
+    for page in by_topic.values():
+        headings = "\n".join(match.heading for match in search("#", page.text()))
+        if topic.lower() in f"{page.summary}\n{headings}".lower():
+            about.append(page.topic)
     if about:
         return f"; see {' or '.join(map(repr, about[:SUGGESTED]))}"
-    return did_you_mean(nearest(topic, every))
+    return did_you_mean(nearest(topic, by_topic))
 
 
-def _headings(page: GuidePage) -> str:
-    return "\n".join([page.summary, *(match.heading for match in search("#", page.text()))])
-
-
-def _show_topics(every: list[GuidePage]) -> None:
-    width = max(len(page.topic) for page in every)
-    group = ""
-    for page in every:
-        if page.group != group:
-            echo(f"{chr(10) if group else ''}{page.group}")
-            group = page.group
-        echo(f"  {page.topic:{width}}  {page.summary}")
+def _show_topics(listed: list[GuidePage]) -> None:
+    width = max(len(page.topic) for page in listed)
+    for number, (group, members) in enumerate(itertools.groupby(listed, lambda page: page.group)):
+        echo(f"{chr(10) if number else ''}{group}")
+        for page in members:
+            echo(f"  {page.topic:{width}}  {page.summary}")
     echo("\nrpcmp guide TOPIC shows one, rpcmp guide --search WORD looks in all of them")
 
 
@@ -188,10 +173,7 @@ def _show_matches(word: str, chosen: list[GuidePage]) -> None:
 def rendered(text: str, columns: int) -> str:
     """Render a page's Markdown for a terminal.
 
-    Args:
-        text: Markdown; links to other pages become commands, those to files of the repository
-            become plain text.
-        columns: width of the terminal.
+    Links to other pages become commands, those to files of the repository plain text.
     """
     from rich.markdown import Markdown  # also imports Pygments: only if a page is rendered
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
+from rpcmp.cli import echo
 from rpcmp.cli.options import certs_options
-from rpcmp.cli.terminal import echo
 from rpcmp.config import addresses
 
 NOT_SERVING = 1

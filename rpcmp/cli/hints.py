@@ -5,10 +5,8 @@
     the run had to end, and left a checkpoint      the same command with --resume
     a key or a value is wrong                      rpcmp guide configuration, all keys
 
-`failed` collects what is known about the command, from its own words and its job's folder; `remedy`
-decides, and is pure. DECISIONS has an entry for every class of errors.
-
-Confidential values are replaced by a shell variable:
+`failed` collects what is known about the command, from its arguments and its job's folder; `remedy`
+chooses by SUGGESTIONS, and is pure. Confidential values are replaced by a shell variable:
 
     --set data.kwargs.token=SECRET    becomes    --set data.kwargs.token="${TOKEN:?fill it in}"
 
@@ -32,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rpcmp import errors
-from rpcmp.config import loader
-from rpcmp.config.hashes import redacted
+from rpcmp.config import addresses, loader
+from rpcmp.config.files import redacted
 from rpcmp.errors import ConfigError, RpcmpError, SecurityError
 
 if TYPE_CHECKING:
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
 
 
 SET = "--set"
-
 _SECRET = re.compile(r"token(\.|$)|secret|passw|credential|api_?key|private_?key", re.IGNORECASE)
 """Names of keys whose values are never shown."""
 
@@ -88,10 +85,6 @@ def _left_out(key: str) -> str:
     return f'{shlex.quote(f"{key}=")}"${{{variable}:?fill it in}}"'
 
 
-Words = list[str] | None
-"""A command; None if none helps."""
-
-
 @dataclass(frozen=True)
 class Command:
     """A command that has failed, and what is known about its job.
@@ -101,13 +94,12 @@ class Command:
         config: its config, as typed; empty if it takes none.
         options: the options that choose the job and its servers: --connect, --set, --certs.
         certs: the folder of its certificate; empty if there is none.
-        listen: the address that it tried to listen on, for `rpcmp health`; empty if there is none.
-        server_name: a name in the certificate of that server; empty for the host of `listen`.
+        health: arguments of `rpcmp health` for the address that `rpcmp serve` tried to bind.
         is_there: whether the config file exists.
         is_loaded: whether the config is valid.
+        has_servers: whether the job uses servers that it does not start itself.
         has_checkpoint: whether the failed run has one to continue from.
         learning_rate: `optimizer.kwargs.lr` of the config, if it holds for all stages.
-        others: the names of all commands.
     """
 
     name: str
@@ -115,73 +107,70 @@ class Command:
     config: str = ""
     options: Sequence[str] = ()
     certs: str = ""
-    listen: str = ""
-    server_name: str = ""
-    insecure: bool = False
+    health: Sequence[str] = ()
     is_there: bool = True
     is_loaded: bool = True
+    has_servers: bool = False
     has_checkpoint: bool = False
     max_grad_norm: float | None = None
     learning_rate: float | None = None
-    others: Sequence[str] = ()
 
 
-Decision = Callable[[Command], Words]
+Suggestion = Callable[[Command], Sequence[str] | None]
+"""Returns a command; None if it does not apply."""
 
 
 def remedy(error: RpcmpError, command: Command) -> str | None:
     """Return the command line that helps next, to be pasted into a shell; None if none does."""
-    decide = next(DECISIONS[kind] for kind in type(error).__mro__ if kind in DECISIONS)
-    words = decide(command)
+    kind = next(kind for kind in type(error).__mro__ if kind in SUGGESTIONS)
+    suggestions = (suggest(command) for suggest in SUGGESTIONS[kind])
+    words = next((words for words in suggestions if words is not None), None)
     return None if words is None else shown(words)
 
 
-def _job_command(name: str) -> Decision:
-    def decide(command: Command) -> Words:
-        if not command.is_there or command.name == name or name not in command.others:
+def _job_command(name: str) -> Suggestion:
+    def suggest(command: Command) -> Sequence[str] | None:
+        if not command.config or not command.is_there or command.name == name:
             return None
-        return ["rpcmp", name, command.config, *command.options] if command.config else None
+        return ["rpcmp", name, command.config, *command.options]
 
-    return decide
-
-
-def _first(*decisions: Decision) -> Decision:
-    def decide(command: Command) -> Words:
-        results = (decision(command) for decision in decisions)
-        return next((words for words in results if words is not None), None)
-
-    return decide
+    return suggest
 
 
-def _keys_if_invalid(command: Command) -> Words:
-    if command.config and command.is_there and not command.is_loaded:
-        return _keys(command)
-    return None
+def _guide(topic: str) -> Suggestion:
+    return lambda command: ["rpcmp", "guide", topic]
 
 
-def _keys(command: Command) -> Words:
-    return ["rpcmp", "guide", "configuration"]
-
-
-def _usage(command: Command) -> Words:
-    return ["rpcmp", command.name, "--help"]
-
-
-def _help_of(name: str) -> Decision:
+def _help_of(name: str) -> Suggestion:
     return lambda command: ["rpcmp", name, "--help"]
 
 
-def _resume(command: Command) -> Words:
-    if command.name != "drive" or not command.has_checkpoint:
-        return None
-    return _again(command)
+def _usage(command: Command) -> Sequence[str]:
+    return ["rpcmp", command.name, "--help"]
 
 
-def _continue(command: Command) -> Words:
+_doctor, _explain, _status, _verify = map(_job_command, ("doctor", "explain", "status", "verify"))
+_keys = _guide("configuration")
+
+
+def _keys_if_invalid(command: Command) -> Sequence[str] | None:
+    is_invalid = command.config and command.is_there and not command.is_loaded
+    return _keys(command) if is_invalid else None
+
+
+def _doctor_of_servers(command: Command) -> Sequence[str] | None:
+    return _doctor(command) if command.has_servers else None
+
+
+def _resume(command: Command) -> Sequence[str] | None:
+    return _again(command) if command.name == "drive" and command.has_checkpoint else None
+
+
+def _continue(command: Command) -> Sequence[str] | None:
     return _resume(replace(command, has_checkpoint=True))
 
 
-def _again(command: Command, *more: str) -> Words:
+def _again(command: Command, *more: str) -> Sequence[str]:
     words = ["rpcmp", command.name, *command.arguments]
     if command.has_checkpoint and "--resume" not in words:
         words = [*(word for word in words if word != "--fresh"), "--resume"]
@@ -189,104 +178,94 @@ def _again(command: Command, *more: str) -> Words:
     return [*words, *more]
 
 
-def _smaller_steps(command: Command) -> Words:
+def _smaller_steps(command: Command) -> Sequence[str] | None:
     """Suggest clipped gradients first, then a lower learning rate, or more clipping."""
     if command.name != "drive":
         return None
     if command.max_grad_norm is None:
-        return _again(command, "--set", "max_grad_norm=1.0")
-    if command.learning_rate is None:
-        return _again(command, "--set", f"max_grad_norm={command.max_grad_norm / 10:g}")
-    return _again(command, "--set", f"optimizer.kwargs.lr={command.learning_rate / 10:g}")
+        override = "max_grad_norm=1.0"
+    elif command.learning_rate is None:
+        override = f"max_grad_norm={command.max_grad_norm / 10:g}"
+    else:
+        override = f"optimizer.kwargs.lr={command.learning_rate / 10:g}"
+    return _again(command, SET, override)
 
 
-def _bfloat16(command: Command) -> Words:
-    return _again(command, "--set", "autocast=bfloat16") if command.name == "drive" else None
+def _bfloat16(command: Command) -> Sequence[str] | None:
+    return _again(command, SET, "autocast=bfloat16") if command.name == "drive" else None
 
 
-def _fresh(command: Command) -> Words:
+def _fresh(command: Command) -> Sequence[str] | None:
     if command.name != "drive" or not command.is_loaded:
-        return _usage(command)
+        return None
     words = [word for word in command.arguments if word not in ("--resume", "--fresh")]
     return ["rpcmp", command.name, *words, "--fresh"]
 
 
-def _certificate(command: Command) -> Words:
+def _certificate(command: Command) -> Sequence[str] | None:
     return ["rpcmp", "certs", "show", command.certs] if command.certs else None
 
 
-def _health_of_listener(command: Command) -> Words:
-    if not command.listen:
-        return _usage(command)
-    words = ["rpcmp", "health", command.listen]
-    words += ["--certs", command.certs] if command.certs else []
-    words += ["--server-name", command.server_name] if command.server_name else []
-    return [*words, "--insecure"] if command.insecure else words
+def _health_of_listener(command: Command) -> Sequence[str] | None:
+    return ["rpcmp", "health", *command.health] if command.health else None
 
 
-_doctor, _status, _verify = map(_job_command, ("doctor", "status", "verify"))
-_explain = _first(_keys_if_invalid, _job_command("explain"), _usage)
-_servers = _first(_doctor, _help_of("serve"))
-
-
-DECISIONS: dict[type[RpcmpError], Decision] = {
-    errors.RpcmpError: _doctor,
-    errors.ConfigError: _explain,
-    errors.KeyConfigError: _keys,
-    errors.AddressInUseError: _health_of_listener,
-    errors.CheckpointConflictError: _continue,
-    errors.FactoryError: _doctor,
-    errors.VersionError: _doctor,
-    errors.CheckpointError: _fresh,
-    errors.SecurityError: _first(_certificate, _doctor, _help_of("certs")),
-    errors.UnavailableError: _servers,
-    errors.UnreachableError: _servers,
-    errors.BusyError: _status,
-    errors.DrainingError: _first(_resume, _status),
-    errors.RelayError: _doctor,
-    errors.RecoveryTimeoutError: _first(_resume, _doctor),
-    errors.JobError: _first(_resume, _doctor),
-    errors.StageError: _first(_resume, _explain),
-    errors.StageConfigError: _first(_resume, _explain),
-    errors.WorkerDiedError: _first(_resume, _doctor),
-    errors.WorkerHungError: _first(_resume, _doctor),
-    errors.SavingError: _first(_resume, _doctor),
-    errors.NonFiniteLossError: _smaller_steps,
-    errors.LossScaleError: _bfloat16,
-    errors.MismatchError: _first(_verify, _doctor),
-    errors.UnsupportedJobError: _usage,
-    errors.InterruptedJobError: _resume,
+SUGGESTIONS: dict[type[RpcmpError], tuple[Suggestion, ...]] = {
+    errors.RpcmpError: (_doctor,),
+    errors.ConfigError: (_keys_if_invalid, _explain, _usage),
+    errors.KeyConfigError: (_keys,),
+    errors.AddressInUseError: (_health_of_listener, _usage),
+    errors.CheckpointConflictError: (_continue,),
+    errors.FactoryError: (_doctor_of_servers, _guide("models")),
+    errors.VersionError: (_doctor,),
+    errors.CheckpointError: (_fresh, _usage),
+    errors.SecurityError: (_certificate, _doctor, _help_of("certs")),
+    errors.UnavailableError: (_doctor, _help_of("serve")),
+    errors.UnreachableError: (_doctor, _help_of("serve")),
+    errors.BusyError: (_status,),
+    errors.DrainingError: (_resume, _status),
+    errors.RelayError: (_doctor,),
+    errors.RecoveryTimeoutError: (_resume, _doctor),
+    errors.JobError: (_resume, _doctor),
+    errors.StageError: (_resume, _keys_if_invalid, _explain, _usage),
+    errors.StageConfigError: (_resume, _keys_if_invalid, _explain, _usage),
+    errors.WorkerDiedError: (_resume, _doctor),
+    errors.WorkerHungError: (_resume, _doctor),
+    errors.SavingError: (_resume, _doctor),
+    errors.NonFiniteLossError: (_smaller_steps,),
+    errors.LossScaleError: (_bfloat16,),
+    errors.MismatchError: (_verify, _doctor),
+    errors.UnsupportedJobError: (_usage,),
+    errors.InterruptedJobError: (_resume,),
 }
-"""What to suggest after an error of each class; a new class needs an entry too."""
+"""What to suggest after an error of each class, the first that applies. A new class needs an entry
+too."""
 
 
-def failed(
-    command: click.Command,
-    name: str,
-    arguments: Sequence[str],
-    others: Sequence[str],
-    began: datetime,
-) -> Command:
+def failed(command: click.Command, name: str, arguments: Sequence[str], began: datetime) -> Command:
     """Collect what is known about a command that has failed; `began` is when it started."""
     with command.make_context(name, list(arguments), resilient_parsing=True) as ctx:
         params = ctx.params
-    config = params.get("config")
-    known: dict[str, Any] = {"is_loaded": False}
-    if config is not None and (job := _loaded(config, params)) is not None:
+    config, certs = params.get("config"), params.get("certs")
+    job = None if config is None else _loaded(config, params)
+    known: dict[str, Any] = {}
+    if job is not None:
+        certs = certs or job.certs_folder
         known = {
-            **_known(job, params.get("certs")),
             "has_checkpoint": _has_checkpoint(job, None if params.get("resume") else began),
+            "max_grad_norm": job.max_grad_norm,
+            "learning_rate": _learning_rate(job),
         }
-    elif params.get("certs"):
-        known["certs"] = str(params["certs"])
     return Command(
         name,
         tuple(arguments),
         config="" if config is None else str(config),
         options=_options(params),
+        certs=str(certs or ""),
+        health=_health_arguments(params) if name == "serve" else (),
         is_there=config is None or os.path.exists(config),  # Path.exists raises PermissionError
-        others=others,
-        **(_listens(params) if name == "serve" else {}),
+        is_loaded=job is not None,
+        has_servers=bool(params.get("connect") or (job and job.addresses)),
         **known,
     )
 
@@ -294,7 +273,7 @@ def failed(
 def _options(params: dict[str, Any]) -> list[str]:
     words = []
     for override in params.get("overrides") or ():
-        words += ["--set", override]
+        words += [SET, override]
     if params.get("certs"):
         words += ["--certs", str(params["certs"])]
     if params.get("insecure"):
@@ -311,15 +290,6 @@ def _loaded(config: Path, params: dict[str, Any]) -> Config | None:
         return loader.load_config(config, [*more, *(params.get("overrides") or ())])
     except RpcmpError:
         return None
-
-
-def _known(job: Config, certs: Path | None) -> dict[str, Any]:
-    return {
-        "is_loaded": True,
-        "certs": str(certs or job.certs_folder or ""),
-        "max_grad_norm": job.max_grad_norm,
-        "learning_rate": _learning_rate(job),
-    }
 
 
 def _has_checkpoint(job: Config, since: datetime | None) -> bool:
@@ -352,41 +322,33 @@ def _learning_rate(job: Config) -> float | None:
     return float(rate) if isinstance(rate, int | float) else None
 
 
-def _listens(params: dict[str, Any]) -> dict[str, Any]:
-    """Return the address that `serve` tried to bind and the options to probe it; {} if invalid."""
-    from rpcmp.config import addresses
-
-    with contextlib.suppress(ConfigError):
-        stage, replica = params.get("stage") or 0, params["replica"]
+def _health_arguments(params: dict[str, Any]) -> list[str]:
+    """Return the arguments of `rpcmp health` for the address of `serve`; empty if it is invalid."""
+    stage, replica = params.get("stage") or 0, params["replica"]
+    try:
         listen = params.get("listen") or addresses.with_port(addresses.HERE, stage, replica)
         host, port = addresses.parse(listen)
-        if port:  # port 0 picks a free one
-            host = _here(host)
-            return {
-                "listen": addresses.joined(host, port),
-                "server_name": _server_name(host, params.get("certs")),
-                "insecure": bool(params.get("insecure")),
-            }
-    return {}
+    except ConfigError:
+        return []
+    if not port:  # port 0 picks a free one
+        return []
+    with contextlib.suppress(ValueError):  # all interfaces: ask at the loopback
+        ip = ipaddress.ip_address(host)
+        if ip.is_unspecified:
+            host = "127.0.0.1" if ip.version == 4 else "::1"
+    words, certs = [addresses.joined(host, port)], params.get("certs")
+    if certs is not None:
+        words += ["--certs", str(certs)]
+        words += [word for name in _other_name(host, certs) for word in ("--server-name", name)]
+    return [*words, "--insecure"] if params.get("insecure") else words
 
 
-def _here(host: str) -> str:
-    """Return a host to connect to; for an address that means "all interfaces", loopback."""
-    with contextlib.suppress(ValueError):
-        address = ipaddress.ip_address(host)
-        if address.is_unspecified:
-            return "127.0.0.1" if address.version == 4 else "::1"
-    return host
-
-
-def _server_name(host: str, certs: Path | None) -> str:
-    """Return a name of the certificate; empty if `host` is one, or there is no certificate."""
+def _other_name(host: str, certs: Path) -> list[str]:
+    """Return a name of the certificate to ask for; none if `host` is one, or it has none."""
     from rpcmp.net.certificates import Certificate
 
-    if certs is None:
-        return ""
     try:
         names = Certificate.load(certs).hosts
     except SecurityError:
-        return ""
-    return "" if host in names else next((name for name in names if "*" not in name), "")
+        return []
+    return [] if host in names else [name for name in names if "*" not in name][:1]

@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from rpcmp.cli import echo
 from rpcmp.cli.options import ANY_PORT
-from rpcmp.cli.output import plain, with_log
-from rpcmp.cli.terminal import echo
+from rpcmp.cli.progress_bar import plain, with_log
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
 from rpcmp.observability.events import Event, KeptEvent, UiEvent

@@ -22,11 +22,33 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 DEFAULT_PORTS = "default"
+"""What a bare `--connect` stands for."""
+
+ANY_PORT = ""
+"""What a bare `--ui` stands for: the default port, or any other that is free."""
+
+
+def set_option(overridden: str) -> Callable[[Command], Command]:
+    return click.option(
+        "--set",
+        "overrides",
+        metavar="KEY=VALUE",
+        multiple=True,
+        shell_complete=completion.keys,
+        help=f"Override {overridden}. Repeatable.",
+    )
 
 
 def config_argument(command: Command) -> Command:
     """Add CONFIG, `--set`, `--certs` and `--insecure`; the last two become overrides too."""
 
+    @click.argument(
+        "config",
+        type=click.Path(path_type=Path, dir_okay=False),
+        shell_complete=completion.configs,
+    )
+    @set_option("a key of the config, such as data.batch_size=64")
+    @certs_options
     @functools.wraps(command)
     def with_security(
         *args: Any,
@@ -39,40 +61,7 @@ def config_argument(command: Command) -> Command:
         more += ["security.insecure=true"] if insecure else []
         return command(*args, overrides=(*more, *overrides), **kwargs)
 
-    return _config_options(certs_options(with_security))  # type: ignore[return-value]
-
-
-def _config_options(command: Command) -> Command:
-    command = set_option("a key of the config, such as data.batch_size=64")(command)
-    return click.argument(
-        "config",
-        type=click.Path(path_type=Path, dir_okay=False),
-        shell_complete=completion.configs,
-    )(command)
-
-
-def set_option(what: str) -> Callable[[Command], Command]:
-    """Return a decorator that adds `--set`, which overrides `what`."""
-    return click.option(
-        "--set",
-        "overrides",
-        metavar="KEY=VALUE",
-        multiple=True,
-        shell_complete=completion.keys,
-        help=f"Override {what}. Repeatable.",
-    )
-
-
-def connect_option(command: Command) -> Command:
-    """Add `--connect`, with or without addresses."""
-    return click.option(
-        "--connect",
-        metavar="[HOST[:PORT],...]",
-        is_flag=False,
-        flag_value=DEFAULT_PORTS,
-        help="Use running stage servers: one address per stage, or per replica of each stage. "
-        "Without addresses: localhost's default ports.",
-    )(command)
+    return with_security  # type: ignore[return-value]
 
 
 def certs_options(command: Command) -> Command:
@@ -91,81 +80,26 @@ def certs_options(command: Command) -> Command:
     )(command)
 
 
-def metrics_option(command: Command) -> Command:
-    return click.option(
-        "--metrics",
-        metavar="HOST:PORT",
-        help="Serve metrics at this address, as OpenMetrics for Prometheus; port 0 picks a free "
-        "one. Addresses other than loopback need --certs, for TLS, or --insecure, for everyone.",
-    )(command)
-
-
-def addresses_of(connect: str | None, config: Config) -> list[str] | None:
-    """Return the addresses of `--connect`; None for the config's, or for servers of our own."""
-    if connect is None:
-        return None
-    if connect == DEFAULT_PORTS:
-        return [
-            f"127.0.0.1:{addresses.default_port(worker.stage_index, worker.replica)}"
-            for worker in config.workers
-        ]
-    parts = [part.strip() for part in connect.split(",") if part.strip()]
-    places = [(worker.stage_index, worker.replica) for worker in config.workers]
-    # Too many addresses are reported elsewhere.
-    places += [(index, 0) for index in range(len(places), len(parts))]
-    given = [addresses.with_port(part, *place) for part, place in zip(parts, places, strict=False)]
-    if not given:
-        raise ConfigError("--connect: no address given; leave it bare for the default ports")
-    return given
-
-
 def log_options(command: Command) -> Command:
     """Add `--log-json` and `--log-level`; the command gets the `Display` that they set."""
 
+    @click.option(
+        "--log-json", is_flag=True, help="Log one JSON object per line, on standard error."
+    )
+    @click.option(
+        "--log-level",
+        type=click.Choice(LEVELS),
+        default="info",
+        show_default=True,
+        help="The lowest level that the log shows. Prints count as info.",
+    )
     @functools.wraps(command)
     def with_log(*args: Any, log_json: bool, log_level: str, **kwargs: Any) -> Any:
         display = click.get_current_context().obj or Display()  # obj: see `rpcmp.cli.main`
         display.set(log_json, log_level)
         return command(*args, display=display, **kwargs)
 
-    logged = click.option(
-        "--log-level",
-        type=click.Choice(LEVELS),
-        default="info",
-        show_default=True,
-        help="The lowest level that the log shows. Prints count as info.",
-    )(with_log)
-    return click.option(  # type: ignore[return-value]
-        "--log-json", is_flag=True, help="Log one JSON object per line, on standard error."
-    )(logged)
-
-
-def require_writable(path: Path) -> None:
-    """Check that a result can be written, before the work for it starts; leaves no file behind."""
-    existed = path.exists()
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-    if not existed:
-        path.unlink()
-
-
-ANY_PORT = ""
-"""What a bare `--ui` stands for: the default port, or any other that is free."""
-
-
-def ui_option(command: Command) -> Command:
-    """Add `--ui`, with or without an address."""
-    return click.option(
-        "--ui",
-        metavar="[[HOST:]PORT]",
-        is_flag=False,
-        flag_value=ANY_PORT,
-        callback=_checked_ui,
-        help="Serve a live page of the run and print its address; to other machines only with "
-        "--certs.",
-    )(command)
+    return with_log  # type: ignore[return-value]
 
 
 def _checked_ui(ctx: click.Context, parameter: click.Parameter, ui: str | None) -> str | None:
@@ -179,6 +113,28 @@ def _checked_ui(ctx: click.Context, parameter: click.Parameter, ui: str | None) 
     return ui
 
 
+connect_option = click.option(
+    "--connect",
+    metavar="[HOST[:PORT],...]",
+    is_flag=False,
+    flag_value=DEFAULT_PORTS,
+    help="Use running stage servers: one address per stage, or per replica of each stage. "
+    "Without addresses: localhost's default ports.",
+)
+metrics_option = click.option(
+    "--metrics",
+    metavar="HOST:PORT",
+    help="Serve metrics at this address, as OpenMetrics for Prometheus; port 0 picks a free "
+    "one. Addresses other than loopback need --certs, for TLS, or --insecure, for everyone.",
+)
+ui_option = click.option(
+    "--ui",
+    metavar="[[HOST:]PORT]",
+    is_flag=False,
+    flag_value=ANY_PORT,
+    callback=_checked_ui,
+    help="Serve a live page of the run and print its address; to other machines only with --certs.",
+)
 budget_option = click.option(
     "--budget",
     metavar="SECONDS",
@@ -187,3 +143,30 @@ budget_option = click.option(
     show_default=True,
     help="How long it may take, including the start.",
 )
+
+
+def addresses_of(connect: str | None, config: Config) -> list[str] | None:
+    """Return the addresses of `--connect`; None for the config's, or for servers of our own."""
+    if connect is None:
+        return None
+    workers = [(worker.stage_index, worker.replica) for worker in config.workers]
+    if connect == DEFAULT_PORTS:
+        return [addresses.with_port(addresses.HERE, *worker) for worker in workers]
+    parts = [part.strip() for part in connect.split(",") if part.strip()]
+    if not parts:
+        raise ConfigError("--connect: no address given; leave it bare for the default ports")
+    # Too many addresses are reported elsewhere.
+    workers += [(index, 0) for index in range(len(workers), len(parts))]
+    pairs = zip(parts, workers, strict=False)
+    return [addresses.with_port(part, *worker) for part, worker in pairs]
+
+
+def require_writable(path: Path) -> None:
+    """Check that a result can be written, before the work for it starts; leaves no file behind."""
+    existed = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    if not existed:
+        path.unlink()

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rpcmp.cli import echo
 from rpcmp.cli.options import require_writable
-from rpcmp.cli.terminal import echo
 from rpcmp.errors import ConfigError
 
 if TYPE_CHECKING:

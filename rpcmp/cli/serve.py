@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 import click
 
+from rpcmp.cli import echo
 from rpcmp.cli.options import certs_options, log_options, metrics_option
-from rpcmp.cli.terminal import echo
 from rpcmp.config import addresses
 from rpcmp.process.channel import die_with_parent
 from rpcmp.process.logging.collector import Display
@@ -32,14 +32,12 @@ log = logging.getLogger(__name__)
 
 
 def _modules(
-    ctx: click.Context, option: click.Parameter, given: tuple[str, ...]
+    ctx: click.Context, option: click.Parameter, names: tuple[str, ...]
 ) -> tuple[str, ...]:
-    for name in given:
-        if not all(step.isidentifier() for step in name.split(".")):
-            raise click.BadParameter(
-                f"{name!r} is no module's name, such as my_models or my.models"
-            )
-    return given
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise click.BadParameter(f"{name!r} is not a module, such as my_models or my.models")
+    return names
 
 
 @click.command()
@@ -140,9 +138,9 @@ def serve(
     security.require_may_serve(stage)
     host, port = addresses.parse(address)
 
-    def announce(bound: int) -> None:
-        who = "spare" if stage is None else f"stage {stage}"
-        echo(f"{who} is SERVING on {addresses.joined(host, bound)}")
+    def announce(port: int) -> None:
+        name = "spare" if stage is None else f"stage {stage}"
+        echo(f"{name} is SERVING on {addresses.joined(host, port)}")
 
     async def run() -> int:
         # gRPC's core would print a line for each invalid header.
@@ -157,7 +155,7 @@ def serve(
         line = None if forks is None else socket.socket(fileno=forks)
         # A server that the job itself has started here need not be confined: its author started it.
         is_confining = parent is None if confine is None else confine
-        reach = reach_of(certs, data) if is_confining else None
+        reach = _reach(certs, data) if is_confining else None
         # A driver that has started us prints the workers' lines itself.
         show = pass_on if parent is None else lambda entry: None
         server = StageServer(
@@ -173,13 +171,13 @@ def serve(
             parent or 0,
         )
         display.source = lambda: server.log_source
-        with served(server, metrics, security):
+        with _metrics_at(metrics, server, security):  # before the server is announced
             return await run_server(server, host, port, announce)
 
     sys.exit(asyncio.run(run()))
 
 
-def reach_of(certs: Path | None, data: Sequence[Path]) -> Reach:
+def _reach(certs: Path | None, data: Sequence[Path]) -> Reach:
     """Return what workers may open; warn if the kernel cannot keep them from opening more."""
     from rpcmp.process.sandbox import confinement
 
@@ -192,20 +190,20 @@ def reach_of(certs: Path | None, data: Sequence[Path]) -> Reach:
 
 
 @contextlib.contextmanager
-def served(server: StageServer, metrics: str | None, security: Security) -> Iterator[None]:
-    """Serve the server's metrics at `metrics`, if it is given, before the server is announced."""
-    if metrics is None:
+def _metrics_at(address: str | None, server: StageServer, security: Security) -> Iterator[None]:
+    """Serve the server's metrics at `address`, if there is one."""
+    if address is None:
         yield
         return
     from rpcmp.observability.prometheus import serving
     from rpcmp.observability.server_metrics import ServerMetrics
 
-    found = ServerMetrics(server)
-    with serving(found.store, metrics, security) as url:
+    server_metrics = ServerMetrics(server)
+    with serving(server_metrics.store, address, security) as url:
         echo(f"metrics at {url}", err=True)
         server.metrics_port = urlsplit(url).port or 0
-        looking = asyncio.ensure_future(found.run())
+        update = asyncio.ensure_future(server_metrics.run())
         try:
             yield
         finally:
-            looking.cancel()
+            update.cancel()

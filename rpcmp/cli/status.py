@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
+from rpcmp.cli import echo
 from rpcmp.cli.options import addresses_of, config_argument, connect_option
-from rpcmp.cli.terminal import echo
 
 COLUMNS = (
     *("stage", "address", "health", "job", "generation", "step", "parameters", "memory"),

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rpcmp.cli import echo
 from rpcmp.cli.options import require_writable
-from rpcmp.cli.terminal import echo
 from rpcmp.errors import ConfigError
 
 if TYPE_CHECKING:

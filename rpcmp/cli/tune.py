@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rpcmp.cli import echo
 from rpcmp.cli.options import (
     addresses_of,
     budget_option,
@@ -17,7 +18,6 @@ from rpcmp.cli.options import (
     connect_option,
     require_writable,
 )
-from rpcmp.cli.terminal import echo
 from rpcmp.config import loader
 from rpcmp.errors import ConfigError
 
@@ -144,9 +144,9 @@ async def _tune(
         try:
             limits = TimeLimits(budget, now.stop)
             what = f"{STARTING}, then measuring {len(swept.settings)} settings within the budget"
-            now.tell(what, limits.left)
+            now.progress(what, limits.left)
             await limits.run(segments.start(), is_needed=True)
-            sweep = tuning.Sweep(swept, measure, rounds, steps, now.tell, limits)
+            sweep = tuning.Sweep(swept, measure, rounds, steps, now.progress, limits)
             tuned = await sweep.run(config)
         except StoppedError:
             pass
@@ -156,14 +156,13 @@ async def _tune(
 
 
 def _show(tuned: Tuned, as_json: bool) -> None:
-    from rpcmp.cli.console import Console
+    from rpcmp.cli.console import print_wide
     from rpcmp.tools import tuning_report
 
     if as_json:
         echo(json.dumps(tuning_report.as_json(tuned)))
         return
-    # Never narrower than the table: a terminal wraps lines more legibly than rich does cells.
-    Console(width=max(Console().width, WIDTH)).print(tuning_report.table(tuned))
+    print_wide(tuning_report.table(tuned), WIDTH)
     for line in tuning_report.lines(tuned):
         echo(line)
 

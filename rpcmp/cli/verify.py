@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
+from rpcmp.cli import echo
 from rpcmp.cli.options import addresses_of, config_argument, connect_option
-from rpcmp.cli.terminal import echo
 from rpcmp.config import loader
 
 

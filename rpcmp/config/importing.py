@@ -13,14 +13,14 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
-from rpcmp.config.suggestion import what_there_is
 from rpcmp.config.types import Factory
-from rpcmp.errors import FactoryError, RpcmpError, one_line
+from rpcmp.errors import FactoryError, RpcmpError, did_you_mean, nearest, one_line, suggest
 
 _MODELS = frozenset({"layers", "dataset", "loss", "entropy_ratio", "ink_accuracy"})
 
@@ -59,11 +59,7 @@ class AllowList:
         return self._is_below(module) or module in BUILT_IN
 
     def find(self, module: str, attribute: str) -> Callable[..., Any]:
-        """Return the object "module:attribute"; imports only allowed modules.
-
-        Raises:
-            Exception: a module does not import, or has no such attribute.
-        """
+        """Return the object "module:attribute"; imports only allowed modules."""
         for step in (*module.split("."), *attribute.split(".")):
             if not step.isidentifier() or step.startswith("__"):
                 raise FactoryError(f"{step!r} is not a name that a job may use")
@@ -76,8 +72,8 @@ class AllowList:
             target = self._step(target, step)
         if not callable(target):
             raise FactoryError(f"{attribute!r} is a module")
-        found: Callable[..., Any] = target
-        return found
+        allowed: Callable[..., Any] = target
+        return allowed
 
     def _is_below(self, module: object) -> bool:
         if not isinstance(module, str):
@@ -153,11 +149,7 @@ _lists: list[AllowList] = []
 
 
 def limit(prefixes: Sequence[str] | None) -> None:
-    """Set the allow list of this process.
-
-    Args:
-        prefixes: modules that are allowed besides BUILT_IN; None: there is no list.
-    """
+    """Allow only BUILT_IN and these modules in this process; None: everything."""
     _lists[:] = [] if prefixes is None else [AllowList(prefixes)]
 
 
@@ -167,11 +159,7 @@ def allowed_among(modules: Iterable[str]) -> list[str]:
 
 
 def resolve(name: str, what: str) -> Callable[..., Any]:
-    """Return the object named "module:callable".
-
-    Args:
-        name: module path and dotted attribute, such as "torch.optim:AdamW".
-    """
+    """Return the object named "module:callable"; `what` is the config key that names it."""
     module_name, _, attribute = name.partition(":")
     try:
         for allowed in _lists:
@@ -185,36 +173,41 @@ def resolve(name: str, what: str) -> Callable[..., Any]:
             f"{error}"
         ) from error
     except (Exception, SystemExit) as error:  # sys.exit() in a module must not end this process
-        raise FactoryError(f"{what} = {name!r} does not import: {explain_error(error)}") from error
+        raise FactoryError(
+            f"{what} = {name!r} does not import: {explain_error(error)}"
+            f"{_nearest_callable(error, module_name)}"
+        ) from error
     if not callable(target):
         raise FactoryError(f"{what} = {name!r} is {type(target).__name__}, not callable")
-    found: Callable[..., Any] = target
-    return found
+    resolved: Callable[..., Any] = target
+    return resolved
+
+
+def _nearest_callable(error: BaseException, module: str) -> str:
+    """Return the end of an error that suggests a callable of a module instead of a missing one."""
+    if not isinstance(error, AttributeError) or error.obj is not sys.modules.get(module):
+        return ""
+    names = [name for name, value in vars(error.obj).items() if callable(value)]
+    return did_you_mean(nearest(error.name or "", names))
 
 
 def accepting(factory: Factory, what: str, num_args: int = 0) -> Callable[..., Any]:
-    """Return the factory's callable, after checking that it takes the keyword arguments.
-
-    Args:
-        num_args: number of positional arguments of the call.
-    """
+    """Return the factory's callable, after checking that it takes the keyword arguments."""
     target = resolve(factory.callable, what)
     known = _keywords(target, num_args)
     for key in factory.kwargs:
         if known is not None and key not in known:
             raise FactoryError(
                 f"{what} = {factory.callable!r} got an unexpected keyword argument {key!r}"
-                f"{what_there_is(key, known)}"
+                f"{suggest(key, known)}"
             )
     return target
 
 
 def _keywords(target: Callable[..., Any], num_args: int) -> list[str] | None:
-    """Return the names of the arguments after the first `num_args`; None if it takes any.
-
-    A decorator may take more than the function that it wraps, so its own signature counts.
-    """
+    """Return the names of the arguments after the first `num_args`; None if it takes any."""
     try:
+        # A decorator may take more than the function that it wraps, so its own signature counts.
         parameters = inspect.signature(target, follow_wrapped=False).parameters.values()
     except (TypeError, ValueError):  # not written in Python
         return None
@@ -226,11 +219,7 @@ def _keywords(target: Callable[..., Any], num_args: int) -> list[str] | None:
 
 
 def create(factory: Factory, what: str, *args: Any) -> Any:
-    """Call the factory's callable with `args` and the config's keyword arguments.
-
-    Raises:
-        FactoryError: it does not import, takes no such argument, or raised.
-    """
+    """Call the factory's callable with `args` and the config's keyword arguments."""
     target = accepting(factory, what, len(args))
     try:
         return target(*args, **factory.kwargs)

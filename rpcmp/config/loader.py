@@ -1,25 +1,34 @@
 """Read a config from a TOML file, with overrides from the command line and helpful errors.
 
-Every problem is reported at once, each with its place and, for an unknown key, the nearest valid
-name: "data.batchsize: unknown key; did you mean 'batch_size'?".
+Every problem is reported at once, each with its key, the value and what is allowed, or the nearest
+valid name:
+
+    seed: must be an integer (got 1.5)
+    data.batchsize: unknown key; did you mean 'batch_size'?
+
+`Level` walks along dotted keys, also for the completion of command lines.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import re
 import tomllib
+import types
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from rpcmp.config.bounded_file import MIB, read_bytes
-from rpcmp.config.keys import Level
+from rpcmp.config.files import MIB, read_bytes
 from rpcmp.config.schema import Config
-from rpcmp.config.suggestion import nearest
-from rpcmp.errors import ConfigError, KeyConfigError
+from rpcmp.errors import ConfigError, KeyConfigError, nearest
 
 MAX_CONFIG = 16 * MIB
 """The most bytes of a config."""
@@ -111,23 +120,51 @@ def _element(table: list[Any], key: str, override: str) -> Any:
     return table[int(key)]
 
 
+ALLOWED = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "a string",
+    "string_too_short": "a string that is not empty",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "too_short": "a list that is not empty",
+    "dict_type": "a table",
+    "model_type": "a table",
+    "invalid-json-value": "a string, a number, true, false, a list or a table",
+    "literal_error": "{expected}",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "{ge} or more",
+    "less_than": "less than {lt}",
+    "less_than_equal": "{le} or less",
+}
+"""What a value must be, by the type of pydantic's error; other messages are shown as they are."""
+
+
 def _explain(details: ErrorDetails) -> str:
     place = [part for part in details["loc"] if not str(part).startswith("<")]  # see Own
     where = ".".join(map(str, place))
-    if details["type"] == "extra_forbidden":
+    kind = details["type"]
+    if kind == "extra_forbidden":
         return f"{where}: unknown key; {_nearest(str(place[-1]), place[:-1])}"
-    if details["type"] == "missing":
+    if kind == "missing":
         return f"{where}: missing"
     message = details["msg"].removeprefix("Value error, ")
     if not place:
         return message
-    if details["type"] == "string_pattern_mismatch":
-        message = f"not of the form {_form(str(place[-1]))}"
+    if kind == "string_pattern_mismatch":
+        is_name = place[-1] == "name"
+        form = "letters, digits, '-' and '_'" if is_name else '"module:callable"'
+        message = f"not of the form {form}"
+    elif kind in ALLOWED and place[-1] == "balance":
+        message = "must be a list of integers or 'auto'"
+    elif kind in ALLOWED:
+        limits = {
+            key: f"{limit:g}" if isinstance(limit, float) else limit
+            for key, limit in details.get("ctx", {}).items()
+        }
+        message = f"must be {ALLOWED[kind].format(**limits)}"
     return f"{where}: {message} (got {details['input']!r})"
-
-
-def _form(key: str) -> str:
-    return "letters, digits, '-' and '_'" if key == "name" else '"module:callable"'
 
 
 def _nearest(key: str, place: Sequence[int | str]) -> str:
@@ -145,3 +182,70 @@ def _keys(place: Sequence[int | str]) -> Iterable[str]:
     for part in place:
         level = level.below(str(part))
     return level.fields
+
+
+@dataclass(frozen=True)
+class Level:
+    """The section or table that a dotted key leads to.
+
+    Attributes:
+        container: list or dict if there are several such sections, or dict for a plain table.
+    """
+
+    section: type[BaseModel] | None
+    container: type | None = None
+
+    @property
+    def fields(self) -> dict[str, FieldInfo]:
+        """The keys that may follow; empty below a list or a table, whose keys are the user's."""
+        return {} if self.section is None or self.container else self.section.model_fields
+
+    def below(self, part: str) -> Level:
+        """Return the level that the next part of the key leads to."""
+        if self.container is dict or (self.container is list and part.isdecimal()):
+            return Level(self.section)
+        field = self.fields.get(part)
+        return Level(None) if field is None else level_of(field)
+
+
+def level_of(field: FieldInfo) -> Level:
+    """Return the level below the key of this field."""
+    alternatives = kinds(field.annotation)
+    for kind in alternatives:
+        if (section := _section_in(kind)) is not None:
+            origin = get_origin(kind)
+            return Level(section, origin if origin in (list, dict) else None)
+    return Level(None, dict if any(get_origin(kind) is dict for kind in alternatives) else None)
+
+
+def descriptions(section: type[BaseModel]) -> dict[str, str]:
+    """Return what each key of a section means, which is the text below it in the source.
+
+    pydantic can read these texts itself, but does so whenever the sections are imported: that would
+    make each command slower.
+    """
+    found = {}
+    for base in reversed(section.__mro__[: section.__mro__.index(BaseModel)]):
+        (definition,) = ast.parse(inspect.getsource(base)).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, text in itertools.pairwise(definition.body):
+            match field, text:
+                case ast.AnnAssign(ast.Name(key)), ast.Expr(ast.Constant(str(meaning))):
+                    found[key] = " ".join(meaning.split()).removesuffix(".")
+    return found
+
+
+def kinds(annotation: Any) -> tuple[Any, ...]:
+    """Return the types that a value may have besides None; unions and Annotated are taken apart."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return kinds(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        return tuple(kind for member in get_args(annotation) for kind in kinds(member))
+    return () if annotation is types.NoneType else (annotation,)
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for arg in get_args(annotation) if (found := _section_in(arg))), None)

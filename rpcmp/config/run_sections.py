@@ -1,6 +1,6 @@
-"""The sections that say how a run goes: when it ends, what it keeps, who may talk to whom.
+"""`[early_stopping]`, `[loss_scaling]`, `[checkpoint]`, `[security]`, `[recovery]` and `[log]`.
 
-`rpcmp.config.schema` puts the sections together.
+They say when a run ends, what it keeps, and who may talk to whom.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ import math
 import re
 from typing import Literal, Self, TypeAlias
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from rpcmp.config import addresses
-from rpcmp.config.types import FactoryOrName, Positive, Strict
-from rpcmp.errors import ConfigError
+from rpcmp.config.types import Address, FactoryOrName, Positive, Strict
 
 Mode: TypeAlias = Literal["min", "max"]
 
@@ -25,10 +23,8 @@ HIGHER = {"accuracy", "acc", "f1", "auroc", "auc", "precision", "recall", "score
 
 
 def guess_direction(metric: str) -> Mode | None:
-    """Return the direction that a metric's name suggests, or None.
-
-    The last known word decides: an "f1_loss" is a loss.
-    """
+    """Return the direction that a metric's name suggests, or None."""
+    # The last known word decides: an "f1_loss" is a loss.
     for word in reversed(re.split(r"[^a-z0-9]+", metric.lower())):
         if word in LOWER:
             return "min"
@@ -58,22 +54,14 @@ def _direction(key: str, metric: str, mode: Mode | None) -> Mode:
 
 
 class EarlyStoppingConfig(Strict):
-    """`[early_stopping]`."""
-
-    metric: str = Field(
-        default="loss",
-        description='the metric to watch: "loss", a metric, or a key of it ("name.key")',
-    )
-    mode: Mode | None = Field(
-        default=None,
-        description="whether lower or higher is better; by the metric's name when omitted",
-    )
-    patience: Positive = Field(
-        default=3, description="evaluations in a row without an improvement that end the run"
-    )
-    min_delta: float = Field(
-        default=0.0, ge=0, description="smallest change that counts as an improvement"
-    )
+    metric: str = "loss"
+    """The metric to watch: "loss", a metric, or a key of it ("name.key")."""
+    mode: Mode | None = None
+    """Whether lower or higher is better; by the metric's name when omitted."""
+    patience: Positive = 3
+    """Evaluations in a row without an improvement that end the run."""
+    min_delta: float = Field(default=0.0, ge=0)
+    """Smallest change that counts as an improvement."""
 
     @property
     def direction(self) -> Mode:
@@ -88,65 +76,38 @@ class EarlyStoppingConfig(Strict):
 class LossScalingConfig(Strict):
     """One scale for the loss of all stages; defaults as in `torch.amp.GradScaler`."""
 
-    initial: float = Field(
-        default=2.0**16,
-        ge=1,
-        le=2.0**126,
-        description="initial factor of the loss",
-    )
-    growth_factor: float = Field(
-        default=2.0,
-        gt=1,
-        allow_inf_nan=False,
-        description="the scale grows by it after `growth_interval` steps without a skipped one",
-    )
-    backoff_factor: float = Field(
-        default=0.5,
-        gt=0,
-        lt=1,
-        description="the scale shrinks by it if a gradient is not finite; that step is skipped",
-    )
-    growth_interval: Positive = Field(
-        default=2000, description="steps in a row, none skipped, after which the scale grows"
-    )
+    initial: float = Field(default=2.0**16, ge=1, le=2.0**126)
+    """Initial factor of the loss."""
+    growth_factor: float = Field(default=2.0, gt=1, allow_inf_nan=False)
+    """The scale grows by it after `growth_interval` steps without a skipped one."""
+    backoff_factor: float = Field(default=0.5, gt=0, lt=1)
+    """The scale shrinks by it if a gradient is not finite; that step is skipped."""
+    growth_interval: Positive = 2000
+    """Steps in a row, none skipped, after which the scale grows."""
 
 
 class CheckpointConfig(Strict):
-    """Checkpoints on disks."""
+    dir: str
+    """Folder of the checkpoints; if relative, below the config's folder, and on another host below
+    the folder that its server was started in."""
+    every_steps: Positive | None = None
+    """Steps between checkpoints."""
+    every_seconds: float | None = Field(default=None, gt=0)
+    """Seconds between checkpoints; 300 if neither is given."""
+    keep: Positive = 3
+    """Number of checkpoints to keep; older ones are removed."""
+    best: str | None = None
+    """Metric by which the step with the best evaluation is kept as well: "loss", a metric, or a key
+    of it ("name.key")."""
+    best_mode: Mode | None = None
+    """Whether lower or higher is better; by the metric's name when omitted."""
+    shared: bool = False
+    """`dir` is one folder that all hosts see; else each stage has its files on its own host, and on
+    its neighbour's."""
 
-    dir: str = Field(
-        description="folder of the checkpoints; if relative, below the config's folder, and on "
-        "another host below the folder that its server was started in"
-    )
-    every_steps: Positive | None = Field(default=None, description="steps between checkpoints")
-    every_seconds: float | None = Field(
-        default=None,
-        gt=0,
-        description="seconds between checkpoints; 300 if neither is given",
-    )
-    keep: Positive = Field(
-        default=3, description="number of checkpoints to keep; older ones are removed"
-    )
-    best: str | None = Field(
-        default=None,
-        description='"loss", a metric, or a key of it ("name.key"): the step with the best '
-        "evaluation by it is kept as well",
-    )
-    best_mode: Mode | None = Field(
-        default=None,
-        description="whether lower or higher is better; by the metric's name when omitted",
-    )
-    shared: bool = Field(
-        default=False,
-        description="`dir` is one folder that all hosts see; else each stage has its files on its "
-        "own host, and on its neighbour's",
-    )
-
-    on_error: Literal["fail", "warn"] = Field(
-        default="fail",
-        description='where checkpoints cannot be written: "fail": the run ends after three in a '
-        'row, and where the last one is missing at its end; "warn": it goes on, and says so',
-    )
+    on_error: Literal["fail", "warn"] = "fail"
+    """If checkpoints cannot be written: "fail": the run ends after three in a row, and at its end
+    if the last one is missing; "warn": it continues, and logs a warning."""
 
     @property
     def best_direction(self) -> Mode:
@@ -162,17 +123,13 @@ class CheckpointConfig(Strict):
 
 
 class SecurityConfig(Strict):
-    """`[security]`."""
-
-    certs: str | None = Field(
-        default=None, description="folder with the driver's ca.crt, tls.crt and tls.key"
-    )
-    insecure: bool = Field(default=False, description="talk to other machines without certificates")
-    confine: bool | None = Field(
-        default=None,
-        description="confine the driver's process, and the workers of servers that the job starts; "
-        "the driver's process alone, if it has other servers, when omitted",
-    )
+    certs: str | None = None
+    """Folder with the driver's ca.crt, tls.crt and tls.key."""
+    insecure: bool = False
+    """Talk to other machines without certificates."""
+    confine: bool | None = None
+    """Confine the driver's process, and the workers of servers that the job starts; the driver's
+    process alone, if it has other servers, when omitted."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -182,43 +139,26 @@ class SecurityConfig(Strict):
 
 
 class RecoveryConfig(Strict):
-    """Recovery from lost workers, hosts and connections."""
-
-    enabled: bool = Field(default=True, description="go on by itself after a fault")
-    mirror_every_steps: int = Field(
-        default=1,
-        ge=0,
-        description="steps between snapshots that another stage's server holds as well: the most "
-        "that a lost host costs; 0: each host holds only its own, after every step",
-    )
-    max_restarts: int = Field(
-        default=5, ge=0, description="restarts without a new step after which a run gives up"
-    )
-    heartbeat_timeout: float = Field(
-        default=6.0,
-        ge=1,
-        description="seconds without a heartbeat after which a worker is killed",
-    )
-    watchdog: float = Field(
-        default=600.0,
-        ge=0,
-        description="seconds without progress that count as a hang; 0: never",
-    )
-    replace_after: float = Field(
-        default=60.0, ge=0, description="seconds after which a spare replaces a lost host"
-    )
-    give_up_after: float = Field(
-        default=600.0, ge=0, description="seconds after which a run without a lost host ends"
-    )
-    keep_days: float = Field(
-        default=14.0,
-        ge=0,
-        description="days after which a later run removes the checkpoint of one that had to give "
-        "up; one that ends well and comes as far removes it at once",
-    )
-    spares: list[str] = Field(
-        default_factory=list, description="HOST:PORT of servers that can take any stage"
-    )
+    enabled: bool = True
+    """Continue by itself after a fault."""
+    mirror_every_steps: int = Field(default=1, ge=0)
+    """Steps between snapshots that another stage's server holds as well: the most that a lost host
+    costs; 0: each host holds only its own, after every step."""
+    max_restarts: int = Field(default=5, ge=0)
+    """Restarts without a new step after which a run gives up."""
+    heartbeat_timeout: float = Field(default=6.0, ge=1)
+    """Seconds without a heartbeat after which a worker is killed."""
+    watchdog: float = Field(default=600.0, ge=0)
+    """Seconds without progress that count as a hang; 0: never."""
+    replace_after: float = Field(default=60.0, ge=0)
+    """Seconds after which a spare replaces a lost host."""
+    give_up_after: float = Field(default=600.0, ge=0)
+    """Seconds after which a run without a lost host ends."""
+    keep_days: float = Field(default=14.0, ge=0)
+    """Days after which a later run removes the checkpoint of one that had to give up; one that ends
+    well and comes as far removes it at once."""
+    spares: list[Address] = Field(default_factory=list)
+    """HOST:PORT of servers that can take any stage."""
 
     @model_validator(mode="after")
     def _check_times(self) -> Self:
@@ -229,32 +169,13 @@ class RecoveryConfig(Strict):
             )
         return self
 
-    @field_validator("spares")
-    @classmethod
-    def _check_spares(cls, spares: list[str]) -> list[str]:
-        for address in spares:
-            try:
-                addresses.parse(address)
-            except ConfigError as error:
-                raise ValueError(str(error)) from error
-        return spares
-
 
 class LogConfig(Strict):
     """Records of a run, and the loggers that get its events."""
 
-    folder: str = Field(
-        default="runs",
-        description='each run keeps a folder of its own here, such as NAME-20261122-101500; "": '
-        "none is kept",
-    )
-    tensorboard: str | None = Field(
-        default=None,
-        min_length=1,
-        description="folder for TensorBoard; each run has its own in it",
-    )
-    loggers: list[FactoryOrName] = Field(
-        default_factory=list,
-        description="called with the config on the driver; each returns a function that is told of "
-        "every event",
-    )
+    folder: str = "runs"
+    """Each run keeps a folder of its own here, such as NAME-20261122-101500; "": none is kept."""
+    tensorboard: str | None = Field(default=None, min_length=1)
+    """Folder for TensorBoard; each run has a folder of its own in it."""
+    loggers: list[FactoryOrName] = Field(default_factory=list)
+    """Called with the config on the driver; each returns a function that gets every event."""

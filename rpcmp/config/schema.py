@@ -1,9 +1,8 @@
-"""The configuration: what a job is, as strict models.
+"""The configuration of a job, and what follows from it.
 
 Unknown keys are refused, so that a typo cannot silently fall back to a default. Nothing here
-imports torch: supervisors and the command line read configs in milliseconds. Whatever the config
-names as "module:callable" is imported later, by the process that needs it
-(`rpcmp.config.importing`).
+imports torch: supervisors and the command line read configs in milliseconds. What a config names as
+"module:callable" is imported later, by the process that needs it (`rpcmp.config.importing`).
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import Literal, Self
 from pydantic import PrivateAttr, model_validator
 
 from rpcmp.config import validation
-from rpcmp.config.sections import DataConfig, JobSettings, StageConfig
-from rpcmp.config.topology import Graph, Member, ReplicaAssignment, build_graph, chain_graph
+from rpcmp.config.job_sections import DataConfig, JobSettings, StageConfig
+from rpcmp.config.topology import Graph, Member, ReplicaAssignment, build_graph
 from rpcmp.config.types import (
     Autocast,
     Factory,
@@ -29,8 +28,6 @@ from rpcmp.errors import ConfigError
 
 
 class Config(JobSettings):
-    """A job: its settings, and what follows from them."""
-
     _folder: Path = PrivateAttr(default_factory=Path.cwd)
 
     @property
@@ -57,10 +54,9 @@ class Config(JobSettings):
     @property
     def num_full_microbatches(self) -> int:
         """Micro-batches of a step whose mini-batch is full; each has a sample at least."""
-        most, section = self.num_microbatches, self.data
-        if section is None:
-            return most
-        return min(most, section.batch_size // (section.min_microbatch or 1))
+        if self.data is None:
+            return self.num_microbatches
+        return min(self.num_microbatches, self.data.batch_size // (self.data.min_microbatch or 1))
 
     @property
     def num_stages(self) -> int:
@@ -197,13 +193,12 @@ class Config(JobSettings):
     @property
     def log_folder(self) -> Path | None:
         """Folder in which each run keeps one of its own; None: runs keep none."""
-        return (self.folder / self.log.folder).absolute() if self.log.folder else None
+        return self._absolute(self.log.folder or None)
 
     @property
     def tensorboard_folder(self) -> Path | None:
         """Folder in which each run keeps one for TensorBoard; None: runs keep none."""
-        folder = self.log.tensorboard
-        return None if folder is None else (self.folder / folder).absolute()
+        return self._absolute(self.log.tensorboard)
 
     @property
     def data_paths(self) -> list[str]:
@@ -215,8 +210,10 @@ class Config(JobSettings):
     @property
     def certs_folder(self) -> Path | None:
         """Folder of the driver's certificate, if it has one."""
-        certs = self.security.certs
-        return None if certs is None else (self.folder / certs).absolute()
+        return self._absolute(self.security.certs)
+
+    def _absolute(self, path: str | None) -> Path | None:
+        return None if path is None else (self.folder / path).absolute()
 
     def without_recovery(self) -> Self:
         """Return a copy that keeps no snapshots and no checkpoints, for measurements."""
@@ -300,8 +297,6 @@ class Config(JobSettings):
 
     def graph(self) -> Graph:
         """Return which stage reads what."""
-        if not any(stage.inputs for stage in self.stages):
-            return chain_graph(self.stage_names)
         sources = ["input", *self.stage_names[:-1]]
         inputs = {
             name: self.stage(index).inputs or [sources[index]]

@@ -29,10 +29,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
-from rpcmp.config.suggestion import did_you_mean, nearest
-from rpcmp.errors import ConfigError
+from rpcmp.errors import ConfigError, did_you_mean, nearest
 
 SOURCES = ("input", "target")
 """The parts of a batch, which the driver serves; not allowed as names of stages."""
@@ -47,7 +47,7 @@ class Reference:
 
     @classmethod
     def parse(cls, text: str) -> Reference:
-        """Return the reference written as "producer" or "producer.key.key"."""
+        """Parse "producer" or "producer.key.key"."""
         producer, *path = text.split(".")
         return cls(producer, tuple(path))
 
@@ -148,28 +148,21 @@ def _check_references(name: str, references: Sequence[Reference], stages: list[s
 
 
 def _topological(inputs: Mapping[str, Sequence[Reference]]) -> list[str]:
-    """Kahn's algorithm; always takes the first stage that is ready, in the config's order."""
+    """Return the stages in order; always the first that is ready, in the config's order (Kahn)."""
+    read = {
+        name: {reference.producer for reference in references if not reference.from_batch}
+        for name, references in inputs.items()
+    }
+    try:
+        TopologicalSorter(read).prepare()
+    except CycleError as error:
+        cycle = map(repr, reversed(error.args[1]))
+        raise ConfigError(f"`inputs` form a cycle: {' reads '.join(cycle)}") from error
     order: list[str] = []
-    waiting = list(inputs)
-    while waiting:
-        for name in waiting:
-            if all(ref.from_batch or ref.producer in order for ref in inputs[name]):
-                break
-        else:
-            raise ConfigError(f"`inputs` form a cycle: {' reads '.join(_cycle(inputs, waiting))}")
-        order.append(name)
-        waiting.remove(name)
+    while len(order) < len(read):
+        ready = (name for name in read if name not in order and read[name].issubset(order))
+        order.append(next(ready))
     return order
-
-
-def _cycle(inputs: Mapping[str, Sequence[Reference]], waiting: Sequence[str]) -> list[str]:
-    """Return a cycle among `waiting`, which all depend on one: follow unmet inputs to a repeat."""
-    path = [waiting[0]]
-    while True:
-        producer = next(ref.producer for ref in inputs[path[-1]] if ref.producer in waiting)
-        if producer in path:
-            return [repr(name) for name in [*path[path.index(producer) :], producer]]
-        path.append(producer)
 
 
 DRIVER = "driver"
@@ -228,26 +221,26 @@ class ReplicaAssignment:
 
     def numbers(self, replica: int, num_bundles: int) -> list[int]:
         """Return the bundles of a round that a replica computes, in order; there may be none."""
-        found = self._numbers.get((replica, num_bundles))
-        if found is None:  # it is asked for every bundle, and a job has few numbers of bundles
-            found = [bundle for bundle in range(num_bundles) if self.owner(bundle) == replica]
-            self._numbers[replica, num_bundles] = found
-        return found
+        numbers = self._numbers.get((replica, num_bundles))
+        if numbers is None:  # it is called for every bundle, and a job has few numbers of bundles
+            numbers = [bundle for bundle in range(num_bundles) if self.owner(bundle) == replica]
+            self._numbers[replica, num_bundles] = numbers
+        return numbers
 
-    def most(self, num_bundles: int) -> int:
-        """Return the most bundles of a round that any replica computes."""
+    def largest_part(self, num_bundles: int) -> int:
+        """Return how many bundles of a round the replica with the most bundles computes."""
         return max(len(self.numbers(r, num_bundles)) for r in range(self.num_replicas))
 
     @cached_property
     def _cycle(self) -> list[int]:
-        total, found = sum(self._shares), []
+        total, owners = sum(self._shares), []
         gained = [0] * self.num_replicas
         for _ in range(total):
             gained = [have + share for have, share in zip(gained, self._shares, strict=True)]
             richest = max(range(self.num_replicas), key=gained.__getitem__)
             gained[richest] -= total
-            found.append(richest)
-        return found
+            owners.append(richest)
+        return owners
 
 
 class ReplicaShare(NamedTuple):

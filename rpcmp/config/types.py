@@ -6,7 +6,8 @@ They are strict, so that a wrong type or an unknown key is an error.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -22,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from rpcmp.config import addresses
 from rpcmp.errors import ConfigError
 
 UNITS = {
@@ -47,6 +49,25 @@ def format_size(size: int) -> str:
     return f"{size / UNITS[unit]:,.1f} {unit}" if unit != "B" else f"{size} B"
 
 
+def _valid(check: Callable[[str], object]) -> AfterValidator:
+    """Make a check that raises ConfigError a validator of pydantic."""
+
+    def validate(text: str) -> str:
+        try:
+            check(text)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return text
+
+    return AfterValidator(validate)
+
+
+Size = Annotated[str, _valid(parse_size)]
+"""A size such as "8 GiB"."""
+
+Address = Annotated[str, _valid(addresses.parse)]
+"""HOST:PORT."""
+
 _PLAIN: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
 
 
@@ -68,6 +89,8 @@ Arguments = Annotated[dict[str, Any], AfterValidator(_plain)]
 
 NAME = r"^[A-Za-z0-9_-]+$"
 
+CALLABLE = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
+
 
 class Strict(BaseModel):
     """Base of all sections: unknown keys and wrong types are errors."""
@@ -80,13 +103,13 @@ class Strict(BaseModel):
 class Factory(Strict):
     """Something the job builds: a callable and its keyword arguments."""
 
-    callable: str = Field(
-        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$", description='"module:callable"'
-    )
-    kwargs: Arguments = Field(default_factory=dict, description="its keyword arguments")
+    callable: str = Field(pattern=CALLABLE)
+    """"module:callable"."""
+    kwargs: Arguments = Field(default_factory=dict)
+    """Its keyword arguments."""
 
     def adapted(self, own: Self | dict[str, Any]) -> Self:
-        """Return a stage's factory: `own`, or this one, the job's, with its arguments; see Own."""
+        """Return a stage's factory: `own`, or this one, the job's, with arguments `own`."""
         if isinstance(own, Factory):
             return own
         return self.model_copy(update={"kwargs": {**self.kwargs, **own}})
@@ -97,10 +120,8 @@ class ParameterGroup(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, ser_json_inf_nan="constants")
 
-    match: list[str] = Field(
-        min_length=1,
-        description='their names in the unsplit model, with * and ?, such as "*.bias"',
-    )
+    match: list[str] = Field(min_length=1)
+    """Their names in the unsplit model, with * and ?, such as "*.bias"."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -122,16 +143,13 @@ class ParameterGroup(BaseModel):
 class OptimizerFactory(Factory):
     """An optimizer."""
 
-    groups: list[ParameterGroup] = Field(
-        default_factory=list,
-        description="parameters that have other options, such as "
-        '[{ match = ["*.bias"], weight_decay = 0.0 }]; the first that matches holds',
-    )
+    groups: list[ParameterGroup] = Field(default_factory=list)
+    """Parameters that have other options, such as [{ match = ["*.bias"], weight_decay = 0.0 }]; the
+    first that matches holds."""
 
     _tied: list[list[str]] = PrivateAttr(default_factory=list)
 
     def with_tied(self, tied: list[list[str]]) -> Self:
-        """Return a copy that knows the config's tied parameters, which have several names."""
         copy = self.model_copy()
         copy._tied = tied
         return copy
@@ -181,20 +199,15 @@ def _kind(value: Any) -> str:
     return "<factory>" if is_factory else "<arguments>"
 
 
+_Own = TypeVar("_Own", Factory, OptimizerFactory)
+
 Own = Annotated[
-    Annotated[Factory, Tag("<factory>")] | Annotated[Arguments, Tag("<arguments>")],
+    Annotated[_Own, Tag("<factory>")] | Annotated[Arguments, Tag("<arguments>")],
     Discriminator(_kind),
     BeforeValidator(_own),
 ]
 """A stage's own factory, or arguments that override those of the job's. Tags in brackets are not
 keys, so errors leave them out."""
-
-OwnOptimizer = Annotated[
-    Annotated[OptimizerFactory, Tag("<factory>")] | Annotated[Arguments, Tag("<arguments>")],
-    Discriminator(_kind),
-    BeforeValidator(_own),
-]
-"""The same for an optimizer."""
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -209,15 +222,3 @@ Balance = Annotated[
     Discriminator(lambda value: "<auto>" if isinstance(value, str) else "<list>"),
 ]
 """Layers of each stage, or "auto"."""
-
-
-def _size(text: str) -> str:
-    try:
-        parse_size(text)
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
-    return text
-
-
-Size = Annotated[str, AfterValidator(_size)]
-"""A size such as "8 GiB"; see `rpcmp.config.types`."""

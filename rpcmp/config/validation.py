@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rpcmp.config import addresses, topology
-from rpcmp.config.suggestion import did_you_mean, nearest
+from rpcmp.config import topology
 from rpcmp.config.topology import DRIVER, num_bundles
 from rpcmp.config.types import Factory
-from rpcmp.errors import ConfigError
+from rpcmp.errors import did_you_mean, nearest
 
 if TYPE_CHECKING:
+    from rpcmp.config.job_sections import StageConfig
     from rpcmp.config.schema import Config
-    from rpcmp.config.sections import StageConfig
 
 
 RESERVED_METRICS = {"event", "step", "epoch", "time", "generation", "loss"}
@@ -24,8 +23,13 @@ RESERVED_METRICS = {"event", "step", "epoch", "time", "generation", "loss"}
 
 def check(config: Config) -> None:
     """Raise ValueError, which pydantic makes an error of the config, if keys contradict."""
-    for rule in RULES:
-        rule(config)
+    _check_stages(config)
+    _check_tied(config)
+    _check_replicas(config)
+    _check_metrics(config)
+    _check_evaluation(config)
+    _check_loss_scaling(config)
+    _check_count(config)
 
 
 def warnings(config: Config) -> list[str]:
@@ -125,11 +129,6 @@ def _check_stage(config: Config, name: str, stage: StageConfig) -> None:
             f"stage {name!r}: `scheduler` gives arguments of the job's scheduler, but the job has "
             "none; give the job a `scheduler`, or the stage one of its own: { callable = ... }"
         )
-    for address in stage.addresses:
-        try:
-            addresses.parse(address)
-        except ConfigError as error:
-            raise ValueError(f"stage {name!r}: {error}") from error
 
 
 def _check_metrics(config: Config) -> None:
@@ -189,14 +188,3 @@ def _check_count(config: Config) -> None:
         raise ValueError(
             'balance = "auto" needs the number of stages: give num_stages or [[stages]]'
         )
-
-
-RULES = (
-    _check_stages,
-    _check_tied,
-    _check_replicas,
-    _check_metrics,
-    _check_evaluation,
-    _check_loss_scaling,
-    _check_count,
-)

@@ -31,7 +31,7 @@ from torch.utils.data import (
 )
 
 from rpcmp.config import importing
-from rpcmp.config.sections import DataConfig
+from rpcmp.config.job_sections import DataConfig
 from rpcmp.config.types import Factory
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import layers, pytree

@@ -25,7 +25,7 @@ from typing import Any
 from rpcmp.checkpoint.folder import CheckpointFolder, RunCheckpoints, left_behind, look, remove
 from rpcmp.checkpoint.manifest import BestMark, Cursor, Manifest, StageFile
 from rpcmp.checkpoint.slots import CommonSnapshot, newest_common
-from rpcmp.config.hashes import redacted
+from rpcmp.config.files import redacted
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.errors import CheckpointError, RpcmpError, SavingError

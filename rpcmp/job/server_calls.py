@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from rpcmp.config.hashes import python_files
+from rpcmp.config.files import python_files
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.errors import ConfigError, UnreachableError

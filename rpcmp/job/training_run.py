@@ -23,7 +23,7 @@ from typing import Any
 
 from rpcmp.checkpoint.files import require_place
 from rpcmp.checkpoint.folder import newest_in
-from rpcmp.config.hashes import redacted
+from rpcmp.config.files import redacted
 from rpcmp.config.schema import Config
 from rpcmp.errors import InterruptedJobError
 from rpcmp.job.autobalance import balanced, with_saved_shares

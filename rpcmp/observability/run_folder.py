@@ -24,7 +24,7 @@ from typing import IO, Any, Final, Literal
 
 from pydantic import BaseModel, Field
 
-from rpcmp.config.hashes import redacted
+from rpcmp.config.files import redacted
 from rpcmp.config.schema import Config
 from rpcmp.observability import events
 from rpcmp.observability.events.event import dumps

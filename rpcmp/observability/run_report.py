@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from rpcmp.config.bounded_file import MIB, open_regular, read_bytes
-from rpcmp.config.hashes import flat
+from rpcmp.config.files import MIB, flat, open_regular, read_bytes
 from rpcmp.config.types import format_size
 from rpcmp.errors import ConfigError
 from rpcmp.observability.events import (
@@ -59,7 +58,7 @@ class Record:
     Attributes:
         path: the folder.
         info: the contents of `run.json`.
-        config: the job's config; see rpcmp.config.hashes.
+        config: the job's config; see rpcmp.config.files.
         events: the events in order, without those that this version does not define; each has a
             time.
     """

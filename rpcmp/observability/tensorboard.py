@@ -22,7 +22,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from rpcmp.config.hashes import flat, redacted
+from rpcmp.config.files import flat, redacted
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
 from rpcmp.observability import events

@@ -14,8 +14,8 @@ from pydantic import Field
 from torch import nn
 
 from rpcmp.config import importing
+from rpcmp.config.job_sections import StageConfig
 from rpcmp.config.schema import Config, ScheduleOptions
-from rpcmp.config.sections import StageConfig
 from rpcmp.config.topology import Member
 from rpcmp.config.types import Factory, Strict
 from rpcmp.errors import ConfigError, one_line

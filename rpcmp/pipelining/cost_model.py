@@ -68,7 +68,7 @@ def in_flight_per_replica(config: Config) -> int:
     by_stage = limits(config)
     most = max(by_stage[worker.stage].open * worker.num_replicas for worker in config.workers)
     share = -(-most // sink.num_replicas)
-    return min(share + AHEAD, STEPS_AHEAD * sink.most(num_bundles(config)))
+    return min(share + AHEAD, STEPS_AHEAD * sink.largest_part(num_bundles(config)))
 
 
 def _sink(config: Config) -> ReplicaAssignment:

@@ -38,9 +38,8 @@ from torch import Tensor, nn
 
 from rpcmp.config import importing
 from rpcmp.config.schema import Config
-from rpcmp.config.suggestion import did_you_mean, nearest, what_there_is
 from rpcmp.config.types import Factory, OptimizerFactory
-from rpcmp.errors import ConfigError, FactoryError
+from rpcmp.errors import ConfigError, FactoryError, did_you_mean, nearest, suggest
 
 Trained = Mapping[str, Mapping[str, bool]]
 """Whether each parameter is trained, by its stage and its name in the unsplit model."""
@@ -141,7 +140,7 @@ def _why_nothing(config: Config, pattern: str, trained: Trained) -> str:
     stage_of = {name: stage for stage, names in trained.items() for name in names}
     matched = [name for name in stage_of if fnmatchcase(name, pattern)]
     if not matched:
-        return f"no parameter of the unsplit model{what_there_is(pattern, stage_of)}"
+        return f"no parameter of the unsplit model{suggest(pattern, stage_of)}"
     for name in matched:
         first = config.tied_to.get(name, name)
         stage = stage_of.get(first, stage_of[name])

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from rpcmp.config.schema import Config
-from rpcmp.config.suggestion import NAMED, did_you_mean, nearest, what_there_is
-from rpcmp.errors import ConfigError, one_line
+from rpcmp.errors import NAMED, ConfigError, did_you_mean, nearest, one_line, suggest
 from rpcmp.pipelining import layers
 
 _log = logging.getLogger(__name__)
@@ -101,9 +100,7 @@ def layer_of(config: Config, parameter: str, names_of: Mapping[str, Named | None
             return layer
     known = [name for named in names_of.values() if named for name in named.parameters]
     if known:
-        raise ConfigError(
-            f"tied: there is no parameter {parameter!r}{what_there_is(parameter, known)}"
-        )
+        raise ConfigError(f"tied: there is no parameter {parameter!r}{suggest(parameter, known)}")
     prefixes = {layer: config.prefix_of(layer) for layer in names_of}
     fitting = [layer for layer, prefix in prefixes.items() if parameter.startswith(prefix)]
     if not fitting:
@@ -133,9 +130,7 @@ def require_equal_ties(tied: Sequence[Sequence[str]], kinds: Mapping[str, str]) 
     for group in tied:
         for name in group:
             if name not in kinds:
-                raise ConfigError(
-                    f"tied: there is no parameter {name!r}{what_there_is(name, kinds)}"
-                )
+                raise ConfigError(f"tied: there is no parameter {name!r}{suggest(name, kinds)}")
             if kinds[name] != kinds[group[0]]:
                 raise ConfigError(
                     f"tied: {name!r} is {kinds[name]}, but {group[0]!r} is {kinds[group[0]]}"

@@ -92,7 +92,7 @@ def limits(
     for stage, depth in by_depth.items():
         reads_stages = any(not reference.from_batch for reference in graph.inputs[stage])
         position = StagePosition(depth, max(by_depth.values()), reads_stages)
-        own = turns[stage].most(num_microbatches) if stage in turns else num_microbatches
+        own = turns[stage].largest_part(num_microbatches) if stage in turns else num_microbatches
         result[stage] = policy.limits(position, own, max_in_flight)
     return result
 

@@ -21,7 +21,7 @@ from pydantic import Field
 
 from rpcmp.checkpoint.files import place_of, require_plain, write_durably
 from rpcmp.config import importing
-from rpcmp.config.hashes import COMPARED_BY_VERSION, sha256_of
+from rpcmp.config.files import COMPARED_BY_VERSION, sha256_of
 from rpcmp.config.types import Strict
 from rpcmp.errors import CheckpointError, FactoryError, one_line
 from rpcmp.net.security import Security

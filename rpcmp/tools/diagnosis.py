@@ -10,8 +10,8 @@ from enum import StrEnum
 
 from rpcmp.checkpoint.slots import mirrors_of
 from rpcmp.config import addresses
+from rpcmp.config.job_sections import StageConfig
 from rpcmp.config.schema import Config
-from rpcmp.config.sections import StageConfig
 from rpcmp.config.topology import DRIVER
 from rpcmp.config.types import format_size, parse_size
 from rpcmp.errors import RpcmpError, SecurityError, UnavailableError, UnreachableError, VersionError

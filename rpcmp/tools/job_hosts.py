@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rpcmp.config.job_sections import StageConfig
 from rpcmp.config.schema import Config
-from rpcmp.config.sections import StageConfig
 from rpcmp.config.topology import DRIVER, Member
 from rpcmp.config.types import Factory, parse_size
 from rpcmp.errors import ConfigError, RpcmpError, UnreachableError, VersionError

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from rpcmp import metrics
-from rpcmp.config import hashes, importing
+from rpcmp.config import files, importing
 from rpcmp.config.types import Autocast, Factory
 from rpcmp.errors import ConfigError, FactoryError
 from rpcmp.pipelining import devices, layers, pytree
@@ -184,7 +184,7 @@ class StageModel:
         """The user's code, read when all is built: later imports depend on what was computed."""
         # Other modules that the job names, such as a metric's of the driver, need not be installed.
         imported = {name for name in self._named if name in sys.modules}
-        return hashes.of_job(imported | self._loaded_elsewhere)
+        return files.code_versions(imported | self._loaded_elsewhere)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load this stage's parameters and buffers, by their names in the unsplit model."""

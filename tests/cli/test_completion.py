@@ -12,10 +12,10 @@ import pytest
 from click.shell_completion import get_completion_class
 
 from rpcmp.cli import COMMANDS, cli
+from rpcmp.cli.new import examples
 from rpcmp.config.loader import load_config
 from rpcmp.errors import ConfigError
 from rpcmp.tools.bench.cases import frozen
-from rpcmp.tools.new import examples
 from tests.support.places import EXAMPLES
 
 CONFIG = """

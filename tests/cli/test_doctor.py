@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import shutil
 import socket
@@ -14,9 +15,12 @@ from typing import Any
 
 import pytest
 
+from rpcmp.cli.console import Console
+from rpcmp.cli.doctor import print_by_place
 from rpcmp.net import authority, identity
 from rpcmp.server.client import StageClient
 from rpcmp.tools import diagnosis
+from rpcmp.tools.diagnosis import Finding, Status
 from tests.support.findings import failed
 from tests.support.lan import cli
 from tests.support.processes import (
@@ -106,6 +110,25 @@ def test_a_job_that_starts_its_own_servers_is_in_order(job: JobFolder) -> None:
     assert lines[-1] == f"0 failed, {warnings} warnings, {len(lines) - 2} checks"
     assert any(line.split()[:3] == ["stage1", "software", "ok"] for line in lines)
     assert sum(line.endswith("within one network") for line in lines) == 3
+
+
+def test_findings_fit_a_narrow_terminal() -> None:
+    findings = [
+        Finding("driver", "software", Status.OK, "rpcmp 0.1.0, torch 2.13.0+cpu, numpy 2.4.6"),
+        Finding("driver", "code", Status.FAILED, "word " * 20),
+        Finding("driver - stage0", "link", Status.WARNING, "slow"),
+    ]
+    output = io.StringIO()
+    print_by_place(Console(file=output, force_terminal=True, color_system=None, width=80), findings)
+    line, rest = (" ".join(["word"] * count) for count in (12, 8))
+    assert [line.rstrip() for line in output.getvalue().splitlines()] == [
+        "driver",
+        "  software  ok       rpcmp 0.1.0, torch 2.13.0+cpu, numpy 2.4.6",
+        f"  code      failed   {line}",
+        f"                     {rest}",
+        "driver - stage0",
+        "  link      warning  slow",
+    ]
 
 
 def test_doctor_checks_servers_with_certificates_and_their_links(

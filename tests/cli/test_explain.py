@@ -71,7 +71,7 @@ def three() -> Iterator[list[Server]]:
 
 
 def test_a_run_does_what_was_explained(job: JobFolder, three: list[Server]) -> None:
-    """Every explained number and name equals that of the run that follows."""
+    """The following run has the explained numbers and names."""
     config, path = job.config(SLOW_LAST), job.folder / "run.json"
     where = ("--connect", connect(three))
     explained = rpcmp("explain", config, "--json", *where)
@@ -129,7 +129,7 @@ def listeners(pid: int) -> list[str]:
 
 
 def dials(labels: dict[int, str], servers: Sequence[Server]) -> Iterator[tuple[str, str]]:
-    """Return who is connected to whose port, except to its own."""
+    """Yield each connection between two labels, the one that opened it first."""
     ports = {int(s.address.rpartition(":")[2]): f"stage{i}" for i, s in enumerate(servers)}
     for pid, label in labels.items():
         for connection in psutil.Process(pid).net_connections(kind="tcp"):
@@ -138,7 +138,7 @@ def dials(labels: dict[int, str], servers: Sequence[Server]) -> Iterator[tuple[s
                 yield label, other
 
 
-def test_a_graph_on_this_machine_for_people(job: JobFolder) -> None:
+def test_explain_prints_tables_of_a_graph(job: JobFolder) -> None:
     result = rpcmp("explain", job.config(JOINED))
     assert result.code == 0, result.err
     lines = [" ".join(line.split()) for line in result.out.splitlines()]

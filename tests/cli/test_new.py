@@ -12,10 +12,10 @@ import pytest
 from torch import nn
 
 from rpcmp import metrics
+from rpcmp.cli.new import EXAMPLES, create, examples
 from rpcmp.config import loader
 from rpcmp.data.batches import load_batches
 from rpcmp.errors import ConfigError
-from rpcmp.tools.new import STARTER, create, examples
 from tests.support.localgroup import unsplit
 from tests.support.processes import rpcmp
 
@@ -74,7 +74,7 @@ def test_the_settings_that_are_commented_out_are_valid(tmp_path: Path) -> None:
 @pytest.mark.parametrize("example", examples())
 def test_a_job_may_start_as_an_example(tmp_path: Path, example: str) -> None:
     model, path = create("mine", tmp_path, example)
-    assert model.read_text() == (STARTER.parents[2] / "examples" / f"{example}.py").read_text()
+    assert model.read_text() == (EXAMPLES / f"{example}.py").read_text()
     own = {
         name for name in loader.load_config(path).modules if not name.startswith(("torch", "rpcmp"))
     }

@@ -43,7 +43,7 @@ def left_in(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_sweep_of_a_real_job_that_is_stopped_leaves_nothing_behind(
+def test_a_stopped_sweep_leaves_nothing_behind(
     job: JobFolder, scratch: Path, signum: signal.Signals
 ) -> None:
     path = job.config('[model]\nlayers = "zoo:mlp"\nnum_stages = 2')
@@ -64,7 +64,7 @@ def test_a_sweep_of_a_real_job_that_is_stopped_leaves_nothing_behind(
     assert left_in(scratch) == []
 
 
-def test_a_benchmark_that_is_stopped_shows_what_there_is(
+def test_a_stopped_benchmark_shows_its_results_so_far(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The case `sleep` has no stages to measure, and this peer is one process."""

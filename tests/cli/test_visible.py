@@ -17,7 +17,7 @@ SHOWN = r"x\x1b]0;owned\x07\x9b31m\u202eevil\x00\x7f"
 
 
 def hostile_folder(path: Path) -> Path:
-    """The folder of a run whose name, error and stages carry HOSTILE."""
+    """A run folder with HOSTILE in its name, error and stages."""
     path.mkdir()
     info = run_folder.RunInfo(name="job", started=0.0, outcome="failed", error=HOSTILE)
     (path / run_folder.RUN).write_text(info.model_dump_json())

@@ -25,8 +25,8 @@ from tests.support.processes import (
 )
 from tests.support.runs import checkpoints_in
 
-HEARS = ["env", "--default-signal=HUP"]
-"""Before a command: these tests may have been started under nohup themselves."""
+WITH_SIGHUP = ["env", "--default-signal=HUP"]
+"""Before a command: nohup, under which these tests may run, ignores SIGHUP."""
 
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 LONG = "steps = 100000\nnum_microbatches = 1\n[model]\nlayers = 'zoo:mlp'\nbalance = [4]\n"
@@ -81,7 +81,7 @@ def test_a_full_disk_loses_output_but_no_training(
 ) -> None:
     ended = shell(f"$RPCMP drive $CONFIG {options} > /dev/full", job.config(SHORT), server)
     assert ended.returncode == 0
-    assert ended.stderr.count("No space left on device; what is done goes on") == 1
+    assert ended.stderr.count("No space left on device; the command continues") == 1
     assert "Traceback" not in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
 
@@ -92,7 +92,7 @@ def test_a_closed_output_pipe_does_not_end_the_run(job: JobFolder, server: Serve
     assert ended.returncode == 0
     first = "job: 2 steps" if makes_networks() else "warning: other users"
     assert ended.stdout.startswith(first)
-    assert ended.stderr.count("Broken pipe; what is done goes on") == 1
+    assert ended.stderr.count("Broken pipe; the command continues") == 1
 
 
 def test_the_exit_code_is_right_with_all_streams_closed(job: JobFolder, server: Server) -> None:
@@ -133,7 +133,7 @@ def on_a_terminal(
     ours, theirs = pty.openpty()
     with program() as (rpcmp, fds):
         process = subprocess.Popen(
-            [*HEARS, "setsid", "--ctty", *under, *rpcmp, *command],
+            [*WITH_SIGHUP, "setsid", "--ctty", *under, *rpcmp, *command],
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
@@ -195,7 +195,7 @@ def test_a_detached_run_outlives_its_terminal(job: JobFolder, under: list[str]) 
 
 def test_a_server_drains_on_hangup(job: JobFolder) -> None:
     serve = ("serve", "--stage", "0", "--listen", "127.0.0.1:0")
-    with running(*serve, under=tuple(HEARS)) as run:
+    with running(*serve, under=tuple(WITH_SIGHUP)) as run:
         run.wait_for_line("SERVING on")
         os.kill(run.pid, signal.SIGHUP)
         assert run.wait().code == 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from rpcmp.config.sections import DataConfig
+from rpcmp.config.job_sections import DataConfig
 from rpcmp.config.types import Factory
 from rpcmp.data.batches import Batches
 

@@ -51,9 +51,9 @@ AREAS = {
         "config/validation.py",
         "config/schema.py",
         "config/loader.py",
-        "config/sections.py",
+        "config/job_sections.py",
     ),
-    "exit codes": ("cli/hints.py", "cli/output.py", "errors.py"),
+    "exit codes": ("cli/hints.py", "cli/progress_bar.py", "errors.py"),
     "page": (
         "observability/dashboard/state.py",
         "observability/dashboard/history.py",

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from rpcmp.config import addresses, loader
 from rpcmp.examples import stdlib_gpt
 from tests.support.docs import PAGES, README
-from tests.support.places import EXAMPLES, PACKAGE
+from tests.support.places import EXAMPLES
 from tests.support.processes import Result, rpcmp
 
 SCHEDULES = ("gpipe", "1f1b", "zero-bubble")
@@ -50,7 +50,7 @@ def test_each_example_is_a_model_a_config_and_a_row_in_both_tables() -> None:
 
 def test_addresses_in_comments_are_the_default_addresses() -> None:
     found = {}
-    for path in [*EXAMPLES.glob("*.toml"), PACKAGE / "tools/new/my_model.toml"]:
+    for path in EXAMPLES.glob("*.toml"):
         comments = "\n".join(re.findall(r"#.*", path.read_text()))
         for stage, listed in enumerate(re.findall(r"addresses = \[(.*?)\]", comments)):
             ports = [int(port) for port in re.findall(r":(\d+)", listed)]

@@ -126,7 +126,7 @@ def test_the_wheel_has_the_package_the_protos_and_the_license(built: dict[str, P
     for needed in (
         "py.typed",
         "examples/digits.toml",
-        "tools/new/my_model.py",
+        "examples/spirals.py",
         "guide/README.md",
         "v1/control_pb2.pyi",
         "observability/dashboard/assets/index.html",

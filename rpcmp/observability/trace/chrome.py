@@ -30,7 +30,7 @@ from typing import IO, Any, BinaryIO, NamedTuple, cast
 from pydantic import BaseModel, ValidationError
 
 import rpcmp
-from rpcmp.config.bounded_file import open_regular
+from rpcmp.config.files import open_regular
 from rpcmp.errors import ConfigError
 from rpcmp.observability.trace.critical_path import Causes, idle
 from rpcmp.observability.trace.json_stream import JsonStream

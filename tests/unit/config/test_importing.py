@@ -29,7 +29,9 @@ def test_a_name_resolves_to_the_object() -> None:
     ("name", "message"),
     [
         ("no_such_module:f", "ModuleNotFoundError: No module named 'no_such_module'"),
-        ("tests.zoo.models:no_such_name", "AttributeError: .*no_such_name"),
+        ("tests.zoo.models:no_such_name", "AttributeError: .*no_such_name'$"),
+        ("tests.zoo.models:layrs", "no attribute 'layrs'; did you mean 'layers'[?]$"),
+        ("torch.nn:CrosEntropyLoss", "; did you mean 'CrossEntropyLoss'[?]$"),
         ("tests.zoo.models:FEATURES", "is int, not callable"),
     ],
 )

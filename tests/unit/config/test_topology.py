@@ -91,9 +91,7 @@ def test_a_reference_survives_parsing_and_printing(
         ({"a": ["input"], "b": ["input"]}, "no stage reads 'a', 'b'"),
     ],
 )
-def test_a_graph_without_exactly_one_end_is_refused(
-    inputs: dict[str, list[str]], message: str
-) -> None:
+def test_an_invalid_graph_is_refused(inputs: dict[str, list[str]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         topology.build_graph(inputs)
 

@@ -30,7 +30,7 @@ def test_every_bundle_has_one_owner_and_every_member_a_share(shares: list[int], 
     turns = ReplicaAssignment(shares)
     numbers = [ReplicaShare(turns, replica).numbers(count) for replica in range(len(shares))]
     assert sorted(number for mine in numbers for number in mine) == list(range(count))
-    assert turns.most(count) == max(map(len, numbers))
+    assert turns.largest_part(count) == max(map(len, numbers))
     whole = turns.numbers(0, sum(shares) * 3)
     assert len(whole) == 3 * shares[0]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
-from rpcmp.config.sections import DataConfig
+from rpcmp.config.job_sections import DataConfig
 from rpcmp.config.types import Factory
 from rpcmp.data.batches import Batches, Loaded, load_batches
 from rpcmp.errors import ConfigError

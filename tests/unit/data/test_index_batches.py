@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rpcmp.config.job_sections import DataConfig
 from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
-from rpcmp.config.sections import DataConfig
 from rpcmp.config.types import Factory
 from rpcmp.data.batches import Batches, Loaded, SampleOrder
 from rpcmp.data.index_batches import IndexBatches

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rpcmp.config.hashes import sha256_of
+from rpcmp.config.files import sha256_of
 from rpcmp.server.host_facts import (
     marked,
     try_folder,

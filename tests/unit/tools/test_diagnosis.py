@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from rpcmp.config.job_sections import StageConfig
 from rpcmp.config.schema import Config
-from rpcmp.config.sections import StageConfig
 from rpcmp.errors import BusyError, RpcmpError, SecurityError, UnreachableError, VersionError
 from rpcmp.server.host_facts import (
     CertificateInfo,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpcmp.cli import output
+from rpcmp.cli import progress_bar
 from rpcmp.observability.dashboard.history import MAX_ENTRIES, MAX_ROWS, Curve, Row
 from rpcmp.observability.dashboard.html import html
 from rpcmp.observability.dashboard.state import EVALUATIONS, State
@@ -217,7 +217,7 @@ def test_entries_have_the_wording_of_the_terminal() -> None:
     assert message is not None
     (entry,) = message["entries"]
     shown: list[str] = []
-    output.plain(shown.append)(typed(fault))
+    progress_bar.plain(shown.append)(typed(fault))
     assert [entry["text"]] == shown == ["lost after step 3: gone"]
     assert (entry["kind"], entry["level"], entry["stage"]) == ("fault", "error", "b")
 

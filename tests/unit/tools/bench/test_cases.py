@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rpcmp.config import loader
+from rpcmp.config.job_sections import StageConfig
 from rpcmp.config.schema import Config
-from rpcmp.config.sections import StageConfig
 from rpcmp.errors import ConfigError, UnsupportedJobError
 from rpcmp.pipelining import assignment
 from rpcmp.pipelining.simulation import ActionTimes

@@ -142,10 +142,10 @@ def test_progress_is_repeated_with_the_time_left(
 ) -> None:
     async def run() -> None:
         with progress_bar.measuring("job") as now:
-            now.tell("starting", 12.0)
+            now.progress("starting", 12.0)
             await asyncio.sleep(16)
-            now.tell("warm-up: a", math.inf)
-            now.tell("warm-up: b", 300.0)  # too soon for another line of the kind
+            now.progress("warm-up: a", math.inf)
+            now.progress("warm-up: b", 300.0)  # too soon for another line of the kind
         await asyncio.sleep(60)
 
     in_pretended_time(run())

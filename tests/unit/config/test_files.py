@@ -1,4 +1,4 @@
-"""Hashes of the code that a process computes with."""
+"""Hashes and versions of the code that a process uses."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from rpcmp.config import hashes
+from rpcmp.config import files
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Two folders on the path: of a user, and one with packages beside each other."""
     before = set(sys.modules)
-    files = {
+    sources = {
         "user/model_a.py": "import helper_b.deep, packed_c\nfrom packed_d import nothing\n",
         "user/helper_b/__init__.py": "",
         "user/helper_b/deep.py": "",
@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "lib/loss_g.py": "",
         "lib/any-1.0.dist-info/METADATA": "",
     }
-    for name, text in files.items():
+    for name, text in sources.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     for part in ("lib", "user"):
@@ -40,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_the_hash_covers_named_modules_their_siblings_and_versions_of_imports(folder: Path) -> None:
     for name in ("model_a", "loss_g"):
         importlib.import_module(name)
-    found = hashes.of_job({"model_a", "loss_g", "torch.nn", "functools"})
+    found = files.code_versions({"model_a", "loss_g", "torch.nn", "functools"})
     assert list(found) == [
         "the code of 'helper_b'",
         "the code of 'loss_g'",
@@ -65,14 +65,14 @@ def test_a_changed_file_is_reported_by_its_module_if_it_is_used(
     folder: Path, changed: str, name: str | None
 ) -> None:
     importlib.import_module("model_a")
-    before = hashes.of_job({"model_a", "loss_g"})  # the latter is loaded in another process
+    before = files.code_versions({"model_a", "loss_g"})  # the latter is loaded in another process
     (folder / changed).write_text("# another release\n")
-    after = hashes.of_job({"model_a", "loss_g"})
+    after = files.code_versions({"model_a", "loss_g"})
     assert {key for key in after if after[key] != before[key]} == ({name} if name else set())
 
 
 def test_the_build_of_a_release_is_ignored(folder: Path) -> None:
-    """One host has its wheel for CUDA, the other one does without."""
+    """One host may have a wheel for CUDA, and the other one none."""
 
     def found(tag: str) -> dict[str, str]:
         (folder / "lib/packed_c.py").write_text(f"__version__ = '1.2+{tag}'\n")
@@ -80,7 +80,7 @@ def test_the_build_of_a_release_is_ignored(folder: Path) -> None:
         importlib.invalidate_caches()
         importlib.import_module("model_a")
         importlib.import_module("packed_c")
-        return hashes.of_job({"model_a", "packed_c"})  # named by the config, too
+        return files.code_versions({"model_a", "packed_c"})  # named by the config, too
 
     assert found("cpu")["the version of 'packed_c'"] == "1.2"
     assert found("cpu") == found("cu126")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rpcmp.config.keys import Level, kinds
+from rpcmp.config.job_sections import DataConfig, StageConfig
+from rpcmp.config.loader import Level, kinds
 from rpcmp.config.schema import Config
-from rpcmp.config.sections import DataConfig, StageConfig
 from rpcmp.config.types import Factory, OptimizerFactory
 
 

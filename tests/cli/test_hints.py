@@ -15,7 +15,7 @@ import pytest
 
 from rpcmp import errors
 from rpcmp.cli import COMMANDS, cli
-from rpcmp.cli.hints import DECISIONS, Command, failed, remedy
+from rpcmp.cli.hints import SUGGESTIONS, Command, failed, remedy
 from rpcmp.config import loader
 from rpcmp.config.schema import Config
 from tests.support.commandlines import parsed
@@ -26,8 +26,6 @@ from tests.support.lan import issue
 from tests.support.places import EXAMPLES
 from tests.support.pool import lend_servers
 from tests.support.processes import Result, rpcmp, running_server
-
-NAMES = list(COMMANDS)
 
 LONG_AGO = datetime.min.replace(tzinfo=UTC)
 CONFIG = 'steps = 1\nloss = "torch.nn:MSELoss"\n[[stages]]\nmodule = "torch.nn:Identity"\n'
@@ -41,7 +39,7 @@ def drive(arguments: str = DRIVE, **known: Any) -> Command:
     words = shlex.split(arguments)
     command = cli.get_command(click.Context(cli), "drive")
     assert command is not None
-    found = failed(command, "drive", words, NAMES, LONG_AGO)
+    found = failed(command, "drive", words, LONG_AGO)
     return Command(**{**vars(found), "is_there": True, "is_loaded": True, **known})
 
 
@@ -50,16 +48,16 @@ def an(error: type[errors.RpcmpError]) -> errors.RpcmpError:
     return next(each for each in ERRORS if type(each) is error)
 
 
-def test_every_error_class_has_a_decision() -> None:
-    assert set(DECISIONS) == tree(errors.RpcmpError)
+def test_every_error_class_has_a_suggestion() -> None:
+    assert set(SUGGESTIONS) == tree(errors.RpcmpError)
 
 
 def test_remedy_suggests_only_valid_commands() -> None:
     for error, name in itertools.product(ERRORS, COMMANDS):
         for command in (
-            Command(name, ["c.toml"], "c.toml", ["--set", "seed=1", "--connect"], others=NAMES),
+            Command(name, ["c.toml"], "c.toml", ["--set", "seed=1", "--connect"]),
             Command(name, ["c.toml"], "c.toml", has_checkpoint=True),
-            Command(name, [], listen="127.0.0.1:1", certs="certs", others=NAMES),
+            Command(name, [], health=["127.0.0.1:1", "--certs", "certs"], certs="certs"),
         ):
             words = shlex.split(remedy(error, command) or "")
             if words[:1] == ["rpcmp"]:
@@ -78,6 +76,7 @@ def test_remedy_suggests_only_valid_commands() -> None:
         (errors.KeyConfigError, {"is_loaded": False}, "rpcmp guide configuration"),
         (errors.CheckpointConflictError, {}, RESUMED),
         (errors.FactoryError, {}, f"rpcmp doctor {ABOUT}"),
+        (errors.FactoryError, {"has_servers": False}, "rpcmp guide models"),
         (errors.VersionError, {}, f"rpcmp doctor {ABOUT}"),
         (errors.CheckpointError, {}, RESUMED.replace("--resume", "--fresh")),
         (errors.SecurityError, {}, "rpcmp certs show ."),
@@ -208,7 +207,7 @@ def typed(path: Path, *more: str, name: str = "drive") -> Command:
     """Return a failed `rpcmp NAME PATH MORE...`."""
     command = cli.get_command(click.Context(cli), name)
     assert command is not None
-    return failed(command, name, [str(path), *more], NAMES, LONG_AGO)
+    return failed(command, name, [str(path), *more], LONG_AGO)
 
 
 def overrides(words: list[str]) -> list[str]:
@@ -238,7 +237,7 @@ def test_health_asks_the_address_of_the_listener(
     command = cli.get_command(click.Context(cli), "serve")
     assert command is not None
     words = options.replace("CERTS", str(certs)).split()
-    found = remedy(an(errors.AddressInUseError), failed(command, "serve", words, NAMES, LONG_AGO))
+    found = remedy(an(errors.AddressInUseError), failed(command, "serve", words, LONG_AGO))
     assert shlex.split(found or "") == shlex.split(
         f"rpcmp health {expected}".replace("CERTS", str(certs))
     )
@@ -248,7 +247,7 @@ def test_a_listen_address_of_another_machine_suggests_the_help() -> None:
     command = cli.get_command(click.Context(cli), "serve")
     assert command is not None
     words = ["--stage", "1", "--insecure", "--listen", "192.0.2.7:0"]
-    found = remedy(an(errors.AddressInUseError), failed(command, "serve", words, NAMES, LONG_AGO))
+    found = remedy(an(errors.AddressInUseError), failed(command, "serve", words, LONG_AGO))
     assert found == "rpcmp serve --help"
 
 
@@ -296,7 +295,7 @@ def test_an_absent_server_is_reported_with_the_doctor(tmp_path: Path) -> None:
 
 def test_a_port_that_is_taken_is_reported_with_its_listener() -> None:
     with lend_servers(1) as (first,):
-        require_who_listens("--listen", first.address)
+        require_health_hint("--listen", first.address)
 
 
 @pytest.mark.parametrize(
@@ -305,10 +304,10 @@ def test_a_port_that_is_taken_is_reported_with_its_listener() -> None:
 def test_a_port_taken_on_all_interfaces_suggests_its_health(options: str, certs: Path) -> None:
     words = options.replace("CERTS", str(certs)).split()
     with running_server("--stage", "1", *words) as first:
-        require_who_listens(*words, "--listen", first.address)
+        require_health_hint(*words, "--listen", first.address)
 
 
-def require_who_listens(*options: str) -> None:
+def require_health_hint(*options: str) -> None:
     """Check that a server whose address is taken suggests `rpcmp health`, which then gets an
     answer.
     """

@@ -11,7 +11,7 @@ import pytest
 
 from rpcmp.checkpoint.folder import MANIFEST, look
 from rpcmp.config import loader
-from rpcmp.config.bounded_file import MIB
+from rpcmp.config.files import MIB
 from rpcmp.errors import ConfigError
 from rpcmp.observability import run_folder, run_report
 from rpcmp.observability.trace import chrome, spans
@@ -20,7 +20,7 @@ from tests.support.tracefiles import GOOD_SPAN, HEADER
 from tests.support.traces import drawn
 
 
-def test_a_file_without_an_end_is_refused_by_what_it_decompresses_to(
+def test_a_compressed_trace_is_limited_by_its_decompressed_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chrome, "MAX_TEXT", 100_000)
@@ -30,7 +30,7 @@ def test_a_file_without_an_end_is_refused_by_what_it_decompresses_to(
         chrome.read(path)
 
 
-def test_pipes_and_devices_are_no_traces(tmp_path: Path) -> None:
+def test_pipes_and_devices_are_refused_as_traces(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "run.json")
     for path in (tmp_path / "run.json", Path("/dev/zero")):
         with pytest.raises(ConfigError, match="not a regular file"):
@@ -65,7 +65,7 @@ def test_some_steps_of_a_trace_with_too_many_spans_can_be_read(
 
 
 def write_folder(path: Path, **files: bytes) -> Path:
-    """The folder of a run, in which `files` have another content, by their stems."""
+    """Write a run folder; `files` replace contents, by stem."""
     path.mkdir()
     info = run_folder.RunInfo(name="job", started=0.0, outcome="done").model_dump_json().encode()
     whole = {
@@ -89,7 +89,7 @@ def write_folder(path: Path, **files: bytes) -> Path:
         ("events", b'{"event": "step", "time": 1%s}\n' % (b"0" * 400), "no event with a time"),
     ],
 )
-def test_a_run_folder_that_takes_too_much_is_refused(
+def test_a_run_folder_beyond_the_limits_is_refused(
     name: str, content: bytes, reason: str, tmp_path: Path
 ) -> None:
     folder = write_folder(tmp_path / "run", **{name: content})
@@ -100,7 +100,7 @@ def test_a_run_folder_that_takes_too_much_is_refused(
 @pytest.mark.parametrize(
     "name", [run_folder.RUN, run_folder.CONFIG, run_folder.METRICS, run_folder.EVENTS]
 )
-def test_a_run_folder_that_leads_to_a_device_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_run_folder_with_a_link_to_a_device_is_refused(name: str, tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "run")
     (folder / name).unlink()
     (folder / name).symlink_to("/dev/zero")
@@ -108,7 +108,7 @@ def test_a_run_folder_that_leads_to_a_device_is_refused(name: str, tmp_path: Pat
         run_report.read(folder)
 
 
-def test_a_manifest_that_takes_too_much_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_manifest_beyond_the_limits_is_refused(tmp_path: Path) -> None:
     path = tmp_path / MANIFEST
     path.write_bytes(b" " * (16 * MIB + 1))
     assert "longer than 16 MiB" in getattr(look(tmp_path), "problem", "")
@@ -117,7 +117,7 @@ def test_a_manifest_that_takes_too_much_is_no_checkpoint(tmp_path: Path) -> None
     assert "not a regular file" in getattr(look(tmp_path), "problem", "")
 
 
-def test_a_config_that_takes_too_much_is_refused(tmp_path: Path) -> None:
+def test_a_config_beyond_the_limits_is_refused(tmp_path: Path) -> None:
     deep, endless = tmp_path / "deep.toml", tmp_path / "endless.toml"
     deep.write_text("a = " + "[" * 100_000)
     endless.symlink_to("/dev/zero")

@@ -1,8 +1,10 @@
-"""Identify the user's code by hashes and versions, and hide secrets of a stored config by hashes.
+"""Read files of unknown origin, identify the user's code, and hide secrets of a stored config.
 
-Of the code, Python files are hashed. In a config, the strings among the arguments of the user's
-code are replaced by hashes, which still show whether a string has changed. A hash hides a token,
-which cannot be guessed, but not a password that is on a list of common ones.
+Files are read without waiting, and up to a limit of memory. Code is identified by hashes of its
+Python files, or by the version of an installed package. In a stored config, the strings among the
+arguments of the user's code are replaced by hashes, which still show whether a string has changed.
+Such a hash hides a token, which cannot be guessed, but not a password that is on a list of common
+ones.
 """
 
 from __future__ import annotations
@@ -10,14 +12,43 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import os
 import re
+import stat
 import sys
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, BinaryIO
+
+MIB = 2**20
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading; raises ValueError for pipes and devices, without waiting."""
+    file = open(  # noqa: SIM115 - the caller closes it
+        path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)
+    )
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise ValueError("it is not a regular file")
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """Return the content of a regular file of at most `limit` bytes.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is longer, or not a regular file.
+    """
+    with open_regular(path) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"it is longer than {limit // MIB} MiB")
+    return data
 
 
 def python_files(folder: Path) -> Iterator[Path]:
@@ -42,11 +73,6 @@ def sha256_of(module: str) -> str:
     """Return the hash of all Python files of a top-level module or package, except in archives.
 
     All files of a package count, since the modules that a job names import from the rest of it.
-    They are the files that a job would send to a stage server.
-
-    Raises:
-        OSError: a file cannot be read.
-        ImportError: there is no such module.
     """
     spec = importlib.util.find_spec(module)
     if spec is None:
@@ -61,23 +87,16 @@ def sha256_of(module: str) -> str:
     return digest.hexdigest()
 
 
-def of_job(named: Iterable[str]) -> dict[str, str]:
+def code_versions(named: Iterable[str]) -> dict[str, str]:
     """Return the code that this process uses, such as "the code of 'my_model'" and its hash.
 
-    These are the modules that the job names and the user's other modules in the same folders that
-    have been imported by now. Installed packages among them, or used by them, are identified by
-    their version: their files differ between builds.
-
-    Args:
-        named: modules, which can be imported here.
-
-    Raises:
-        OSError: a file cannot be read.
-        ImportError: there is no such module.
+    These are the modules `named` by the job, and the user's modules in the same folders that have
+    been imported so far. Installed packages among them, or used by them, are identified by their
+    version: their files differ between builds.
     """
     loaded = {name: module for name, module in list(sys.modules.items()) if "." not in name}
     given = {name: _folders(importlib.util.find_spec(name)) for name in _tops(named)}
-    releases = {name: _release(name) for name in given if _is_package(given[name])}
+    releases = {name: _release(name) for name in given if any(map(_is_shared, given[name]))}
     folders = {folder for places in given.values() for folder in places if not _is_shared(folder)}
     own = {name for name in given if releases.get(name) is None} | {
         name
@@ -97,7 +116,7 @@ def of_job(named: Iterable[str]) -> dict[str, str]:
 
 def _tops(modules: Iterable[str]) -> set[str]:
     """Return the top-level packages, except those whose versions are compared anyway."""
-    return {_top(name) for name in modules} - _RELEASES
+    return {name.partition(".")[0] for name in modules} - _RELEASES
 
 
 def _release(package: str) -> str | None:
@@ -108,10 +127,6 @@ def _release(package: str) -> str | None:
     return version.partition("+")[0] if isinstance(version, str) else None
 
 
-def _top(module: str) -> str:
-    return module.partition(".")[0]
-
-
 def _folders(spec: ModuleSpec | None) -> set[Path]:
     if spec is None:
         return set()
@@ -119,10 +134,6 @@ def _folders(spec: ModuleSpec | None) -> set[Path]:
     if not places and spec.has_location and spec.origin and spec.origin.endswith(".py"):
         places = [spec.origin]
     return {Path(place).parent for place in places}
-
-
-def _is_package(places: set[Path]) -> bool:
-    return any(map(_is_shared, places))
 
 
 def _is_shared(folder: Path) -> bool:
@@ -136,14 +147,15 @@ def _used_by(packages: set[str]) -> set[str]:
 
     Their own dependencies are left out: their versions stand for these.
     """
-    modules = [module for name, module in list(sys.modules.items()) if _top(name) in packages]
-    values = [
-        value for module in modules for value in list(getattr(module, "__dict__", {}).values())
-    ]
-    names = [value.__name__ for value in values if isinstance(value, ModuleType)]
-    kinds = (type, FunctionType, BuiltinFunctionType)
-    names += [value.__module__ for value in values if isinstance(value, kinds) and value.__module__]
-    return _tops(name for name in names if isinstance(name, str))
+    names = []
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in packages:
+            for value in list(getattr(module, "__dict__", {}).values()):
+                if isinstance(value, ModuleType):
+                    names.append(value.__name__)
+                elif isinstance(value, type | FunctionType | BuiltinFunctionType):
+                    names.append(value.__module__)
+    return _tops(name for name in names if name and isinstance(name, str))
 
 
 def _add(digest: hashlib._Hash, name: str, path: Path) -> None:

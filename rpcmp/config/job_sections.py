@@ -1,0 +1,257 @@
+"""The top-level keys of a job, and the sections `[model]`, `[[stages]]` and `[data]`.
+
+`rpcmp.config.run_sections` has the other sections.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from rpcmp.config.run_sections import (
+    CheckpointConfig,
+    EarlyStoppingConfig,
+    LogConfig,
+    LossScalingConfig,
+    RecoveryConfig,
+    SecurityConfig,
+)
+from rpcmp.config.topology import ReplicaAssignment
+from rpcmp.config.types import (
+    CALLABLE,
+    NAME,
+    Address,
+    Arguments,
+    Autocast,
+    Balance,
+    Factory,
+    FactoryOrName,
+    OptimizerFactory,
+    OptimizerOrName,
+    Own,
+    Positive,
+    Schedule,
+    Size,
+    Strict,
+    parse_size,
+)
+
+
+class ModelConfig(Strict):
+    """A model given as a list of layers."""
+
+    layers: str = Field(pattern=CALLABLE)
+    """The "module:callable" that returns (name, zero-argument factory) pairs, a dict of them, or an
+    nn.Sequential."""
+    kwargs: Arguments = Field(default_factory=dict)
+    """Arguments of `layers`."""
+    balance: Balance | None = None
+    """Layers of each stage; "auto": measured on the hosts; by parameter count when omitted."""
+    num_stages: Positive | None = None
+    """Number of stages, if `balance` does not give it."""
+
+
+class StageConfig(Strict):
+    """One stage. With `[model]`, tables go by position and only place and tune the stages."""
+
+    name: str | None = Field(default=None, pattern=NAME)
+    """Name; "stage<index>" when omitted."""
+    module: str | None = Field(default=None, pattern=CALLABLE)
+    """The "module:callable" that returns the stage's nn.Module (without `[model]`)."""
+    kwargs: Arguments = Field(default_factory=dict)
+    """Arguments of `module`."""
+    prefix: str | None = None
+    """What the names of its parameters begin with in the unsplit model, such as "encoder"; "": with
+    nothing, where `module` names them as that does; its own name when omitted."""
+    inputs: list[str] | None = None
+    """What it reads: stages, "input", "target" or a part such as "input.image"; the stage before
+    when omitted."""
+    addresses: list[Address] = Field(default_factory=list)
+    """HOST:PORT of its stage server, or of one for each replica; started on localhost when
+    omitted."""
+    replicas: Positive | None = None
+    """Copies of the stage that share its micro-batches; one an address, or 1, when omitted."""
+    shares: list[Positive] | None = None
+    """How the replicas share them, such as [3, 1]; equally when omitted."""
+    device: str = "cpu"
+    """Torch device of the stage, such as "cuda:0"; "auto": CUDA where its host has it, else the
+    CPU."""
+    threads: Positive = 1
+    """Compute threads (OpenMP, MKL)."""
+    memory: Size | None = None
+    """Memory limit for `balance = "auto"`, such as "8 GiB"; the host's share when omitted."""
+    optimizer: Own[OptimizerFactory] = Field(default_factory=dict)
+    """An optimizer of its own; or arguments that override `[optimizer]`'s, such as { lr = 0.1 }."""
+    scheduler: Own[Factory] = Field(default_factory=dict)
+    """A learning-rate scheduler of its own; or arguments that override `[scheduler]`'s."""
+    frozen: bool = False
+    """Parameters are not trained."""
+    recompute: bool = False
+    """Compute activations again in the backward instead of keeping them."""
+    autocast: Literal["bfloat16", "float16", "float32"] | None = None
+    """Instead of the job's `autocast`; "float32": none."""
+
+    @property
+    def num_replicas(self) -> int:
+        return self.replicas or len(self.addresses) or 1
+
+    @property
+    def turns(self) -> ReplicaAssignment:
+        """The replica that computes each bundle of micro-batches."""
+        return ReplicaAssignment(self.shares or [1] * self.num_replicas)
+
+    @field_validator("prefix")
+    @classmethod
+    def _check_prefix(cls, prefix: str | None) -> str | None:
+        if prefix and not all(prefix.removesuffix(".").split(".")):
+            raise ValueError(
+                "write a module's name in the unsplit model, with one dot between its parts, such "
+                'as "encoder" or "encoder.0"; "" for the model itself'
+            )
+        return prefix
+
+    @model_validator(mode="after")
+    def _check_replicas(self) -> Self:
+        counts = {
+            "replicas": self.replicas,
+            "addresses": len(self.addresses) or None,
+            "shares": None if self.shares is None else len(self.shares),
+        }
+        given = {key: count for key, count in counts.items() if count is not None}
+        if len(set(given.values())) > 1 or (self.shares is not None and len(given) == 1):
+            counted = ", ".join(f"{key} gives {count}" for key, count in given.items())
+            raise ValueError(
+                f"unclear number of replicas: {counted}; give `replicas`, or one address each"
+            )
+        return self
+
+    @property
+    def memory_bytes(self) -> int | None:
+        return None if self.memory is None else parse_size(self.memory)
+
+
+class DataConfig(Strict):
+    """Map-style datasets of samples, and how they become mini-batches."""
+
+    train: FactoryOrName
+    """The training dataset."""
+    test: FactoryOrName | None = None
+    """The evaluation dataset."""
+    batch_size: Positive = 32
+    """Samples a mini-batch (optimizer step)."""
+    shuffle: bool = True
+    """A new seeded order in every epoch."""
+    drop_last: bool = False
+    """Leave out an incomplete mini-batch."""
+    sampler: FactoryOrName | None = None
+    """Called with the training dataset; returns a torch sampler, the indices of an epoch's samples
+    in order, instead of `shuffle`; what it draws is seeded by the epoch."""
+    collate: FactoryOrName | None = None
+    """Function of a list of samples that makes a mini-batch of them, such as one that pads; torch's
+    default_collate when omitted."""
+    min_microbatch: Positive | None = None
+    """Samples that a micro-batch has at least: fewer micro-batches are made where there are not
+    enough; 2 where a stage trains batch normalization, else 1, when omitted."""
+    num_workers: int = Field(default=0, ge=0)
+    """Processes that load samples; at a stage one at least."""
+    at: Literal["driver", "stage"] = "driver"
+    """Who loads them: the driver, or on its own host each stage that reads the batch."""
+
+    paths: list[str] = Field(default_factory=list)
+    """Files and folders that the job's code reads, where it is confined: granted on the driver's
+    host, and on a stage's if its server was started with `--data` of them; relative to the
+    config's."""
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        if (least := self.min_microbatch or 1) > self.batch_size:
+            raise ValueError(
+                f"min_microbatch = {least} is more than batch_size = {self.batch_size}"
+            )
+        return self
+
+    @property
+    def factories(self) -> dict[str, Factory]:
+        """The factories of the datasets that the config has, by "train" and "test"."""
+        return {"train": self.train, **({} if self.test is None else {"test": self.test})}
+
+    @property
+    def num_loaders(self) -> int:
+        """Loader processes per stage that reads the batch."""
+        return max(1, self.num_workers)
+
+
+class JobSettings(Strict):
+    """The keys of a job: its own, and its sections."""
+
+    name: str = Field(default="job", pattern=NAME)
+    """The job's name; the file's stem."""
+    seed: int = Field(default=0, ge=-(2**63), lt=2**63)
+    """Seed of all random numbers of the run."""
+    epochs: Positive | None = None
+    """Passes over the data; 1 by default."""
+    steps: Positive | None = None
+    """Optimizer steps, instead of epochs."""
+    num_microbatches: Positive = 4
+    """Slices of a mini-batch."""
+    schedule: Schedule = "1f1b"
+    """Order of forwards and backwards."""
+    max_in_flight: Positive | None = None
+    """Micro-batches of which a stage may hold activations, in whole messages; by the schedule when
+    omitted."""
+    microbatches_per_message: Positive = 1
+    """Micro-batches that stages send in one message; worth trying where a stage computes one in a
+    few milliseconds."""
+    balance_replicas: bool = False
+    """Give a stage's replicas `shares` by their measured speed, if it has none."""
+    wire_dtype: Literal["bfloat16"] | None = None
+    """Float32 activations and gradients travel between stages as this."""
+    autocast: Autocast | None = None
+    """Compute in this what `torch.autocast` computes in it; parameters stay as they are."""
+    max_grad_norm: float | None = Field(default=None, gt=0)
+    """Clip the gradient's norm over all stages."""
+    evaluate_every: int | None = Field(default=None, ge=0)
+    """Epochs between evaluations; 1 by default; 0: only at the end."""
+    evaluate_every_steps: Positive | None = None
+    """Steps between evaluations, instead of epochs."""
+    ship_code: bool = True
+    """Send the Python files beside the config to the stage servers."""
+    model: ModelConfig | None = None
+    """A model as a list of layers."""
+    stages: list[StageConfig] = Field(default_factory=list)
+    """The stages, in order (`[[stages]]`)."""
+    loss: FactoryOrName
+    """Mean loss of (outputs, targets): a class such as torch.nn:CrossEntropyLoss, or a function."""
+    optimizer: OptimizerOrName = Field(
+        default_factory=lambda: OptimizerFactory(callable="torch.optim:SGD", kwargs={"lr": 0.01})
+    )
+    """The optimizer; each stage has one of its own."""
+    scheduler: FactoryOrName | None = None
+    """Learning-rate scheduler."""
+    scheduler_interval: Literal["epoch", "step"] = "epoch"
+    """When the scheduler steps."""
+    metrics: dict[str, FactoryOrName] = Field(default_factory=dict)
+    """By name: functions of (outputs, targets) that are means over samples, or classes with update,
+    compute and reset, such as torchmetrics'."""
+    report: FactoryOrName | None = None
+    """Called with `predict` after training; its text is printed."""
+    tied: list[list[str]] = Field(default_factory=list)
+    """Parameters that are one, by their names in the unsplit model, such as [["embed.weight",
+    "head.weight"]]; stored under the first name."""
+    init: str | None = None
+    """Safetensors file with the weights to start from, by the unsplit model's names."""
+    data: DataConfig | None = None
+    """Needed by the command line."""
+    early_stopping: EarlyStoppingConfig | None = None
+    """Stops the run when evaluations no longer improve."""
+    loss_scaling: LossScalingConfig | None = None
+    """Gradients of a scaled loss, which float16 does not lose; empty: as torch does."""
+    checkpoint: CheckpointConfig | None = None
+    """Checkpoints on disks."""
+    security: SecurityConfig = Field(default_factory=SecurityConfig)
+    """Who may talk to whom."""
+    recovery: RecoveryConfig = Field(default_factory=RecoveryConfig)
+    """Recovery from lost workers, hosts and connections."""
+    log: LogConfig = Field(default_factory=LogConfig)
+    """What is kept of each run, and which loggers get its events."""
