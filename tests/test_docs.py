@@ -146,7 +146,7 @@ RUN_BY = {
         "rpcmp bench config.toml",
         "rpcmp bench config.toml --peers torch-best --json",
     ],
-    "unit/tools/bench/test_comparison.py::test_several_cases_give_a_table_each": [
+    "unit/tools/bench/test_benchmark.py::test_several_cases_give_a_table_each": [
         "rpcmp bench overhead transformer activations",
     ],
 }

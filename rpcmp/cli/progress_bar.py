@@ -15,7 +15,7 @@ from rich.text import Text
 from rpcmp.cli.console import Console
 from rpcmp.cli.terminal import echo
 from rpcmp.process.interpreter import count_stop_requests, handle_stop_signals
-from rpcmp.tools.bench.comparison import Progress as Tell
+from rpcmp.tools.measurement import Progress as Tell
 
 PLAIN_SECONDS = 2.0
 """Between two similar lines if there is no terminal."""

@@ -133,7 +133,7 @@ async def _tune(
     budget: float,
 ) -> tuple[Tuned | None, int]:
     from rpcmp.cli.progress_bar import measuring
-    from rpcmp.tools.bench.comparison import StoppedError, TimeLimits
+    from rpcmp.tools.measurement import StoppedError, TimeLimits
     from rpcmp.tools.tune.setting_times import GroupRunner
     from rpcmp.tools.tune.sweep import tune as run
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from rpcmp.tools.bench.statistics import paired_ratio
+from rpcmp.tools.measurement import paired_ratio
 from tests.support.places import EXAMPLES
 from tests.support.processes import runs
 

@@ -33,14 +33,13 @@ import sys
 from collections.abc import Sequence
 
 from rpcmp.errors import ConfigError, RpcmpError, UnsupportedJobError
-from rpcmp.tools.bench import cases, comparison
-from rpcmp.tools.bench.benchmark import OwnPipeline
+from rpcmp.process.channel import Message
+from rpcmp.tools.bench import benchmark, cases
+from rpcmp.tools.bench.benchmark import ContestantTimes
 from rpcmp.tools.bench.cases import Case
-from rpcmp.tools.bench.comparison import Contestant, ContestantTimes
-from rpcmp.tools.bench.peer_group import PeerGroup, Processes
-from rpcmp.tools.bench.statistics import Estimate, paired_ratio, spread
-from tests.benchmarks.ranks import Ranks
-from tests.support.places import EXAMPLES
+from rpcmp.tools.bench.contestants import Contestant, OwnPipeline, PeerGroup, peer
+from rpcmp.tools.measurement import Estimate, paired_ratio, spread
+from tests.support.places import EXAMPLES, ROOT
 
 EXAMPLE = EXAMPLES / "residual_ddp.toml"
 
@@ -64,7 +63,7 @@ def step(options: argparse.Namespace) -> None:
     _require_equal_work(job)
     contestants = [OwnPipeline(_replicated(job)), _one_process(job), _data_parallel(job)]
     mine, one, ddp = _compare(contestants, options)
-    comparison.require_equal_losses([mine, one, ddp])
+    benchmark.require_equal_losses([mine, one, ddp])
     print(f"{NUM_REPLICAS} replicas: {_milliseconds(mine)} a step")
     gain = paired_ratio(one.seconds, mine.seconds)
     print(f"one process: {_milliseconds(one)}; as many times faster: {_shown(gain)}")
@@ -75,11 +74,11 @@ def step(options: argparse.Namespace) -> None:
 def exchange(options: argparse.Namespace) -> None:
     """Compare the sum of gradients with an all-reduce, of 2 and of 4 processes."""
     for count in (2, 4):
-        order = {"bytes": round(options.megabytes * 1e6)}
+        job = {"bytes": round(options.megabytes * 1e6)}
         mine, gloo = _compare(
             [
-                Ranks(f"sum of {count}", count, {"kind": "sum", **order}),
-                Ranks(f"all-reduce of {count}", count, {"kind": "all-reduce", **order}),
+                _ranks(f"sum of {count}", "exchange:Sum", count, job),
+                _ranks(f"all-reduce of {count}", "exchange:AllReduce", count, job),
             ],
             options,
         )
@@ -115,14 +114,19 @@ def _require_equal_work(case: Case) -> None:
 
 
 def _one_process(case: Case) -> Contestant:
-    processes = Processes("one-process", case, [1])
-    return PeerGroup("one process", processes, "batch", ["micro-batches"])
+    return peer("one process", case, "OneProcess", [1], {"batch": ["micro-batches"]})
 
 
 def _data_parallel(case: Case) -> Contestant:
     config = case.config.model_dump(mode="json", exclude_unset=True)
-    order = {"kind": "data-parallel", "config": config, "folder": str(case.config.folder)}
-    return Ranks("DistributedDataParallel", NUM_REPLICAS, order)
+    job = {"config": config, "folder": str(case.config.folder)}
+    return _ranks("DistributedDataParallel", "dataparallel:DataParallel", NUM_REPLICAS, job)
+
+
+def _ranks(name: str, trainer: str, count: int, job: Message) -> Contestant:
+    """Return a contestant of `count` processes with one thread each."""
+    trainer = f"tests.benchmarks.{trainer}"
+    return PeerGroup(name, trainer, job, str(ROOT), [1] * count, {"way": ["the only one"]})
 
 
 def _compare(
@@ -133,11 +137,11 @@ def _compare(
     Raises:
         UnsupportedJobError: one cannot take part.
     """
-    done = asyncio.run(comparison.compare(contestants, options.pairs, options.steps, _progress))
+    done = asyncio.run(benchmark.compare(contestants, options.pairs, options.steps, _progress))
     for name, why in done.unsupported.items():
         raise UnsupportedJobError(f"{name}: {why}")
     print(f"{options.pairs} pairs of {done.steps}")
-    return done.series
+    return done.times
 
 
 def _progress(what: str, left: float) -> None:

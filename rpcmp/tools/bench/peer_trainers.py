@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from rpcmp.config import importing, topology
 from rpcmp.config.schema import Config
+from rpcmp.config.types import Strict
 from rpcmp.data.batches import load_batches
 from rpcmp.errors import UnsupportedJobError
 from rpcmp.pipelining import devices, layers, optimizers
@@ -31,8 +32,21 @@ from rpcmp.pipelining.assignment import assign
 from rpcmp.pipelining.simulation import ActionTimes
 from rpcmp.process.channel import Message
 
-if TYPE_CHECKING:
-    from rpcmp.tools.bench.peer_process import PeerConfig
+
+class PeerConfig(Strict):
+    """The job of one process of a peer.
+
+    Attributes:
+        config, halves: see `Case`.
+        rank, world_size: its place among the peer's processes.
+        store: path of the file through which the processes find each other.
+    """
+
+    config: Config
+    halves: Config
+    rank: int
+    world_size: int
+    store: str
 
 
 @dataclass(frozen=True)
@@ -106,11 +120,7 @@ def slice_loss(config: Config, num_slices: int) -> Callable[[Tensor, Tensor], Te
 
 
 def endless_batches(config: Config) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the job's mini-batches, epoch after epoch.
-
-    Raises:
-        UnsupportedJobError: inputs or targets are not one tensor.
-    """
+    """Yield the job's mini-batches, epoch after epoch."""
     section = config.require_data("a benchmark")
     batches = load_batches(section.train, "data.train", section, config.seed, training=True)
     for epoch in itertools.count(1):
@@ -121,22 +131,28 @@ def endless_batches(config: Config) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def require_equal_microbatches(inputs: Tensor, num_microbatches: int) -> None:
-    """Fail if micro-batches differ in size: the mean of their means is then not that over samples.
-
-    Raises:
-        UnsupportedJobError: they differ.
-    """
+    """Fail if micro-batches differ in size: the mean of their means is then another loss."""
     if inputs.shape[0] % num_microbatches:
         raise UnsupportedJobError(
             f"{inputs.shape[0]} samples do not make {num_microbatches} equal micro-batches"
         )
 
 
+def join_gloo(job: Message) -> None:
+    """Form Gloo's group of a peer's processes."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{job['store']}",
+        rank=job["rank"],
+        world_size=job["world_size"],
+    )
+
+
 class OneProcess:
     """The unsplit model; the number of threads comes from the environment."""
 
-    def __init__(self, peer: PeerConfig) -> None:
-        self._config = peer.config
+    def __init__(self, job: Message) -> None:
+        self._config = PeerConfig.model_validate(job).config
 
     def build(self, way: str) -> None:
         """Build the model, to be trained by "whole batch" or "micro-batches"."""
@@ -177,8 +193,8 @@ Result = TypeVar("Result")
 class StageClock:
     """Times the stages one after the other; the loss belongs to the last one."""
 
-    def __init__(self, peer: PeerConfig) -> None:
-        self._config = peer.config
+    def __init__(self, job: Message) -> None:
+        self._config = PeerConfig.model_validate(job).config
 
     def build(self, way: str) -> None:
         self._parts = build_stages(self._config)
@@ -236,14 +252,9 @@ work as with one stage, in twice as many actions."""
 class TorchRank:
     """One rank of torch.distributed.pipelining; the ways are the names of its schedules."""
 
-    def __init__(self, peer: PeerConfig) -> None:
-        self._peer = peer
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{peer.store}",
-            rank=peer.rank,
-            world_size=peer.world_size,
-        )
+    def __init__(self, job: Message) -> None:
+        self._peer = PeerConfig.model_validate(job)
+        join_gloo(job)
 
     def build(self, way: str) -> None:
         from torch.distributed import pipelining  # imports torch's compiler, for seconds

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.errors import ConfigError
 from rpcmp.job.segments import Segments
-from rpcmp.tools.bench.statistics import Estimate, is_conclusive, paired_ratio
+from rpcmp.tools.measurement import Estimate, is_conclusive, paired_ratio
 
 SETTLE_STEPS = 1
 """Steps after a change before the clock counts: memory of other sizes, new threads."""

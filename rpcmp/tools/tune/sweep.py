@@ -12,8 +12,14 @@ from collections.abc import Sequence
 from statistics import mean, median
 
 from rpcmp.config.schema import Config, ScheduleOptions
-from rpcmp.tools.bench.comparison import Progress, StoppedError, TimeLimits, rotated
-from rpcmp.tools.bench.statistics import Estimate, paired_ratio
+from rpcmp.tools.measurement import (
+    Estimate,
+    Progress,
+    StoppedError,
+    TimeLimits,
+    paired_ratio,
+    rotated,
+)
 from rpcmp.tools.tune.grid import Grid, Plan, spread_out
 from rpcmp.tools.tune.setting_times import Runner, SettingTimes, Tuned, common_rounds
 

@@ -15,7 +15,7 @@ from rpcmp.config.sections import StageConfig
 from rpcmp.errors import ConfigError, UnsupportedJobError
 from rpcmp.pipelining import assignment
 from rpcmp.pipelining.simulation import ActionTimes
-from rpcmp.tools.bench import benchmark, cases, models, peer_trainers
+from rpcmp.tools.bench import cases, contestants, models, peer_trainers
 from tests.support.nearness import assert_near
 from tests.support.processes import JobFolder
 
@@ -199,4 +199,4 @@ def test_a_config_that_no_peer_supports_is_refused(job: JobFolder, override: str
 
 def test_every_peer_of_a_case_exists() -> None:
     chosen = [name for case in cases.frozen().values() for name in case.peers or ()]
-    assert set(chosen) <= set(benchmark.CONTESTANTS)
+    assert set(chosen) <= set(contestants.CONTESTANTS)

@@ -15,7 +15,7 @@ import pytest
 from rpcmp.config import loader
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.errors import ConfigError
-from rpcmp.tools.bench.comparison import StoppedError, TimeLimits
+from rpcmp.tools.measurement import StoppedError, TimeLimits
 from rpcmp.tools.tune import sweep_report
 from rpcmp.tools.tune.grid import Axes, grid
 from rpcmp.tools.tune.setting_times import SETTLE_STEPS, Measurement, Tuned, plain_training
