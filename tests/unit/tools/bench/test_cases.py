@@ -70,8 +70,8 @@ def test_two_half_stages_equal_one_in_sleep_and_weights() -> None:
     assert [len(layers) for layers in (whole, halves)] == [2, 4]
     for layers in (whole, halves):
         assert sum(layer.times.forward for layer in layers) == pytest.approx(0.020)
-        assert sum(layer.times.input_gradient for layer in layers) == pytest.approx(0.020)
-        assert sum(layer.times.weight_gradient for layer in layers) == pytest.approx(0.020)
+        assert sum(layer.times.backward for layer in layers) == pytest.approx(0.020)
+        assert sum(layer.times.weight for layer in layers) == pytest.approx(0.020)
         assert sum(layer.weight.numel() for layer in layers) == 2 * 2 * 8
 
 
@@ -81,7 +81,7 @@ def test_a_sleeping_layer_is_a_sum_whose_three_actions_sleep_one_by_one(
     slept: list[float] = []
     monkeypatch.setattr(models, "sleep", slept.append)
     x, weight = torch.randn(3, 2, requires_grad=True), torch.randn(2, 2, requires_grad=True)
-    y = models.apply_sleep(x, weight, models.LayerSleeps(1.0, 2.0, 3.0))
+    y = models.apply_sleep(x, weight, ActionTimes(1.0, 2.0, 3.0))
     assert_near(y, x + weight.sum(0))
     assert slept == [1.0]
     (to_input,) = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
@@ -97,7 +97,7 @@ def test_the_first_sleeping_layer_has_an_input_gradient_too(
 ) -> None:
     slept: list[float] = []
     monkeypatch.setattr(models, "sleep", slept.append)
-    layer = models.Sleep(models.LayerSleeps(1.0, 2.0, 3.0), num_rows=1, features=2)
+    layer = models.Sleep(ActionTimes(1.0, 2.0, 3.0), num_rows=1, features=2)
     layer(torch.randn(3, 2)).sum().backward()
     assert sorted(slept) == [1.0, 2.0, 3.0]
 
