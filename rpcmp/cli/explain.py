@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from rpcmp.cli.console import Console
     from rpcmp.tools.explain.gather import Explanation
-    from rpcmp.tools.explain.stage_estimates import ExplainedStage
+    from rpcmp.tools.explain.model_summary import ExplainedStage
     from rpcmp.tools.job_links import StageLink
 
 WIDTH = 140
@@ -223,10 +223,10 @@ def _step(found: Explanation, width: int) -> Iterator[str]:
         for name, stage in predicted.stages.items():
             yield f"  {name}: computes {stage.busy_s * 1e3:,.1f} ms, idles {stage.bubble:.0%}"
     yield ""
-    yield from picture(found.step.runs, [stage.name for stage in found.stages], width)
+    yield from picture(found.runs, [stage.name for stage in found.stages], width)
     yield ""
     last = len(found.stages) - 1
-    kinds = {run.action.value for runs in found.step.runs.values() for run in runs}
+    kinds = {run.action.value for runs in found.runs.values() for run in runs}
     split = ", B its input's gradient, W its weights' gradients" if "W" in kinds else ", B backward"
     what = "messages" if found.microbatches_per_message > 1 else "micro-batches"
     yield f"F forward{split}, by numbers of {what}; F0 of stage {last} is the action {last}F0"

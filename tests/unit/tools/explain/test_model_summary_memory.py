@@ -6,8 +6,13 @@ from typing import Any
 
 from rpcmp.pipelining.cost_model import predict
 from rpcmp.pipelining.partition import HostProfile, LayerProfile, StageHost
-from rpcmp.tools.explain.model_summary import LayerFacts, ModelSummary, StageFacts
-from rpcmp.tools.explain.stage_estimates import explain_stages
+from rpcmp.tools.explain.model_summary import (
+    LayerFacts,
+    MemoryEstimate,
+    ModelSummary,
+    StageFacts,
+    explain_stages,
+)
 from tests.support.graphs import chain_of
 
 
@@ -30,11 +35,8 @@ def facts(layers: int, parameters: int, optimizer: int | None) -> StageFacts:
         trained=parameters,
         foreign=[],
         foreign_parameters=0,
-        parameter_bytes=4 * parameters,
-        buffer_bytes=8,
         foreign_bytes=0,
-        gradient_bytes=4 * parameters,
-        optimizer_bytes=optimizer,
+        memory=MemoryEstimate(4 * parameters, 8, 4 * parameters, optimizer),
     )
 
 
