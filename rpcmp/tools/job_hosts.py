@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from rpcmp.config.schema import Config
 from rpcmp.config.sections import StageConfig
@@ -47,14 +46,6 @@ class HostReport:
     error: RpcmpError | None = None
 
 
-class HostReports(NamedTuple):
-    """Reports on the hosts of the driver, of the workers in order, and of the spares."""
-
-    driver: HostReport
-    workers: list[HostReport]
-    spares: list[HostReport]
-
-
 class HostSurvey:
     """Collects facts about the hosts of a job.
 
@@ -67,11 +58,11 @@ class HostSurvey:
         self, config: Config, clients: Sequence[StageClient], dialer: Dialer, forks: Forks
     ) -> None:
         self._config, self._clients = config, clients
-        self._workers = dict(zip((client.name for client in clients), config.workers, strict=True))
         self._dialer, self._forks = dialer, forks
         self._code = collect_code(config.folder) if config.ship_code else []
 
-    async def collect(self) -> HostReports:
+    async def collect(self) -> tuple[HostReport, list[HostReport], list[HostReport]]:
+        """Return the reports on the driver's host, on the workers' in order, and on the spares'."""
         config = self._config
         with contextlib.ExitStack() as stack:
             marker = ""
@@ -81,12 +72,21 @@ class HostSurvey:
             driver = await self._ask_driver(marker)
             own = driver.facts.driver_metrics if driver.facts else []
             workers = await asyncio.gather(
-                *(self._ask_worker(client, marker, own) for client in self._clients)
+                *(
+                    self._ask(
+                        client, client.name, worker, stage_request(config, index, marker, own)
+                    )
+                    for client, worker in zip(self._clients, config.workers, strict=True)
+                    for index in [worker.stage_index]
+                )
             )
             spares = await asyncio.gather(
-                *(self._ask_spare(address, marker, own) for address in config.recovery.spares)
+                *(
+                    self._ask_spare(address, spare_request(config, marker, own))
+                    for address in config.recovery.spares
+                )
             )
-            return HostReports(driver, workers, spares)
+            return driver, workers, spares
 
     async def _ask_driver(self, marker: str) -> HostReport:
         request = driver_request(self._config, marker)
@@ -99,17 +99,7 @@ class HostSurvey:
             error = raised
         return HostReport(DRIVER, StageConfig(), facts=facts, error=error)
 
-    async def _ask_worker(
-        self, client: StageClient, marker: str, driver_metrics: Sequence[str]
-    ) -> HostReport:
-        worker = self._workers[client.name]
-        request = stage_request(self._config, worker.stage_index, marker, driver_metrics)
-        return await self._ask(client, client.name, worker, request)
-
-    async def _ask_spare(
-        self, address: str, marker: str, driver_metrics: Sequence[str]
-    ) -> HostReport:
-        request = spare_request(self._config, marker, driver_metrics)
+    async def _ask_spare(self, address: str, request: CheckRequest) -> HostReport:
         async with StageClient("spare", address, self._dialer) as client:
             return await self._ask(client, f"spare {address}", None, request)
 
@@ -177,19 +167,15 @@ def stage_request(
         marker: name of the driver's file in the checkpoint folder; empty if it is not shared.
         driver_metrics: config keys of the metrics that the driver computes instead of a stage.
     """
-    sink_metrics = {
-        key: value for key, value in _metrics(config).items() if key not in driver_metrics
-    }
     graph, name = config.graph(), config.stage_names[index]
+    metrics = {key: m for key, m in _metrics(config).items() if key not in driver_metrics}
     callables = _names(
-        {
-            **_optimizer_and_scheduler(config, index),
-            **({"loss": config.loss, **sink_metrics} if name == graph.sink else {}),
-            **(_data(config, "stage") if graph.parts(name) else {}),
-        }
+        _model(config, index),
+        _optimizer_and_scheduler(config, index),
+        {"loss": config.loss, **metrics} if name == graph.sink else {},
+        _data(config, "stage") if graph.parts(name) else {},
     )
-    devices = [config.stage(index).device]
-    return _request(config, {**_model(config, index), **callables}, marker, devices)
+    return _request(config, callables, marker, [config.stage(index).device])
 
 
 def spare_request(
@@ -197,27 +183,42 @@ def spare_request(
 ) -> CheckRequest:
     """Return what a spare server needs, which may take any stage."""
     stages = [stage_request(config, i, marker, driver_metrics) for i in range(config.num_stages)]
-    callables = {key: name for stage in stages for key, name in stage.callables.items()}
+    callables = _names(*(stage.callables for stage in stages))
     devices = sorted({device for stage in stages for device in stage.devices})
     return _request(config, callables, marker, devices)
 
 
 def driver_request(config: Config, marker: str) -> CheckRequest:
     """Return what the driver needs: it may load data, lists the layers, computes some metrics."""
-    callables = _names({**_data(config, "driver"), "report": config.report})
-    model = _model(config, 0) if config.model is not None else {}
-    request = _request(config, {**model, **callables}, marker, ["cpu"])
+    callables = _names(
+        _model(config, 0) if config.model is not None else {},
+        _data(config, "driver"),
+        {"report": config.report},
+    )
+    request = _request(config, callables, marker, ["cpu"])
     return request.model_copy(update={"metrics": _names(_metrics(config))})
 
 
-def _model(config: Config, index: int) -> dict[str, str]:
+Callables = Mapping[str, Factory | str | None]
+"""Callables of a job, or their names, by config key; None if the key is not set."""
+
+
+def _names(*groups: Callables) -> dict[str, str]:
+    return {
+        key: each if isinstance(each, str) else each.callable
+        for group in groups
+        for key, each in group.items()
+        if each is not None
+    }
+
+
+def _model(config: Config, index: int) -> Callables:
     if config.model is not None:
         return {"model.layers": config.model.layers}
-    module = config.stage(index).module
-    return {} if module is None else {f"stages.{index}.module": module}
+    return {f"stages.{index}.module": config.stage(index).module}
 
 
-def _optimizer_and_scheduler(config: Config, index: int) -> dict[str, Factory | None]:
+def _optimizer_and_scheduler(config: Config, index: int) -> Callables:
     """Return both by the config key that names them: the stage's own, or the job's."""
     stage, prefix = config.stage(index), f"stages.{index}."
     return {
@@ -234,20 +235,11 @@ def _metrics(config: Config) -> dict[str, Factory]:
     return {f"metrics.{name}": metric for name, metric in config.metrics.items()}
 
 
-def _data(config: Config, at: str) -> dict[str, Factory | None]:
+def _data(config: Config, at: str) -> Callables:
     data = config.data
     if data is None or data.at != at:
         return {}
-    return {
-        "data.train": data.train,
-        "data.test": data.test,
-        "data.sampler": data.sampler,
-        "data.collate": data.collate,
-    }
-
-
-def _names(factories: Mapping[str, Factory | None]) -> dict[str, str]:
-    return {key: factory.callable for key, factory in factories.items() if factory is not None}
+    return {f"data.{key}": getattr(data, key) for key in ("train", "test", "sampler", "collate")}
 
 
 def _request(

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rpcmp.config.schema import Config
-from rpcmp.config.topology import DRIVER, Graph, Member
+from rpcmp.config.topology import DRIVER
 from rpcmp.job.restore_point import mirrors_of
 
 TENSORS = frozenset({"batches", "activations", "gradients", "snapshots"})
@@ -47,25 +47,14 @@ class Link:
 def job_links(
     config: Config, holders: Sequence[int | None], tied: Sequence[Sequence[str]] = ()
 ) -> list[Link]:
-    """Return every link of a job, each once; see `links` for the arguments."""
-    sends_batches = config.data is None or config.data.at == "driver"
-    return links(config.graph(), config.workers, holders, sends_batches, tied)
-
-
-def links(
-    graph: Graph,
-    workers: Sequence[Member],
-    holders: Sequence[int | None],
-    sends_batches: bool = True,
-    tied: Sequence[Sequence[str]] = (),
-) -> list[Link]:
-    """Return every link between the members of a group, each once.
+    """Return every link of a job, each once.
 
     Args:
         holders: for each worker, the index of the one whose server holds its snapshots as well.
-        sends_batches: whether the driver loads the samples.
         tied: groups of stages that share a parameter, its owner first.
     """
+    graph, workers = config.graph(), config.workers
+    sends_batches = config.data is None or config.data.at == "driver"
     carried: dict[tuple[str, str], list[str]] = {}
 
     def add(one: str, other: str, what: str) -> None:
@@ -135,31 +124,23 @@ class Listener:
 
 
 @dataclass(frozen=True)
-class StageLink:
+class StageLink(Link):
     """A link with the connections that it needs.
 
     Attributes:
-        one, other, carries: see Link.
         dials: (who, whom) of every connection; empty if the two reach each other by a loopback of
             their own, or in memory.
         crosses_hosts: whether the link leaves a machine.
         is_encrypted: by TLS 1.3.
     """
 
-    one: str
-    other: str
-    carries: tuple[str, ...]
     dials: tuple[tuple[str, str], ...]
     crosses_hosts: bool
     is_encrypted: bool
 
 
 def job_listeners(config: Config, places: Mapping[str, Whereabouts]) -> list[Listener]:
-    """Return every port that the job uses; the driver has none.
-
-    Args:
-        places: by worker's label; includes the driver's.
-    """
+    """Return every port that the job uses; the driver has none."""
     return [
         Listener(
             worker.label,
@@ -193,23 +174,20 @@ def stage_links(
         tied: groups of stages that share a parameter, its owner first.
     """
     labels = [worker.label for worker in config.workers]
-    holder_indices = mirrors_of(config, [places[label].machine for label in labels])
-    copies = {(labels[at], labels[i]) for i, at in enumerate(holder_indices) if at is not None}
-    stage_links = []
-    for link in job_links(config, holder_indices, tied):
-        one, other = places[link.one], places[link.other]
-        has_port = bool(one.address or other.address)
-        stage_links.append(
-            StageLink(
-                link.one,
-                link.other,
-                link.carries,
-                tuple(_dials(link, one, other, labels[0], copies)),
-                crosses_hosts=one.machine != other.machine,
-                is_encrypted=has_port and config.certs_folder is not None,
-            )
+    holders = mirrors_of(config, [places[label].machine for label in labels])
+    copies = {(labels[at], labels[i]) for i, at in enumerate(holders) if at is not None}
+    return [
+        StageLink(
+            link.one,
+            link.other,
+            link.carries,
+            tuple(_dials(link, one, other, labels[0], copies)),
+            crosses_hosts=one.machine != other.machine,
+            is_encrypted=bool(one.address or other.address) and config.certs_folder is not None,
         )
-    return stage_links
+        for link in job_links(config, holders, tied)
+        for one, other in [(places[link.one], places[link.other])]
+    ]
 
 
 def _dials(
