@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from rpcmp.errors import MismatchError, UnsupportedJobError
 from rpcmp.pipelining.simulation import ActionTimes
 from rpcmp.tools.bench.cases import Case
-from rpcmp.tools.bench.contestants import Contestant, TimedSegment, stage_times
+from rpcmp.tools.bench.contestants import Contestant, stage_times
 from rpcmp.tools.measurement import (
     Estimate,
     Progress,
@@ -49,27 +49,13 @@ LOSS_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class ContestantTimes:
-    """Measurements of one contestant.
-
-    Attributes:
-        seconds: of a step, per round.
-        losses: of every step, warm-up included.
-        driver_cpu_seconds: of a step, per round, if a process drives the others.
-    """
+    """Measurements of one contestant: the times of a step in each round, and all its losses."""
 
     name: str
     settings: Mapping[str, str | int]
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     driver_cpu_seconds: list[float] = field(default_factory=list)
-
-    def add(self, segment: TimedSegment, is_warmup: bool) -> None:
-        """Add a segment; a warm-up's losses count, its time does not."""
-        self.losses.extend(segment.losses)
-        if not is_warmup:
-            self.seconds.append(segment.seconds_per_step)
-            if segment.driver_cpu_seconds is not None:
-                self.driver_cpu_seconds.append(segment.driver_cpu_seconds)
 
 
 @dataclass(frozen=True)
@@ -203,7 +189,8 @@ async def compare(
     """
     unsupported: dict[str, str] = {}
     limits = limits or TimeLimits()
-    async with _start_all(contestants, unsupported, progress, limits) as started:
+    async with contextlib.AsyncExitStack() as stack:
+        started = await _start_all(contestants, stack, unsupported, progress, limits)
         if not started:
             return Comparison([], 0, unsupported)
         rounds = _Rounds(started, pairs, steps, progress, limits)
@@ -212,31 +199,30 @@ async def compare(
     return Comparison(rounds.whole_rounds(), rounds.steps, unsupported)
 
 
-@contextlib.asynccontextmanager
 async def _start_all(
     contestants: Sequence[Contestant],
+    stack: contextlib.AsyncExitStack,
     unsupported: dict[str, str],
     progress: Progress,
     limits: TimeLimits,
-) -> AsyncIterator[list[Contestant]]:
+) -> list[Contestant]:
     started: list[Contestant] = []
     clock = asyncio.get_running_loop().time
     start_time = clock()
-    async with contextlib.AsyncExitStack() as stack:
-        for number, one in enumerate(contestants):
-            usual = (clock() - start_time) / number if number else 0.0
-            left = max(limits.left, usual * (len(contestants) - number))
-            what = f"starting {one.name} ({number + 1} of {len(contestants)})"
-            progress(what, left if left > 0 else math.inf)
-            stack.push_async_callback(one.close)
-            try:
-                await limits.run(one.start(), is_needed=True)
-            except UnsupportedJobError as error:
-                unsupported[one.name] = str(error)
-                await one.close()
-            else:
-                started.append(one)
-        yield started
+    for number, one in enumerate(contestants):
+        usual = (clock() - start_time) / number if number else 0.0
+        left = max(limits.left, usual * (len(contestants) - number))
+        what = f"starting {one.name} ({number + 1} of {len(contestants)})"
+        progress(what, left if left > 0 else math.inf)
+        stack.push_async_callback(one.close)
+        try:
+            await limits.run(one.start(), is_needed=True)
+        except UnsupportedJobError as error:
+            unsupported[one.name] = str(error)
+            await one.close()
+        else:
+            started.append(one)
+    return started
 
 
 class _Rounds:
@@ -293,8 +279,14 @@ class _Rounds:
 
     async def _measure(self, one: Contestant, steps: int, number: int) -> None:
         segment = await self._limits.run(one.run(steps), is_needed=number <= 1)
-        self._times[one.name].add(segment, is_warmup=number == 0)
         self._step_s[one.name] = segment.seconds_per_step
+        times = self._times[one.name]
+        times.losses.extend(segment.losses)
+        if number == 0:  # a warm-up's losses count, its time does not
+            return
+        times.seconds.append(segment.seconds_per_step)
+        if segment.driver_cpu_seconds is not None:
+            times.driver_cpu_seconds.append(segment.driver_cpu_seconds)
 
     def _cost(self, contestants: Sequence[Contestant], steps: int) -> float:
         return steps * sum(self._step_s[one.name] for one in contestants)

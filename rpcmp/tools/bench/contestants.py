@@ -76,7 +76,7 @@ class TimedSegment:
 
 
 class Contestant(Protocol):
-    """One way to train the job. Each segment goes on where the one before it stopped."""
+    """One way to train the job. Each segment continues where the one before it stopped."""
 
     @property
     def name(self) -> str:
@@ -254,17 +254,12 @@ def _torch(name: str, schedules: list[str], case: Case) -> PeerGroup:
 
 CONTESTANTS: dict[str, Callable[[Case], Contestant]] = {
     OwnPipeline.name: OwnPipeline,
-    **{
-        name: partial(_one_process, name, threads)
-        for name, threads in {
-            "one-process-1-thread": 1,
-            "one-process-all-threads": len(os.sched_getaffinity(0)),
-        }.items()
-    },
-    **{
-        name: partial(_torch, name, schedules)
-        for name, schedules in {"torch-1f1b": ["1f1b"], "torch-best": BEST_SCHEDULES}.items()
-    },
+    "one-process-1-thread": partial(_one_process, "one-process-1-thread", 1),
+    "one-process-all-threads": partial(
+        _one_process, "one-process-all-threads", len(os.sched_getaffinity(0))
+    ),
+    "torch-1f1b": partial(_torch, "torch-1f1b", ["1f1b"]),
+    "torch-best": partial(_torch, "torch-best", BEST_SCHEDULES),
 }
 
 
@@ -286,7 +281,7 @@ async def stage_times(case: Case) -> list[ActionTimes]:
     if case.nominal is not None:
         return [case.nominal] * case.num_stages
     threads = max(case.config.stage(index).threads for index in range(case.num_stages))
-    clock = peer("stage-times", case, "StageClock", [threads], {"stages": ["alone"]})
+    clock = peer("stage-times", case, "StageClock", [threads], {"batch": ["micro-batches"]})
     try:
         await clock.start()
         (answer,) = await clock.ask(op="run", steps=MEASUREMENTS)

@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,29 +24,12 @@ from torch import Tensor, nn
 
 from rpcmp.config import importing, topology
 from rpcmp.config.schema import Config
-from rpcmp.config.types import Strict
 from rpcmp.data.batches import load_batches
 from rpcmp.errors import UnsupportedJobError
 from rpcmp.pipelining import devices, layers, optimizers
 from rpcmp.pipelining.assignment import assign
 from rpcmp.pipelining.simulation import ActionTimes
 from rpcmp.process.channel import Message
-
-
-class PeerConfig(Strict):
-    """The job of one process of a peer.
-
-    Attributes:
-        config, halves: see `Case`.
-        rank, world_size: its place among the peer's processes.
-        store: path of the file through which the processes find each other.
-    """
-
-    config: Config
-    halves: Config
-    rank: int
-    world_size: int
-    store: str
 
 
 @dataclass(frozen=True)
@@ -63,10 +46,7 @@ class ModelPart:
 
 
 def layer_names(config: Config, parts_per_stage: int = 1) -> list[list[str]]:
-    """Return the names of the layers of each part, in order.
-
-    Args:
-        parts_per_stage: 1, or 2 to cut every stage in the middle.
+    """Return the names of the layers of each part: a stage, or each half of a stage if there are 2.
 
     Raises:
         UnsupportedJobError: the job is not a chain on the CPU, or a stage has too few layers.
@@ -139,7 +119,6 @@ def require_equal_microbatches(inputs: Tensor, num_microbatches: int) -> None:
 
 
 def join_gloo(job: Message) -> None:
-    """Form Gloo's group of a peer's processes."""
     dist.init_process_group(
         "gloo",
         init_method=f"file://{job['store']}",
@@ -152,7 +131,7 @@ class OneProcess:
     """The unsplit model; the number of threads comes from the environment."""
 
     def __init__(self, job: Message) -> None:
-        self._config = PeerConfig.model_validate(job).config
+        self._config = Config.model_validate(job["config"])
 
     def build(self, way: str) -> None:
         """Build the model, to be trained by "whole batch" or "micro-batches"."""
@@ -190,28 +169,18 @@ Stage = Callable[[Tensor], Tensor]
 Result = TypeVar("Result")
 
 
-class StageClock:
+class StageClock(OneProcess):
     """Times the stages one after the other; the loss belongs to the last one."""
 
-    def __init__(self, job: Message) -> None:
-        self._config = PeerConfig.model_validate(job).config
-
-    def build(self, way: str) -> None:
-        self._parts = build_stages(self._config)
-        inputs, targets = next(endless_batches(self._config))
-        count = self._config.num_microbatches
-        self._loss = slice_loss(self._config, count)
-        require_equal_microbatches(inputs, count)
-        self._inputs, self._targets = inputs.chunk(count)[0], targets.chunk(count)[0]
-
     def run(self, steps: int) -> Message:
-        """Return the medians of `steps` measurements of each stage."""
-        x, times = self._inputs, []
+        """Return the medians of `steps` measurements of each stage with one micro-batch."""
+        x, targets = (whole.chunk(self._num_slices)[0] for whole in next(self._batches))
+        times = []
         *first, last = (each.module for each in self._parts)
         for module in first:
             times.append(_measure(module, x, steps))
             x = module(x).detach().requires_grad_()
-        times.append(_measure(lambda value: self._loss(last(value), self._targets), x, steps))
+        times.append(_measure(lambda value: self._loss(last(value), targets), x, steps))
         return {"stages": times}
 
 
@@ -253,16 +222,19 @@ class TorchRank:
     """One rank of torch.distributed.pipelining; the ways are the names of its schedules."""
 
     def __init__(self, job: Message) -> None:
-        self._peer = PeerConfig.model_validate(job)
+        self._config = Config.model_validate(job["config"])
+        self._halves = Config.model_validate(job["halves"])
+        self._rank: int = job["rank"]
+        self._world_size: int = job["world_size"]
         join_gloo(job)
 
     def build(self, way: str) -> None:
         from torch.distributed import pipelining  # imports torch's compiler, for seconds
 
-        config = self._peer.config if way in SINGLE else self._peer.halves
+        config = self._config if way in SINGLE else self._halves
         names = layer_names(config, 1 if way in SINGLE else 2)
         indices = self._indices(way)
-        per_stage = len(names) // self._peer.world_size
+        per_stage = len(names) // self._world_size
         self._parts = [build(config, i // per_stage, names[i]) for i in indices]
         stages = [
             pipelining.PipelineStage(each.module, index, len(names), torch.device("cpu"))
@@ -272,8 +244,17 @@ class TorchRank:
         inputs, _ = next(endless_batches(config))
         require_equal_microbatches(inputs, config.num_microbatches)
         self._batches = endless_batches(config)
-        schedule = getattr(pipelining, (SINGLE | DOUBLE)[way])
-        self._schedule = self._create(schedule, stages[0] if way in SINGLE else stages)
+        create = getattr(pipelining, (SINGLE | DOUBLE)[way])
+        loss = slice_loss(config, config.num_microbatches)
+        try:
+            self._schedule = create(
+                stages[0] if way in SINGLE else stages,
+                config.num_microbatches,
+                loss,
+                scale_grads=False,
+            )
+        except ValueError as error:  # how torch refuses a number of micro-batches
+            raise UnsupportedJobError(str(error)) from error
 
     def run(self, steps: int) -> Message:
         batches = [next(self._batches) for _ in range(steps)]
@@ -297,15 +278,7 @@ class TorchRank:
 
     def _indices(self, way: str) -> list[int]:
         """Return the parts of this rank: one, two of a loop, or two of a V that ends at rank 0."""
-        rank, size = self._peer.rank, self._peer.world_size
+        rank, size = self._rank, self._world_size
         if way in SINGLE:
             return [rank]
         return [rank, 2 * size - 1 - rank] if way == "zbv" else [rank, size + rank]
-
-    def _create(self, schedule: Callable[..., Any], stages: Any) -> Any:
-        count = self._peer.config.num_microbatches
-        loss = slice_loss(self._peer.config, count)
-        try:
-            return schedule(stages, count, loss, scale_grads=False)
-        except ValueError as error:  # how torch refuses a number of micro-batches
-            raise UnsupportedJobError(str(error)) from error

@@ -313,12 +313,7 @@ def explain_stages(
     hosts: Sequence[StageHost] | None,
     addresses: Sequence[str] = (),
 ) -> list[ExplainedStage]:
-    """Return all stages, in the config's order.
-
-    Args:
-        hosts: measurements of the stages' hosts; None if there are none.
-        addresses: of running servers, one per worker; empty if they are started on this machine.
-    """
+    """Return all stages; `hosts` has measurements, `addresses` the running servers, if any."""
     held, graph = cost_model.held(config), config.graph()
     ends = [0, *accumulate(len(facts.layers) for facts in summary.stages)]
     pairs = list(zip(config.workers, addresses, strict=False))
