@@ -3,9 +3,9 @@
     rpcmp/worker/backward.py    tests/unit/worker/test_backward.py
     rpcmp/cli/tune.py           tests/cli/test_tune.py
 
-A module that has none of its own is listed here, below the test that fails when it is wrong. The
-list may only shrink: a new module brings its test. A test in tests/unit that is no one module's own
-is listed as well, with what it is of.
+A module without a test of its own is listed here, below the test that fails if the module is wrong.
+The list may only shrink: a new module brings its test. A test in tests/unit that belongs to several
+modules is listed as well, with its subject.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ OF_SEVERAL = {
     "observability/prometheus/test_grafana.py": "the dashboard in deploy/, which is no module",
     "test_torch_contract.py": "what rpcmp relies on in torch, which is no module of ours",
 }
-"""Tests in tests/unit that are not called like a module of rpcmp in their place, and of what."""
+"""Tests in tests/unit that are not called like a module in their place, and their subjects."""
 
 
 def test_unit_mirrors_the_package() -> None:

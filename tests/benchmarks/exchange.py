@@ -74,7 +74,7 @@ class AllReduce(Exchange):
     def build(self, way: str) -> None:
         join_gloo(self._job)
         self._tensor = torch.empty(self._job["bytes"] // ELEMENT_BYTES)
-        self._tensor.zero_()  # what is in place grows with every sum, but for zeros
+        self._tensor.zero_()  # a sum in place grows unless it is of zeros
 
     def _exchange(self) -> None:
         dist.all_reduce(self._tensor)
@@ -89,7 +89,7 @@ class Sum(Exchange):
     """Parameters' gradients by `bucket_allreduce` of workers, over torch RPC.
 
     In the clock: the copies into buckets and their way out, which a job's stages hide behind the
-    backward as far as they can. A process has what a worker has but for its private network.
+    backward as far as they can. A rank is set up like a worker, but without a private network.
     """
 
     def build(self, way: str) -> None:

@@ -1,7 +1,7 @@
 """Time of a recovery, and cost of being prepared for one.
 
 python -m tests.benchmarks.recovery times [ROUNDS]   seconds from a fault to the next new step
-python -m tests.benchmarks.recovery costs [ROUNDS]   step time without and with what it needs
+python -m tests.benchmarks.recovery costs [ROUNDS]   step time without and with recovery enabled
 """
 
 from __future__ import annotations

@@ -6,15 +6,15 @@
 
 step: `rpcmp/examples/residual_ddp.toml`, grown until a step takes some 400 ms in one process, with
 SGD. Its one stage has two replicas with one thread each, on stage servers that the benchmark starts
-by the way of `rpcmp drive`. Against them, on the same mini-batches, cut into the same
+as `rpcmp drive` does. Against them, on the same mini-batches, cut into the same
 micro-batches: a plain PyTorch loop in one process with one thread, and `DistributedDataParallel`
-over Gloo in two processes with one thread each. What is timed is a round of steps, from the first
-one's begin to the last one's end, by their number. The driver of ours loads the data meanwhile, the
-others have loaded theirs before. All losses have to agree.
+over Gloo in two processes with one thread each. The time of a round, from the start of its first
+step to the end of its last one, is divided by the number of steps. Our driver loads the data
+meanwhile; the others have loaded theirs before. All losses must agree.
 
 exchange: the time from when all processes have their gradients, 50 MB of float32, until each of
 them has the sum, several times in a row. Ours: parameters of 1 MB each, all buckets of
-`rpcmp.worker.grad_sync.bucket_allreduce` begun at once and finished, over torch RPC as between
+`rpcmp.worker.grad_sync.bucket_allreduce` started at once and finished, over torch RPC as between
 workers; copies from the gradients and back are in it. Gloo: `all_reduce` of one tensor of 50 MB.
 Nothing is computed besides, so nothing is hidden behind a backward. 2 and 4 processes with one
 thread each.
@@ -87,19 +87,19 @@ def exchange(options: argparse.Namespace) -> None:
 
 
 def _job(overrides: Sequence[str]) -> Case:
-    """What all train, by one worker."""
+    """Return the job that all train, with one worker."""
     one_worker = ("stages.0.replicas=1", "stages.0.threads=1")
     return cases.load(str(EXAMPLE), overrides=[*GROWN, *overrides, *one_worker])
 
 
 def _replicated(case: Case) -> Case:
-    """The same by several."""
+    """Return the same job with several replicas."""
     stage = case.config.stage(0).model_copy(update={"replicas": NUM_REPLICAS})
     return dataclasses.replace(case, config=case.config.model_copy(update={"stages": [stage]}))
 
 
 def _require_equal_work(case: Case) -> None:
-    """Only then do the means of DistributedDataParallel's ranks make the mini-batch's.
+    """Fail if the means of DistributedDataParallel's ranks would not make the mini-batch's.
 
     Raises:
         ConfigError: the replicas would not have equally many samples in equal micro-batches.
@@ -132,7 +132,7 @@ def _ranks(name: str, trainer: str, count: int, job: Message) -> Contestant:
 def _compare(
     contestants: Sequence[Contestant], options: argparse.Namespace
 ) -> list[ContestantTimes]:
-    """What each did, in their order.
+    """Return the measurements, in the order of the contestants.
 
     Raises:
         UnsupportedJobError: one cannot take part.

@@ -48,7 +48,7 @@ HOST = "127.0.0.1"
 class Cluster:
     """Two stage servers and a spare, which accept only peers with certificates.
 
-    The first is in a network of its own; the others are in that of drivers.
+    The first is in a network of its own; the others share the drivers' network.
     """
 
     certs: Path

@@ -36,7 +36,7 @@ def steps_of(events: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 def committed(result: Result) -> list[tuple[Any, ...]]:
-    """Return what must not depend on faults."""
+    """Return the results that must not depend on faults."""
     assert result.code == 0, result.err
     steps = steps_of([event for event in result.events if event["event"] == "step"])
     return [*steps, result.event("summary")["parameters_sha256"]]

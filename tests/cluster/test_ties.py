@@ -44,7 +44,7 @@ def test_tied_replicas_lose_a_stage_keep_their_bits_and_are_exported(
 
 
 def in_this_process(config: Path, *overrides: str) -> Committed:
-    """Return what the job commits in one process: the bits of the unsplit model."""
+    """Return the job's commits in one process: the bits of the unsplit model."""
     with local_group(loader.load_config(config, overrides).without_recovery()) as local:
         local.train()
         return local.committed()

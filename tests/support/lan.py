@@ -71,7 +71,7 @@ def lan(count: int, folder: Path) -> Iterator[list[Host]]:
     """Create hosts that are connected to one switch.
 
     Args:
-        folder: where each finds who it is.
+        folder: of the files by which each host identifies itself.
     """
     needs_root("make a network")
     needs("mount")
@@ -95,7 +95,7 @@ def _plug_in(switch: str, name: str, index: int, folder: Path) -> Host:
     for device in ("lo", "eth0"):
         _ip("-n", name, "link", "set", device, "up")
     _ip("-n", switch, "link", "set", cable, "master", "br0", "up")
-    boot = folder / f"boot_id-{name}"  # machines are told apart by it
+    boot = folder / f"boot_id-{name}"  # it distinguishes machines
     boot.write_text(f"{name}\n")
     names = folder / "hosts"
     names.write_text("".join(f"{PREFIX}.{i + 1} host-{chr(97 + i)}\n" for i in range(26)))

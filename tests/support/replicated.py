@@ -67,5 +67,5 @@ def replicated(faults: Faults) -> Path:
 
 
 def committed_without_fault(folder: Path) -> Committed:
-    """Return what the job commits without a fault."""
+    """Return the job's commits without a fault."""
     return committed(drive(replicated(Faults(JobFolder(folder / "job")))))

@@ -28,9 +28,9 @@ class Cluster:
 
     Attributes:
         driver: the host that drives.
-        hosts: those that serve.
-        servers: what runs there.
-        certs: of all of them.
+        hosts: the ones that serve.
+        servers: the processes on them.
+        certs: of all hosts.
     """
 
     driver: Host
@@ -113,7 +113,7 @@ layers = "zoo:jittery"
 kwargs = { milliseconds = 20.0 }
 balance = [2, 2, 1]
 """
-"""A job that leaves the processor to those who look at it."""
+"""A job that leaves the processor to its observers."""
 
 
 def test_only_the_one_port_of_each_server_answers(cluster: Cluster, job: JobFolder) -> None:

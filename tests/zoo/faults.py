@@ -3,9 +3,8 @@
     layers = "faults:layers"
     kwargs = { at = { stage = 1, step = 3, phase = "backward", how = "SIGKILL", marker = "..." } }
 
-Each leaves a marker that says which process it was, and in which phase. A worker of a later
-generation finds the marker and goes on unharmed, unless the fault is to come again. Several faults
-may be planted.
+Each leaves a marker with its process and phase. A worker of a later generation that finds the
+marker continues unharmed, unless the fault is to recur. Several faults may be planted.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Planted:
         stage: this worker's.
 
     Attributes:
-        trains: whether a step has begun; before that, optimizers are only tried out.
+        trains: whether a step has started; before that, optimizers are only tried out.
     """
 
     def __init__(self, faults: list[dict[str, Any]], stage: int) -> None:
@@ -203,7 +202,7 @@ class WatchedSGD(torch.optim.SGD):
 
 
 _planted: list[Planted] = []
-"""Those of this process; it is one stage's."""
+"""The faults of this process, which has one stage."""
 
 
 def _watch_process(planted: Planted) -> None:

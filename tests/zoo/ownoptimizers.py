@@ -192,7 +192,7 @@ RESTORED = (
 
 
 class Pair(NamedTuple):
-    """What a file has as a plain tuple."""
+    """A state that is a plain tuple in a file."""
 
     m: Any
     n: int
@@ -291,7 +291,7 @@ class Afraid(ByParameter):
 
 
 class Helper:
-    """Keeps what it likes."""
+    """State outside of the optimizer, which its `state_dict` does not have."""
 
     def __init__(self) -> None:
         self.sums: dict[Any, Any] = {}

@@ -74,9 +74,7 @@ def plain_entry_points() -> list[EntryPoint]:
 
 
 def tls_entry_points(certs: Path) -> list[EntryPoint]:
-    """Return the entry points of a server with certificates; few inputs where handshakes are
-    costly.
-    """
+    """Return the entry points of a server with certificates; few inputs, as TLS is costly."""
     return [
         EntryPoint("TLS port, no handshake", 4),
         EntryPoint("stage's certificate, relay", 1, certs / "stage1", RELAY),

@@ -40,7 +40,7 @@ def inputs(draw: random.Random, valid: Iterator[bytes]) -> Iterator[Input]:
     """Yield malformed inputs without end.
 
     Args:
-        valid: what they are made from.
+        valid: messages that they are made from.
     """
     makers = list(_MAKERS)
     weights = [_MAKERS[maker] for maker in makers]

@@ -15,11 +15,11 @@ from grpc_health.v1 import health_pb2
 from rpcmp.v1 import control_pb2
 
 STEERING = ("Prepare", "Start", "Link", "Watch", "Stop", "Profile", "Inspect", "Mirror", "Save")
-"""By these a driver ends or changes a job: from who may, and naming the job that runs, they are no
-malformed input. `Drain` names none, and ends whatever runs."""
+"""A driver ends or changes a job by these: they are valid if the sender may drive and they name the
+running job. `Drain` names none, and ends any job."""
 
 MEANT = ("CompareSet", "Add")
-"""By these a member changes the group's store, whose keys a random one would hardly be."""
+"""A member changes the group's store by these; a random key would hardly be one of the store's."""
 
 
 @dataclass

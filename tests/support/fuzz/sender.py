@@ -35,12 +35,12 @@ class Sender:
     Args:
         entry_points: the ways to connect.
         addresses: of the servers, in turn.
-        job: which runs, as it is found out.
-        seed: of all that is random.
+        job: the running one, once it is known.
+        seed: of all random choices.
 
     Attributes:
-        sent: how many inputs, by the name of the entry point.
-        kinds: how many, by how they were made.
+        sent: number of inputs, by the name of the entry point.
+        kinds: number of inputs, by how they were made.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Links between processes, and which end listens."""
+"""Links between processes, and the end that listens."""
 
 from __future__ import annotations
 

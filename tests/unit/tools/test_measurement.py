@@ -1,4 +1,4 @@
-"""Medians and how sure they are."""
+"""Medians and their intervals."""
 
 from __future__ import annotations
 

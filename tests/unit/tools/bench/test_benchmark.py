@@ -85,7 +85,7 @@ def test_a_job_that_rpcmp_does_not_support_is_an_error() -> None:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the command compare pretenders, whose stages are not measured alone."""
+    """Let the command compare pretenders, and measure no stages."""
 
     async def pretended(case: Case) -> list[ActionTimes]:
         return [case.nominal or ActionTimes(1.0, 1.0, 1.0)] * case.num_stages
@@ -172,7 +172,7 @@ def test_peers_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("fastest", "whole", "budget", "found"),
     [
-        (0.5, 9.0, math.inf, 5),  # not ever fewer, where there is time
+        (0.5, 9.0, math.inf, 5),  # never fewer if there is time
         (0.001, 0.02, math.inf, 2000),
         (0.001, 0.02, 50.0, 2000),
         (0.001, 0.1, 50.0, 500),

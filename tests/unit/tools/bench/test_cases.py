@@ -1,4 +1,4 @@
-"""The cases of `rpcmp bench`: what they are and what they refuse."""
+"""The cases of `rpcmp bench`, and the options that they refuse."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def bytes_of(tensors: list[torch.Tensor]) -> int:
 
 
 def trained(job: Config, index: int, found: StageFacts) -> None:
-    """Build a stage, train it once, and compare what it then consists of."""
+    """Build a stage, train it once, and compare its tensors with the summary."""
     names = [layer.name for layer in found.layers]
     modules = layers.build_layers(job, index, names)
     assert [layer.parameters for layer in found.layers] == [
