@@ -71,7 +71,7 @@ def three() -> Iterator[list[Server]]:
 
 
 def test_a_run_does_what_was_explained(job: JobFolder, three: list[Server]) -> None:
-    """Every explained number and name equals that of the run that follows."""
+    """Every explained number and name equals the following run's."""
     config, path = job.config(SLOW_LAST), job.folder / "run.json"
     where = ("--connect", connect(three))
     explained = rpcmp("explain", config, "--json", *where)

@@ -41,7 +41,7 @@ def private_listeners(process: psutil.Process) -> set[str]:
 def test_only_members_of_a_group_reach_its_workers(job: JobFolder, servers: list[Server]) -> None:
     config = job.config(LONG_JOB)
     with running("drive", config, "--connect", connect(servers), "--json") as run:
-        run.wait_for_line('"step"')
+        run.wait_for_line('"event": "step"')
         (driver,) = forked("rpcmp.driver")
         workers = [psutil.Process(stage["worker_pid"]) for stage in status(config, servers)]
         for process in [*workers, driver]:
