@@ -44,7 +44,7 @@ class Finding:
 
     Attributes:
         where: the worker, the driver, or "a - b" for the link between two.
-        is_temporary: whether it may be mended without any action.
+        is_temporary: whether it may end without any action.
     """
 
     where: str
@@ -217,7 +217,7 @@ def _device(
 def _folder(config: Config, where: str, folder: Folder, driver: HostFacts | None) -> Finding:
     path = config.checkpoint_folder
     is_shared = config.checkpoint is not None and config.checkpoint.shared
-    # If the driver cannot write there, a missing marker tells nothing.
+    # If the driver cannot write there, a missing marker proves nothing.
     is_marked = driver is not None and driver.folder is not None and driver.folder.has_marker
     if folder.problem:
         text = f"nothing can be kept in {path}: {folder.problem}"

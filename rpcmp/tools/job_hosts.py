@@ -1,7 +1,4 @@
-"""Ask every host of a job for the facts that matter to a run, as the job itself would reach it.
-
-`rpcmp doctor` judges the reports, and `rpcmp explain` shows where everything is.
-"""
+"""Collect facts about every host of a job, for `rpcmp doctor` and `rpcmp explain`."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ class HostReport:
         address: HOST:PORT of its server; empty for the driver.
         facts: None if they are unknown.
         speed: of the link from the driver; None for the driver itself, and if there is no link.
-        error: why facts or speed are missing.
+        error: the reason if facts or speed are missing.
     """
 
     name: str
@@ -47,11 +44,11 @@ class HostReport:
 
 
 class HostSurvey:
-    """Collects facts about the hosts of a job.
+    """Collects facts about the hosts of a job, reached as the job would reach them.
 
     Args:
         dialer: opens connections to the spares.
-        forks: where the process comes from that looks at this host.
+        forks: forks the process that examines this host.
     """
 
     def __init__(
@@ -67,7 +64,7 @@ class HostSurvey:
         with contextlib.ExitStack() as stack:
             marker = ""
             if config.checkpoint is not None and config.checkpoint.shared:
-                with contextlib.suppress(OSError):  # the driver's own report says why
+                with contextlib.suppress(OSError):  # the driver's own report has the reason
                     marker = stack.enter_context(marked(config.checkpoint_folder))
             driver = await self._ask_driver(marker)
             own = driver.facts.driver_metrics if driver.facts else []
@@ -161,7 +158,7 @@ def _require_suitable(server: pb.DescribeResponse, address: str, index: int | No
 def stage_request(
     config: Config, index: int, marker: str, driver_metrics: Collection[str] = ()
 ) -> CheckRequest:
-    """Return what one stage needs.
+    """Return the request to the host of a stage.
 
     Args:
         marker: name of the driver's file in the checkpoint folder; empty if it is not shared.
@@ -181,7 +178,7 @@ def stage_request(
 def spare_request(
     config: Config, marker: str, driver_metrics: Collection[str] = ()
 ) -> CheckRequest:
-    """Return what a spare server needs, which may take any stage."""
+    """Return the request to a spare server, which may take any stage."""
     stages = [stage_request(config, i, marker, driver_metrics) for i in range(config.num_stages)]
     callables = _names(*(stage.callables for stage in stages))
     devices = sorted({device for stage in stages for device in stage.devices})
@@ -189,7 +186,7 @@ def spare_request(
 
 
 def driver_request(config: Config, marker: str) -> CheckRequest:
-    """Return what the driver needs: it may load data, lists the layers, computes some metrics."""
+    """Return the request to the driver: it lists layers, and may load data and compute metrics."""
     callables = _names(
         _model(config, 0) if config.model is not None else {},
         _data(config, "driver"),

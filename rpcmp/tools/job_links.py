@@ -3,7 +3,7 @@
     driver ──dials──> every server                control, batches; tensors come back the same way
     every other server ──dials──> the first       rendezvous
     two servers of different networks <──> each other      tensors between their workers
-    a server ──dials──> one of another machine    whose snapshots it holds as well
+    a server ──dials──> one of another machine    to copy the snapshots of its stage
 
 On one machine a server opens its neighbour's snapshots in memory, and workers that were forked by
 one process reach each other by a loopback of their own: neither needs a connection.
@@ -20,7 +20,7 @@ from rpcmp.config.topology import DRIVER
 from rpcmp.job.restore_point import mirrors_of
 
 TENSORS = frozenset({"batches", "activations", "gradients", "snapshots"})
-"""What consists of tensors, among what links carry."""
+"""Those contents of links that consist of tensors."""
 
 FREE_PORT = "127.0.0.1, a free port"
 
@@ -30,8 +30,8 @@ class Link:
     """Two processes that talk to each other.
 
     Attributes:
-        one, other: labels of workers; the driver, if it is one of the two, comes first.
-        carries: what passes over the link.
+        one, other: labels of workers; the driver comes first.
+        carries: contents, such as "activations".
     """
 
     one: str
@@ -112,7 +112,7 @@ class Listener:
 
     Attributes:
         address: HOST:PORT; None: a free port of the loopback.
-        admits: who is let in.
+        admits: the peers that may connect.
         exposed: see Whereabouts.
     """
 
@@ -128,8 +128,8 @@ class StageLink(Link):
     """A link with the connections that it needs.
 
     Attributes:
-        dials: (who, whom) of every connection; empty if the two reach each other by a loopback of
-            their own, or in memory.
+        dials: (client, server) of every connection; empty if the two reach each other by a
+            loopback of their own, or in memory.
         crosses_hosts: whether the link leaves a machine.
         is_encrypted: by TLS 1.3.
     """
@@ -193,7 +193,7 @@ def stage_links(
 def _dials(
     link: Link, one: Whereabouts, other: Whereabouts, first: str, copies: set[tuple[str, str]]
 ) -> list[tuple[str, str]]:
-    """Return (who, whom) of each connection; `copies` has (holder, owner) of snapshots."""
+    """Return (client, server) of each connection; `copies` has (holder, owner) of snapshots."""
     there, back = (link.one, link.other), (link.other, link.one)
     if link.one == DRIVER:
         return [there]

@@ -1,4 +1,4 @@
-"""What measurements of step times have in common: limits of their duration, and robust statistics.
+"""Time limits and robust statistics of measured step times.
 
 Runs one after the other share the load of the machine at that moment, so alternatives are compared
 by the ratios within a round, never by their medians alone.
@@ -16,10 +16,10 @@ from typing import TypeVar
 CONFIDENCE = 0.95
 
 LEAST_CONFIDENCE = 0.9
-"""Least confidence of an interval that tells anything; five rounds are the fewest that reach it."""
+"""Least confidence of a conclusion; five rounds are the fewest that reach it."""
 
 Progress = Callable[[str, float], None]
-"""Called with what is measured now, and an estimate of the seconds for this and the rest."""
+"""Called with the name of the current measurement, and the estimated seconds until the end."""
 
 Item = TypeVar("Item")
 
@@ -33,9 +33,7 @@ class OverBudgetError(StoppedError):
 
 
 class TimeLimits:
-    """Limits of a measurement: its budget, and a user who wants the results so far.
-
-    The budget is spent from the moment of creation, which must be in a running event loop.
+    """The budget of a measurement from its creation in an event loop on, and a stop by the user.
 
     Args:
         budget: seconds.
@@ -65,8 +63,7 @@ class TimeLimits:
         """Return what `work` returns, or cancel it at the limit.
 
         Args:
-            work: the measurement.
-            is_needed: there is no result without it, so the budget does not end it.
+            is_needed: whether there is no result without it, so that the budget does not end it.
 
         Raises:
             StoppedError: the user has stopped the measurement.
@@ -149,7 +146,7 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
 
 
 def is_conclusive(estimate: Estimate) -> bool:
-    """Return whether the interval is sure enough to tell anything."""
+    """Return whether the interval is sure enough for a conclusion."""
     return estimate.confidence >= LEAST_CONFIDENCE
 
 

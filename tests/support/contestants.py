@@ -6,7 +6,7 @@ import asyncio
 
 from rpcmp.errors import UnsupportedJobError
 from rpcmp.tools.bench import benchmark
-from rpcmp.tools.bench.benchmark import Comparison
+from rpcmp.tools.bench.benchmark import ComparisonRounds
 from rpcmp.tools.bench.contestants import Contestant, TimedSegment
 
 
@@ -41,5 +41,5 @@ class Pretender:
         self._log.append(f"close {self.name}")
 
 
-def compare(*contestants: Contestant, pairs: int = 3) -> Comparison:
+def compare(*contestants: Contestant, pairs: int = 3) -> ComparisonRounds:
     return asyncio.run(benchmark.compare(contestants, pairs, 2, lambda what, left: None))

@@ -59,7 +59,7 @@ class ContestantTimes:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparisonRounds:
     """Measurements of all contestants.
 
     Attributes:
@@ -174,7 +174,7 @@ async def compare(
     steps: int | None,
     progress: Progress,
     limits: TimeLimits | None = None,
-) -> Comparison:
+) -> ComparisonRounds:
     """Run `pairs` rounds of `steps` steps, or as many rounds as there is time for, at least one.
 
     Args:
@@ -192,11 +192,11 @@ async def compare(
     async with contextlib.AsyncExitStack() as stack:
         started = await _start_all(contestants, stack, unsupported, progress, limits)
         if not started:
-            return Comparison([], 0, unsupported)
+            return ComparisonRounds([], 0, unsupported)
         rounds = _Rounds(started, pairs, steps, progress, limits)
         with contextlib.suppress(StoppedError):
             await rounds.run()
-    return Comparison(rounds.whole_rounds(), rounds.steps, unsupported)
+    return ComparisonRounds(rounds.whole_rounds(), rounds.steps, unsupported)
 
 
 async def _start_all(
@@ -292,7 +292,7 @@ class _Rounds:
         return steps * sum(self._step_s[one.name] for one in contestants)
 
     def whole_rounds(self) -> list[ContestantTimes]:
-        """Return what all contestants have done, without a round that was cut off.
+        """Return the rounds that all contestants have finished.
 
         Raises:
             StoppedError: not one whole round.
@@ -314,7 +314,7 @@ def _steps(fastest: float, whole: float, budget: float) -> int:
 
 
 def loss_difference(times: Sequence[ContestantTimes]) -> str | None:
-    """Describe where another contestant's losses first differ from the first one's, or None."""
+    """Describe the first step in which a loss differs from the first contestant's, or None."""
     first = times[0]
     for other in times[1:]:
         pairs = zip(first.losses, other.losses, strict=True)

@@ -5,7 +5,7 @@
               ──run(steps)──>      ──ran───────────────> benchmark
 
 A peer's process builds and trains on request, and blocks in between without a spinning thread, so
-that it takes no time from the others. `peer_trainers.py` has what it does.
+that it takes no time from the others; see `peer_trainers.py`.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ SETTLE_STEPS = 2
 """Steps of a trial before its clock counts: torch infers shapes and connects in the first one."""
 
 TRIALS = 2
-"""Trials of each way, of which the faster one counts: the first way would pay for all first times
-otherwise."""
+"""Trials of each way; the faster one counts, since the first trial pays for all first times."""
 
 TRIAL_STEPS, TRIAL_SECONDS = 3, 1.0
 """Least length of a trial."""
@@ -64,10 +63,8 @@ class TimedSegment:
 
     Attributes:
         seconds_per_step: from the start of the first step to the end of the last one, divided by
-            their number; between two steps it waits only for what training itself waits for.
-        losses: the mini-batch's loss in each step.
-        driver_cpu_seconds: mean CPU time of a step in the process that drives the others; None if
-            there is no such process.
+            their number; nothing but training happens between two steps.
+        driver_cpu_seconds: CPU time per step of the driver process, if there is one.
     """
 
     seconds_per_step: float
@@ -134,13 +131,12 @@ class PeerGroup:
     """A contestant other than rpcmp: processes that do the same at the same time.
 
     Args:
-        trainer: "module:class" of what trains in each process.
-        job: what the class is created with, besides "rank", "world_size" and "store", the path of
-            the file through which the processes find each other.
+        trainer: "module:class" of the object that trains in each process.
+        job: argument of the class; each process adds its "rank", the "world_size" and the "store",
+            the path of the file through which the processes find each other.
         folder: of Python files that the class or the job needs; empty if there are none.
         threads: of each process.
         ways: ways to train, by the name of the setting that differs; `start` finds the fastest.
-        settings: other settings to show.
     """
 
     def __init__(

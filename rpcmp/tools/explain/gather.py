@@ -1,9 +1,8 @@
-"""Find out what a run will do, before it does it: `rpcmp explain`.
+"""Forecast a run, for `rpcmp explain`.
 
-Every answer comes from where a run would get it: a process beside the driver plans and loads as the
-driver's does (`rpcmp.tools.explain.model_summary`), hosts measure the layers as for
-`balance = "auto"`, and are asked for facts as by `rpcmp doctor`. So whatever a run would refuse is
-refused here, with the same error.
+Every figure comes from its source in a run: a process plans and loads data as a driver's process
+does (`rpcmp.tools.explain.model_summary`), and hosts measure the layers as for `balance = "auto"`
+and report facts as for `rpcmp doctor`. So whatever a run would refuse ends with the same error.
 """
 
 from __future__ import annotations
@@ -145,7 +144,7 @@ class Explanation:
 async def explain(
     config: Config, connect: Sequence[str] | None = None, measures: bool = True
 ) -> Explanation:
-    """Find out what a run of `config` will do.
+    """Forecast a run of `config`.
 
     Args:
         connect: addresses of running stage servers, one per worker; None uses the config's. If it
@@ -154,7 +153,7 @@ async def explain(
             anything, and servers need not run.
     """
     addresses = config.addresses if connect is None else list(connect)
-    # These are called for what they refuse, too.
+    # These refuse impossible jobs.
     require_addresses(config, addresses)
     dialer = dialer_for(config, [*addresses, *config.recovery.spares])
     cost_model.limits(config)
@@ -230,7 +229,7 @@ async def _ask_hosts(
 def _assume_places(
     config: Config, addresses: Sequence[str], network: NetworkOf
 ) -> dict[str, Whereabouts]:
-    """Return where each member is, as far as this host knows: here, or at its address."""
+    """Return the place of each member as far as this host knows: this host, or its address."""
     here = Whereabouts("", platform.node(), machine(), network.name, network.reason)
     places = {DRIVER: here} | {worker.label: here for worker in config.workers}
     for worker, address in zip(config.workers, addresses, strict=False):

@@ -1,4 +1,4 @@
-"""Count what a job is made of, and estimate the memory of each worker; for `rpcmp explain`.
+"""Count the parameters and bytes of a job, and estimate the memory of each worker.
 
 Modules are built on the meta device, whose tensors have shapes and no memory, so that a model
 larger than this host can be counted. A module that cannot be built like that is built for real.
@@ -68,7 +68,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Sum of what is known, without the supervisor's snapshots."""
+        """Sum of the known parts, without the supervisor's snapshots."""
         measured = (self.process or 0) + (self.activations or 0)
         return measured + self.parameters + self.buffers + self.gradients + (self.optimizer or 0)
 
@@ -86,11 +86,11 @@ class StageFacts(Strict):
 
     Attributes:
         layers: in order; the stage's own module if it has one.
-        parameters: of all layers; what several layers share counts once.
+        parameters: of all layers; a parameter that several layers share counts once.
         trained: parameters that this stage's optimizer steps.
         foreign: names of parameters that are tied to another stage's, which steps them.
         foreign_parameters, foreign_bytes: number of foreign parameters, and their memory.
-        memory: what is known without a measurement.
+        memory: the parts that are known without a measurement.
     """
 
     layers: list[LayerFacts]
@@ -135,7 +135,7 @@ def count(message: Message) -> Iterator[Message]:
 
 
 def summarize_model(config: Config, is_here: bool = True) -> ModelSummary:
-    """Count what a job is made of, whose balance is known.
+    """Count a job with a known balance.
 
     Args:
         is_here: whether all of it runs on this machine.

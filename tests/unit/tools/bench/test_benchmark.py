@@ -18,7 +18,7 @@ from rpcmp.cli import bench, cli
 from rpcmp.errors import ConfigError, JobError, MismatchError, UnsupportedJobError
 from rpcmp.pipelining.simulation import ActionTimes
 from rpcmp.tools.bench import benchmark, cases, contestants
-from rpcmp.tools.bench.benchmark import BenchmarkResult, Comparison, fill_then_no_bubble
+from rpcmp.tools.bench.benchmark import BenchmarkResult, ComparisonRounds, fill_then_no_bubble
 from rpcmp.tools.bench.cases import Case
 from rpcmp.tools.bench.contestants import Contestant, TimedSegment
 from rpcmp.tools.measurement import TimeLimits
@@ -189,7 +189,7 @@ def test_a_round_is_as_long_as_the_budget_allows(
 def test_stopped_rounds_show_the_results_so_far() -> None:
     log: list[str] = []
 
-    async def run() -> Comparison:
+    async def run() -> ComparisonRounds:
         stop = asyncio.Event()
 
         class Stopping(Pretender):

@@ -9,7 +9,7 @@ import pytest
 
 from rpcmp.cli import progress_bar
 from rpcmp.tools.bench import benchmark, cases
-from rpcmp.tools.bench.benchmark import BenchmarkResult, Comparison
+from rpcmp.tools.bench.benchmark import BenchmarkResult, ComparisonRounds
 from rpcmp.tools.bench.contestants import TimedSegment
 from rpcmp.tools.measurement import OverBudgetError, StoppedError, TimeLimits
 from tests.support.contestants import Pretender
@@ -41,11 +41,11 @@ class Steady(Working):
 
 def compare(
     *contestants: Pretender, budget: float, pairs: int = 9, steps: int | None = None
-) -> tuple[Comparison, float, list[tuple[str, float, float]]]:
+) -> tuple[ComparisonRounds, float, list[tuple[str, float, float]]]:
     """Return the rounds, their duration, and the progress reports: text, time, seconds left."""
     reported: list[tuple[str, float, float]] = []
 
-    async def run() -> Comparison:
+    async def run() -> ComparisonRounds:
         def tell(what: str, left: float) -> None:
             reported.append((what, asyncio.get_running_loop().time(), left))
 
