@@ -205,9 +205,10 @@ def test_supervisors_and_the_command_line_do_not_import_torch() -> None:
     code = """
 import importlib, sys
 import rpcmp.cli, rpcmp.config.schema, rpcmp.job.training_run, rpcmp.job.server_calls
-import rpcmp.observability.observers, rpcmp.observability.tensorboard, rpcmp.observability.observers
+import rpcmp.observability.observers, rpcmp.observability.tensorboard
 import rpcmp.observability.dashboard.html, rpcmp.observability.dashboard.page_server
 import rpcmp.server.lifecycle, rpcmp.server.stage_server, rpcmp.server.probe
+import rpcmp.tools.bench.contestants, rpcmp.tools.diagnosis, rpcmp.tools.explain.gather
 for module in rpcmp.cli.COMMANDS:
     importlib.import_module(f"rpcmp.cli.{module}")
 print([name for name in ("torch", "numpy") if name in sys.modules])

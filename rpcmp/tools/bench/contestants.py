@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rpcmp.config.importing import explain_error
 from rpcmp.errors import (
@@ -33,12 +33,14 @@ from rpcmp.errors import (
     from_wire,
     to_wire,
 )
-from rpcmp.job.segments import Segments
 from rpcmp.pipelining.simulation import ActionTimes
 from rpcmp.process import interpreter
 from rpcmp.process.channel import Message, connect_to_supervisor
 from rpcmp.process.child import Child
 from rpcmp.tools.bench.cases import Case
+
+if TYPE_CHECKING:
+    from rpcmp.job.segments import Segments
 
 TRAINERS = "rpcmp.tools.bench.peer_trainers"
 
@@ -113,6 +115,8 @@ class OwnPipeline:
         self._segments: Segments | None = None
 
     async def start(self) -> None:
+        from rpcmp.job.segments import Segments  # imports gRPC, which peers' processes do not need
+
         self._segments = Segments(self._config)
         await self._segments.start()
 

@@ -4,7 +4,8 @@ Modules are built on the meta device, whose tensors have shapes and no memory, s
 larger than this host can be counted. A module that cannot be built like that is built for real.
 The optimizer's state is counted after one step on the meta device, which creates all of it.
 
-`count` runs in a process of its own, since it needs the user's code.
+`count` runs in a process of its own, since it needs the user's code. It alone imports torch: the
+process of the command need not wait for that.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING
 
 from rpcmp.checkpoint.slots import RETAINED
 from rpcmp.config.schema import Config
 from rpcmp.config.types import Strict
-from rpcmp.driver.datasets import Datasets, total_steps
-from rpcmp.driver.process import Planned, plan_job
 from rpcmp.errors import RpcmpError, one_line
-from rpcmp.pipelining import cost_model, devices, layers, optimizers, pytree
-from rpcmp.pipelining.assignment import Assignment
+from rpcmp.pipelining import cost_model
 from rpcmp.pipelining.partition import StageHost
 from rpcmp.process.channel import Message
 
-META = torch.device("meta")
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from rpcmp.driver.datasets import Datasets
+    from rpcmp.driver.process import Planned
+    from rpcmp.pipelining.assignment import Assignment
 
 SNAPSHOTS = RETAINED + 1
 """Copies of a stage that its supervisor holds: the whole ones, and one being written."""
@@ -140,6 +141,10 @@ def summarize_model(config: Config, is_here: bool = True) -> ModelSummary:
     Args:
         is_here: whether all of it runs on this machine.
     """
+    from rpcmp.driver.datasets import total_steps
+    from rpcmp.driver.process import plan_job
+    from rpcmp.pipelining import devices
+
     cost_model.limits(config)
     planned = plan_job(config)
     first_replicas = [part for part in planned.assignments if part.replica == 0]
@@ -164,6 +169,8 @@ def summarize_model(config: Config, is_here: bool = True) -> ModelSummary:
 
 def _datasets(config: Config, planned: Planned, is_here: bool) -> tuple[Datasets | None, str]:
     """Return the driver's datasets, or the stages' if this host has them, or why it has none."""
+    from rpcmp.driver.datasets import Datasets
+
     if not planned.loads_at_stages:
         return planned.datasets, ""
     try:
@@ -204,11 +211,15 @@ def summarize_stage(assignment: Assignment) -> StageFacts:
 
 
 def _build_modules(assignment: Assignment) -> dict[str, nn.Module]:
+    import torch
+
+    from rpcmp.pipelining import layers
+
     # Without `init`, since weights from a file change no sizes.
     config = assignment.config.model_copy(update={"init": None})
     arguments = (config, assignment.stage_index, assignment.layers)
     try:
-        with META:
+        with torch.device("meta"):
             return layers.build_layers(*arguments)
     except Exception:  # a layer reads numbers, which tensors on the meta device do not have
         return layers.build_layers(*arguments)
@@ -223,9 +234,14 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _optimizer_bytes(assignment: Assignment, named: dict[str, nn.Parameter]) -> int | None:
+    import torch
+    from torch import nn
+
+    from rpcmp.pipelining import optimizers, pytree
+
     if not named:
         return 0
-    shapes = {n: nn.Parameter(torch.empty_like(p, device=META)) for n, p in named.items()}
+    shapes = {n: nn.Parameter(torch.empty_like(p, device="meta")) for n, p in named.items()}
     for shape in shapes.values():
         shape.grad = torch.empty_like(shape)
     source = assignment.config.optimizer_of(assignment.stage_index)
