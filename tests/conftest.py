@@ -57,7 +57,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if collection_path.parent != TESTS:
         return None
     asked, name = config.option.markexpr, collection_path.name
-    if asked == "system":  # of the others none is that
+    if asked == "system":  # all tests with this marker are below tests/system
         return name != "system" or None
     return (name in TIERS and f"not {name}" in asked) or None
 

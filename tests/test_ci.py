@@ -1,4 +1,4 @@
-"""The files of continuous integration and of commit hooks name only what exists."""
+"""The files of continuous integration and commit hooks name only existing things."""
 
 from __future__ import annotations
 

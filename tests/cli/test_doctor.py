@@ -134,7 +134,7 @@ def test_doctor_checks_servers_with_certificates_and_their_links(
 
 
 def test_doctor_reports_problems_of_a_job_by_host(job: JobFolder, cluster: Cluster) -> None:
-    """All problems at once, each at the host that has it, and no others."""
+    """All problems at once, each reported for its host alone."""
     (job.folder / "kept").write_text("a file in the way")
     (job.folder / "broken.py").write_text("raise SystemExit('I only run on Tuesdays')\n")
     text = f"""

@@ -57,7 +57,7 @@ def test_a_step_skipped_by_one_replica_is_skipped_by_all_whichever_worker_is_los
     job: JobFolder,
 ) -> None:
     expected = in_this_process(Faults(job).config(SPIKED, stages=2, sections=PIPELINES))
-    # A replica has half of the forwards that faults are timed by: this is in step 3.
+    # Faults count forwards, of which a replica has half: this one is in step 3.
     faults = Faults(job).fail_at(0, 2, "backward", "SIGKILL").fail_at(1, 6, "saving", "SIGKILL")
     disturbed = drive(faults.config(SPIKED, stages=2, sections=PIPELINES))
     assert len(faults.triggered) == 2

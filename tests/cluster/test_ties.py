@@ -33,7 +33,7 @@ def test_tied_replicas_lose_a_stage_keep_their_bits_and_are_exported(
     exported = job.folder / "model.safetensors"
     assert rpcmp("export", job.folder / "saved", exported).code == 0
     state = load_file(exported)
-    assert torch.equal(state["embed.weight"], state["head.weight"])  # as the unsplit model's has
+    assert torch.equal(state["embed.weight"], state["head.weight"])  # like the unsplit model's
     begin = ("steps=1", f'init="{exported}"')
     begun = in_this_process(config, *begin)
     assert rpcmp("export", "--tied-once", job.folder / "saved", exported).code == 0

@@ -23,9 +23,9 @@ class Host:
 
     Attributes:
         address: its IP address.
-        switch: the namespace that its cable leads to.
-        cable: the device at that end of it.
-        name: by which the others know it.
+        switch: the namespace at the other end of its cable.
+        cable: the device at that end.
+        name: for the other hosts.
         inside: a command that runs another on the host, as if it were a machine of its own.
     """
 
@@ -135,8 +135,8 @@ def serving(
     """Start a stage server that accepts only peers with certificates.
 
     Args:
-        under: a program and its arguments that runs it, with a fork server of its own beneath it;
-            without one its workers are of a fork server that is shared.
+        under: a program and its arguments that runs it, with a fork server of its own; by default
+            its workers come from a shared fork server.
     """
     command = ["--stage", str(stage), "--listen", host, *options]
     command += ["--certs", str(certs / f"stage{stage}")]

@@ -138,7 +138,7 @@ class LocalWorker:
     """One worker's stage, with memory for its snapshots.
 
     Args:
-        part: which stage of which job.
+        part: the stage and its job.
         files: of the stages that it resumes from.
     """
 
@@ -278,7 +278,7 @@ def local_group(
         planned = plan_job(config, load_data=load_data)
         if any(limits.splits for part in planned.assignments for limits in part.all_limits):
             for name in ("linear", *weight_grad.CONVOLUTIONS):
-                patch.setattr(F, name, getattr(F, name))  # so that it is itself again afterwards
+                patch.setattr(F, name, getattr(F, name))  # undone after the test
             weight_grad.install()
         services: dict[str, Any] = {DRIVER: BatchServer()}
         peers = LocalTransport(services)

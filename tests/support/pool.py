@@ -36,7 +36,7 @@ from tests.support.reaper import TOKEN
 from tests.support.sharedforks import BEFORE, DRIVE
 
 SECONDS = 30.0
-"""In which a server has forgotten a job that has ended."""
+"""Time after which a server has forgotten a job that has ended."""
 
 NOT_OURS = (TOKEN, "RPCMP_CERTS")
 """Variables that the pool's servers must not inherit."""

@@ -56,7 +56,7 @@ ALONE = """
 REPLICATED = "\n[[stages]]\n[[stages]]\nreplicas = 2\n[[stages]]\n"
 
 MIDDLE = 1
-"""The stage that `replicated` has two replicas of."""
+"""The stage with two replicas."""
 
 
 def replicated(faults: Faults) -> Path:

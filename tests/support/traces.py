@@ -95,6 +95,6 @@ a  F0 .  .  .  .  .  .  .  .  B0
 b  .  F0 .  .  .  .  B0 .  .  .
 c  .  F0 =  =  .  .  B0 =  =  .
 d  .  .  .  .  F0 B0 .  .  .  ."""
-"""d waits for the slower one of b and c, and a for the slower one's gradient."""
+"""d waits for the slower of b and c, and a waits for the gradient of the slower one."""
 
 DIAMOND_PRODUCERS = {"a": (), "b": ("a",), "c": ("a",), "d": ("b", "c")}

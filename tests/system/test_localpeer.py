@@ -42,7 +42,7 @@ listener = socket.create_server(("127.0.0.1", port))
 print(listener.getsockname()[1], flush=True)
 while accepts:
     connection, _ = listener.accept()
-    print(f"got {len(connection.recv(65536))}", flush=True)  # in one piece: it may be killed
+    print(f"got {len(connection.recv(65536))}", flush=True)  # as one write: it may be killed
 sys.stdin.read()
 """
 

@@ -80,7 +80,7 @@ def test_a_port_of_the_last_generation_can_be_bound_again(
             with first, await by.connectable() as dialing:
                 dialing.connect(where)
                 accepted, _ = first.accept()
-                accepted.close()  # ours ends first, so that it is ours that the kernel remembers
+                accepted.close()  # our end closes first, and so is the one in TIME_WAIT
                 assert dialing.recv(1) == b""
             with await by.listener(*where), pytest.raises(JobError, match="in use"):
                 await by.listener(*where)

@@ -24,7 +24,7 @@ SHELL_SCRIPTS = (SCRIPT, ROOT / ".ci" / "run")
 JOB = "4711"
 
 PATIENCE = 120.0
-"""Seconds that a job may take to come to something."""
+"""Seconds in which a job must have reached the expected state."""
 
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done

@@ -80,7 +80,7 @@ def _strike(how: str) -> None:
         case "brittle":  # stopped, and a request for its stacks ends it
             ctypes.CDLL(None).signal(signal.SIGUSR1, 0)
             _strike("SIGSTOP")
-        case "host":  # its supervisor, and with it this process and all that they hold
+        case "host":  # its supervisor; this process and all their memory are lost with it
             os.kill(_supervisor(), signal.SIGKILL)
             threading.Event().wait()
         case "SIGSEGV":
@@ -88,8 +88,8 @@ def _strike(how: str) -> None:
         case "exception":
             raise RuntimeError("planted: größer als erlaubt")
         case "deadlock":
-            ctypes.PyDLL(None).pause()  # never returns, and never lets go of Python's lock
-        case "lock":  # stuck, though Python is not
+            ctypes.PyDLL(None).pause()  # never returns, and holds the GIL
+        case "lock":  # stuck without the GIL
             lock = threading.Lock()
             lock.acquire()
             lock.acquire()

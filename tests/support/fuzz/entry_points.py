@@ -25,7 +25,7 @@ class EntryPoint:
 
     Attributes:
         name: for reports.
-        share: how many of all inputs come here, relative to the other entry points.
+        share: of all inputs, relative to the other entry points.
         folder: of the client's certificate; None: no TLS.
         protocol: the announced protocol (ALPN).
         is_driver: whether its peers may steer a job.

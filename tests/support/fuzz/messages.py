@@ -57,7 +57,7 @@ def calls(draw: random.Random, job: Job, is_driver: bool) -> Iterator[Call]:
     """Yield calls of every method without end; a driver's calls never steer the running job.
 
     Args:
-        job: which is named now and then.
+        job: named by some messages.
     """
     every = [method for method in methods() if not (is_driver and method.name == "Drain")]
     while True:
@@ -126,4 +126,4 @@ TEXTS = [
     "\u2028\U0010ffff",
     "x" * 5000,
 ]
-"""Names, addresses and paths, some of them not."""
+"""Names, addresses and paths, valid and invalid."""

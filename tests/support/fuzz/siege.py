@@ -155,7 +155,7 @@ class Siege:
         asking = asyncio.create_task(self._ask(job))
         sending = asyncio.create_task(sender.send(count))
         try:
-            while True:  # whatever is sent, it is while a job runs
+            while True:  # all inputs are sent while a job runs
                 report.parameters.append(await asyncio.to_thread(self.drive))
                 if sending.done():
                     break
