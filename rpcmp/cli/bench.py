@@ -114,7 +114,7 @@ def table(result: BenchmarkResult) -> Table:
     from rpcmp.cli import console
 
     title = (
-        f"{result.case.name}: {result.case.num_stages} stages, "
+        f"{result.case.name}: {result.case.config.num_stages} stages, "
         f"{result.case.config.num_microbatches} micro-batches, "
         f"{result.pairs} interleaved pair{'s' * (result.pairs > 1)} of "
         f"{result.steps} step{'s' * (result.steps > 1)}"

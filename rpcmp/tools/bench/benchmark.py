@@ -110,7 +110,7 @@ class BenchmarkResult:
         everyone = [self.ours, *self.peers]
         return {
             "case": self.case.name,
-            "num_stages": self.case.num_stages,
+            "num_stages": self.case.config.num_stages,
             "num_microbatches": self.case.config.num_microbatches,
             "step_s": spread(self.ours.seconds).median,
             "bound_s": self.bound_s,
@@ -187,59 +187,51 @@ async def compare(
     Raises:
         StoppedError: stopped before the end of the first round.
     """
-    unsupported: dict[str, str] = {}
-    limits = limits or TimeLimits()
+    rounds = _Rounds(contestants, pairs, steps, progress, limits or TimeLimits())
     async with contextlib.AsyncExitStack() as stack:
-        started = await _start_all(contestants, stack, unsupported, progress, limits)
-        if not started:
-            return ComparisonRounds([], 0, unsupported)
-        rounds = _Rounds(started, pairs, steps, progress, limits)
+        await rounds.start(stack)
         with contextlib.suppress(StoppedError):
             await rounds.run()
-    return ComparisonRounds(rounds.whole_rounds(), rounds.steps, unsupported)
-
-
-async def _start_all(
-    contestants: Sequence[Contestant],
-    stack: contextlib.AsyncExitStack,
-    unsupported: dict[str, str],
-    progress: Progress,
-    limits: TimeLimits,
-) -> list[Contestant]:
-    started: list[Contestant] = []
-    clock = asyncio.get_running_loop().time
-    start_time = clock()
-    for number, one in enumerate(contestants):
-        usual = (clock() - start_time) / number if number else 0.0
-        left = max(limits.left, usual * (len(contestants) - number))
-        what = f"starting {one.name} ({number + 1} of {len(contestants)})"
-        progress(what, left if left > 0 else math.inf)
-        stack.push_async_callback(one.close)
-        try:
-            await limits.run(one.start(), is_needed=True)
-        except UnsupportedJobError as error:
-            unsupported[one.name] = str(error)
-            await one.close()
-        else:
-            started.append(one)
-    return started
+    return rounds.result()
 
 
 class _Rounds:
-    """The rounds of contestants that have been started; see `compare`."""
+    """The rounds of contestants; see `compare`."""
 
     def __init__(
         self,
-        started: Sequence[Contestant],
+        contestants: Sequence[Contestant],
         pairs: int,
         steps: int | None,
         progress: Progress,
         limits: TimeLimits,
     ) -> None:
-        self._contestants, self._pairs, self._steps = started, pairs, steps
+        self._contestants, self._pairs, self._steps = contestants, pairs, steps
         self._progress, self._limits = progress, limits
-        self._times = {one.name: ContestantTimes(one.name, one.settings) for one in started}
+        self._unsupported: dict[str, str] = {}
+        self._times: dict[str, ContestantTimes] = {}
         self._step_s: dict[str, float] = {}
+
+    async def start(self, stack: contextlib.AsyncExitStack) -> None:
+        """Start the contestants, which `stack` closes, and drop those that cannot take part."""
+        clock, count = asyncio.get_running_loop().time, len(self._contestants)
+        start_time = clock()
+        started = []
+        for number, one in enumerate(self._contestants):
+            usual = (clock() - start_time) / number if number else 0.0
+            left = max(self._limits.left, usual * (count - number))
+            what = f"starting {one.name} ({number + 1} of {count})"
+            self._progress(what, left if left > 0 else math.inf)
+            stack.push_async_callback(one.close)
+            try:
+                await self._limits.run(one.start(), is_needed=True)
+            except UnsupportedJobError as error:
+                self._unsupported[one.name] = str(error)
+                await one.close()
+            else:
+                started.append(one)
+                self._times[one.name] = ContestantTimes(one.name, one.settings)
+        self._contestants = started
 
     @property
     def steps(self) -> int:
@@ -291,20 +283,20 @@ class _Rounds:
     def _cost(self, contestants: Sequence[Contestant], steps: int) -> float:
         return steps * sum(self._step_s[one.name] for one in contestants)
 
-    def whole_rounds(self) -> list[ContestantTimes]:
+    def result(self) -> ComparisonRounds:
         """Return the rounds that all contestants have finished.
 
         Raises:
             StoppedError: not one whole round.
         """
         times = list(self._times.values())
-        rounds = min(len(one.seconds) for one in times)
-        steps = min(len(one.losses) for one in times)
-        if not rounds:
+        rounds = min((len(one.seconds) for one in times), default=0)
+        steps = min((len(one.losses) for one in times), default=0)
+        if times and not rounds:
             raise StoppedError
         for one in times:
             del one.seconds[rounds:], one.driver_cpu_seconds[rounds:], one.losses[steps:]
-        return times
+        return ComparisonRounds(times, self.steps, self._unsupported)
 
 
 def _steps(fastest: float, whole: float, budget: float) -> int:

@@ -56,10 +56,6 @@ class Case:
     peers: list[str] | None = None
     notes: tuple[str, ...] = ()
 
-    @property
-    def num_stages(self) -> int:
-        return self.config.num_stages
-
 
 def load(
     name: str,

@@ -248,7 +248,7 @@ def _one_process(name: str, threads: int, case: Case) -> PeerGroup:
 
 
 def _torch(name: str, schedules: list[str], case: Case) -> PeerGroup:
-    threads = [case.config.stage(index).threads for index in range(case.num_stages)]
+    threads = [case.config.stage(index).threads for index in range(case.config.num_stages)]
     return peer(name, case, "TorchRank", threads, {"schedule": schedules})
 
 
@@ -279,8 +279,8 @@ async def stage_times(case: Case) -> list[ActionTimes]:
         UnsupportedJobError: the stages are not a chain.
     """
     if case.nominal is not None:
-        return [case.nominal] * case.num_stages
-    threads = max(case.config.stage(index).threads for index in range(case.num_stages))
+        return [case.nominal] * case.config.num_stages
+    threads = max(case.config.stage(index).threads for index in range(case.config.num_stages))
     clock = peer("stage-times", case, "StageClock", [threads], {"batch": ["micro-batches"]})
     try:
         await clock.start()

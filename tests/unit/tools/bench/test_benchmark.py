@@ -88,7 +88,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the command compare pretenders, and measure no stages."""
 
     async def pretended(case: Case) -> list[ActionTimes]:
-        return [case.nominal or ActionTimes(1.0, 1.0, 1.0)] * case.num_stages
+        return [case.nominal or ActionTimes(1.0, 1.0, 1.0)] * case.config.num_stages
 
     monkeypatch.setattr(benchmark, "stage_times", pretended)
 

@@ -51,7 +51,7 @@ def _layers(config: Config, parts_per_stage: int) -> list[Any]:
 
 def test_the_frozen_cases_do_not_change() -> None:
     found = {
-        name: (case.num_stages, case.config.num_microbatches, case.nominal)
+        name: (case.config.num_stages, case.config.num_microbatches, case.nominal)
         for name in cases.frozen()
         for case in [cases.load(name)]
     }
@@ -131,7 +131,7 @@ def test_a_case_grows_with_stages_and_micro_batches(
 ) -> None:
     case = cases.load(name, stages, microbatches)
     assert case.config.data is not None
-    assert (case.num_stages, case.config.num_microbatches) == (stages, microbatches)
+    assert (case.config.num_stages, case.config.num_microbatches) == (stages, microbatches)
     assert case.config.data.batch_size == batch_size
     assert len(assignment.assign(case.config)) == stages
 
@@ -161,7 +161,7 @@ def test_a_users_config_is_measured_without_features_that_peers_lack(job: JobFol
     assert config.data is not None
     assert (config.data.batch_size, config.data.drop_last) == (20, True)
     assert case.notes == ("without learning-rate scheduler and gradient clipping",)
-    assert cases.load(str(path), num_stages=4).num_stages == 4
+    assert cases.load(str(path), num_stages=4).config.num_stages == 4
     mixed = cases.load(str(path), overrides=["autocast=float16", "loss_scaling={}"])
     assert (mixed.config.autocast, mixed.config.loss_scaling) == (None, None)
     assert mixed.notes[1:] == ("without autocast and loss scaling",)
