@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from rpcmp.cli import bench, cli
-from rpcmp.errors import ConfigError, JobError, MismatchError, UnsupportedJobError
+from rpcmp.errors import JobError, MismatchError, UnsupportedJobError
 from rpcmp.pipelining.simulation import ActionTimes
 from rpcmp.tools.bench import benchmark, cases, contestants
 from rpcmp.tools.bench.benchmark import BenchmarkResult, ComparisonRounds, fill_then_no_bubble
@@ -156,17 +156,6 @@ def test_the_table_has_contestants_times_and_intervals() -> None:
     assert shown[2] == ["rpcmp", "max_in_flight", "5", "1200.0", "900.0", "to", "1500.0"]
     assert shown[3][-6:] == ["2000.0", "0.750", "0.750", "to", "0.750", "(94%)"]
     assert shown[4][:2] == ["bound", "510.0"]
-
-
-def test_peers_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch)
-    case = cases.load("transformer")
-    names = [one.name for one in contestants.contestants(case, ["torch-best", "torch-best"])]
-    assert names == ["rpcmp", "torch-best"]
-    assert [one.name for one in contestants.contestants(case)] == list(contestants.CONTESTANTS)
-    assert [one.name for one in contestants.contestants(case, [])] == ["rpcmp"]
-    with pytest.raises(ConfigError, match="no contestant 'horovod'; there are rpcmp, torch-1f1b"):
-        contestants.contestants(case, ["horovod"])
 
 
 @pytest.mark.parametrize(

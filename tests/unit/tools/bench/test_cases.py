@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from rpcmp.config import loader
-from rpcmp.config.schema import Config
-from rpcmp.config.sections import StageConfig
-from rpcmp.errors import ConfigError, UnsupportedJobError
+from rpcmp.errors import ConfigError
 from rpcmp.pipelining import assignment
 from rpcmp.pipelining.simulation import ActionTimes
-from rpcmp.tools.bench import cases, contestants, models, peer_trainers
-from tests.support.nearness import assert_near
+from rpcmp.tools.bench import cases
 from tests.support.processes import JobFolder
 
 OWN = """
@@ -27,26 +21,6 @@ metrics = { mse = "torch.nn:MSELoss" }
 layers = "zoo:mlp"
 num_stages = 2
 """
-
-GRAPH = """
-[[stages]]
-name = "first"
-module = "torch.nn:Identity"
-[[stages]]
-name = "second"
-module = "torch.nn:Bilinear"
-kwargs = { in1_features = 4, in2_features = 4, out_features = 1 }
-inputs = ["first", "input"]
-"""
-
-
-def _layers(config: Config, parts_per_stage: int) -> list[Any]:
-    """The built layers of all parts."""
-    names = peer_trainers.layer_names(config, parts_per_stage)
-    built = (
-        peer_trainers.build(config, i // parts_per_stage, layers) for i, layers in enumerate(names)
-    )
-    return [layer for each in built for layer in each.module]
 
 
 def test_the_frozen_cases_do_not_change() -> None:
@@ -61,65 +35,6 @@ def test_the_frozen_cases_do_not_change() -> None:
         "transformer": (2, 8, None),
         "activations": (2, 8, None),
     }
-
-
-def test_two_half_stages_equal_one_in_sleep_and_weights() -> None:
-    case = cases.load("sleep", num_stages=2)
-    whole = _layers(case.config, 1)
-    halves = _layers(case.halves, 2)
-    assert [len(layers) for layers in (whole, halves)] == [2, 4]
-    for layers in (whole, halves):
-        assert sum(layer.times.forward for layer in layers) == pytest.approx(0.020)
-        assert sum(layer.times.backward for layer in layers) == pytest.approx(0.020)
-        assert sum(layer.times.weight for layer in layers) == pytest.approx(0.020)
-        assert sum(layer.weight.numel() for layer in layers) == 2 * 2 * 8
-
-
-def test_a_sleeping_layer_is_a_sum_whose_three_actions_sleep_one_by_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(models, "sleep", slept.append)
-    x, weight = torch.randn(3, 2, requires_grad=True), torch.randn(2, 2, requires_grad=True)
-    y = models.apply_sleep(x, weight, ActionTimes(1.0, 2.0, 3.0))
-    assert_near(y, x + weight.sum(0))
-    assert slept == [1.0]
-    (to_input,) = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
-    assert torch.equal(to_input, torch.ones(3, 2))
-    assert slept == [1.0, 2.0]
-    (to_weight,) = torch.autograd.grad(y, weight, torch.ones_like(y))
-    assert torch.equal(to_weight, torch.full((2, 2), 3.0))
-    assert slept == [1.0, 2.0, 3.0]
-
-
-def test_the_first_sleeping_layer_has_an_input_gradient_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(models, "sleep", slept.append)
-    layer = models.Sleep(ActionTimes(1.0, 2.0, 3.0), num_rows=1, features=2)
-    layer(torch.randn(3, 2)).sum().backward()
-    assert sorted(slept) == [1.0, 2.0, 3.0]
-
-
-@pytest.mark.parametrize("name", ["activations", "transformer"])
-def test_activations_are_as_large_as_the_case_promises(name: str) -> None:
-    config = cases.load(name).config
-    first, second = (
-        peer_trainers.build(config, i, n).module
-        for i, n in enumerate(peer_trainers.layer_names(config))
-    )
-    inputs, targets = next(peer_trainers.endless_batches(config))
-    boundary = first(inputs.chunk(config.num_microbatches)[0])
-    sizes = {"activations": 4 * 2**20, "transformer": 4 * 64 * 256 * 4}
-    assert boundary.numel() * boundary.element_size() == sizes[name]
-    assert second(boundary).shape == targets.chunk(config.num_microbatches)[0].shape
-
-
-def test_a_case_without_data_is_an_error() -> None:
-    config = cases.load("sleep").config.model_copy(update={"data": None})
-    with pytest.raises(ConfigError, match=r"\[data\] section, which a benchmark needs: give it"):
-        next(peer_trainers.endless_batches(config))
 
 
 @pytest.mark.parametrize(
@@ -142,16 +57,6 @@ def test_the_bound_follows_overridden_times() -> None:
     assert case.nominal == ActionTimes(0.001, 0.002, 0.003)
 
 
-def test_a_part_of_a_cut_stage_keeps_the_order_of_its_layers() -> None:
-    config = cases.load("transformer", num_stages=3).config
-    whole, cut = (
-        peer_trainers.layer_names(config),
-        peer_trainers.layer_names(config, parts_per_stage=2),
-    )
-    assert [len(names) for names in cut] == [1, 2, 1, 2, 1, 1]
-    assert list(itertools.chain(*cut)) == list(itertools.chain(*whole))
-
-
 def test_a_users_config_is_measured_without_features_that_peers_lack(job: JobFolder) -> None:
     path = job.config(OWN)
     case = cases.load(str(path), num_microbatches=5, overrides=["data.batch_size=20"])
@@ -168,20 +73,6 @@ def test_a_users_config_is_measured_without_features_that_peers_lack(job: JobFol
     assert loader.load_config(path).max_grad_norm == 1.0
 
 
-def test_only_a_chain_of_equal_micro_batches_on_the_cpu_is_supported(job: JobFolder) -> None:
-    chain = cases.load("transformer").config
-    with pytest.raises(UnsupportedJobError, match="CPU"):
-        peer_trainers.layer_names(
-            chain.model_copy(update={"stages": [StageConfig(device="cuda:0"), StageConfig()]})
-        )
-    with pytest.raises(UnsupportedJobError, match="no chain"):
-        peer_trainers.layer_names(cases.load(str(job.config(GRAPH))).config)
-    with pytest.raises(UnsupportedJobError, match="one layer cannot be cut"):
-        peer_trainers.layer_names(cases.load("transformer", num_stages=8).config, parts_per_stage=2)
-    with pytest.raises(UnsupportedJobError, match="do not make 5 equal"):
-        peer_trainers.require_equal_microbatches(torch.zeros(32, 1), 5)
-
-
 def test_a_config_without_data_cannot_be_measured(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text('loss = "torch.nn:MSELoss"\nmodel = { layers = "m:layers" }\n')
@@ -195,8 +86,3 @@ def test_a_config_without_data_cannot_be_measured(tmp_path: Path) -> None:
 def test_a_config_that_no_peer_supports_is_refused(job: JobFolder, override: str) -> None:
     with pytest.raises(ConfigError, match="replicas or tied parameters"):
         cases.load(str(job.config(OWN)), overrides=[override])
-
-
-def test_every_peer_of_a_case_exists() -> None:
-    chosen = [name for case in cases.frozen().values() for name in case.peers or ()]
-    assert set(chosen) <= set(contestants.CONTESTANTS)
