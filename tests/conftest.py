@@ -1,11 +1,10 @@
-"""What the process tests share. Every process that a test starts, however deep, inherits a token in
-its environment, and none with that token may be left when the test ends, nor any that was forked by
-what the tests share."""
+"""Fixtures of tests with processes. Every descendant of a test has a token in its environment;
+no process with it may be left when the test ends, and no fork of the shared fork servers."""
 
 from __future__ import annotations
 
 # Before anything imports torch: bits are compared between threads of this process that compute, and
-# with those of real workers, which have as many threads and the same rule for MKL.
+# with those of real workers, which have the same number of threads and the same rule for MKL.
 import os
 
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MKL_CBWR": "AUTO,STRICT"}
@@ -32,7 +31,7 @@ hypothesis.settings.register_profile("rpcmp", deadline=None)  # this machine may
 hypothesis.settings.load_profile("rpcmp")
 
 TIERS = ("long", "system")
-"""What `pytest` alone leaves out: folders, and the markers of what lies in them."""
+"""Folders that `pytest` alone leaves out, with the markers of their tests."""
 
 ALLOWED_SKIPS: dict[str, str] = {}
 """Tests that may be skipped, by node id, and why. Any other skip fails the run."""
@@ -43,7 +42,7 @@ _unexpected_skips: list[str] = []
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests by the folder that they are in, if it is named after a marker; see pyproject.toml.
 
-    What is long in tests/system is that alone: `pytest -m system` leaves it out.
+    A long test in tests/system has that marker alone, so that `pytest -m system` leaves it out.
     """
     for item in items:
         for tier in TIERS:
@@ -58,7 +57,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if collection_path.parent != TESTS:
         return None
     asked, name = config.option.markexpr, collection_path.name
-    if asked == "system":  # of the others none is that
+    if asked == "system":  # all tests with this marker are below tests/system
         return name != "system" or None
     return (name in TIERS and f"not {name}" in asked) or None
 
@@ -89,15 +88,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 RUN = uuid.uuid4().hex
-"""What the tokens of this process's tests begin with."""
+"""Prefix of the tokens of this process's tests."""
 
 
 @pytest.fixture(autouse=True)
 def token(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The token of this test's processes; fails the test if one of them is left.
 
-    Thousands of tests start none but children that they wait for. What those leave behind by way of
-    others is found at the end of the module.
+    Thousands of tests only start children that they wait for. Processes that these leave behind are
+    found at the end of the module.
     """
     value = f"{RUN}-{uuid.uuid4().hex}"
     monkeypatch.setenv(TOKEN, value)
@@ -159,7 +158,7 @@ def servers() -> Iterator[list[Server]]:
 
 @pytest.fixture
 def namespace() -> Iterator[tuple[str, ...]]:
-    """A command that runs another one in its own network namespace, whose links can be cut."""
+    """A command that runs another one in a network namespace with links that can be cut."""
     name = f"rpcmp-{uuid.uuid4().hex[:8]}"
     needs_root("make a network")
     for program in ("nsenter", "ss"):  # by which tests/zoo/faults.py cuts links

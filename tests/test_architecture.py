@@ -36,7 +36,7 @@ LAYERS = """
     __main__
 """
 """The packages of rpcmp, bottom up, and the modules beside them. Each imports only from the lines
-above its own; inside of a package there are no cycles."""
+above its own; within a package there are no cycles."""
 
 ROWS = {
     part: number for number, row in enumerate(LAYERS.strip().splitlines()) for part in row.split()
@@ -140,7 +140,7 @@ def test_no_module_needs_itself() -> None:
     assert [module for module in modules() if module in needs(module)] == []
 
 
-def test_every_module_has_its_place_and_every_place_its_module() -> None:
+def test_the_layers_name_every_module_and_no_other() -> None:
     assert set(ROWS) == {part(module) for module in modules()}
 
 
@@ -155,7 +155,7 @@ def test_no_module_of_tests_imports_another_test() -> None:
     assert uses == []
 
 
-def test_only_two_modules_print_on_a_terminal_and_they_make_it_visible() -> None:
+def test_only_two_modules_print_on_a_terminal() -> None:
     ways = ("click.echo", "click.secho", "rich.print", "rich.console.Console")
     uses = {
         module
@@ -172,7 +172,7 @@ PRIVATE = {
 """Private names of torch outside of the transport; see unit/test_torch_contract.py."""
 
 
-def test_only_the_transport_touches_rpc_and_what_is_private_in_torch() -> None:
+def test_only_the_transport_uses_rpc_and_private_names_of_torch() -> None:
     ours = re.compile(r"torch\.distributed\.(rpc|autograd)\b|torch\.(.*\.)?_(?!_)")
     uses = [
         f"{module} uses {name}"
@@ -185,11 +185,11 @@ def test_only_the_transport_touches_rpc_and_what_is_private_in_torch() -> None:
     assert [use for use in others if not any(one.startswith(use) for one in PRIVATE)] == []
 
 
-WHAT_IS_COMPARED = ("worker", "driver", "rpc.transport", "rpc.messages", "data.batch_server")
-"""What trains across processes, which the reference in one process is compared to."""
+COMPARED_PACKAGES = ("worker", "driver", "rpc.transport", "rpc.messages", "data.batch_server")
+"""The packages that train across processes, which are compared with the reference in one."""
 
 
-def test_the_reference_shares_nothing_with_what_it_is_compared_to() -> None:
+def test_the_reference_shares_no_module_with_the_packages_that_it_checks() -> None:
     needed = {
         other
         for module in modules()
@@ -197,7 +197,7 @@ def test_the_reference_shares_nothing_with_what_it_is_compared_to() -> None:
         for other in needs(module)
     }
     assert "rpcmp.pipelining.layers" in needed
-    compared = tuple(f"rpcmp.{name}" for name in WHAT_IS_COMPARED)
+    compared = tuple(f"rpcmp.{name}" for name in COMPARED_PACKAGES)
     assert [name for name in needed if name.startswith(compared)] == []
 
 
@@ -205,9 +205,10 @@ def test_supervisors_and_the_command_line_do_not_import_torch() -> None:
     code = """
 import importlib, sys
 import rpcmp.cli, rpcmp.config.schema, rpcmp.job.training_run, rpcmp.job.server_calls
-import rpcmp.cli.observing, rpcmp.observability.observers
+import rpcmp.cli.observing, rpcmp.observability.observers, rpcmp.observability.tensorboard
 import rpcmp.observability.dashboard.html, rpcmp.observability.dashboard.page_server
 import rpcmp.server.lifecycle, rpcmp.server.stage_server, rpcmp.server.connection
+import rpcmp.tools.bench.contestants, rpcmp.tools.diagnosis, rpcmp.tools.explain.gather
 for module in rpcmp.cli.COMMANDS:
     importlib.import_module(f"rpcmp.cli.{module}")
 print([name for name in ("torch", "numpy") if name in sys.modules])

@@ -1,4 +1,4 @@
-"""The files of continuous integration and of commit hooks name only what exists."""
+"""The files of continuous integration and commit hooks name only existing things."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.places import ROOT
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 EVENTS: Any = True
-"""What YAML makes of the key `on`."""
+"""The key `on`, as YAML reads it."""
 
 
 def test_pushes_and_pull_requests_run_the_checks() -> None:
@@ -30,7 +30,7 @@ def test_pushes_and_pull_requests_run_the_checks() -> None:
 
 
 def test_the_checks_run_with_the_oldest_python_that_is_supported() -> None:
-    """This is the Python of Debian, whose packages `.ci/run` installs."""
+    """The Python of Debian, from whose packages `.ci/run` installs."""
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
     image = workflow["jobs"]["check"]["container"]["image"]
     version, debian = re.fullmatch(r"python:([\d.]+)-(\w+)", image).groups()  # type: ignore[union-attr]

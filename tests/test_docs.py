@@ -47,7 +47,7 @@ WORD_FOR_WORD = "From nothing to two hosts"
 """The section whose commands tests/system/test_newcomer.py runs as they stand."""
 
 README_LINES = 350
-"""The README is a front door: what is longer belongs on a page of the guide."""
+"""The README is a front door: longer explanations belong on a page of the guide."""
 
 RUN_BY = {
     "../.ci/run": [
@@ -146,7 +146,7 @@ RUN_BY = {
         "rpcmp bench config.toml",
         "rpcmp bench config.toml --peers torch-best --json",
     ],
-    "unit/tools/bench/test_comparison.py::test_several_cases_give_a_table_each": [
+    "unit/tools/bench/test_benchmark.py::test_several_cases_give_a_table_each": [
         "rpcmp bench overhead transformer activations",
     ],
 }
@@ -201,7 +201,7 @@ CHECKED_BY = {
         "python -m tests.benchmarks.replicas step --set num_microbatches=8",
     ],
 }
-"""What takes a cluster, an image registry, root or long: the test of what the command is given."""
+"""Commands that need a cluster, a registry, root or much time, with the test of their arguments."""
 
 
 def test_the_readme_is_short() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -13,9 +13,12 @@ from rpcmp.cli import completion, echo
 from rpcmp.cli.options import budget_option, set_option
 
 if TYPE_CHECKING:
-    from rpcmp.tools.bench.benchmark import BenchmarkResult
+    from rich.table import Table
+
+    from rpcmp.tools.bench.benchmark import BenchmarkResult, ContestantTimes
     from rpcmp.tools.bench.cases import Case
-    from rpcmp.tools.bench.comparison import Contestant
+    from rpcmp.tools.bench.contestants import Contestant
+    from rpcmp.tools.measurement import Estimate
 
 WIDTH = 140
 """Characters that a row of the table may take."""
@@ -69,20 +72,21 @@ def bench(
       rpcmp bench sleep --stages 8 --microbatches 16 --json
     """
     from rpcmp.cli.console import print_wide
-    from rpcmp.tools.bench import benchmark, cases
+    from rpcmp.tools.bench import cases
+    from rpcmp.tools.bench.contestants import contestants
 
     chosen = None if peers is None else [name.strip() for name in peers.split(",") if name.strip()]
     loaded = [cases.load(name, stages, microbatches, overrides) for name in names]
-    prepared = [(case, benchmark.contestants(case, chosen)) for case in loaded]
-    for case, contestants in prepared:
-        result, code = asyncio.run(_measure(case, contestants, pairs, steps, budget))
+    prepared = [(case, contestants(case, chosen)) for case in loaded]
+    for case, participants in prepared:
+        result, code = asyncio.run(_measure(case, participants, pairs, steps, budget))
         if result is None:
             echo(f"{case.name}: stopped before anything was measured", err=True)
         elif as_json:
-            echo(json.dumps(benchmark.as_json(result)))
+            echo(json.dumps(result.as_json()))
         else:
-            print_wide(benchmark.table(result), WIDTH)
-            for line in benchmark.lines(result):
+            print_wide(table(result), WIDTH)
+            for line in _lines(result):
                 echo(line)
         if code:
             raise click.exceptions.Exit(code)
@@ -93,15 +97,57 @@ async def _measure(
 ) -> tuple[BenchmarkResult | None, int]:
     from rpcmp.cli.progress_bar import measuring
     from rpcmp.tools.bench.benchmark import benchmark
-    from rpcmp.tools.bench.comparison import StoppedError, TimeLimits
-    from rpcmp.tools.bench.statistics import fill_then_no_bubble
+    from rpcmp.tools.measurement import StoppedError, TimeLimits
 
     with measuring(case.name) as now:
         try:
-            result = await benchmark(
-                *(case, contestants, pairs, steps, fill_then_no_bubble, now.progress),
-                limits=TimeLimits(budget, now.stop),
-            )
+            limits = TimeLimits(budget, now.stop)
+            result = await benchmark(case, contestants, pairs, steps, now.progress, limits)
         except StoppedError:
             return None, now.exit_code
     return result, now.exit_code
+
+
+def table(result: BenchmarkResult) -> Table:
+    """Return a table with a row per contestant and one for the bound."""
+    from rpcmp.cli import console
+
+    title = (
+        f"{result.case.name}: {result.case.config.num_stages} stages, "
+        f"{result.case.config.num_microbatches} micro-batches, "
+        f"{result.pairs} interleaved pair{'s' * (result.pairs > 1)} of "
+        f"{result.steps} step{'s' * (result.steps > 1)}"
+    )
+    ratios = result.ratios
+    rows = [(*_times(result.ours), "", "")]
+    rows += [(*_times(one), *_ratio(ratios[one.name])) for one in result.peers]
+    if result.bound_s:
+        rows.append(("bound", "", f"{result.bound_s * 1e3:.1f}", "", *_ratio(ratios["bound"])))
+    heads = ("contestant", "settings", "ms a step", "quartiles", "ours / it", "interval")
+    made = console.table(heads, rows)
+    made.title, made.title_justify = title, "left"
+    return made
+
+
+def _times(one: ContestantTimes) -> tuple[str, ...]:
+    from rpcmp.tools.measurement import spread
+
+    times = spread(one.seconds)
+    return (
+        one.name,
+        ", ".join(f"{key} {value}" for key, value in one.settings.items()),
+        f"{times.median * 1e3:.1f}",
+        f"{times.lower_quartile * 1e3:.1f} to {times.upper_quartile * 1e3:.1f}",
+    )
+
+
+def _ratio(ratio: Estimate) -> tuple[str, str]:
+    interval = f"{ratio.low:.3f} to {ratio.high:.3f} ({ratio.confidence:.0%})"
+    return f"{ratio.median:.3f}", interval
+
+
+def _lines(result: BenchmarkResult) -> Iterator[str]:
+    if (seconds := result.driver_cpu_s) is not None:
+        per_microbatch = seconds / result.case.config.num_microbatches
+        yield f"driver: {per_microbatch * 1e3:.2f} ms of CPU a micro-batch"
+    yield from (f"note: {note}" for note in result.notes)

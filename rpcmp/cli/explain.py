@@ -18,7 +18,7 @@ from rpcmp.config.types import format_size
 if TYPE_CHECKING:
     from rpcmp.cli.console import Cell
     from rpcmp.tools.explain.gather import Explanation
-    from rpcmp.tools.explain.stage_estimates import ExplainedStage
+    from rpcmp.tools.explain.model_summary import ExplainedStage
     from rpcmp.tools.job_links import StageLink
 
 WIDTH = 140
@@ -224,7 +224,7 @@ def _memory_notes(stages: Sequence[ExplainedStage]) -> Iterator[str]:
 def _step(explanation: Explanation, width: int) -> Iterator[str]:
     from rpcmp.tools.explain.schedule_picture import picture
 
-    stages, runs = explanation.stages, explanation.step.runs
+    stages, runs = explanation.stages, explanation.runs
     predicted = explanation.prediction
     if predicted is None:
         yield "nothing was measured: drawn as if both gradients each took as long as a forward"

@@ -37,7 +37,7 @@ from rpcmp.observability.observers import Report
 from rpcmp.process.interpreter import count_stop_requests, handle_stop_signals
 from rpcmp.process.logging.collector import Display, RecordSource
 from rpcmp.process.logging.records import as_text, visible
-from rpcmp.tools.bench.comparison import Progress
+from rpcmp.tools.measurement import Progress
 
 PLAIN_SECONDS = 2.0
 """Between two similar lines if there is no terminal."""

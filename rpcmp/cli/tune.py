@@ -136,7 +136,7 @@ async def _tune(
     from rpcmp.cli.progress_bar import measuring
     from rpcmp.job.generation import Segments
     from rpcmp.tools import tuning
-    from rpcmp.tools.bench.comparison import StoppedError, TimeLimits
+    from rpcmp.tools.measurement import StoppedError, TimeLimits
 
     segments = Segments(tuning.plain_training(config), connect, swept.settings)
     measure, tuned = functools.partial(tuning.measure, segments), None

@@ -44,7 +44,7 @@ class Finding:
 
     Attributes:
         where: the worker, the driver, or "a - b" for the link between two.
-        is_temporary: whether it may be mended without any action.
+        is_temporary: whether it may end without any action.
     """
 
     where: str
@@ -133,15 +133,13 @@ def _reach(report: HostReport, speed: LinkSpeed) -> Iterator[Finding]:
 
 
 def _refusal(where: str, error: RpcmpError) -> Finding:
-    check = "job"
-    if isinstance(error, UnreachableError):
-        check = "reach"
-    elif isinstance(error, SecurityError):
-        check = "certificate"
-    elif isinstance(error, VersionError):
-        check = "software"
-    elif isinstance(error, UnavailableError):
-        check = "free"
+    checks = {
+        UnreachableError: "reach",
+        SecurityError: "certificate",
+        VersionError: "software",
+        UnavailableError: "free",
+    }
+    check = next((name for kind, name in checks.items() if isinstance(error, kind)), "job")
     is_temporary = isinstance(error, UnavailableError)
     return Finding(where, check, Status.FAILED, str(error), is_temporary)
 
@@ -158,13 +156,11 @@ def _certificate(config: Config, where: str, facts: HostFacts, now: float) -> Fi
     text = (
         f"{certificate.role or 'no role'}{hosts}, until {until:%Y-%m-%d} ({max(days, 0):.0f} days)"
     )
-    if days < 0:
-        text += ": it has expired; `rpcmp certs renew DIR`, and copy it there: no restart is needed"
-        return Finding(where, "certificate", Status.FAILED, text)
-    if days < EXPIRES_DAYS:
-        text += ": `rpcmp certs renew DIR`, and copy it there: no restart is needed"
-        return Finding(where, "certificate", Status.WARNING, text)
-    return Finding(where, "certificate", Status.OK, text)
+    if days >= EXPIRES_DAYS:
+        return Finding(where, "certificate", Status.OK, text)
+    status, expired = (Status.FAILED, " it has expired;") if days < 0 else (Status.WARNING, "")
+    text += f":{expired} `rpcmp certs renew DIR`, and copy it there: no restart is needed"
+    return Finding(where, "certificate", status, text)
 
 
 def _software(where: str, facts: HostFacts, reference: HostFacts | None) -> Iterator[Finding]:
@@ -221,7 +217,7 @@ def _device(
 def _folder(config: Config, where: str, folder: Folder, driver: HostFacts | None) -> Finding:
     path = config.checkpoint_folder
     is_shared = config.checkpoint is not None and config.checkpoint.shared
-    # If the driver cannot write there, a missing marker tells nothing.
+    # If the driver cannot write there, a missing marker proves nothing.
     is_marked = driver is not None and driver.folder is not None and driver.folder.has_marker
     if folder.problem:
         text = f"nothing can be kept in {path}: {folder.problem}"
@@ -327,18 +323,15 @@ class LinkCheck:
     def __init__(self, config: Config, clients: Sequence[StageClient], dialer: Dialer) -> None:
         self._config, self._dialer = config, dialer
         self._clients = {client.name: client for client in clients}
-        names = (client.name for client in clients)
-        self._workers = dict(zip(names, config.workers, strict=True))
+        self._stages = {worker.label: worker.stage_index for worker in config.workers}
 
     async def run(self, reports: Sequence[HostReport]) -> list[CheckedLink]:
         """Check the links between hosts that have answered, one after the other."""
         facts = {report.name: report.facts for report in reports if report.facts}
-        labels = [worker.label for worker in self._config.workers]
-        machines = [facts[label].machine if label in facts else label for label in labels]
-        links = job_links(self._config, mirrors_of(self._config, machines))
+        machines = [facts[label].machine if label in facts else label for label in self._stages]
         return [
             await self._check(link, facts)
-            for link in links
+            for link in job_links(self._config, mirrors_of(self._config, machines))
             if link.one in facts and link.other in facts
         ]
 
@@ -346,11 +339,11 @@ class LinkCheck:
         if facts[link.one].network == facts[link.other].network:
             return CheckedLink(link)
         seconds = PROBE_SECONDS if link.has_tensors else 0
+        other = self._clients[link.other]
         try:
-            other = self._clients[link.other]
             if link.one == DRIVER:
-                index = self._workers[other.name].stage_index
-                speed = await measure_link(self._dialer, other.name, other.address, index, seconds)
+                stage = self._stages[other.name]
+                speed = await measure_link(self._dialer, other.name, other.address, stage, seconds)
                 return CheckedLink(link, speed)
             one = self._clients[link.one]
             speed = await one.probe(self._probe(other, seconds))
@@ -363,6 +356,6 @@ class LinkCheck:
         return doctor_pb2.ProbeRequest(
             stage_name=other.name,
             address=other.address,
-            stage_index=self._workers[other.name].stage_index,
+            stage_index=self._stages[other.name],
             seconds=seconds,
         )

@@ -1,7 +1,4 @@
-"""Ask every host of a job for the facts that matter to a run, as the job itself would reach it.
-
-`rpcmp doctor` judges the reports, and `rpcmp explain` shows where everything is.
-"""
+"""Collect facts about every host of a job, for `rpcmp doctor` and `rpcmp explain`."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from rpcmp.config.job_sections import StageConfig
 from rpcmp.config.schema import Config
@@ -36,7 +32,7 @@ class HostReport:
         address: HOST:PORT of its server; empty for the driver.
         facts: None if they are unknown.
         speed: of the link from the driver; None for the driver itself, and if there is no link.
-        error: why facts or speed are missing.
+        error: the reason if facts or speed are missing.
     """
 
     name: str
@@ -47,46 +43,47 @@ class HostReport:
     error: RpcmpError | None = None
 
 
-class HostReports(NamedTuple):
-    """Reports on the hosts of the driver, of the workers in order, and of the spares."""
-
-    driver: HostReport
-    workers: list[HostReport]
-    spares: list[HostReport]
-
-
 class HostSurvey:
-    """Collects facts about the hosts of a job.
+    """Collects facts about the hosts of a job, reached as the job would reach them.
 
     Args:
         dialer: opens connections to the spares.
-        forks: where the process comes from that looks at this host.
+        forks: forks the process that examines this host.
     """
 
     def __init__(
         self, config: Config, clients: Sequence[StageClient], dialer: Dialer, forks: Forks
     ) -> None:
         self._config, self._clients = config, clients
-        self._workers = dict(zip((client.name for client in clients), config.workers, strict=True))
         self._dialer, self._forks = dialer, forks
         self._code = collect_code(config.folder) if config.ship_code else []
 
-    async def collect(self) -> HostReports:
+    async def collect(self) -> tuple[HostReport, list[HostReport], list[HostReport]]:
+        """Return the reports on the driver's host, on the workers' in order, and on the spares'."""
         config = self._config
         with contextlib.ExitStack() as stack:
             marker = ""
             if config.checkpoint is not None and config.checkpoint.shared:
-                with contextlib.suppress(OSError):  # the driver's own report says why
+                with contextlib.suppress(OSError):  # the driver's own report has the reason
                     marker = stack.enter_context(marked(config.checkpoint_folder))
             driver = await self._ask_driver(marker)
             own = driver.facts.driver_metrics if driver.facts else []
             workers = await asyncio.gather(
-                *(self._ask_worker(client, marker, own) for client in self._clients)
+                *(
+                    self._ask(
+                        client, client.name, worker, stage_request(config, index, marker, own)
+                    )
+                    for client, worker in zip(self._clients, config.workers, strict=True)
+                    for index in [worker.stage_index]
+                )
             )
             spares = await asyncio.gather(
-                *(self._ask_spare(address, marker, own) for address in config.recovery.spares)
+                *(
+                    self._ask_spare(address, spare_request(config, marker, own))
+                    for address in config.recovery.spares
+                )
             )
-            return HostReports(driver, workers, spares)
+            return driver, workers, spares
 
     async def _ask_driver(self, marker: str) -> HostReport:
         request = driver_request(self._config, marker)
@@ -99,17 +96,7 @@ class HostSurvey:
             error = raised
         return HostReport(DRIVER, StageConfig(), facts=facts, error=error)
 
-    async def _ask_worker(
-        self, client: StageClient, marker: str, driver_metrics: Sequence[str]
-    ) -> HostReport:
-        worker = self._workers[client.name]
-        request = stage_request(self._config, worker.stage_index, marker, driver_metrics)
-        return await self._ask(client, client.name, worker, request)
-
-    async def _ask_spare(
-        self, address: str, marker: str, driver_metrics: Sequence[str]
-    ) -> HostReport:
-        request = spare_request(self._config, marker, driver_metrics)
+    async def _ask_spare(self, address: str, request: CheckRequest) -> HostReport:
         async with StageClient("spare", address, self._dialer) as client:
             return await self._ask(client, f"spare {address}", None, request)
 
@@ -171,53 +158,64 @@ def _require_suitable(server: pb.DescribeResponse, address: str, index: int | No
 def stage_request(
     config: Config, index: int, marker: str, driver_metrics: Collection[str] = ()
 ) -> CheckRequest:
-    """Return what one stage needs.
+    """Return the request to the host of a stage.
 
     Args:
         marker: name of the driver's file in the checkpoint folder; empty if it is not shared.
         driver_metrics: config keys of the metrics that the driver computes instead of a stage.
     """
-    sink_metrics = {
-        key: value for key, value in _metrics(config).items() if key not in driver_metrics
-    }
     graph, name = config.graph(), config.stage_names[index]
+    metrics = {key: m for key, m in _metrics(config).items() if key not in driver_metrics}
     callables = _names(
-        {
-            **_optimizer_and_scheduler(config, index),
-            **({"loss": config.loss, **sink_metrics} if name == graph.sink else {}),
-            **(_data(config, "stage") if graph.parts(name) else {}),
-        }
+        _model(config, index),
+        _optimizer_and_scheduler(config, index),
+        {"loss": config.loss, **metrics} if name == graph.sink else {},
+        _data(config, "stage") if graph.parts(name) else {},
     )
-    devices = [config.stage(index).device]
-    return _request(config, {**_model(config, index), **callables}, marker, devices)
+    return _request(config, callables, marker, [config.stage(index).device])
 
 
 def spare_request(
     config: Config, marker: str, driver_metrics: Collection[str] = ()
 ) -> CheckRequest:
-    """Return what a spare server needs, which may take any stage."""
+    """Return the request to a spare server, which may take any stage."""
     stages = [stage_request(config, i, marker, driver_metrics) for i in range(config.num_stages)]
-    callables = {key: name for stage in stages for key, name in stage.callables.items()}
+    callables = _names(*(stage.callables for stage in stages))
     devices = sorted({device for stage in stages for device in stage.devices})
     return _request(config, callables, marker, devices)
 
 
 def driver_request(config: Config, marker: str) -> CheckRequest:
-    """Return what the driver needs: it may load data, lists the layers, computes some metrics."""
-    callables = _names({**_data(config, "driver"), "report": config.report})
-    model = _model(config, 0) if config.model is not None else {}
-    request = _request(config, {**model, **callables}, marker, ["cpu"])
+    """Return the request to the driver: it lists layers, and may load data and compute metrics."""
+    callables = _names(
+        _model(config, 0) if config.model is not None else {},
+        _data(config, "driver"),
+        {"report": config.report},
+    )
+    request = _request(config, callables, marker, ["cpu"])
     return request.model_copy(update={"metrics": _names(_metrics(config))})
 
 
-def _model(config: Config, index: int) -> dict[str, str]:
+Callables = Mapping[str, Factory | str | None]
+"""Callables of a job, or their names, by config key; None if the key is not set."""
+
+
+def _names(*groups: Callables) -> dict[str, str]:
+    return {
+        key: each if isinstance(each, str) else each.callable
+        for group in groups
+        for key, each in group.items()
+        if each is not None
+    }
+
+
+def _model(config: Config, index: int) -> Callables:
     if config.model is not None:
         return {"model.layers": config.model.layers}
-    module = config.stage(index).module
-    return {} if module is None else {f"stages.{index}.module": module}
+    return {f"stages.{index}.module": config.stage(index).module}
 
 
-def _optimizer_and_scheduler(config: Config, index: int) -> dict[str, Factory | None]:
+def _optimizer_and_scheduler(config: Config, index: int) -> Callables:
     """Return both by the config key that names them: the stage's own, or the job's."""
     stage, prefix = config.stage(index), f"stages.{index}."
     return {
@@ -234,20 +232,11 @@ def _metrics(config: Config) -> dict[str, Factory]:
     return {f"metrics.{name}": metric for name, metric in config.metrics.items()}
 
 
-def _data(config: Config, at: str) -> dict[str, Factory | None]:
+def _data(config: Config, at: str) -> Callables:
     data = config.data
     if data is None or data.at != at:
         return {}
-    return {
-        "data.train": data.train,
-        "data.test": data.test,
-        "data.sampler": data.sampler,
-        "data.collate": data.collate,
-    }
-
-
-def _names(factories: Mapping[str, Factory | None]) -> dict[str, str]:
-    return {key: factory.callable for key, factory in factories.items() if factory is not None}
+    return {f"data.{key}": getattr(data, key) for key in ("train", "test", "sampler", "collate")}
 
 
 def _request(

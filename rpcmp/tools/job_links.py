@@ -3,7 +3,7 @@
     driver ──dials──> every server                control, batches; tensors come back the same way
     every other server ──dials──> the first       rendezvous
     two servers of different networks <──> each other      tensors between their workers
-    a server ──dials──> one of another machine    whose snapshots it holds as well
+    a server ──dials──> one of another machine    to copy the snapshots of its stage
 
 On one machine a server opens its neighbour's snapshots in memory, and workers that were forked by
 one process reach each other by a loopback of their own: neither needs a connection.
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 from rpcmp.checkpoint.slots import mirrors_of
 from rpcmp.config.schema import Config
-from rpcmp.config.topology import DRIVER, Graph, Member
+from rpcmp.config.topology import DRIVER
 
 TENSORS = frozenset({"batches", "activations", "gradients", "snapshots"})
-"""What consists of tensors, among what links carry."""
+"""Those contents of links that consist of tensors."""
 
 FREE_PORT = "127.0.0.1, a free port"
 
@@ -30,8 +30,8 @@ class Link:
     """Two processes that talk to each other.
 
     Attributes:
-        one, other: labels of workers; the driver, if it is one of the two, comes first.
-        carries: what passes over the link.
+        one, other: labels of workers; the driver comes first.
+        carries: contents, such as "activations".
     """
 
     one: str
@@ -47,25 +47,14 @@ class Link:
 def job_links(
     config: Config, holders: Sequence[int | None], tied: Sequence[Sequence[str]] = ()
 ) -> list[Link]:
-    """Return every link of a job, each once; see `links` for the arguments."""
-    sends_batches = config.data is None or config.data.at == "driver"
-    return links(config.graph(), config.workers, holders, sends_batches, tied)
-
-
-def links(
-    graph: Graph,
-    workers: Sequence[Member],
-    holders: Sequence[int | None],
-    sends_batches: bool = True,
-    tied: Sequence[Sequence[str]] = (),
-) -> list[Link]:
-    """Return every link between the members of a group, each once.
+    """Return every link of a job, each once.
 
     Args:
         holders: for each worker, the index of the one whose server holds its snapshots as well.
-        sends_batches: whether the driver loads the samples.
         tied: groups of stages that share a parameter, its owner first.
     """
+    graph, workers = config.graph(), config.workers
+    sends_batches = config.data is None or config.data.at == "driver"
     carried: dict[tuple[str, str], list[str]] = {}
 
     def add(one: str, other: str, what: str) -> None:
@@ -123,7 +112,7 @@ class Listener:
 
     Attributes:
         address: HOST:PORT; None: a free port of the loopback.
-        admits: who is let in.
+        admits: the peers that may connect.
         exposed: see Whereabouts.
     """
 
@@ -135,31 +124,23 @@ class Listener:
 
 
 @dataclass(frozen=True)
-class StageLink:
+class StageLink(Link):
     """A link with the connections that it needs.
 
     Attributes:
-        one, other, carries: see Link.
-        dials: (who, whom) of every connection; empty if the two reach each other by a loopback of
-            their own, or in memory.
+        dials: (client, server) of every connection; empty if the two reach each other by a
+            loopback of their own, or in memory.
         crosses_hosts: whether the link leaves a machine.
         is_encrypted: by TLS 1.3.
     """
 
-    one: str
-    other: str
-    carries: tuple[str, ...]
     dials: tuple[tuple[str, str], ...]
     crosses_hosts: bool
     is_encrypted: bool
 
 
 def job_listeners(config: Config, places: Mapping[str, Whereabouts]) -> list[Listener]:
-    """Return every port that the job uses; the driver has none.
-
-    Args:
-        places: by worker's label; includes the driver's.
-    """
+    """Return every port that the job uses; the driver has none."""
     return [
         Listener(
             worker.label,
@@ -193,29 +174,26 @@ def stage_links(
         tied: groups of stages that share a parameter, its owner first.
     """
     labels = [worker.label for worker in config.workers]
-    holder_indices = mirrors_of(config, [places[label].machine for label in labels])
-    copies = {(labels[at], labels[i]) for i, at in enumerate(holder_indices) if at is not None}
-    stage_links = []
-    for link in job_links(config, holder_indices, tied):
-        one, other = places[link.one], places[link.other]
-        has_port = bool(one.address or other.address)
-        stage_links.append(
-            StageLink(
-                link.one,
-                link.other,
-                link.carries,
-                tuple(_dials(link, one, other, labels[0], copies)),
-                crosses_hosts=one.machine != other.machine,
-                is_encrypted=has_port and config.certs_folder is not None,
-            )
+    holders = mirrors_of(config, [places[label].machine for label in labels])
+    copies = {(labels[at], labels[i]) for i, at in enumerate(holders) if at is not None}
+    return [
+        StageLink(
+            link.one,
+            link.other,
+            link.carries,
+            tuple(_dials(link, one, other, labels[0], copies)),
+            crosses_hosts=one.machine != other.machine,
+            is_encrypted=bool(one.address or other.address) and config.certs_folder is not None,
         )
-    return stage_links
+        for link in job_links(config, holders, tied)
+        for one, other in [(places[link.one], places[link.other])]
+    ]
 
 
 def _dials(
     link: Link, one: Whereabouts, other: Whereabouts, first: str, copies: set[tuple[str, str]]
 ) -> list[tuple[str, str]]:
-    """Return (who, whom) of each connection; `copies` has (holder, owner) of snapshots."""
+    """Return (client, server) of each connection; `copies` has (holder, owner) of snapshots."""
     there, back = (link.one, link.other), (link.other, link.one)
     if link.one == DRIVER:
         return [there]

@@ -21,8 +21,15 @@ from typing import NamedTuple
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.errors import ConfigError
 from rpcmp.job.generation import Segments
-from rpcmp.tools.bench.comparison import Progress, StoppedError, TimeLimits, rotated
-from rpcmp.tools.bench.statistics import Estimate, is_conclusive, paired_ratio
+from rpcmp.tools.measurement import (
+    Estimate,
+    Progress,
+    StoppedError,
+    TimeLimits,
+    is_conclusive,
+    paired_ratio,
+    rotated,
+)
 from rpcmp.tools.tuning_grid import SETTLE_STEPS, Grid, Plan, spread_out
 
 

@@ -19,7 +19,7 @@ from rich.table import Table
 from rpcmp.config.schema import ScheduleOptions
 from rpcmp.errors import ConfigError
 from rpcmp.observability.trace.plot import require_matplotlib
-from rpcmp.tools.bench.statistics import Estimate, is_conclusive, spread
+from rpcmp.tools.measurement import Estimate, is_conclusive, spread
 from rpcmp.tools.tuning import SettingTimes, Tuned
 
 if TYPE_CHECKING:

@@ -23,22 +23,21 @@ class DataParallel:
     """Trains the model and micro-batches of the job's replicas.
 
     Args:
-        order: "config", the job as plain data, "folder" of its Python files; "rank", "world_size"
+        job: "config", the job as plain data, "folder" of its Python files; "rank", "world_size"
             and "store" as in torch. All ranks must have equally many equal micro-batches.
     """
 
-    def __init__(self, order: Message) -> None:
-        sys.path.insert(0, order["folder"])
-        self._rank: int = order["rank"]
-        self._world_size: int = order["world_size"]
-        config = loader.parse_config(order["config"])
+    def __init__(self, job: Message) -> None:
+        sys.path.insert(0, job["folder"])
+        self._job = job
+        self._rank: int = job["rank"]
+        self._world_size: int = job["world_size"]
+
+    def build(self, way: str) -> None:
+        """Build the model; there is one way to train it."""
+        config = loader.parse_config(self._job["config"])
         self._count = config.num_microbatches
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{order['store']}",
-            rank=self._rank,
-            world_size=self._world_size,
-        )
+        peer_trainers.join_gloo(self._job)
         (names,) = peer_trainers.layer_names(config)
         self._part = peer_trainers.build(config, 0, names)
         self._model = DistributedDataParallel(self._part.module, gradient_as_bucket_view=True)
@@ -46,7 +45,7 @@ class DataParallel:
         self._batches = peer_trainers.endless_batches(config)
 
     def run(self, steps: int) -> Message:
-        """See Rank."""
+        """Train the next `steps` mini-batches."""
         batches = [next(self._batches) for _ in range(steps)]
         dist.barrier()
         begin = time.monotonic_ns()

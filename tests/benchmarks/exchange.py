@@ -1,7 +1,7 @@
 """One rank of an exchange of gradients without training: by rpcmp, or by Gloo's all-reduce.
 
 Nothing is computed besides. Every rank has its gradients when the clock starts, and all have the
-sum when it stops; an exchange before that is not counted lets all begin at the same time.
+sum when it stops; an exchange before it, which does not count, lets all start at the same time.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rpcmp.errors import MismatchError
 from rpcmp.process.channel import Message
 from rpcmp.rpc import transport, unpickler
 from rpcmp.rpc.messages import Peer
+from rpcmp.tools.bench.peer_trainers import join_gloo
 from rpcmp.worker.bucket_allreduce import BucketAllReduce
 
 PARAMETER_BYTES = 10**6
@@ -29,10 +30,23 @@ ELEMENT_BYTES = 4
 
 
 class Exchange(ABC):
-    """Does one exchange after the other."""
+    """Does one exchange after the other, as a peer of `rpcmp.tools.bench.contestants`.
+
+    Args:
+        job: "bytes" of all gradients; "rank", "world_size" and "store" as in torch.
+    """
+
+    def __init__(self, job: Message) -> None:
+        self._job = job
+        self._rank: int = job["rank"]
+        self._world_size: int = job["world_size"]
+
+    @abstractmethod
+    def build(self, way: str) -> None:
+        """Join the other ranks; there is one way to do it."""
 
     def run(self, steps: int) -> Message:
-        """See Rank; there are no losses."""
+        """Exchange `steps` times; there are no losses."""
         self._exchange()
         begin = time.monotonic_ns()
         for _ in range(steps):
@@ -55,19 +69,12 @@ class Exchange(ABC):
 
 
 class AllReduce(Exchange):
-    """One tensor, in place.
+    """One tensor, in place."""
 
-    Args:
-        order: "bytes" of it; "rank", "world_size" and "store" as in torch.
-    """
-
-    def __init__(self, order: Message) -> None:
-        rank, self._world_size = order["rank"], order["world_size"]
-        dist.init_process_group(
-            "gloo", init_method=f"file://{order['store']}", rank=rank, world_size=self._world_size
-        )
-        self._tensor = torch.empty(order["bytes"] // ELEMENT_BYTES)
-        self._tensor.zero_()  # what is in place grows with every sum, but for zeros
+    def build(self, way: str) -> None:
+        join_gloo(self._job)
+        self._tensor = torch.empty(self._job["bytes"] // ELEMENT_BYTES)
+        self._tensor.zero_()  # a sum in place grows unless it is of zeros
 
     def _exchange(self) -> None:
         dist.all_reduce(self._tensor)
@@ -82,15 +89,12 @@ class Sum(Exchange):
     """Parameters' gradients by `bucket_allreduce` of workers, over torch RPC.
 
     In the clock: the copies into buckets and their way out, which a job's stages hide behind the
-    backward as far as they can. A process has what a worker has but for its private network.
-
-    Args:
-        order: "bytes" of all gradients; "rank", "world_size" and "store" as in torch.
+    backward as far as they can. A rank is set up like a worker, but without a private network.
     """
 
-    def __init__(self, order: Message) -> None:
-        rank, self._world_size = order["rank"], order["world_size"]
-        total, size = order["bytes"] // ELEMENT_BYTES, PARAMETER_BYTES // ELEMENT_BYTES
+    def build(self, way: str) -> None:
+        rank = self._rank
+        total, size = self._job["bytes"] // ELEMENT_BYTES, PARAMETER_BYTES // ELEMENT_BYTES
         sizes = [min(size, total - start) for start in range(0, total, size)]
         self._gradients = [torch.full((size,), rank + 1.0) for size in sizes]
         self._parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
@@ -99,7 +103,7 @@ class Sum(Exchange):
         self._summing = BucketAllReduce(self._parameters, rank, peers)
         self._key = 0
         unpickler._CALLED.add((__name__, Served.__name__))
-        store = FileStore(order["store"], self._world_size)
+        store = FileStore(self._job["store"], self._world_size)
         transport.join(names, rank, store, Served(self._summing))
 
     def _exchange(self) -> None:
@@ -119,7 +123,7 @@ RPC = transport.Transport()
 
 
 class Served:
-    """The RPC service of a rank; the part of a stage that is needed here."""
+    """The RPC service of a rank: the part of a stage's that the exchange needs."""
 
     def __init__(self, summing: BucketAllReduce) -> None:
         self._summing = summing

@@ -2,10 +2,10 @@
 
 python -m tests.benchmarks.memory
 
-A micro-batch's activations have 64 times the bytes of the weights. What is compared is each stage's
-peak above what it took when its model was built, with 64 micro-batches a step and with 8 of the
-same size; both compute as many in all. With MALLOC_MMAP_THRESHOLD_=4194304 the peak is what is in
-use; without, also what the allocator keeps, which differs from run to run.
+A micro-batch's activations have 64 times the bytes of the weights. Compares each stage's peak above
+its memory after the model was built, with 64 micro-batches per step and with 8 of the same size;
+both runs compute equally many in all. With MALLOC_MMAP_THRESHOLD_=4194304 the peak is the memory in
+use; without it the allocator's reserve counts too, which differs from run to run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Time of a recovery, and cost of being prepared for one.
+"""Time of a recovery, and cost of recovery in a run without faults.
 
 python -m tests.benchmarks.recovery times [ROUNDS]   seconds from a fault to the next new step
-python -m tests.benchmarks.recovery costs [ROUNDS]   step time without and with what it needs
+python -m tests.benchmarks.recovery costs [ROUNDS]   step time without and with recovery enabled
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from rpcmp.tools.bench.statistics import paired_ratio
+from rpcmp.tools.measurement import paired_ratio
 from tests.support.places import EXAMPLES
 from tests.support.processes import runs
 
@@ -42,7 +42,7 @@ WARM_UP = 8
 
 
 def times(rounds: int) -> None:
-    """Kill something in the middle of `digits`, and wait for the next step that is new."""
+    """Kill a process in the middle of `digits`, and wait for the next new step."""
     print(f"{'what is lost':26}  median   worst   of {rounds}")
     for name, (which, signum) in FAULTS.items():
         found = [_recovery_seconds(which, signum, at=10 + 3 * i) for i in range(rounds)]
@@ -69,7 +69,7 @@ def _recovery_seconds(which: str, signum: signal.Signals, at: int) -> float:
 
 
 def costs(rounds: int, steps: int = 48) -> None:
-    """Train `stdlib_gpt` with and without, in turn."""
+    """Train `stdlib_gpt` with and without recovery, in turn."""
     seconds: dict[str, list[float]] = {name: [] for name in COSTS}
     for _ in range(rounds):
         for name, settings in COSTS.items():

@@ -6,15 +6,15 @@
 
 step: `rpcmp/examples/residual_ddp.toml`, grown until a step takes some 400 ms in one process, with
 SGD. Its one stage has two replicas with one thread each, on stage servers that the benchmark starts
-by the way of `rpcmp drive`. Against them, on the same mini-batches, cut into the same
+as `rpcmp drive` does. Against them, on the same mini-batches, cut into the same
 micro-batches: a plain PyTorch loop in one process with one thread, and `DistributedDataParallel`
-over Gloo in two processes with one thread each. What is timed is a round of steps, from the first
-one's begin to the last one's end, by their number. The driver of ours loads the data meanwhile, the
-others have loaded theirs before. All losses have to agree.
+over Gloo in two processes with one thread each. The time of a round, from the start of its first
+step to the end of its last one, is divided by the number of steps. Our driver loads the data
+meanwhile; the others have loaded theirs before. All losses must agree.
 
 exchange: the time from when all processes have their gradients, 50 MB of float32, until each of
 them has the sum, several times in a row. Ours: parameters of 1 MB each, all buckets of
-`rpcmp.worker.bucket_allreduce` begun at once and finished, over torch RPC as between
+`rpcmp.worker.bucket_allreduce` started at once and finished, over torch RPC as between
 workers; copies from the gradients and back are in it. Gloo: `all_reduce` of one tensor of 50 MB.
 Nothing is computed besides, so nothing is hidden behind a backward. 2 and 4 processes with one
 thread each.
@@ -33,14 +33,13 @@ import sys
 from collections.abc import Sequence
 
 from rpcmp.errors import ConfigError, RpcmpError, UnsupportedJobError
-from rpcmp.tools.bench import cases, comparison
-from rpcmp.tools.bench.benchmark import OwnPipeline
+from rpcmp.process.channel import Message
+from rpcmp.tools.bench import benchmark, cases
+from rpcmp.tools.bench.benchmark import ContestantTimes
 from rpcmp.tools.bench.cases import Case
-from rpcmp.tools.bench.comparison import Contestant, ContestantTimes
-from rpcmp.tools.bench.peer_group import PeerGroup, Processes
-from rpcmp.tools.bench.statistics import Estimate, paired_ratio, spread
-from tests.benchmarks.ranks import Ranks
-from tests.support.places import EXAMPLES
+from rpcmp.tools.bench.contestants import Contestant, OwnPipeline, PeerGroup, peer
+from rpcmp.tools.measurement import Estimate, paired_ratio, spread
+from tests.support.places import EXAMPLES, ROOT
 
 EXAMPLE = EXAMPLES / "residual_ddp.toml"
 
@@ -64,7 +63,7 @@ def step(options: argparse.Namespace) -> None:
     _require_equal_work(job)
     contestants = [OwnPipeline(_replicated(job)), _one_process(job), _data_parallel(job)]
     mine, one, ddp = _compare(contestants, options)
-    comparison.require_equal_losses([mine, one, ddp])
+    benchmark.require_equal_losses([mine, one, ddp])
     print(f"{NUM_REPLICAS} replicas: {_milliseconds(mine)} a step")
     gain = paired_ratio(one.seconds, mine.seconds)
     print(f"one process: {_milliseconds(one)}; as many times faster: {_shown(gain)}")
@@ -75,11 +74,11 @@ def step(options: argparse.Namespace) -> None:
 def exchange(options: argparse.Namespace) -> None:
     """Compare the sum of gradients with an all-reduce, of 2 and of 4 processes."""
     for count in (2, 4):
-        order = {"bytes": round(options.megabytes * 1e6)}
+        job = {"bytes": round(options.megabytes * 1e6)}
         mine, gloo = _compare(
             [
-                Ranks(f"sum of {count}", count, {"kind": "sum", **order}),
-                Ranks(f"all-reduce of {count}", count, {"kind": "all-reduce", **order}),
+                _ranks(f"sum of {count}", "exchange:Sum", count, job),
+                _ranks(f"all-reduce of {count}", "exchange:AllReduce", count, job),
             ],
             options,
         )
@@ -88,19 +87,19 @@ def exchange(options: argparse.Namespace) -> None:
 
 
 def _job(overrides: Sequence[str]) -> Case:
-    """What all train, by one worker."""
+    """Return the job that all train, with one worker."""
     one_worker = ("stages.0.replicas=1", "stages.0.threads=1")
     return cases.load(str(EXAMPLE), overrides=[*GROWN, *overrides, *one_worker])
 
 
 def _replicated(case: Case) -> Case:
-    """The same by several."""
+    """Return the same job with several replicas."""
     stage = case.config.stage(0).model_copy(update={"replicas": NUM_REPLICAS})
     return dataclasses.replace(case, config=case.config.model_copy(update={"stages": [stage]}))
 
 
 def _require_equal_work(case: Case) -> None:
-    """Only then do the means of DistributedDataParallel's ranks make the mini-batch's.
+    """Fail if the means of DistributedDataParallel's ranks would not make the mini-batch's.
 
     Raises:
         ConfigError: the replicas would not have equally many samples in equal micro-batches.
@@ -115,29 +114,34 @@ def _require_equal_work(case: Case) -> None:
 
 
 def _one_process(case: Case) -> Contestant:
-    processes = Processes("one-process", case, [1])
-    return PeerGroup("one process", processes, "batch", ["micro-batches"])
+    return peer("one process", case, "OneProcess", [1], {"batch": ["micro-batches"]})
 
 
 def _data_parallel(case: Case) -> Contestant:
     config = case.config.model_dump(mode="json", exclude_unset=True)
-    order = {"kind": "data-parallel", "config": config, "folder": str(case.config.folder)}
-    return Ranks("DistributedDataParallel", NUM_REPLICAS, order)
+    job = {"config": config, "folder": str(case.config.folder)}
+    return _ranks("DistributedDataParallel", "dataparallel:DataParallel", NUM_REPLICAS, job)
+
+
+def _ranks(name: str, trainer: str, count: int, job: Message) -> Contestant:
+    """Return a contestant of `count` processes with one thread each."""
+    trainer = f"tests.benchmarks.{trainer}"
+    return PeerGroup(name, trainer, job, str(ROOT), [1] * count, {"way": ["the only one"]})
 
 
 def _compare(
     contestants: Sequence[Contestant], options: argparse.Namespace
 ) -> list[ContestantTimes]:
-    """What each did, in their order.
+    """Return the measurements, in the order of the contestants.
 
     Raises:
         UnsupportedJobError: one cannot take part.
     """
-    done = asyncio.run(comparison.compare(contestants, options.pairs, options.steps, _progress))
+    done = asyncio.run(benchmark.compare(contestants, options.pairs, options.steps, _progress))
     for name, why in done.unsupported.items():
         raise UnsupportedJobError(f"{name}: {why}")
     print(f"{options.pairs} pairs of {done.steps}")
-    return done.series
+    return done.times
 
 
 def _progress(what: str, left: float) -> None:

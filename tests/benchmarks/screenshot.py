@@ -52,7 +52,7 @@ def _take(browser: Browser, url: str, path: Path, dark: bool) -> None:
         tab.set_viewport_size({"width": WIDTH, "height": HEIGHT})
         expect(tab.locator("#timeline canvas")).to_be_visible()
         tab.mouse.move(0, 0)
-        tab.wait_for_timeout(1000)  # a second's worth of its life
+        tab.wait_for_timeout(1000)  # the page draws one second
         tab.screenshot(path=path)
         assert seen.errors == []
 

@@ -79,7 +79,7 @@ def _hold(ports: Sequence[int], ended: threading.Event) -> None:
             for key, _ in open_ones.select(0):
                 open_ones.unregister(key.fileobj)
                 assert isinstance(key.fileobj, socket.socket)
-                key.fileobj.close()  # it was closed, or is not to be had any more
+                key.fileobj.close()  # it was closed, or cannot be inspected any more
                 begin(key.data)
 
 

@@ -1,4 +1,4 @@
-"""`rpcmp bench` stopped midway, and with cases that it cannot measure."""
+"""Arguments that `rpcmp bench` refuses."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tests.support.processes import rpcmp
         (["sleep", "--pairs", "0"], "0 is not in the range x>=1"),
         (["sleep", "--set", "num_microbatches=-1"], "num_microbatches"),
         (["sleep", "--set", "schedule=fastest"], "schedule"),
+        (["sleep", "--set", "model.kwargs.times_ms={forward=1.0}"], "each at least 0"),
         (["sleep", "--peers", "torch-1f1b,horovod"], "no contestant 'horovod'; there are"),
         (["missing.toml"], "cannot read missing.toml"),
     ],

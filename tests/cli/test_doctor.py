@@ -52,7 +52,7 @@ HOST = "127.0.0.1"
 class Cluster:
     """Two stage servers and a spare, which accept only peers with certificates.
 
-    The first is in a network of its own; the others are in that of drivers.
+    The first is in a network of its own; the others share the drivers' network.
     """
 
     certs: Path
@@ -157,7 +157,7 @@ def test_doctor_checks_servers_with_certificates_and_their_links(
 
 
 def test_doctor_reports_problems_of_a_job_by_host(job: JobFolder, cluster: Cluster) -> None:
-    """All problems at once, each at the host that has it, and no others."""
+    """All problems at once, each reported for its host alone."""
     (job.folder / "kept").write_text("a file in the way")
     (job.folder / "broken.py").write_text("raise SystemExit('I only run on Tuesdays')\n")
     text = f"""

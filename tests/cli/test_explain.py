@@ -71,7 +71,7 @@ def three() -> Iterator[list[Server]]:
 
 
 def test_a_run_does_what_was_explained(job: JobFolder, three: list[Server]) -> None:
-    """The following run has the explained numbers and names."""
+    """Every explained number and name equals the following run's."""
     config, path = job.config(SLOW_LAST), job.folder / "run.json"
     where = ("--connect", connect(three))
     explained = rpcmp("explain", config, "--json", *where)
@@ -129,7 +129,7 @@ def listeners(pid: int) -> list[str]:
 
 
 def dials(labels: dict[int, str], servers: Sequence[Server]) -> Iterator[tuple[str, str]]:
-    """Yield each connection between two labels, the one that opened it first."""
+    """Yield the connections from processes to other processes' servers, by their labels."""
     ports = {int(s.address.rpartition(":")[2]): f"stage{i}" for i, s in enumerate(servers)}
     for pid, label in labels.items():
         for connection in psutil.Process(pid).net_connections(kind="tcp"):
@@ -174,7 +174,7 @@ def test_the_shown_balance_equals_the_one_that_a_run_measures(job: JobFolder) ->
     report = json.loads(result.out)
     assert report["balance"] == report["prediction"]["balance"] == [2, 1, 2]
     assert [len(stage["layers"]) for stage in report["stages"]] == [2, 1, 2]
-    assert report["num_microbatches"] == 2  # what is measured is a step of so many, too
+    assert report["num_microbatches"] == 2  # the measured step has as many, too
     for stage in report["prediction"]["stages"].values():
         assert stage["busy_s"] <= report["prediction"]["step_s"]
 
@@ -206,7 +206,7 @@ def test_a_job_that_a_run_would_refuse_gets_the_same_message(
     assert explained.code == driven.code == 2
     assert message in explained.err
     messages = (result.err.partition("\ntry: ")[0] for result in (explained, driven))
-    assert len(set(messages)) == 1  # what helps next differs: the one is a remedy for the other
+    assert len(set(messages)) == 1  # the hints differ: each command is the remedy for the other
     assert explained.out == ""
 
 

@@ -69,7 +69,7 @@ def test_health_of_a_draining_server_exits_1(job: JobFolder) -> None:
         lend_servers(2) as two,
         running("drive", config, "--connect", connect(two), "--json", *patient) as run,
     ):
-        run.wait_for_line('"step"')
+        run.wait_for_line('"event": "step"')
         worker = status(config, two)[0]["worker_pid"]
         os.kill(worker, signal.SIGSTOP)  # its step does not end, and so the server neither
         os.kill(two[0].pid, signal.SIGTERM)

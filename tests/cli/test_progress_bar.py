@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rpcmp.cli import progress_bar
-from rpcmp.tools.bench import peer_group
+from rpcmp.tools.bench import contestants
 from tests.support.processes import JobFolder, RunningHere, poll_for, rpcmp
 
 
@@ -68,7 +68,7 @@ def test_a_stopped_benchmark_shows_its_results_so_far(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The case `sleep` has no stages to measure, and this peer is one process."""
-    monkeypatch.setattr(peer_group, "TRIAL_SECONDS", 0.0)
+    monkeypatch.setattr(contestants, "TRIAL_SECONDS", 0.0)
     peer = "one-process-1-thread"
     few = ("--peers", peer, "--pairs", "1000", "--steps", "1", "--budget", "600")
     small = ("--stages", "2", "--microbatches", "2")

@@ -8,7 +8,7 @@ import pytest
 
 from rpcmp.errors import ConfigError
 from rpcmp.tools.bench import cases
-from rpcmp.tools.bench.peer_group import stage_times
+from rpcmp.tools.bench.contestants import stage_times
 from tests.support.processes import JobFolder
 
 

@@ -36,7 +36,7 @@ def steps_of(events: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 def committed(result: Result) -> list[tuple[Any, ...]]:
-    """Return what must not depend on faults."""
+    """Return the results that must not depend on faults."""
     assert result.code == 0, result.err
     steps = steps_of([event for event in result.events if event["event"] == "step"])
     return [*steps, result.event("summary")["parameters_sha256"]]
@@ -57,7 +57,7 @@ def test_a_step_skipped_by_one_replica_is_skipped_by_all_whichever_worker_is_los
     job: JobFolder,
 ) -> None:
     expected = in_this_process(Faults(job).config(SPIKED, stages=2, sections=PIPELINES))
-    # A replica has half of the forwards that faults are timed by: this is in step 3.
+    # Faults count forwards, of which a replica has half: this one is in step 3.
     faults = Faults(job).fail_at(0, 2, "backward", "SIGKILL").fail_at(1, 6, "saving", "SIGKILL")
     disturbed = drive(faults.config(SPIKED, stages=2, sections=PIPELINES))
     assert len(faults.triggered) == 2

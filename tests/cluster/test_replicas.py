@@ -44,8 +44,10 @@ def test_losing_a_replica_changes_no_bit(
     result = drive(replicated(faults))
     assert committed(result) == fault_free
     assert len([event for event in result.events if event["event"] == "recovered"]) == 1
-    assert not [event for event in result.events if event["event"] == "resumed"]  # from no disk
-    if how == "host":  # its twin had all that it had
+    assert not [
+        event for event in result.events if event["event"] == "resumed"
+    ]  # no checkpoint was read
+    if how == "host":  # the other replica had its whole state
         assert "'stage1:" in result.event("fault")["error"]
 
 
@@ -121,7 +123,7 @@ def on_path(*folders: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([*map(str, folders), *filter(None, before)])}
 
 
-# What is wrong
+# Replicas that do not match
 
 
 def test_a_server_of_another_replica_is_refused(job: JobFolder) -> None:

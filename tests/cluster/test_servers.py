@@ -82,7 +82,7 @@ def test_drain_ends_the_job_after_its_step_and_then_the_server(job: JobFolder) -
     at_once = ("--set", "recovery.give_up_after=0.0")
 
     def drain(run: RunningHere) -> None:
-        run.wait_for_line('"step"')
+        run.wait_for_line('"event": "step"')
         with grpc.insecure_channel(servers[0].address) as channel:
             answer = ControlStub(channel).Drain(pb.DrainRequest(), timeout=5)
         assert (answer.job, answer.generation) == ("long-job", 1)

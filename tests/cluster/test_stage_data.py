@@ -25,7 +25,7 @@ def test_stages_that_load_samples_and_are_killed_give_the_same_bits(
     assert len(evaluations(loaded.events)) == 2
     (fault,) = [event for event in loaded.events if event["event"] == "fault"]
     assert "'first'" in fault["error"]
-    # The driver, which has built none, can have sent no sample.
+    # The driver has built no dataset, so it has sent no sample.
     datasets, num_workers, generations = 2, 2, 2
     expected = datasets * num_workers * READERS * generations
     assert built(job, "stage") == {"rpcmp.data.batches": expected}
@@ -34,7 +34,7 @@ def test_stages_that_load_samples_and_are_killed_give_the_same_bits(
 def test_replicas_that_load_samples_and_are_killed_give_the_same_bits(
     job: JobFolder,
 ) -> None:
-    settings = ["num_microbatches=3", "microbatches_per_message=2"]  # one of them has none
+    settings = ["num_microbatches=3", "microbatches_per_message=2"]  # one of them has no samples
     require_same_if_one_dies(job, settings)
 
 

@@ -33,7 +33,7 @@ def test_tied_replicas_lose_a_stage_keep_their_bits_and_are_exported(
     exported = job.folder / "model.safetensors"
     assert rpcmp("export", job.folder / "saved", exported).code == 0
     state = load_file(exported)
-    assert torch.equal(state["embed.weight"], state["head.weight"])  # as the unsplit model's has
+    assert torch.equal(state["embed.weight"], state["head.weight"])  # like the unsplit model's
     begin = ("steps=1", f'init="{exported}"')
     begun = in_this_process(config, *begin)
     assert rpcmp("export", "--tied-once", job.folder / "saved", exported).code == 0
@@ -44,7 +44,7 @@ def test_tied_replicas_lose_a_stage_keep_their_bits_and_are_exported(
 
 
 def in_this_process(config: Path, *overrides: str) -> Committed:
-    """Return what the job commits in one process: the bits of the unsplit model."""
+    """Return the job's commits in one process: the bits of the unsplit model."""
     with local_group(loader.load_config(config, overrides).without_recovery()) as local:
         local.train()
         return local.committed()

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from rpcmp.errors import UnsupportedJobError
-from rpcmp.tools.bench import benchmark, cases, comparison, peer_group
-from rpcmp.tools.bench.peer_group import stage_times
+from rpcmp.tools.bench import benchmark, cases, contestants
+from rpcmp.tools.bench.contestants import stage_times
 from tests.support.contestants import compare
 from tests.support.processes import JobFolder
 
@@ -18,17 +18,17 @@ TINY = ["model.kwargs.times_ms={forward = 1.0, input_gradient = 1.0, weight_grad
 def test_the_real_peers_train_the_same_from_the_same_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(peer_group, "TRIAL_SECONDS", 0.0)
+    monkeypatch.setattr(contestants, "TRIAL_SECONDS", 0.0)
     case = cases.load("sleep", num_stages=2, num_microbatches=2, overrides=TINY)
     names = ["torch-1f1b", "torch-best", "one-process-1-thread"]
-    peers = [benchmark.CONTESTANTS[name](case) for name in names]
+    peers = [contestants.CONTESTANTS[name](case) for name in names]
     done = compare(*peers, pairs=1)
     assert done.unsupported == {}
-    assert [one.name for one in done.series] == names
-    comparison.require_equal_losses(done.series)
-    losses = done.series[0].losses
-    assert len(set(losses)) == len(losses) == comparison.WARMUP_STEPS + 2
-    assert done.series[1].settings["schedule"] in benchmark.BEST_SCHEDULES
+    assert [one.name for one in done.times] == names
+    benchmark.require_equal_losses(done.times)
+    losses = done.times[0].losses
+    assert len(set(losses)) == len(losses) == benchmark.WARMUP_STEPS + 2
+    assert done.times[1].settings["schedule"] in contestants.BEST_SCHEDULES
 
 
 def test_a_users_chain_is_measured_on_equal_micro_batches(job: JobFolder) -> None:

@@ -23,7 +23,7 @@ from tests.support.processes import JobFolder
 STAGES = (0, 1, 2)
 
 ALIVE = [how for how in HOWS if how != "cut"]
-"""What can be done to a process without its network."""
+"""Faults of a process that need no network."""
 
 
 @pytest.fixture(scope="module")

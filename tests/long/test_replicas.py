@@ -32,7 +32,9 @@ def test_losing_a_replica_changes_no_bit(
     )
     assert committed(result) == fault_free
     assert len([event for event in result.events if event["event"] == "recovered"]) == 1
-    assert not [event for event in result.events if event["event"] == "resumed"]  # from no disk
+    assert not [
+        event for event in result.events if event["event"] == "resumed"
+    ]  # no checkpoint was read
 
 
 def test_settings_are_measured_with_replicas_too(job: JobFolder) -> None:

@@ -22,11 +22,10 @@ class Length:
     """Length of a run, and limits of its growth.
 
     Attributes:
-        steps: how many.
-        settled: of these, until memory is what it will be.
-        every: steps between two looks.
-        slope: bytes that a process may gain a step.
-        leak: bytes a step that the check must find.
+        settled: steps until memory has settled.
+        every: steps between two measurements.
+        slope: bytes per step that a process may gain.
+        leak: bytes per step that the check must find.
     """
 
     steps: int

@@ -24,7 +24,7 @@ def test_replicas_that_load_samples_and_are_killed_give_the_same_bits(
 
 
 def test_a_sample_that_fails_to_load_is_retried_once(job: JobFolder) -> None:
-    result = drive(config(job, "stage", bad=22))  # which is none of data.test
+    result = drive(config(job, "stage", bad=22))  # not a sample of data.test
     assert result.code == 1
     assert [event["event"] for event in result.events].count("fault") == 1
     assert "failed in data at step 3: ValueError: sample 22 is broken" in result.err

@@ -16,7 +16,7 @@ def prepared(server: Addressed, folder: str, **more: Any) -> pb.PrepareRequest:
         job_id=uuid.uuid4().hex,
         generation=1,
         versions=versions(),
-        threads=1,  # as many as the fork server has been started for
+        threads=1,  # the fork server was started with the same number
         heartbeat_timeout=120,
         group=[pb.GroupStage(name="stage0", replicas=1)],
         checkpoint_folder=folder,

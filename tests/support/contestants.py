@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 
 from rpcmp.errors import UnsupportedJobError
-from rpcmp.tools.bench import comparison
-from rpcmp.tools.bench.comparison import Contestant, TimedSegment
+from rpcmp.tools.bench import benchmark
+from rpcmp.tools.bench.benchmark import ComparisonRounds
+from rpcmp.tools.bench.contestants import Contestant, TimedSegment
 
 
 class Pretender:
-    """Records its requests; its n-th segment takes `seconds` x n per step, where both"""
+    """A contestant that records its requests; its n-th segment takes `seconds` x n per step.
+
+    Both segments of the warm-up count as the first.
+    """
 
     def __init__(
         self, name: str, log: list[str], seconds: float = 1.0, drift: float = 0.0, why: str = ""
@@ -37,5 +41,5 @@ class Pretender:
         self._log.append(f"close {self.name}")
 
 
-def compare(*contestants: Contestant, pairs: int = 3) -> comparison.ComparisonRounds:
-    return asyncio.run(comparison.compare(contestants, pairs, 2, lambda what, left: None))
+def compare(*contestants: Contestant, pairs: int = 3) -> ComparisonRounds:
+    return asyncio.run(benchmark.compare(contestants, pairs, 2, lambda what, left: None))

@@ -58,7 +58,7 @@ print(json.dumps([is_there(), torch._dynamo is real, type(real).__name__,
 """
 
 REAL = [False, [True, True, "module", True]]
-"""What ASK tells of the real one."""
+"""The answer of ASK about the real one."""
 
 
 def require_real(use: str, before: str) -> None:

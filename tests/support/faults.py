@@ -1,4 +1,4 @@
-"""Jobs with planted faults, and what their runs must share with a run without faults."""
+"""Jobs with planted faults, whose results must equal those of a run without faults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Faults:
     """Faults that are planted in one job.
 
     Args:
-        job: where the job's files lie.
+        job: the folder of the job's files.
     """
 
     job: JobFolder
@@ -47,7 +47,7 @@ class Faults:
 
     @property
     def triggered(self) -> list[dict[str, Any]]:
-        """What the triggered faults recorded: process, phase, step."""
+        """The records of the faults that were triggered: process, phase, step."""
         markers = [Path(fault["marker"]) for fault in self.planted]
         return [json.loads(marker.read_text()) for marker in markers if marker.exists()]
 
@@ -109,14 +109,14 @@ Committed = tuple[list[tuple[int, str]], str]
 
 
 def committed(result: Result) -> Committed:
-    """Return what must not depend on faults: the loss of every step, and the final parameters."""
+    """Return the results that must not depend on faults: all losses, and the final parameters."""
     assert result.code == 0, result.err
     steps = [(e["step"], e["loss"].hex()) for e in result.events if e["event"] == "step"]
     return steps, result.event("summary")["parameters_sha256"]
 
 
 def committed_without_fault(folder: Path) -> Committed:
-    """Return what the job commits without a fault."""
+    """Return the job's commits without a fault."""
     return committed(drive(Faults(JobFolder(folder / "job")).config()))
 
 
@@ -127,16 +127,16 @@ def assert_recovered(faults: Faults, result: Result) -> None:
     (fault,) = [event for event in result.events if event["event"] == "fault"]
     (recovered,) = [event for event in result.events if event["event"] == "recovered"]
     assert fault["generation"] == 1
-    if triggered["how"] != "cut":  # who is cut off and who cuts off is a matter of view
+    if triggered["how"] != "cut":  # either end may report the cut
         where = (f"stage{triggered['stage']}", platform.node())
         assert (fault["stage"], fault["host"]) == where, fault["error"]
     groups = [event for event in result.events if event["event"] == "generation"]
     assert [(group["generation"], group["step"]) for group in groups] == [
         (1, 0),
         (2, recovered["step"]),
-    ][-len(groups) :]  # a fault before the first group has begun leaves one
+    ][-len(groups) :]  # a fault before the first group has started leaves one
     assert recovered["generation"] == 2
-    assert fault["step"] - recovered["step"] <= 1  # at most one step that was told is done again
+    assert fault["step"] - recovered["step"] <= 1  # at most one reported step is repeated
 
 
 Cell = tuple[str, str, int]

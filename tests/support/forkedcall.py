@@ -1,6 +1,6 @@
 """Call a function in a fork of a shared fork server: a process with torch and one thread.
 
-A process of tests has had threads, of gRPC among others; what is forked from one may not come far.
+A process that runs tests has had threads, such as gRPC's, so a fork of it may deadlock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def in_a_fork(function: Callable[..., None], *arguments: str) -> None:
     """Call a function of a module by name in a fork, and wait until it returns.
 
     Raises:
-        AssertionError: it raised something, which is told, or its process ended.
+        AssertionError: it raised something, which the message contains, or its process ended.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with FORKS.line_of(DRIVE) as line, ours:

@@ -35,7 +35,7 @@ train = { callable = "zoo:spiked", kwargs = { samples = 24, where = 18 } }
 shuffle = false
 batch_size = 8
 """
-"""Of each third step the micro-batch 1 overflows, which is the second replicas'."""
+"""In every third step micro-batch 1 overflows; second replicas compute it."""
 
 
 def launched(**more: Any) -> Config:

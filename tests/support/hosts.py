@@ -22,7 +22,7 @@ def slow_config(job: JobFolder, milliseconds: float = SLOW) -> Path:
 
 
 def committed_without_fault(folder: Path) -> Committed:
-    """Return what a run commits that loses nothing."""
+    """Return the commits of a run without a loss."""
     return committed(rpcmp("drive", slow_config(JobFolder(folder / "job")), "--json"))
 
 

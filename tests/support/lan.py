@@ -23,9 +23,9 @@ class Host:
 
     Attributes:
         address: its IP address.
-        switch: the namespace that its cable leads to.
-        cable: the device at that end of it.
-        name: by which the others know it.
+        switch: the namespace at the other end of its cable.
+        cable: the device at that end.
+        name: for the other hosts.
         inside: a command that runs another on the host, as if it were a machine of its own.
     """
 
@@ -71,7 +71,7 @@ def lan(count: int, folder: Path) -> Iterator[list[Host]]:
     """Create hosts that are connected to one switch.
 
     Args:
-        folder: where each finds who it is.
+        folder: of the files by which each host identifies itself.
     """
     needs_root("make a network")
     needs("mount")
@@ -95,7 +95,7 @@ def _plug_in(switch: str, name: str, index: int, folder: Path) -> Host:
     for device in ("lo", "eth0"):
         _ip("-n", name, "link", "set", device, "up")
     _ip("-n", switch, "link", "set", cable, "master", "br0", "up")
-    boot = folder / f"boot_id-{name}"  # machines are told apart by it
+    boot = folder / f"boot_id-{name}"  # it distinguishes machines
     boot.write_text(f"{name}\n")
     names = folder / "hosts"
     names.write_text("".join(f"{PREFIX}.{i + 1} host-{chr(97 + i)}\n" for i in range(26)))
@@ -135,8 +135,8 @@ def serving(
     """Start a stage server that accepts only peers with certificates.
 
     Args:
-        under: a program and its arguments that runs it, with a fork server of its own beneath it;
-            without one its workers are of a fork server that is shared.
+        under: a program and its arguments that runs it, with a fork server of its own; by default
+            its workers come from a shared fork server.
     """
     command = ["--stage", str(stage), "--listen", host, *options]
     command += ["--certs", str(certs / f"stage{stage}")]

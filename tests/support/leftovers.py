@@ -37,9 +37,8 @@ class Failed:
     """A failed job that left a checkpoint.
 
     Attributes:
-        config: of the job.
-        folder: where the checkpoint is.
-        step: of the checkpoint: samples are loaded ahead, so it may be one or another.
+        folder: of the checkpoint.
+        step: of the checkpoint; it varies, since samples are loaded ahead.
     """
 
     def __init__(self, job: JobFolder, section: str = "") -> None:

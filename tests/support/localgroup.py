@@ -5,11 +5,11 @@
 
 Every stage is built as a worker builds it and has its threads, so schedules, replicas, shared
 parameters, recomputation, clipping, loss scaling, snapshots and aborts run for real, in a fraction
-of a second. What only processes show is left to tests/cluster: how distributed autograd records
-what is sent, its zeros in the place of None, strides on the wire, and whatever is lost.
+of a second. tests/cluster covers what needs processes: how distributed autograd records sent
+tensors, its zeros in the place of None, strides on the wire, and lost members.
 
-Generators are the process's, and are seeded before every layer, step and mini-batch. So what draws
-from them does so one at a time.
+The process has one set of generators, seeded before every layer, step and mini-batch. So whatever
+draws from them runs one at a time.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ class LocalWorker:
     """One worker's stage, with memory for its snapshots.
 
     Args:
-        part: which stage of which job.
-        files: of the stages that it goes on from.
+        part: the stage and its job.
+        files: of the stages that it resumes from.
     """
 
     def __init__(self, part: Assignment, files: Sequence[str]) -> None:
@@ -173,8 +173,8 @@ class LocalGroup:
         config: the job.
         workers: their stages.
         group: the driver's side.
-        metrics: those that the driver computes.
-        saved: what it resumes from.
+        metrics: the ones that the driver computes.
+        saved: the state that it resumes from.
         events: reported by the driver.
     """
 
@@ -233,7 +233,7 @@ class LocalGroup:
     def save(self, folder: Path) -> SavedGroup:
         """Copy the stages' snapshots of the last step to files, for another group.
 
-        What the driver keeps is what it reads in a checkpoint's manifest, JSON.
+        The driver's part is JSON, as in a checkpoint's manifest.
         """
         folder.mkdir(exist_ok=True)
         step, files = self.training.progress.step, []
@@ -259,7 +259,7 @@ def local_group(
     """Build a job's group, joined and ready to train.
 
     Args:
-        saved: what it resumes from.
+        saved: the state that it resumes from.
         load_data: whether it trains on the config's data.
     """
     with contextlib.ExitStack() as stack:
@@ -277,7 +277,7 @@ def local_group(
         planned = plan_job(config, load_data=load_data)
         if any(limits.splits for part in planned.assignments for limits in part.all_limits):
             for name in ("linear", *weight_grad.CONVOLUTIONS):
-                patch.setattr(F, name, getattr(F, name))  # so that it is itself again afterwards
+                patch.setattr(F, name, getattr(F, name))  # undone after the test
             weight_grad.install()
         services: dict[str, Any] = {DRIVER: BatchServer()}
         peers = LocalTransport(services)
@@ -290,7 +290,7 @@ def local_group(
             services[part.member.name] = workers[-1].stage
         group = StageGroup(config, services[DRIVER], peers)
         stack.callback(group.close)
-        # Nobody may wait in a step that was begun and not ended: threads are joined at the exit.
+        # No thread may wait inside an unfinished step: threads are joined at the exit.
         stack.callback(group._rounds.abort, JobError("the group has ended"), 1)
         yield LocalGroup(config, planned, workers, group, saved)
 

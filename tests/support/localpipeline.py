@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class LocalPipeline(Pipeline):
-    """A pipeline whose calls are answered as by a driver process, errors encoded included."""
+    """A pipeline that answers calls as a driver process does, encoded errors included."""
 
     def __init__(self, config: Config, operations: Operations) -> None:
         self.optimizer = PipelineOptimizer(self)

@@ -29,7 +29,7 @@ class LocalTransport(Transport):
     """Transport between members in this process.
 
     Args:
-        services: what each member serves, by its name; may be filled in later.
+        services: the service of each member, by its name; may be filled in later.
     """
 
     def __init__(self, services: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 MOST_MIB = 600
-"""Of memory that `rpcmp trace` may take; it was 5,900 for 2.9 MB of a file."""
+"""MiB of memory that `rpcmp trace` may take; it was 5,900 for 2.9 MB of a file."""
 
 MEASURED = """
 import resource, subprocess, sys

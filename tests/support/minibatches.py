@@ -55,6 +55,6 @@ def require_tails(num_workers: int, shuffle: bool) -> None:
     with closing(batches_of(Transformed(), **options)) as batches:
         whole = values(batches, 2)
     with closing(batches_of(Transformed(), **options)) as batches:
-        next(batches.epoch(1))  # left after its start, with other mini-batches on their way
+        next(batches.epoch(1))  # abandoned while other mini-batches load
         for first in (3, 1, 4, 0):
             assert values(batches, 2, first) == whole[first:]

@@ -2,10 +2,10 @@
 
     python -m tests.support.mutants --seed 1 --count 40 > mutants.jsonl
 
-Draws mutants over what matters most, the same for the same seed and tree. Each is planted in a copy
-of the repository. First run those tests that import the module, or are named after it, then all
-others, up to the first that fails. A mutant that all of them let pass is either no fault, or a test
-is missing. What was found so is in mutants.md.
+Draws mutants from the modules that matter most; the same seed and tree give the same mutants. Each
+is planted in a copy of the repository. First the tests run that import the module or are named
+after it, then all others, up to the first failure. If all pass, the mutant is either no fault, or a
+test is missing. mutants.md has the results.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ AREAS = {
         "observability/dashboard/history.py",
     ),
 }
-"""What is mutated: modules of rpcmp, by subject."""
+"""The modules of rpcmp that are mutated, by subject."""
 
 NEAR_SECONDS = 300.0
 """For the tests that have to do with a module."""
@@ -175,7 +175,9 @@ def tests_near(module: str, folder: Path) -> list[str]:
         if f"{path.stem}_".startswith(f"test_{name}_"):
             named.append(str(path))
         elif imports.search(text := path.read_text(encoding="utf-8")):
-            importing.append(("processes" in text, str(path)))  # what starts some comes last
+            importing.append(
+                ("processes" in text, str(path))
+            )  # tests that start processes come last
     return named + [found for _, found in sorted(importing)]
 
 

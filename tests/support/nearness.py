@@ -1,6 +1,6 @@
 """Compare tensors that may differ in their last bits.
 
-`torch.testing.assert_close` would say it, but imports half of torch.distributed and SymPy for that:
+`torch.testing.assert_close` does the same, but imports half of torch.distributed and SymPy:
 more than a second, in each process that runs tests.
 """
 

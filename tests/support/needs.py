@@ -25,7 +25,7 @@ PACKAGES = {
 """Of Debian, by program."""
 
 SYSTEM = ("/usr/local/sbin", "/usr/sbin", "/sbin")
-"""Where an ordinary user's PATH does not lead."""
+"""Folders of programs that an ordinary user's PATH lacks."""
 
 
 def needs(program: str) -> str:
@@ -42,7 +42,7 @@ def needs_root(why: str) -> None:
     """Fail the test unless it runs as root.
 
     Args:
-        why: what only root may do.
+        why: the action that only root may do.
     """
     if os.geteuid() != 0:
         pytest.fail(f"only root may {why}: run the tests of tests/system as root", False)

@@ -126,7 +126,7 @@ class Proxy:
 
     Attributes:
         conversations: all connections so far.
-        refused: what the inspection has reported.
+        refused: the reports of the inspection.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -248,7 +248,7 @@ class Agents:
         self._process.communicate()
 
     def talk(self, folder: Path, script: str) -> Talk:
-        """Run `script` in an agent called "driver", whose messages to "inside" are inspected."""
+        """Run `script` in an agent called "driver" and inspect its messages to "inside"."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps([str(folder), script]), file=self._process.stdin, flush=True)

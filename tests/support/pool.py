@@ -1,8 +1,8 @@
 """Stage servers that the jobs of this process share one after the other; started once.
 
     in the place of rpcmp.job.server_pool.LocalServers
-    job ──start──> takes servers from the pool, which starts what is missing
-        ──stop───> puts them back, once they are idle and hold nothing of it any more
+    job ──start──> takes servers from the pool, which starts missing ones
+        ──stop───> returns them once they are idle and hold nothing of the job any more
 
     with lend_servers(2) as servers: rpcmp("drive", config, "--connect", connect(servers))
 
@@ -36,10 +36,10 @@ from tests.support.reaper import TOKEN
 from tests.support.sharedforks import BEFORE, DRIVE
 
 SECONDS = 30.0
-"""In which a server has forgotten a job that has ended."""
+"""Time after which a server has forgotten a job that has ended."""
 
 NOT_OURS = (TOKEN, "RPCMP_CERTS")
-"""Variables of who runs the tests that would be heeded."""
+"""Variables that the pool's servers must not inherit."""
 
 
 class PooledServer:
@@ -47,11 +47,10 @@ class PooledServer:
 
     Args:
         line: of the fork server that its workers come from.
-        listen: where it is to listen; a free port if none is given.
+        listen: the address to listen at; a free port by default.
 
     Attributes:
-        address: where it listens.
-        process: what runs.
+        address: at which it listens.
     """
 
     def __init__(self, line: int, listen: str = "127.0.0.1:0") -> None:
@@ -164,7 +163,7 @@ def lend_servers(count: int) -> Iterator[list[PooledServer]]:
     """Lend servers of the pool to one test, whose jobs connect to them.
 
     They must be idle again at the end. One may be stopped or killed: the next test has another.
-    They share the driver's network. See `running_servers` for those of several hosts.
+    They share the driver's network; see `running_servers` for servers as on several hosts.
     """
     with contextlib.ExitStack() as stack:
         found = []

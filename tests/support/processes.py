@@ -209,7 +209,7 @@ class RunningHere(Watched):
     """A command that runs in this process, as seen from another thread.
 
     Attributes:
-        out, err: what it writes.
+        out, err: its output.
     """
 
     def __init__(self) -> None:
@@ -339,11 +339,11 @@ def rpcmp(*command: str | Path, during: Callable[[RunningHere], object] | None =
     """Run `rpcmp COMMAND...` to its end in this process, which saves an interpreter and its
     imports.
 
-    Its job, if any, has stage servers of the pool; see tests.support.pool. `rpcmp_process` is the
-    whole of it.
+    Its job, if any, has stage servers of the pool; see tests.support.pool. `rpcmp_process` runs it
+    in a process of its own.
 
     Args:
-        during: what another thread does while it runs. An exception of that is raised here, and
+        during: called in another thread while it runs. An exception of it is raised here, and
             ends the command.
     """
     run = RunningHere()
@@ -391,7 +391,7 @@ def _beside(run: RunningHere, during: Callable[[RunningHere], object] | None) ->
             during(run)
         except BaseException as error:
             failed.append(error)
-            for _ in range(2):  # the second signal ends what is slow to end
+            for _ in range(2):  # the second signal ends a slow shutdown
                 if run.code is None:
                     run.signal(signal.SIGINT)
                     time.sleep(1.0)
@@ -435,8 +435,8 @@ def running_servers(num_stages: int, *options: str, apart: bool = True) -> Itera
     """Start one stage server per stage, on free ports.
 
     Args:
-        apart: whether each is in a network of its own, as on a host of its own; else all are in
-            that of drivers.
+        apart: whether each is in a network of its own, as on a host of its own; by default all
+            are in the drivers' network.
     """
     with contextlib.ExitStack() as stack:
         runs = []
@@ -454,9 +454,8 @@ def running_server(
     """Start a stage server: `rpcmp serve OPTIONS...`.
 
     Args:
-        owner: selects the fork server and network of its workers, see FORKS: those of drivers, or
-            others.
-        under: a program and its arguments that runs it; its workers are not beneath that.
+        owner: selects the fork server and network of its workers; see FORKS.
+        under: a program and its arguments that runs it, but not its workers.
     """
     with _serving(owner, *options, under=under) as run:
         yield Server(run, run.wait_for_line(r"SERVING on (\S+)")[1])

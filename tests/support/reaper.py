@@ -2,8 +2,8 @@
 
     pytest ──starts──> python -I -S tests/support/reaper.py TOKEN   its standard input: our pipe
 
-A test that fails ends its processes itself. Of one that is interrupted, or killed, nobody does: the
-kernel closes the pipe, and whatever has the token in its environment is killed.
+A test that fails ends its processes itself. A test that is interrupted or killed cannot: the kernel
+closes the pipe, and all processes with the token in their environment are killed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 TOKEN = "RPCMP_TEST_TOKEN"
 
 ROUNDS = 50
-"""How often it looks, a tenth of a second apart: what is killed may just have started another."""
+"""Number of searches, a tenth of a second apart: a killed process may just have started another."""
 
 
 @contextlib.contextmanager

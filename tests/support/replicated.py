@@ -56,7 +56,7 @@ ALONE = """
 REPLICATED = "\n[[stages]]\n[[stages]]\nreplicas = 2\n[[stages]]\n"
 
 MIDDLE = 1
-"""The stage that `replicated` has two replicas of."""
+"""The stage with two replicas."""
 
 
 def replicated(faults: Faults) -> Path:
@@ -67,5 +67,5 @@ def replicated(faults: Faults) -> Path:
 
 
 def committed_without_fault(folder: Path) -> Committed:
-    """Return what the job commits without a fault."""
+    """Return the job's commits without a fault."""
     return committed(drive(replicated(Faults(JobFolder(folder / "job")))))

@@ -1,4 +1,4 @@
-"""A job with checkpoints, and what a resumed run must share with it."""
+"""A job with checkpoints, and the results that a resumed run must share with it."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ def checkpoints(job: JobFolder) -> CheckpointFolder:
 
 
 def after(result: Result, step: int) -> Committed:
-    """Return what a run committed after a step."""
+    """Return the commits of a run after a step."""
     steps, parameters = committed(result)
     return [found for found in steps if found[0] > step], parameters

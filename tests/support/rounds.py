@@ -11,7 +11,7 @@ from rpcmp.rpc.messages import Mode, RoundHeader
 from rpcmp.worker.executor import ComputeThread
 
 ALL_BUNDLES = ReplicaShare(ReplicaAssignment([1]), 0)
-"""What a stage without further replicas computes."""
+"""The share of a stage without further replicas."""
 
 
 def header(number: int = 1, num_microbatches: int = 1, **keys: Any) -> RoundHeader:

@@ -16,7 +16,7 @@ from tests.support.runevents import typed
 STAGES = ("lift", "head")
 LOST = {"bubble": 0.2, "network": 0.05, "overhead": 0.0}
 BEGIN = 1_800_000_000.0
-"""When they begin; a step takes a second."""
+"""Start of the runs; a step takes a second."""
 
 
 def checkpoints_in(folder: Path) -> CheckpointFolder:

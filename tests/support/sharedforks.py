@@ -3,12 +3,12 @@
     pytest ──starts once──> fork server     python -P tests/support/sharedforks.py FD drive CONFIG
        └──a line for each command───────────────> rpcmp drive, whose `Forks` takes that line
 
-What is forked by them, and how, is the same: a stage server that `rpcmp drive` starts is given such
-a line as well. Only who has started a fork server differs, and with it what its children inherit:
-environment and standard error. The first one imports, the others are forks of it. Tests that look
-at that use the fixture `own_forks`. Networks are as many as ever, since every fork server has its
-own: all of a job that starts its stage servers itself is in one, and stage servers that stay are
-each in another. In a network is all of a job, or one process of it: there is no third way.
+They fork the same processes in the same way as a command's own fork server: a stage server that
+`rpcmp drive` starts gets such a line as well. Only the parent of the fork server differs, and so
+the environment and standard error that its children inherit. The first one imports torch, the
+others are forks of it. Tests of that use the fixture `own_forks`. Every fork server has its own
+network, as always: a job that starts its stage servers itself is in one, and each lasting stage
+server in another. So a network has either all processes of a job, or one.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class SharedByAll:
         return [child for child in forked if child.pid not in own]
 
     def standard_error(self) -> dict[str, bytes]:
-        """Return the standard error of each, with that of its forks."""
+        """Return the standard error of each fork server and its forks."""
         return {owner: each.standard_error() for owner, each in self._all.items()}
 
     def close(self) -> None:

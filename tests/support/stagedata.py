@@ -15,7 +15,7 @@ from tests.support.processes import JobFolder, Result, rpcmp
 
 
 def config(job: JobFolder, at: str, mortal: bool = False, **more: Any) -> Path:
-    """Three stages, of which the one in the middle reads nothing of the batch."""
+    """Three stages; the middle one reads nothing of the batch."""
     kwargs = {"witness": str(job.folder / at), **more}
     given = ", ".join(f"{key} = {json.dumps(value)}" for key, value in kwargs.items())
     return job.config(
@@ -55,7 +55,7 @@ def drive(config: Path, *settings: str) -> Result:
 
 
 def built(job: JobFolder, at: str) -> Counter[str]:
-    """Return where the datasets were built, and how often."""
+    """Return the number of datasets built, by process."""
     return Counter((job.folder / at).read_text().split())
 
 
@@ -68,7 +68,7 @@ def evaluations(events: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 def require_same_if_one_dies(job: JobFolder, settings: Sequence[str]) -> None:
     """Two replicas of the first stage and three of the last; one of them dies.
 
-    What they load themselves they are trained and evaluated with as if the driver had sent it.
+    The results equal those of data sent by the driver.
     """
     settings = ["stages.0.replicas=2", "stages.2.replicas=3", *settings]
     with local_group(loader.load_config(config(job, "driver"), ["steps=10", *settings])) as local:

@@ -1,6 +1,6 @@
-"""Traces for tests, drawn: a row a stage, a cell of one millisecond for each two letters.
+"""Traces for tests, drawn with a row per stage; two letters are one millisecond.
 
-F0 B1 W2 O   an action, and `=` where it goes on; after O the stage is in its next step
+F0 B1 W2 O   an action, continued by `=`; after O the stage is in its next step
 .            idle: a bubble
 ~            idle: network
 -            idle: overhead; everything that the next action needs has arrived before
@@ -20,9 +20,9 @@ SIGNS = {Loss.BUBBLE: ".", Loss.NETWORK: "~", Loss.OVERHEAD: "-"}
 
 
 def drawn(picture: str, producers: Mapping[str, tuple[str, ...]] | None = None) -> Trace:
-    """The trace of a picture; of a chain where `producers` does not say otherwise.
+    """Return the trace of a picture; without `producers`, the stages are a chain.
 
-    Of the signs for idle time only `-` is used: the others are what an analysis has to find.
+    Of the signs for idle time only `-` is read: an analysis has to find the others.
     """
     rows = {row.split()[0]: row.split()[1:] for row in dedent(picture).strip().splitlines()}
     names = list(rows)
@@ -73,7 +73,7 @@ SLOW_LINKS = """\
 stage0  F0 F1 .  .  .  ~  B0 .  ~  B1 ~  O  ~  F0 -  F1 .  .  ~  B0 .  ~  B1 ~  O
 stage1  .  ~  F0 -  B0 F1 -  B1 .  .  ~  O  .  .  ~  F0 -  B0 F1 -  B1 .  .  ~  O"""
 """1F1B, one millisecond between two processes, and for the sink to make a gradient of its loss; the
-first F1 of step 2 begins late, and no stage steps before all gradients are known."""
+first F1 of step 2 starts late, and no stage steps before all gradients are known."""
 
 ZERO_BUBBLE = """\
 stage0  F0 F1 .  B0 W0 B1 W1 O  F0 F1 .  B0 W0 B1 W1 O
@@ -95,6 +95,6 @@ a  F0 .  .  .  .  .  .  .  .  B0
 b  .  F0 .  .  .  .  B0 .  .  .
 c  .  F0 =  =  .  .  B0 =  =  .
 d  .  .  .  .  F0 B0 .  .  .  ."""
-"""d waits for the slower one of b and c, and a for the slower one's gradient."""
+"""d waits for the slower of b and c, and a waits for the gradient of the slower one."""
 
 DIAMOND_PRODUCERS = {"a": (), "b": ("a",), "c": ("a",), "d": ("b", "c")}

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from rpcmp.tools.bench import peer_group
+from rpcmp.tools.bench import contestants
 from tests.benchmarks import replicas
 from tests.support.docs import PAGES, blocks, commands
 from tests.support.processes import JobFolder, rpcmp
@@ -25,7 +25,7 @@ def test_bench_prints_ours_beside_a_peer() -> None:
 
 def test_bench_compares_the_users_job(job: JobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(job.folder)
-    monkeypatch.setattr(peer_group, "TRIAL_SECONDS", 0.0)
+    monkeypatch.setattr(contestants, "TRIAL_SECONDS", 0.0)
     job.config('[model]\nlayers = "zoo:mlp"\nnum_stages = 2', "config.toml")
     small = ("--microbatches", "2", "--pairs", "1", "--steps", "1")
     result = rpcmp("bench", "config.toml", "--peers", "torch-best", "--json", *small)

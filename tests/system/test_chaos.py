@@ -1,6 +1,6 @@
 """Many random faults in one run: the same final bits, no process and no port left behind.
 
-A failure says its seed; `CHAOS_SEED=n pytest -m system tests/system/test_chaos.py` repeats it.
+A failure prints its seed; `CHAOS_SEED=n pytest -m system tests/system/test_chaos.py` repeats it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The examples of the package learn, and have the bits of one process."""
+"""The examples of the package learn, and give the bits of one process."""
 
 from __future__ import annotations
 

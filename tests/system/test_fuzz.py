@@ -1,7 +1,7 @@
 """Malformed inputs at every port of a job's servers: the job ends as without them.
 
-A failure says its seed; `FUZZ_SEED=n pytest -m system tests/system/test_fuzz.py` repeats it.
-`FUZZ_INPUTS` sets how many there are.
+A failure prints its seed; `FUZZ_SEED=n pytest -m system tests/system/test_fuzz.py` repeats it.
+`FUZZ_INPUTS` sets the number of inputs.
 """
 
 from __future__ import annotations

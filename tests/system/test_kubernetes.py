@@ -45,10 +45,10 @@ def load() -> list[Resource]:
 
 
 def validate(resource: Resource) -> None:
-    """Raise what the API server would reject, including unknown keys.
+    """Check a manifest as the API server does, which rejects unknown keys.
 
     Raises:
-        kubernetes_validate.ValidationError, pydantic.ValidationError: it would.
+        kubernetes_validate.ValidationError, pydantic.ValidationError: it is rejected.
     """
     version, kind = resource["apiVersion"], resource["kind"]
     model = MODELS.get(version) or MODELS.get(f"{version} {kind}")
@@ -56,7 +56,7 @@ def validate(resource: Resource) -> None:
         kubernetes_validate.validate(resource, VERSION, strict=True)
         return
     rest = copy.deepcopy(resource)
-    if kind == "JobSet":  # what its templates hold is checked by Kubernetes' own schemas
+    if kind == "JobSet":  # Kubernetes' own schemas check the contents of its templates
         for one in rest["spec"]["replicatedJobs"]:
             job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": one["name"]}}
             kubernetes_validate.validate({**job, **one.pop("template")}, VERSION, strict=True)

@@ -28,9 +28,9 @@ class Cluster:
 
     Attributes:
         driver: the host that drives.
-        hosts: those that serve.
-        servers: what runs there.
-        certs: of all of them.
+        hosts: the ones that serve.
+        servers: the processes on them.
+        certs: of all hosts.
     """
 
     driver: Host
@@ -88,7 +88,7 @@ def test_doctor_measures_every_link_and_names_the_missing_one(cluster: Cluster) 
     assert result.code == 75
     failed = {where for where, status in links(result).items() if status == "failed"}
     assert failed == {"stage1 - stage2"}
-    # MB/s: 40 Mbit/s and not much more, as against some hundreds.
+    # MB/s: about 40 Mbit/s, compared with some hundreds.
     assert all(rate < 10 for rate in rates(result, "driver - stage0"))
     assert all(rate > 10 for rate in rates(result, "driver - stage2"))
 
@@ -113,7 +113,7 @@ layers = "zoo:jittery"
 kwargs = { milliseconds = 20.0 }
 balance = [2, 2, 1]
 """
-"""A job that leaves the processor to those who look at it."""
+"""A job that leaves the processor to its observers."""
 
 
 def test_only_the_one_port_of_each_server_answers(cluster: Cluster, job: JobFolder) -> None:
@@ -133,7 +133,7 @@ def test_only_the_one_port_of_each_server_answers(cluster: Cluster, job: JobFold
 
 
 LINKS = {("stage0", "stage1"), ("stage2", "stage1"), ("driver", "stage2"), ("stage0", "driver")}
-"""Some of those that a pipeline of three has."""
+"""Some of the links of a pipeline of three stages."""
 
 SCRAPE = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1]).read().decode())"
 

@@ -42,7 +42,7 @@ listener = socket.create_server(("127.0.0.1", port))
 print(listener.getsockname()[1], flush=True)
 while accepts:
     connection, _ = listener.accept()
-    print(f"got {len(connection.recv(65536))}", flush=True)  # in one piece: it may be killed
+    print(f"got {len(connection.recv(65536))}", flush=True)  # as one write: it may be killed
 sys.stdin.read()
 """
 
@@ -52,7 +52,7 @@ import ctypes, os, socket, sys
 from rpcmp.net.local_peer import is_trusted, owner
 user = int(sys.argv[1])
 os.setgroups([]), os.setgid(user), os.setuid(user)
-assert not ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # who has changed users may not write its map
+assert not ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # after setuid it may not write its map
 assert not ctypes.CDLL(None).unshare(0x10000000)
 open("/proc/self/uid_map", "w").write(f"{user} {user} 1")
 with socket.socket() as listener:
@@ -143,7 +143,7 @@ def test_no_byte_is_sent_to_a_user_who_took_a_dead_servers_port() -> None:
             assert set(got) <= {"got 0"}
 
     async def refused(client: StageClient) -> None:
-        while True:  # until what is left of the old connection is gone
+        while True:  # until the rest of the old connection is gone
             with contextlib.suppress(UnreachableError):
                 await client.connect()
 

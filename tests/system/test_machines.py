@@ -1,4 +1,4 @@
-"""Machines that share neither memory nor disks: what they store and lose."""
+"""Losses of machines that share neither memory nor disks, and the copies of their snapshots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.runs import checkpoints_in
 
 @pytest.fixture(scope="module")
 def fault_free(tmp_path_factory: pytest.TempPathFactory) -> Committed:
-    """What a run commits that loses nothing."""
+    """The commits of a run without a loss."""
     return committed_without_fault(tmp_path_factory.mktemp("fault_free"))
 
 

@@ -41,7 +41,7 @@ def private_listeners(process: psutil.Process) -> set[str]:
 def test_only_members_of_a_group_reach_its_workers(job: JobFolder, servers: list[Server]) -> None:
     config = job.config(LONG_JOB)
     with running("drive", config, "--connect", connect(servers), "--json") as run:
-        run.wait_for_line('"step"')
+        run.wait_for_line('"event": "step"')
         (driver,) = forked("rpcmp.driver")
         workers = [psutil.Process(stage["worker_pid"]) for stage in status(config, servers)]
         for process in [*workers, driver]:
@@ -80,7 +80,7 @@ def test_a_port_of_the_last_generation_can_be_bound_again(
             with first, await by.connectable() as dialing:
                 dialing.connect(where)
                 accepted, _ = first.accept()
-                accepted.close()  # ours ends first, so that it is ours that the kernel remembers
+                accepted.close()  # our end closes first, and so is the one in TIME_WAIT
                 assert dialing.recv(1) == b""
             with await by.listener(*where), pytest.raises(JobError, match="in use"):
                 await by.listener(*where)

@@ -24,7 +24,7 @@ SHELL_SCRIPTS = (SCRIPT, ROOT / ".ci" / "run")
 JOB = "4711"
 
 PATIENCE = 120.0
-"""Seconds that a job may take to come to something."""
+"""Seconds in which a job must have reached the expected state."""
 
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done
@@ -93,7 +93,7 @@ class Slurm:
 
     Attributes:
         folder: that it is submitted from.
-        requeued: has a line for each time that it was asked to begin anew.
+        requeued: a file with a line per request to requeue the job.
     """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ class Slurm:
         monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
 
     def install(self, name: str, text: str) -> None:
-        """Write a program to where the script finds it."""
+        """Write a program into the folder that the script searches."""
         path = self.folder / "bin" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)

@@ -45,7 +45,7 @@ def silent(port: int, count: int) -> Iterator[list[socket.socket]]:
         for number in range(count):
             with acting_as((MALLORY, TRENT)[number % 2]):
                 connection = stack.enter_context(socket.socket())
-            connection.setblocking(False)  # a door that is full may let them wait
+            connection.setblocking(False)  # a full port may let them wait
             connection.connect_ex((HERE, port))
             found.append(connection)
         yield found

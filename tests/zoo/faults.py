@@ -3,9 +3,8 @@
     layers = "faults:layers"
     kwargs = { at = { stage = 1, step = 3, phase = "backward", how = "SIGKILL", marker = "..." } }
 
-Each leaves a marker that says which process it was, and in which phase. A worker of a later
-generation finds the marker and goes on unharmed, unless the fault is to come again. Several faults
-may be planted.
+Each leaves a marker with its process and phase. A worker of a later generation that finds the
+marker continues unharmed, unless the fault is to recur. Several faults may be planted.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Planted:
         stage: this worker's.
 
     Attributes:
-        trains: whether a step has begun; before that, optimizers are only tried out.
+        trains: whether a step has started; before that, optimizers are only tried out.
     """
 
     def __init__(self, faults: list[dict[str, Any]], stage: int) -> None:
@@ -81,7 +80,7 @@ def _strike(how: str) -> None:
         case "brittle":  # stopped, and a request for its stacks ends it
             ctypes.CDLL(None).signal(signal.SIGUSR1, 0)
             _strike("SIGSTOP")
-        case "host":  # its supervisor, and with it this process and all that they hold
+        case "host":  # its supervisor; this process and all their memory are lost with it
             os.kill(_supervisor(), signal.SIGKILL)
             threading.Event().wait()
         case "SIGSEGV":
@@ -89,8 +88,8 @@ def _strike(how: str) -> None:
         case "exception":
             raise RuntimeError("planted: größer als erlaubt")
         case "deadlock":
-            ctypes.PyDLL(None).pause()  # never returns, and never lets go of Python's lock
-        case "lock":  # stuck, though Python is not
+            ctypes.PyDLL(None).pause()  # never returns, and holds the GIL
+        case "lock":  # stuck without the GIL
             lock = threading.Lock()
             lock.acquire()
             lock.acquire()
@@ -203,7 +202,7 @@ class WatchedSGD(torch.optim.SGD):
 
 
 _planted: list[Planted] = []
-"""Those of this process; it is one stage's."""
+"""The faults of this process, which has one stage."""
 
 
 def _watch_process(planted: Planted) -> None:

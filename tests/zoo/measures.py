@@ -29,8 +29,8 @@ class Fit:
     """Coefficient of determination, which is not the mean over micro-batches.
 
     Args:
-        strikes_in: in which evaluation the process that has it dies, counted from 1; 0: in none.
-        marker: a file that says that it has died.
+        strikes_in: number of the evaluation in which its process dies, from 1; 0: never.
+        marker: a file that is written before its process dies.
     """
 
     def __init__(self, strikes_in: int = 0, marker: str = "") -> None:

@@ -116,7 +116,7 @@ class Sum(nn.Module):
 
 
 class Split(nn.Module):
-    """A linear layer whose output is given in two named halves."""
+    """A linear layer that returns its output in two named halves."""
 
     def __init__(self, features: int) -> None:
         super().__init__()

@@ -82,8 +82,8 @@ class Mortal(zoo.Encoder):  # type: ignore[misc]
     """An encoder of two inputs whose process dies once in one of its forwards.
 
     Args:
-        marker: says that it has; empty: it does not.
-        forwards: how many it does before.
+        marker: a file that is written before it dies; empty: it does not die.
+        forwards: number of forwards before.
     """
 
     def __init__(self, marker: str = "", forwards: int = 9) -> None:

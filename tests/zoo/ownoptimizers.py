@@ -116,7 +116,7 @@ class Around:
         return {**self.inner.state_dict(), "slow": self.slow, "n": self.n}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As it was."""
+        """Restore both."""
         self.slow, self.n = [slow.clone() for slow in state["slow"]], state["n"]
         self.inner.load_state_dict({k: state[k] for k in ("state", "param_groups")})
         self.param_groups = self.inner.param_groups
@@ -188,11 +188,11 @@ RESTORED = (
     Columns,
     TwoKeys,
 )
-"""Those that come back as they were."""
+"""Optimizers that are restored exactly."""
 
 
 class Pair(NamedTuple):
-    """What a file has as a plain tuple."""
+    """A state that is a plain tuple in a file."""
 
     m: Any
     n: int
@@ -291,7 +291,7 @@ class Afraid(ByParameter):
 
 
 class Helper:
-    """Keeps what it likes."""
+    """State outside of the optimizer, which its `state_dict` does not have."""
 
     def __init__(self) -> None:
         self.sums: dict[Any, Any] = {}
@@ -307,7 +307,7 @@ class LaterHidden(MyOpt):
         self.watched = [p for group in self.param_groups for p in group["params"]]
         self.lock = threading.Lock()
         self.numbers = {p: number for number, p in enumerate(self.watched)}
-        self.table = {None, *range(2**18)}  # a set is nothing that a file holds
+        self.table = {None, *range(2**18)}  # no file holds a set
 
     def one(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
         state["n"] = state.get("n", 0) + 1

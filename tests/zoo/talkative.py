@@ -39,9 +39,9 @@ class Talker(nn.Linear):
     """Prints or logs its text in the forward of one step, counted by its calls.
 
     Args:
-        says: "" nothing, "everything", "lines" (many that are alike) or "last words".
-        at: in which call.
-        marker: a file that notes that it has died once.
+        says: "" nothing, "everything", "lines" (many similar ones) or "last words".
+        at: number of the call.
+        marker: a file that is written before it dies.
     """
 
     def __init__(self, says: str, at: int, marker: str) -> None:

@@ -619,7 +619,7 @@ def language(vocabulary: int = 11, width: int = 8, marker: str = "") -> Layers:
     """Return an embedding and a head that may share a weight, and layers between them.
 
     Args:
-        marker: where there is no such file, the worker of the third layer makes it and dies.
+        marker: a file; if it is missing, the worker of the third layer creates it and dies.
     """
     return [
         ("embed", lambda: nn.Embedding(vocabulary, width)),

@@ -1,1 +1,1 @@
-"""`rpcmp bench`: a pipelined job beside what a user would take instead, measured in one run."""
+"""`rpcmp bench`: step times of a job under rpcmp and under other implementations, in one run."""

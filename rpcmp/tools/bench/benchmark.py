@@ -1,109 +1,76 @@
-"""`rpcmp bench` for one case: its contestants, the measurement, and the table of results."""
+"""`rpcmp bench` for one case: measure all contestants in turns, and compare their step times.
+
+Each round runs every contestant, and starts with another one. Losses are compared too: contestants
+that train differently have no times to compare.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+import asyncio
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from typing import Any
 
-from rich.table import Table
-
-from rpcmp.errors import ConfigError, UnsupportedJobError
-from rpcmp.job.generation import Segments
-from rpcmp.tools.bench import comparison
+from rpcmp.errors import MismatchError, UnsupportedJobError
+from rpcmp.pipelining.simulation import ActionTimes
 from rpcmp.tools.bench.cases import Case
-from rpcmp.tools.bench.comparison import (
-    Contestant,
-    ContestantTimes,
-    Progress,
-    TimedSegment,
-    TimeLimits,
-)
-from rpcmp.tools.bench.peer_group import PeerGroup, Processes, stage_times
-from rpcmp.tools.bench.statistics import (
-    Bound,
+from rpcmp.tools.bench.contestants import Contestant, stage_times
+from rpcmp.tools.measurement import (
     Estimate,
+    Progress,
+    StoppedError,
+    TimeLimits,
     estimate,
     is_conclusive,
     paired_ratio,
+    rotated,
     spread,
 )
 
-COLUMNS = ("contestant", "settings", "ms a step", "quartiles", "ours / it", "interval")
+WARMUP_STEPS = 5
+"""Steps of each contestant before the first round: first touch of memory, connections, caches."""
+
+WARMUP_SHARE = 1 / 6
+"""Part of the budget; a warm-up that would take longer is of one step."""
+
+MIN_STEPS = 5
+"""Default steps of a round, if the budget is large enough."""
+
+ROUND_SECONDS = 2.0
+"""Least time of each contestant's part of a round, so that caches gone cold in the pause and the
+first step's start weigh little."""
+
+LOSS_TOLERANCE = 1e-4
+"""Relative: each contestant sums over samples in another order."""
 
 
-class OwnPipeline:
-    """The contestant "rpcmp": the job as `rpcmp drive` runs it, on stage servers here."""
+@dataclass(frozen=True)
+class ContestantTimes:
+    """Measurements of one contestant: the times of a step in each round, and all its losses."""
 
-    name = "rpcmp"
-
-    def __init__(self, case: Case) -> None:
-        self._config = case.config
-        self._running: Segments | None = None
-
-    @property
-    def settings(self) -> Mapping[str, str | int]:
-        in_flight = self._config.max_in_flight
-        return {
-            "schedule": self._config.schedule,
-            "max_in_flight": "default" if in_flight is None else in_flight,
-            "microbatches_per_message": self._config.microbatches_per_message,
-        }
-
-    async def start(self) -> None:
-        self._running = Segments(self._config)
-        await self._running.start()
-
-    async def run(self, steps: int) -> TimedSegment:
-        if self._running is None:
-            raise RuntimeError("not started")
-        # Ends when the last stage has stepped its optimizer.
-        done = await self._running.run(steps)
-        return TimedSegment(done.seconds, done.losses, done.cpu_seconds)
-
-    async def close(self) -> None:
-        if self._running is not None:
-            await self._running.close()
+    name: str
+    settings: Mapping[str, str | int]
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    driver_cpu_seconds: list[float] = field(default_factory=list)
 
 
-ONE_PROCESS_WAYS = ["whole batch", "micro-batches"]
+@dataclass(frozen=True)
+class ComparisonRounds:
+    """Measurements of all contestants.
 
-BEST_SCHEDULES = ["1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"]
+    Attributes:
+        times: one per contestant that could take part.
+        steps: steps per round.
+        unsupported: why the others could not take part, by name.
+    """
 
-
-def _one_process(name: str, case: Case, threads: int) -> Contestant:
-    processes = Processes("one-process", case, [threads])
-    return PeerGroup(name, processes, "batch", ONE_PROCESS_WAYS, {"threads": threads})
-
-
-def _torch(name: str, case: Case, schedules: list[str]) -> Contestant:
-    threads = [case.config.stage(index).threads for index in range(case.num_stages)]
-    processes = Processes("torch-pipelining", case, threads)
-    return PeerGroup(name, processes, "schedule", schedules)
-
-
-OURS = "rpcmp"
-
-CONTESTANTS: dict[str, Callable[[Case], Contestant]] = {
-    OURS: OwnPipeline,
-    "one-process-1-thread": partial(_one_process, "one-process-1-thread", threads=1),
-    "one-process-all-threads": partial(
-        _one_process, "one-process-all-threads", threads=len(os.sched_getaffinity(0))
-    ),
-    "torch-1f1b": partial(_torch, "torch-1f1b", schedules=["1f1b"]),
-    "torch-best": partial(_torch, "torch-best", schedules=BEST_SCHEDULES),
-}
-
-
-def contestants(case: Case, peers: Sequence[str] | None = None) -> list[Contestant]:
-    """Create rpcmp and its `peers` by name; by default the case's own choice, or all of them."""
-    chosen = peers if peers is not None else case.peers or list(CONTESTANTS)
-    for name in (*chosen, OURS):
-        if name not in CONTESTANTS:
-            raise ConfigError(f"no contestant {name!r}; there are {', '.join(CONTESTANTS)}")
-    return [CONTESTANTS[name](case) for name in dict.fromkeys((OURS, *chosen))]
+    times: list[ContestantTimes]
+    steps: int
+    unsupported: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -123,134 +90,249 @@ class BenchmarkResult:
     peers: list[ContestantTimes]
     notes: list[str]
 
+    @property
+    def ratios(self) -> dict[str, Estimate]:
+        """Our step time / theirs, by name; and ours / "bound" if there is one."""
+        ours = self.ours.seconds
+        ratios = {one.name: paired_ratio(ours, one.seconds) for one in self.peers}
+        if self.bound_s:
+            ratios["bound"] = estimate([seconds / self.bound_s for seconds in ours])
+        return ratios
+
+    @property
+    def driver_cpu_s(self) -> float | None:
+        """The driver's CPU time per step; None if no process drives the others."""
+        measured = self.ours.driver_cpu_seconds
+        return spread(measured).median if measured else None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data; times in seconds."""
+        everyone = [self.ours, *self.peers]
+        return {
+            "case": self.case.name,
+            "num_stages": self.case.config.num_stages,
+            "num_microbatches": self.case.config.num_microbatches,
+            "step_s": spread(self.ours.seconds).median,
+            "bound_s": self.bound_s,
+            "driver_cpu_s": self.driver_cpu_s,
+            "peers": {one.name: spread(one.seconds).median for one in self.peers},
+            "pairs": self.pairs,
+            "steps": self.steps,
+            "ratios": {name: asdict(ratio) for name, ratio in self.ratios.items()},
+            "spreads": {one.name: asdict(spread(one.seconds)) for one in everyone},
+            "settings": {one.name: dict(one.settings) for one in everyone},
+            "notes": self.notes,
+        }
+
 
 async def benchmark(
     case: Case,
     contestants: Sequence[Contestant],
     pairs: int,
     steps: int | None,
-    bound: Bound,
     progress: Progress,
-    limits: TimeLimits | None = None,
+    limits: TimeLimits,
 ) -> BenchmarkResult:
-    """Measure a case.
-
-    Args:
-        contestants: rpcmp first; none has been started.
-        pairs, steps, progress, limits: see `comparison.compare`.
-        bound: the schedule's ideal step.
+    """Measure a case; see `compare` for the arguments. The first contestant is rpcmp.
 
     Raises:
         StoppedError: stopped before the end of the first round.
         UnsupportedJobError: rpcmp cannot run the job.
     """
     notes = list(case.notes)
-    limits = limits or TimeLimits()
     progress("stage times", limits.left)
-    bound_s = await limits.run(_bound(case, bound, notes), is_needed=True)
-    done = await comparison.compare(contestants, pairs, steps, progress, limits)
+    bound_s = None
+    try:
+        stages = await limits.run(stage_times(case), is_needed=True)
+        bound_s = fill_then_no_bubble(stages, case.config.num_microbatches)
+    except UnsupportedJobError as error:
+        notes.append(f"without a bound: {error}")
+    done = await compare(contestants, pairs, steps, progress, limits)
     notes += [f"without {name}: {why}" for name, why in done.unsupported.items()]
     own_name = contestants[0].name
     if own_name in done.unsupported:
         raise UnsupportedJobError(f"{own_name}: {done.unsupported[own_name]}")
     if case.is_frozen:
-        comparison.require_equal_losses(done.series)
-    elif difference := comparison.loss_difference(done.series):
+        require_equal_losses(done.times)
+    elif difference := loss_difference(done.times):
         notes.append(f"losses differ (does the model draw random numbers?): {difference}")
-    ours, *peers = done.series
-    notes += _doubts(len(ours.seconds), limits)
-    return BenchmarkResult(case, len(ours.seconds), done.steps, bound_s, ours, peers, notes)
-
-
-def _doubts(pairs: int, limits: TimeLimits) -> Iterator[str]:
     if limits.is_stopped:
-        yield "stopped: these are the results so far"
-    if not is_conclusive(estimate([1.0] * pairs)):
-        yield (
-            f"{pairs} round{'s are' if pairs > 1 else ' is'} too few to tell contestants apart: "
+        notes.append("stopped: these are the results so far")
+    ours, *peers = done.times
+    rounds = len(ours.seconds)
+    if not is_conclusive(estimate(ours.seconds)):
+        notes.append(
+            f"{rounds} round{'s are' if rounds > 1 else ' is'} too few to tell contestants apart: "
             "more --pairs, or a larger --budget, could"
         )
+    return BenchmarkResult(case, rounds, done.steps, bound_s, ours, peers, notes)
 
 
-async def _bound(case: Case, bound: Bound, notes: list[str]) -> float | None:
-    try:
-        return bound(await stage_times(case), case.config.num_microbatches)
-    except UnsupportedJobError as error:
-        notes.append(f"without a bound: {error}")
-        return None
+async def compare(
+    contestants: Sequence[Contestant],
+    pairs: int,
+    steps: int | None,
+    progress: Progress,
+    limits: TimeLimits | None = None,
+) -> ComparisonRounds:
+    """Run `pairs` rounds of `steps` steps, or as many rounds as there is time for, at least one.
+
+    Args:
+        contestants: all of them are started, whatever the budget.
+        pairs: greatest number of rounds.
+        steps: per round; None for as many as the fastest does in ROUND_SECONDS, or fewer if the
+            budget is too small.
+        progress: called before each measurement.
+
+    Raises:
+        StoppedError: stopped before the end of the first round.
+    """
+    rounds = _Rounds(contestants, pairs, steps, progress, limits or TimeLimits())
+    async with contextlib.AsyncExitStack() as stack:
+        await rounds.start(stack)
+        with contextlib.suppress(StoppedError):
+            await rounds.run()
+    return rounds.result()
 
 
-def as_json(result: BenchmarkResult) -> dict[str, Any]:
-    """Return the results as plain data; times in seconds, ratios are ours / theirs."""
-    everyone = [result.ours, *result.peers]
-    return {
-        "case": result.case.name,
-        "num_stages": result.case.num_stages,
-        "num_microbatches": result.case.config.num_microbatches,
-        "step_s": spread(result.ours.seconds).median,
-        "bound_s": result.bound_s,
-        "driver_cpu_s": _driver_cpu(result),
-        "peers": {one.name: spread(one.seconds).median for one in result.peers},
-        "pairs": result.pairs,
-        "steps": result.steps,
-        "ratios": {name: asdict(ratio) for name, ratio in paired_ratios(result).items()},
-        "spreads": {one.name: asdict(spread(one.seconds)) for one in everyone},
-        "settings": {one.name: dict(one.settings) for one in everyone},
-        "notes": result.notes,
-    }
+class _Rounds:
+    """The rounds of contestants; see `compare`."""
+
+    def __init__(
+        self,
+        contestants: Sequence[Contestant],
+        pairs: int,
+        steps: int | None,
+        progress: Progress,
+        limits: TimeLimits,
+    ) -> None:
+        self._contestants, self._pairs, self._steps = contestants, pairs, steps
+        self._progress, self._limits = progress, limits
+        self._unsupported: dict[str, str] = {}
+        self._times: dict[str, ContestantTimes] = {}
+        self._step_s: dict[str, float] = {}
+
+    async def start(self, stack: contextlib.AsyncExitStack) -> None:
+        """Start the contestants, which `stack` closes, and drop those that cannot take part."""
+        clock, count = asyncio.get_running_loop().time, len(self._contestants)
+        start_time = clock()
+        started = []
+        for number, one in enumerate(self._contestants):
+            usual = (clock() - start_time) / number if number else 0.0
+            left = max(self._limits.left, usual * (count - number))
+            what = f"starting {one.name} ({number + 1} of {count})"
+            self._progress(what, left if left > 0 else math.inf)
+            stack.push_async_callback(one.close)
+            try:
+                await self._limits.run(one.start(), is_needed=True)
+            except UnsupportedJobError as error:
+                self._unsupported[one.name] = str(error)
+                await one.close()
+            else:
+                started.append(one)
+                self._times[one.name] = ContestantTimes(one.name, one.settings)
+        self._contestants = started
+
+    @property
+    def steps(self) -> int:
+        """Steps per round: enough to tell, or fewer if all rounds would not fit otherwise."""
+        fastest = min(self._step_s.values(), default=math.inf)
+        whole = self._pairs * self._cost(self._contestants, 1)
+        return self._steps or _steps(fastest, whole, self._limits.left)
+
+    async def run(self) -> None:
+        """Run a warm-up and as many rounds as there is time for, at least one.
+
+        Raises:
+            StoppedError: a limit was reached in the middle of a round.
+        """
+        share = self._limits.left * WARMUP_SHARE
+        for one in self._contestants:  # the first step shows how long a step takes
+            self._progress(f"warm-up: {one.name}", self._limits.at_most)
+            await self._measure(one, 1, number=0)
+        if self._cost(self._contestants, WARMUP_STEPS - 1) <= share:
+            await self._round(0, WARMUP_STEPS - 1)
+        self._steps = self.steps
+        for number in range(1, self._pairs + 1):
+            if number > 1 and self._limits.left < self._cost(self._contestants, self.steps):
+                break
+            await self._round(number, self.steps)
+
+    async def _round(self, number: int, steps: int) -> None:
+        """Let each contestant train once; round 0 is the warm-up."""
+        what = f"round {number} of {self._pairs}" if number else "warm-up"
+        order = rotated(self._contestants, number)
+        for place, one in enumerate(order):
+            pending = self._cost(order[place:], steps)
+            later = (self._pairs - number) * self._cost(self._contestants, self.steps)
+            rest = max(0.0, min(later, self._limits.left - pending))
+            self._progress(f"{what}: {one.name}", pending + rest)
+            await self._measure(one, steps, number)
+
+    async def _measure(self, one: Contestant, steps: int, number: int) -> None:
+        segment = await self._limits.run(one.run(steps), is_needed=number <= 1)
+        self._step_s[one.name] = segment.seconds_per_step
+        times = self._times[one.name]
+        times.losses.extend(segment.losses)
+        if number == 0:  # a warm-up's losses count, its time does not
+            return
+        times.seconds.append(segment.seconds_per_step)
+        if segment.driver_cpu_seconds is not None:
+            times.driver_cpu_seconds.append(segment.driver_cpu_seconds)
+
+    def _cost(self, contestants: Sequence[Contestant], steps: int) -> float:
+        return steps * sum(self._step_s[one.name] for one in contestants)
+
+    def result(self) -> ComparisonRounds:
+        """Return the rounds that all contestants have finished.
+
+        Raises:
+            StoppedError: not one whole round.
+        """
+        times = list(self._times.values())
+        rounds = min((len(one.seconds) for one in times), default=0)
+        steps = min((len(one.losses) for one in times), default=0)
+        if times and not rounds:
+            raise StoppedError
+        for one in times:
+            del one.seconds[rounds:], one.driver_cpu_seconds[rounds:], one.losses[steps:]
+        return ComparisonRounds(times, self.steps, self._unsupported)
 
 
-def paired_ratios(result: BenchmarkResult) -> dict[str, Estimate]:
-    """Return ours / theirs by name, and ours / "bound" if there is one."""
-    ratios = {one.name: paired_ratio(result.ours.seconds, one.seconds) for one in result.peers}
-    if result.bound_s:
-        ratios["bound"] = estimate([seconds / result.bound_s for seconds in result.ours.seconds])
-    return ratios
+def _steps(fastest: float, whole: float, budget: float) -> int:
+    """Choose the steps per round."""
+    wanted = max(MIN_STEPS, round(ROUND_SECONDS / fastest))
+    return wanted if whole * wanted <= budget else max(1, int(budget / whole))
 
 
-def table(result: BenchmarkResult) -> Table:
-    """Return a table with a row per contestant and one for the bound."""
-    config = result.case.config
-    title = (
-        f"{result.case.name}: {result.case.num_stages} stages, "
-        f"{config.num_microbatches} micro-batches, "
-        f"{result.pairs} interleaved pair{'s' * (result.pairs > 1)} of "
-        f"{result.steps} step{'s' * (result.steps > 1)}"
+def loss_difference(times: Sequence[ContestantTimes]) -> str | None:
+    """Describe the first step in which a loss differs from the first contestant's, or None."""
+    first = times[0]
+    for other in times[1:]:
+        pairs = zip(first.losses, other.losses, strict=True)
+        for step, (ours, theirs) in enumerate(pairs, start=1):
+            if not math.isclose(ours, theirs, rel_tol=LOSS_TOLERANCE):
+                return f"step {step}: loss {ours} of {first.name}, {theirs} of {other.name}"
+    return None
+
+
+def require_equal_losses(times: Sequence[ContestantTimes]) -> None:
+    if difference := loss_difference(times):
+        raise MismatchError(f"the contestants do not train the same: {difference}")
+
+
+def fill_then_no_bubble(stages: Sequence[ActionTimes], num_microbatches: int) -> float:
+    """Return the time of a step in which a stage waits for its first micro-batch and never again.
+
+    The slowest stage decides. With equal stages this is what zero-bubble schedules reach:
+    (stages - 1) x F + micro-batches x (F + B + W). Transfers and the optimizer take no time.
+
+    The bound is for one step by itself, with one stage per process. If the first stage starts the
+    next step while the last one still works, the mean over many steps may be lower. So may
+    schedules with two half stages per process, whose pipeline fills in half the time.
+    """
+    arrivals = accumulate((stage.forward for stage in stages), initial=0.0)
+    return max(
+        arrival + num_microbatches * stage.total
+        for arrival, stage in zip(arrivals, stages, strict=False)
     )
-    rows = Table(*COLUMNS, title=title, title_justify="left", box=None, header_style="bold")
-    ratios = paired_ratios(result)
-    rows.add_row(*_measured(result.ours), "", "")
-    for one in result.peers:
-        rows.add_row(*_measured(one), *_compared(ratios[one.name]))
-    if result.bound_s:
-        milliseconds = f"{result.bound_s * 1e3:.1f}"
-        rows.add_row("bound", "", milliseconds, "", *_compared(ratios["bound"]))
-    return rows
-
-
-def lines(result: BenchmarkResult) -> Iterator[str]:
-    """Yield the lines below the table."""
-    if (seconds := _driver_cpu(result)) is not None:
-        per_microbatch = seconds / result.case.config.num_microbatches
-        yield f"driver: {per_microbatch * 1e3:.2f} ms of CPU a micro-batch"
-    yield from (f"note: {note}" for note in result.notes)
-
-
-def _driver_cpu(result: BenchmarkResult) -> float | None:
-    measured = result.ours.driver_cpu_seconds
-    return spread(measured).median if measured else None
-
-
-def _measured(one: ContestantTimes) -> tuple[str, ...]:
-    times = spread(one.seconds)
-    return (
-        one.name,
-        ", ".join(f"{key} {value}" for key, value in one.settings.items()),
-        f"{times.median * 1e3:.1f}",
-        f"{times.lower_quartile * 1e3:.1f} to {times.upper_quartile * 1e3:.1f}",
-    )
-
-
-def _compared(ratio: Estimate) -> tuple[str, str]:
-    interval = f"{ratio.low:.3f} to {ratio.high:.3f} ({ratio.confidence:.0%})"
-    return f"{ratio.median:.3f}", interval

@@ -6,8 +6,9 @@ is measured, which every contestant can do.
 
 from __future__ import annotations
 
+import copy
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -23,24 +24,11 @@ from rpcmp.errors import ConfigError
 from rpcmp.pipelining.simulation import ActionTimes
 
 
-class Milliseconds(Strict):
-    forward: float = Field(ge=0)
-    input_gradient: float = Field(ge=0)
-    weight_gradient: float = Field(ge=0)
-
-    def in_seconds(self) -> ActionTimes:
-        return ActionTimes(
-            self.forward / 1e3, self.input_gradient / 1e3, self.weight_gradient / 1e3
-        )
-
-
 class FrozenCase(Strict):
     """A table of cases.toml, which explains the keys."""
 
-    num_stages: Positive
     max_stages: Positive | None = None
     microbatch_size: Positive | None = None
-    times_ms: Milliseconds | None = None
     halves: Arguments = Field(default_factory=dict)
     peers: list[str] | None = None
     in_flight_per_stage: Positive | None = None
@@ -67,10 +55,6 @@ class Case:
     is_frozen: bool
     peers: list[str] | None = None
     notes: tuple[str, ...] = ()
-
-    @property
-    def num_stages(self) -> int:
-        return self.config.num_stages
 
 
 def load(
@@ -104,61 +88,40 @@ def _frozen_case(
     name: str, num_stages: int | None, num_microbatches: int | None, overrides: Sequence[str]
 ) -> Case:
     case = frozen()[name]
-    stages = num_stages or case.num_stages
-    if case.max_stages is not None and stages > case.max_stages:
+    job = {"name": name, "ship_code": False, **copy.deepcopy(case.job)}
+    model = job["model"]
+    stages = model["num_stages"] = num_stages or model["num_stages"]
+    if case.max_stages is None:
+        model.setdefault("kwargs", {})["num_stages"] = stages
+    elif stages > case.max_stages:
         raise ConfigError(
             f"bench case {name!r}: {stages} stages, but its model has {case.max_stages} layers"
         )
-
-    def job(arguments: dict[str, Any]) -> Config:
-        return _frozen_job(name, case, stages, num_microbatches, overrides, arguments)
-
-    config = job({})
-    return Case(
-        name=name,
-        config=config,
-        halves=job(case.halves),
-        nominal=_nominal(config),
-        is_frozen=True,
-        peers=case.peers,
-    )
-
-
-def _nominal(config: Config) -> ActionTimes | None:
-    """Return how long a stage of the job sleeps, overrides included; None if it computes."""
-    times = config.model.kwargs.get("times_ms") if config.model else None
-    return None if times is None else Milliseconds.model_validate(times).in_seconds()
-
-
-def _frozen_job(
-    name: str,
-    case: FrozenCase,
-    num_stages: int,
-    num_microbatches: int | None,
-    overrides: Sequence[str],
-    arguments: dict[str, Any],
-) -> Config:
-    kwargs = {**case.job["model"].get("kwargs", {}), **arguments}
-    if case.max_stages is None:
-        kwargs["num_stages"] = num_stages
-    if case.times_ms is not None:
-        kwargs["times_ms"] = case.times_ms.model_dump()
-    data = {
-        "name": name,
-        **case.job,
-        "ship_code": False,
-        "model": {**case.job["model"], "num_stages": num_stages, "kwargs": kwargs},
-        "data": dict(case.job["data"]),
-    }
     if num_microbatches is not None:
-        data["num_microbatches"] = num_microbatches
+        job["num_microbatches"] = num_microbatches
     if case.in_flight_per_stage is not None:
-        data["max_in_flight"] = case.in_flight_per_stage * num_stages
+        job["max_in_flight"] = case.in_flight_per_stage * stages
     if case.microbatch_size is not None:
-        data["data"]["batch_size"] = case.microbatch_size * data["num_microbatches"]
+        job["data"]["batch_size"] = case.microbatch_size * job["num_microbatches"]
     for override in overrides:
-        loader.apply(data, override)
-    return loader.parse_config(_plain_training(data), f"bench case {name!r}")
+        loader.apply(job, override)
+
+    def parse(model: dict[str, Any]) -> Config:
+        return loader.parse_config(_plain_training({**job, "model": model}), f"bench case {name!r}")
+
+    halves = {**model, "kwargs": {**model.get("kwargs", {}), **case.halves}}
+    times_ms = model.get("kwargs", {}).get("times_ms")
+    nominal = None if times_ms is None else action_times(times_ms)
+    return Case(name, parse(model), parse(halves), nominal, is_frozen=True, peers=case.peers)
+
+
+def action_times(times_ms: Mapping[str, float]) -> ActionTimes:
+    """Return how long a stage sleeps that is given these milliseconds; see `models.sleeping`."""
+    kinds = ("forward", "input_gradient", "weight_gradient")
+    times = [times_ms.get(kind, -1.0) for kind in kinds]
+    if min(times) < 0:
+        raise ConfigError(f"times_ms = {times_ms}: give {', '.join(kinds)}, each at least 0")
+    return ActionTimes(*(milliseconds / 1e3 for milliseconds in times))
 
 
 def _own_case(

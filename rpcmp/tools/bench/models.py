@@ -12,13 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from rpcmp.pipelining.simulation import ActionTimes
+from rpcmp.tools.bench.cases import action_times
 from rpcmp.worker.weight_grad import splittable
 
 Layers = list[tuple[str, Callable[[], nn.Module]]]
@@ -28,15 +29,6 @@ ROWS_PER_STAGE = 2
 
 _PR_SET_TIMERSLACK = 29
 _local = threading.local()
-
-
-@dataclass(frozen=True)
-class LayerSleeps:
-    """Seconds that each action of a layer sleeps."""
-
-    forward: float
-    input_gradient: float
-    weight_gradient: float
 
 
 def sleep(seconds: float) -> None:
@@ -76,7 +68,7 @@ class _SleepWeight(torch.autograd.Function):
 
 
 @splittable
-def apply_sleep(x: Tensor, weight: Tensor, times: LayerSleeps) -> Tensor:
+def apply_sleep(x: Tensor, weight: Tensor, times: ActionTimes) -> Tensor:
     """Return `x + weight.sum(0)`; each of its three actions sleeps.
 
     The two gradients are nodes of their own, so that a split backward finds them apart.
@@ -84,18 +76,17 @@ def apply_sleep(x: Tensor, weight: Tensor, times: LayerSleeps) -> Tensor:
     Args:
         x: float32[samples, features].
         weight: float32[rows, features], a leaf.
-        times: of forward, input gradient and weight gradient.
     """
     sleep(times.forward)
-    y: Tensor = _SleepInput.apply(x, times.input_gradient)  # type: ignore[no-untyped-call]
-    offset: Tensor = _SleepWeight.apply(weight, times.weight_gradient)  # type: ignore[no-untyped-call]
+    y: Tensor = _SleepInput.apply(x, times.backward)  # type: ignore[no-untyped-call]
+    offset: Tensor = _SleepWeight.apply(weight, times.weight)  # type: ignore[no-untyped-call]
     return y + offset
 
 
 class Sleep(nn.Module):
     """A layer that sleeps; float32[samples, features] in and out."""
 
-    def __init__(self, times: LayerSleeps, num_rows: int, features: int) -> None:
+    def __init__(self, times: ActionTimes, num_rows: int, features: int) -> None:
         super().__init__()
         self.times = times
         self.weight = nn.Parameter(torch.zeros(num_rows, features))
@@ -117,7 +108,7 @@ def sleeping(
         times_ms: a stage's "forward", "input_gradient" and "weight_gradient".
         layers_per_stage: 1, or 2 to cut each stage in two, with the same work and parameters.
     """
-    times = LayerSleeps(**{name: ms / 1e3 / layers_per_stage for name, ms in times_ms.items()})
+    times = action_times(times_ms).scaled(1 / layers_per_stage)
     rows = ROWS_PER_STAGE // layers_per_stage
     names = [f"sleep{index}" for index in range(num_stages * layers_per_stage)]
     return [(name, lambda: Sleep(times, rows, features)) for name in names]

@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,6 @@ from rpcmp.pipelining import devices, layers, optimizers
 from rpcmp.pipelining.assignment import assign
 from rpcmp.pipelining.simulation import ActionTimes
 from rpcmp.process.channel import Message
-
-if TYPE_CHECKING:
-    from rpcmp.tools.bench.peer_process import PeerConfig
 
 
 @dataclass(frozen=True)
@@ -49,10 +46,7 @@ class ModelPart:
 
 
 def layer_names(config: Config, parts_per_stage: int = 1) -> list[list[str]]:
-    """Return the names of the layers of each part, in order.
-
-    Args:
-        parts_per_stage: 1, or 2 to cut every stage in the middle.
+    """Return the names of the layers of each part: a stage, or each half of a stage if there are 2.
 
     Raises:
         UnsupportedJobError: the job is not a chain on the CPU, or a stage has too few layers.
@@ -106,11 +100,7 @@ def slice_loss(config: Config, num_slices: int) -> Callable[[Tensor, Tensor], Te
 
 
 def endless_batches(config: Config) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the job's mini-batches, epoch after epoch.
-
-    Raises:
-        UnsupportedJobError: inputs or targets are not one tensor.
-    """
+    """Yield the job's mini-batches, epoch after epoch."""
     section = config.require_data("a benchmark")
     batches = load_batches(section.train, "data.train", section, config.seed, training=True)
     for epoch in itertools.count(1):
@@ -121,22 +111,27 @@ def endless_batches(config: Config) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def require_equal_microbatches(inputs: Tensor, num_microbatches: int) -> None:
-    """Fail if micro-batches differ in size: the mean of their means is then not that over samples.
-
-    Raises:
-        UnsupportedJobError: they differ.
-    """
+    """Fail if micro-batches differ in size: the mean of their means is then another loss."""
     if inputs.shape[0] % num_microbatches:
         raise UnsupportedJobError(
             f"{inputs.shape[0]} samples do not make {num_microbatches} equal micro-batches"
         )
 
 
+def join_gloo(job: Message) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{job['store']}",
+        rank=job["rank"],
+        world_size=job["world_size"],
+    )
+
+
 class OneProcess:
     """The unsplit model; the number of threads comes from the environment."""
 
-    def __init__(self, peer: PeerConfig) -> None:
-        self._config = peer.config
+    def __init__(self, job: Message) -> None:
+        self._config = Config.model_validate(job["config"])
 
     def build(self, way: str) -> None:
         """Build the model, to be trained by "whole batch" or "micro-batches"."""
@@ -174,28 +169,18 @@ Stage = Callable[[Tensor], Tensor]
 Result = TypeVar("Result")
 
 
-class StageClock:
+class StageClock(OneProcess):
     """Times the stages one after the other; the loss belongs to the last one."""
 
-    def __init__(self, peer: PeerConfig) -> None:
-        self._config = peer.config
-
-    def build(self, way: str) -> None:
-        self._parts = build_stages(self._config)
-        inputs, targets = next(endless_batches(self._config))
-        count = self._config.num_microbatches
-        self._loss = slice_loss(self._config, count)
-        require_equal_microbatches(inputs, count)
-        self._inputs, self._targets = inputs.chunk(count)[0], targets.chunk(count)[0]
-
     def run(self, steps: int) -> Message:
-        """Return the medians of `steps` measurements of each stage."""
-        x, times = self._inputs, []
+        """Return the medians of `steps` measurements of each stage with one micro-batch."""
+        x, targets = (whole.chunk(self._num_slices)[0] for whole in next(self._batches))
+        times = []
         *first, last = (each.module for each in self._parts)
         for module in first:
             times.append(_measure(module, x, steps))
             x = module(x).detach().requires_grad_()
-        times.append(_measure(lambda value: self._loss(last(value), self._targets), x, steps))
+        times.append(_measure(lambda value: self._loss(last(value), targets), x, steps))
         return {"stages": times}
 
 
@@ -236,22 +221,20 @@ work as with one stage, in twice as many actions."""
 class TorchRank:
     """One rank of torch.distributed.pipelining; the ways are the names of its schedules."""
 
-    def __init__(self, peer: PeerConfig) -> None:
-        self._peer = peer
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{peer.store}",
-            rank=peer.rank,
-            world_size=peer.world_size,
-        )
+    def __init__(self, job: Message) -> None:
+        self._config = Config.model_validate(job["config"])
+        self._halves = Config.model_validate(job["halves"])
+        self._rank: int = job["rank"]
+        self._world_size: int = job["world_size"]
+        join_gloo(job)
 
     def build(self, way: str) -> None:
         from torch.distributed import pipelining  # imports torch's compiler, for seconds
 
-        config = self._peer.config if way in SINGLE else self._peer.halves
+        config = self._config if way in SINGLE else self._halves
         names = layer_names(config, 1 if way in SINGLE else 2)
         indices = self._indices(way)
-        per_stage = len(names) // self._peer.world_size
+        per_stage = len(names) // self._world_size
         self._parts = [build(config, i // per_stage, names[i]) for i in indices]
         stages = [
             pipelining.PipelineStage(each.module, index, len(names), torch.device("cpu"))
@@ -261,8 +244,17 @@ class TorchRank:
         inputs, _ = next(endless_batches(config))
         require_equal_microbatches(inputs, config.num_microbatches)
         self._batches = endless_batches(config)
-        schedule = getattr(pipelining, (SINGLE | DOUBLE)[way])
-        self._schedule = self._create(schedule, stages[0] if way in SINGLE else stages)
+        create = getattr(pipelining, (SINGLE | DOUBLE)[way])
+        loss = slice_loss(config, config.num_microbatches)
+        try:
+            self._schedule = create(
+                stages[0] if way in SINGLE else stages,
+                config.num_microbatches,
+                loss,
+                scale_grads=False,
+            )
+        except ValueError as error:  # how torch refuses a number of micro-batches
+            raise UnsupportedJobError(str(error)) from error
 
     def run(self, steps: int) -> Message:
         batches = [next(self._batches) for _ in range(steps)]
@@ -286,15 +278,7 @@ class TorchRank:
 
     def _indices(self, way: str) -> list[int]:
         """Return the parts of this rank: one, two of a loop, or two of a V that ends at rank 0."""
-        rank, size = self._peer.rank, self._peer.world_size
+        rank, size = self._rank, self._world_size
         if way in SINGLE:
             return [rank]
         return [rank, 2 * size - 1 - rank] if way == "zbv" else [rank, size + rank]
-
-    def _create(self, schedule: Callable[..., Any], stages: Any) -> Any:
-        count = self._peer.config.num_microbatches
-        loss = slice_loss(self._peer.config, count)
-        try:
-            return schedule(stages, count, loss, scale_grads=False)
-        except ValueError as error:  # how torch refuses a number of micro-batches
-            raise UnsupportedJobError(str(error)) from error

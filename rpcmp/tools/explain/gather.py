@@ -1,15 +1,14 @@
-"""Find out what a run will do, before it does it: `rpcmp explain`.
+"""Forecast a run, for `rpcmp explain`.
 
-Every answer comes from where a run would get it: a process beside the driver plans and loads as the
-driver's does (`rpcmp.tools.explain.model_summary`), hosts measure the layers as for
-`balance = "auto"`, and are asked for facts as by `rpcmp doctor`. So whatever a run would refuse is
-refused here, with the same error.
+Every figure comes from its source in a run: a process plans and loads data as a driver's process
+does (`rpcmp.tools.explain.model_summary`), and hosts measure the layers as for `balance = "auto"`
+and report facts as for `rpcmp doctor`. So whatever a run would refuse ends with the same error.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,18 +19,18 @@ from rpcmp.errors import ConfigError
 from rpcmp.job.autobalance import stage_hosts, with_full_microbatches
 from rpcmp.job.server_calls import collect_code, dialer_for, require_addresses
 from rpcmp.job.server_pool import connected, forks_for
+from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import is_loopback
 from rpcmp.pipelining import cost_model
 from rpcmp.pipelining.cost_model import Prediction, predict, simulate, times_of
 from rpcmp.pipelining.partition import StageHost, choose_balance
-from rpcmp.pipelining.simulation import ActionTimes, Simulation
-from rpcmp.process.fork_client import Forks
+from rpcmp.pipelining.simulation import ActionTimes, SimulatedRun
+from rpcmp.process.fork_client import Forks, NetworkOf
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.task import run_task
 from rpcmp.server.connection import machine
-from rpcmp.tools.explain.model_summary import ModelSummary
+from rpcmp.tools.explain.model_summary import ExplainedStage, ModelSummary, explain_stages
 from rpcmp.tools.explain.schedule_picture import actions
-from rpcmp.tools.explain.stage_estimates import ExplainedStage, explain_stages
 from rpcmp.tools.job_hosts import HostSurvey
 from rpcmp.tools.job_links import Listener, StageLink, Whereabouts, job_listeners, stage_links
 
@@ -46,7 +45,7 @@ class File:
     Attributes:
         path: absolute, on the host that uses it.
         text: which process uses it, how and when.
-        is_in_the_way: whether a run would refuse to start because of it.
+        is_in_the_way: whether a run refuses to start because of it.
     """
 
     what: str
@@ -108,11 +107,10 @@ class Explanation:
         steps: optimizer steps; None if the datasets' sizes are unknown.
         epochs: passes over the data; None if the config counts steps.
         batches: number of mini-batches of each dataset, "train" and "test"; empty if unknown.
-        num_microbatches, schedule, microbatches_per_message: see the config's keys.
         balance: layers of each stage; empty if stages are modules of their own.
         parameters: of the whole model; tied ones count once.
-        step: one step by itself, simulated.
-        prediction: from measurements; None if nothing was measured. Then in `step` forwards, input
+        runs: the actions of each stage in one step by itself, simulated.
+        prediction: from measurements; None if nothing was measured. Then in `runs` forwards, input
             gradients and weight gradients all take the same time.
     """
 
@@ -127,7 +125,7 @@ class Explanation:
     balance: list[int]
     parameters: int
     stages: list[ExplainedStage]
-    step: Simulation
+    runs: dict[str, list[SimulatedRun]]
     prediction: Prediction | None
     listeners: list[Listener]
     links: list[StageLink]
@@ -136,34 +134,17 @@ class Explanation:
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data; times in seconds, memory in bytes."""
-        scalars = {
-            key: getattr(self, key)
-            for key in (
-                *("name", "steps", "epochs", "batches", "batch_size", "num_microbatches"),
-                *("schedule", "microbatches_per_message", "balance", "parameters"),
-            )
-        }
-        stages = [asdict(stage) for stage in self.stages]
-        for stage, explained in zip(stages, self.stages, strict=True):
+        plain = asdict(self)
+        for stage, explained in zip(plain["stages"], self.stages, strict=True):
             stage["memory"]["total"] = explained.memory.total
-            stage["layers"] = [layer.model_dump() for layer in explained.layers]
-        names = [stage.name for stage in self.stages]
-        return {
-            **scalars,
-            "stages": stages,
-            "actions": actions(self.step.runs, names),
-            "prediction": self.prediction and asdict(self.prediction),
-            "listeners": [asdict(each) for each in self.listeners],
-            "links": [asdict(each) for each in self.links],
-            "files": [asdict(each) for each in self.files],
-            "notes": self.notes,
-        }
+        del plain["runs"]
+        return {**plain, "actions": actions(self.runs, [stage.name for stage in self.stages])}
 
 
 async def explain(
     config: Config, connect: Sequence[str] | None = None, measures: bool = True
 ) -> Explanation:
-    """Find out what a run of `config` will do.
+    """Forecast a run of `config`.
 
     Args:
         connect: addresses of running stage servers, one per worker; None uses the config's. If it
@@ -172,148 +153,117 @@ async def explain(
             anything, and servers need not run.
     """
     addresses = config.addresses if connect is None else list(connect)
+    # These refuse impossible jobs.
     require_addresses(config, addresses)
-    # These are called for what they refuse.
-    dialer_for(config, [*addresses, *config.recovery.spares])
+    dialer = dialer_for(config, [*addresses, *config.recovery.spares])
     cost_model.limits(config)
     if config.is_balanced_by_measurement and not measures:
         raise ConfigError('balance = "auto" is measured: explain it without --no-measure')
     async with forks_for(config, connect) as forks:
-        return await _Gatherer(config, addresses, connect, forks).gather(measures)
-
-
-class _Gatherer:
-    def __init__(
-        self,
-        config: Config,
-        addresses: Sequence[str],
-        connect: Sequence[str] | None,
-        forks: Forks,
-    ) -> None:
-        self._config = config
-        self._addresses, self._connect = addresses, connect
-        self._forks = forks
-        self._notes = list(config.warnings)
-
-    async def gather(self, measures: bool) -> Explanation:
-        hosts: list[StageHost] | None = None
-        self._config = self._with_full_microbatches()
-        if self._config.is_balanced_by_measurement:
-            hosts = await stage_hosts(self._config, self._connect, self._forks)
-            self._config = self._config.with_balance(choose_balance(hosts))
-        config, summary = self._config, await self._summarize_model()
+        configured, config = config.num_microbatches, with_full_microbatches(config)
+        notes, hosts = list(config.warnings), None
+        if (count := config.num_microbatches) < configured:
+            notes.append(
+                f"a mini-batch has {count} samples: {count} micro-batches, not {configured}"
+            )
+        if config.is_balanced_by_measurement:
+            hosts = await stage_hosts(config, connect, forks)
+            config = config.with_balance(choose_balance(hosts))
+        summary = await _summarize_model(config, forks, is_here=not addresses)
         if measures and hosts is None and not summary.unknown:
-            hosts = await stage_hosts(config, self._connect, self._forks)
-        asks_hosts = measures and self._addresses
-        places = await (self._ask_hosts() if asks_hosts else self._assume_places())
-        balance = [len(stage.layers) for stage in summary.stages]
-        step, prediction = self._predict(hosts, balance)
-        stages = explain_stages(config, summary, hosts, self._addresses)
-        self._add_notes(summary, stages)
-        data = config.data
-        return Explanation(
-            name=config.name,
-            steps=summary.steps,
-            epochs=None if config.steps is not None else config.epochs or 1,
-            batches=summary.batches,
-            batch_size=0 if data is None else data.batch_size,
-            num_microbatches=config.num_microbatches,
-            schedule=config.schedule,
-            microbatches_per_message=config.microbatches_per_message,
-            balance=balance if config.model is not None else [],
-            parameters=summary.parameters,
-            stages=stages,
-            step=step,
-            prediction=prediction,
-            listeners=job_listeners(config, places),
-            links=stage_links(config, places, summary.tied),
-            files=job_files(config),
-            notes=self._notes,
+            hosts = await stage_hosts(config, connect, forks)
+        if measures and addresses:
+            places = await _ask_hosts(config, addresses, dialer, forks)
+        else:
+            places = _assume_places(config, addresses, await forks.network())
+    balance = [len(stage.layers) for stage in summary.stages]
+    runs, prediction = _predict(config, hosts, balance)
+    stages = explain_stages(config, summary, hosts, addresses)
+    return Explanation(
+        name=config.name,
+        steps=summary.steps,
+        epochs=None if config.steps is not None else config.epochs or 1,
+        batches=summary.batches,
+        batch_size=0 if config.data is None else config.data.batch_size,
+        num_microbatches=config.num_microbatches,
+        schedule=config.schedule,
+        microbatches_per_message=config.microbatches_per_message,
+        balance=balance if config.model is not None else [],
+        parameters=summary.parameters,
+        stages=stages,
+        runs=runs,
+        prediction=prediction,
+        listeners=job_listeners(config, places),
+        links=stage_links(config, places, summary.tied),
+        files=job_files(config),
+        notes=[*notes, *_unknowns(config, summary, stages)],
+    )
+
+
+async def _summarize_model(config: Config, forks: Forks, is_here: bool) -> ModelSummary:
+    order = {
+        "op": "count",
+        "config": config.model_dump_json(),
+        "folder": str(config.folder),
+        "is_here": is_here,
+    }
+    answer = await run_task(order, compute_environment(threads=1), forks)
+    return ModelSummary.model_validate_json(answer["summary"])
+
+
+async def _ask_hosts(
+    config: Config, addresses: Sequence[str], dialer: Dialer, forks: Forks
+) -> dict[str, Whereabouts]:
+    async with connected(config, dialer, addresses, len(config.workers), forks) as clients:
+        driver, workers, _ = await HostSurvey(config, clients, dialer, forks).collect()
+    places = {}
+    for report in (driver, *workers):
+        if (facts := report.facts) is None:
+            raise report.error or ConfigError(f"nothing is known of {report.name}")
+        places[report.name] = Whereabouts(
+            report.address, facts.host, facts.machine, facts.network, facts.exposed
         )
+    return places
 
-    def _with_full_microbatches(self) -> Config:
-        """Return the job with no more micro-batches than a mini-batch has samples."""
-        config = with_full_microbatches(self._config)
-        configured, count = self._config.num_microbatches, config.num_microbatches
-        if count < configured:
-            text = f"a mini-batch has {count} samples: {count} micro-batches, not {configured}"
-            self._notes.append(text)
-        return config
 
-    async def _summarize_model(self) -> ModelSummary:
-        answer = await run_task(
-            {
-                "op": "count",
-                "config": self._config.model_dump_json(),
-                "folder": str(self._config.folder),
-                "is_here": not self._addresses,
-            },
-            compute_environment(threads=1),
-            self._forks,
+def _assume_places(
+    config: Config, addresses: Sequence[str], network: NetworkOf
+) -> dict[str, Whereabouts]:
+    """Return the place of each member as far as this host knows: this host, or its address."""
+    here = Whereabouts("", platform.node(), machine(), network.name, network.reason)
+    places = {DRIVER: here} | {worker.label: here for worker in config.workers}
+    for worker, address in zip(config.workers, addresses, strict=False):
+        host = address.rpartition(":")[0]
+        is_here = is_loopback(host.strip("[]"))
+        places[worker.label] = Whereabouts(
+            address,
+            here.host if is_here else host,
+            here.machine if is_here else host,
+            f"of {worker.label}",
+            None,
         )
-        return ModelSummary.model_validate(answer["summary"])
+    return places
 
-    def _predict(
-        self, hosts: Sequence[StageHost] | None, balance: list[int]
-    ) -> tuple[Simulation, Prediction | None]:
-        if hosts is None:
-            times = dict.fromkeys(self._config.stage_names, UNIT)
-            return simulate(self._config, times), None
-        parts = balance if self._config.model is not None else [1] * len(balance)
-        return (
-            simulate(self._config, times_of(hosts, parts)),
-            predict(self._config, hosts, parts),
-        )
 
-    async def _ask_hosts(self) -> dict[str, Whereabouts]:
-        config = self._config
-        dialer = dialer_for(config, [*self._addresses, *config.recovery.spares])
-        count = len(config.workers)
-        async with connected(config, dialer, self._addresses, count, self._forks) as clients:
-            driver, workers, _ = await HostSurvey(config, clients, dialer, self._forks).collect()
-        places = {}
-        for report in (driver, *workers):
-            if (facts := report.facts) is None:
-                raise report.error or ConfigError(f"nothing is known of {report.name}")
-            places[report.name] = Whereabouts(
-                report.address, facts.host, facts.machine, facts.network, facts.exposed
-            )
-        return places
+def _predict(
+    config: Config, hosts: Sequence[StageHost] | None, balance: list[int]
+) -> tuple[dict[str, list[SimulatedRun]], Prediction | None]:
+    if hosts is None:
+        return simulate(config, dict.fromkeys(config.stage_names, UNIT)).runs, None
+    parts = balance if config.model is not None else [1] * len(balance)
+    runs = simulate(config, times_of(hosts, parts)).runs
+    return runs, predict(config, hosts, parts)
 
-    async def _assume_places(self) -> dict[str, Whereabouts]:
-        """Return where each member is, as far as this host knows: here, or at its address."""
-        here = platform.node()
-        network = await self._forks.network()
-        places = {DRIVER: Whereabouts("", here, machine(), network.name, network.reason)}
-        for index, worker in enumerate(self._config.workers):
-            if not self._addresses:
-                places[worker.label] = places[DRIVER]
-                continue
-            address = self._addresses[index]
-            host = address.rpartition(":")[0]
-            is_here = is_loopback(host.strip("[]"))
-            places[worker.label] = Whereabouts(
-                address,
-                here if is_here else host,
-                machine() if is_here else host,
-                f"of {worker.label}",
-                None,
-            )
-        return places
 
-    def _add_notes(self, summary: ModelSummary, stages: Sequence[ExplainedStage]) -> None:
-        config = self._config
-        if summary.unknown:
-            self._notes.append(f"nothing was measured: {summary.unknown}")
-        if config.balance_replicas:
-            names = ", ".join(
-                name
-                for name, stage in zip(config.stage_names, config.stages, strict=True)
-                if stage.num_replicas > 1 and stage.shares is None
-            )
-            if names:
-                self._notes.append(f"the replicas of {names} are measured when the run begins")
-        for stage in stages:
-            if stage.memory.optimizer is None:
-                text = f"the optimizer of {stage.name} tells only by a real step what it keeps"
-                self._notes.append(text)
+def _unknowns(
+    config: Config, summary: ModelSummary, stages: Sequence[ExplainedStage]
+) -> Iterator[str]:
+    if summary.unknown:
+        yield f"nothing was measured: {summary.unknown}"
+    if config.balance_replicas:
+        shared = [stage.name for stage in stages if stage.replicas > 1 and not stage.shares]
+        if shared:
+            yield f"the replicas of {', '.join(shared)} are measured when the run begins"
+    for stage in stages:
+        if stage.memory.optimizer is None:
+            yield f"the optimizer of {stage.name} tells only by a real step what it keeps"

@@ -4,7 +4,7 @@
     1 stage1     F0 F1    B0 F2 B1 F3
     2 stage2        F0 B0 F1 B1 F2 B2
 
-Columns are moments: an action starts in the column of its start and extends to that of its end, so
+Columns are moments: an action extends from the column of its start to the column of its end, so
 actions below each other happen at the same time. If actions are too short for their names to scale,
 time is stretched there, for all rows alike.
 """
@@ -83,7 +83,7 @@ def _row(runs: Sequence[SimulatedRun], columns: Mapping[int, int]) -> str:
 def _columns(runs: Mapping[str, Sequence[SimulatedRun]], room: int) -> dict[int, int]:
     """Return the column of each moment, so that a step fills a line if it fits into one.
 
-    Moments are to scale, except where an action would be too narrow for its name.
+    Moments are to scale unless an action would be too narrow for its name.
     """
     narrowest = _stretched(runs, 0.0)
     last = max(narrowest, default=0)

@@ -25,7 +25,7 @@ def grpc_calls(draw: random.Random, job: Job, is_driver: bool) -> Iterator[bytes
 def greetings(draw: random.Random, job: Job, is_driver: bool) -> Iterator[bytes]:
     """Yield first frames for the relay.
 
-    Only from who may not wait, for the job that runs: a driver that waits would be waited for.
+    Only from peers that do not wait for the running job: the test would wait for such a driver.
     """
     while True:
         known = vars(job) if not is_driver else {"job_id": "nobody's", "generation": 1}

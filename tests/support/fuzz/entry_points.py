@@ -25,7 +25,7 @@ class EntryPoint:
 
     Attributes:
         name: for reports.
-        share: how many of all inputs come here, relative to the other entry points.
+        share: of all inputs, relative to the other entry points.
         folder: of the client's certificate; None: no TLS.
         protocol: the announced protocol (ALPN).
         is_driver: whether its peers may steer a job.
@@ -74,9 +74,7 @@ def plain_entry_points() -> list[EntryPoint]:
 
 
 def tls_entry_points(certs: Path) -> list[EntryPoint]:
-    """Return the entry points of a server with certificates; few inputs where handshakes are
-    costly.
-    """
+    """Return the entry points of a server with certificates; few inputs, as TLS is costly."""
     return [
         EntryPoint("TLS port, no handshake", 4),
         EntryPoint("stage's certificate, relay", 1, certs / "stage1", RELAY),

@@ -19,7 +19,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes, length: int | None
     """Encode one frame.
 
     Args:
-        length: what its header claims; None: the truth.
+        length: the one in its header; None: the true one.
     """
     size = len(payload) if length is None else length
     return struct.pack("!I", size)[1:] + struct.pack("!BBI", kind, flags, stream) + payload

@@ -26,8 +26,8 @@ class Input:
     Attributes:
         kind: how it was made.
         data: its bytes.
-        pace: how fast they come.
-        hangs_up: whether the sender closes its half behind it.
+        pace: speed of sending.
+        hangs_up: whether the sender closes its half afterwards.
     """
 
     kind: str
@@ -40,7 +40,7 @@ def inputs(draw: random.Random, valid: Iterator[bytes]) -> Iterator[Input]:
     """Yield malformed inputs without end.
 
     Args:
-        valid: what they are made from.
+        valid: messages that they are made from.
     """
     makers = list(_MAKERS)
     weights = [_MAKERS[maker] for maker in makers]
@@ -171,4 +171,4 @@ _MAKERS: dict[Callable[[random.Random, Iterator[bytes]], bytes], int] = {
     whole: 5,
     oversized: 15,
 }
-"""With how often each is to come."""
+"""Kinds of inputs with their relative frequencies."""

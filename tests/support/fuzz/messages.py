@@ -15,11 +15,11 @@ from grpc_health.v1 import health_pb2
 from rpcmp.v1 import control_pb2
 
 STEERING = ("Prepare", "Start", "Link", "Watch", "Stop", "Profile", "Inspect", "Mirror", "Save")
-"""By these a driver ends or changes a job: from who may, and naming the job that runs, they are no
-malformed input. `Drain` names none, and ends whatever runs."""
+"""A driver ends or changes a job by these: they are valid if the sender may drive and they name the
+running job. `Drain` names none, and ends any job."""
 
 MEANT = ("CompareSet", "Add")
-"""By these a member changes the group's store, whose keys a random one would hardly be."""
+"""A member changes the group's store by these; a random key would hardly be one of the store's."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ def calls(draw: random.Random, job: Job, is_driver: bool) -> Iterator[Call]:
     """Yield calls of every method without end; a driver's calls never steer the running job.
 
     Args:
-        job: which is named now and then.
+        job: named by some messages.
     """
     every = [method for method in methods() if not (is_driver and method.name == "Drain")]
     while True:
@@ -126,4 +126,4 @@ TEXTS = [
     "\u2028\U0010ffff",
     "x" * 5000,
 ]
-"""Names, addresses and paths, some of them not."""
+"""Names, addresses and paths, valid and invalid."""

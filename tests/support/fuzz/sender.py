@@ -19,7 +19,7 @@ AT_ONCE = 24
 """Connections that are busy at the same time."""
 
 LINGERING = 100
-"""Connections that are slow, or that say nothing."""
+"""Connections that are slow or silent."""
 
 ANSWER_SECONDS = 0.05
 """How long to wait for an answer: most inputs get none."""
@@ -35,12 +35,12 @@ class Sender:
     Args:
         entry_points: the ways to connect.
         addresses: of the servers, in turn.
-        job: which runs, as it is found out.
-        seed: of all that is random.
+        job: the running one, once it is known.
+        seed: of all random choices.
 
     Attributes:
-        sent: how many inputs, by the name of the entry point.
-        kinds: how many, by how they were made.
+        sent: number of inputs, by the name of the entry point.
+        kinds: number of inputs, by how they were made.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Sender:
 
 async def send_one(entry_point: EntryPoint, address: str, one: Input) -> None:
     """Send one input, and read the start of the server's response."""
-    with contextlib.suppress(OSError, EOFError):  # a server that hangs up is in its right
+    with contextlib.suppress(OSError, EOFError):  # a server may hang up
         reader, writer = await entry_point.open(address)
         try:
             await _say(reader, writer, one)
@@ -125,6 +125,6 @@ def _hang_up(writer: asyncio.StreamWriter) -> None:
     """Abort at once: a TLS shutdown would leave a connection behind on the client's side."""
     connection = writer.get_extra_info("socket")
     with contextlib.suppress(OSError):
-        if connection is not None:  # asyncio has let go of it already
+        if connection is not None:  # asyncio has already dropped it
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_GOODBYE)
     writer.transport.abort()

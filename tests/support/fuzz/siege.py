@@ -28,7 +28,7 @@ from tests.support.fuzz.watched import BEGINNING
 from tests.support.processes import Server, connect, poll_for, rpcmp_process, running_server
 
 UNDER = (sys.executable, "-m", "tests.support.fuzz.watched")
-"""What runs a server so that its tasks can be counted."""
+"""The code that runs a server whose tasks can be counted."""
 
 ASK_SECONDS = 0.2
 
@@ -55,8 +55,8 @@ class Report:
     """Results of a siege.
 
     Attributes:
-        seen: what each server had before, after the first half and after the second.
-        parameters: those of each job that ran meanwhile.
+        seen: resources of each server before, after the first half and after the second.
+        parameters: the final ones of each job that ran meanwhile.
         sent: inputs by entry point.
         kinds: inputs by how they were made.
         seconds: how long it took.
@@ -155,7 +155,7 @@ class Siege:
         asking = asyncio.create_task(self._ask(job))
         sending = asyncio.create_task(sender.send(count))
         try:
-            while True:  # whatever is sent, it is while a job runs
+            while True:  # all inputs are sent while a job runs
                 report.parameters.append(await asyncio.to_thread(self.drive))
                 if sending.done():
                     break

@@ -23,8 +23,8 @@ def tell(signum: int, frame: object) -> None:
         loop = asyncio.get_running_loop()
     except RuntimeError:
         return
-    gc.collect()  # what is in a circle has been let go of all the same
-    ctypes.CDLL(None).malloc_trim(0)  # so that what it has is what it needs
+    gc.collect()  # cycles are garbage, too
+    ctypes.CDLL(None).malloc_trim(0)  # so that its memory is the memory in use
     tasks = asyncio.all_tasks(loop)
     what = Counter(getattr(task.get_coro(), "__qualname__", "") for task in tasks)
     print(f"{BEGINNING}{len(tasks)} {dict(what)}", file=sys.stderr, flush=True)

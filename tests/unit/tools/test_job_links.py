@@ -1,10 +1,9 @@
-"""Links between processes, and which end listens."""
+"""Links between processes, and the end that listens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rpcmp.config import topology
 from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
 from rpcmp.tools.job_links import (
@@ -12,22 +11,19 @@ from rpcmp.tools.job_links import (
     Listener,
     StageLink,
     Whereabouts,
+    job_links,
     job_listeners,
-    links,
     stage_links,
 )
-from tests.support.graphs import chain_of, workers
+from tests.support.graphs import chain_of
 
 
 def test_links_follow_the_graph_the_snapshots_and_the_rendezvous() -> None:
-    shape = topology.build_graph(
-        {"image": ["input.image"], "text": ["input.text"], "head": ["image", "text"]}
-    )
-    found = {
-        (link.one, link.other): set(link.carries)
-        for link in links(shape, workers("image", "text", "head"), [1, 2, 0])
-    }
-    assert found == {
+    inputs = {"image": ["input.image"], "text": ["input.text"], "head": ["image", "text"]}
+    stages = [{"name": name, "module": "m:M", "inputs": of} for name, of in inputs.items()]
+    config: Config = parse_config({"loss": "m:loss", "stages": stages})
+    links = {(link.one, link.other): set(link.carries) for link in job_links(config, [1, 2, 0])}
+    assert links == {
         ("driver", "image"): {"batches"},
         ("driver", "text"): {"batches"},
         ("driver", "head"): {"batches"},
@@ -38,17 +34,16 @@ def test_links_follow_the_graph_the_snapshots_and_the_rendezvous() -> None:
 
 
 def test_a_stage_in_the_middle_gets_no_batches() -> None:
-    found = links(topology.chain_graph(["a", "b", "c"]), workers("a", "b", "c"), [None] * 3)
-    assert Link("driver", "b", ("control",)) in found
-    assert not Link("driver", "b", ("control",)).has_tensors
-    assert Link("a", "c", ("rendezvous",)) in found
+    model = {"layers": "m:layers", "balance": [1, 1, 1]}
+    links = job_links(chain_of(3, model=model), [None] * 3)
+    assert Link("driver", "stage1", ("control",)) in links
+    assert not Link("driver", "stage1", ("control",)).has_tensors
+    assert Link("stage0", "stage2", ("rendezvous",)) in links
 
 
 def test_a_driver_sends_no_batches_if_stages_load_their_samples() -> None:
-    found = links(
-        topology.chain_graph(["a", "b"]), workers("a", "b"), [None] * 2, sends_batches=False
-    )
-    assert [link.carries for link in found if link.one == "driver"] == [("control",)] * 2
+    links = job_links(chain_of(2, data={"train": "m:train", "at": "stage"}), [None] * 2)
+    assert [link.carries for link in links if link.one == "driver"] == [("control",)] * 2
 
 
 def here(label: str, address: str = "", machine: str = "m") -> Whereabouts:

@@ -16,7 +16,7 @@ from rpcmp.config import loader
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.errors import ConfigError
 from rpcmp.tools import tuning, tuning_report
-from rpcmp.tools.bench.comparison import StoppedError, TimeLimits
+from rpcmp.tools.measurement import StoppedError, TimeLimits
 from rpcmp.tools.tuning import Measurement, Tuned, plain_training
 from rpcmp.tools.tuning_grid import SETTLE_STEPS, Axes, grid
 from tests.support.pretendedtime import in_pretended_time

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rpcmp.config.loader import parse_config
 from rpcmp.errors import JobError
 from rpcmp.pipelining.partition import HostProfile, ProfileOrder
+from rpcmp.pipelining.simulation import ActionTimes
 from rpcmp.rpc import tensors
 from rpcmp.tools.bench import models
 from rpcmp.worker import profiler
@@ -22,7 +23,7 @@ from tests.zoo import zoo
 
 FLOAT = 4
 SAMPLES, FEATURES = 5, 64
-SLEEPS = models.LayerSleeps(forward=0.25, input_gradient=0.5, weight_gradient=1.0)
+SLEEPS = ActionTimes(forward=0.25, backward=0.5, weight=1.0)
 
 Chain = list[tuple[str, Callable[[], nn.Module]]]
 

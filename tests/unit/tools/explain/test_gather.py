@@ -7,7 +7,7 @@ from tests.support.graphs import chain_of
 from tests.support.processes import JobFolder
 
 
-def test_files_are_those_that_a_run_reads_and_writes(job: JobFolder) -> None:
+def test_the_listed_files_are_read_and_written_by_the_run(job: JobFolder) -> None:
     (job.folder / "notes.txt").write_text("not code")
     config = chain_of(2, checkpoint={"dir": "kept", "every_steps": 5}).with_folder(job.folder)
     code, run, checkpoints = job_files(config)

@@ -67,7 +67,7 @@ def bytes_of(tensors: list[torch.Tensor]) -> int:
 
 
 def trained(job: Config, index: int, found: StageFacts) -> None:
-    """Build a stage, train it once, and compare what it then consists of."""
+    """Build a stage, train it once, and compare its tensors with the summary."""
     names = [layer.name for layer in found.layers]
     modules = layers.build_layers(job, index, names)
     assert [layer.parameters for layer in found.layers] == [
@@ -78,23 +78,23 @@ def trained(job: Config, index: int, found: StageFacts) -> None:
         model.requires_grad_(False)
     parameters = dict(model.named_parameters())
     assert found.parameters == sum(value.numel() for value in parameters.values())
-    assert found.parameter_bytes == bytes_of(list(parameters.values()))
-    assert found.buffer_bytes == bytes_of(list(model.buffers()))
+    assert found.memory.parameters == bytes_of(list(parameters.values()))
+    assert found.memory.buffers == bytes_of(list(model.buffers()))
     learning = {name: value for name, value in parameters.items() if value.requires_grad}
     for value in learning.values():
         value.grad = torch.ones_like(value)
-    assert found.gradient_bytes == bytes_of(
+    assert found.memory.gradients == bytes_of(
         [v.grad for v in learning.values() if v.grad is not None]
     )
     own = [value for name, value in learning.items() if name not in job.tied_to]
     assert found.trained == sum(value.numel() for value in own)
     if not own:
-        assert found.optimizer_bytes == 0
+        assert found.memory.optimizer == 0
         return
     module, _, name = job.optimizer.callable.partition(":")
     optimizer = getattr(sys.modules[module], name)(own, **job.optimizer.kwargs)
     optimizer.step()
-    assert found.optimizer_bytes == bytes_of(pytree.tensors(optimizer.state_dict()))
+    assert found.memory.optimizer == bytes_of(pytree.tensors(optimizer.state_dict()))
 
 
 @pytest.mark.parametrize("values", [LANGUAGE, BLOCKS, JOINED])
@@ -152,7 +152,7 @@ def test_a_model_that_the_meta_device_cannot_hold_is_built() -> None:
     }
     (stage,) = summarize_model(config(values)).stages
     assert stage.parameters == 9
-    assert stage.optimizer_bytes is None
+    assert stage.memory.optimizer is None
 
 
 def test_steps_are_unknown_if_only_the_stages_have_the_data() -> None:

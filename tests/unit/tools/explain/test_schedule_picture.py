@@ -77,7 +77,7 @@ def columns(
 def test_columns_of_the_picture_are_points_in_time(
     name: str, shape: Graph, count: int, data: st.DataObject
 ) -> None:
-    """What begins later never stands further left, and what begins together in one column."""
+    """A later start never stands further left, and equal starts share a column."""
     seconds = st.integers(1, 30).map(lambda ms: ms / 1000)
     times = {
         stage: data.draw(st.builds(ActionTimes, seconds, seconds, seconds))

@@ -1,4 +1,4 @@
-"""Medians and how sure they are."""
+"""Medians and their intervals."""
 
 from __future__ import annotations
 
@@ -10,14 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpcmp.pipelining.simulation import ActionTimes
-from rpcmp.tools.bench.statistics import (
-    CONFIDENCE,
-    estimate,
-    fill_then_no_bubble,
-    paired_ratio,
-    spread,
-)
+from rpcmp.tools.measurement import CONFIDENCE, estimate, paired_ratio, spread
 
 SECONDS = st.floats(min_value=1e-6, max_value=1e3)
 
@@ -74,19 +67,3 @@ def test_quartiles_are_interpolated_and_equal_a_single_value() -> None:
     found = spread([1.0, 2.0, 3.0, 4.0])
     assert (found.lower_quartile, found.median, found.upper_quartile) == (1.75, 2.5, 3.25)
     assert spread([7.0]).lower_quartile == spread([7.0]).upper_quartile == 7.0
-
-
-@pytest.mark.parametrize(
-    ("num_stages", "num_microbatches", "ms"), [(4, 16, 510), (8, 16, 550), (1, 3, 90)]
-)
-def test_the_bound_of_equal_stages_has_only_the_fill_bubble(
-    num_stages: int, num_microbatches: int, ms: float
-) -> None:
-    stages = [ActionTimes(0.010, 0.010, 0.010)] * num_stages
-    assert fill_then_no_bubble(stages, num_microbatches) * 1e3 == pytest.approx(ms)
-
-
-def test_the_slowest_stage_decides_at_every_position() -> None:
-    fast, slow = ActionTimes(1, 1, 1), ActionTimes(2, 2, 2)
-    assert fill_then_no_bubble([slow, fast, fast], 4) == 24
-    assert fill_then_no_bubble([fast, fast, slow], 4) == 26

@@ -6,8 +6,13 @@ from typing import Any
 
 from rpcmp.pipelining.cost_model import predict
 from rpcmp.pipelining.partition import HostProfile, LayerProfile, StageHost
-from rpcmp.tools.explain.model_summary import LayerFacts, ModelSummary, StageFacts
-from rpcmp.tools.explain.stage_estimates import explain_stages
+from rpcmp.tools.explain.model_summary import (
+    LayerFacts,
+    MemoryEstimate,
+    ModelSummary,
+    StageFacts,
+    explain_stages,
+)
 from tests.support.graphs import chain_of
 
 
@@ -30,11 +35,8 @@ def facts(layers: int, parameters: int, optimizer: int | None) -> StageFacts:
         trained=parameters,
         foreign=[],
         foreign_parameters=0,
-        parameter_bytes=4 * parameters,
-        buffer_bytes=8,
         foreign_bytes=0,
-        gradient_bytes=4 * parameters,
-        optimizer_bytes=optimizer,
+        memory=MemoryEstimate(4 * parameters, 8, 4 * parameters, optimizer),
     )
 
 
@@ -58,7 +60,7 @@ def hosts(**changes: Any) -> list[StageHost]:
 
 
 def test_memory_follows_the_balance() -> None:
-    """The parts are counted, the rest is measured: together they are what cuts go by."""
+    """Counted and measured bytes together equal the memory by which a balance is chosen."""
     config, measured = chain_of(2), hosts()
     counted = inventory(facts(2, 20, 300 - 2 * 80 - 8), facts(1, 30, 400 - 2 * 120 - 8))
     first, last = explain_stages(config, counted, measured)

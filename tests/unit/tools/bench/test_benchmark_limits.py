@@ -8,10 +8,10 @@ import math
 import pytest
 
 from rpcmp.cli import progress_bar
-from rpcmp.tools.bench import cases, comparison
-from rpcmp.tools.bench.benchmark import BenchmarkResult, benchmark
-from rpcmp.tools.bench.comparison import OverBudgetError, StoppedError, TimedSegment, TimeLimits
-from rpcmp.tools.bench.statistics import fill_then_no_bubble
+from rpcmp.tools.bench import benchmark, cases
+from rpcmp.tools.bench.benchmark import BenchmarkResult, ComparisonRounds
+from rpcmp.tools.bench.contestants import TimedSegment
+from rpcmp.tools.measurement import OverBudgetError, StoppedError, TimeLimits
 from tests.support.contestants import Pretender
 from tests.support.pretendedtime import in_pretended_time
 
@@ -41,15 +41,15 @@ class Steady(Working):
 
 def compare(
     *contestants: Pretender, budget: float, pairs: int = 9, steps: int | None = None
-) -> tuple[comparison.ComparisonRounds, float, list[tuple[str, float, float]]]:
+) -> tuple[ComparisonRounds, float, list[tuple[str, float, float]]]:
     """Return the rounds, their duration, and the progress reports: text, time, seconds left."""
     reported: list[tuple[str, float, float]] = []
 
-    async def run() -> comparison.ComparisonRounds:
+    async def run() -> ComparisonRounds:
         def tell(what: str, left: float) -> None:
             reported.append((what, asyncio.get_running_loop().time(), left))
 
-        return await comparison.compare(contestants, pairs, steps, tell, TimeLimits(budget))
+        return await benchmark.compare(contestants, pairs, steps, tell, TimeLimits(budget))
 
     return *in_pretended_time(run()), reported
 
@@ -58,10 +58,9 @@ def measure(*contestants: Pretender, budget: float = math.inf, pairs: int = 9) -
     """The first case as compared by them."""
 
     async def run() -> BenchmarkResult:
-        return await benchmark(
-            *(cases.load("sleep"), contestants, pairs, 2, fill_then_no_bubble),
-            progress=lambda what, left: None,
-            limits=TimeLimits(budget),
+        limits = TimeLimits(budget)
+        return await benchmark.benchmark(
+            cases.load("sleep"), contestants, pairs, 2, lambda what, left: None, limits
         )
 
     return in_pretended_time(run())[0]
@@ -74,7 +73,7 @@ def test_rounds_keep_to_their_budget(budget: float, steps: int | None) -> None:
     done, took, _ = compare(*both, budget=budget, steps=steps)
     least = 1.5 * (1 + done.steps)  # a step each to warm up, and a round
     assert took <= max(budget, least)
-    count = len(done.series[0].seconds)
+    count = len(done.times[0].seconds)
     assert 1 <= count <= 9
     assert count == 9 or took + 1.5 * done.steps > budget
 
@@ -83,8 +82,8 @@ def test_a_round_cut_off_by_the_budget_does_not_count() -> None:
     slower_and_slower = Working("a", []), Working("b", [])
     done, took, _ = compare(*slower_and_slower, budget=30.0, steps=1)
     assert took == 30.0
-    assert [one.seconds for one in done.series] == [[1.0, 2.0, 3.0, 4.0]] * 2
-    assert comparison.loss_difference(done.series) is None
+    assert [one.seconds for one in done.times] == [[1.0, 2.0, 3.0, 4.0]] * 2
+    assert benchmark.loss_difference(done.times) is None
 
 
 def test_the_start_time_is_predicted_from_earlier_starts() -> None:
@@ -92,7 +91,7 @@ def test_the_start_time_is_predicted_from_earlier_starts() -> None:
     for one in contestants:
         one.starting = 8.0
     done, took, reported = compare(*contestants, budget=20.0)
-    assert [len(one.seconds) for one in done.series] == [1] * 4
+    assert [len(one.seconds) for one in done.times] == [1] * 4
     assert took == pytest.approx(4 * 8.0 + 2 * 0.4)  # a step each to warm up, and a round
     assert [left for _, _, left in reported[:4]] == [20.0, 24.0, 16.0, 8.0]
 

@@ -1,5 +1,4 @@
-"""Interleaved rounds and what is said about them, with contestants that only pretend; and once
-with the real ones."""
+"""Interleaved rounds of fake contestants, and the notes and tables about them."""
 
 from __future__ import annotations
 
@@ -15,15 +14,14 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from rpcmp.cli import cli
-from rpcmp.errors import ConfigError, JobError, MismatchError, UnsupportedJobError
+from rpcmp.cli import bench, cli
+from rpcmp.errors import JobError, MismatchError, UnsupportedJobError
 from rpcmp.pipelining.simulation import ActionTimes
-from rpcmp.tools.bench import benchmark as benchmark_module
-from rpcmp.tools.bench import cases, comparison
-from rpcmp.tools.bench.benchmark import BenchmarkResult, benchmark
+from rpcmp.tools.bench import benchmark, cases, contestants
+from rpcmp.tools.bench.benchmark import BenchmarkResult, ComparisonRounds, fill_then_no_bubble
 from rpcmp.tools.bench.cases import Case
-from rpcmp.tools.bench.comparison import Contestant, TimedSegment, TimeLimits
-from rpcmp.tools.bench.statistics import fill_then_no_bubble
+from rpcmp.tools.bench.contestants import Contestant, TimedSegment
+from rpcmp.tools.measurement import TimeLimits
 from tests.support.contestants import Pretender, compare
 
 
@@ -35,8 +33,11 @@ class Broken(Pretender):
 
 
 def measure(case: Case, *contestants: Contestant) -> BenchmarkResult:
-    run = benchmark(case, contestants, 5, 2, fill_then_no_bubble, lambda what, left: None)
-    return asyncio.run(run)
+    async def run() -> BenchmarkResult:
+        limits = TimeLimits()
+        return await benchmark.benchmark(case, contestants, 5, 2, lambda what, left: None, limits)
+
+    return asyncio.run(run())
 
 
 def test_every_round_runs_all_contestants_once_and_starts_with_another() -> None:
@@ -44,15 +45,15 @@ def test_every_round_runs_all_contestants_once_and_starts_with_another() -> None
     done = compare(Pretender("a", log), Pretender("b", log), Pretender("c", log))
     turns = "".join(line.removeprefix("run ") for line in log if line.startswith("run "))
     assert [turns[i : i + 3] for i in range(0, 15, 3)] == ["abc", "abc", "bca", "cab", "abc"]
-    assert [one.seconds for one in done.series] == [[2.0, 3.0, 4.0]] * 3  # without the warm-up
-    assert [len(one.losses) for one in done.series] == [comparison.WARMUP_STEPS + 3 * 2] * 3
+    assert [one.seconds for one in done.times] == [[2.0, 3.0, 4.0]] * 3  # without the warm-up
+    assert [len(one.losses) for one in done.times] == [benchmark.WARMUP_STEPS + 3 * 2] * 3
     assert log[-3:] == ["close c", "close b", "close a"]
 
 
 def test_an_unsupported_contestant_is_closed_before_the_others_run() -> None:
     log: list[str] = []
     done = compare(Pretender("a", log), Pretender("b", log, why="no chain"))
-    assert [one.name for one in done.series] == ["a"]
+    assert [one.name for one in done.times] == ["a"]
     assert done.unsupported == {"b": "no chain"}
     assert log.index("close b") < log.index("run a")
 
@@ -84,21 +85,21 @@ def test_a_job_that_rpcmp_does_not_support_is_an_error() -> None:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the command compare pretenders, whose stages are not measured alone."""
+    """Let the command compare pretenders, and measure no stages."""
 
     async def pretended(case: Case) -> list[ActionTimes]:
-        return [case.nominal or ActionTimes(1.0, 1.0, 1.0)] * case.num_stages
+        return [case.nominal or ActionTimes(1.0, 1.0, 1.0)] * case.config.num_stages
 
-    monkeypatch.setattr(benchmark_module, "stage_times", pretended)
+    monkeypatch.setattr(benchmark, "stage_times", pretended)
 
     def create(name: str, seconds: float, why: str = "") -> Callable[[Case], Contestant]:
         return lambda case: Pretender(name, [], seconds, why=why)
 
     monkeypatch.setattr(
-        benchmark_module,
+        contestants,
         "CONTESTANTS",
         {
-            benchmark_module.OURS: create("rpcmp", 0.3),
+            contestants.OwnPipeline.name: create("rpcmp", 0.3),
             "torch-1f1b": create("torch-1f1b", 0.4),
             "torch-best": create("torch-best", 0.1, why="too few micro-batches"),
         },
@@ -149,7 +150,7 @@ def test_the_table_has_contestants_times_and_intervals() -> None:
         cases.load("sleep"), Pretender("rpcmp", log, 0.3), Pretender("torch", log, 0.4)
     )
     console = Console(width=160, file=io.StringIO(), record=True)
-    console.print(benchmark_module.table(result))
+    console.print(bench.table(result))
     shown = [line.split() for line in console.export_text().splitlines()]
     assert shown[0][:5] == ["sleep:", "4", "stages,", "16", "micro-batches,"]
     assert shown[2] == ["rpcmp", "max_in_flight", "5", "1200.0", "900.0", "to", "1500.0"]
@@ -157,23 +158,10 @@ def test_the_table_has_contestants_times_and_intervals() -> None:
     assert shown[4][:2] == ["bound", "510.0"]
 
 
-def test_peers_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch)
-    case = cases.load("transformer")
-    names = [one.name for one in benchmark_module.contestants(case, ["torch-best", "torch-best"])]
-    assert names == ["rpcmp", "torch-best"]
-    assert [one.name for one in benchmark_module.contestants(case)] == list(
-        benchmark_module.CONTESTANTS
-    )
-    assert [one.name for one in benchmark_module.contestants(case, [])] == ["rpcmp"]
-    with pytest.raises(ConfigError, match="no contestant 'horovod'; there are rpcmp, torch-1f1b"):
-        benchmark_module.contestants(case, ["horovod"])
-
-
 @pytest.mark.parametrize(
     ("fastest", "whole", "budget", "found"),
     [
-        (0.5, 9.0, math.inf, 5),  # not ever fewer, where there is time
+        (0.5, 9.0, math.inf, 5),  # never fewer if there is time
         (0.001, 0.02, math.inf, 2000),
         (0.001, 0.02, 50.0, 2000),
         (0.001, 0.1, 50.0, 500),
@@ -184,13 +172,13 @@ def test_peers_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_round_is_as_long_as_the_budget_allows(
     fastest: float, whole: float, budget: float, found: int
 ) -> None:
-    assert comparison._steps(fastest, whole, budget) == found
+    assert benchmark._steps(fastest, whole, budget) == found
 
 
 def test_stopped_rounds_show_the_results_so_far() -> None:
     log: list[str] = []
 
-    async def run() -> comparison.ComparisonRounds:
+    async def run() -> ComparisonRounds:
         stop = asyncio.Event()
 
         class Stopping(Pretender):
@@ -202,9 +190,25 @@ def test_stopped_rounds_show_the_results_so_far() -> None:
 
         both = [Pretender("a", log), Stopping("b", log)]
         limits = TimeLimits(stop=stop)
-        return await comparison.compare(both, 9, 2, lambda what, left: None, limits)
+        return await benchmark.compare(both, 9, 2, lambda what, left: None, limits)
 
     done = asyncio.run(run())
-    assert [len(one.seconds) for one in done.series] == [3, 3]
-    assert comparison.loss_difference(done.series) is None
+    assert [len(one.seconds) for one in done.times] == [3, 3]
+    assert benchmark.loss_difference(done.times) is None
     assert log[-2:] == ["close b", "close a"]
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_microbatches", "ms"), [(4, 16, 510), (8, 16, 550), (1, 3, 90)]
+)
+def test_the_bound_of_equal_stages_has_only_the_fill_bubble(
+    num_stages: int, num_microbatches: int, ms: float
+) -> None:
+    stages = [ActionTimes(0.010, 0.010, 0.010)] * num_stages
+    assert fill_then_no_bubble(stages, num_microbatches) * 1e3 == pytest.approx(ms)
+
+
+def test_the_slowest_stage_decides_at_every_position() -> None:
+    fast, slow = ActionTimes(1, 1, 1), ActionTimes(2, 2, 2)
+    assert fill_then_no_bubble([slow, fast, fast], 4) == 24
+    assert fill_then_no_bubble([fast, fast, slow], 4) == 26
