@@ -225,12 +225,9 @@ class Dialer:
         try:
             session = TlsState(context, host)
             async with asyncio.timeout(HINT_SECONDS):
-                end = PeerConnection(await _connect(host, port), session)
-                try:
-                    await self._require_own(end.socket, address)
-                    await end.do_handshake()
-                finally:
-                    end.abort()
+                with await _connect(host, port) as connection:
+                    await self._require_own(connection, address)
+                    await PeerConnection(connection, session).do_handshake()
         except (OSError, TimeoutError, EOFError, SecurityError, ValueError):
             return None
         return SecurityError(
