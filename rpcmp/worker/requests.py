@@ -337,18 +337,20 @@ class TrainStepRunner:
             self._threads.submit(attempt, functools.partial(self._train, bundle))
             for bundle in bundles
         ]
-        lock = threading.Lock()
+        lock, missing = threading.Lock(), len(running)
 
-        def collect(_: Running[Any]) -> None:
+        def collect(done: Running[Any]) -> None:
+            nonlocal missing
+            trained = done.result()
             with lock:
+                missing -= 1
                 if answer.done():
                     return
-                results = [each.result() for each in running if each.done()]
-                failed = next((each for each in results if isinstance(each, Raised)), None)
-                if failed is not None:
-                    answer.set_result(failed)
-                elif len(results) == len(running):
-                    answer.set_result(list(itertools.chain.from_iterable(results)))
+                if isinstance(trained, Raised):
+                    answer.set_result(trained)
+                elif not missing:
+                    all_trained = (each.result() for each in running)
+                    answer.set_result(list(itertools.chain.from_iterable(all_trained)))
 
         for each in running:
             each.add_done_callback(collect)
