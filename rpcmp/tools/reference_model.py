@@ -1,9 +1,10 @@
 """The reference of `rpcmp verify`: plain PyTorch on the user's modules, in one process.
 
 It imports nothing of the data plane, so that an error there cannot hide here. With the stages it
-shares how callables and parameter groups are made (`rpcmp.pipelining.optimizers`), how nested
-batches are walked and how small a micro-batch may be (`rpcmp.pipelining.pytree`), which have tests
-of their own. These rules make its bits comparable with those of a pipelined run:
+shares how callables and parameter groups are made (`rpcmp.pipelining.optimizers`), and how small a
+micro-batch may be and how parts of a loss are added (`rpcmp.pipelining.pytree`), which have tests
+of their own. It walks nested batches by itself. These rules make its bits comparable with those of
+a pipelined run:
 
 - A mini-batch is cut by `torch.tensor_split` into slices with storage of their own, none of fewer
   than `data.min_microbatch` samples. Each slice's loss counts its share of the samples.
@@ -22,7 +23,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from rpcmp.config import importing
 from rpcmp.config.importing import explain_error
 from rpcmp.config.schema import Config
+from rpcmp.config.topology import Reference
 from rpcmp.data.batches import Batches, load_batches
 from rpcmp.errors import JobError, RpcmpError
 from rpcmp.pipelining import assignment, devices, layers, optimizers, pytree
@@ -137,7 +139,7 @@ class UnsplitModel:
 
     def _step(self, inputs: Any, targets: Any, step: int) -> float:
         sliced = list(zip(self._slices(inputs), self._slices(targets), strict=True))
-        total = sum(pytree.num_samples(part) for part, _ in sliced)
+        total = sum(_first(part).shape[0] for part, _ in sliced)
         losses = []
         for index, part in enumerate(sliced):
             bundle = self._bundle(index, len(sliced))
@@ -169,38 +171,34 @@ class UnsplitModel:
         with self._autocast[self._graph.sink]:
             loss = self._loss(outputs, targets).reshape(())
         if not self._sums_samples():
-            loss = loss * (pytree.num_samples(inputs) / total)
+            loss = loss * (_first(inputs).shape[0] / total)
         self._steps.scale(loss).backward()
         return float(loss.item())
 
     def _forward(self, inputs: Any, targets: Any, step: int, index: int) -> Any:
         values: dict[str, Any] = {"input": inputs, "target": targets}
         for stage, references in self._graph.inputs.items():
-            parts = [pytree.select(values[each.producer], each.path) for each in references]
-            read = [pytree.map_tensors(_clone, part) for part in parts]
+            read = [_map(_clone, _part(values, reference)) for reference in references]
             values[stage] = self._run_stage(stage, read, step, index)
         return values[self._graph.sink]
 
     def _run_stage(self, stage: str, read: list[Any], step: int, index: int) -> Any:
         for position, (layer, module) in enumerate(self._modules[stage].items()):
             if position:
-                read = [pytree.map_tensors(_between_layers, read[0])]
+                read = [_map(_between_layers, read[0])]
             layers.seed_all(self._config.seed, "train", step, index, layer)
             with self._autocast[stage]:
                 read = [module(*read)]
         return read[0]
 
     def _slices(self, batch: Any) -> list[Any]:
-        samples = pytree.num_samples(batch)
+        samples = _first(batch).shape[0]
         count = max(1, min(samples // self._smallest, self._config.num_microbatches))
 
-        def piece(tensor: Tensor, index: int) -> Tensor:
+        def piece(index: int, tensor: Tensor) -> Tensor:
             return torch.tensor_split(tensor, count)[index].clone()
 
-        return [
-            pytree.map_tensors(functools.partial(piece, index=index), batch)
-            for index in range(count)
-        ]
+        return [_map(functools.partial(piece, index), batch) for index in range(count)]
 
     def _smallest_microbatch(self) -> int:
         """Return how many samples a slice has at least, if its mini-batch has that many."""
@@ -262,3 +260,28 @@ def _regular(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous() and tensor.data_ptr() % 64 == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _part(values: dict[str, Any], reference: Reference) -> Any:
+    value = values[reference.producer]
+    for key in reference.path:
+        value = value[key] if isinstance(value, dict) else value[int(key)]
+    return value
+
+
+def _map(function: Callable[[Tensor], Any], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: _map(function, item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map(function, item) for item in value))
+    if isinstance(value, tuple | list):
+        return type(value)(_map(function, item) for item in value)
+    return value
+
+
+def _first(batch: Any) -> Tensor:
+    while not isinstance(batch, Tensor):
+        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
+    return batch
