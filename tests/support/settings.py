@@ -1,8 +1,23 @@
-"""Short notation for settings of the schedule."""
+"""Short notation for settings of the schedule, and a job whose settings are changed."""
 
 from __future__ import annotations
 
-from rpcmp.config.schema import ScheduleOptions
+from typing import Any
+
+from rpcmp.config import loader
+from rpcmp.config.schema import Config, ScheduleOptions
+
+CHAIN = {
+    "model": {"layers": "zoo:mlp", "num_stages": 2},
+    "loss": "torch.nn:MSELoss",
+    "num_microbatches": 4,
+    "data": {"train": "zoo:regression", "batch_size": 16},
+}
+
+
+def chain(**changed: Any) -> Config:
+    """Return a chain of two stages with four micro-batches of four samples, 1f1b."""
+    return loader.parse_config({**CHAIN, **changed})
 
 
 def setting(

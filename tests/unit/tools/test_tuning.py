@@ -12,31 +12,19 @@ from typing import Any
 
 import pytest
 
-from rpcmp.config import loader
-from rpcmp.config.schema import Config, ScheduleOptions
+from rpcmp.config.schema import ScheduleOptions
 from rpcmp.errors import ConfigError
 from rpcmp.tools import tuning, tuning_report
 from rpcmp.tools.measurement import StoppedError, TimeLimits
 from rpcmp.tools.tuning import Measurement, Tuned, plain_training
 from rpcmp.tools.tuning_grid import SETTLE_STEPS, Axes, grid
 from tests.support.pretendedtime import in_pretended_time
-
-CHAIN = {
-    "model": {"layers": "zoo:mlp", "num_stages": 2},
-    "loss": "torch.nn:MSELoss",
-    "num_microbatches": 4,
-    "data": {"train": "zoo:regression", "batch_size": 16},
-}
-
-
-def config(**changed: Any) -> Config:
-    """A chain of two stages, four micro-batches of 16 samples, 1f1b."""
-    return loader.parse_config({**CHAIN, **changed})
+from tests.support.settings import chain
 
 
 def test_tuning_measures_train_steps_on_full_mini_batches() -> None:
     section = {"train": "zoo:regression", "test": "zoo:regression", "batch_size": 16}
-    job = config(data=section, scheduler="torch.optim.lr_scheduler:ConstantLR", max_grad_norm=1.0)
+    job = chain(data=section, scheduler="torch.optim.lr_scheduler:ConstantLR", max_grad_norm=1.0)
     found = plain_training(job)
     assert found.data is not None
     assert (found.data.test, found.data.drop_last, found.scheduler) == (None, True, None)
@@ -103,7 +91,7 @@ def sweep(
     **changed: Any,
 ) -> Sweep:
     """Tune the chain, in pretended time."""
-    runner, job = Pretender(seconds, stops_at), config(**changed)
+    runner, job = Pretender(seconds, stops_at), chain(**changed)
     swept = grid(job, axes or Axes([2, 4], ["1f1b", "zero-bubble"], [None]))
     reported: list[tuple[str, float, float]] = []
 

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
 
 import pytest
 
-from rpcmp.config import loader
-from rpcmp.config.schema import Config, ScheduleOptions
+from rpcmp.config.schema import ScheduleOptions
 from rpcmp.errors import ConfigError
 from rpcmp.tools.tuning_grid import Axes, Grid, grid
-
-CHAIN = {
-    "model": {"layers": "zoo:mlp", "num_stages": 2},
-    "loss": "torch.nn:MSELoss",
-    "num_microbatches": 4,
-    "data": {"train": "zoo:regression", "batch_size": 16},
-}
-
-
-def config(**changed: Any) -> Config:
-    """A chain of two stages, four micro-batches of 16 samples, 1f1b."""
-    return loader.parse_config({**CHAIN, **changed})
+from tests.support.settings import chain
 
 
 def drawn(found: Grid) -> list[str]:
@@ -34,15 +21,13 @@ def drawn(found: Grid) -> list[str]:
 
 
 def test_the_largest_max_in_flight_counts_the_replicas_of_a_stage() -> None:
-    behind = config(
-        stages=[{}, {"replicas": 2}], data={"train": "zoo:regression", "batch_size": 64}
-    )
+    behind = chain(stages=[{}, {"replicas": 2}], data={"train": "zoo:regression", "batch_size": 64})
     most = {setting.max_in_flight for setting in grid(behind, Axes()).settings}
     assert most == {None, 6}  # three workers from the first stage to the loss, twice
 
 
 def test_the_default_grid_has_both_schedules_and_two_samples_in_each_micro_batch() -> None:
-    found = grid(config(), Axes())
+    found = grid(chain(), Axes())
     assert drawn(found) == [
         "1f1b: [1, 2, 4, 8]",
         "zero-bubble: [1, 2, 4, 8]",
@@ -51,21 +36,21 @@ def test_the_default_grid_has_both_schedules_and_two_samples_in_each_micro_batch
     assert found.left_out == [
         "left out: num_microbatches 1, 2, zero-bubble, max_in_flight 4: the same as zero-bubble"
     ]
-    large = config(data={"train": "zoo:regression", "batch_size": 5000})
+    large = chain(data={"train": "zoo:regression", "batch_size": 5000})
     assert max(s.num_microbatches for s in grid(large, Axes()).settings) == 128
-    single = config(data={"train": "zoo:regression", "batch_size": 1}, num_microbatches=1)
+    single = chain(data={"train": "zoo:regression", "batch_size": 1}, num_microbatches=1)
     assert {s.num_microbatches for s in grid(single, Axes()).settings} == {1}
 
 
 def test_the_configs_own_setting_is_always_measured() -> None:
-    own = config(num_microbatches=3, schedule="gpipe")
+    own = chain(num_microbatches=3, schedule="gpipe")
     found = grid(own, Axes([2], ["1f1b"]))
     assert drawn(found) == ["1f1b: [2]", "gpipe: [3]"]
     assert found.own == ScheduleOptions(num_microbatches=3, schedule="gpipe")
 
 
 def test_messages_are_an_axis_which_widens_what_is_in_flight() -> None:
-    found = grid(config(), Axes([2, 8], ["zero-bubble"], None, [1, 4]))
+    found = grid(chain(), Axes([2, 8], ["zero-bubble"], None, [1, 4]))
     assert drawn(found) == [
         "1f1b: [4]",
         "zero-bubble: [2, 8]",
@@ -73,7 +58,7 @@ def test_messages_are_an_axis_which_widens_what_is_in_flight() -> None:
         "zero-bubble, 4 a message: [2, 8]",
     ]
     assert "max_in_flight 16, 4 a message: the same" in found.left_out[-1]
-    few = grid(config(), Axes([8], ["1f1b"], [3], [4]))
+    few = grid(chain(), Axes([8], ["1f1b"], [3], [4]))
     assert few.left_out == [
         "left out: num_microbatches 8, 1f1b, max_in_flight 3, 4 a message: a message has 4 "
         "micro-batches"
@@ -82,7 +67,7 @@ def test_messages_are_an_axis_which_widens_what_is_in_flight() -> None:
 
 def test_useless_settings_are_left_out_with_a_reason() -> None:
     axes = Axes([4, 16, 17, 4], ["1f1b", "gpipe"], [None, 2, 20])
-    found = grid(config(), axes)
+    found = grid(chain(), axes)
     assert drawn(found) == [
         "1f1b: [4, 16]",
         "1f1b, max_in_flight 20: [4, 16]",
@@ -113,9 +98,9 @@ def test_useless_settings_are_left_out_with_a_reason() -> None:
 )
 def test_values_that_a_config_refuses_are_errors(axes: Axes, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        grid(config(), axes)
+        grid(chain(), axes)
 
 
 def test_tuning_without_data_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"no \[data\] section"):
-        grid(config(data=None), Axes())
+        grid(chain(data=None), Axes())
