@@ -115,9 +115,8 @@ class OwnPipeline:
         self._segments: Segments | None = None
 
     async def start(self) -> None:
-        from rpcmp.job.generation import (
-            Segments,  # imports gRPC, which peers' processes do not need
-        )
+        # Here, since it imports gRPC, which peers' processes do not need.
+        from rpcmp.job.generation import Segments
 
         self._segments = Segments(self._config)
         await self._segments.start()
