@@ -15,6 +15,7 @@ A stage that recomputes its activations has a Replay in place of the local tape.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -75,7 +76,7 @@ class LocalTape:
             apply: Callable[..., Tensor] = Root.apply
             with torch.enable_grad():
                 root = apply(wanted, *outputs)
-            torch.autograd.backward(root)  # [10]
+            torch.autograd.backward(root)  # stage.py [10]
         arrived = iter(self._gradients)
         result: list[Tensor | None] = []
         none: dict[int, list[int]] = {}
@@ -108,7 +109,10 @@ class LocalTape:
         apply: Callable[..., tuple[Tensor, ...]] = Entry.apply
         inner = [tensor for tensor, need in zip(tensors, needed, strict=True) if need]
         anchor = torch.empty(0, requires_grad=True)
-        entered = iter(apply(self._gradients.extend, inner, anchor))
+        # A layer that differentiates in its forward arrives here too; the stage's own backward is
+        # the last. No method of this object: a cycle would keep the micro-batch alive.
+        set_gradients = functools.partial(self._gradients.__setitem__, slice(None))
+        entered = iter(apply(set_gradients, inner, anchor))
         return [next(entered) if need else t for t, need in zip(tensors, needed, strict=True)]
 
 
@@ -185,7 +189,7 @@ class Boundary(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         run_backward, ctx.run_backward = ctx.run_backward, None
-        return (None, None, None, None, *run_backward(gradients))
+        return (None, None, None, None, *run_backward(gradients))  # stage.py [9]
 
 
 def connect(
@@ -201,7 +205,7 @@ def connect(
     anchor = torch.empty(0, requires_grad=True)
     with torch.enable_grad():
         apply: Callable[..., tuple[Tensor, ...]] = Boundary.apply
-        return apply(run_backward, outputs, constants, anchor, *received)  # [8]
+        return apply(run_backward, outputs, constants, anchor, *received)  # stage.py [8]
 
 
 def tensors_of(answers: Iterable[StageOutputs]) -> list[Tensor]:

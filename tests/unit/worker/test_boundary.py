@@ -1,4 +1,4 @@
-"""The boundary between a stage's tape and the distributed one; here both are plain autograd."""
+"""The boundary between a stage's tape and the distributed graph; here both are plain autograd."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-# LocalTape: the stage's own part.
+# LocalTape: the part of the stage.
 
 
 def test_a_stage_computes_the_gradients_of_plain_autograd() -> None:
@@ -60,6 +60,18 @@ def test_a_stage_computes_the_gradients_of_plain_autograd() -> None:
         assert ours is not None
         assert torch.equal(ours, theirs)
     assert received.grad is None
+
+
+def test_a_backward_inside_of_the_forward_does_not_replace_the_stages_own() -> None:
+    received = torch.ones(2, requires_grad=True)
+    weight = nn.Parameter(torch.tensor([3.0]))
+    tape = LocalTape([StageOutputs(received)], CPU)
+    (received_in,) = tape.inputs
+    (received_in * 5).pow(2).mean().backward()  # an auxiliary loss
+    tape.leave(received_in * weight)
+    found, missing = tape.backward([torch.ones(2)])
+    assert lists(found) == [[3, 3]]
+    assert missing == {}
 
 
 def test_gradients_of_micro_batches_accumulate_in_the_parameters() -> None:
@@ -90,7 +102,7 @@ def test_every_input_gets_its_gradients_in_order_and_its_token_none() -> None:
 
 def test_inputs_that_no_gradient_reaches_get_none_and_are_reported_by_input() -> None:
     used, unused, other = (torch.ones(1, requires_grad=True) for _ in range(3))
-    index = torch.ones(1, dtype=torch.int64)  # needs no gradient, and so misses none
+    index = torch.ones(1, dtype=torch.int64)  # needs no gradient, so it is not reported
     idle = nn.Parameter(torch.ones(1))
     tape = LocalTape(
         [StageOutputs((used, index, unused)), StageOutputs(index, token()), StageOutputs(other)],
@@ -130,7 +142,7 @@ def test_integers_and_plain_values_pass_and_get_no_gradient() -> None:
     outputs = tape.leave([received["value"][received["index"]], received["index"]])
     found, _ = tape.backward([torch.ones(1), None])
     assert lists(found) == [None, [0, 1, 0]]
-    assert outputs == []  # let go of
+    assert outputs == []  # the tape keeps no outputs
 
 
 def test_inputs_are_not_copied() -> None:
@@ -269,11 +281,11 @@ def test_a_token_leads_to_a_stage_whose_answer_has_no_gradient() -> None:
     (output,) = run_stage(lambda mask: mask * weight, [StageOutputs(value, link)])
     output.backward()
     assert weight.grad is not None
-    assert lists(seen[0]) == [None, None]  # nothing to differentiate, but the stage has been told
+    assert lists(seen[0]) == [None, None]  # no gradient, but the stage's backward ran
 
 
 def test_a_stage_is_connected_even_if_gradients_are_disabled() -> None:
-    with torch.no_grad():  # threads of RPC have a mode of their own
+    with torch.no_grad():  # RPC threads have their own mode
         (output,) = connect(lambda gradients: [], [torch.ones(1)], [])
     assert output.requires_grad
 
@@ -296,7 +308,7 @@ def test_plain_autograd_sums_in_the_same_order() -> None:
     assert value.grad is not None
     assert summed is not None
     assert torch.equal(value.grad, summed)
-    assert not torch.equal(value.grad, torch.stack(factors).sum(dim=0))  # the order does show
+    assert not torch.equal(value.grad, torch.stack(factors).sum(dim=0))  # the order matters
 
 
 def test_none_gradients_are_not_summed() -> None:
@@ -308,10 +320,10 @@ def test_none_gradients_are_not_summed() -> None:
     assert one == 1
 
 
-def test_a_backward_equals_that_of_torch_without_importing_sympy(
+def test_a_backward_equals_torchs_backward_without_importing_sympy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One output occurs twice, and one is modified in place."""
+    """One output occurs twice, and the gradients differ by several orders of magnitude."""
 
     def leaves() -> list[Tensor]:
         return [torch.linspace(1, 2, 7, requires_grad=True) for _ in range(2)]
@@ -325,7 +337,7 @@ def test_a_backward_equals_that_of_torch_without_importing_sympy(
     torch.autograd.backward(outputs(*theirs), gradients)
     with monkeypatch.context() as patch:
         for name in ("sympy", "torch.fx.experimental.symbolic_shapes"):
-            patch.setitem(sys.modules, name, None)  # who imports it fails
+            patch.setitem(sys.modules, name, None)  # importing it fails
         with pytest.raises(ImportError):
             torch.autograd.backward(outputs(*leaves()), gradients)
         tape = LocalTape([StageOutputs(0)], torch.device("cpu"))
