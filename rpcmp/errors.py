@@ -138,7 +138,7 @@ class WorkerDiedError(JobError):
 
 
 class MismatchError(JobError):
-    """Bits differ that should not: `rpcmp verify`'s, `rpcmp bench`'s losses, or those of replicas.
+    """Bits differ that should not: in `rpcmp verify`, in `bench`'s losses, or between replicas.
 
     The last are compared whenever the parameters are hashed, so at the end of every run too.
     """
@@ -159,7 +159,7 @@ class StageError(JobError):
         cause: one line, "ValueError: ...".
         traceback: the remote traceback, formatted.
         step: optimizer step, counted from 1; None before the first.
-        microbatch: index within the step; None where it does not apply.
+        microbatch: index within the step; None if it does not apply.
         received: what the stage had received, "from 'a': float32[8, 10]"; empty where unknown.
     """
 
@@ -196,10 +196,10 @@ class WorkerHungError(JobError):
 
     Args:
         stage: name of the stage; "driver" for the driver process.
-        host, pid: where it was; empty and 0 where that is not known.
+        host, pid: where it was; empty and 0 if unknown.
         phase: what it was doing; empty: it waited for others.
         step: optimizer step; 0 before the first.
-        microbatch: index within the step; negative where it does not apply.
+        microbatch: index within the step; negative if it does not apply.
         seconds: since it was last heard of, or since anything moved.
         stacks: its state in the kernel, and where in the code its threads were.
     """
@@ -311,7 +311,7 @@ def with_notes(error: BaseException) -> str:
     return "\n".join([str(error), *getattr(error, "__notes__", [])])
 
 
-NAMED = 5
+MAX_LISTED = 5
 """The most existing names that an error lists."""
 
 
@@ -330,7 +330,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
     names = list(known)
     if not names:
         return ""
-    listed = ", ".join(map(repr, names[:NAMED])) + (", ..." if len(names) > NAMED else "")
+    listed = ", ".join(map(repr, names[:MAX_LISTED])) + (", ..." if len(names) > MAX_LISTED else "")
     return f"{did_you_mean(nearest(name, names))} (there are {listed})"
 
 

@@ -17,23 +17,22 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, JsonValue, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from rpcmp.config.types import Strict
+from rpcmp.config.types import Positive, Strict
 from rpcmp.errors import CheckpointError
 
 FORMAT: Final = 1
 """The only format that there has been."""
 
-NAMED = 5
-"""Layers that a message names."""
+MAX_LISTED = 5
+"""Most layers that an error lists."""
 
 Count = Annotated[int, Field(ge=0)]
-Ordinal = Annotated[int, Field(ge=1)]
 
 
 class Cursor(Strict):
     """Position in the data: `batch` mini-batches of epoch `epoch` are done."""
 
-    epoch: Ordinal
+    epoch: Positive
     batch: Count
 
 
@@ -84,7 +83,7 @@ class Manifest(Strict):
     job: str
     run: str
     step: Count
-    generation: Ordinal
+    generation: Positive
     cursor: Cursor
     driver: dict[str, JsonValue]
     best: BestMark | None = None
@@ -179,6 +178,6 @@ def _digest(data: dict[str, Any]) -> str:
 
 
 def _named(what: str, layers: Sequence[str]) -> list[str]:
-    names = ", ".join(map(repr, layers[:NAMED]))
-    more = f" and {len(layers) - NAMED} more" if len(layers) > NAMED else ""
+    names = ", ".join(map(repr, layers[:MAX_LISTED]))
+    more = f" and {len(layers) - MAX_LISTED} more" if len(layers) > MAX_LISTED else ""
     return [f"{what} {names}{more}"] if layers else []

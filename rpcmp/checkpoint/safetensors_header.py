@@ -1,4 +1,4 @@
-"""Read and write the header of a safetensors file, so that tensors can be copied unread.
+"""Read and write the header of a safetensors file, to copy tensors without parsing them.
 
 The format (https://github.com/huggingface/safetensors): 8 bytes with the length of the header,
 little-endian; the header, JSON padded with spaces; the tensors' bytes, one after the other without
@@ -95,30 +95,30 @@ class Header:
         self.data_size = end
 
     def encode(
-        self, metadata: Mapping[str, str], at_least: int = 0, multiple: int = ALIGNMENT
+        self, metadata: Mapping[str, str], min_size: int = 0, multiple: int = ALIGNMENT
     ) -> bytes:
         """Return what the file starts with, its length included.
 
         Args:
-            at_least: bytes to pad to.
+            min_size: bytes to pad to.
             multiple: pad a longer header to a multiple of this; itself a multiple of ALIGNMENT.
         """
         members = [f'"{METADATA}":{_compact(metadata)}', *filter(None, [self._entries])]
         text = f"{{{','.join(members)}}}".encode()
-        size = max(at_least, -(-(8 + len(text)) // multiple) * multiple)
+        size = max(min_size, -(-(8 + len(text)) // multiple) * multiple)
         return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
 
 
 def aligned(tensors: Mapping[str, Spec]) -> dict[str, Spec]:
     """Return `tensors` in an order in which each lies at a multiple of its element size.
 
-    The format has no holes to fill up with, and torch cannot view a float32 at an odd address, as a
-    loader that maps the file would: the widest elements come first. Otherwise, the order stays.
+    The format forbids padding, and torch cannot view a float32 at an odd address, as a loader that
+    maps the file would: the widest elements come first. Otherwise, the order stays.
     """
     return dict(sorted(tensors.items(), key=lambda item: -item[1].element_size))
 
 
-def read(file: BinaryIO, source: object) -> dict[str, TensorRange]:
+def read_ranges(file: BinaryIO, source: object) -> dict[str, TensorRange]:
     """Return the place of each tensor in a safetensors file, in the order of their bytes.
 
     Raises CheckpointError if it is not such a file, and OSError if it cannot be read.

@@ -103,8 +103,8 @@ class Slots:
     def get(self, step: int) -> Snapshot | None:
         return next((found for found in self.all() if found.step == step), None)
 
-    def begin(self) -> int | None:
-        """Return a slot to write to and drop its snapshot; None while all are needed."""
+    def reserve(self) -> int | None:
+        """Return a slot to write to, without its snapshot; None if every slot must be kept."""
         snapshots = self.all()
         used = {snapshot.slot for snapshot in snapshots}
         loose = snapshots[: max(0, len(snapshots) - RETAINED)]
@@ -138,7 +138,7 @@ class Slots:
         found = self.get(snapshot.step)
         return found is not None and found.slot == snapshot.slot
 
-    def drop(self) -> None:
+    def drop_all(self) -> None:
         """Drop all; a process that is reading one can check with `holds`."""
         self.truncate_after(-1)
 
@@ -148,7 +148,7 @@ class Slots:
             if snapshot.step > step:
                 self._record(snapshot.slot, 0, 0)
 
-    def clear(self) -> None:
+    def free_memory(self) -> None:
         for slot in range(len(self)):
             self._record(slot, 0, 0)
             os.ftruncate(self.fd(slot), 0)
@@ -183,7 +183,7 @@ class HeldSnapshots:
 
     @classmethod
     def from_proto(cls, holdings: Iterable[pb.Holding]) -> HeldSnapshots:
-        """Return what a stage server reports; its own stage has an empty name there."""
+        """Build from a stage server's report, in which the server's own stage has an empty name."""
         by_name = {holding.stage_name: list(holding.steps) for holding in holdings}
         return cls(by_name.pop("", []), by_name)
 
@@ -203,11 +203,11 @@ class CommonSnapshot:
 def newest_common(
     workers: Sequence[Member], holdings: Mapping[str, HeldSnapshots], known: Collection[int]
 ) -> CommonSnapshot | None:
-    """Return the newest step of which every worker's snapshot is in some server's memory.
+    """Return the newest step for which some server has each worker's snapshot in memory.
 
     Args:
         holdings: the snapshots that each worker's server holds, by the worker's label.
-        known: the steps of which the driver has its own state.
+        known: the steps for which the driver has its own state.
     """
     holders = {worker.label: _holders_by_step(worker, workers, holdings) for worker in workers}
     common = set(known).intersection(*holders.values())
@@ -233,14 +233,14 @@ def mirrors(
     Args:
         machines: the machine of each worker's server.
         stages: the stage of each worker.
-        has_files: whether mirrors have files of the snapshots: only the bits of replica 0 match a
-            checkpoint.
+        has_files: whether mirrors also write checkpoint files, which must come from replica
+            0.
     """
     count = len(machines)
     if count < 2:
         return [None] * count
 
-    def has_twin(index: int) -> bool:
+    def needs_no_mirror(index: int) -> bool:
         twins = [i for i in range(count) if i != index and stages[i] == stages[index]]
         if any(i < index for i in twins):
             return True
@@ -251,7 +251,7 @@ def mirrors(
         return sum(machines[i] == machines[(i + shift) % count] for i in range(count))
 
     shift = min(range(1, count), key=on_same_machine)
-    return [None if has_twin(i) else (i + shift) % count for i in range(count)]
+    return [None if needs_no_mirror(i) else (i + shift) % count for i in range(count)]
 
 
 def mirrors_of(config: Config, machines: Sequence[str]) -> list[int | None]:

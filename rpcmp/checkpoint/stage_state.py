@@ -10,7 +10,7 @@ Names start with the layer's, so a stage with other cuts finds its tensors in se
 is no random state: every random number is derived from the seed and its use
 (`rpcmp.pipelining.layers`).
 
-A matrix that was made column by column multiplies with other bits than its row-major copy, and an
+The products of a column-major matrix may differ in the last bits from its row-major copy's, and an
 optimizer that keeps one tensor under two keys updates both at once. So the names of identical
 tensors and the order of dimensions in memory are stored beside the tensors.
 """
@@ -95,10 +95,10 @@ def pack(state: StageState) -> tuple[dict[str, Tensor], str]:
     metadata: dict[str, Any] = {
         "step": state.step,
         "stage": state.stage,
-        "groups": encode_tree(state.groups, tensors, "optimizer"),
-        "scheduler": encode_tree(state.scheduler, tensors, "scheduler"),
-        "built": encode_tree(state.built, tensors, "built"),
-        "aside": encode_tree(state.aside, tensors, "aside"),
+        **{
+            key: encode_tree(getattr(state, key), tensors, prefix)
+            for key, prefix in ENCODED_TREES.items()
+        },
         "state": {
             name: encode_tree(value, tensors, f"optimizer.{name}")
             for name, value in state.state.items()
@@ -150,8 +150,7 @@ def decoded(
     about = json.loads(metadata)
     rebuilt = _Rebuilt(tensors, about.get("memory", {}))
     trees = {
-        key: decode_tree(about[key], rebuilt) if key in about else None
-        for key in ("groups", "scheduler", "built", "aside")
+        key: decode_tree(about[key], rebuilt) if key in about else None for key in ENCODED_TREES
     }
     return StageState(
         step=about["step"],
@@ -220,7 +219,7 @@ def _without_repeats(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], 
 
 
 class _Rebuilt(dict[str, Tensor]):
-    """The tensors that `_without_repeats` was given, by name, each rebuilt when it is needed."""
+    """The tensors by name, each shared or reordered again when it is first needed."""
 
     def __init__(self, tensors: Mapping[str, Tensor], layouts: Mapping[str, Any]) -> None:
         self._tensors = tensors

@@ -61,7 +61,7 @@ def export(source: Path, target: Path, best: bool = False, tied_once: bool = Fal
         CheckpointError: there is no such checkpoint; names the problem of each that was found.
         ConfigError: `target` cannot be written.
     """
-    _require_place(target)
+    _require_valid_target(target)
     skipped: list[str] = []
     for found in _best(source) if best else _candidates(source):
         problems = [found.problem] if found.manifest is None else verify(found.path, found.manifest)
@@ -80,7 +80,7 @@ def _verify(path: Path, stage: StageFile) -> str:
     try:
         state = check(path, stage.sha256, stage.size)
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        return f"{path} of stage {stage.name!r} cannot be read: {error.strerror}"
     if state == "missing":
         return (
             f"{path} is missing: stage {stage.name!r} wrote it on host {stage.host}; copy it here "
@@ -89,7 +89,7 @@ def _verify(path: Path, stage: StageFile) -> str:
     return f"{path} of stage {stage.name!r} is damaged" if state == "damaged" else ""
 
 
-def _require_place(target: Path) -> None:
+def _require_valid_target(target: Path) -> None:
     """Fail before the files are read and hashed, not after."""
     if not target.parent.is_dir():
         raise ConfigError(f"cannot write {target}: there is no folder {target.parent}")
@@ -181,7 +181,7 @@ def _tensors(path: Path, stage: str, stack: contextlib.ExitStack) -> Iterator[tu
     """
     try:
         file = stack.enter_context(path.open("rb"))
-        tensors = safetensors_header.read(file, path)
+        tensors = safetensors_header.read_ranges(file, path)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     for name, tensor in tensors.items():

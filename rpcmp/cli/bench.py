@@ -95,7 +95,7 @@ def bench(
 async def _measure(
     case: Case, contestants: Sequence[Contestant], pairs: int, steps: int | None, budget: float
 ) -> tuple[BenchmarkResult | None, int]:
-    from rpcmp.cli.progress_bar import measuring
+    from rpcmp.cli.progress_output import measuring
     from rpcmp.tools.bench.benchmark import benchmark
     from rpcmp.tools.measurement import StoppedError, TimeLimits
 

@@ -48,7 +48,7 @@ def configs(ctx: click.Context, param: click.Parameter, incomplete: str) -> Item
 
 
 def keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    """Complete keys of a config, such as "data.batch_size=", and values of which there are few."""
+    """Complete keys of a config, such as "data.batch_size=", and values from a short list."""
     from rpcmp.config.loader import Level
     from rpcmp.config.schema import Config
 
@@ -115,9 +115,9 @@ def _names(level: Level, given: Any, prefix: str) -> Iterator[CompletionItem[str
 
 
 def _values(field: FieldInfo | None, key: str) -> Items:
-    from rpcmp.config.loader import kinds
+    from rpcmp.config.loader import union_members
 
-    alternatives = () if field is None else kinds(field.annotation)
+    alternatives = () if field is None else union_members(field.annotation)
     values = ["true", "false"] if bool in alternatives else []
     for kind in alternatives:
         if get_origin(kind) is Literal:

@@ -28,4 +28,7 @@ def drain(address: str, certs: Path | None, insecure: bool, wait: bool) -> None:
     from rpcmp.net.security import Security
 
     job = asyncio.run(run(address, wait, Security(certs, insecure)))
-    echo(f"{address} is draining job {job!r}" if job and not wait else f"{address} has ended")
+    if wait:
+        echo(f"{address} has ended")
+    else:
+        echo(f"{address} is draining job {job!r}" if job else f"{address} is ending")

@@ -83,7 +83,7 @@ def drive(
         serve_page,
         timeline_interval,
     )
-    from rpcmp.cli.progress_bar import event_printer, logged
+    from rpcmp.cli.progress_output import event_printer, logged
     from rpcmp.job.training_run import drive as run
     from rpcmp.observability.events import LogEvent
     from rpcmp.observability.observers import in_background, watching

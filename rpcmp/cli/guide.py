@@ -23,10 +23,10 @@ from rpcmp.errors import ConfigError, did_you_mean, nearest
 FOLDER = Path(__file__).parents[1] / "guide"
 
 WIDTH = 100
-"""Columns of a rendered page at most: longer lines are hard to read."""
+"""Most columns of a rendered page: longer lines are hard to read."""
 
 SUGGESTED = 3
-"""Topics at most that an error suggests."""
+"""Most topics that an error suggests."""
 
 _HEADING = re.compile(r"#+ (.*)")
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")

@@ -53,7 +53,7 @@ def health(
 
     if server_name is not None and certs is None:
         raise click.UsageError("--server-name is checked against a certificate: give --certs DIR")
-    where = addresses.completed(address)
+    where = addresses.with_defaults(address)
     dialer = Dialer(Security(certs, insecure), server_name)
     status = asyncio.run(check_health(where, dialer, seconds))
     echo(f"{where} is {status}")

@@ -66,7 +66,7 @@ def is_confidential(key: str, value: str) -> bool:
     """
     if _SECRET.search(key):
         return True
-    parsed = loader.value(value)
+    parsed = loader.parse_value(value)
     for part in reversed(key.split(".")):
         parsed = {part: parsed}
     return bool(redacted(parsed) != parsed or _names_a_secret(parsed))
@@ -326,7 +326,7 @@ def _health_arguments(params: dict[str, Any]) -> list[str]:
     """Return the arguments of `rpcmp health` for the address of `serve`; empty if it is invalid."""
     stage, replica = params.get("stage") or 0, params["replica"]
     try:
-        listen = params.get("listen") or addresses.with_port(addresses.HERE, stage, replica)
+        listen = params.get("listen") or addresses.with_port(addresses.LOOPBACK, stage, replica)
         host, port = addresses.parse(listen)
     except ConfigError:
         return []
@@ -336,7 +336,7 @@ def _health_arguments(params: dict[str, Any]) -> list[str]:
         ip = ipaddress.ip_address(host)
         if ip.is_unspecified:
             host = "127.0.0.1" if ip.version == 4 else "::1"
-    words, certs = [addresses.joined(host, port)], params.get("certs")
+    words, certs = [addresses.format_address(host, port)], params.get("certs")
     if certs is not None:
         words += ["--certs", str(certs)]
         words += [word for name in _other_name(host, certs) for word in ("--server-name", name)]

@@ -96,7 +96,7 @@ def _renamed(template: Path, name: str) -> str:
     """Return the config for a folder with the model file; other examples stay in the package."""
     text = template.read_text(encoding="utf-8").replace("rpcmp/examples/", "")
     text = re.sub(rf"\b{template.stem}(?=\.toml\b|\.py\b|:\w)", name, text)
-    for other in examples():
+    for other in set(examples()) - {name}:  # `name` is the file beside this config
         text = re.sub(rf'"{other}(?=:\w)', f'"rpcmp.examples.{other}', text)
     return text
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rpcmp.cli import echo
 from rpcmp.cli.options import ANY_PORT
-from rpcmp.cli.progress_bar import plain, with_log
+from rpcmp.cli.progress_output import plain, with_log
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
 from rpcmp.observability.events import Event, KeptEvent, UiEvent

@@ -151,7 +151,7 @@ def addresses_of(connect: str | None, config: Config) -> list[str] | None:
         return None
     workers = [(worker.stage_index, worker.replica) for worker in config.workers]
     if connect == DEFAULT_PORTS:
-        return [addresses.with_port(addresses.HERE, *worker) for worker in workers]
+        return [addresses.with_port(addresses.LOOPBACK, *worker) for worker in workers]
     parts = [part.strip() for part in connect.split(",") if part.strip()]
     if not parts:
         raise ConfigError("--connect: no address given; leave it bare for the default ports")

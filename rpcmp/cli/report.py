@@ -40,8 +40,9 @@ WIDTH = 10_000
 def report(folders: tuple[Path, ...], output: Path | None, text: bool) -> None:
     """Write an HTML report of the run in DIR, or compare several.
 
-    Prints its path. DIR is the folder that a run of `rpcmp drive` has kept in `log.folder`; the run
-    may still go on, or have been killed. The file needs no other files and no network.
+    Prints the report's path. DIR is the folder that a run of `rpcmp drive` has kept in
+    `log.folder`. The run may still go on, or have been killed. The file needs no other files and no
+    network.
 
     \b
     Example:

@@ -25,7 +25,7 @@ from rpcmp.process.logging.records import pass_on
 
 if TYPE_CHECKING:
     from rpcmp.net.security import Security
-    from rpcmp.process.sandbox.confinement import Reach
+    from rpcmp.process.sandbox.confinement import FileAccess
     from rpcmp.server.stage_server import StageServer
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def _modules(
     "--listen",
     metavar="HOST:PORT",
     help="Where to listen; port 0 picks a free one. [default: 127.0.0.1, with --certs 0.0.0.0, and "
-    f"port {addresses.FIRST_PORT} + stage + {addresses.PORTS_A_REPLICA} x replica]",
+    f"port {addresses.FIRST_PORT} + stage + {addresses.PORTS_PER_REPLICA} x replica]",
 )
 @certs_options
 @click.option(
@@ -140,7 +140,7 @@ def serve(
 
     def announce(port: int) -> None:
         name = "spare" if stage is None else f"stage {stage}"
-        echo(f"{name} is SERVING on {addresses.joined(host, port)}")
+        echo(f"{name} is SERVING on {addresses.format_address(host, port)}")
 
     async def run() -> int:
         # gRPC's core would print a line for each invalid header.
@@ -155,7 +155,7 @@ def serve(
         line = None if forks is None else socket.socket(fileno=forks)
         # A server that the job itself has started here need not be confined: its author started it.
         is_confining = parent is None if confine is None else confine
-        reach = _reach(certs, data) if is_confining else None
+        file_access = _file_access(certs, data) if is_confining else None
         # A driver that has started us prints the workers' lines itself.
         show = pass_on if parent is None else lambda entry: None
         server = StageServer(
@@ -167,7 +167,7 @@ def serve(
             allowed if allowed or no_code else None,
             show,
             checkpoints,
-            reach,
+            file_access,
             parent or 0,
         )
         display.source = lambda: server.log_source
@@ -177,7 +177,7 @@ def serve(
     sys.exit(asyncio.run(run()))
 
 
-def _reach(certs: Path | None, data: Sequence[Path]) -> Reach:
+def _file_access(certs: Path | None, data: Sequence[Path]) -> FileAccess:
     """Return what workers may open; warn if the kernel cannot keep them from opening more."""
     from rpcmp.process.sandbox import confinement
 
@@ -186,7 +186,9 @@ def _reach(certs: Path | None, data: Sequence[Path]) -> Reach:
             "this kernel does not confine a job's code wholly (%s): it can %s",
             *(confinement.kernel_support(), lacks),
         )
-    return confinement.Reach(readable=tuple(map(str, data)), hidden=confinement.hidden_by(certs))
+    return confinement.FileAccess(
+        readable=tuple(map(str, data)), hidden=confinement.hidden_by(certs)
+    )
 
 
 @contextlib.contextmanager

@@ -133,7 +133,7 @@ async def _tune(
     steps: int | None,
     budget: float,
 ) -> tuple[Tuned | None, int]:
-    from rpcmp.cli.progress_bar import measuring
+    from rpcmp.cli.progress_output import measuring
     from rpcmp.job.generation import Segments
     from rpcmp.tools import tuning
     from rpcmp.tools.measurement import StoppedError, TimeLimits

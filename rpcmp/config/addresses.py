@@ -6,16 +6,16 @@ from urllib.parse import urlsplit
 
 from rpcmp.errors import ConfigError
 
-HERE = "127.0.0.1"
-LOOPBACK_NAMES = frozenset({HERE, "localhost", "::1"})
+LOOPBACK = "127.0.0.1"
+LOOPBACK_NAMES = frozenset({LOOPBACK, "localhost", "::1"})
 FIRST_PORT = 50051
-PORTS_A_REPLICA = 100
+PORTS_PER_REPLICA = 100
 LAST_PORT = 65535
 
 
 def default_port(stage_index: int, replica: int = 0) -> int:
     """Return the port that a stage's server listens on by default."""
-    port = FIRST_PORT + stage_index + PORTS_A_REPLICA * replica
+    port = FIRST_PORT + stage_index + PORTS_PER_REPLICA * replica
     if port > LAST_PORT:
         raise ConfigError(
             f"stage {stage_index} replica {replica} has no default port: give HOST:PORT"
@@ -29,25 +29,29 @@ def with_port(address: str, stage_index: int, replica: int = 0) -> str:
     return f"{address}:{default_port(stage_index, replica)}" if is_bare else address
 
 
-def completed(address: str) -> str:
+def with_defaults(address: str) -> str:
     """Return HOST:PORT for an address in which the host, the port or both may be missing."""
     if not address.strip(":"):
-        return f"{HERE}:{FIRST_PORT}"
+        return f"{LOOPBACK}:{FIRST_PORT}"
     if address.removeprefix(":").isdecimal():
-        return f"{HERE}:{address.removeprefix(':')}"
+        return f"{LOOPBACK}:{address.removeprefix(':')}"
     return with_port(address, 0)
 
 
 def parse(address: str) -> tuple[str, int]:
     """Return host and port of "HOST:PORT" or "[IPV6]:PORT"; raises ConfigError for others."""
-    host, separator, port = address.rpartition(":")
-    odd = any(character.isspace() for character in host)
-    if not separator or not host or odd or not port.isdecimal() or int(port) > LAST_PORT:
-        raise ConfigError(f"{address!r} is not HOST:PORT, such as 127.0.0.1:{FIRST_PORT}")
-    return host.strip("[]"), int(port)
+    host, _, port = address.rpartition(":")
+    is_ipv6 = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if is_ipv6 else host
+    odd = any(character.isspace() or character in "[]" for character in host)
+    if not host or odd or not port.isdecimal() or int(port) > LAST_PORT:
+        raise ConfigError(f"{address!r} is not HOST:PORT, such as {LOOPBACK}:{FIRST_PORT}")
+    if is_ipv6 != (":" in host):
+        raise ConfigError(f"{address!r}: an IPv6 address needs brackets: [::1]:{FIRST_PORT}")
+    return host, int(port)
 
 
-def joined(host: str, port: int) -> str:
+def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

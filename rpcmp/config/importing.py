@@ -36,12 +36,13 @@ BUILT_IN = {
     "rpcmp.examples.hybrid_devices": _MODELS | {"Module"},
     "rpcmp.examples.residual_ddp": _MODELS | {"Module"},
     "rpcmp.examples.resnet50": _MODELS,
+    "rpcmp.examples.spirals": _MODELS,
     "rpcmp.examples.stdlib_gpt": _MODELS,
     "rpcmp.examples.two_parts": _MODELS | {"Module"},
     "rpcmp.examples.two_towers": _MODELS | {"Module"},
     "rpcmp.examples.unet": _MODELS | {"Module"},
 }
-"""The part of every allow list, by module: names, and base classes of allowed classes. None of it
+"""What every host allows, by module: names, and base classes of allowed classes. None of it
 opens a file that its arguments name, or runs a program; `rpcmp.examples.llama` may do both."""
 
 
@@ -92,7 +93,7 @@ class AllowList:
     def _step(self, owner: object, name: str) -> object:
         """Return an attribute of an allowed module or class; it must be allowed itself."""
         if isinstance(owner, ModuleType):
-            found = defined = getattr(owner, name)  # the module may import it only now
+            found = defined = getattr(owner, name)  # may be imported only now
             if isinstance(found, ModuleType) and self._is_below(found.__name__):
                 return found
         elif isinstance(owner, type):
@@ -148,12 +149,12 @@ _lists: list[AllowList] = []
 """The allow list; empty if there is none and every name is allowed."""
 
 
-def limit(prefixes: Sequence[str] | None) -> None:
+def set_allow_list(prefixes: Sequence[str] | None) -> None:
     """Allow only BUILT_IN and these modules in this process; None: everything."""
     _lists[:] = [] if prefixes is None else [AllowList(prefixes)]
 
 
-def allowed_among(modules: Iterable[str]) -> list[str]:
+def filter_allowed(modules: Iterable[str]) -> list[str]:
     """Return the modules among these that a job's callables may come from."""
     return [module for module in modules if all(allowed.has_module(module) for allowed in _lists)]
 
@@ -185,13 +186,15 @@ def resolve(name: str, what: str) -> Callable[..., Any]:
 
 def _nearest_callable(error: BaseException, module: str) -> str:
     """Return the end of an error that suggests a callable of a module instead of a missing one."""
-    if not isinstance(error, AttributeError) or error.obj is not sys.modules.get(module):
+    if not isinstance(error, AttributeError) or (found := sys.modules.get(module)) is None:
         return ""
-    names = [name for name, value in vars(error.obj).items() if callable(value)]
+    if error.obj is not found:  # raised by the user's code
+        return ""
+    names = [name for name, value in vars(found).items() if callable(value)]
     return did_you_mean(nearest(error.name or "", names))
 
 
-def accepting(factory: Factory, what: str, num_args: int = 0) -> Callable[..., Any]:
+def resolve_factory(factory: Factory, what: str, num_args: int = 0) -> Callable[..., Any]:
     """Return the factory's callable, after checking that it takes the keyword arguments."""
     target = resolve(factory.callable, what)
     known = _keywords(target, num_args)
@@ -220,18 +223,18 @@ def _keywords(target: Callable[..., Any], num_args: int) -> list[str] | None:
 
 def create(factory: Factory, what: str, *args: Any) -> Any:
     """Call the factory's callable with `args` and the config's keyword arguments."""
-    target = accepting(factory, what, len(args))
+    target = resolve_factory(factory, what, len(args))
     try:
         return target(*args, **factory.kwargs)
     except RpcmpError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # as in `resolve`
         raise FactoryError(
             f"{what} = {factory.callable!r} failed: {explain_error(error)}"
         ) from error
 
 
-def function(factory: Factory, what: str) -> Callable[..., Any]:
+def load_function(factory: Factory, what: str) -> Callable[..., Any]:
     """Return a function of tensors, such as a loss or a metric.
 
     A class (torch.nn:CrossEntropyLoss) is built with the keyword arguments and its instance called;
@@ -241,7 +244,7 @@ def function(factory: Factory, what: str) -> Callable[..., Any]:
     if isinstance(target, type):
         instance: Callable[..., Any] = create(factory, what)
         return instance
-    return functools.partial(accepting(factory, what), **factory.kwargs)
+    return functools.partial(resolve_factory(factory, what), **factory.kwargs)
 
 
 def explain_error(error: BaseException) -> str:

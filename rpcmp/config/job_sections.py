@@ -29,10 +29,10 @@ from rpcmp.config.types import (
     FactoryOrName,
     OptimizerFactory,
     OptimizerOrName,
-    Own,
     Positive,
     Schedule,
     Size,
+    StageOverride,
     Strict,
     parse_size,
 )
@@ -81,9 +81,9 @@ class StageConfig(Strict):
     """Compute threads (OpenMP, MKL)."""
     memory: Size | None = None
     """Memory limit for `balance = "auto"`, such as "8 GiB"; the host's share when omitted."""
-    optimizer: Own[OptimizerFactory] = Field(default_factory=dict)
+    optimizer: StageOverride[OptimizerFactory] = Field(default_factory=dict)
     """An optimizer of its own; or arguments that override `[optimizer]`'s, such as { lr = 0.1 }."""
-    scheduler: Own[Factory] = Field(default_factory=dict)
+    scheduler: StageOverride[Factory] = Field(default_factory=dict)
     """A learning-rate scheduler of its own; or arguments that override `[scheduler]`'s."""
     frozen: bool = False
     """Parameters are not trained."""

@@ -1,7 +1,7 @@
 """Read a config from a TOML file, with overrides from the command line and helpful errors.
 
-Every problem is reported at once, each with its key, the value and what is allowed, or the nearest
-valid name:
+Problems of keys are reported all at once, each with its key, its value and what is allowed, or the
+nearest valid name:
 
     seed: must be an integer (got 1.5)
     data.batchsize: unknown key; did you mean 'batch_size'?
@@ -58,7 +58,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     data.setdefault("name", re.sub(r"[^A-Za-z0-9_-]", "-", path.stem))
     for override in overrides:
-        apply(data, override)
+        apply_override(data, override)
     return parse_config(data, str(path)).with_folder(path.parent)
 
 
@@ -77,24 +77,27 @@ def parse_config(data: dict[str, Any], source: str = "the config") -> Config:
     return config
 
 
-def apply(data: dict[str, Any], override: str) -> None:
+def apply_override(data: dict[str, Any], override: str) -> None:
     """Set a key of parsed TOML by an override "key=value"; see `load_config`."""
     key, separator, text = override.partition("=")
     *parents, last = key.strip().split(".")
     if not separator or not last:
         raise ConfigError(f"--set {override!r}: write key=value, such as data.batch_size=64")
-    found = value(text)
+    try:
+        new = parse_value(text)
+    except RecursionError as error:
+        raise ConfigError(f"--set {override[:40]!r}...: the value is nested too deeply") from error
     table: Any = data
     for parent in parents:
         table = _descend(table, parent, override)
     if isinstance(table, list):
         _element(table, last, override)
-        table[int(last)] = found
+        table[int(last)] = new
     else:
-        table[last] = found
+        table[last] = new
 
 
-def value(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """Return `text` as a TOML value if it is one, else as a string."""
     try:
         parsed = tomllib.loads(f"value = {text}")
@@ -115,6 +118,8 @@ def _descend(table: Any, key: str, override: str) -> Any:
 
 
 def _element(table: list[Any], key: str, override: str) -> Any:
+    if not table:
+        raise ConfigError(f"--set {override!r}: {key!r} would be an element of an empty list")
     if not key.isdecimal() or int(key) >= len(table):
         raise ConfigError(f"--set {override!r}: {key!r} is not one of 0 to {len(table) - 1}")
     return table[int(key)]
@@ -142,7 +147,7 @@ ALLOWED = {
 
 
 def _explain(details: ErrorDetails) -> str:
-    place = [part for part in details["loc"] if not str(part).startswith("<")]  # see Own
+    place = [part for part in details["loc"] if not str(part).startswith("<")]  # see StageOverride
     where = ".".join(map(str, place))
     kind = details["type"]
     if kind == "extra_forbidden":
@@ -156,7 +161,7 @@ def _explain(details: ErrorDetails) -> str:
         is_name = place[-1] == "name"
         form = "letters, digits, '-' and '_'" if is_name else '"module:callable"'
         message = f"not of the form {form}"
-    elif kind in ALLOWED and place[-1] == "balance":
+    elif kind in ALLOWED and place == ["model", "balance"]:
         message = "must be a list of integers or 'auto'"
     elif kind in ALLOWED:
         limits = {
@@ -210,7 +215,7 @@ class Level:
 
 def level_of(field: FieldInfo) -> Level:
     """Return the level below the key of this field."""
-    alternatives = kinds(field.annotation)
+    alternatives = union_members(field.annotation)
     for kind in alternatives:
         if (section := _section_in(kind)) is not None:
             origin = get_origin(kind)
@@ -235,13 +240,13 @@ def descriptions(section: type[BaseModel]) -> dict[str, str]:
     return found
 
 
-def kinds(annotation: Any) -> tuple[Any, ...]:
+def union_members(annotation: Any) -> tuple[Any, ...]:
     """Return the types that a value may have besides None; unions and Annotated are taken apart."""
     origin = get_origin(annotation)
     if origin is Annotated:
-        return kinds(get_args(annotation)[0])
+        return union_members(get_args(annotation)[0])
     if origin in (Union, types.UnionType):
-        return tuple(kind for member in get_args(annotation) for kind in kinds(member))
+        return tuple(kind for member in get_args(annotation) for kind in union_members(member))
     return () if annotation is types.NoneType else (annotation,)
 
 

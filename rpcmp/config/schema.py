@@ -7,6 +7,7 @@ imports torch: supervisors and the command line read configs in milliseconds. Wh
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self
@@ -38,13 +39,13 @@ class Config(JobSettings):
     def with_folder(self, folder: Path) -> Self:
         """Return a copy whose relative paths, such as `init`, start at `folder`."""
         folder = folder.resolve()
-        init = None if self.init is None else str(folder / self.init)
+        init = None if self.init is None else str(folder / Path(self.init).expanduser())
         copy = self.model_copy(update={"init": init})
         copy._folder = folder
         return copy
 
     def require_data(self, use: str) -> DataConfig:
-        """Return the `[data]` section, or raise ConfigError with the `use` that needs it."""
+        """Return the `[data]` section, which `use` needs; raises ConfigError if there is none."""
         if self.data is None:
             raise ConfigError(
                 f"the config has no [data] section, which {use} needs: give it `train`"
@@ -79,7 +80,7 @@ class Config(JobSettings):
         return self.model_copy(update={"model": model})
 
     def with_shares(self, shares: Mapping[int, list[int]]) -> Self:
-        """Return a copy with these `shares`, by the stage's index."""
+        """Return a copy whose stages give their replicas these shares of the micro-batches."""
         stages = [
             stage.model_copy(update={"shares": shares[index]}) if index in shares else stage
             for index, stage in enumerate(self.stages)
@@ -166,7 +167,7 @@ class Config(JobSettings):
         return 0 if self.evaluate_every_steps is not None else 1
 
     @property
-    def watched(self) -> dict[str, str]:
+    def decisive_metrics(self) -> dict[str, str]:
         """The metrics that decide something, by the config keys that name them."""
         metrics = {}
         if self.early_stopping is not None:
@@ -188,7 +189,8 @@ class Config(JobSettings):
 
     @property
     def _checkpoint_dir(self) -> str:
-        return self.checkpoint.dir if self.checkpoint is not None else f"rpcmp-{self.name}"
+        section = self.checkpoint
+        return f"rpcmp-{self.name}" if section is None else os.path.expanduser(section.dir)
 
     @property
     def log_folder(self) -> Path | None:
@@ -204,8 +206,7 @@ class Config(JobSettings):
     def data_paths(self) -> list[str]:
         """Paths that the job's code reads besides its own files: `data.paths` and `init`."""
         own = [] if self.data is None else self.data.paths
-        paths = [str((self.folder / Path(path).expanduser()).absolute()) for path in own]
-        return paths + ([] if self.init is None else [str((self.folder / self.init).absolute())])
+        return [str(self._absolute(path)) for path in [*own, *([self.init] if self.init else [])]]
 
     @property
     def certs_folder(self) -> Path | None:
@@ -213,7 +214,7 @@ class Config(JobSettings):
         return self._absolute(self.security.certs)
 
     def _absolute(self, path: str | None) -> Path | None:
-        return None if path is None else (self.folder / path).absolute()
+        return None if path is None else (self.folder / Path(path).expanduser()).absolute()
 
     def without_recovery(self) -> Self:
         """Return a copy that keeps no snapshots and no checkpoints, for measurements."""
@@ -245,7 +246,7 @@ class Config(JobSettings):
         return self.stages[index] if self.stages else StageConfig()
 
     def prefix_of(self, layer: str) -> str:
-        """Return the prefix of a layer's parameters in the unsplit model, with its dot."""
+        """Return the prefix of a layer's, or named stage's, parameters in the unsplit model."""
         if self.model is None:
             prefix = self.stage(self.stage_names.index(layer)).prefix
             if prefix is not None:
@@ -253,7 +254,7 @@ class Config(JobSettings):
         return f"{layer}."
 
     @property
-    def names_parameters(self) -> bool:
+    def refers_to_parameters(self) -> bool:
         """Whether the config names parameters of the unsplit model."""
         groups = any(self.optimizer_of(index).groups for index in range(self.num_stages))
         return bool(self.tied) or groups or any(s.prefix is not None for s in self.stages)
@@ -296,7 +297,7 @@ class Config(JobSettings):
         return self.model_copy(update={"autocast": None, "loss_scaling": None, "stages": stages})
 
     def graph(self) -> Graph:
-        """Return which stage reads what."""
+        """Return the graph of the stages and their inputs."""
         sources = ["input", *self.stage_names[:-1]]
         inputs = {
             name: self.stage(index).inputs or [sources[index]]
@@ -336,12 +337,12 @@ class ScheduleOptions(Strict):
         return config.model_copy(update=self.model_dump())
 
     @property
-    def way(self) -> str:
-        """All but the number of micro-batches."""
+    def without_count(self) -> str:
+        """The options in words, without the number of micro-batches."""
         in_flight = "" if self.max_in_flight is None else f", max_in_flight {self.max_in_flight}"
         count = self.microbatches_per_message
         return f"{self.schedule}{in_flight}{'' if count == 1 else f', {count} a message'}"
 
     def __str__(self) -> str:
         plural = "" if self.num_microbatches == 1 else "es"
-        return f"{self.num_microbatches} micro-batch{plural}, {self.way}"
+        return f"{self.num_microbatches} micro-batch{plural}, {self.without_count}"

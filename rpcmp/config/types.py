@@ -5,6 +5,7 @@ They are strict, so that a wrong type or an unknown key is an error.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -37,10 +38,10 @@ UNITS = {
 def parse_size(text: str) -> int:
     """Return the bytes of "8 GiB" or "1.5 GB"; raises ConfigError for other texts."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", text)
-    size = int(float(match[1]) * UNITS.get(match[2], 0)) if match else 0
-    if size < 1:
+    size = float(match[1]) * UNITS.get(match[2], 0) if match else 0.0
+    if size < 1 or math.isinf(size):
         raise ConfigError(f'{text!r} is not a size; write one such as "8 GiB" ({", ".join(UNITS)})')
-    return size
+    return int(size)
 
 
 def format_size(size: int) -> str:
@@ -109,7 +110,7 @@ class Factory(Strict):
     """Its keyword arguments."""
 
     def adapted(self, own: Self | dict[str, Any]) -> Self:
-        """Return a stage's factory: `own`, or this one, the job's, with arguments `own`."""
+        """Return `own` if it is a factory, else this one with its arguments overridden by `own`."""
         if isinstance(own, Factory):
             return own
         return self.model_copy(update={"kwargs": {**self.kwargs, **own}})
@@ -141,7 +142,7 @@ class ParameterGroup(BaseModel):
 
 
 class OptimizerFactory(Factory):
-    """An optimizer."""
+    """What makes an optimizer, with parameter groups."""
 
     groups: list[ParameterGroup] = Field(default_factory=list)
     """Parameters that have other options, such as [{ match = ["*.bias"], weight_decay = 0.0 }]; the
@@ -201,7 +202,7 @@ def _kind(value: Any) -> str:
 
 _Own = TypeVar("_Own", Factory, OptimizerFactory)
 
-Own = Annotated[
+StageOverride = Annotated[
     Annotated[_Own, Tag("<factory>")] | Annotated[Arguments, Tag("<arguments>")],
     Discriminator(_kind),
     BeforeValidator(_own),

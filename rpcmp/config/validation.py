@@ -135,7 +135,7 @@ def _check_metrics(config: Config) -> None:
     if taken := RESERVED_METRICS & set(config.metrics):
         raise ValueError(f"a metric cannot be named {', '.join(map(repr, sorted(taken)))}")
     known = ["loss", *config.metrics]
-    for key, watched in config.watched.items():
+    for key, watched in config.decisive_metrics.items():
         # Which keys a metric has that gives a dict only the first evaluation shows.
         if watched not in known and not any(watched.startswith(f"{m}.") for m in config.metrics):
             hint = did_you_mean(nearest(watched, known))

@@ -1,6 +1,6 @@
 """Slices of the batch: held by the driver, and fetched by the stages that need them.
 
-    stage   Slices.get ──one request per GROUP micro-batches──> BatchServer.slices   driver
+    stage   SliceFetcher.get ──one request per GROUP micro-batches──> BatchServer.slices   driver
 
 A request per micro-batch would double the messages of a stage that reads the batch. A request for
 all of them would make a stage hold more memory the more micro-batches a mini-batch has.
@@ -66,7 +66,7 @@ class _Key(NamedTuple):
     group: int
 
 
-class Slices:
+class SliceFetcher:
     """Slices that were requested and not taken yet. Thread-safe.
 
     Args:
@@ -93,7 +93,7 @@ class Slices:
         own = header.indices_in(self._own.numbers(header.num_bundles))
         positions = [own.index(index) for index in header.indices_in([bundle.number])]
         with self._lock:
-            groups = [self._group(bundle, own, at, kind, path, reader) for at in positions]
+            groups = [self._take_group(bundle, own, at, kind, path, reader) for at in positions]
         answer: Future[Any] = Future()
 
         def arrived(answers: list[Any]) -> None:
@@ -104,7 +104,7 @@ class Slices:
         when_all([(NOBODY, group) for group in groups], arrived)
         return answer
 
-    def _group(
+    def _take_group(
         self,
         bundle: Bundle,
         own: Sequence[int],
@@ -134,7 +134,8 @@ class Slices:
         answer: Future[Any] = Future()
 
         def ask() -> None:
-            called = attempt(lambda: self._peers.call(DRIVER, BatchServer.slices, *request))  # [5]
+            # stage.py [5]
+            called = attempt(lambda: self._peers.call(DRIVER, BatchServer.slices, *request))
             if isinstance(called, Raised):
                 answer.set_result(called)
             else:

@@ -1,8 +1,8 @@
 """Mini-batches: which samples they consist of, and how they are loaded.
 
-An epoch's order is that of torch's DistributedSampler after `set_epoch`, so a run here and one
-under DistributedDataParallel see the same mini-batches. Or it is that of the config's own sampler,
-which draws under a seed of the epoch.
+An epoch's order equals torch's DistributedSampler after `set_epoch`, so a run here and one
+under DistributedDataParallel see the same mini-batches. Or the config's own sampler decides it, and
+draws under a seed of the epoch.
 
 Before a process loads a mini-batch it seeds itself from (seed, epoch, index of the mini-batch). So
 the bits are the same for every number of loader processes, wherever they are, and an epoch can be
@@ -34,7 +34,7 @@ from rpcmp.config import importing
 from rpcmp.config.job_sections import DataConfig
 from rpcmp.config.types import Factory
 from rpcmp.errors import ConfigError
-from rpcmp.pipelining import layers, pytree
+from rpcmp.pipelining import layers, microbatches, pytree
 from rpcmp.process.sandbox.confinement import is_confined
 
 Key = tuple[int, int, list[int]]
@@ -183,10 +183,10 @@ class Loaded(NamedTuple):
 
     @property
     def num_samples(self) -> int:
-        samples = pytree.num_samples(self.inputs, "input")
+        samples = microbatches.num_samples(self.inputs, "input")
         if self.targets is None:
             return samples
-        if (targets := pytree.num_samples(self.targets, "target")) != samples:
+        if (targets := microbatches.num_samples(self.targets, "target")) != samples:
             raise ConfigError(f"{samples} inputs and {targets} targets do not make a mini-batch")
         return samples
 
@@ -266,7 +266,7 @@ class Collate:
     def _function(self) -> Callable[..., Any]:
         if self._source is None:
             return default_collate
-        return importing.function(self._source, "data.collate")
+        return importing.load_function(self._source, "data.collate")
 
 
 class Samples(Dataset[Any]):

@@ -44,7 +44,7 @@ class RemoteSampler:
 
 
 class IndexBatches:
-    """The mini-batches of one dataset, equal to those of `rpcmp.data.batches.Batches`.
+    """The mini-batches of one dataset, equal to what `rpcmp.data.batches.Batches` yields.
 
     Args:
         dataset: "train" or "test".

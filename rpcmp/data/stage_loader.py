@@ -3,42 +3,69 @@
     driver announces 5, 6, 7      ──prefetch──> loaded in the background
     a forward needs a slice of 5  ──get───────> its own copy, once 5 is there
 
+    worker ──which samples──> process ──sizes; parts of a mini-batch; an error──> worker
+
 Samples are never loaded in the worker, where a model draws from the same generators as a random
-transform. The processes are forked before the worker has threads, so they import nothing anew, and
+transform. The processes are forked before the worker has threads, so they inherit its imports, and
 build their datasets while the worker builds the stage.
+
+A process answers with tensors in shared memory, and a pickle of the trees that they belong to,
+since a batch may contain the user's own named tuples. The worker trusts it: it has forked it.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import pickle
 import platform
 import queue
+import signal
 import socket
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.context import ForkProcess
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
+import torch
+from setproctitle import setproctitle
 from torch import Tensor
 from torch.futures import Future
 
+from rpcmp.config.importing import explain_error
 from rpcmp.config.schema import Config
-from rpcmp.config.topology import Reference
-from rpcmp.data import loader_process
-from rpcmp.data.loader_process import Parts
-from rpcmp.errors import JobError, RpcmpError, StageError, WorkerDiedError, from_wire, to_wire
-from rpcmp.pipelining import pytree
+from rpcmp.config.topology import SOURCES, Reference
+from rpcmp.data import batches
+from rpcmp.data.batches import Collate, OwnSampler, Samples, sampler_of
+from rpcmp.errors import (
+    ConfigError,
+    JobError,
+    RpcmpError,
+    StageError,
+    WorkerDiedError,
+    from_wire,
+    one_line,
+    to_wire,
+)
+from rpcmp.pipelining import microbatches, pytree
 from rpcmp.pipelining.cost_model import STEPS_AHEAD
 from rpcmp.process import interpreter
+from rpcmp.process.channel import die_with_parent
 from rpcmp.rpc import transport
 from rpcmp.rpc.messages import BatchIndices, Bundle, DatasetInfo, RoundHeader, StageOutputs
 from rpcmp.rpc.tensors import Handoff
 from rpcmp.rpc.transport import NOBODY, Raised
 
 T = TypeVar("T")
+
+Message = dict[str, Any]
+
+Parts = dict[Reference, Any]
+"""What a stage reads of a mini-batch: a tree of tensors per reference."""
 
 END_SECONDS = 1.0
 """Longest wait for the exit code of a process that has closed its connection."""
@@ -88,7 +115,7 @@ class LoaderPool:
 
         def load() -> Parts:
             answer = self._ask([drawn.dataset, drawn.epoch, drawn.batch, drawn.samples])
-            return loader_process.unpacked(self._references, answer)
+            return _unpacked(self._references, answer)
 
         self._submit(load, done)
 
@@ -102,6 +129,8 @@ class LoaderPool:
                 loaded: T | RpcmpError = load()
             except RpcmpError as error:
                 loaded = error
+            except Exception as error:  # such as a named tuple's class that this process lacks
+                loaded = _stage_error(self._stage, error)
             done(loaded)
 
         self._threads.submit(run)
@@ -140,7 +169,7 @@ class LoaderPool:
         def run() -> None:
             for end in (ours, *(loader.connection for loader in self._all)):
                 end.close()  # without a shutdown: they are the worker's
-            loader_process.serve(Handoff(theirs), parent_pid, config, self._stage)
+            _serve(Handoff(theirs), parent_pid, config, self._stage)
 
         process = get_context("fork").Process(target=run, name="rpcmp-data")
         with theirs:
@@ -238,7 +267,7 @@ class StageDataLoader:
         return self._mini_batches.setdefault(number, _MiniBatch())
 
     def _drop_before(self, current: int) -> None:
-        """Drop rounds that are over: none starts before the one STEPS_AHEAD before it is done."""
+        """Drop rounds that are over: a round starts only after the one STEPS_AHEAD before it."""
         done = range(1, current - STEPS_AHEAD + 1)
         for number in [n for n, each in self._mini_batches.items() if each.round in done]:
             del self._mini_batches[number]
@@ -251,6 +280,104 @@ def _slices(parts: Parts | RpcmpError, bundle: Bundle, reference: Reference) -> 
         return Raised(to_wire(parts))
     whole = parts[reference]
     return [
-        StageOutputs(pytree.cut(whole, bundle.round.num_microbatches, meta.number))
+        StageOutputs(microbatches.cut(whole, bundle.round.num_microbatches, meta.number))
         for meta in bundle.microbatches
     ]
+
+
+def _serve(handoff: Handoff, parent_pid: int, config: Config, stage: str) -> NoReturn:
+    """Answer the worker, whose process id is `parent_pid`, until it is gone; then exit."""
+    die_with_parent(parent_pid, signal.SIGKILL)
+    setproctitle("rpcmp.data.batches")
+    torch.set_num_threads(1)
+    loading = _Loading(config, stage)
+    answer = loading.build()
+    while True:
+        try:
+            _send(handoff, answer, stage)
+            request = handoff.receive()
+            is_order = len(request) == 1
+            answer = loading.order(*request) if is_order else loading.load(*request)
+        except (OSError, EOFError):
+            os._exit(0)
+
+
+def _send(handoff: Handoff, answer: Message, stage: str) -> None:
+    try:
+        handoff.send(answer)
+    except (OSError, EOFError):
+        raise
+    except Exception as error:  # a tensor cannot be handed over, and nothing was sent
+        handoff.send({"error": to_wire(_stage_error(stage, error))})
+
+
+def _unpacked(references: Sequence[Reference], answer: Message) -> Parts:
+    """Return the parts of a mini-batch in a process's answer."""
+    leaves = iter(answer["leaves"])
+    trees = pickle.loads(bytes.fromhex(answer["trees"]))
+    parts = pytree.map_leaves(lambda _: next(leaves), trees)
+    return dict(zip(references, parts, strict=True))
+
+
+class _Loading:
+    def __init__(self, config: Config, stage: str) -> None:
+        self._config = config
+        self._stage = stage
+        self._references = config.graph().parts(stage)
+        self._samples: dict[str, Samples] = {}
+
+    def build(self) -> Message:
+        section, sizes = self._config.require_data("loading samples at a stage"), {}
+        try:
+            for name, source in section.factories.items():
+                dataset = batches.create_dataset(source, f"data.{name}", self._config.seed)
+                self._samples[name] = Samples(dataset, self._config.seed, Collate(section.collate))
+                sizes[name] = len(self._samples[name])
+        except Exception as error:
+            return _config_error(error)
+        return {"sizes": sizes}
+
+    def order(self, epoch: int) -> Message:
+        try:
+            self._sampler.set_epoch(epoch)
+            return {"indices": torch.tensor(self._sampler.indices(), dtype=torch.int64)}
+        except Exception as error:
+            return _config_error(error)
+
+    @functools.cached_property
+    def _sampler(self) -> OwnSampler:
+        # Created on first use, since only one process of a job draws an order.
+        section = self._config.require_data("sampling")
+        sampler = sampler_of(self._samples["train"].dataset, section, self._config.seed)
+        if sampler is None:
+            raise ConfigError("the job has no data.sampler")
+        return sampler
+
+    def load(self, dataset: str, epoch: int, index: int, samples: list[int]) -> Message:
+        try:
+            loaded = self._samples[dataset].load((epoch, index, samples))
+            batch = dict(zip(SOURCES, loaded, strict=True))
+            parts = [_select(batch, reference) for reference in self._references]
+            trees = pickle.dumps(pytree.map_leaves(lambda _: None, parts)).hex()
+        except RpcmpError as error:
+            return {"error": to_wire(error)}
+        except BaseException as error:  # also sys.exit() in the user's code
+            return {"error": to_wire(_stage_error(self._stage, error))}
+        return {"trees": trees, "leaves": list(pytree.leaves(parts))}
+
+
+def _config_error(error: Exception) -> Message:
+    text = str(error) if isinstance(error, RpcmpError) else explain_error(error)
+    return {"error": to_wire(ConfigError(f"on {platform.node()}: {text}"))}
+
+
+def _stage_error(stage: str, error: BaseException) -> StageError:
+    text = "".join(traceback.format_exception(error))
+    return StageError(stage, "data", one_line(error), text)
+
+
+def _select(batch: dict[str, Any], reference: Reference) -> Any:
+    try:
+        return pytree.select(batch[reference.producer], reference.path)
+    except LookupError as error:
+        raise ConfigError(f"a stage reads {str(reference)!r}: {error}") from error

@@ -36,7 +36,7 @@ from rpcmp.errors import (
     WorkerHungError,
 )
 from rpcmp.metrics import METHODS, keeps_state
-from rpcmp.pipelining import pytree
+from rpcmp.pipelining import microbatches, pytree
 from rpcmp.process.activity import Activity
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def mean(parts: Iterable[Evaluation]) -> Evaluation:
 
     def weighted(values: Iterable[float]) -> float:
         pairs = zip(parts, values, strict=True)
-        return pytree.exact_sum(part.num_samples / total * value for part, value in pairs)
+        return microbatches.exact_sum(part.num_samples / total * value for part, value in pairs)
 
     names = parts[0].metrics if parts else {}
     return Evaluation(
@@ -99,7 +99,7 @@ class Metrics:
             name: _create(source, f"metrics.{name}") for name, source in config.metrics.items()
         }
         metrics = {name: metric for name, metric in created.items() if metric is not None}
-        for key, watched in config.watched.items():
+        for key, watched in config.decisive_metrics.items():
             _require(key, watched, config.metrics, metrics)
         return cls(metrics)
 
@@ -233,7 +233,7 @@ class Evaluator:
     def _values(self, parts: Sequence[Evaluation]) -> dict[str, float]:
         total = mean(parts)
         values = {"loss": total.loss, **total.metrics, **self._metrics.compute()}
-        for key, metric in self._config.watched.items():
+        for key, metric in self._config.decisive_metrics.items():
             if metric not in values:
                 raise ConfigError(
                     f"{key} = {metric!r}: an evaluation gives {', '.join(values)}; name one of them"

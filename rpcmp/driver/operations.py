@@ -178,7 +178,7 @@ class Operations:
 
     @_operation(Effect.READS)
     def scaler_state(self) -> dict[str, Any]:
-        """Return the loss scaler's state; without one that of a scaler with scale 1."""
+        """Return the loss scaler's state; without a scaler, as if its scale were 1."""
         scaler = self._group.optimizer.scaler
         return asdict(ScalerState(1.0) if scaler is None else scaler.state)
 

@@ -75,7 +75,7 @@ def plan_job(
     assignments = assignment.assign(config, settings, metrics.names, at_stages)
     datasets = Datasets.load(config) if load_data and not at_stages else None
     if config.report is not None:
-        importing.accepting(config.report, "report", num_args=1)
+        importing.resolve_factory(config.report, "report", num_args=1)
     return Planned(assignments, metrics, datasets, at_stages)
 
 
@@ -204,6 +204,8 @@ class DriverProcess:
                 case "segment":
                     totals = training.segment(order["steps"])
                     self._channel.send({"event": "segment", **totals._asdict()})
+                case unknown:
+                    raise JobError(f"the driver process does not know the order {unknown!r}")
         self._channel.send({"event": "done"})
 
     def _make_training(

@@ -35,7 +35,7 @@ class Best:
     value: float
     step: int
 
-    def against(self, before: Self | None) -> Self | None:
+    def better_of(self, before: Self | None) -> Self | None:
         """Return the better of this evaluation and `before`; of equal ones, the earlier.
 
         NaN is never better; if this is NaN and `before` is None, there is no best.
@@ -129,7 +129,7 @@ class TrainingProgress:
             scaler=scaler,
         )
 
-    def under(self, config: Config) -> Self:
+    def for_config(self, config: Config) -> Self:
         """Return the progress under a config that may differ; it drops state of other metrics."""
         stopping, best = None, self.best
         if (section := config.early_stopping) is not None:
@@ -150,7 +150,7 @@ class TrainingProgress:
             stopping = stopping.after(self.step, values[section.metric], section.min_delta)
         if (saved := config.checkpoint) is not None and saved.best is not None:
             this = Best(saved.best, saved.best_direction, values[saved.best], self.step)
-            best = this.against(best)
+            best = this.better_of(best)
         return replace(
             self, metrics=values, stopping=stopping, best=best, evaluated_after=self.step
         )
@@ -166,7 +166,7 @@ class TrainingProgress:
         return TypeAdapter(cls).validate_python(dict(message))
 
 
-AT_ONCE = 2
+MAX_IN_PROGRESS = 2
 """Checkpoints in progress at most; more would need more memory for the data to be written. The next
 one that is due waits, so that slow disks slow down training."""
 
@@ -197,8 +197,8 @@ class CheckpointCadence:
         self._failed: set[int] = set()
         self._saved = saved
 
-    def is_due(self, step: int) -> bool:
-        """Return whether the stages must save `step`, which is about to start; may wait."""
+    def start_if_due(self, step: int) -> bool:
+        """Start the checkpoint of `step`, the next one, if it is due; return whether it is."""
         if not self._is_on or not (self._is_due_by_steps(step) or self._is_due_by_time()):
             return False
         self.start(step)
@@ -207,7 +207,7 @@ class CheckpointCadence:
     def start(self, step: int) -> None:
         """Add the checkpoint of `step`; waits while too many are in progress."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._in_progress) < AT_ONCE)
+            self._changed.wait_for(lambda: len(self._in_progress) < MAX_IN_PROGRESS)
             self._in_progress.add(step)
             self._saved = step
         self._started_at = time.monotonic()

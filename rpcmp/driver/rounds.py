@@ -20,7 +20,7 @@ from rpcmp.data.batch_server import BatchServer
 from rpcmp.data.batches import Loaded
 from rpcmp.driver.worker_refs import WorkerRefs
 from rpcmp.errors import JobError, RpcmpError, StageError, from_wire
-from rpcmp.pipelining import cost_model, pytree
+from rpcmp.pipelining import cost_model, microbatches
 from rpcmp.rpc import transport
 from rpcmp.rpc.messages import AfterRound, BatchIndices, Bundle, Mode, RoundHeader, Trained
 from rpcmp.rpc.transport import Raised
@@ -43,7 +43,7 @@ class RoundHandle:
         return self.header.number
 
 
-class RoundScheduler:
+class Rounds:
     """Starts all rounds of a job, one after the other; those that train may overlap.
 
     Args:
@@ -78,7 +78,7 @@ class RoundScheduler:
         """Start forward and backward of a mini-batch; see `StageGroup.start_step`."""
         if step != self._step:
             self._step, self._accumulated = step, 0
-        header = self._new_round(Mode.TRAIN, step, batch)  # [2]
+        header = self._new_round(Mode.TRAIN, step, batch)  # stage.py [2]
         header = header._replace(
             accumulated=self._accumulated, after=after, version=version, save=save
         )
@@ -95,7 +95,7 @@ class RoundScheduler:
         ]
 
         def answer() -> list[Trained]:
-            answers = transport.results(calls)  # [15]
+            answers = transport.results(calls)  # stage.py [15]
             transport.results(idle)
             remaining = dict(zip(by_replica, map(iter, answers), strict=True))
             return [
@@ -139,7 +139,7 @@ class RoundScheduler:
             self._source.clear(started.number)
 
     def abort(self, error: RpcmpError, first: int | None = None) -> RpcmpError:
-        """Free all that waits in a round or a later one; return the root cause of `error`.
+        """Unblock all calls of this round and later ones; return the root cause of `error`.
 
         Args:
             first: the round's number; None: the last one.
@@ -168,12 +168,12 @@ class RoundScheduler:
     def _new_round(self, mode: Mode, step: int, batch: Batch) -> RoundHeader:
         """Number a new round, and serve its slices to the stages."""
         smallest = self.smallest if mode is Mode.TRAIN else 1
-        sizes = pytree.sizes(batch.num_samples, self._config.num_microbatches, smallest)
+        sizes = microbatches.sizes(batch.num_samples, self._config.num_microbatches, smallest)
         count = len(sizes)
         self._last += 1
         if isinstance(batch, Loaded):
-            targets = None if batch.targets is None else pytree.split(batch.targets, count)
-            self._source.load(self._last, pytree.split(batch.inputs, count), targets)
+            targets = None if batch.targets is None else microbatches.split(batch.targets, count)
+            self._source.load(self._last, microbatches.split(batch.inputs, count), targets)
         return RoundHeader(
             number=self._last,
             step=step,
@@ -211,9 +211,9 @@ class RoundScheduler:
 
 
 def _root_cause(failures: list[RpcmpError], first: RpcmpError) -> RpcmpError:
-    """The error of a round to show: the user's own, of the earliest micro-batch."""
+    """Return the error to report: the earliest micro-batch's StageError, if there is one."""
     own = [error for error in failures if isinstance(error, StageError)]
-    if own:  # a sum fails because of something else, if that is known
+    if own:  # a failed sum usually has another cause
         return min(own, key=lambda error: (error.phase == "sum", error.microbatch or 0))
     if type(first) is not JobError:
         return first

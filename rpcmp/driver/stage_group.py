@@ -20,10 +20,10 @@ from rpcmp.data.batches import Loaded
 from rpcmp.driver import worker_refs
 from rpcmp.driver.distributed_optimizer import DistributedOptimizer, LossScaler
 from rpcmp.driver.evaluation import Evaluation, Metrics, mean
-from rpcmp.driver.rounds import Batch, RoundHandle, RoundScheduler
+from rpcmp.driver.rounds import Batch, RoundHandle, Rounds
 from rpcmp.driver.worker_refs import WorkerRefs
 from rpcmp.errors import ConfigError, JobError, RpcmpError, one_line
-from rpcmp.pipelining import cost_model, pytree
+from rpcmp.pipelining import cost_model, microbatches
 from rpcmp.rpc import tensors
 from rpcmp.rpc.messages import (
     AfterRound,
@@ -56,7 +56,7 @@ class StageGroup:
         self._config = config
         self._peers = peers
         self.workers = WorkerRefs.join(config.workers, peers)
-        self._rounds = RoundScheduler(config, source, self.workers)
+        self._rounds = Rounds(config, source, self.workers)
         graph = config.graph()
         self._readers = [worker for worker in config.workers if graph.parts(worker.stage)]
         self.optimizer = DistributedOptimizer(
@@ -149,7 +149,7 @@ class StageGroup:
             self._clear_gradients()
             raise
         reports = {name: report for part in trained for name, report in part.reports.items()}
-        return Trained(pytree.exact_sum(part.loss for part in trained), reports)
+        return Trained(microbatches.exact_sum(part.loss for part in trained), reports)
 
     def end_step(self, started: RoundHandle, loss: float) -> dict[str, StepReport]:
         """Step all optimizers after `finish_step` of a step that is held; return the reports.
@@ -205,7 +205,7 @@ class StageGroup:
         answers: list[Evaluated] = self._rounds.finish(started)
         if own is not None and own.names:
             targets = (
-                pytree.split(batch.targets, count)
+                microbatches.split(batch.targets, count)
                 if isinstance(batch, Loaded)
                 else [answer.targets for answer in answers]
             )
@@ -221,7 +221,7 @@ class StageGroup:
         """Return the last stage's outputs for `inputs`, joined again along the first dimension."""
         started = self._rounds.forward(Mode.PREDICT, Loaded(inputs), step)
         outputs: list[StageOutputs] = self._rounds.finish(started)
-        return pytree.join([output.value for output in outputs])
+        return microbatches.join([output.value for output in outputs])
 
     def parameters_sha256(self) -> str:
         """Return the hash of `rpcmp.rpc.tensors` over the unsplit model.
@@ -288,7 +288,7 @@ class StageGroup:
             self.zero_grad()
 
     def _sync_initial_state(self) -> None:
-        if self._config.sums_gradients or self._config.names_parameters:
+        if self._config.sums_gradients or self._config.refers_to_parameters:
             worker_refs.require_same_model(self.workers, self._config)
         if self._config.sums_gradients:
             worker_refs.sync_initial_state(self.workers)

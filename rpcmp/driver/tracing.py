@@ -24,6 +24,7 @@ from rpcmp.observability.events import Event, WarningEvent
 from rpcmp.observability.trace import chrome
 from rpcmp.observability.trace.analysis import timeline
 from rpcmp.observability.trace.spans import (
+    SPANS_PER_ANSWER,
     Clock,
     ClockEstimate,
     Ping,
@@ -34,7 +35,6 @@ from rpcmp.observability.trace.spans import (
     estimate,
     producers,
 )
-from rpcmp.worker.measurements import SPANS_PER_ANSWER
 from rpcmp.worker.stage import Stage
 
 PINGS = 20
@@ -57,7 +57,7 @@ CLOCK_SECONDS = 60.0
 
 
 class SpanReader:
-    """Reads the clocks of all workers, and their spans, of which they keep those of `steps`."""
+    """Reads the clocks of all workers, and the spans that they keep of `steps`."""
 
     def __init__(self, config: Config, group: StageGroup, steps: int) -> None:
         self._refs = group.workers

@@ -90,7 +90,7 @@ class Training:
         self._activity = activity or Activity()
         self._steps = StepStream(config, datasets.train, self._activity)
         self.total_steps = self._steps.total
-        self.progress = (resumed or TrainingProgress()).under(config)
+        self.progress = (resumed or TrainingProgress()).for_config(config)
         saved = self.progress.step if self.progress.is_saved else 0
         self.saves = CheckpointCadence(config, self.total_steps, saved, self.progress.since_saved)
         self._stop = stop
@@ -211,10 +211,10 @@ class Training:
     def _start(self, step: Step) -> RoundHandle:
         end = AfterRound.HOLD if self._config.holds_steps else AfterRound.STEP
         self._activity.stop()  # the next line may wait for a disk
-        save = self.saves.is_due(step.number)
+        save = self.saves.start_if_due(step.number)
         self._activity.start("step", step.number)
         version = step.number if save or self._is_kept(step.number) else 0
-        return self._group.start_step(step.batch, step.number, end, version, save)  # [1]
+        return self._group.start_step(step.batch, step.number, end, version, save)  # stage.py [1]
 
     def _is_kept(self, step: int) -> bool:
         """Return whether all stages keep a snapshot of `step` in memory."""
@@ -223,7 +223,7 @@ class Training:
 
     def _finish(self, step: Step, started: RoundHandle) -> None:
         """Wait for a step, and report the step before it, whose reports arrive with this one."""
-        trained = self._group.finish_step(started)  # [16]
+        trained = self._group.finish_step(started)
         self._report_step(trained.reports)
         if self._config.holds_steps:
             reports = self._group.end_step(started, trained.loss)
@@ -256,7 +256,7 @@ class Training:
         event, self._unreported = self._unreported, None
         whole = _with_stage_reports(event, self._config.workers, stages)
         self._last = whole if self._last is event else self._last
-        self._report(whole)
+        self._report(whole)  # stage.py [16]
 
     def _report_progress(self) -> None:
         """Send the state from which a later generation can resume."""

@@ -1,6 +1,6 @@
 """Hugging Face's Llama, cut between its decoder layers, with random weights: nothing is downloaded.
 
-The layers are those of `transformers`. The first layer computes the rotary embeddings and the mask
+The layers come from `transformers`. The first layer computes the rotary embeddings and the mask
 once, and all layers pass them on in a dict. Layers have the names of `LlamaForCausalLM`, which can
 load the state dict that `rpcmp export` writes, and whose weights can initialize a run (`init`).
 """

@@ -2,7 +2,7 @@
 
 This is what `DistributedDataParallel` does. Every replica holds the whole model and computes a part
 of the micro-batches. Before each step the gradients are summed, so that all replicas stay the same.
-Batch normalization sees one micro-batch at a time, and its running statistics are those of the
+Batch normalization sees one micro-batch at a time, and its running statistics come from the
 first replica, as in DistributedDataParallel.
 """
 

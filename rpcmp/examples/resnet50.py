@@ -56,7 +56,7 @@ def block(in_channels: int, width: int, stride: int) -> Callable[[], nn.Module]:
 class Bottleneck(nn.Module):
     """From `(N, in_channels, H, W)` to `(N, 4 * width, H / stride, W / stride)`, float32.
 
-    Three convolutions, of which the first narrows and the last widens, are added to the shortcut.
+    Three convolutions (the first narrows, the last widens) are added to the shortcut.
     """
 
     def __init__(self, in_channels: int, width: int, stride: int = 1) -> None:

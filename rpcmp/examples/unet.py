@@ -56,7 +56,7 @@ class Down(nn.Module):
 
 
 class Up(nn.Module):
-    """Doubles height and width, and joins the features with those of the way down.
+    """Doubles height and width, and joins the features with the saved ones of the way down.
 
     From features `(N, in_channels, H, W)` and a skip `(N, skip_channels, 2H, 2W)` to
     `(N, skip_channels, 2H, 2W)`, all float32.

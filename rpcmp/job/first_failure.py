@@ -3,6 +3,15 @@
 `FirstFailure` keeps it, and `Watchdog` finds the failure that raises nothing: every process is
 alive, but nothing moves, as with a lock that is never released or a loader that waits for a disk
 forever. A slow step is not a hang: some stage starts an action every now and then.
+
+How each failure is noticed, and after how long:
+
+    user's code has raised         at once                       worker/backward.py
+    a process has died             at once                       process/child.py
+    a process is stopped or stuck  `recovery.heartbeat_timeout`  process/activity.py
+    a server's host has vanished   7 s, gRPC's keepalive         server/connection.py
+    a connection is silent         6 s, TCP's user timeout       process/sockets.py
+    all live and nothing moves     `recovery.watchdog`           `Watchdog`
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class Generation:
             self._fds,
             self._pool.forks,
             self._log_driver,
-            self._pool.reach,
+            self._pool.file_access,
         )
         self._driver = driver
         self._listening = self.failure.supervise(self._listen(driver))
@@ -202,7 +202,10 @@ class Generation:
         return unread
 
     async def close(self) -> None:
-        """End all processes; the servers end their workers when they are no longer watched."""
+        """End all processes, after up to LAST_WORDS_SECONDS for what the driver still reports.
+
+        The servers end their workers when they are no longer watched.
+        """
         await self.abandon()
         await self.failure.close()
         await self._relay.close()

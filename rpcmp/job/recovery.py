@@ -124,7 +124,7 @@ def is_recoverable(error: RpcmpError, has_begun: bool, has_stepped: bool = True)
 
 
 def location(error: RpcmpError) -> Location | None:
-    """Return where the user's code raised, or None if the fault is not in that code."""
+    """Return where in the run the user's code raised; None if the fault is not in that code."""
     match error:
         case StageError():
             return ("stage", error.stage, error.phase, error.step, error.microbatch)

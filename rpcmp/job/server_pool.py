@@ -29,7 +29,7 @@ from rpcmp.net.peer_connection import Dialer
 from rpcmp.observability.events import Event, ReplacedEvent, WaitingEvent
 from rpcmp.process.fork_client import DRIVERS, WORKERS, Forks
 from rpcmp.process.logging import collector
-from rpcmp.process.sandbox.confinement import Reach, hidden_by
+from rpcmp.process.sandbox.confinement import FileAccess, hidden_by
 from rpcmp.server.client import StageClient
 from rpcmp.v1 import control_pb2 as pb
 
@@ -155,13 +155,13 @@ class ServerPool:
         self._local = None if self.addresses else LocalServers(self.forks, serve_options(config))
 
     @property
-    def reach(self) -> Reach | None:
+    def file_access(self) -> FileAccess | None:
         """The files that the driver process may open; None: it is not confined."""
         config, confine = self._config, self._config.security.confine
         if confine is False or (confine is None and self._local is not None):
             return None
         hidden = hidden_by(config.certs_folder, needed=config.folder)
-        return Reach(hidden=hidden).reading(config.folder, *config.data_paths)
+        return FileAccess(hidden=hidden).reading(config.folder, *config.data_paths)
 
     async def open(self) -> None:
         if self._local is not None and not self.addresses:

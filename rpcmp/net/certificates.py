@@ -272,7 +272,7 @@ class Revocations:
         )
 
     def require(self, context: ssl.SSLContext) -> None:
-        """Make `context` refuse revoked certificates, and those of authorities without a CRL."""
+        """Make `context` refuse revoked certificates, and all from authorities without a CRL."""
         # Python takes CRLs from files only; the content that was checked is not read anew.
         with tempfile.NamedTemporaryFile(prefix="rpcmp-crl-") as file:
             file.write(self._content)

@@ -194,7 +194,7 @@ RETRY_SECONDS = 0.1
 CLOSING_SECONDS = 0.001
 """Interval of checks whether a connection that was ended is closed."""
 
-SILENT_SECONDS = 5
+FIRST_BYTE_SECONDS = 5
 """How long the kernel may hold back a connection that sends nothing; it rounds up."""
 
 BACKLOG = 4096
@@ -214,7 +214,7 @@ def listen_deferred(listener: socket.socket) -> None:
     """
     listener.listen(BACKLOG)
     with contextlib.suppress(OSError, AttributeError):  # no Linux, no TCP: it does not wait
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_SECONDS)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, FIRST_BYTE_SECONDS)
 
 
 def accept_with_data(listener: socket.socket) -> tuple[socket.socket, Any]:

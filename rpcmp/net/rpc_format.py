@@ -11,7 +11,7 @@ forms that torch gives to rpcmp's own:
     payload            Python's pickle, guarded by `rpcmp.rpc.unpickler`; torch's ids around it
     tensors            a pickle of the tensors' shapes; their bytes travel by another connection
 
-The forms are those of torch 2.13: tensorpipe_utils.cpp and message.h of torch/csrc/distributed/rpc,
+Forms as in torch 2.13: tensorpipe_utils.cpp and message.h of torch/csrc/distributed/rpc,
 torch/csrc/jit/serialization/pickler.cpp. tests/unit/net/test_rpc_inspection.py compares them with
 messages of torch. Nothing here imports torch: this runs in supervisors.
 """

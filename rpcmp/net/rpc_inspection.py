@@ -6,7 +6,7 @@ that ("cma"); and it hands every type of message to torch. So the supervisor's r
 and ends a connection before anything outside of the protocol reaches the worker.
 
 An agent opens a pipe to each peer, of several connections. Every write on them is a frame: its
-length in eight bytes, then so many bytes.
+length in eight bytes, then its content.
 
     descriptor   ──hello──brochure──> <──answer──     then, requests one way, responses the other:
                  message = descriptor, type, id, payload, tensor list
@@ -14,7 +14,7 @@ length in eight bytes, then so many bytes.
     reply        ──hello, likewise──>                          never used: devices are all CPU
 
 Brochures are replaced by one that offers the channel "basic" over sockets and nothing else. The
-tensors' frames have to be as long as the message has announced. The formats are those of
+tensors' frames have to be as long as the message has announced. Formats as in
 tensorpipe/core/pipe_impl.cc and nop_types.h, encoded by libnop; for the contents of messages see
 `rpcmp.net.rpc_format`.
 """
@@ -336,7 +336,7 @@ class Inspection:
             self.resume()
 
     def _frame(self, most: int, exactly: int | None = None) -> Generator[None, None, bytes]:
-        """Return the content of the next frame, of at most or `exactly` so many bytes."""
+        """Return the content of the next frame; its size is limited, or fixed by `exactly`."""
         yield from self._wait_for(_LENGTH.size)
         (length,) = _LENGTH.unpack_from(self._buffer, self._at)
         if length > most or length != (length if exactly is None else exactly):

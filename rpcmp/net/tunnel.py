@@ -284,10 +284,15 @@ def bind_unix(path: Path) -> socket.socket:
         listener.bind(str(path))
     except OSError as error:
         listener.close()
+        size = len(os.fsencode(path))
+        why = (
+            f"it has {size} bytes, of {MAX_SOCKET_PATH}"
+            if size > MAX_SOCKET_PATH
+            else one_line(error)
+        )
         raise ConfigError(
-            f"cannot bind a Unix socket to {path} ({one_line(error)}): the path has "
-            f"{len(os.fsencode(path))} bytes, and may have at most {MAX_SOCKET_PATH}; set TMPDIR "
-            "to a folder with a short path"
+            f"cannot bind a Unix socket to {path}: {why}; set TMPDIR to a folder "
+            "with a short path"
         ) from error
     return listener
 

@@ -10,6 +10,7 @@ with `--insecure`.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, NamedTuple
@@ -22,13 +23,17 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 from prometheus_client.registry import Collector
-from starlette.types import ASGIApp
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rpcmp.config import addresses
-from rpcmp.errors import ConfigError
+from rpcmp.config.importing import explain_error
+from rpcmp.errors import ConfigError, one_line
 from rpcmp.net.connection_limits import BoundedListener, ConnectionLimit, descriptor_limit
 from rpcmp.net.security import Security, is_loopback
 from rpcmp.observability.web_server import HostCheck, WebServer, listen
+
+log = logging.getLogger(__name__)
 
 SCRAPE_SECONDS = 10.0
 """Seconds that a connection may last, for one scrape; also Prometheus' own default timeout."""
@@ -129,6 +134,29 @@ def _metric(family: Family, values: dict[tuple[str, ...], Value]) -> Metric:
     return metric
 
 
+class OneScrape:
+    """Gives each connection one scrape by `app`; logs why a scrape fails."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_last(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                closes = (b"connection", b"close")  # connections may last SCRAPE_SECONDS
+                message = {**message, "headers": [*message["headers"], closes]}
+            await send(message)
+
+        app = self._app
+        if scope["method"] not in ("GET", "HEAD"):
+            app = PlainTextResponse("405: GET the metrics\n", 405, {"Allow": "GET, HEAD"})
+        try:
+            await app(scope, receive, send_last)
+        except Exception as error:
+            log.error("a scrape failed: %s", explain_error(error))
+            raise
+
+
 @contextlib.contextmanager
 def serving(collector: Collector, address: str, security: Security) -> Iterator[str]:
     """Serve `collector`, and metrics of this process, until the block is left.
@@ -156,7 +184,7 @@ def serving(collector: Collector, address: str, security: Security) -> Iterator[
     registry = CollectorRegistry()
     registry.register(collector)
     ProcessCollector(registry=registry)
-    app: ASGIApp = make_asgi_app(registry)
+    app: ASGIApp = OneScrape(make_asgi_app(registry))
     try:
         listener = listen(host, port)
     except OSError as error:
@@ -171,9 +199,11 @@ def serving(collector: Collector, address: str, security: Security) -> Iterator[
         limit,
         None if credentials is None else credentials.metrics,
         "rpcmp-metrics",
+        lambda error: log.error("the metrics are not served any more: %s", one_line(error)),
     )
     try:
         scheme = "http" if credentials is None else "https"
-        yield f"{scheme}://{addresses.joined(host, port)}/metrics"
+        yield f"{scheme}://{addresses.format_address(host, port)}/metrics"
     finally:
+        limit.end_all()  # no client waits for a last message
         server.close()

@@ -45,7 +45,7 @@ MAX_LINES = 1024 * MIB
 MAX_TIME = 2.0**53
 """Upper limit of times in seconds, beyond any date."""
 
-NAMED = 3
+MAX_LISTED = 3
 """Folders that an error message lists."""
 
 Kind = TypeVar("Kind", bound=Event)
@@ -85,7 +85,7 @@ def read(path: Path) -> Record:
     """
     info = _read_info(path)
     try:
-        config = json.loads(read_bytes(path / CONFIG, MAX_JSON))
+        config = _loads(read_bytes(path / CONFIG, MAX_JSON))
     except (OSError, ValueError, RecursionError) as error:
         raise _damaged(path / CONFIG, error) from error
     if not isinstance(config, dict):
@@ -95,10 +95,17 @@ def read(path: Path) -> Record:
     return Record(path, info, config, sorted(events, key=lambda event: event.time or 0.0))
 
 
+def _loads(text: bytes) -> Any:
+    """Return the JSON document; an integer too large for any use becomes an infinite float."""
+    return json.loads(
+        text, parse_int=lambda digits: float(digits) if len(digits) > 300 else int(digits)
+    )
+
+
 def _read_info(path: Path) -> RunInfo:
     file = path / RUN
     try:
-        data = json.loads(read_bytes(file, MAX_JSON))
+        data = _loads(read_bytes(file, MAX_JSON))
         number = data.get("format") if isinstance(data, dict) else None
         if isinstance(number, int) and number != FORMAT:  # its other keys may differ too
             raise ConfigError(
@@ -123,8 +130,8 @@ def _instead(path: Path) -> str:
     files = sorted(path.glob(f"*/{RUN}"), key=lambda file: file.stat().st_mtime)
     if not files:
         return f"it has no {RUN}; `rpcmp drive` makes one a run in `log.folder`"
-    names = ", ".join(str(file.parent) for file in reversed(files[-NAMED:]))
-    more = f" and {len(files) - NAMED} more" if len(files) > NAMED else ""
+    names = ", ".join(str(file.parent) for file in reversed(files[-MAX_LISTED:]))
+    more = f" and {len(files) - MAX_LISTED} more" if len(files) > MAX_LISTED else ""
     return f"it holds {len(files)} of them; name one: {names}{more}"
 
 
@@ -150,7 +157,7 @@ def _read_events(file: Path) -> Iterator[Event]:
 
 def _parse_line(line: bytes, number: int) -> Event | None:
     try:
-        data = json.loads(line)
+        data = _loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"line {number} is not JSON: {error}") from error
     if not isinstance(data, dict):

@@ -6,6 +6,7 @@ client that is silent, or reads slowly, delays no other. If the server fails, th
 
 from __future__ import annotations
 
+import logging
 import socket
 import ssl
 import threading
@@ -19,6 +20,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rpcmp.config import addresses
 from rpcmp.net.connection_limits import BoundedListener, ConnectionLimit
+from rpcmp.net.identity import refusal
+
+log = logging.getLogger(__name__)
 
 BACKLOG = 128
 """Connections that the kernel queues for the server to accept."""
@@ -31,9 +35,12 @@ CLOSE_SECONDS = 10.0
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket: a client that connects before the server runs waits for it."""
+    """Return a listening socket: a client that connects before the server runs waits for it.
+
+    A name with addresses of both kinds, such as localhost, means its IPv4 address.
+    """
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family, kind, protocol, _, address = infos[0]
+    family, kind, protocol, _, address = min(infos, key=lambda each: each[0] != socket.AF_INET)
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -54,6 +61,7 @@ class WebServer:
         limit: of the listener's connections.
         tls: returns the TLS context of the next connection; None: connections are not encrypted.
         name: name of the thread.
+        on_failure: called from the thread if the server fails.
 
     Attributes:
         failure: why it has stopped; None: it has not failed.
@@ -66,7 +74,9 @@ class WebServer:
         limit: ConnectionLimit,
         tls: Callable[[], ssl.SSLContext] | None,
         name: str,
+        on_failure: Callable[[Exception], None] = lambda error: None,
     ) -> None:
+        self._on_failure = on_failure
         self.failure: Exception | None = None
         self._limit = limit
         self._server = _Server(_config(app, tls), limit)
@@ -86,6 +96,7 @@ class WebServer:
                 self._server.run([listener])
         except (Exception, SystemExit) as error:  # uvicorn exits if it cannot start
             self.failure = error if isinstance(error, Exception) else OSError("it cannot start")
+            self._on_failure(self.failure)
 
 
 class _Server(uvicorn.Server):
@@ -129,7 +140,32 @@ class _TlsContext(ssl.SSLContext):
 
     def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
         """See ssl.SSLContext; asyncio calls it once per connection."""
-        return self.current().wrap_bio(*args, **kwargs)
+        context = self.current()
+        context.sslobject_class = _Handshake
+        return context.wrap_bio(*args, **kwargs)
+
+
+class _Handshake(ssl.SSLObject):
+    """A TLS connection whose client learns why it is refused.
+
+    asyncio drops the alert when a handshake fails. So the failure first asks for more data, for
+    which asyncio sends all that is there; the client closes, or else the limit ends the connection.
+    """
+
+    _failure: ssl.SSLError | None = None
+
+    def do_handshake(self) -> None:
+        """See ssl.SSLObject."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            super().do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise
+        except ssl.SSLError as error:
+            log.debug("refused a connection: %s", refusal(error))
+            self._failure = error
+            raise ssl.SSLWantReadError from error
 
 
 class HostCheck:

@@ -100,7 +100,7 @@ def assign(
         for layer in names
     }
     known = None
-    if config.names_parameters or config.init is not None:
+    if config.refers_to_parameters or config.init is not None:
         known = parameter_names.named_parameters_of(config, layers_of_stages)
     _check_weights(config, stage_of, known)
     names_of = dict.fromkeys(stage_of) if known is None else known
@@ -180,7 +180,7 @@ def _try_out(config: Config, driver_metrics: Sequence[str]) -> None:
     }
     for name, source in sources.items():
         if _is_everywhere(source):
-            importing.function(source, name)
+            importing.load_function(source, name)
     for index, stage in enumerate(config.stage_names):
         device = config.stage(index).device
         try:

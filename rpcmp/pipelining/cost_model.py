@@ -1,7 +1,7 @@
 """Predict a step: the micro-batches in flight by the schedule, and time and memory by measurements.
 
 Schedules count bundles: all micro-batches that travel in one message; see rpcmp.rpc.messages. The
-times are those of a model's layers on each host (`HostProfile`). Pure: no torch, so that
+times are a model's layers', measured on each host (`HostProfile`). Pure: no torch, so that
 supervisors can predict the memory of workers.
 """
 
@@ -63,7 +63,7 @@ def in_flight(config: Config) -> int:
 
 
 def in_flight_per_replica(config: Config) -> int:
-    """Return the most bundles in flight per replica of the sink, each of which runs its part."""
+    """Return the most bundles in flight per replica of the sink; each replica runs its part."""
     sink = _sink(config)
     by_stage = limits(config)
     most = max(by_stage[worker.stage].open * worker.num_replicas for worker in config.workers)

@@ -66,6 +66,32 @@ def base_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+class MemoryMeter:
+    """Memory of a stage: resident memory on a CPU, memory allocated by torch on a GPU.
+
+    Create it when the stage has been built and nothing has run.
+
+    Attributes:
+        idle: bytes at that time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.idle = self._now()
+
+    def peak(self) -> int:
+        """Return the most bytes until now."""
+        is_gpu = self._device.type == "cuda"
+        most = torch.cuda.max_memory_allocated(self._device) if is_gpu else base_bytes(CPU)
+        return max(self.idle, most)
+
+    def _now(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.memory_allocated(self._device)
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        return pages * resource.getpagesize()
+
+
 def available_bytes(device: torch.device) -> int | None:
     """Return the free memory of the device and this process's own; None if unknown.
 

@@ -50,8 +50,8 @@ def seed_all(*parts: int | str) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
-NAMED = 5
-"""Tensors that a message names."""
+MAX_LISTED = 5
+"""Most tensors that an error lists."""
 
 
 def require_known_weights(
@@ -70,7 +70,9 @@ def require_known_weights(
     else:
         unknown = [name for name in stored if name not in names]
     if unknown:
-        raise ConfigError(f"init = {path!r} has tensors of no layer: {', '.join(unknown[:NAMED])}")
+        raise ConfigError(
+            f"init = {path!r} has tensors of no layer: {', '.join(unknown[:MAX_LISTED])}"
+        )
 
 
 def load_weights(
@@ -102,7 +104,7 @@ def load_weights(
                 if owns_prefixes:
                     unknown = {n for n in names if n.startswith(prefix)} - {*own} - {*tied_to}
                     if unknown:
-                        raise RuntimeError(f"has no {', '.join(sorted(unknown)[:NAMED])}")
+                        raise RuntimeError(f"has no {', '.join(sorted(unknown)[:MAX_LISTED])}")
             except RuntimeError as error:
                 raise ConfigError(f"init = {path!r}: layer {layer!r}: {error}") from error
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from rpcmp.config.schema import Config
-from rpcmp.errors import NAMED, ConfigError, did_you_mean, nearest, one_line, suggest
+from rpcmp.errors import MAX_LISTED, ConfigError, did_you_mean, nearest, one_line, suggest
 from rpcmp.pipelining import layers
 
 _log = logging.getLogger(__name__)
@@ -106,10 +106,10 @@ def layer_of(config: Config, parameter: str, names_of: Mapping[str, Named | None
     if not fitting:
         first, _, rest = parameter.partition(".")
         near = nearest(first, names_of)
-        there_are = ", ".join(map(repr, list(names_of)[:NAMED]))
+        there_are = ", ".join(map(repr, list(names_of)[:MAX_LISTED]))
         raise ConfigError(
             f"tied: {parameter!r} lies in no layer{did_you_mean(near and f'{near}.{rest}')} (the "
-            f"layers are {there_are}{', ...' if len(names_of) > NAMED else ''})"
+            f"layers are {there_are}{', ...' if len(names_of) > MAX_LISTED else ''})"
         )
     longest = max(len(prefixes[layer]) for layer in fitting)
     owners = [layer for layer in fitting if len(prefixes[layer]) == longest]

@@ -53,7 +53,7 @@ class ProfileOrder(Strict):
 
 
 class LayerProfile(Strict):
-    """One layer on one host. Times and activations are those of one micro-batch.
+    """One layer on one host. Times and activations are per micro-batch.
 
     Attributes:
         forward_s, backward_s, weight_s: seconds of the forward, the input gradient and the weight

@@ -1,6 +1,6 @@
 """Simulate a step of any graph under any schedule: its duration, and where stages wait.
 
-The rules are those of a run: a stage's thread does one action at a time and asks its policy for the
+The rules are a run's: a stage's thread does one action at a time and asks its policy for the
 next; a forward needs its inputs' forwards, a backward the forward and its readers' backwards, and
 both take time on the wire. `balance = "auto"` predicts with it, and the tests draw every schedule
 with it. Pure: no torch, no processes.

@@ -31,7 +31,7 @@ from setproctitle import setproctitle
 from rpcmp.process.channel import die_with_parent
 from rpcmp.process.interpreter import STOP_SIGNALS, kill_group
 from rpcmp.process.sandbox import confinement, namespace
-from rpcmp.process.sandbox.confinement import Reach
+from rpcmp.process.sandbox.confinement import FileAccess
 
 MAX_BYTES = 64 * 1024
 MAX_FDS = 64
@@ -126,8 +126,8 @@ class ForkServer:
                 key.fileobj.close()
         self._wakeup.close()
         self._lines.close()
-        module, reach = message["module"], message["reach"]
-        if reach is not None:  # our own output may be a terminal, see `logging/collector.py`
+        module, file_access = message["module"], message["file_access"]
+        if file_access is not None:  # our own output may be a terminal, see `logging/collector.py`
             output = fds.pop()
             for standard in (1, 2):
                 os.dup2(output, standard)
@@ -135,8 +135,8 @@ class ForkServer:
         channel, *more = fds
         sys.argv = [module, *map(str, (channel, self._pid, *more))]
         setproctitle(module)
-        if reach is not None:  # before any code that is not ours
-            confinement.enter(Reach.from_message(reach), message["scratch"])
+        if file_access is not None:  # before any code that is not ours
+            confinement.enter(FileAccess.from_message(file_access), message["scratch"])
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         sys.exit()
 

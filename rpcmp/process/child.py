@@ -27,7 +27,7 @@ from rpcmp.process.fork_client import Forked, Forks
 from rpcmp.process.logging.collector import LineHandler, Output, Receiver
 from rpcmp.process.logging.records import Line, entry_of, pass_on
 from rpcmp.process.resources import create_folder, remove_folder, shared_memory
-from rpcmp.process.sandbox.confinement import SCRATCH, Reach
+from rpcmp.process.sandbox.confinement import SCRATCH, FileAccess
 
 MAX_MESSAGE = 64 * 2**20
 """Bytes of the longest message that a child may send, by default."""
@@ -76,7 +76,7 @@ class Child:
         fds: Sequence[int] = (),
         forks: Forks | None = None,
         on_line: LineHandler | None = None,
-        reach: Reach | None = None,
+        file_access: FileAccess | None = None,
         max_message_bytes: int = MAX_MESSAGE,
     ) -> Child:
         """Start `python -m module CHANNEL PARENT_PID STACKS ACTIVITY LOG HELD FDS...`.
@@ -84,7 +84,7 @@ class Child:
         Args:
             forks: where to fork it; None to start an interpreter, which imports everything anew.
             on_line: called with each of its log lines; None to add them to our own log.
-            reach: what it may open; None for an unconfined child. Only a fork can be confined.
+            file_access: what it may open; None: it is not confined. Only a fork can be.
             max_message_bytes: of the longest message that it may send.
         """
         loop = asyncio.get_running_loop()
@@ -98,7 +98,7 @@ class Child:
             on_error.callback(log.close)
             inherited = (theirs.fileno(), stacks.fd, memory, *log.fds, *fds)
             folder, output = None, None
-            if reach is not None:
+            if file_access is not None:
                 folder, output = create_folder(SCRATCH), Output(on_line)
                 on_error.callback(remove_folder, folder)
                 on_error.callback(output.close)
@@ -110,7 +110,9 @@ class Child:
             else:
                 if output is not None:
                     inherited = (*inherited, *output.fds)
-                process = await forks.fork(module, environment, inherited, reach, str(folder or ""))
+                process = await forks.fork(
+                    module, environment, inherited, file_access, str(folder or "")
+                )
             reader, writer = await asyncio.open_connection(sock=ours, limit=max_message_bytes)
             log.start(loop)
             if output is not None:

@@ -17,7 +17,7 @@ from typing import Any, Self
 from rpcmp.errors import JobError, WorkerDiedError
 from rpcmp.process import interpreter
 from rpcmp.process.interpreter import compute_environment
-from rpcmp.process.sandbox.confinement import Reach
+from rpcmp.process.sandbox.confinement import FileAccess
 
 WORKERS, DRIVERS = "rpcmp.worker.process", "rpcmp.driver.process"
 """Modules to preload: for forking workers, and for forking driver processes."""
@@ -97,7 +97,7 @@ class Forks:
         module: str,
         environment: Mapping[str, str],
         fds: Sequence[int],
-        reach: Reach | None = None,
+        file_access: FileAccess | None = None,
         scratch: str = "",
     ) -> Forked:
         """Fork a child that runs `module` as `python -m` does.
@@ -107,14 +107,14 @@ class Forks:
                 server is restarted, and its children end.
             fds: what the child inherits, see `rpcmp.process.channel.connect_to_supervisor`; the
                 last one of a confined child is its standard output and error.
-            reach: what the child may open, if it is confined.
+            file_access: what the child may open, if it is confined.
             scratch: the folder for temporary files of a confined child.
         """
         await self._require_server(environment)
         message = {
             "op": "fork",
             "module": module,
-            "reach": None if reach is None else reach.to_message(),
+            "file_access": None if file_access is None else file_access.to_message(),
             "scratch": scratch,
         }
         forked: Forked = await self._request(message, fds)

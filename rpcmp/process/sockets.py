@@ -84,7 +84,7 @@ def _listening_address(fd: int) -> str:
         if not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             return ""
         host, port, *_ = copy.getsockname()
-        return addresses.joined(host, port)
+        return addresses.format_address(host, port)
 
 
 class Links:
@@ -127,7 +127,7 @@ class Info(NamedTuple):
         sent: bytes that the other end has acknowledged.
         received: bytes that have arrived.
         round_trip_s: the kernel's smoothed estimate of the round trip, in seconds.
-        resent: packets, those of the handshake included.
+        resent: packets, including the handshake's.
     """
 
     state: int

@@ -20,7 +20,7 @@ from rpcmp.process.channel import Channel, Message, connect_to_supervisor
 from rpcmp.process.child import Child
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.logging.records import Line, entry_of, pass_on
-from rpcmp.process.sandbox.confinement import Reach
+from rpcmp.process.sandbox.confinement import FileAccess
 
 TASKS = {
     "sample": "rpcmp.worker.profiler:sample",
@@ -37,15 +37,18 @@ async def run_task(
     message: Message,
     environment: Mapping[str, str],
     forks: Forks | None = None,
-    reach: Reach | None = None,
+    file_access: FileAccess | None = None,
 ) -> Message:
     """Do the task `message["op"]` in a child process and return its only answer."""
-    child = await start_task(message["op"], environment, forks, reach)
+    child = await start_task(message["op"], environment, forks, file_access)
     return await child.ask(message)
 
 
 async def start_task(
-    op: str, environment: Mapping[str, str], forks: Forks | None = None, reach: Reach | None = None
+    op: str,
+    environment: Mapping[str, str],
+    forks: Forks | None = None,
+    file_access: FileAccess | None = None,
 ) -> Child:
     """Start a child process for a task; the caller sends it the message with this op."""
     name = _module(op).removeprefix("rpcmp.")
@@ -54,7 +57,7 @@ async def start_task(
         pass_on(entry_of(line, name, generation=0))
 
     return await Child.spawn(
-        "rpcmp.process.task", environment, forks=forks, on_line=log, reach=reach
+        "rpcmp.process.task", environment, forks=forks, on_line=log, file_access=file_access
     )
 
 

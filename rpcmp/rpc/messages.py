@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.futures import Future
 
-from rpcmp.pipelining import pytree
+from rpcmp.pipelining import microbatches
 
 
 class Mode(Enum):
@@ -83,7 +83,7 @@ class RoundHeader(NamedTuple):
         return [
             index
             for number in bundles
-            for index in pytree.samples_of(number, self.num_microbatches, self.num_bundles)
+            for index in microbatches.samples_of(number, self.num_microbatches, self.num_bundles)
         ]
 
     def microbatches(self, indices: Iterable[int]) -> list[MicrobatchMeta]:
@@ -91,7 +91,7 @@ class RoundHeader(NamedTuple):
             MicrobatchMeta(
                 self,
                 index,
-                len(pytree.samples_of(index, self.num_samples, self.num_microbatches)),
+                len(microbatches.samples_of(index, self.num_samples, self.num_microbatches)),
             )
             for index in indices
         ]
@@ -191,7 +191,7 @@ class StageOutputs(NamedTuple):
         narrowed: which tensors of `value` are float32 at both ends and travel as the config's
             `wire_dtype`.
         reports: with the first micro-batch of a step, the reports of the step before by this stage
-            and all that it reads, by stage. So the driver gets those of any number of stages in
+            and all that it reads, by stage. So the driver gets any number of stages' results in
             one message.
     """
 

@@ -31,7 +31,7 @@ from rpcmp.process.child import Child
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.logging.records import Entry, Line, entry_of
-from rpcmp.process.sandbox.confinement import Reach
+from rpcmp.process.sandbox.confinement import FileAccess
 from rpcmp.server import claim_log
 from rpcmp.server.access import GroupMembers
 from rpcmp.server.claim_log import LogBuffer, WorkerVitals
@@ -60,7 +60,7 @@ class Claim:
 
     Args:
         request: the driver's Prepare request, for `group`.
-        allowed, show, reach: see StageServer.
+        allowed, show, file_access: see StageServer.
 
     Attributes:
         relay: carries the worker's connections to other networks.
@@ -77,7 +77,7 @@ class Claim:
         dialer: Dialer,
         allowed: Sequence[str] | None,
         show: Callable[[Entry], None],
-        reach: Reach | None,
+        file_access: FileAccess | None,
     ) -> None:
         self.job, self.job_id = request.job, request.job_id
         self.generation = request.generation
@@ -98,7 +98,7 @@ class Claim:
         self.servers: dict[str, str] = {}
         self.worker_vitals = WorkerVitals()
         self._forks, self._dialer = forks, dialer
-        self._allowed, self._reach, self._show = allowed, reach, show
+        self._allowed, self._file_access, self._show = allowed, file_access, show
         self.group = group
         name = group.member(request.stage_index, request.replica)
         identity = (request.job_id, request.generation, name)
@@ -137,15 +137,15 @@ class Claim:
 
     async def _spawn(self) -> None:
         checkpoints = self._snapshot_store.folder  # the server's word for it, not the job's
-        reach = self._reach and self._reach.reading(self._folder, checkpoints)
-        self._finds_files = reach is None or bool(checkpoints and checkpoints.is_dir())
+        file_access = self._file_access and self._file_access.reading(self._folder, checkpoints)
+        self._finds_files = file_access is None or bool(checkpoints and checkpoints.is_dir())
         self._child = await Child.spawn(
             "rpcmp.worker",
             compute_environment(self._threads),
             self._snapshot_store.slots.fds,
             self._forks,
             self._add_line,
-            reach,
+            file_access,
             MAX_MESSAGE,
         )
         self._listening = asyncio.create_task(self._listen(self._child))

@@ -16,7 +16,7 @@ from rpcmp.errors import RpcmpError, SecurityError, UnreachableError, from_wire
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.tunnel import Tunnel
 from rpcmp.server.connection import CHANNEL_OPTIONS, IS_IT_RUNNING
-from rpcmp.server.link_test import MEASURE_SECONDS, LinkSpeed
+from rpcmp.server.link_speed import MEASURE_SECONDS, LinkSpeed
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import doctor_pb2
 from rpcmp.v1.control_pb2_grpc import ControlStub, RendezvousStub, SnapshotsStub

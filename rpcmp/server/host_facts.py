@@ -29,7 +29,7 @@ from rpcmp.process.channel import Message
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.sandbox import confinement
-from rpcmp.process.sandbox.confinement import Reach
+from rpcmp.process.sandbox.confinement import FileAccess
 from rpcmp.process.sockets import listeners
 from rpcmp.process.task import run_task
 from rpcmp.server.connection import PROTOCOL, machine
@@ -154,7 +154,7 @@ async def examine(
     threads: int = 1,
     allowed: Sequence[str] | None = None,
     checkpoints: Path | None = None,
-    reach: Reach | None = None,
+    file_access: FileAccess | None = None,
 ) -> HostFacts:
     """Collect the facts about this host.
 
@@ -166,7 +166,7 @@ async def examine(
         threads: compute threads of the worker.
         allowed: modules that callables may come from, see `rpcmp.config.importing`; None: any.
         checkpoints: the folder that checkpoints may lie in; None: anywhere.
-        reach: what the child process may open; None: it is not confined.
+        file_access: what the child process may open; None: it is not confined.
     """
     checked = await run_task(
         {
@@ -177,7 +177,7 @@ async def examine(
         },
         compute_environment(threads),
         forks,
-        reach,
+        file_access,
     )
     network = await forks.network()
     return HostFacts(
@@ -189,8 +189,8 @@ async def examine(
         listens=sorted(listeners().values()),
         network=network.name,
         exposed=network.reason,
-        confinement="" if reach is None else confinement.kernel_support(),
-        unconfined="" if reach is None else confinement.missing_protection(),
+        confinement="" if file_access is None else confinement.kernel_support(),
+        unconfined="" if file_access is None else confinement.missing_protection(),
         folder=await _check_folder(request, checkpoints),
         devices=checked["devices"],
         code=checked["code"],
@@ -273,7 +273,7 @@ def check_devices_and_code(message: Message) -> Iterator[Message]:
     """Task: try the devices, import the callables, and hash the code they come from."""
     if message["code_folder"]:
         sys.path.insert(0, message["code_folder"])
-    importing.limit(message["allowed"])
+    importing.set_allow_list(message["allowed"])
     request = CheckRequest.model_validate_json(message["order"])
     problems = {key: _import_problem(name, key) for key, name in request.callables.items()}
     yield {

@@ -22,7 +22,7 @@ from rpcmp.process import resources
 from rpcmp.server.access import OnlyPeers
 from rpcmp.server.connection import PEERS_OPTIONS, SERVER_OPTIONS, machine
 from rpcmp.server.hardened_grpc import Callers, GrpcServers
-from rpcmp.server.link_test import answer_link_test, measure_link
+from rpcmp.server.link_speed import answer_link_test, measure_link
 from rpcmp.server.rendezvous import RendezvousServicer
 from rpcmp.server.snapshot_transfer import SnapshotsServicer
 from rpcmp.v1 import control_pb2 as pb

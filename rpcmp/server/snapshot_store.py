@@ -1,4 +1,4 @@
-"""State that outlives a worker: its stage's snapshots, and those of a neighbour.
+"""State that outlives a worker: its stage's snapshots, and a neighbour's.
 
     worker ──copies──> own slots ──fetched by──> a neighbour's store on another machine
                                  ──opened by───> a neighbour's store on this machine
@@ -109,7 +109,7 @@ class SnapshotStore:
         self.mirror = None
         self.job_id = self.stage_name = ""
         self._folder = self._target = NO_FOLDER
-        self.slots.clear()
+        self.slots.free_memory()
         await self.notify()
 
     async def pause(self) -> None:
@@ -164,10 +164,10 @@ class SnapshotStore:
         self.stage_name = stage_name
         self._last_acknowledged = 0
         if restore is None:
-            self.slots.drop()
+            self.slots.drop_all()
             return []
         if restore.files:
-            self.slots.drop()
+            self.slots.drop_all()
             return [await self._file(file, generation) for file in restore.files]
         if restore.address:
             await self._fetch(restore, generation)

@@ -60,7 +60,7 @@ async def receive(stream: AsyncIterator[pb.FetchResponse], slots: Slots, pin: bo
         pin: keep it until it is saved, if the sender saves it too.
     """
     head = await anext(stream)
-    slot = slots.begin()
+    slot = slots.reserve()
     if slot is None:
         raise AssertionError("a mirror pins nothing for longer than a save takes")
     if head.size > MEMORY:

@@ -31,7 +31,7 @@ from rpcmp.process.fork_client import WORKERS, Forks
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.logging.collector import RecordSource
 from rpcmp.process.logging.records import Entry, pass_on
-from rpcmp.process.sandbox.confinement import SCRATCH, Reach
+from rpcmp.process.sandbox.confinement import SCRATCH, FileAccess
 from rpcmp.process.task import run_task
 from rpcmp.server import claim_log, services
 from rpcmp.server.access import GroupMembers
@@ -74,7 +74,7 @@ class StageServer:
         show: called with each line of a worker's output.
         checkpoints: the folder that jobs' checkpoints may lie in; None: "checkpoints" below the
             current directory.
-        reach: files that workers may open beyond a job's own; None: they are not confined.
+        file_access: files that workers may open beyond a job's own; None: they are not confined.
         works_for: process id of the driver that has started the server for its job; 0: any driver.
 
     Attributes:
@@ -94,7 +94,7 @@ class StageServer:
         allowed: Sequence[str] | None = None,
         show: Callable[[Entry], None] = pass_on,
         checkpoints: Path | None = None,
-        reach: Reach | None = None,
+        file_access: FileAccess | None = None,
         works_for: int = 0,
     ) -> None:
         self.works_for = works_for
@@ -111,7 +111,7 @@ class StageServer:
         self._show = show
         # Links on the way to it are its owner's, and followed once.
         self._checkpoints = Path(checkpoints or "checkpoints").resolve()
-        self._reach = reach
+        self._file_access = file_access
         self.forks = forks or Forks([WORKERS])
         self._forgetting: asyncio.TimerHandle | None = None
         self._changing = asyncio.Lock()  # held while a claim begins or ends
@@ -149,7 +149,7 @@ class StageServer:
 
         The child is killed if the caller cancels the call.
         """
-        async with self._reserved(request.job) as (folder, reach):
+        async with self._reserved(request.job) as (folder, file_access):
             answer = await run_task(
                 {
                     "op": "profile",
@@ -160,14 +160,14 @@ class StageServer:
                 },
                 compute_environment(request.job.threads),
                 self.forks,
-                reach,
+                file_access,
             )
         return json.dumps(answer["profile"])
 
     async def examine(self, request: doctor_pb2.ExamineRequest) -> str:
         """Collect facts about this host for a stage of a job; JSON of HostFacts."""
         order = CheckRequest.model_validate_json(request.order)
-        async with self._reserved(request.job) as (folder, reach):
+        async with self._reserved(request.job) as (folder, file_access):
             facts = await examine(
                 order,
                 self.forks,
@@ -176,14 +176,14 @@ class StageServer:
                 request.job.threads,
                 self._allowed,
                 self._checkpoints,
-                reach,
+                file_access,
             )
         return facts.model_copy(update={"metrics_port": self.metrics_port}).model_dump_json()
 
     @contextlib.asynccontextmanager
     async def _reserved(
         self, job: pb.PrepareRequest
-    ) -> AsyncIterator[tuple[Path | None, Reach | None]]:
+    ) -> AsyncIterator[tuple[Path | None, FileAccess | None]]:
         """Take no other job while one is being measured or examined.
 
         Yields the folder of the job's Python files, if it has any, and what its code may open.
@@ -197,7 +197,7 @@ class StageServer:
         folder = None
         try:
             folder = claim_log.unpack(job.code) if job.code else None
-            yield folder, self._reach and self._reach.reading(folder)
+            yield folder, self._file_access and self._file_access.reading(folder)
         finally:
             if folder is not None:
                 resources.remove_folder(folder)
@@ -231,7 +231,7 @@ class StageServer:
                 self.dialer,
                 self._allowed,
                 self._show,
-                self._reach,
+                self._file_access,
             )
             self._idle.clear()
             try:
@@ -362,7 +362,7 @@ class StageServer:
                 "install the model's package on the host and set ship_code = false"
             )
         for path in request.data_paths:
-            if self._reach is not None and not self._reach.may_read(path):
+            if self._file_access is not None and not self._file_access.may_read(path):
                 raise ConfigError(
                     f"does not let jobs read {path}, which is one of `data.paths` or `init`: start "
                     f"it with --data {path}, or a folder above"

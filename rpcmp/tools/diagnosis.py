@@ -23,7 +23,7 @@ from rpcmp.net.security import EXPIRES_DAYS, INSECURE
 from rpcmp.server.client import StageClient
 from rpcmp.server.connection import NEEDED_EQUAL, is_same_release
 from rpcmp.server.host_facts import Device, Folder, HostFacts
-from rpcmp.server.link_test import LinkSpeed, measure_link
+from rpcmp.server.link_speed import LinkSpeed, measure_link
 from rpcmp.tools.job_hosts import HostReport, HostSurvey
 from rpcmp.tools.job_links import Link, job_links
 from rpcmp.v1 import doctor_pb2

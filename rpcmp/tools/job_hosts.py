@@ -18,7 +18,7 @@ from rpcmp.process.fork_client import Forks
 from rpcmp.server.client import StageClient
 from rpcmp.server.connection import differences, versions
 from rpcmp.server.host_facts import CheckRequest, HostFacts, examine, marked
-from rpcmp.server.link_test import LinkSpeed, measure_link
+from rpcmp.server.link_speed import LinkSpeed, measure_link
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import doctor_pb2
 
@@ -28,7 +28,7 @@ class HostReport:
     """Facts about the host of a worker, a spare or the driver.
 
     Attributes:
-        settings: the stage's; for a spare those of the most demanding stages, else defaults.
+        settings: the stage's; for a spare, what the most demanding stages need, else defaults.
         address: HOST:PORT of its server; empty for the driver.
         facts: None if they are unknown.
         speed: of the link from the driver; None for the driver itself, and if there is no link.

@@ -37,7 +37,7 @@ from rpcmp.config.schema import Config
 from rpcmp.config.topology import Reference
 from rpcmp.data.batches import Batches, load_batches
 from rpcmp.errors import JobError, RpcmpError
-from rpcmp.pipelining import assignment, devices, layers, optimizers, pytree
+from rpcmp.pipelining import assignment, devices, layers, microbatches, optimizers
 from rpcmp.process.channel import Message
 from rpcmp.rpc.tensors import save_tensors
 from rpcmp.tools.reference_parts import ReferenceSteps, ReferenceTies, Replicas, autocast
@@ -74,7 +74,7 @@ class UnsplitModel:
     def __init__(self, config: Config, layer_names: dict[str, list[str]]) -> None:
         self._config = config
         self._graph = config.graph()
-        self._loss = importing.function(config.loss, "loss")
+        self._loss = importing.load_function(config.loss, "loss")
         self._modules: dict[str, dict[str, nn.Module]] = {}
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
         self._schedulers: list[Any] = []
@@ -155,7 +155,7 @@ class UnsplitModel:
         self._ties.copy_values()
         for parameter in self.parameters():
             parameter.grad = None
-        loss = pytree.exact_sum(losses)
+        loss = microbatches.exact_sum(losses)
         if self._config.scheduler_interval == "step" and has_stepped:
             self._step_schedulers(loss)
         return loss
@@ -205,7 +205,7 @@ class UnsplitModel:
         section = self._config.data
         if section is not None and section.min_microbatch is not None:
             return section.min_microbatch
-        return pytree.smallest_for(
+        return microbatches.smallest_for(
             module for modules in self._modules.values() for module in modules.values()
         )
 

@@ -1,6 +1,6 @@
 """Loss scaling, replicas and tied parameters in one process, for the reference of `rpcmp verify`.
 
-Mixed precision is that of a plain loop: `torch.autocast`, and `torch.amp.GradScaler` itself.
+Mixed precision is as in a plain loop: `torch.autocast`, and `torch.amp.GradScaler` itself.
 GradScaler skips the step of an optimizer whose gradients are not finite. Here is one optimizer per
 stage, and none may step if any must not, so GradScaler sees all of them as one.
 

@@ -88,9 +88,9 @@ def grid(config: Config, axes: Axes) -> Grid:
         reason = _why_useless(setting, batch_size)
         if not reason:
             same = settings.setdefault(_effect(config, setting), setting)
-            reason = "" if same is setting else f"the same as {same.way}"
+            reason = "" if same is setting else f"the same as {same.without_count}"
         if reason:
-            left_out[setting.way, reason].append(setting.num_microbatches)
+            left_out[setting.without_count, reason].append(setting.num_microbatches)
     lines = [
         f"left out: num_microbatches {', '.join(map(str, numbers))}, {way}: {reason}"
         for (way, reason), numbers in left_out.items()

@@ -66,7 +66,7 @@ def lines(tuned: Tuned) -> Iterator[str]:
     """Yield the lines below the table: what was left out, the verdict, and lines to paste."""
     yield from tuned.left_out
     reason = "stopped before" if tuned.is_cut_short else "no time left"
-    for way, group in groupby(tuned.unmeasured, key=lambda setting: setting.way):
+    for way, group in groupby(tuned.unmeasured, key=lambda setting: setting.without_count):
         numbers = ", ".join(str(setting.num_microbatches) for setting in group)
         yield f"not measured: {reason}: num_microbatches {numbers}, {way}"
     if tuned.is_cut_short:
@@ -183,7 +183,7 @@ def draw(tuned: Tuned) -> Figure:
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.add_subplot()
     axes.set_prop_cycle(color=COLOURS)
-    for way, group in groupby(tuned.series, key=lambda times: times.setting.way):
+    for way, group in groupby(tuned.series, key=lambda times: times.setting.without_count):
         _draw_line(axes, way, list(group))
     _draw_bound(axes, tuned)
     for name, times, marker, size in (

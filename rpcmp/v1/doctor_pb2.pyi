@@ -95,7 +95,7 @@ Global___ProbeRequest: _TypeAlias = ProbeRequest  # noqa: Y015
 
 @_typing.final
 class ProbeResponse(_message.Message):
-    """See rpcmp.server.connection.LinkSpeed."""
+    """See rpcmp.server.link_speed.LinkSpeed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -1,4 +1,4 @@
-"""A stage's backwards, whole or split: from its readers' gradients to those of its inputs.
+"""A stage's backwards, whole or split: from its readers' gradients to its inputs' gradients.
 
     engine thread     gradients ──> run ── submit B ──┐      waits  ┌──> gradients, upstream
     compute thread                                    └─ B ─────────┘        W
@@ -169,7 +169,7 @@ class Backwards:
 
     def run(self, saved: SavedBundle, gradients: Gradients) -> list[Tensor | None]:
         """Return the gradients of the inputs; blocks until the schedule has let it run."""
-        waiting = saved.result or self.start(saved, gradients)  # [9]
+        waiting = saved.result or self.start(saved, gradients)  # stage.py [9]
         result = waiting.result()
         for meta, index, tensors in result.none:
             self._mark_at_producer(meta, saved.bundle.number, index, tensors)
@@ -221,7 +221,7 @@ class Backwards:
         try:
             summed = self._sum_by_position(forward, gradients)
             with forward.weights.defer() if self.splits else contextlib.nullcontext():
-                of_inputs, none = forward.tape.backward(summed)  # [10]
+                of_inputs, none = forward.tape.backward(summed)  # stage.py [10]
         except BaseException as error:
             self._failures.add(meta.round.number, stage_error(self._stage, "backward", meta, error))
             waiting.set_exception(RuntimeError(f"backward failed at stage {self._stage!r}"))
@@ -232,7 +232,7 @@ class Backwards:
     def _accumulate(self, forward: SavedForward) -> None:
         meta = forward.meta
         try:
-            forward.weights.accumulate()  # [11]
+            forward.weights.accumulate()  # stage.py [11]
         except BaseException as error:
             broken = stage_error(self._stage, "backward", meta, error)
             self._failures.add(meta.round.number, broken)

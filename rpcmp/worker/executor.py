@@ -28,11 +28,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from torch.futures import Future
 
 from rpcmp.config.topology import ReplicaShare
+from rpcmp.observability.trace.spans import SpanRecorder
 from rpcmp.pipelining.schedule import Action, InFlightLimits, Policy, RoundProgress
 from rpcmp.process.activity import Activity
 from rpcmp.rpc.messages import AfterRound, RoundHeader
 from rpcmp.rpc.transport import attempt
-from rpcmp.worker.measurements import Recorder
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -167,7 +167,7 @@ class ComputeThread:
         self.policy = policy
         self.limits = limits
         self.activity = activity or Activity()
-        self.recorder = Recorder()
+        self.recorder = SpanRecorder()
         self.in_flight = 0
         self._share = share
         self._before_round = before_round
@@ -260,7 +260,7 @@ class ComputeThread:
         is_complete = current is not None and current.is_done(Action.WEIGHT)
         if current is not None and is_complete and not current.is_held:
             self._rounds.complete()
-            return functools.partial(self._after_round, current.header)
+            return functools.partial(self._after_round, current.header)  # stage.py [12]
         # Not while the thread can complete the round by itself.
         if self._calls and (current is None or is_complete or not current.is_done(Action.BACKWARD)):
             return self._calls.popleft()
@@ -272,7 +272,7 @@ class ComputeThread:
     def _take(self, current: RoundState, action: Action) -> Callable[[], None]:
         header = current.header
         is_first = not any(current.done.values())
-        task = current.take(action)  # [7]
+        task = current.take(action)  # stage.py [7]
         if action is Action.BACKWARD and not current.limits.splits:
             current.done[Action.WEIGHT] += 1
         frees = Action.WEIGHT if current.limits.splits else Action.BACKWARD

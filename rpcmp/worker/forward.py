@@ -97,10 +97,10 @@ class Execution:
         received = [tensor for one in computed for tensor in boundary.tensors_of(one.received)]
         constants = [tensor for one in computed for tensor in one.constants]
         run = functools.partial(self._backwards.run, saved)
-        connected = iter(boundary.connect(run, tensors, received, constants))  # [8]
+        connected = iter(boundary.connect(run, tensors, received, constants))  # stage.py [8]
         if self._model.is_sink and self._are_differentiated(tensors):
             scale = self._loss_scale or LossScale()
-            self._backwards.start(saved, [scale.gradient(loss) for loss in tensors])
+            self._backwards.start(saved, [scale.gradient(loss) for loss in tensors])  # stage.py [9]
         return [[_replaced(outputs, connected) for outputs in answer] for answer in answers]
 
     def _are_differentiated(self, losses: list[Tensor]) -> bool:
@@ -121,7 +121,7 @@ class Execution:
             )
             outputs = replay.forward()
         else:
-            tape = local = LocalTape(received, device)  # [7]
+            tape = local = LocalTape(received, device)  # stage.py [7]
             with weights.watch():
                 outputs = compute(local.inputs)
             self._splitter.calibrate(local.leave(outputs))

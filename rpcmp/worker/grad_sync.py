@@ -80,7 +80,7 @@ class GradientSync:
             finish_buffers = self._broadcast.start_buffers(round_number)
             for bucket in self._tracker.finish_round():
                 self.all_reduce.launch(round_number, bucket, computes=False)
-            self.all_reduce.finish(round_number)  # [12]
+            self.all_reduce.finish(round_number)  # stage.py [12]
             self._has_sum = True
             self._summed_round = round_number
             finish_buffers()

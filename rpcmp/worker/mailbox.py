@@ -198,7 +198,7 @@ class TiedParameters:
         self._num_syncs = 0
 
     def sum(self, round_number: int) -> None:
-        """Send gradients to the owners, and add up those of the parameters owned here."""
+        """Send gradients to the owners, and add up the gradients of the parameters owned here."""
         for owner, *copies in self._tied:
             for copy in copies:
                 if copy.stage == self._own.stage != owner.stage:

@@ -31,7 +31,7 @@ from rpcmp import metrics
 from rpcmp.config import files, importing
 from rpcmp.config.types import Autocast, Factory
 from rpcmp.errors import ConfigError, FactoryError
-from rpcmp.pipelining import devices, layers, pytree
+from rpcmp.pipelining import devices, layers, microbatches, pytree
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.rpc.messages import Evaluated, MicrobatchMeta
 
@@ -46,7 +46,7 @@ ALIGNMENT = 64
 
 @dataclass
 class LossScale:
-    """The gradient of the loss, where the sink's backwards start; changes between two steps.
+    """The gradient of the loss, from which the sink's backwards start; changes between two steps.
 
     To start from the scale instead of one leaves the loss as it is reported.
     """
@@ -85,7 +85,7 @@ class StageModel:
             module.to(self.device)
             if settings.frozen:
                 module.requires_grad_(False)
-        self._loss = importing.function(config.loss, "loss") if self.is_sink else None
+        self._loss = importing.load_function(config.loss, "loss") if self.is_sink else None
         if isinstance(self._loss, nn.Module):
             self._loss.to(self.device)
         self._sums_samples = _sums_samples(self._loss)
@@ -102,7 +102,7 @@ class StageModel:
         for index, (name, module) in enumerate(self._modules.items()):
             layers.seed_all(self._seed, header.mode.value, header.step, meta.draw, name)
             with self._autocast:
-                inputs = [module(*inputs)]  # [7]
+                inputs = [module(*inputs)]  # stage.py [7]
             if index + 1 < len(self._modules):
                 inputs = [pytree.map_tensors(_seam, inputs[0])]
         return inputs[0]
@@ -167,7 +167,7 @@ class StageModel:
     def smallest_microbatch(self) -> int:
         """Return the number of samples that this stage needs in a micro-batch to train."""
         self._set_mode(training=True)
-        return pytree.smallest_for(self._modules.values())
+        return microbatches.smallest_for(self._modules.values())
 
     def signature(self) -> dict[str, str]:
         """Describe each parameter and buffer, the code that computes with them, and the host."""
@@ -252,7 +252,7 @@ def _autocast(device: torch.device, dtype: Autocast | None) -> AbstractContextMa
 
 def _metric(source: Factory, what: str) -> Callable[..., Any]:
     """Import a function of (outputs, targets)."""
-    metric = importing.function(source, what)
+    metric = importing.load_function(source, what)
     if metrics.keeps_state(metric):
         raise FactoryError(
             f"{what} = {source.callable!r} has update and compute, so the driver has to compute "

@@ -77,7 +77,6 @@ class StageOptimizer(ComputeThreadOwner):
         self._seed = config.seed
         self._optimizer: Any = None
         self._scheduler: Any = None
-        self._hidden: HiddenState | None = None
         self._built: BuiltOptions | None = None
         if not self._parameters:
             return
@@ -88,7 +87,7 @@ class StageOptimizer(ComputeThreadOwner):
                 group_of = functools.partial(optimizers.group_of, source)
                 what = f"optimizer = {type(self._optimizer).__name__}"
                 require_restorable(self._build, self._named, group_of, what)
-            self._hidden = HiddenState(self._keeper)
+            _ = self._hidden
             options = copy.deepcopy((self._keeper.groups(), self._scheduler_state()))
             self._built = BuiltOptions(_asked(source, self._schedule), *options)
 
@@ -166,8 +165,6 @@ class StageOptimizer(ComputeThreadOwner):
         if self._optimizer is None:
             return {}, None, None, None, None
         kept = self._keeper.read()
-        if self._hidden is None:  # a user's program asks, and no snapshots are taken
-            self._hidden = HiddenState(self._keeper)
         self._hidden.warn_of_changes()
         built = None if self._built is None else self._built._asdict()
         return kept.state, kept.groups, self._scheduler_state(), built, kept.aside
@@ -231,7 +228,7 @@ class StageOptimizer(ComputeThreadOwner):
         started = time.perf_counter_ns()
         if self._optimizer is not None and updates:
             layers.seed_all(self._seed, "optimizer", self.steps + 1, self.stage)
-            self._optimizer.step()  # [13]
+            self._optimizer.step()  # stage.py [13]
         self._zero_grad()
         self.steps += 1
         self._after_step(self.steps)
@@ -263,6 +260,11 @@ class StageOptimizer(ComputeThreadOwner):
     def _keeper(self) -> OptimizerState:
         return OptimizerState(self._optimizer, self._named, f"stage {self.stage!r}")
 
+    @functools.cached_property
+    def _hidden(self) -> HiddenState:
+        """What a snapshot lacks, as it was before the first step of which a state may be kept."""
+        return HiddenState(self._keeper)
+
     def _build(self, named: Mapping[str, nn.Parameter]) -> tuple[Any, Any]:
         optimizer = optimizers.create(self._source, named)
         if self._schedule is None:
@@ -276,6 +278,7 @@ class StageOptimizer(ComputeThreadOwner):
         if kept.groups is None:
             raise ConfigError(f"the optimizer state knows no stage {self.stage!r}")
         self._keeper.load(kept)
+        _ = self._hidden
         if self._scheduler is not None and scheduler is not None:
             self._scheduler.load_state_dict(scheduler)
 
@@ -319,8 +322,10 @@ def _unscale(parameters: Iterable[nn.Parameter], inverse: float) -> bool:
     Same arithmetic as `torch.amp.GradScaler.unscale_`.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    values = [each.coalesce().values() if each.is_sparse else each for each in gradients]
-    are_finite = [bool(value.isfinite().all()) for value in values]
+    are_finite = [
+        bool((each.coalesce().values() if each.is_sparse else each).isfinite().all())
+        for each in gradients
+    ]
     for gradient in gradients:
         gradient.mul_(inverse)
     return all(are_finite)

@@ -16,9 +16,6 @@ import os
 import sys
 import threading
 from pathlib import Path
-from typing import Any
-
-from torch.futures import Future
 
 from rpcmp.checkpoint.slots import Slots
 from rpcmp.config import importing
@@ -38,11 +35,10 @@ from rpcmp.pipelining.assignment import Assignment
 from rpcmp.process.activity import start_heartbeat
 from rpcmp.process.channel import ChildContext, Message
 from rpcmp.rpc import transport, unpickler
-from rpcmp.rpc.messages import Bundle, TensorKey
 from rpcmp.rpc.transport import ChannelStore, Transport
 from rpcmp.worker import weight_grad
 from rpcmp.worker.snapshots import StageSnapshots, restore
-from rpcmp.worker.stage import Stage
+from rpcmp.worker.stage import RemoteStage, Stage
 
 LEAVE_SECONDS = 10.0
 """How long a worker waits for the others at the end of the group."""
@@ -79,12 +75,12 @@ class WorkerProcess:
     def run(self) -> None:
         """Serve from the build to the end of the group, and end the process."""
         assignment = Assignment.model_validate_json(self._start["assignment"])
-        importing.limit(self._start["allowed"])
+        importing.set_allow_list(self._start["allowed"])
         files: list[str] = []
         if folder := self._start["code_folder"]:
             sys.path.insert(0, folder)
             files = [path.stem for path in Path(folder).iterdir()]
-        unpickler.allow(importing.allowed_among(assignment.config.modules), files)
+        unpickler.allow(importing.filter_allowed(assignment.config.modules), files)
         loaders = _loaders(assignment)  # before there are threads
         transport.reserve_threads(assignment.in_flight)
         if any(limits.splits for limits in assignment.all_limits):
@@ -168,29 +164,3 @@ def _loaders(assignment: Assignment) -> LoaderPool | None:
     config, stage = assignment.config, assignment.stage_name
     loads = assignment.loads_data and config.graph().parts(stage)
     return LoaderPool(config, stage) if loads else None
-
-
-class RemoteStage:
-    """A stage of another worker; see `rpcmp.rpc.messages.Peer`."""
-
-    def __init__(self, transport: Transport, name: str) -> None:
-        self.name = name
-        self._transport = transport
-
-    def forward(self, bundle: Bundle, port: int) -> Future[Any]:
-        return self._transport.call(self.name, Stage.forward, bundle, port)
-
-    def mark_none_gradients(
-        self, round_number: int, microbatch: int, port: int, tensors: list[int]
-    ) -> Future[Any]:
-        method = Stage.mark_none_gradients
-        return self._transport.call(self.name, method, round_number, microbatch, port, tensors)
-
-    def gradient_part(self, rank: int, round_number: int, bucket: int) -> Future[Any]:
-        return self._transport.call(self.name, Stage.gradient_part, rank, round_number, bucket)
-
-    def gradient_total(self, round_number: int, bucket: int) -> Future[Any]:
-        return self._transport.call(self.name, Stage.gradient_total, round_number, bucket)
-
-    def get_tensors(self, key: TensorKey) -> Future[Any]:
-        return self._transport.call(self.name, Stage.get_tensors, key)

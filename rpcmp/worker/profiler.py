@@ -27,7 +27,7 @@ from rpcmp.config.topology import SOURCES, Reference
 from rpcmp.config.types import format_size
 from rpcmp.data.batches import load_batches
 from rpcmp.errors import ConfigError, JobError, RpcmpError
-from rpcmp.pipelining import devices, layers, optimizers, pytree
+from rpcmp.pipelining import devices, layers, microbatches, optimizers, pytree
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.pipelining.partition import HostProfile, LayerProfile, ProfileOrder
 from rpcmp.process.channel import Message
@@ -58,7 +58,7 @@ def sample(message: Message) -> Iterator[Message]:
     batches = load_batches(section.train, "data.train", section, config.seed, training=True)
     batch = next(batches.epoch(1))
     batches.close()
-    encoded = tensors.dump_message(pytree.split(batch, config.num_microbatches)[0])
+    encoded = tensors.dump_message(microbatches.split(batch, config.num_microbatches)[0])
     if len(encoded) > MAX_SAMPLE:
         raise ConfigError(
             f"a micro-batch of {format_size(len(encoded))} is too large to measure with, which "
@@ -76,7 +76,7 @@ def profile(message: Message) -> Iterator[Message]:
     """Task: measure the layers with a micro-batch."""
     if message["code_folder"]:
         sys.path.insert(0, message["code_folder"])
-    importing.limit(message["allowed"])
+    importing.set_allow_list(message["allowed"])
     # Before the user's code is imported: weight gradients are timed apart.
     weight_grad.install()
     inputs, targets = tensors.load_message(base64.b64decode(message["sample"]))

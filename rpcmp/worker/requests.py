@@ -9,12 +9,8 @@ reader is a TrainStepRunner in the same process, with one thread per bundle in f
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future as Running
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
 from torch.futures import Future
@@ -28,9 +24,9 @@ from rpcmp.config.topology import (
     ReplicaShare,
     member_name,
 )
-from rpcmp.data.batch_server import Slices
+from rpcmp.data.batch_server import SliceFetcher
 from rpcmp.data.stage_loader import StageDataLoader
-from rpcmp.errors import JobError, NonFiniteLossError, RpcmpError, to_wire
+from rpcmp.errors import JobError, RpcmpError, to_wire
 from rpcmp.pipelining.schedule import Action
 from rpcmp.rpc.messages import (
     Bundle,
@@ -39,9 +35,8 @@ from rpcmp.rpc.messages import (
     Peer,
     StageOutputs,
     StepReport,
-    Trained,
 )
-from rpcmp.rpc.transport import NOBODY, Raised, Transport, attempt, result, when_all
+from rpcmp.rpc.transport import NOBODY, Raised, Transport, result, when_all
 from rpcmp.worker.backward import Failures
 from rpcmp.worker.executor import ComputeThread, Task
 from rpcmp.worker.forward import Computed, Execution
@@ -77,7 +72,7 @@ class Inputs:
         self._ports = [_port(graph, stage, index) for index in range(len(self.references))]
         self._is_sink = graph.sink == stage
         self._peer = peer
-        self._slices = Slices(share, transport)
+        self._slices = SliceFetcher(share, transport)
         self._loader = loader
         self._assignments = {
             reference.producer: assignment_of(reference.producer)
@@ -118,9 +113,9 @@ class Inputs:
     def _ask_one(self, bundle: Bundle, index: int, reference: Reference) -> tuple[str, Future[Any]]:
         if not reference.from_batch:
             producer = self._producer(bundle.number, index)
-            return producer.name, producer.forward(bundle, self._ports[index])  # [4]
+            return producer.name, producer.forward(bundle, self._ports[index])  # stage.py [4]
         if self._loader is not None and bundle.round.batch_id:
-            return NOBODY, self._loader.get(bundle, reference)
+            return NOBODY, self._loader.get(bundle, reference)  # stage.py [5]
         return NOBODY, self._slices.get(bundle, reference.producer, reference.path, index)
 
 
@@ -182,7 +177,7 @@ class ForwardRequests:
             answer = pending.ask(port)
             self._forget_if_served(pending)
         if is_first:
-            self._compute.start_round(bundle.round)  # [4]
+            self._compute.start_round(bundle.round)  # stage.py [4]
             self._inputs.ask(bundle, functools.partial(self._arrived, pending))
         return answer
 
@@ -209,7 +204,8 @@ class ForwardRequests:
         ]
         aborted = [self._aborted(bundle)] * self._num_ports
         task = Task(parts, metas[0].number, functools.partial(self._answer, pending, aborted))
-        self._compute.submit(bundle.round.number, Action.FORWARD, bundle.number, task)  # [6]
+        # stage.py [6]
+        self._compute.submit(bundle.round.number, Action.FORWARD, bundle.number, task)
 
     def _forward(
         self,
@@ -232,7 +228,8 @@ class ForwardRequests:
         if is_last:
             answers = self._execution.answer(pending.bundle, pending.computed)
             first = pending.computed[0].received
-            self._answer(pending, self._with_reports(pending.bundle, answers, first))  # [8]
+            # stage.py [8]
+            self._answer(pending, self._with_reports(pending.bundle, answers, first))
 
     def _with_reports(
         self, bundle: Bundle, answers: list[list[Any]], received: list[StageOutputs]
@@ -278,95 +275,3 @@ class _PendingForward:
     def ask(self, port: int) -> Future[Any]:
         self.unasked_ports.discard(port)
         return self.answers[port]
-
-
-class TrainStepRunner:
-    """Runs train steps from the worker that computes the loss.
-
-        driver ──one call per step──> TrainStepRunner, in the sink's process
-                                         │  for each bundle, several at once, on a thread each:
-                                         │    an autograd context, losses, a distributed backward
-               <──losses, reports────────┘
-
-    If the driver asked for each micro-batch itself, every one of them would make two round trips
-    more and carry nothing new: with two stages a third of all messages. This way the driver's only
-    cost per micro-batch is its slice of the batch.
-
-    Args:
-        in_flight: how many bundles may be in flight.
-        is_scaled: whether the loss is scaled. Gradients then decide whether a step is skipped, and
-            a loss that is not finite is not an error.
-    """
-
-    def __init__(
-        self,
-        requests: ForwardRequests,
-        in_flight: int,
-        transport: Transport,
-        is_scaled: bool = False,
-    ) -> None:
-        self._requests = requests
-        self._transport = transport
-        self._is_scaled = is_scaled
-        self._threads = ThreadPoolExecutor(in_flight, "rpcmp-bundle")
-        self._lock = threading.Lock()
-        self._last = 0
-        self._waiting: dict[int, tuple[Sequence[Bundle], Future[Any]]] = {}
-
-    def train(self, bundles: Sequence[Bundle], after: int) -> Future[Any]:
-        """Run forward and backward of one round.
-
-        Args:
-            after: the training round before; 0 for the first. Calls may overtake each other, and
-                micro-batches of a later round must not occupy the threads that an earlier round
-                needs to complete.
-
-        Returns:
-            A future of one Trained per micro-batch, in order. The first failure ends it with a
-            Raised: the driver then aborts the round, which frees the other threads.
-        """
-        answer: Future[Any] = Future()
-        with self._lock:
-            self._waiting[after] = (bundles, answer)
-            while (following := self._waiting.pop(self._last, None)) is not None:
-                self._start(*following)
-        return answer
-
-    def _start(self, bundles: Sequence[Bundle], answer: Future[Any]) -> None:
-        running = [
-            self._threads.submit(attempt, functools.partial(self._train, bundle))
-            for bundle in bundles
-        ]
-        lock, missing = threading.Lock(), len(running)
-
-        def collect(done: Running[Any]) -> None:
-            nonlocal missing
-            trained = done.result()
-            with lock:
-                missing -= 1
-                if answer.done():
-                    return
-                if isinstance(trained, Raised):
-                    answer.set_result(trained)
-                elif not missing:
-                    all_trained = (each.result() for each in running)
-                    answer.set_result(list(itertools.chain.from_iterable(all_trained)))
-
-        for each in running:
-            each.add_done_callback(collect)
-        self._last = bundles[0].round.number
-
-    def _train(self, bundle: Bundle) -> list[Trained]:
-        with self._transport.autograd_context() as context_id:  # [3]
-            answer: list[StageOutputs] = result(self._requests.ask(bundle, DRIVER_PORT))
-            trained = [
-                Trained(self._checked(outputs.value.item(), meta), outputs.reports or {})
-                for meta, outputs in zip(bundle.microbatches, answer, strict=True)
-            ]
-            self._transport.backward(context_id, [outputs.value for outputs in answer])  # [9]
-        return trained
-
-    def _checked(self, loss: float, meta: MicrobatchMeta) -> float:
-        if not self._is_scaled and not math.isfinite(loss):
-            raise NonFiniteLossError(loss, meta.round.step, meta.number)
-        return loss

@@ -55,7 +55,7 @@ class StageSnapshots:
     def take(self, version: int, save: bool = False) -> None:
         """Take a snapshot of the stage's current state; on the compute thread.
 
-        `version` is the step if the driver runs the training loop.
+        `version` is the step, or the number of calls if a program of the user calls the stages.
         """
         with self._activity.during("saving", self._optimizer.steps):
             slot = self._free_slot()
@@ -63,15 +63,16 @@ class StageSnapshots:
                 tensors, about = pack(self._state())
             except TypeError as error:
                 raise TypeError(
-                    f"{error}: an optimizer or scheduler that goes on after a fault may keep no "
-                    "more; recovery.enabled = false, without [checkpoint], trains without recovery"
+                    f"{error}: only tensors and JSON values of an optimizer or scheduler can be "
+                    "restored after a fault; recovery.enabled = false, without [checkpoint], "
+                    "trains without recovery"
                 ) from error
             self._writer.write(slot, version, tensors, about, pin=save and self._saves)
         self._last = version
         self._send({"event": "snapshot", "step": version})
 
     def save(self, version: int) -> None:
-        """Write the last snapshot to a disk; take it first if that has not been done."""
+        """Let the supervisor write the snapshot of `version` to a disk; take it first if needed."""
         snapshot = self._slots.get(version)
         if snapshot is None:
             self.take(version, save=True)
@@ -93,7 +94,7 @@ class StageSnapshots:
         with self._changed:
             while self._is_mirrored and self._mirrored < self._last:
                 self._changed.wait()
-            while (slot := self._slots.begin()) is None:
+            while (slot := self._slots.reserve()) is None:
                 self._changed.wait()
         return slot
 

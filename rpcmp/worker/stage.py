@@ -1,7 +1,7 @@
 """One stage of the model at one worker: its parts, and the calls that driver and peers make of it.
 
-One training step, from the driver's loop to the optimizers and back. Comments in the code cite the
-numbers. Double arrows are messages. Each column is a process, each bracket its compute thread.
+One training step, from the driver's loop to the optimizers and back. Double arrows are messages.
+Each column is a process, each bracket its compute thread.
 
     driver                    sink                                 other stages
     [1] a step, one ahead
@@ -13,7 +13,8 @@ numbers. Double arrows are messages. Each column is a process, each bracket its 
                               [6] all arrived: submit <═════╗      [6]
                               [                             ║      [
                               [7] forward of the layers     ║      [7]
-                              [8] the loss, for [3]         ╚═════ [8] one Boundary per bundle
+                              [8] the loss, for [3], and    ╚═════ [8] one Boundary per bundle
+                                  [9] queued at once
                               ]                                    ]
                               [9] backward from the loss; the
                                   engine waits in each Boundary ═> [9]
@@ -31,11 +32,28 @@ numbers. Double arrows are messages. Each column is a process, each bracket its 
 bundle. [4] A stage that is asked first starts the round and asks all that it reads; no thread
 waits. [7] The schedule chooses the next action of the compute thread. [8] Answers are recorded by
 distributed autograd, as results of one node per bundle. [9] Gradients take the same way back, from
-Boundary to Boundary. [12] Every stage goes on by itself. The reports of [13] travel in the first
-answers of the next step.
+Boundary to Boundary; the sink knows the gradient of its loss, so its own backward does not wait for
+the engine. [11] An action of its own if the schedule splits backwards, else a part of [10]. [12]
+Every stage goes on by itself; buckets that are complete are summed during [10] and [11]. [13] Steps
+a scheduler of `scheduler_interval = "step"` too. [16] The reports of [13] travel in the first
+answers of the next step, and complete the event of this one.
+
+If the driver needs the gradients or the loss of all stages before they step (clipping, loss
+scaling), the round is held: [12] and [13] are calls of the driver after [15],
+`StageGroup.end_step`. Schedulers of epochs step between two steps, `Training._after_drained`.
 
 A failure is an answer as well: it travels down the answers, the stage records it, and the driver's
 `abort` frees all that still wait.
+
+Comments in the code cite the numbers, such as `stage.py [4]`:
+
+    [1] [16]         driver/training.py       [7] [12]         worker/executor.py
+    [2] [15]         driver/rounds.py         [8] [9] [10]     worker/boundary.py
+    [3] [9]          worker/train_step.py     [9] [10] [11]    worker/backward.py
+    [4] [5] [6] [8]  worker/requests.py       [12]             worker/grad_sync.py
+    [5]              data/batch_server.py     [12] [13] [14]   worker/stage.py
+    [7]              worker/model.py          [13]             worker/optimizer.py
+    [7] [8] [9]      worker/forward.py
 """
 
 from __future__ import annotations
@@ -56,7 +74,7 @@ from rpcmp.errors import RpcmpError, StageError, one_line
 from rpcmp.observability.events import Memory
 from rpcmp.observability.trace.spans import Span
 from rpcmp.pipelining.assignment import Assignment
-from rpcmp.pipelining.devices import host_facts
+from rpcmp.pipelining.devices import MemoryMeter, host_facts
 from rpcmp.pipelining.schedule import InFlightLimits, policy
 from rpcmp.process.activity import Activity
 from rpcmp.rpc import tensors
@@ -75,11 +93,11 @@ from rpcmp.worker.backward import Backwards, Failures
 from rpcmp.worker.executor import ComputeThread, ComputeThreadOwner, on_compute_thread
 from rpcmp.worker.forward import Execution
 from rpcmp.worker.grad_sync import GradientSync
-from rpcmp.worker.measurements import Meter
 from rpcmp.worker.model import LossScale, StageModel
 from rpcmp.worker.optimizer import StageOptimizer
-from rpcmp.worker.requests import ForwardRequests, Inputs, TrainStepRunner
+from rpcmp.worker.requests import ForwardRequests, Inputs
 from rpcmp.worker.snapshots import StageSnapshots
+from rpcmp.worker.train_step import TrainStepRunner
 
 _WIRE_DTYPES = {None: None, "bfloat16": torch.bfloat16}
 
@@ -158,7 +176,7 @@ class Stage(ComputeThreadOwner):
         self._step_runner = TrainStepRunner(
             self._requests, assignment.in_flight_per_replica, transport, is_scaled=scale is not None
         )
-        self._meter = Meter(self.model.device)
+        self._meter = MemoryMeter(self.model.device)
 
     def vitals(self) -> dict[str, Any]:
         """Return the figures of a heartbeat; never blocks."""
@@ -306,7 +324,7 @@ class Stage(ComputeThreadOwner):
 
     def memory(self) -> Memory:
         """Return bytes of this process's memory: "idle", after it was built, and "peak"."""
-        return self._meter.read()
+        return {"idle": self._meter.idle, "peak": self._meter.peak()}
 
     def host(self) -> dict[str, str]:
         return host_facts(self.model.device)
@@ -378,3 +396,29 @@ class Stage(ComputeThreadOwner):
 
 def _digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     return {name: tensors.tensor_line(name, tensor) for name, tensor in named}
+
+
+class RemoteStage:
+    """A stage of another worker; see `rpcmp.rpc.messages.Peer`."""
+
+    def __init__(self, transport: Transport, name: str) -> None:
+        self.name = name
+        self._transport = transport
+
+    def forward(self, bundle: Bundle, port: int) -> Future[Any]:
+        return self._transport.call(self.name, Stage.forward, bundle, port)
+
+    def mark_none_gradients(
+        self, round_number: int, microbatch: int, port: int, tensors: list[int]
+    ) -> Future[Any]:
+        method = Stage.mark_none_gradients
+        return self._transport.call(self.name, method, round_number, microbatch, port, tensors)
+
+    def gradient_part(self, rank: int, round_number: int, bucket: int) -> Future[Any]:
+        return self._transport.call(self.name, Stage.gradient_part, rank, round_number, bucket)
+
+    def gradient_total(self, round_number: int, bucket: int) -> Future[Any]:
+        return self._transport.call(self.name, Stage.gradient_total, round_number, bucket)
+
+    def get_tensors(self, key: TensorKey) -> Future[Any]:
+        return self._transport.call(self.name, Stage.get_tensors, key)

@@ -8,7 +8,7 @@
 Linear layers and convolutions have nearly all of a model's weights, and torch calls each of them by
 a function of `torch.nn.functional`. `install` replaces these functions. The new ones only differ on
 a thread that runs a stage's forward. All other operations, and all that cannot be split, compute
-weight gradients in the backward as usual, so the bits are always those of a plain backward.
+weight gradients in the backward as usual, so the bits always equal a plain backward's.
 
 Not split are parameters that a micro-batch uses more than once (autograd sums their gradients
 before it adds them to `.grad`: another order of sums) or that have user hooks, checkpointed layers,

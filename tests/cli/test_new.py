@@ -72,14 +72,15 @@ def test_the_settings_that_are_commented_out_are_valid(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("example", examples())
-def test_a_job_may_start_as_an_example(tmp_path: Path, example: str) -> None:
-    model, path = create("mine", tmp_path, example)
+@pytest.mark.parametrize("name", ["mine", "spirals", "digits"])
+def test_a_job_may_start_as_an_example(tmp_path: Path, example: str, name: str) -> None:
+    model, path = create(name, tmp_path, example)
     assert model.read_text() == (EXAMPLES / f"{example}.py").read_text()
     own = {
         name for name in loader.load_config(path).modules if not name.startswith(("torch", "rpcmp"))
     }
-    assert own == {"mine"}
-    assert "rpcmp drive mine.toml" in path.read_text()
+    assert own == {name}
+    assert f"rpcmp drive {name}.toml" in path.read_text()
     assert "rpcmp/examples" not in path.read_text()
 
 

@@ -1,6 +1,7 @@
-"""Limits of a job on a host: no code that is not allowed, and no files of its choice.
+"""The limits of a job on a host: it runs only allowed code, and does not choose files.
 
-Names and paths alone are in tests/unit: test_allowlist.py and checkpoint/test_inside.py.
+Names alone are tested in tests/unit/config/test_importing_allowlist.py, and paths alone in
+tests/unit/checkpoint/test_files.py.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ def test_a_job_cannot_read_or_write_files_outside_its_folder(
             with pytest.raises(grpc.RpcError):
                 list(snapshots.Fetch(_wanted(job, file.path)))
             puts = [pb.PutRequest(job_id=job.job_id, file=file), pb.PutRequest(data=b"evil")]
-            if name != "step-00000001/link":  # there a file replaces the link
+            if name != "step-00000001/link":  # a file replaces the link
                 with pytest.raises(grpc.RpcError):
                     snapshots.Put(iter(puts), timeout=120)
             with pytest.raises(grpc.RpcError):

@@ -1,4 +1,4 @@
-"""A supervisor trusts its children and other servers only as far as it can check."""
+"""The checks of a supervisor on messages and memory from its children and other servers."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_only_files_of_the_driver_process_are_delivered(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot write"):
         outputs.deliver()
     written.unlink()
-    outputs.deliver()  # there is none
+    outputs.deliver()  # the file is missing
     with written.open("wb") as sparse:
         sparse.truncate(2**40)
     with pytest.raises(ConfigError, match="cannot write"):
@@ -225,13 +225,13 @@ NONSENSE = {
     "a question": b'{"event": "store", "id": "x"}',
     "questions": b'{"event": "store", "id": 1, "call": "get", "keys": ["no/such/key"]}\n' * 200,
 }
-"""What a broken worker, or a confined one that means no good, may say to its supervisor."""
+"""Malformed messages that a broken or malicious worker may send to its supervisor."""
 
 
 WORKERS_ALONE = ("types", "no character", "a step")
 
 NO_MESSAGES = ("deep", "no object")
-"""These are found where lines are read, which is the same for all children."""
+"""Malformed lines; the same code reads the lines of all children."""
 
 SAYING = [("worker", which) for which in NONSENSE]
 SAYING += [("driver", which) for which in NONSENSE if which not in (*WORKERS_ALONE, *NO_MESSAGES)]

@@ -1,4 +1,4 @@
-"""`rpcmp drive` end to end: its output, and one hash for every way to cut a model."""
+"""The command `rpcmp drive` end to end: its output, and one hash for every cut of a model."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ def test_output_is_plain_lines_without_a_terminal(job: JobFolder) -> None:
 
 def test_a_loader_process_changes_no_bit_and_logs_nothing(job: JobFolder) -> None:
     text = "steps = 4" + MADE["mappings"].replace("[data]", "[data]\nbatch_size = 7")
-    text = text.replace('test = "samples:Mapped"', "")  # which would have a process of its own
+    text = text.replace('test = "samples:Mapped"', "")  # it would have its own loader process
     config = job.config(text)
-    with local_group(loader.load_config(config)) as local:  # which loads them in this process
+    with local_group(loader.load_config(config)) as local:  # loads samples in this process
         local.train()
         expected = local.committed()
     before = FORKS.standard_error()
@@ -108,7 +108,7 @@ def test_a_loader_process_changes_no_bit_and_logs_nothing(job: JobFolder) -> Non
     assert committed(result) == expected
     assert result.err == ""
     output = FORKS.standard_error()[DRIVE].removeprefix(before.get(DRIVE, b""))
-    assert output == b""  # of semaphores that leak, or of anything else
+    assert output == b""  # no warning of leaked semaphores
 
 
 def test_a_trace_has_every_action_of_every_stage(job: JobFolder) -> None:
@@ -128,7 +128,7 @@ def test_a_trace_has_every_action_of_every_stage(job: JobFolder) -> None:
         track.stage: Counter(str(span.kind) for span in track.spans)
         for track in chrome.read(path).tracks
     }
-    assert found == {  # the first reads only the batch: its backwards are whole
+    assert found == {  # the first stage reads only the batch, so its backwards are not split
         "stage0": {"F": 12, "B": 12, "O": 3},
         "stage1": {"F": 12, "B": 12, "W": 12, "O": 3},
     }

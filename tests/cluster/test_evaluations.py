@@ -15,7 +15,7 @@ from tests.support.runs import checkpoints_in
 
 @pytest.fixture(scope="module")
 def fault_free(tmp_path_factory: pytest.TempPathFactory) -> tuple[JobFolder, Result]:
-    """A run without faults, and its files; do not change them."""
+    """Return a run without faults, and its files; do not change them."""
     job = JobFolder(tmp_path_factory.mktemp("fault_free") / "job")
     return job, drive(config(Faults(job)), *FAST)
 
@@ -48,7 +48,7 @@ def test_faults_during_evaluation_and_after_the_best_step_change_no_bit(
     planted = (
         *("--set", f"metrics.error.kwargs.marker={worker}"),  # in the rehearsal
         *("--set", f"metrics.fit.kwargs.marker={driver}"),
-        # Of the second driver process, which has rehearsed two mini-batches.
+        # This call is in the second driver process, which has rehearsed two mini-batches.
         *("--set", "metrics.fit.kwargs.strikes_in=6"),
     )
     result = drive(config(faults), *FAST, *planted)

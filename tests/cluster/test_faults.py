@@ -1,6 +1,7 @@
-"""Faults of real processes: a clear error, and stage servers that are free again afterwards.
+"""Faults of real processes: a clear error, and stage servers that are idle again afterwards.
 
-Recovery is off in most of these, so that the first error ends the job; see test_recovery.py.
+Recovery is off in most of these tests, so that the first error ends the job. test_recovery.py tests
+recovery.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from tests.support.processes import (
 
 @pytest.fixture
 def shared_servers() -> Iterator[list[PooledServer]]:
-    """Servers that all tests of this module share, since they must survive every fault."""
+    """Yield servers that all tests of this module share, since they must survive every fault."""
     with lend_servers(2) as servers:
         yield servers
         assert not any(server.has_ended for server in servers)
 
 
 def drive(job: JobFolder, servers: list[PooledServer], text: str, *options: str) -> tuple[int, str]:
-    """Run a job on `servers`, which must then be idle; returns exit code and standard error."""
+    """Run a job on `servers`, which must then be idle; return exit code and standard error."""
     config = job.config(text)
     at_once = ("--set", "recovery.enabled=false")
     result = rpcmp("drive", config, "--connect", connect(servers), *at_once, *options)
@@ -64,7 +65,7 @@ ENDLESS = "steps = 100000\nrecovery = { enabled = false }"
 def test_an_exception_in_the_model_names_stage_step_and_microbatch(
     job: JobFolder, shared_servers: list[PooledServer]
 ) -> None:
-    """One of the cases of tests/group/test_failures.py, through the command line."""
+    """This is one of the cases of tests/group/test_failures.py, through the command line."""
     text = troubled("[2, 2]", phase="backward", position=2, step=2)
     code, err = drive(job, shared_servers, text, "--set", "schedule=zero-bubble")
     assert code == 1
@@ -254,7 +255,7 @@ def test_output_is_complete_even_if_it_is_read_late(job: JobFolder) -> None:
         poll_for(lambda: driver not in FORKS.children(), "the driver process to end")
         lines = process.stdout.readlines()
     assert process.returncode == 0
-    assert sum(map(len, lines)) > 2 * mmap.PAGESIZE  # the rest had to wait
+    assert sum(map(len, lines)) > 2 * mmap.PAGESIZE  # the rest did not fit into the pipe
     assert sum('"step"' in line for line in lines) >= 24
     assert '"summary"' in lines[-3]
 
@@ -327,7 +328,7 @@ def test_servers_of_a_killed_driver_end_with_it(job: JobFolder, token: str) -> N
     config = job.config('steps = 100000\n[model]\nlayers = "zoo:jittery"\nbalance = [5]')
     with running("drive", config, "--json") as run:
         run.wait_for_line('"event": "step"')
-        # The driver, its fork server, its process, a server, a worker.
+        # The driver's supervisor, its fork server, the driver process, a server and a worker.
         assert len(with_token(token)) == 5
         run.process.kill()
         run.wait()

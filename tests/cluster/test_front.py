@@ -1,4 +1,4 @@
-"""The one port of a stage server: which peers it accepts, in which role, and which it refuses."""
+"""The port of a stage server: which peers it accepts, in which role, and which it refuses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0
 
 @pytest.fixture(scope="module")
 def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Valid certificates, and every kind of invalid one."""
+    """Issue valid certificates, and every kind of invalid one."""
     folder = issue(tmp_path_factory.mktemp("certs"), HERE, HERE)
     now, day = datetime.now(UTC), timedelta(days=1)
     authority.issue(folder, "expired", identity.DRIVER, [], 1, now - 3 * day)
@@ -49,7 +49,7 @@ def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     authority.issue(folder, "stage0-expired", identity.stage(0), [HERE], 1, now - 3 * day)
     other = tmp_path_factory.mktemp("other")
     cli(other, "init")
-    stranger = folder / "stranger"  # trusts us, but is of another family
+    stranger = folder / "stranger"  # trusts our CA, but its certificate comes from another
     shutil.copytree(other / "driver", stranger)
     shutil.copy(folder / CA, stranger / CA)
     return folder
@@ -135,7 +135,7 @@ def test_plaintext_connections_are_closed(server: Server) -> None:
 def test_a_pickle_sent_to_the_relay_is_never_loaded(
     server: Server, certs: Path, tmp_path: Path
 ) -> None:
-    """No group runs, so nothing unpickles it, even from a host of the job."""
+    """No group runs, so the server does not unpickle it, even from a host of the job."""
     marker = tmp_path / "was-here"
 
     class Evil:
@@ -211,7 +211,7 @@ asyncio.run(main())
 def test_a_server_with_the_wrong_identity_gets_no_job(
     certs: Path, job: JobFolder, name: str, why: str
 ) -> None:
-    """Software that pretends to be a server has only the rights of its certificate."""
+    """A program that pretends to be a server has only the rights of its certificate."""
     code = f"""
 import asyncio
 from pathlib import Path
@@ -246,7 +246,7 @@ def test_a_server_with_another_ca_names_the_cause(
 
 
 def test_a_draining_server_answers_before_it_closes_the_connection() -> None:
-    """The server writes the answer after it has started to close."""
+    """The answer is written after the server has started to close."""
     code = f"""
 import asyncio
 from rpcmp.server.services import ControlServicer, Endpoints

@@ -1,6 +1,6 @@
-"""Lost hosts, with all their data, that come back or do not: the run recovers in both cases.
+"""Lost hosts: a run recovers whether they come back or not, even without their data.
 
-tests/system/test_machines.py has hosts that share neither memory nor disks.
+In tests/system/test_machines.py the hosts share neither memory nor disks.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from tests.support.processes import (
 from tests.support.runs import checkpoints_in
 
 AT_ONCE = 20.0
-"""Seconds in which a server that is drained has to be gone; after 30 it would give up waiting."""
+"""Seconds in which a drained server must end; it stops waiting for a job after 30."""
 
 
 @pytest.fixture(scope="module")
 def fault_free(tmp_path_factory: pytest.TempPathFactory) -> Committed:
-    """What a run commits that loses nothing."""
+    """Return the commits of a run without a loss."""
     return committed_without_fault(tmp_path_factory.mktemp("fault_free"))
 
 
@@ -93,7 +93,7 @@ def _serves(process: psutil.Process, stage: int) -> bool:
 def test_a_spare_takes_the_stage_of_a_lost_host(
     job: JobFolder, fault_free: Committed, tmp_path: Path, is_secured: bool
 ) -> None:
-    """Neighbours with certificates serve it the snapshot too: a spare may be any stage."""
+    """A spare may be any stage, so neighbours with certificates serve it the snapshot too."""
     certs = made_certs(tmp_path) if is_secured else None
     with lend_servers(3) if certs is None else secured(certs) as (first, second, spare):
         options = [f"recovery.spares=['{spare.address}']", "recovery.replace_after=0.5"]
@@ -157,7 +157,7 @@ def test_a_host_lost_for_good_ends_the_run_with_a_checkpoint(
 def test_a_drained_server_hands_its_state_over(
     job: JobFolder, fault_free: Committed, how: str
 ) -> None:
-    config = slow_config(job, milliseconds=4 * SLOW)  # a command takes a while to start
+    config = slow_config(job, milliseconds=4 * SLOW)  # leaves time for the command to start
     with contextlib.ExitStack() as stack:
         servers = stack.enter_context(lend_servers(2))
 

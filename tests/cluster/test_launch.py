@@ -1,4 +1,4 @@
-"""The library: launch, train, evaluate, predict, recover from faults."""
+"""The library: launch, train, evaluate, predict, and recover from faults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("token")
 BATCH = 10
 
 METRICS = {"error": "zoo:error", "r2": "torchmetrics.regression:R2Score", "fit": "measures:Fit"}
-"""A mean over samples, and two that keep a state."""
+"""A mean over samples, and two metrics with a state."""
 
 
 def config(**more: object) -> Config:
@@ -43,7 +43,7 @@ def config(**more: object) -> Config:
 
 @pytest.fixture(scope="module")
 def pipeline() -> Iterator[rpcmp.Pipeline]:
-    """One pipeline for all tests of this module that leave it usable."""
+    """Yield one pipeline for all tests of this module that leave it usable."""
     with rpcmp.launch(config(metrics=METRICS)) as launched:
         yield launched
 
@@ -63,14 +63,14 @@ def test_training_lowers_the_loss(pipeline: rpcmp.Pipeline, batch: tuple[Tensor,
     assert after.num_samples == BATCH
 
 
-def test_stateful_metrics_equal_those_of_the_whole_batch(
+def test_stateful_metrics_are_computed_over_the_whole_batch(
     pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor]
 ) -> None:
-    from torchmetrics.regression import R2Score  # which takes seconds
+    from torchmetrics.regression import R2Score  # a slow import
 
     inputs, targets = batch
     outputs = pipeline.predict(inputs)
-    for _ in range(2):  # nothing is left of an evaluation before
+    for _ in range(2):  # the second evaluation starts from an empty state
         found = pipeline.evaluate(inputs, targets).metrics
         assert list(found) == ["error", "r2", "fit.r2", "fit.samples"]
         assert found["r2"] == pytest.approx(float(R2Score()(outputs, targets)))
@@ -94,14 +94,14 @@ def test_nothing_is_left_behind_after_a_step(
             count
             for process in state.values()
             for key, count in process.items()
-            if key not in ("num_owner_rrefs", "num_forks")  # the stage and its optimizer
+            if key not in ("num_owner_rrefs", "num_forks")  # stage and optimizer
         ]
         return not any(counts) and state == before
 
     poll_for(clean, "contexts, memoized outputs and RRefs to be gone")
 
 
-def test_predictions_equal_those_of_the_unsplit_model(
+def test_predictions_equal_the_unsplit_model(
     pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor]
 ) -> None:
     unsplit = torch.nn.Sequential()
@@ -194,8 +194,8 @@ def test_an_error_in_the_model_leaves_the_pipeline_usable(
     state = pipeline.state_dict()
     with pytest.raises(NonFiniteLossError):
         pipeline.train_step(batch[0] * float("inf"), batch[1])
-    pipeline.load_state_dict(state)  # batch normalization has seen what is not finite
-    assert pipeline.optimizer.clip_grad_norm_(1.0) == 0.0  # no gradient is left of either
+    pipeline.load_state_dict(state)  # batch normalization has seen infinite values
+    assert pipeline.optimizer.clip_grad_norm_(1.0) == 0.0  # neither call has left gradients
 
 
 SETTINGS = pytest.mark.parametrize(
@@ -210,8 +210,8 @@ SETTINGS = pytest.mark.parametrize(
 
 
 def troubled(schedule: str, per_message: int, **kwargs: object) -> Config:
-    """Return a job of two stages, one of which fails in the last micro-batch of step 2."""
-    last = {"step": 2, "microbatches": 7, **kwargs}  # counted from 1, it is forward 8 of 4 a step
+    """Return a job of two stages; one of them fails in the last micro-batch of step 2."""
+    last = {"step": 2, "microbatches": 7, **kwargs}  # forward number 8, with 4 per step
     model = {"layers": "zoo:troubled", "balance": [2, 2], "kwargs": last}
     return config(model=model, schedule=schedule, microbatches_per_message=per_message)
 
@@ -253,8 +253,8 @@ def test_no_stage_steps_on_a_loss_that_is_not_finite(
         assert pipeline.evaluate(*batch).num_samples == BATCH
 
 
-def test_dropout_goes_on_drawing_while_gradients_accumulate() -> None:
-    """The model has no batch normalization, whose statistics would differ anyway."""
+def test_dropout_masks_differ_while_gradients_accumulate() -> None:
+    """The model has no batch normalization: its statistics would differ anyway."""
     stages = [{"name": "encoder", "module": "zoo:Encoder", "inputs": ["input"]}]
     inputs = torch.ones(BATCH, zoo.FEATURES)
     targets = torch.zeros(BATCH, zoo.FEATURES)
@@ -319,7 +319,7 @@ def test_a_worker_that_dies_ends_the_pipeline_and_the_next_one_works(
 
 
 def use(pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor], lose: Callable[[], None]) -> str:
-    """Make all kinds of calls, losing something before some of them; returns the final model."""
+    """Make all kinds of calls, with a call of `lose` before some; return the final model's hash."""
     pipeline.train_step(*batch)
     lose()
     pipeline.train_step(*batch)
@@ -339,7 +339,7 @@ def use(pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor], lose: Callable[[
 def test_a_pipeline_recovers_from_every_lost_process(batch: tuple[Tensor, Tensor]) -> None:
     momentum = {"callable": "torch.optim:SGD", "kwargs": {"lr": 0.1, "momentum": 0.9}}
     victims = itertools.cycle(["rpcmp.worker", "rpcmp.driver", "serve"])
-    others = {*FORKS.children(), *POOL.taken()}  # of the module's pipeline
+    others = {*FORKS.children(), *POOL.taken()}  # used by the module's pipeline
 
     def lose() -> None:
         if (which := next(victims)) == "serve":
@@ -358,7 +358,7 @@ def test_two_pipelines_run_side_by_side(batch: tuple[Tensor, Tensor]) -> None:
     with rpcmp.launch(config()) as one, rpcmp.launch(config(model=whole)) as other:
         ahead = one.train_step(*batch)
         losses = [(other.train_step(*batch), one.train_step(*batch)) for _ in range(3)]
-    # What `other` sees now, `one` saw a step ago: neither has moved the other.
+    # `one` is a step ahead of `other`; equal losses show that neither changes the other.
     assert [loss for loss, _ in losses] == [ahead, *(loss for _, loss in losses[:-1])]
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that a failed run leaves by itself, and their use by the next run."""
+"""Checkpoints that a failed run leaves automatically, and their use by the next run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ EVERY_STEP = '[checkpoint]\ndir = "kept"\nevery_steps = 1\n'
 
 @pytest.fixture(scope="module")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Failed:
-    """Leftovers of a job without a [checkpoint] section; do not change them."""
+    """Return leftovers of a job without a [checkpoint] section; do not change them."""
     return Failed(JobFolder(tmp_path_factory.mktemp("once") / "job"))
 
 
 @pytest.fixture(scope="module")
 def once_keeping(tmp_path_factory: pytest.TempPathFactory) -> Failed:
-    """Leftovers of a job with a checkpoint per step; do not change them."""
+    """Return leftovers of a job with a checkpoint per step; do not change them."""
     return Failed(JobFolder(tmp_path_factory.mktemp("keeping") / "job"), EVERY_STEP)
 
 
@@ -41,12 +41,12 @@ def keeping(once_keeping: Failed, tmp_path: Path) -> Failed:
 
 def test_a_corrected_run_starts_at_once_and_removes_leftovers(failed: Failed) -> None:
     wrong = drive(failed.config, *MENDED, "--set", "optimizer.kwargs.lrr=1")
-    assert "lrr" in wrong.err  # its own mistake, and not what the one before has left
+    assert "lrr" in wrong.err  # the new error, and not the leftovers
     short = drive(failed.config, *MENDED, "--set", "steps=1", "--set", "seed=1")
     assert short.code == 0
     assert f"(step {failed.step}, written" in warned(short)
     assert "--resume continues from it" in warned(short)
-    assert left_in(failed.folder) == [failed.step] * (failed.step > 1)  # if it has not come as far
+    assert left_in(failed.folder) == [failed.step] * (failed.step > 1)  # this run may reach it
     mended = drive(failed.config, *MENDED)
     assert mended.code == 0
     assert not failed.folder.exists()
@@ -81,7 +81,7 @@ def test_old_leftovers_are_removed_and_not_offered(failed: Failed) -> None:
 
 @pytest.fixture
 def _hears_hangups() -> Iterator[None]:
-    """Restore SIGHUP, which nohup ignores if these tests were started by it."""
+    """Restore the default of SIGHUP, which the tests ignore if nohup started them."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -92,7 +92,7 @@ def _hears_hangups() -> Iterator[None]:
 def test_a_signal_saves_a_checkpoint_if_the_config_asks_for_them(
     job: JobFolder, signum: signal.Signals
 ) -> None:
-    """The next run asks whether to resume, since the user ordered the checkpoint."""
+    """The next run asks whether to resume, because the config asked for the checkpoint."""
     body = BODY.replace("steps = 6", "steps = 1000000")
     config = job.config(body + '[checkpoint]\ndir = "kept"\nevery_steps = 1000000\n')
 

@@ -18,8 +18,11 @@ from tests.support.pool import lend_servers
 from tests.support.processes import JobFolder, Server, connect, describe, running, running_servers
 
 
-def say(server: Server, data: bytes) -> bytes:
-    """Return the server's bytes up to the status of a call; empty if it hangs up."""
+def answer_to(server: Server, data: bytes) -> bytes:
+    """Send `data`, and return the server's bytes up to the status of a call.
+
+    If the server closes the connection, the bytes may be incomplete.
+    """
     host, port = server.address.rsplit(":", 1)
     answer = b""
     with socket.create_connection((host, int(port)), timeout=20) as connection:
@@ -30,7 +33,7 @@ def say(server: Server, data: bytes) -> bytes:
 
 
 def test_a_method_name_that_is_not_utf_8_stops_neither_server_nor_other_calls() -> None:
-    """grpc.aio stops the server that receives it, which serves that connection only."""
+    """The name stops the grpc.aio server that receives it, which serves only that connection."""
     unknown = http2.opening() + http2.request("/rpcmp.v1.Control/Describe", 1)
     unknown = unknown.replace(b"Describe", b"Describ\xe5")
     with running_servers(1, apart=False) as (server,):
@@ -49,31 +52,33 @@ def test_an_unreadable_message_is_an_invalid_argument() -> None:
     with running_servers(1, apart=False) as (server,):
         for method in ("Control/Prepare", "Control/Watch", "Snapshots/Fetch", "Snapshots/Put"):
             for data in (b"\xff\xff\xff", b"\x0b" * 5000):
-                answer = say(server, http2.opening() + http2.call(f"/rpcmp.v1.{method}", data))
+                answer = answer_to(
+                    server, http2.opening() + http2.call(f"/rpcmp.v1.{method}", data)
+                )
                 assert b"the message cannot be read" in answer, method
 
 
 def test_other_processes_of_the_user_cannot_bypass_the_port(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A worker that runs a job's code, for example, finds no socket behind the port.
+    """Another process, such as a worker with a job's code, finds no socket behind the port.
 
-    tests/unit/server/test_hardened_grpc.py tests a socket that is found while it is made.
+    tests/unit/server/test_hardened_grpc.py tests a socket that is found while it is created.
     """
-    with tempfile.TemporaryDirectory() as folder:  # a short path: sockets have no longer ones
+    with tempfile.TemporaryDirectory() as folder:  # sockets need a short path
         monkeypatch.setenv("TMPDIR", folder)
         with (
             running_servers(1, apart=False) as (server,),
             grpc.insecure_channel(server.address) as channel,
         ):
-            ControlStub(channel).Describe(pb.DescribeRequest())  # a connection that stays
+            ControlStub(channel).Describe(pb.DescribeRequest())  # the connection stays open
             (private,) = Path(folder).glob("rpcmp-server-*")
             assert not list(private.iterdir())
 
 
 @pytest.fixture
 def member(job: JobFolder) -> Iterator[tuple[RendezvousStub, SnapshotsStub, str]]:
-    """Yield the calls of a group's member, and the group's job."""
+    """Yield the calls that a member of a group makes, and the group's job."""
     config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [4]')
     with (
         lend_servers(1) as servers,

@@ -1,4 +1,4 @@
-"""Servers of a user do not work for a job's code, which runs as the same user."""
+"""The protection of a user's servers against a job's code, which runs as the same user."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def layers(address):
 
 
 def test_a_server_refuses_calls_from_a_jobs_code(job: JobFolder) -> None:
-    """It runs as the same user, and could otherwise use that user's other servers."""
+    """The code could otherwise use other servers of the same user."""
     (job.folder / "calling.py").write_text(CALLING)
     with running_servers(2) as servers, running_servers(1) as (other,):
         config = job.config(
@@ -62,7 +62,7 @@ def test_a_server_refuses_calls_from_a_jobs_code(job: JobFolder) -> None:
         result = rpcmp("drive", config, "--json", "--connect", connect(servers))
         assert result.code == 0, result.err
         logged = [event["text"] for event in result.events if event["event"] == "log"]
-        assert "CALLED Describe 0" in logged  # no more than health says
+        assert "CALLED Describe 0" in logged  # only what the health check reveals
         assert "CALLED Drain PERMISSION_DENIED" in logged
         assert describe(other).supervisor_pid == other.run.process.pid
 

@@ -1,4 +1,4 @@
-"""Unusual mini-batches end to end; see tests/group/test_micro_batches.py."""
+"""Unusual mini-batches end to end. tests/group/test_micro_batches.py tests their bits."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_loader_processes_of_a_stage_load_the_same_samples(job: JobFolder, name:
 
 
 def require_that_loaders_load(path: str) -> None:
-    """Check that a stage's loaders load the same as this process, which forks them."""
+    """Check that a stage's loaders load the same samples as this process, which forks them."""
     sys.path.insert(0, str(ZOO))
     config = loader.load_config(Path(path))
     section = config.require_data("training")

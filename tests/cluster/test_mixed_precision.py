@@ -1,4 +1,4 @@
-"""Mixed precision with lost workers; see tests/group/test_precision.py for the bits."""
+"""Mixed precision with lost workers. tests/group/test_precision.py tests the bits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.processes import JobFolder, Result, forked
 
 
 def in_this_process(config: Path) -> list[Any]:
-    """Return the steps of a job without faults, in the form of `steps_of`, and its parameters."""
+    """Return the steps of a job without faults as `steps_of` does, and then its parameters."""
     with local_group(loader.load_config(config)) as local:
         local.train()
         return [*steps_of(local.of("step")), local.group.parameters_sha256()]
@@ -57,7 +57,7 @@ def test_a_step_skipped_by_one_replica_is_skipped_by_all_whichever_worker_is_los
     job: JobFolder,
 ) -> None:
     expected = in_this_process(Faults(job).config(SPIKED, stages=2, sections=PIPELINES))
-    # Faults count forwards, of which a replica has half: this one is in step 3.
+    # A fault counts forwards, and a replica computes half of them: this one is in step 3.
     faults = Faults(job).fail_at(0, 2, "backward", "SIGKILL").fail_at(1, 6, "saving", "SIGKILL")
     disturbed = drive(faults.config(SPIKED, stages=2, sections=PIPELINES))
     assert len(faults.triggered) == 2
@@ -90,8 +90,8 @@ batch_size = 11
 replicas = 3
 [[stages]]
 """
-"""Of six steps 1 and 4 are skipped. One replica and three of a stage have the same bits: they add
-up three gradients in the same order, and no layer has statistics, which are the first replica's."""
+"""A job of six steps that skips steps 1 and 4. One replica of a stage and three have the same bits:
+they add three gradients in the same order, and no layer has statistics of its replica."""
 
 
 def test_a_run_is_resumed_after_a_skipped_step_with_another_cut_and_other_numbers_of_replicas(
@@ -109,7 +109,7 @@ def test_a_run_is_resumed_after_a_skipped_step_with_another_cut_and_other_number
     assert {*resumed.event("summary")["hosts"]} == {"stage0", "stage1:0", "stage1:1", "stage1:2"}
 
 
-# From Python.
+# Programs.
 
 
 def lose(which: str) -> None:

@@ -1,4 +1,4 @@
-"""A run that starts from the plain model and exports it; see tests/group/test_names.py."""
+"""A run that starts from the plain model and exports it. See tests/group/test_names.py."""
 
 from __future__ import annotations
 

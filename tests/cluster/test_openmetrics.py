@@ -1,4 +1,4 @@
-"""Scraped metrics of real runs and servers."""
+"""The metrics of real runs and servers, as Prometheus scrapes them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def assert_risen(before: Samples, after: Samples) -> None:
 
 
 def running_at(url: str) -> Samples | None:
-    """Return the samples of a server whose worker runs."""
+    """Return the samples of a server if its worker runs, else None."""
     found = scrape(url)
     return found if value(found, "rpcmp_server_state", state="running") == 1 else None
 
@@ -66,7 +66,7 @@ def test_a_run_and_its_servers_are_scraped_while_one_is_lost(job: JobFolder) -> 
             pairs = set(of(found, "rpcmp_link_bytes_total", "source", "target"))
             return found if names >= wanted and pairs >= LINKS else None
 
-        run.wait_for_line('"step": 5,')  # a scrape is much work
+        run.wait_for_line('"step": 5,')  # scrapes are expensive
         before = poll_for(complete, "all that a run has to say")
         first = [scrape(other) for other in others]
         labels = {("stage0",), ("stage1",), ("driver",)}
@@ -123,13 +123,13 @@ RARE = {
     "rpcmp_skipped_steps",
     "rpcmp_faults_total",
 }
-"""What this run has nothing to say of, or not yet."""
+"""Metrics that have no samples in this run, at least at first."""
 
 
 WIDTH = 20_000
 
 
-MICROBATCH_BYTES = 3 * WIDTH * 4  # samples of the first of four, float32
+MICROBATCH_BYTES = 3 * WIDTH * 4  # three float32 samples in the first of four micro-batches
 
 
 WIDE = f"""
@@ -167,9 +167,9 @@ def test_traffic_counts_tensors_copied_through_shared_memory(job: JobFolder) -> 
             )
             return (there, back) if min(there, back) > 100 * MICROBATCH_BYTES else None
 
-        run.wait_for_line('"step": 25,')  # a scrape is much work
+        run.wait_for_line('"step": 25,')  # scrapes are expensive
         there, back = poll_for(flows, "a hundred micro-batches")
-        assert there == pytest.approx(back, rel=0.05)  # each activation's gradient has its shape
+        assert there == pytest.approx(back, rel=0.05)  # a gradient has the shape of its activation
         run.signal(signal.SIGINT)
 
     options = ("--json", "--metrics", f"{HERE}:0")

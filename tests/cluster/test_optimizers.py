@@ -1,4 +1,4 @@
-"""Foreign optimizers and parameter groups: recovery from lost workers, and resuming."""
+"""Other optimizers and parameter groups: recovery from lost workers, and resuming."""
 
 from __future__ import annotations
 

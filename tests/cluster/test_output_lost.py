@@ -26,13 +26,13 @@ from tests.support.processes import (
 from tests.support.runs import checkpoints_in
 
 WITH_SIGHUP = ["env", "--default-signal=HUP"]
-"""Before a command: nohup, under which these tests may run, ignores SIGHUP."""
+"""Prefix of a command: these tests may run under nohup, which ignores SIGHUP."""
 
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 LONG = "steps = 100000\nnum_microbatches = 1\n[model]\nlayers = 'zoo:mlp'\nbalance = [4]\n"
 SHORT = LONG.replace("100000", "2")
 FAILING = SHORT.replace("zoo:mlp", "zoo:broken_layers").replace("[4]", "[2]")
-"""Its stage cannot be built, which is known once there is one."""
+"""A job whose stage cannot be built."""
 
 SLOW = """
 steps = 30
@@ -41,12 +41,15 @@ num_microbatches = 1
 layers = "zoo:lopsided"
 balance = [5]
 """
-"""It takes two seconds, and sleeps for most of them."""
+"""A job that takes two seconds and sleeps for most of them."""
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """A server shared by several runs; not of the pool, as it must accept a shell's processes."""
+    """Yield a server that several runs share.
+
+    It is not from the pool, because it must accept processes of a shell.
+    """
     with running_server("--stage", "0", "--listen", "127.0.0.1:0") as started:
         yield started
 
@@ -54,10 +57,10 @@ def server() -> Iterator[Server]:
 def shell(
     command: str, config: Path, server: Server | None = None, shares: bool = True
 ) -> subprocess.CompletedProcess[str]:
-    """Run a line of a shell, `$RPCMP` and `$CONFIG` in it.
+    """Run a line of shell code, in which `$RPCMP` and `$CONFIG` are replaced.
 
     Args:
-        server: of the job, if it is not to start one.
+        server: the server of the job; None: the job starts its own.
         shares: see tests.support.processes.program.
     """
     if server is not None:
@@ -125,10 +128,10 @@ def test_lost_output_that_was_requested_is_an_error(job: JobFolder) -> None:
 def on_a_terminal(
     folder: Path, *command: str | Path, under: Sequence[str] = ()
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Run `rpcmp COMMAND...` with its own terminal; yields the other end, to be closed.
+    """Run `rpcmp COMMAND...` with its own terminal; yield the other end, which the caller closes.
 
     Args:
-        under: a program and its arguments that runs it.
+        under: a program and its arguments that runs the command.
     """
     ours, theirs = pty.openpty()
     with program() as (rpcmp, fds):
@@ -176,11 +179,11 @@ def test_a_hangup_saves_and_ends_the_run(job: JobFolder, server: Server) -> None
 
 @pytest.mark.parametrize("under", [["nohup"], []])
 def test_a_detached_run_outlives_its_terminal(job: JobFolder, under: list[str]) -> None:
-    """By nohup, or by setsid, which leaves it without a terminal."""
+    """nohup ignores the hangup; setsid leaves the run without a terminal."""
     config = job.config(SLOW)
     away = under or ["setsid", "--wait"]
     with on_a_terminal(job.folder, "drive", config, "-v", under=away) as (process, terminal):
-        if under:  # its output is in a file of its own
+        if under:  # nohup writes the output to a file
             poll_for(lambda: (job.folder / "runs").exists(), "the run")
         else:
             read_until(terminal, b"step 3/")
@@ -188,7 +191,7 @@ def test_a_detached_run_outlives_its_terminal(job: JobFolder, under: list[str]) 
         if under:
             assert process.wait(60) == 0
         else:
-            process.wait(60)  # the setsid that waits, not the run
+            process.wait(60)  # setsid itself, which waits for the run
     (path,) = (job.folder / "runs").glob("job-*")
     poll_for(lambda: '"outcome": "done"' in (path / "run.json").read_text(), "the end of the run")
 
@@ -211,8 +214,8 @@ def test_a_server_drains_on_hangup(job: JobFolder) -> None:
         ([INT, INT], 2),
         ([TERM, TERM], 2),
         ([TERM, INT], 2),
-        ([HUP, HUP], 1),  # the shell's, and the kernel's
-        ([HUP, HUP, TERM], 1),  # and a session's manager's
+        ([HUP, HUP], 1),  # from the shell, and from the kernel
+        ([HUP, HUP, TERM], 1),  # and from a session manager
         ([TERM, HUP], 1),
         ([HUP, TERM, TERM], 2),
         ([HUP, INT], 2),

@@ -1,4 +1,4 @@
-"""The stage servers that tests share are never reused with state of an earlier job."""
+"""The pool of stage servers that tests share: no state of an earlier job is reused."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A run recovers from any lost process, and ends with the bits of a run without faults.
+"""Recovery from any lost process: the run ends with the bits of a run without faults.
 
-tests/long/test_recovery_matrix.py has the whole matrix, {how} x {phase} x {stage}; here are some of
-its cells: every way to fail but that of tests/system/test_cut.py, every phase, every stage.
+tests/long/test_recovery_matrix.py has the whole matrix, {how} x {phase} x {stage}. The cells here
+cover every phase, every stage, and every way to fail except for a cut, which is tested in
+tests/system/test_cut.py.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ FIRST, MIDDLE, LAST = 0, 1, 2
 
 @pytest.fixture(scope="module")
 def fault_free(tmp_path_factory: pytest.TempPathFactory) -> Committed:
-    """Losses and parameters of the same job without a fault."""
+    """Return losses and parameters of the same job without a fault."""
     return committed_without_fault(tmp_path_factory.mktemp("fault_free"))
 
 
@@ -55,7 +56,7 @@ def test_a_hanging_process_is_named_with_its_stack(job: JobFolder, fault_free: C
     error = result.event("fault")["error"]
     assert "stage 'stage1' on" in error
     assert f"in backward of micro-batch 0 at step {STEP}" in error
-    assert "faults.py" in error  # where in its code
+    assert "faults.py" in error  # the place in the code
     assert "in _strike" in error
 
 

@@ -1,6 +1,6 @@
-"""Replicas of a stage on real workers: lost ones, and ones that do not match.
+"""Replicas of a stage on real workers, including lost replicas and replicas that do not match.
 
-That they have the bits of one process is proved for more jobs in tests/group/test_replicas.py.
+tests/group/test_replicas.py compares more jobs with the bits of one process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.support.runs import checkpoints_in
 
 @pytest.fixture(scope="module")
 def fault_free(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, str]], str]:
-    """Losses and parameters of the job without a fault."""
+    """Return losses and parameters of the job without a fault."""
     return committed_without_fault(tmp_path_factory.mktemp("fault_free"))
 
 
@@ -47,7 +47,7 @@ def test_losing_a_replica_changes_no_bit(
     assert not [
         event for event in result.events if event["event"] == "resumed"
     ]  # no checkpoint was read
-    if how == "host":  # the other replica had its whole state
+    if how == "host":  # the other replica has the whole state
         assert "'stage1:" in result.event("fault")["error"]
 
 
@@ -105,7 +105,7 @@ def test_a_slow_replica_gets_a_smaller_share_that_survives_resuming(job: JobFold
 
 @contextlib.contextmanager
 def servers_of_replicas(*environments: dict[str, str]) -> Iterator[str]:
-    """Start servers of the replicas of stage 0 with these environments; yields their addresses."""
+    """Start servers of the replicas of stage 0 with these environments; yield their addresses."""
     with contextlib.ExitStack() as stack:
         runs = []
         for replica, environment in enumerate(environments):
@@ -118,7 +118,7 @@ def servers_of_replicas(*environments: dict[str, str]) -> Iterator[str]:
 
 
 def on_path(*folders: Path) -> dict[str, str]:
-    """Return an environment in which a process finds modules in this folder first."""
+    """Return an environment in which a process searches these folders for modules first."""
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return {"PYTHONPATH": os.pathsep.join([*map(str, folders), *filter(None, before)])}
 

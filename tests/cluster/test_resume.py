@@ -1,4 +1,4 @@
-"""Checkpoints of real runs: resumed bit by bit, exported, damaged, on failing disks."""
+"""Checkpoints of real runs: resumed with the same bits, exported, damaged, and on failing disks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.support.runs import checkpoints_in
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[JobFolder, Result]:
-    """An uninterrupted run and its files; do not change them."""
+    """Return an uninterrupted run and its files; do not change them."""
     return whole_in(tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture
 def left(whole: tuple[JobFolder, Result], job: JobFolder) -> Path:
-    """The config of a job with the checkpoints of the whole run up to step 9."""
+    """Return the config of a job that has the checkpoints of the whole run up to step 9."""
     config = job.config(BODY)
     shutil.copytree(whole[0].folder / "saved", job.folder / "saved")
     for step in (12, STEPS):
@@ -68,7 +68,10 @@ def test_resuming_in_the_middle_of_an_epoch_gives_the_same_bits(
 
 
 def test_a_changed_learning_rate_applies_after_resuming(left: Path) -> None:
-    """No scheduler has moved it yet; what becomes of those is in test_stage_optimizer."""
+    """The scheduler has not changed the rate yet.
+
+    tests/unit/worker/test_optimizer.py tests rates that a scheduler has changed.
+    """
     result = drive(left, "--resume", "--steps", "10", "--set", "optimizer.kwargs.lr=0.002")
     assert "optimizer.kwargs.lr" in result.event("resumed")["changed"]
     assert result.event("step")["learning_rate"] == 0.002

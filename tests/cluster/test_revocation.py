@@ -34,7 +34,7 @@ def test_a_job_with_a_revoked_certificate_does_not_start(
 ) -> None:
     with serving(0, f"{HERE}:0", certs) as server:
         cli(certs, "revoke", name)
-        if name == "driver":  # which does not know of it itself
+        if name == "driver":  # the driver itself does not know about it
             (certs / "driver" / CRL).unlink()
         config = job.config(CONFIG)
         result = rpcmp("drive", config, "--connect", server.address, "--certs", certs / "driver")

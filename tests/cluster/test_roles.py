@@ -1,4 +1,4 @@
-"""What each role of a certificate permits at a stage server with a running job."""
+"""The methods that each certificate role may call at a stage server with a running job."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Job:
 
     Attributes:
         certs: folder of the certificates.
-        servers: of its stages.
-        job_id: the job's.
-        file: of one of its checkpoints.
+        servers: the servers of its stages.
+        job_id: id of the job.
+        file: a file of one of its checkpoints.
     """
 
     certs: Path
@@ -78,7 +78,7 @@ async def ask(certs: Path, address: str, call: Call) -> Any:
 
 @pytest.fixture(scope="module")
 def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Certificates of a job's two stages, of a third outside the job, and of a spare."""
+    """Issue certificates for a job's two stages, for a stage outside the job, and for a spare."""
     folder = issue(tmp_path_factory.mktemp("certs"), HERE, HERE)
     cli(folder, "issue", "--stage", "9", "--host", HERE)
     cli(folder, "issue", "--spare", "--host", HERE)
@@ -118,13 +118,13 @@ def file_of(job: Job, client: StageClient) -> Awaitable[int]:
 
 
 def newer(job: Job, client: StageClient) -> Awaitable[int]:
-    """Acknowledge a distant step as stage 0's mirror, and fetch the next snapshot."""
+    """Fetch the next snapshot after step 1 as stage 0's mirror, which acknowledges step 1."""
     request = pb.FetchRequest(**job.identity, stage_name="stage0", step=1, newer=True)
     return fetched(client, request)
 
 
 async def one_newer(job: Job, client: StageClient) -> int:
-    """Call `newer` like a mirror, repeatedly if the worker was faster: its steps are short."""
+    """Call `newer` until it succeeds: short steps may overwrite a snapshot while it is read."""
     for _ in range(100):
         with contextlib.suppress(CheckpointError):
             return await newer(job, client)
@@ -168,7 +168,7 @@ def test_describe_reveals_no_more_to_a_stage_than_health(job: Job) -> None:
     assert seen.worker_pid > 0
 
 
-def test_a_member_can_read_what_members_need(job: Job) -> None:
+def test_a_member_can_read_its_groups_data(job: Job) -> None:
     for count, name in enumerate(["stage0", "stage1", "spare"], start=1):
         assert job.ask(name, lambda client: file_of(job, client)) == job.file.stat().st_size
         added = job.ask(name, lambda client: client.store_add(job.identity, "members", 1))
@@ -260,7 +260,7 @@ def test_a_member_cannot_join_under_another_name(job: Job, key: str, value: byte
 
 
 def test_one_certificate_cannot_use_up_a_servers_connections(certs: Path) -> None:
-    """A stage outside the job holds the connections open."""
+    """A stage outside the job keeps the connections open."""
     limit = ("prlimit", "--nofile=256:256")
 
     async def hold(address: str) -> int:
@@ -279,7 +279,7 @@ def test_one_certificate_cannot_use_up_a_servers_connections(certs: Path) -> Non
 
 
 async def _is_closed(end: PeerConnection) -> bool:
-    """Return whether the server closed a connection; it greets those that it keeps."""
+    """Return whether the server closed a connection; it sends a greeting on the others."""
     try:
         await end.read(1)
     except (EOFError, OSError):

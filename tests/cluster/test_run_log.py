@@ -1,4 +1,4 @@
-"""Output of a job's processes reaches the driver's log and events, and the servers' logs."""
+"""The output of a job's processes, in the driver's log and events, and in the servers' logs."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def lines(result: Result, stage: str) -> list[dict[str, Any]]:
 
 
 def test_an_ordinary_end_logs_only_which_jobs_a_server_has(job: JobFolder) -> None:
-    """Not even TensorPipe's warnings about closed connections."""
+    """TensorPipe's warnings about closed connections are not logged either."""
     path = config(job, {}, stages=2)
     text = path.read_text().replace("talkative:dataset", "zoo:regression")
     path.write_text(text)
     with running_servers(2) as servers:
-        before = FORKS.standard_error()  # what is written to file descriptors
+        before = FORKS.standard_error()  # includes direct writes to file descriptors
         for _ in range(2):
             result = rpcmp("drive", path, "--connect", connect(servers), "--json")
             assert (result.code, result.err) == (0, "")
@@ -106,7 +106,7 @@ def test_output_of_a_stage_reaches_the_drivers_log_during_the_run(job: JobFolder
     assert "INFO generation 1 stage1 step 1: printed\n" in kept.read_text()
     log = result.err.splitlines()
     written = FORKS.standard_error()[DRIVE].removeprefix(before)
-    assert written == b"written by C\n"  # as it came, from the file descriptor
+    assert written == b"written by C\n"  # unchanged, from the file descriptor
     assert len(log) == len(logged) + len(flood) + 1
     printed = re.compile(f"{ANY_TIME} INFO generation 1 stage1 step 1: printed")
     assert sum(printed.fullmatch(line) is not None for line in log) == 1
@@ -124,7 +124,7 @@ def test_the_last_words_of_a_worker_come_before_its_fault(job: JobFolder) -> Non
     kinds = [event["event"] for event in result.events]
     last = max(n for n, event in enumerate(result.events) if event in logged)
     assert last < kinds.index("fault")
-    fault_free = rpcmp("drive", path, "--json")  # it has died once
+    fault_free = rpcmp("drive", path, "--json")  # it dies only once
     assert not lines(fault_free, "stage1")
     assert (
         result.event("summary")["parameters_sha256"]

@@ -1,6 +1,6 @@
-"""Private keys and secrets of configs stay where they are, and appear nowhere else.
+"""Private keys and secrets of configs: they stay where they are, and appear nowhere else.
 
-A job with everything on, and a fault in it, so that there are errors and tracebacks as well.
+The job uses every feature and has faults, so that there are errors and tracebacks as well.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from tests.support.sharedforks import children_of
 HERE = "127.0.0.1"
 
 WINDOW = 24
-"""So many characters of a key must not be seen in a row."""
+"""Number of consecutive characters of a key that must not appear."""
 
 COMMON = 48
-"""Characters that all keys of this kind begin with."""
+"""Number of characters at the start that are the same in all keys of this kind."""
 
 
 VAULT = """
@@ -54,10 +54,10 @@ every_steps = 2
 
 @dataclass
 class Collected:
-    """Everything that a job leaves for others to see.
+    """The data that a job makes visible to others.
 
     Attributes:
-        found: by where it was found.
+        found: the bytes, by the place that they were found at.
     """
 
     found: dict[str, bytes] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Collected:
         self.found[where] = self.found.get(where, b"") + content
 
     def where(self, part: bytes) -> list[str]:
-        """Return the places that contain `secret`."""
+        """Return the places that contain `part`."""
         return [where for where, content in self.found.items() if part in content]
 
 
@@ -96,7 +96,7 @@ def watching(collected: Collected) -> Iterator[None]:
 
 
 def _beneath(pid: int) -> Iterator[int]:
-    """Return a process's descendants."""
+    """Yield the ids of a process's descendants."""
     with contextlib.suppress(OSError):  # it has ended
         for child in children_of(pid):
             yield child.pid
@@ -125,7 +125,7 @@ def parts_of(path: Path) -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def secret() -> str:
-    """A config's secret for its own code, such as a token to download data."""
+    """Return a secret of the config for its own code, such as a token to download data."""
     return secrets.token_urlsafe(30)
 
 
@@ -136,9 +136,9 @@ def test_a_job_with_a_fault_leaks_no_secret(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Search all output and files for keys and for secrets of the config.
+    """All output and files are searched for keys and for secrets of the config.
 
-    The first run starts a fork server of its own, so its arguments are searched as well.
+    The first run starts a fork server of its own, so that its arguments are searched as well.
     """
     faults = Faults(job).fail_at(1, 3, "backward", "SIGKILL").fail_at(0, 4, "forward", "exception")
     config = faults.config(stages=2)
@@ -147,7 +147,7 @@ def test_a_job_with_a_fault_leaks_no_secret(
     (job.folder / "snapshot_store.py").write_text(VAULT)
     collected = Collected()
     trace = tmp_path / "trace.json"
-    free = ["--no-confine"]  # a fault leaves a mark on the disk
+    free = ["--no-confine"]  # a fault writes a marker file
     with (
         watching(collected),
         serving(0, f"{HERE}:0", certs, options=free) as first,
@@ -180,7 +180,7 @@ def test_a_job_with_a_fault_leaks_no_secret(
 
 
 def assert_complete(collected: Collected) -> None:
-    """Check that every place contains data: otherwise the search would prove nothing."""
+    """Check that every place contains data, without which the search would prove nothing."""
     for kind in ("rpcmp.worker", "rpcmp.driver", "rpcmp.process", "serve", "drive"):
         assert [where for where in collected.where(kind.encode()) if "cmdline" in where], kind
     assert collected.where(b"planted")

@@ -1,4 +1,4 @@
-"""A job on real processes whose schedule changes between two steps."""
+"""Segments: a job on real processes whose schedule changes between two steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage servers started by hand, as on several hosts: they outlive jobs and report their state."""
+"""Stage servers that are started by hand: they outlive jobs and report their state."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.support.processes import (
 
 @pytest.fixture(scope="module")
 def idle() -> Iterator[list[Server]]:
-    """Two servers on separate hosts, for tests that leave them idle."""
+    """Yield two servers on separate hosts, for tests that leave them idle."""
     with running_servers(2) as started:
         yield started
 
@@ -144,7 +144,7 @@ cli.main()
 def test_the_default_ports_are_what_a_bare_connect_uses(
     job: JobFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Free ports replace the real ones, which may belong to other servers of this machine."""
+    """Free ports replace the real ones, which other servers of this machine may use."""
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
     first, second = ((sys.executable, "-c", FREE, str(stage)) for stage in range(2))
     with (
@@ -201,7 +201,7 @@ def test_an_address_off_loopback_is_refused() -> None:
 
 
 def test_servers_of_a_job_refuse_other_processes_of_the_user(job: JobFolder) -> None:
-    """A process of the same user, such as a layer of another job, gets nothing from them."""
+    """A process of the same user, such as a layer of another job, gets no answer from them."""
     config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
     with running("drive", config, "--json") as run:
         run.wait_for_line('"step": 2,')

@@ -1,4 +1,4 @@
-"""`[data] at = "stage"` on real workers: the driver draws, stages load, some of them die."""
+"""Data at the stages on real workers: the driver draws, stages load, and some of them die."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_stages_that_load_samples_and_are_killed_give_the_same_bits(
 def test_replicas_that_load_samples_and_are_killed_give_the_same_bits(
     job: JobFolder,
 ) -> None:
-    settings = ["num_microbatches=3", "microbatches_per_message=2"]  # one of them has no samples
+    settings = ["num_microbatches=3", "microbatches_per_message=2"]  # one replica has no samples
     require_same_if_one_dies(job, settings)
 
 

@@ -1,4 +1,4 @@
-"""Parameters shared by real workers: lost, saved, exported; see tests/group/test_ties.py."""
+"""Parameters that real workers share: lost, saved and exported. See tests/group/test_ties.py."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_tied_replicas_lose_a_stage_keep_their_bits_and_are_exported(
     exported = job.folder / "model.safetensors"
     assert rpcmp("export", job.folder / "saved", exported).code == 0
     state = load_file(exported)
-    assert torch.equal(state["embed.weight"], state["head.weight"])  # like the unsplit model's
+    assert torch.equal(state["embed.weight"], state["head.weight"])  # as in the unsplit model
     begin = ("steps=1", f'init="{exported}"')
     begun = in_this_process(config, *begin)
     assert rpcmp("export", "--tied-once", job.folder / "saved", exported).code == 0
@@ -44,7 +44,7 @@ def test_tied_replicas_lose_a_stage_keep_their_bits_and_are_exported(
 
 
 def in_this_process(config: Path, *overrides: str) -> Committed:
-    """Return the job's commits in one process: the bits of the unsplit model."""
+    """Return the job's commits in one process, which have the bits of the unsplit model."""
     with local_group(loader.load_config(config, overrides).without_recovery()) as local:
         local.train()
         return local.committed()

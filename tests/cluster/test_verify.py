@@ -1,7 +1,7 @@
-"""`rpcmp verify` on real workers: errors that only the wire or distributed autograd could cause.
+"""The command `rpcmp verify` on real workers, which may differ by the wire or distributed autograd.
 
-Zeros in the place of None, strides and dtypes; whether bits are equal is proved for every kind of
-job in tests/group.
+Examples are zeros instead of None, strides, and dtypes. tests/group compares the bits of every kind
+of job.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.support.processes import JobFolder, rpcmp
 
 
 def verified(config: Path, *overrides: str) -> str:
-    """Return the output of `rpcmp verify` for three steps, all of which must be equal."""
+    """Return the output of `rpcmp verify` for three steps, which must all be equal."""
     options = [part for override in overrides for part in ("--set", override)]
     result = rpcmp("verify", config, "--steps", "3", *options)
     assert result.code == 0, result.err

@@ -1,4 +1,4 @@
-"""Fixtures for groups in this process, whose threads must end with the test."""
+"""Fixtures for groups in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A group has the bits of one process: the test that catches nearly every mistake."""
+"""The bits of a group, which equal one process. These tests detect nearly every mistake."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BUNDLES = ["microbatches_per_message=2", "max_in_flight=64"]
 
 
 def prove(job: JobFolder, text: str, *overrides: str) -> None:
-    """Check losses and parameters of a few steps against one process."""
+    """Compare losses and parameters of a few steps with one process."""
     steps = 3 if "num_microbatches = 32" in text else 6
     found = require_same_bits(loader.load_config(job.config(text), [f"steps={steps}", *overrides]))
     assert len(found.losses) == steps

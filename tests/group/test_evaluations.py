@@ -1,4 +1,4 @@
-"""Evaluations do not change the training, and their errors appear before the first step."""
+"""Evaluations: they do not change the training, and their errors appear before the first step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ batch_size = 10
 
 
 def refused(config: Config, which: str = "first") -> str:
-    """Return the error of a run whose first mini-batch could not be evaluated."""
+    """Return the error of a run that fails to evaluate a mini-batch before the first step."""
     with local_group(config) as local:
         with pytest.raises(ConfigError) as raised:
             local.train(evaluate=True)
@@ -118,7 +118,7 @@ def test_a_broken_evaluation_without_metrics_fails_before_the_first_step(
 def test_an_evaluation_whose_last_mini_batch_is_too_small_fails_before_the_first_step(
     job: JobFolder, at: str
 ) -> None:
-    """Batch normalization without running statistics needs two samples there as well."""
+    """Batch normalization without running statistics needs two samples in evaluations as well."""
     path = job.config(f"""
         [model]
         layers = "untrained:layers"

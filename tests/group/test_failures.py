@@ -1,4 +1,4 @@
-"""Exceptions in the user's code at a stage: their location, and that no stage keeps waiting."""
+"""Exceptions in the user's code at a stage: they name their place, and no stage keeps waiting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCHEDULES = pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"]
 
 
 def failed(job: JobFolder, text: str, *overrides: str) -> JobError:
-    """Return the error of a job, none of whose stages may keep waiting."""
+    """Return the error of a job, after checking that no stage keeps waiting."""
     config = loader.load_config(job.config(text), overrides).without_recovery()
     with local_group(config) as local:
         with pytest.raises(JobError) as raised:
@@ -83,7 +83,7 @@ def test_an_output_that_cannot_be_sent_is_refused(job: JobFolder) -> None:
     assert "a stage returned Holder; return tensors" in str(error)
 
 
-# What cannot be built
+# Stages that cannot be built
 
 
 def unbuilt(job: JobFolder, text: str, *overrides: str) -> StageConfigError:

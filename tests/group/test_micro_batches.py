@@ -1,4 +1,4 @@
-"""Unusual mini-batches, bit by bit: short, merged, sampled, collated, dicts."""
+"""The bits of unusual mini-batches: short, merged, sampled, collated, and dicts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def require_trains(config: Config) -> None:
 
 @pytest.mark.parametrize("samples", [11, 13, 15])
 def test_the_last_mini_batch_has_the_bits_of_one_process(job: JobFolder, samples: int) -> None:
-    """3, 5 and 7 samples remain for 4 micro-batches that need 2 each."""
+    """The last mini-batch has 3, 5 or 7 samples for 4 micro-batches that need 2 samples each."""
     assert len(require_same_bits(normalized(job, samples)).losses) == 4
 
 
@@ -78,7 +78,7 @@ def test_mini_batches_of_one_sample_are_refused_in_a_run_of_less_than_an_epoch(
 def test_batch_normalization_refuses_one_sample_unless_the_config_allows_it(
     job: JobFolder,
 ) -> None:
-    """One value per channel would otherwise fail after a whole epoch."""
+    """Otherwise a single value per channel would fail after a whole epoch."""
     path = job.config(
         NORMALIZED.replace("SAMPLES", "17").replace("zoo:mlp", "zoo:cnn").replace("2, 2", "3, 3")
     )

@@ -1,4 +1,4 @@
-"""Foreign optimizers and parameter groups: the bits of one process, and unsavable state."""
+"""Other optimizers and parameter groups: bits of one process, and state that cannot be saved."""
 
 from __future__ import annotations
 

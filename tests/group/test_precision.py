@@ -1,4 +1,4 @@
-"""Mixed precision: the bits of one process, whichever steps are skipped."""
+"""Mixed precision: it has the bits of one process, whichever steps are skipped."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ CAST = {
     for name, text in CHAINS.items()
     if "LSTM" not in name and "the same" not in name
 }
-"""The chains that torch computes in float16 on a CPU, none with more than 8 in flight."""
+"""The chains that torch can compute in float16 on a CPU, with at most 8 in flight."""
 
 MODELS = {**CAST, "a graph": GRAPH}
 
@@ -71,11 +71,11 @@ CELLS = [
     )
     for schedule in schedules
 ]
-"""Each model, type and schedule meets each; zero-bubble, which cuts a backward in two, them all."""
+"""Cases that pair models, dtypes and schedules; zero-bubble, which splits backwards, has all."""
 
 
 def prove(job: JobFolder, text: str, *overrides: str) -> int:
-    """Check losses and parameters of six steps against one process; returns the number skipped."""
+    """Compare losses and parameters of six steps with one process; return the skipped steps."""
     found = require_same_bits(loader.load_config(job.config(text), ["steps=6", *overrides]))
     assert len(found.losses) == 6
     return found.skipped
@@ -92,11 +92,11 @@ def test_every_model_gives_the_bits_of_one_process(
     prove(job, MODELS[name], f"schedule={schedule}", *DTYPES[dtype])
 
 
-# What is skipped
+# Skipped steps
 
 
 def scaling(local: LocalGroup) -> list[tuple[Any, ...]]:
-    """Return scale, skipped flag and number skipped so far of each step."""
+    """Return number, scale, skipped flag and number skipped so far of each step."""
     keys = ("step", "loss_scale", "is_skipped", "skipped_steps")
     return [tuple(event[key] for key in keys) for event in local.of("step")]
 
@@ -188,7 +188,7 @@ def test_losses_of_both_infinities_skip_the_step(job: JobFolder) -> None:
         local.train()
 
 
-# From a program
+# Programs
 
 
 def test_a_pipeline_with_never_finite_gradients_raises() -> None:

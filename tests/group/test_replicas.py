@@ -1,4 +1,4 @@
-"""Replicas of a stage: the bits of one process for every number of replicas."""
+"""The bits of replicated stages, which equal one process for every number of replicas."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BUNDLES = "microbatches_per_message=2"
         (PIPELINES, [BUNDLES]),
         (PIPELINES, ["num_microbatches=1"]),
         (ALONE, []),
-        (ALONE, ["num_microbatches=2"]),  # one of them is idle
+        (ALONE, ["num_microbatches=2"]),  # one replica is idle
     ],
 )
 def test_replicas_give_the_bits_of_one_process(
@@ -53,7 +53,7 @@ def test_a_resumed_run_of_replicas_has_the_bits_of_an_uninterrupted_one(
         saved = local.save(tmp_path / "kept")
     with local_group(loader.load_config(path, ["steps=6"]), saved) as local:
         resumed = local.train()
-        local.group.parameters_sha256()  # fails where replicas differ
+        local.group.parameters_sha256()  # fails if replicas differ
     assert resumed.losses == whole.losses[4:]
     assert all(torch.equal(resumed.state[name], value) for name, value in whole.state.items())
 
@@ -62,7 +62,7 @@ def test_a_resumed_run_of_replicas_has_the_bits_of_an_uninterrupted_one(
 def test_a_run_resumes_with_another_number_of_replicas(
     job: JobFolder, tmp_path: Path, first: int, second: int
 ) -> None:
-    """Another number sums in another order, so the last bits differ."""
+    """Another number of replicas sums in another order, so the last bits differ."""
     path = job.config(PIPELINES)
     with local_group(loader.load_config(path, ["steps=6"])) as local:
         whole = local.train()
@@ -75,7 +75,7 @@ def test_a_run_resumes_with_another_number_of_replicas(
         assert len(local.workers) == first + second
 
 
-# What is wrong
+# Errors
 
 
 def test_replicas_of_other_shapes_are_refused_before_the_first_step(job: JobFolder) -> None:
@@ -87,7 +87,7 @@ def test_replicas_of_other_shapes_are_refused_before_the_first_step(job: JobFold
     assert "install the same on their hosts" in message
 
 
-# From a program
+# Programs
 
 
 def test_accumulated_gradients_are_all_reduced_once() -> None:
@@ -112,19 +112,19 @@ def test_accumulated_gradients_are_all_reduced_once() -> None:
         for inputs, targets in batches[:2]:
             pipeline.forward_backward(inputs, targets)
             backward(inputs, targets)
-        norm = pipeline.optimizer.clip_grad_norm_(0.01)  # needs the sum
+        norm = pipeline.optimizer.clip_grad_norm_(0.01)  # uses the sum over replicas
         assert norm == pytest.approx(nn.utils.clip_grad_norm_(expected.parameters(), 0.01).item())
-        pipeline.forward_backward(*batches[2])  # and this adds to it
+        pipeline.forward_backward(*batches[2])  # adds to the gradients
         backward(*batches[2])
         pipeline.optimizer.step()
         optimizer.step()
         for name, value in pipeline.state_dict().items():
             assert_near(value, expected.state_dict()[name])
-        pipeline.parameters_sha256()  # fails where replicas differ
+        pipeline.parameters_sha256()  # fails if replicas differ
         pipeline.forward_backward(*batches[0])
         with pytest.raises(StageError):
             pipeline.predict(torch.randn(8, zoo.FEATURES + 1))
-        pipeline.optimizer.step()  # nothing of it was lost
+        pipeline.optimizer.step()  # the gradients of the first call are still there
 
 
 def test_a_failed_all_reduce_is_an_error_and_the_pipeline_stays_usable() -> None:

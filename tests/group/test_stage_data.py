@@ -1,4 +1,4 @@
-"""`[data] at = "stage"`: the driver draws, the stages load, and every bit is the same."""
+"""Data at the stages: the driver draws indices, the stages load samples, the bits are the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters shared by several stages: one gradient, one optimizer state, one tensor."""
+"""Parameters that several stages share: one gradient, one optimizer state, one tensor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_tied_weights_give_the_bits_of_one_process_under_every_balance(
     path = job.config(BODY)
     cut = require_same_bits(loader.load_config(path))
     whole = require_same_bits(loader.load_config(path, ["model.balance=[4]"]))
-    assert (len(cut.losses), len(cut.state)) == (6, 6)  # one of the tensors stands twice
+    assert (len(cut.losses), len(cut.state)) == (6, 6)  # the shared tensor occurs twice
     assert sha256(cut) == sha256(whole)
     with local_group(loader.load_config(path, ["tied=[]"])) as local:
         assert sha256(local.train()) != sha256(cut)
@@ -55,7 +55,7 @@ def test_tied_weights_give_the_bits_of_one_process_under_every_schedule_and_with
 
 
 def program(**more: Any) -> Config:
-    """Return a job of two stages that share a weight; a program supplies its batches."""
+    """Return a job of two stages that share a weight, for a program that supplies its batches."""
     data = {
         "model": {"layers": "zoo:language", "balance": [2, 2]},
         "loss": "zoo:token_loss",
@@ -73,17 +73,17 @@ def test_a_tied_weight_is_one_parameter_to_the_library() -> None:
         assert state["head.weight"] is state["embed.weight"]
         state["embed.weight"].fill_(0.0)
         pipeline.load_state_dict(state)
-        assert torch.equal(pipeline.predict(tokens), torch.zeros(4, 6, 11))  # of the head as well
+        assert torch.equal(pipeline.predict(tokens), torch.zeros(4, 6, 11))  # of both stages
         pipeline.forward_backward(tokens, tokens)
         pipeline.optimizer.zero_grad()
         assert pipeline.optimizer.clip_grad_norm_(1.0) == 0.0
 
 
-# What is wrong
+# Errors
 
 
 def test_the_library_can_read_the_model_after_an_owners_optimizer_failed() -> None:
-    """The owner's neighbours waited for the parameter's new value in the same call."""
+    """The owner's neighbours wait for the parameter's new value in the call that fails."""
     tokens = torch.zeros(4, 6, dtype=torch.int64)
     stages = [{"optimizer": "zoo:TroubledSGD"}, {}]
     with local_pipeline(program(stages=stages, recovery={"enabled": False})) as pipeline:
@@ -97,7 +97,7 @@ def test_the_library_can_read_the_model_after_an_owners_optimizer_failed() -> No
 
 @pytest.mark.parametrize("owner", [0, 2])
 def test_no_stage_waits_for_an_owner_with_a_failed_optimizer(job: JobFolder, owner: int) -> None:
-    """The others wait for the parameter's new value, in a step that nothing else holds."""
+    """The other stages wait for the parameter's new value, and nothing else delays this step."""
     text = BODY.replace("max_grad_norm = 0.5\n", "")
     if owner:
         text = text.replace('["embed.weight", "head.weight"]', '["head.weight", "embed.weight"]')

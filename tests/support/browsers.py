@@ -37,7 +37,7 @@ class PageActivity:
 def chromium() -> Iterator[Browser]:
     """Start the browser; its profile is removed afterwards."""
     program = needs("chromium")
-    sandbox = os.geteuid() != 0  # it refuses to have one as root
+    sandbox = os.geteuid() != 0  # as root it needs to run without one
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, chromium_sandbox=sandbox)
         try:
@@ -50,12 +50,12 @@ def chromium() -> Iterator[Browser]:
 def opened(
     browser: Browser, url: str, phone: bool = False, dark: bool = False, still: bool = False
 ) -> Iterator[tuple[Page, PageActivity]]:
-    """Open a page in its own window; yields it and its activity.
+    """Open a page in its own window; yield it and its activity.
 
     Args:
-        phone: 360 pixels wide, with touch.
-        dark: the system's colours.
-        still: the system's wish for less motion.
+        phone: whether the window is 360 pixels wide, with touch.
+        dark: whether the system prefers dark colours.
+        still: whether the system prefers reduced motion.
     """
     context = browser.new_context(
         viewport={"width": 360, "height": 740} if phone else {"width": 1280, "height": 900},

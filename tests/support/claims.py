@@ -16,7 +16,7 @@ def prepared(server: Addressed, folder: str, **more: Any) -> pb.PrepareRequest:
         job_id=uuid.uuid4().hex,
         generation=1,
         versions=versions(),
-        threads=1,  # the fork server was started with the same number
+        threads=1,  # as in the environment of the fork server
         heartbeat_timeout=120,
         group=[pb.GroupStage(name="stage0", replicas=1)],
         checkpoint_folder=folder,

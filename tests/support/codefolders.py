@@ -1,4 +1,4 @@
-"""A process that leaves behind the folder that it has unpacked a job's Python files to."""
+"""A process that leaves behind the folder with a job's unpacked Python files."""
 
 from __future__ import annotations
 

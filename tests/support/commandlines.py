@@ -1,4 +1,4 @@
-"""Command lines of rpcmp in other files: whether rpcmp accepts them, and what they mean."""
+"""Command lines of rpcmp in other files: whether rpcmp accepts them, and their meaning."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.support.places import EXAMPLES
 
 
 def parsed(command: Sequence[str]) -> dict[str, Any]:
-    """Parse a command line; returns its options and arguments, and its name as "command".
+    """Parse a command line; return its options and arguments, and its name as "command".
 
     Args:
-        command: without the program's name.
+        command: the words after the program's name.
 
     Raises:
         click.UsageError: rpcmp has no such command or option.
@@ -36,7 +36,7 @@ def parsed(command: Sequence[str]) -> dict[str, Any]:
 
 
 def config_of(drive: dict[str, Any]) -> Config:
-    """Return the config of a parsed `rpcmp drive`, which is an example in the image."""
+    """Return the config of a parsed `rpcmp drive`, which must be an example in the image."""
     folder, name = Path(drive["config"]).parent, Path(drive["config"]).name
     assert folder == Path("/examples")
     return loader.load_config(EXAMPLES / name, drive["overrides"])

@@ -1,4 +1,4 @@
-"""Pages of Markdown: their blocks of code, sections, headings, and the commands in them."""
+"""Pages of Markdown: their code blocks, sections, headings, and the commands in them."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ def guide(topic: str) -> str:
 
 
 def blocks(language: str, text: str = README) -> list[str]:
-    """Return the blocks of code in that language."""
+    """Return the code blocks in that language."""
     found: list[str] = re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return found
 
 
 def without_blocks(text: str) -> str:
-    """Return a page without its blocks of code."""
+    """Return a page without its code blocks."""
     return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def block(language: str, starts_with: str, text: str = README) -> str:
-    """Return the block of that language and first line."""
+    """Return the code block with that language and first line."""
     return next(found for found in blocks(language, text) if found.startswith(starts_with))
 
 
 def section(title: str, text: str = README) -> list[str]:
-    """Return the shell blocks below a heading, up to the next heading of its rank."""
+    """Return the shell blocks below a heading, up to the next heading of the same rank."""
     (heading,) = re.findall(rf"^(#+) {re.escape(title)}$", text, re.MULTILINE)
     _, _, after = text.partition(f"\n{heading} {title}\n")
     return blocks("sh", re.split(rf"^{heading} ", after, maxsplit=1, flags=re.MULTILINE)[0])

@@ -9,7 +9,7 @@ from typing import Any
 
 BEGIN = """
 import inspect, json, os, sys, torch
-from rpcmp.pipelining import optimizers
+from rpcmp.pipelining import lazy_dynamo
 def is_there():
     return "torch._dynamo.eval_frame" in sys.modules
 def optimizer(kind=torch.optim.AdamW):
@@ -24,11 +24,11 @@ def optimizer(kind=torch.optim.AdamW):
     return layer, found, closure
 """
 
-DEFER = "optimizers.defer_dynamo()\n"
+DEFER = "lazy_dynamo.defer_dynamo()\n"
 
 
 def output_of(code: str, *arguments: str) -> list[Any]:
-    """Run code in a process; returns its output, parsed as one JSON value per line."""
+    """Run code in a process; return its output, parsed as one JSON value per line."""
     command = [sys.executable, "-c", BEGIN + code, *arguments]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -58,7 +58,7 @@ print(json.dumps([is_there(), torch._dynamo is real, type(real).__name__,
 """
 
 REAL = [False, [True, True, "module", True]]
-"""The answer of ASK about the real one."""
+"""The output of ASK if the module is the real one."""
 
 
 def require_real(use: str, before: str) -> None:

@@ -1,4 +1,4 @@
-"""A job that stops and saves by its evaluations, for tests/cluster and tests/long.
+"""A job that stops early and saves its best step, for tests/cluster and tests/long.
 
 after step   2      4      6      8      10     12
 fit.r2     -0.72  -1.76  -0.62   0.02  -1.35  -1.42      best: 8; patience 2: over after 12

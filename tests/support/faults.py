@@ -30,10 +30,10 @@ class Faults:
     planted: list[dict[str, Any]] = field(default_factory=list)
 
     def fail_at(self, stage: int, step: int, phase: str, how: str, again: bool = False) -> Faults:
-        """Plant a fault: in `phase` of `step` at `stage`; "building" and "joining" are of step 0.
+        """Plant a fault in `phase` of `step` at `stage`; "building" and "joining" belong to step 0.
 
         Args:
-            again: whether it strikes every time that this is reached, or once.
+            again: whether the fault is triggered every time, or only once.
         """
         fault = {"stage": stage, "step": step, "phase": phase, "how": how, "again": again}
         marker = self.job.folder / f"triggered-{len(self.planted)}"
@@ -42,7 +42,7 @@ class Faults:
 
     @property
     def planned(self) -> list[list[Any]]:
-        """Stage, phase and step of each planted fault."""
+        """The stage, phase and step of each planted fault."""
         return [[fault[key] for key in ("stage", "phase", "step")] for fault in self.planted]
 
     @property
@@ -81,7 +81,7 @@ class Faults:
 
 
 def _without_twins(body: str) -> str:
-    """Keep only the last of the keys that occur twice before the first section."""
+    """Keep only the last occurrence of each key before the first section."""
     lines = [line.strip() for line in body.splitlines()]
     keys = [line.partition("=")[0].strip() for line in lines]
     first_section = next(i for i, line in enumerate(lines) if line.startswith("["))
@@ -96,8 +96,8 @@ def drive(config: Path, *options: str, under: tuple[str, ...] = (), timeout: flo
     """Run the job to its end, in this process.
 
     Args:
-        under: a program and its arguments that runs it; then it is a process of its own.
-        timeout: of that.
+        under: a program and its arguments that runs the job in a process of its own.
+        timeout: seconds to wait for such a process.
     """
     if not under:
         return rpcmp("drive", config, "--json", *options)
@@ -134,13 +134,13 @@ def assert_recovered(faults: Faults, result: Result) -> None:
     assert [(group["generation"], group["step"]) for group in groups] == [
         (1, 0),
         (2, recovered["step"]),
-    ][-len(groups) :]  # a fault before the first group has started leaves one
+    ][-len(groups) :]  # after a fault before the first group has started there is only one
     assert recovered["generation"] == 2
     assert fault["step"] - recovered["step"] <= 1  # at most one reported step is repeated
 
 
 Cell = tuple[str, str, int]
-"""How, in which phase, and at which stage a fault strikes."""
+"""The kind, phase and stage of a fault."""
 
 
 def name_of(cell: Cell) -> str:

@@ -1,4 +1,4 @@
-"""Call a function in a fork of a shared fork server: a process with torch and one thread.
+"""Calls of functions in a fork of a shared fork server: a process with torch and one thread.
 
 A process that runs tests has had threads, such as gRPC's, so a fork of it may deadlock.
 """
@@ -24,7 +24,8 @@ def in_a_fork(function: Callable[..., None], *arguments: str) -> None:
     """Call a function of a module by name in a fork, and wait until it returns.
 
     Raises:
-        AssertionError: it raised something, which the message contains, or its process ended.
+        AssertionError: the function raised an error, which the message contains, or the process
+            ended.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with FORKS.line_of(DRIVE) as line, ours:

@@ -45,7 +45,7 @@ if __name__ == "__main__":
 
 
 def write_modules(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write `child`, which is run, and `preloaded`, which records the process that imported it."""
+    """Write the module `child`, and `preloaded`, which records the process that imported it."""
     (folder / "child.py").write_text(CHILD)
     (folder / "preloaded.py").write_text("import os\npid = os.getpid()\n")
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
@@ -58,7 +58,7 @@ def forks() -> Forks:
 async def spawn(
     forks: Forks | None, fds: list[int] | None = None, environment: Mapping[str, str] = ONE_THREAD
 ) -> tuple[Child, dict[str, object]]:
-    """Start a child; returns it and its report."""
+    """Start a child; return it and its report."""
     child = await Child.spawn("child", environment, fds or [], forks)
     return child, await anext(child.messages())
 

@@ -14,7 +14,9 @@ from rpcmp.config.topology import Graph, Member
 
 @st.composite
 def graphs(draw: st.DrawFn) -> Graph:
-    """Draw a graph of stages that read earlier ones; the last reads all that have no reader."""
+    """Draw a graph of stages that read earlier ones; the last stage reads all outputs without a
+    reader.
+    """
     count = draw(st.integers(1, 6))
     inputs: dict[str, list[str]] = {}
     for index in range(count):
@@ -36,7 +38,7 @@ def workers(*stages: str, replicas: int = 1) -> list[Member]:
 
 
 def chain_of(num_stages: int, **more: Any) -> Config:
-    """Return a job with a chain of two stages."""
+    """Return a job with a chain of `num_stages` stages: two, unless `more` changes the model."""
     config: Config = parse_config(
         {"loss": "m:loss", "model": {"layers": "m:layers", "balance": [2, 1]}, **more}
     )

@@ -18,7 +18,7 @@ max_grad_norm = 0.5
 autocast = "float16"
 loss_scaling = { initial = 35000.0, growth_interval = 2 }
 """
-"""For `Faults.config`: of six steps 1, 2 and 5 are skipped."""
+"""Text for `Faults.config`: a run of six steps skips steps 1, 2 and 5."""
 
 SPIKED = """
 autocast = "float16"
@@ -57,7 +57,7 @@ def batch(scale: float = 1.0) -> tuple[Tensor, Tensor]:
 
 
 def use(pipeline: Pipeline, lose: Any) -> tuple[list[Any], str]:
-    """Make all kinds of calls, some of which skip; returns their results and the final model."""
+    """Make all kinds of calls, some of which skip a step; return their results and a final hash."""
     optimizer = pipeline.optimizer
     found: list[Any] = [pipeline.train_step(*batch())]
     lose()

@@ -1,4 +1,4 @@
-"""Runs that lose a host, slow enough to lose one in time, and checks of their recovery."""
+"""Runs that lose a host, slow enough to lose it in time, and checks of their recovery."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from tests.support.faults import Committed, Faults, committed
 from tests.support.processes import JobFolder, Result, rpcmp
 
 SLOW = 10.0
-"""Milliseconds that a forward takes, so that there is time to lose something."""
+"""Milliseconds of a forward, so that there is time to lose a host."""
 
 STEPS = 14
 
 LOSING = '"event": "step", "step": 5,'
-"""The line after which something is lost."""
+"""The output line after which a host is lost."""
 
 
 def slow_config(job: JobFolder, milliseconds: float = SLOW) -> Path:
@@ -27,7 +27,7 @@ def committed_without_fault(folder: Path) -> Committed:
 
 
 def assert_went_on(result: Result, fault_free: Committed, steps: int = 1) -> None:
-    """Check one new generation, the same bits, and at most `steps` repeated steps."""
+    """Check that there is one new generation, the same bits, and at most `steps` repeated steps."""
     assert committed(result) == fault_free
     (recovered,) = [event for event in result.events if event["event"] == "recovered"]
     (fault,) = [event for event in result.events if event["event"] == "fault"]

@@ -1,4 +1,4 @@
-"""The guide's table of all keys as Markdown: `python -m tests.support.key_table`."""
+"""The guide's table of all config keys as Markdown: `python -m tests.support.key_table`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from rpcmp.config.loader import descriptions, kinds, level_of
+from rpcmp.config.loader import descriptions, level_of, union_members
 from rpcmp.config.schema import Config
 from rpcmp.config.types import Factory, OptimizerFactory
 
 
 def table() -> str:
-    """Every key with its type, default and meaning, the job's own first, then the sections."""
+    """Return every key with its type, default and meaning; keys of the job come first, then
+    sections.
+    """
     rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     rows += _rows(Config, "")
     return "\n".join(rows)
@@ -32,7 +34,7 @@ def _rows(model: type[BaseModel], prefix: str) -> Iterator[str]:
             continue
         cells = (f"`{prefix}{name}`", _type(field.annotation), _default(field), meanings[name])
         yield f"| {' | '.join(map(str, cells))} |"
-        if section is OptimizerFactory and not prefix:  # what it has besides a factory's keys
+        if section is OptimizerFactory and not prefix:  # its key besides the keys of a factory
             groups = descriptions(OptimizerFactory)["groups"]
             yield f"| `{name}.groups` | list of table | | {groups} |"
     for section, path, field, meaning in sections:
@@ -41,7 +43,7 @@ def _rows(model: type[BaseModel], prefix: str) -> Iterator[str]:
 
 
 def _type(annotation: Any) -> str:
-    return " or ".join(map(_kind, kinds(annotation)))
+    return " or ".join(map(_kind, union_members(annotation)))
 
 
 def _kind(kind: Any) -> str:
@@ -51,7 +53,7 @@ def _kind(kind: Any) -> str:
     if origin is list:
         return f"list of {_type(arguments[0])}"
     if origin is dict:
-        return "table of factory" if kinds(arguments[1]) == (Factory,) else "table"
+        return "table of factory" if union_members(arguments[1]) == (Factory,) else "table"
     if issubclass(kind, Factory):
         return "factory"
     return {str: "string", int: "integer", float: "number", bool: "boolean"}[kind]

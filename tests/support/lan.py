@@ -25,8 +25,8 @@ class Host:
         address: its IP address.
         switch: the namespace at the other end of its cable.
         cable: the device at that end.
-        name: for the other hosts.
-        inside: a command that runs another on the host, as if it were a machine of its own.
+        name: its name on the other hosts.
+        inside: a command that runs another command on the host, as on a machine of its own.
     """
 
     address: str
@@ -71,7 +71,7 @@ def lan(count: int, folder: Path) -> Iterator[list[Host]]:
     """Create hosts that are connected to one switch.
 
     Args:
-        folder: of the files by which each host identifies itself.
+        folder: folder for the files by which each host identifies itself.
     """
     needs_root("make a network")
     needs("mount")
@@ -95,7 +95,7 @@ def _plug_in(switch: str, name: str, index: int, folder: Path) -> Host:
     for device in ("lo", "eth0"):
         _ip("-n", name, "link", "set", device, "up")
     _ip("-n", switch, "link", "set", cable, "master", "br0", "up")
-    boot = folder / f"boot_id-{name}"  # it distinguishes machines
+    boot = folder / f"boot_id-{name}"  # identifies the machine
     boot.write_text(f"{name}\n")
     names = folder / "hosts"
     names.write_text("".join(f"{PREFIX}.{i + 1} host-{chr(97 + i)}\n" for i in range(26)))
@@ -111,13 +111,13 @@ def _ip(*arguments: str) -> None:
 
 
 def issue(folder: Path, *hosts: str) -> Path:
-    """Issue certificates for a stage on each host and for a driver; returns their folder."""
+    """Issue certificates for a stage on each host and for a driver; return their folder."""
     cli(folder, "init", *(part for host in hosts for part in ("--host", host)))
     return folder
 
 
 def issue_to_driver(folder: Path, host: str) -> Path:
-    """Issue certificates for a stage and for a driver that listens; returns the driver's folder."""
+    """Issue certificates for a stage and for a driver that listens; return the driver's folder."""
     issue(folder, host)
     cli(folder, "issue", "--driver", "--name", "driver-here", "--host", host)
     return folder / "driver-here"
@@ -135,8 +135,8 @@ def serving(
     """Start a stage server that accepts only peers with certificates.
 
     Args:
-        under: a program and its arguments that runs it, with a fork server of its own; by default
-            its workers come from a shared fork server.
+        under: a program and its arguments that runs the server, with a fork server of its own; by
+            default its workers come from a shared fork server.
     """
     command = ["--stage", str(stage), "--listen", host, *options]
     command += ["--certs", str(certs / f"stage{stage}")]

@@ -37,8 +37,8 @@ class Failed:
     """A failed job that left a checkpoint.
 
     Attributes:
-        folder: of the checkpoint.
-        step: of the checkpoint; it varies, since samples are loaded ahead.
+        folder: folder of the checkpoint.
+        step: step of the checkpoint; it varies, because samples are loaded ahead.
     """
 
     def __init__(self, job: JobFolder, section: str = "") -> None:

@@ -1,15 +1,15 @@
-"""A job whose stages and driver are in this process: real except for torch RPC and processes.
+"""Groups whose stages and driver are in this process: real except for torch RPC and processes.
 
     driver's Group, Training ──LocalTransport──> Stage, Stage, ...    each with its compute thread
-                                    └── one thread pool; plain autograd in place of the distributed
+                                    └── one thread pool; plain autograd instead of distributed
 
-Every stage is built as a worker builds it and has its threads, so schedules, replicas, shared
-parameters, recomputation, clipping, loss scaling, snapshots and aborts run for real, in a fraction
-of a second. tests/cluster covers what needs processes: how distributed autograd records sent
-tensors, its zeros in the place of None, strides on the wire, and lost members.
+Every stage is built as in a worker and has its threads. So schedules, replicas, shared parameters,
+recomputation, clipping, loss scaling, snapshots and aborts run for real, in a fraction of a second.
+tests/cluster covers what needs processes: how distributed autograd records sent tensors, its zeros
+instead of None, strides on the wire, and lost members.
 
-The process has one set of generators, seeded before every layer, step and mini-batch. So whatever
-draws from them runs one at a time.
+The process has one set of random generators, which are seeded before every layer, step and
+mini-batch. So code that draws from them runs one at a time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch.nn.functional as F  # noqa: N812
 from rpcmp.checkpoint.slots import Slots
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER
-from rpcmp.data import loader_process
+from rpcmp.data import stage_loader
 from rpcmp.data.batch_server import BatchServer
 from rpcmp.data.batches import OwnSampler, Samples, load_batches
 from rpcmp.data.stage_loader import LoaderPool
@@ -61,7 +61,7 @@ from tests.support.instances import record_instances
 from tests.support.localtransport import LocalTransport
 from tests.support.places import ZOO
 
-sys.path.append(str(ZOO))  # its models are imported here, and not from a job's folder
+sys.path.append(str(ZOO))  # its models are imported from here, not from a job's folder
 
 _computing = threading.RLock()
 
@@ -76,7 +76,7 @@ def _one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _meanwhile_others(function: Callable[[int], None]) -> Callable[[int], None]:
-    """Wrap `function`, which waits for other stages, to release its turn meanwhile."""
+    """Wrap `function`, which waits for other stages, so that it releases its turn meanwhile."""
 
     def call(step: int) -> None:
         _computing.release()
@@ -92,8 +92,8 @@ class SavedGroup(NamedTuple):
     """State that a group can resume from.
 
     Attributes:
-        progress: the driver's.
-        files: the snapshots of all stages.
+        progress: the driver's progress.
+        files: the files with the snapshots of all stages.
     """
 
     progress: TrainingProgress
@@ -101,20 +101,20 @@ class SavedGroup(NamedTuple):
 
 
 class _Supervisor:
-    """Stand-in for a worker's channel; ignores all messages."""
+    """A stand-in for a worker's channel, which ignores all messages."""
 
     def send(self, message: Message) -> None:
         """Ignore the message."""
 
 
 class LocalLoaders(LoaderPool):
-    """Loaders of a stage's samples, in a thread instead of processes."""
+    """The loaders of a stage's samples, in a thread instead of processes."""
 
     def __init__(self, config: Config, stage: str) -> None:
         self._stage = stage
         self._references = config.graph().parts(stage)
         self._threads = ThreadPoolExecutor(1, "local-loader")
-        self._loading = loader_process._Loading(config, stage)
+        self._loading = stage_loader._Loading(config, stage)
 
     def holding(self) -> DatasetInfo:
         return DatasetInfo(self._stage, _answered(self._loading.build())["sizes"])
@@ -138,7 +138,7 @@ class LocalWorker:
 
     Args:
         part: the stage and its job.
-        files: of the stages that it resumes from.
+        files: the snapshots that it resumes from.
     """
 
     def __init__(self, part: Assignment, files: Sequence[str]) -> None:
@@ -171,11 +171,11 @@ class LocalGroup:
 
     Attributes:
         config: the job.
-        workers: their stages.
+        workers: the workers, each with its stage.
         group: the driver's side.
-        metrics: the ones that the driver computes.
+        metrics: the metrics that the driver computes.
         saved: the state that it resumes from.
-        events: reported by the driver.
+        events: events that the driver reported.
     """
 
     config: Config
@@ -187,7 +187,7 @@ class LocalGroup:
 
     @cached_property
     def training(self) -> Training:
-        """The run of the config."""
+        """The training that the config describes."""
         datasets = self.planned.datasets
         if self.planned.loads_at_stages:
             datasets = Datasets.at_stages(self.config, self.group)
@@ -226,14 +226,14 @@ class LocalGroup:
         return ComparedRun(losses, state, skipped=skipped)
 
     def committed(self) -> Committed:
-        """Return the same as `tests.support.faults.committed` of a run."""
+        """Return the same results as `tests.support.faults.committed`."""
         steps = [(event["step"], event["loss"].hex()) for event in self.of("step")]
         return steps, self.group.parameters_sha256()
 
     def save(self, folder: Path) -> SavedGroup:
         """Copy the stages' snapshots of the last step to files, for another group.
 
-        The driver's part is JSON, as in a checkpoint's manifest.
+        The driver's part is copied as JSON, as in a checkpoint's manifest.
         """
         folder.mkdir(exist_ok=True)
         step, files = self.training.progress.step, []
@@ -247,7 +247,7 @@ class LocalGroup:
 
 
 def _end(executors: Sequence[ThreadPoolExecutor]) -> None:
-    """Shut down the members' thread pools, which in a worker live as long as its process."""
+    """Shut down the members' thread pools, which in a worker end with the process."""
     for each in executors:
         each.shutdown(wait=False)
 
@@ -259,8 +259,8 @@ def local_group(
     """Build a job's group, joined and ready to train.
 
     Args:
-        saved: the state that it resumes from.
-        load_data: whether it trains on the config's data.
+        saved: the state that the group resumes from.
+        load_data: whether the group trains on the config's data.
     """
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
@@ -296,7 +296,7 @@ def local_group(
 
 
 def unsplit(config: Config) -> ComparedRun:
-    """Train the same job in one process, by code that shares nothing with the stages."""
+    """Train the same job in one process, with code that shares nothing with the stages."""
     section = config.require_data("training the unsplit model")
     batches = load_batches(section.train, "data.train", section, config.seed, training=True)
     model = UnsplitModel(
@@ -308,7 +308,7 @@ def unsplit(config: Config) -> ComparedRun:
 
 
 def require_same_bits(config: Config) -> ComparedRun:
-    """Train in a group and in one process, and compare; returns the group's run."""
+    """Train in a group and in one process, and compare the bits; return the group's run."""
     with local_group(config.without_recovery()) as local:
         found = local.train()
     difference = first_difference(found, unsplit(config))

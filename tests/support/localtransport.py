@@ -1,6 +1,6 @@
 """A group's transport without torch RPC: all members in this process, with plain autograd.
 
-A message arrives as a copy, by the unpickler of the real ones; gradients come back the same way.
+A message arrives as a copy, made by the real unpickler. Gradients are copied in the same way.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from rpcmp.rpc import unpickler
 from rpcmp.rpc.transport import Transport, attempt
 
 NUM_THREADS = 4
-"""Threads of the pool; as in a worker, no handler blocks one."""
+"""Threads of the pool; as in a worker, no handler blocks a thread."""
 
 
 class LocalTransport(Transport):
-    """Transport between members in this process.
+    """A transport between members in this process.
 
     Args:
         services: the service of each member, by its name; may be filled in later.
@@ -87,7 +87,7 @@ class LocalTransport(Transport):
 
 
 class _Journey(torch.autograd.Function):
-    """Autograd function that carries a tensor to another member and its gradient back."""
+    """A function that copies a tensor to another member, and its gradient back."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, tensor: Tensor) -> Tensor:

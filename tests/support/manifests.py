@@ -11,7 +11,7 @@ SHA = hashlib.sha256(b"abc").hexdigest()
 
 
 def stage(name: str = "stage0", layers: tuple[str, ...] = ("embed", "hidden")) -> StageFile:
-    """Return one stage's part, for a file that holds b"abc"."""
+    """Return one stage's part, for a file that contains b"abc"."""
     return StageFile(
         name=name,
         layers=list(layers),

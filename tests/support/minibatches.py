@@ -17,7 +17,7 @@ from rpcmp.data.batches import Batches
 
 
 class Transformed(Dataset[tuple[Tensor, int]]):
-    """Ten samples whose random transform draws from every generator."""
+    """A dataset of ten samples, whose random transform draws from every generator."""
 
     def __len__(self) -> int:
         return 10
@@ -28,7 +28,7 @@ class Transformed(Dataset[tuple[Tensor, int]]):
 
 
 class AllAtOnce(Transformed):
-    """Dataset that loads all samples of a mini-batch in one call."""
+    """A dataset that loads all samples of a mini-batch in one call."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         raise AssertionError("one by one")
@@ -50,7 +50,7 @@ def values(batches: Batches, epoch: int, first: int = 0) -> list[tuple[Any, Any]
 
 
 def require_tails(num_workers: int, shuffle: bool) -> None:
-    """Compare every resumed epoch with the tail of the whole one."""
+    """Compare every resumed epoch with the tail of the whole epoch."""
     options = {"num_workers": num_workers, "shuffle": shuffle}
     with closing(batches_of(Transformed(), **options)) as batches:
         whole = values(batches, 2)

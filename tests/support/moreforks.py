@@ -1,6 +1,7 @@
-"""A fork server that is a fork of another one and its imports; see tests.support.sharedforks.
+"""A fork server that is a fork of another one, and shares its imports; see
+tests.support.sharedforks.
 
-It makes a network of its own, as every fork server does.
+It creates its own network, as every fork server does.
 """
 
 from __future__ import annotations

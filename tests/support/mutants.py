@@ -2,10 +2,10 @@
 
     python -m tests.support.mutants --seed 1 --count 40 > mutants.jsonl
 
-Draws mutants from the modules that matter most; the same seed and tree give the same mutants. Each
-is planted in a copy of the repository. First the tests run that import the module or are named
-after it, then all others, up to the first failure. If all pass, the mutant is either no fault, or a
-test is missing. mutants.md has the results.
+This draws mutants from the modules that matter most; the same seed and tree give the same mutants.
+Each mutant is planted in a copy of the repository. The tests that import the module or are named
+after it run first, then all others, up to the first failure. If all pass, either the mutant is no
+fault or a test is missing. mutants.md has the results.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ AREAS = {
         "config/loader.py",
         "config/job_sections.py",
     ),
-    "exit codes": ("cli/hints.py", "cli/progress_bar.py", "errors.py"),
+    "exit codes": ("cli/hints.py", "cli/progress_output.py", "errors.py"),
     "page": (
         "observability/dashboard/state.py",
         "observability/dashboard/history.py",
@@ -62,7 +62,7 @@ AREAS = {
 """The modules of rpcmp that are mutated, by subject."""
 
 NEAR_SECONDS = 300.0
-"""For the tests that have to do with a module."""
+"""Seconds for the tests near a module."""
 
 COMPARISONS: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=",
@@ -80,7 +80,7 @@ COMPARISONS: dict[type[ast.cmpop], str] = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """One line of one module, changed."""
+    """A change of one line of one module."""
 
     area: str
     path: str
@@ -182,9 +182,9 @@ def tests_near(module: str, folder: Path) -> list[str]:
 
 
 def tried(mutant: Mutant, copy: Path, options: Sequence[str], limit: float) -> Verdict:
-    """Plant a mutant in `copy`, run the tests, and take it out again.
+    """Plant a mutant in `copy`, run the tests, and remove it again.
 
-    A test that fails without it as well, in the same place, catches nothing: its name then ends so.
+    A test that also fails in `copy` without the mutant does not catch it; its name then ends so.
     """
     path = copy / mutant.path
     whole = path.read_text(encoding="utf-8")
@@ -192,7 +192,7 @@ def tried(mutant: Mutant, copy: Path, options: Sequence[str], limit: float) -> V
     alike = [index for index, line in enumerate(lines) if line.strip() == mutant.before]
     if not alike:
         return Verdict(mutant, "", 0.0)
-    index = min(alike, key=lambda index: abs(index + 1 - mutant.line))  # the tree may have moved on
+    index = min(alike, key=lambda index: abs(index + 1 - mutant.line))  # the line may have moved
     lines[index] = lines[index].replace(mutant.before, mutant.after)
     path.write_text("".join(lines), encoding="utf-8")
     started = time.monotonic()

@@ -1,7 +1,7 @@
-"""Compare tensors that may differ in their last bits.
+"""Comparison of tensors that may differ in their last bits.
 
-`torch.testing.assert_close` does the same, but imports half of torch.distributed and SymPy:
-more than a second, in each process that runs tests.
+`torch.testing.assert_close` does the same, but imports half of torch.distributed and SymPy. That
+takes more than a second in each process that runs tests.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from torch import Tensor
 
 
 def assert_near(found: Tensor, expected: Tensor, rtol: float = 1.3e-6, atol: float = 1e-5) -> None:
-    """Fail unless shapes and dtypes are equal and each number is near.
+    """Fail unless shapes and dtypes are equal, and each number is near.
 
     Args:
-        rtol: relative to the number that is expected.
-        atol: added to that. Both are assert_close's own, of float32.
+        rtol: tolerance relative to the expected number; the default is assert_close's for float32.
+        atol: tolerance that is added to it, with the same default.
     """
     kinds = [(each.dtype, tuple(each.shape)) for each in (found, expected)]
     assert kinds[0] == kinds[1], f"{kinds[0]} instead of {kinds[1]}"

@@ -1,4 +1,4 @@
-"""Programs and rights that tests in tests/system require: the tests fail without them."""
+"""Programs and rights that tests in tests/system require. The tests fail without them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PACKAGES = {
     "unshare": "util-linux",
     "zsh": "zsh",
 }
-"""Of Debian, by program."""
+"""Debian packages, by program."""
 
 SYSTEM = ("/usr/local/sbin", "/usr/sbin", "/sbin")
 """Folders of programs that an ordinary user's PATH lacks."""
 
 
 def needs(program: str) -> str:
-    """Return the path of a program; fails the test if it is missing."""
+    """Return the path of a program, or fail the test if it is missing."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), *SYSTEM])
     found = shutil.which(program, path=path)
     if found is None:

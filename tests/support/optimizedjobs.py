@@ -1,4 +1,4 @@
-"""A job without an optimizer, which tests/group and tests/cluster add."""
+"""A job without an optimizer; tests/group and tests/cluster add one."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ OPTIMIZERS = {
 
 
 def reference(config: Path, steps: int) -> str:
-    """Return the parameters of a run in one process."""
+    """Return the hash of the parameters after a run in one process."""
     return parameters_sha256(unsplit(loader.load_config(config, [f"steps={steps}"])).state)
 
 
 def require_recovery_and_resume(job: JobFolder, name: str) -> None:
-    """Lose a worker, then resume, and check for the bits of one process."""
+    """Lose a worker, then resume, and check that both have the bits of one process."""
     optimizer = OPTIMIZERS[name]
     config = job.config(JOB.replace("MORTAL", "") + optimizer)
     expected = {steps: reference(config, steps) for steps in (6, 8)}

@@ -31,8 +31,9 @@ def labels() -> list[str]:
 
 
 def run(num_steps: int, lost_after: int | None = None, name: str = "unet") -> Iterator[Event]:
-    """Yield the events of a run; after step `lost_after` the worker "coarse" is lost and comes
-    back.
+    """Yield the events of a run.
+
+    After step `lost_after` the worker "coarse" is lost and comes back.
     """
     now, generation = BEGAN, 1
     begin = {"steps": None, "epochs": 3, "schedule": "zero-bubble", "data": {"batch_size": 32}}
@@ -69,7 +70,7 @@ def run(num_steps: int, lost_after: int | None = None, name: str = "unet") -> It
 
 
 def record(name: str, events: Iterable[Event]) -> Record:
-    """Return the run folder's files for these events."""
+    """Return the record of a run folder with these events."""
     found = tuple(typed(event) for event in events)
     info = RunInfo(name=name, started=BEGAN, outcome="done")
     config = next(event.config for event in found if isinstance(event, RunEvent))
@@ -83,7 +84,7 @@ def fault(step: int, stage: str = "coarse") -> Event:
 
 
 def vitals(step: int, generation: int = 1, **states: str) -> Event:
-    """Return the vitals of all workers; `states` by label for those that are not running."""
+    """Return the vitals of all workers; `states` has the states of workers that do not run."""
     workers = {
         label: {
             "state": states.get(label.replace(":", "_"), "running"),
@@ -107,7 +108,7 @@ def vitals(step: int, generation: int = 1, **states: str) -> Event:
 
 
 def timeline(step: int) -> Event:
-    """Return a pipeline of four micro-batches with 10 ms per action of each worker."""
+    """Return a pipeline of four micro-batches, with 10 ms per action of each worker."""
     stages = []
     for row, label in enumerate(labels()):
         spans: list[list[Any]] = []

@@ -1,4 +1,6 @@
-"""Two real torch RPC agents with an inspection between them, as in a relay; records all bytes."""
+"""Two real torch RPC agents with an inspection between them, as in a relay, which records all
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -109,12 +111,12 @@ for line in sys.stdin:
     os.waitpid(inside, 0)
     print("ended", flush=True)
 """
-"""Imports torch once; forks two agents for each script, which the one outside runs."""
+"""Code that imports torch once, and forks two agents per script; the outside agent runs it."""
 
 
 @dataclass
 class Conversation:
-    """One connection: the bytes that each side sent, and those that the inspection let in."""
+    """One connection: the bytes that each side sent, and the bytes that passed the inspection."""
 
     from_outside: bytearray = field(default_factory=bytearray)
     from_inside: bytearray = field(default_factory=bytearray)
@@ -122,7 +124,7 @@ class Conversation:
 
 
 class Proxy:
-    """Listens at the address that "outside" has for "inside"; inspects every connection.
+    """A listener at the address that "outside" has for "inside", which inspects every connection.
 
     Attributes:
         conversations: all connections so far.
@@ -216,7 +218,7 @@ class Proxy:
     ) -> None:
         host, port = self._inside
         while data := await inside.read(65536):
-            # The outside has to open further connections to the proxy, too.
+            # The outside must open further connections to the proxy as well.
             data = data.replace(f"{host}:{port}".encode(), f"{host}:{self.port}".encode())
             talk.from_inside += data
             inspection.sent(data)
@@ -226,14 +228,14 @@ class Proxy:
 
 @dataclass
 class Talk:
-    """Result of a script: its output, and the recorded connections."""
+    """The result of a script: its output, and the recorded connections."""
 
     printed: str
     proxy: Proxy
 
 
 class Agents:
-    """Processes that send each other messages, see AGENTS; ended by `close`."""
+    """Processes that send each other messages, see AGENTS; `close` ends them."""
 
     def __init__(self, folder: Path) -> None:
         source = folder / "agents.py"
@@ -248,7 +250,7 @@ class Agents:
         self._process.communicate()
 
     def talk(self, folder: Path, script: str) -> Talk:
-        """Run `script` in an agent called "driver" and inspect its messages to "inside"."""
+        """Run `script` in an agent called "driver", and inspect its messages to "inside"."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps([str(folder), script]), file=self._process.stdin, flush=True)

@@ -1,15 +1,15 @@
-"""Stage servers that the jobs of this process share one after the other; started once.
+"""A pool of stage servers that the jobs of this process use one after the other.
 
-    in the place of rpcmp.job.server_pool.LocalServers
+    replaces rpcmp.job.server_pool.LocalServers
     job ──start──> takes servers from the pool, which starts missing ones
         ──stop───> returns them once they are idle and hold nothing of the job any more
 
     with lend_servers(2) as servers: rpcmp("drive", config, "--connect", connect(servers))
 
-They are what `rpcmp drive` would start: children of this process that fork by its shared fork
-server; but any of them serves any stage, and writes checkpoints anywhere. A job that is confined,
-or whose test has `own_forks`, starts servers of its own. So does `running("drive", ...)`, which is
-a process of its own.
+They equal the servers that `rpcmp drive` starts: children of this process, which fork by its shared
+fork server. But each of them may serve any stage, and writes checkpoints to any folder. A job
+starts its own servers if it is confined, or if its test has `own_forks`. `running("drive", ...)`
+does so too, because it is a process of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.support.reaper import TOKEN
 from tests.support.sharedforks import BEFORE, DRIVE
 
 SECONDS = 30.0
-"""Time after which a server has forgotten a job that has ended."""
+"""Seconds in which a server must be idle after the end of its job."""
 
 NOT_OURS = (TOKEN, "RPCMP_CERTS")
 """Variables that the pool's servers must not inherit."""
@@ -46,11 +46,11 @@ class PooledServer:
     """A running `rpcmp serve --spare`.
 
     Args:
-        line: of the fork server that its workers come from.
-        listen: the address to listen at; a free port by default.
+        line: a line to the fork server that its workers come from.
+        listen: the address to listen on; a free port by default.
 
     Attributes:
-        address: at which it listens.
+        address: the address that it listens on.
     """
 
     def __init__(self, line: int, listen: str = "127.0.0.1:0") -> None:
@@ -83,14 +83,14 @@ class PooledServer:
         return self.process.poll() is not None
 
     def is_idle(self) -> bool:
-        """Whether it has no job, or has ended."""
+        """Return whether the server has no job, or has ended."""
         if self.has_ended:
             return True
         found = processes.describe(self)
         return found.state == pb.SERVER_STATE_IDLE and not found.job and not found.draining
 
     def end(self) -> None:
-        """Kill it and the workers forked for it."""
+        """Kill the server and the workers forked for it."""
         self.process.kill()
         self.process.wait()
         if self.process.stdout is not None:
@@ -98,13 +98,13 @@ class PooledServer:
 
 
 class ServerPool:
-    """Idle servers. Thread-safe."""
+    """A pool of idle servers. Thread-safe."""
 
     def __init__(self) -> None:
         self._all: list[PooledServer] = []
         self._idle: list[PooledServer] = []
         self._lock = threading.Lock()
-        # They end with the thread that has started them, so it must be one that stays.
+        # Servers end with the thread that started them, so this thread must outlive them.
         self._starter = ThreadPoolExecutor(1, "pooled-servers")
 
     def take(self) -> PooledServer:
@@ -124,7 +124,7 @@ class ServerPool:
         """Return a server to the pool, which must be idle or ended.
 
         Raises:
-            AssertionError: it is not, and was killed.
+            AssertionError: the server was neither, and has been killed.
         """
         try:
             processes.poll_for(server.is_idle, "it to be idle", SECONDS)
@@ -137,7 +137,7 @@ class ServerPool:
             self._idle.append(server)
 
     def taken(self) -> list[PooledServer]:
-        """The servers that jobs use."""
+        """Return the servers that jobs use."""
         with self._lock:
             return [each for each in self._all if not (each in self._idle or each.has_ended)]
 
@@ -162,8 +162,8 @@ POOL = ServerPool()
 def lend_servers(count: int) -> Iterator[list[PooledServer]]:
     """Lend servers of the pool to one test, whose jobs connect to them.
 
-    They must be idle again at the end. One may be stopped or killed: the next test has another.
-    They share the driver's network; see `running_servers` for servers as on several hosts.
+    They must be idle again at the end. A test may stop or kill a server: the next test gets
+    another. They share the driver's network; `running_servers` starts servers as on several hosts.
     """
     with contextlib.ExitStack() as stack:
         found = []

@@ -11,7 +11,7 @@ Item = TypeVar("Item")
 
 
 class _Jumping(selectors.DefaultSelector):
-    """Selector that advances the clock instead of waiting."""
+    """A selector that advances the clock instead of waiting."""
 
     now = 0.0
 
@@ -22,7 +22,9 @@ class _Jumping(selectors.DefaultSelector):
 
 
 class PretendedTime(asyncio.SelectorEventLoop):
-    """Event loop that runs `asyncio.sleep(3600)` at once and then shows one hour more."""
+    """An event loop that runs `asyncio.sleep(3600)` at once, and whose clock then shows one hour
+    more.
+    """
 
     def __init__(self) -> None:
         self._jumping = _Jumping()
@@ -33,6 +35,6 @@ class PretendedTime(asyncio.SelectorEventLoop):
 
 
 def in_pretended_time(work: Coroutine[Any, Any, Item]) -> tuple[Item, float]:
-    """Run a coroutine; returns its result and the seconds that it took."""
+    """Run a coroutine; return its result and the seconds that it took."""
     with asyncio.Runner(loop_factory=PretendedTime) as runner:
         return runner.run(work), runner.get_loop().time()

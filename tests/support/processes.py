@@ -44,7 +44,7 @@ SHARING = ("drive", "explain", "verify")
 
 
 def poll_for(condition: Callable[[], Any], what: str, timeout: float = DEADLINE) -> Any:
-    """Wait until `condition()` is true; returns its value."""
+    """Wait until `condition()` is true, and return its value."""
     ends = time.monotonic() + timeout
     pause = threading.Event()
     while not (value := condition()):
@@ -71,7 +71,10 @@ raise SystemExit(not made)
 
 @functools.cache
 def makes_networks() -> bool:
-    """Whether the kernel lets this user create network namespaces; asked without rpcmp's code."""
+    """Return whether the kernel lets this user create network namespaces.
+
+    This does not use rpcmp's code.
+    """
     command = [sys.executable, "-c", MAKES_A_NETWORK]
     return subprocess.run(command, capture_output=True).returncode == 0
 
@@ -80,7 +83,7 @@ def without_network_warning(text: str, *begins: str) -> str:
     """Remove the warning of a machine that cannot create network namespaces.
 
     Args:
-        begins: prefixes that the line may have; empty: any.
+        begins: prefixes that the line may have; empty: any prefix.
     """
     if NO_NETWORKS not in text or makes_networks():
         return text
@@ -99,7 +102,7 @@ def with_token(token: str) -> list[psutil.Process]:
 
 
 def require_ended(left: Callable[[], list[psutil.Process]], what: str) -> None:
-    """Wait until all processes have ended; kills the remaining ones and fails."""
+    """Wait until all processes have ended, or kill the remaining ones and fail."""
     try:
         poll_for(lambda: not left(), f"{what} to end")
     finally:
@@ -117,7 +120,7 @@ class Result:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """JSON lines of its standard output."""
+        """The JSON lines of the standard output."""
         return [json.loads(line) for line in self.out.splitlines() if line.startswith("{")]
 
     def event(self, name: str) -> dict[str, Any]:
@@ -146,11 +149,11 @@ class Watched(ABC):
 
     @abstractmethod
     def lines(self) -> list[str]:
-        """Output so far."""
+        """Return the lines of output so far."""
 
     @abstractmethod
     def has_ended(self) -> bool:
-        """Whether no more lines will come."""
+        """Return whether the output is complete."""
 
     @abstractmethod
     def result(self) -> Result:
@@ -160,7 +163,7 @@ class Watched(ABC):
         """Wait for the first line of standard output that matches."""
 
         def found() -> re.Match[str] | None:
-            has_ended = self.has_ended()  # before the look at its lines
+            has_ended = self.has_ended()  # must be read before the lines
             for line in self.lines():
                 if match := re.search(pattern, line):
                     return match
@@ -194,7 +197,7 @@ class Running(Watched):
         return self.process.poll() is not None and not any(r.is_alive() for r in self.readers)
 
     def wait(self, timeout: float = DEADLINE) -> Result:
-        """Wait until it ends by itself."""
+        """Wait until the command ends by itself."""
         self.process.wait(timeout)
         for reader in self.readers:
             reader.join(timeout)
@@ -209,7 +212,7 @@ class RunningHere(Watched):
     """A command that runs in this process, as seen from another thread.
 
     Attributes:
-        out, err: its output.
+        out, err: its output so far.
     """
 
     def __init__(self) -> None:
@@ -225,7 +228,7 @@ class RunningHere(Watched):
         return self.code is not None
 
     def signal(self, signum: signal.Signals) -> None:
-        """Send this process a signal for the command."""
+        """Send this process a signal that the command handles."""
         assert self.code is None, f"it has ended: {self.result()}"
         os.kill(os.getpid(), signum)
 
@@ -243,12 +246,12 @@ def running(
     shares: bool | None = None,
     as_typed: bool = False,
 ) -> Iterator[Running]:
-    """Start `rpcmp COMMAND...`; interrupts and then kills it if it still runs at the end.
+    """Start `rpcmp COMMAND...`; interrupt and then kill it if it still runs at the end.
 
     Args:
-        under: a program and its arguments that runs it.
-        shares: whether its job forks by a line of FORKS; None: unless it is under a program.
-        as_typed: without the options that tests add to a command.
+        under: a program and its arguments that runs the command.
+        shares: whether its job forks by a line of FORKS; None: unless `under` is given.
+        as_typed: whether to leave out the options that tests add to a command.
     """
     if shares is None:
         shares = not under
@@ -261,10 +264,10 @@ def running(
 
 @contextlib.contextmanager
 def program(shares: bool = True) -> Iterator[tuple[list[str], list[int]]]:
-    """Return a command that runs `rpcmp` in its own process, and the descriptors to inherit.
+    """Yield a command that runs `rpcmp` in its own process, and the descriptors to inherit.
 
     Args:
-        shares: whether its jobs fork by a line of FORKS, if any.
+        shares: whether its jobs fork by a line of FORKS, if there is one.
     """
     with _line(DRIVE if shares else "") as fds:
         shared = ["-P", sharedforks.__file__, *map(str, fds)]
@@ -272,7 +275,7 @@ def program(shares: bool = True) -> Iterator[tuple[list[str], list[int]]]:
 
 
 def _in_a_test(*command: str | Path) -> tuple[str | Path, ...]:
-    """Write no run folder into the repository; allow checkpoints in any folder of a server."""
+    """Add options: no run folder in the repository, and any checkpoint folder for a server."""
     if command[0] == "drive" and EXAMPLES in Path(command[1]).parents:
         return (*command, "--set", "log.folder=")
     if command[0] == "serve" and "--checkpoints" not in command:
@@ -282,7 +285,7 @@ def _in_a_test(*command: str | Path) -> tuple[str | Path, ...]:
 
 @contextlib.contextmanager
 def _line(owner: str) -> Iterator[list[int]]:
-    """Yield the descriptor of a line of FORKS; none if nothing is shared."""
+    """Yield the descriptor of a line to FORKS, or none if nothing is shared."""
     line = FORKS.line(owner) if owner else None
     if line is None:
         yield []
@@ -326,25 +329,27 @@ def _ended(run: Running) -> Iterator[None]:
 
 
 def runs(process: psutil.Process, what: str) -> bool:
-    """Whether a process is of this kind and ours: "serve", "rpcmp.worker", "rpcmp.driver"."""
+    """Return whether a process has this word in its command line.
+
+    Examples are "serve", "rpcmp.worker" and "rpcmp.driver".
+    """
     return what in " ".join(process.cmdline()).split()
 
 
 def forked(what: str) -> list[psutil.Process]:
-    """Return processes of a kind, see `runs`, that shared fork servers forked."""
+    """Return processes of a kind, see `runs`, that shared fork servers have forked."""
     return [process for process in FORKS.children() if runs(process, what)]
 
 
 def rpcmp(*command: str | Path, during: Callable[[RunningHere], object] | None = None) -> Result:
-    """Run `rpcmp COMMAND...` to its end in this process, which saves an interpreter and its
-    imports.
+    """Run `rpcmp COMMAND...` to its end in this process.
 
-    Its job, if any, has stage servers of the pool; see tests.support.pool. `rpcmp_process` runs it
-    in a process of its own.
+    This saves an interpreter and its imports; `rpcmp_process` runs it in a process of its own. Its
+    job, if any, has stage servers of the pool; see tests.support.pool.
 
     Args:
-        during: called in another thread while it runs. An exception of it is raised here, and
-            ends the command.
+        during: called in another thread while the command runs. An exception in it ends the
+            command, and is raised here.
     """
     run = RunningHere()
     levels = {name: logging.getLogger(name).level for name in (None, "rpcmp")}
@@ -435,7 +440,7 @@ def running_servers(num_stages: int, *options: str, apart: bool = True) -> Itera
     """Start one stage server per stage, on free ports.
 
     Args:
-        apart: whether each is in a network of its own, as on a host of its own; by default all
+        apart: whether each server has a network of its own, as on a host of its own; otherwise all
             are in the drivers' network.
     """
     with contextlib.ExitStack() as stack:
@@ -451,11 +456,11 @@ def running_servers(num_stages: int, *options: str, apart: bool = True) -> Itera
 def running_server(
     *options: str | Path, owner: str = DRIVE, under: Sequence[str] = ()
 ) -> Iterator[Server]:
-    """Start a stage server: `rpcmp serve OPTIONS...`.
+    """Start a stage server with `rpcmp serve OPTIONS...`.
 
     Args:
         owner: selects the fork server and network of its workers; see FORKS.
-        under: a program and its arguments that runs it, but not its workers.
+        under: a program and its arguments that runs the server, but not its workers.
     """
     with _serving(owner, *options, under=under) as run:
         yield Server(run, run.wait_for_line(r"SERVING on (\S+)")[1])
@@ -505,7 +510,7 @@ class JobFolder:
         shutil.copytree(ZOO, folder, ignore=shutil.ignore_patterns("__pycache__"))
 
     def config(self, text: str, name: str = "job.toml") -> Path:
-        """Write a config; a small default supplies what `text` omits."""
+        """Write a config; defaults of a small job supply what `text` omits."""
         path = self.folder / name
         defaults = {
             "loss": 'loss = "torch.nn:MSELoss"',

@@ -1,9 +1,9 @@
-"""Kill what tests have started if the process that ran them is gone, for any reason.
+"""Kill the processes that tests have started if the process that ran the tests is gone.
 
     pytest ──starts──> python -I -S tests/support/reaper.py TOKEN   its standard input: our pipe
 
-A test that fails ends its processes itself. A test that is interrupted or killed cannot: the kernel
-closes the pipe, and all processes with the token in their environment are killed.
+A test that fails ends its processes itself. A test that is interrupted or killed cannot: then the
+kernel closes the pipe, and all processes with the token in their environment are killed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pathlib import Path
 TOKEN = "RPCMP_TEST_TOKEN"
 
 ROUNDS = 50
-"""Number of searches, a tenth of a second apart: a killed process may just have started another."""
+"""Number of searches, 0.1 s apart: a killed process may just have started another one."""
 
 
 @contextlib.contextmanager
 def reaping(token: str) -> Iterator[None]:
-    """Have all processes with this prefix of TOKEN in their environment killed after this one."""
+    """Start a reaper for the processes with this prefix of TOKEN in their environment."""
     reading, writing = os.pipe()  # children that are executed do not inherit it
     command = [sys.executable, "-I", "-S", __file__, token]
     with subprocess.Popen(command, stdin=reading, env={}, start_new_session=True):
@@ -47,7 +47,7 @@ def carrying(token: str) -> list[int]:
 
 
 def main() -> None:
-    """Wait for the end of the tests, and kill until nothing is left."""
+    """Wait for the end of the tests, and kill processes until none is left."""
     sys.stdin.buffer.read()
     for _ in range(ROUNDS):
         if not (left := carrying(sys.argv[1])):

@@ -60,7 +60,7 @@ MIDDLE = 1
 
 
 def replicated(faults: Faults) -> Path:
-    """Write the config with two replicas of the stage in the middle."""
+    """Write the config with two replicas of the middle stage."""
     path = faults.config()
     path.write_text(path.read_text() + REPLICATED)
     return path

@@ -10,7 +10,7 @@ from tests.support.processes import JobFolder, Result
 from tests.support.runs import checkpoints_in
 
 STEPS = 14
-"""Of five mini-batches an epoch."""
+"""The number of steps; an epoch has five."""
 
 BODY = f"""
 steps = {STEPS}

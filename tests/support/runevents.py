@@ -9,7 +9,7 @@ from rpcmp.observability.events import Event, parse
 
 
 def typed(data: Mapping[str, Any]) -> Event:
-    """Return the event; missing keys are empty."""
+    """Return the event of `data`; missing keys are empty."""
     event = parse(data, complete=False)
     assert event is not None, f"there is no event {data['event']!r}"
     return event

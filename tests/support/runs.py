@@ -40,7 +40,7 @@ def config(folder: Path, **more: Any) -> Config:
 
 
 def run(of: Config) -> Message:
-    """Return the first event."""
+    """Return the first event of a run."""
     stages = [
         {
             "name": name,
@@ -114,7 +114,7 @@ def events(of: Config, losses: Sequence[float]) -> list[Message]:
 
 
 def write_run_folder(config: Config, events: Sequence[Message]) -> Path:
-    """Return the folder that a run with these events leaves behind."""
+    """Write the run folder for these events, and return its path."""
     folder = RunFolder(config, lambda write: lambda event: write(event.event))
     folder.make()
     for event in events:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def of_mapped(loss: str, reads: str) -> str:
-    """Return a job whose samples are mappings; its first stage reads a part of one."""
+    """Return a job whose samples are mappings; its first stage reads a part of a mapping."""
     return f"""
 loss = "{loss}"
 [[stages]]

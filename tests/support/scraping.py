@@ -1,4 +1,4 @@
-"""Read metrics as Prometheus does."""
+"""Metrics, read as Prometheus does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Samples = dict[tuple[str, Labels], float]
 
 
 def scrape(url: str, context: ssl.SSLContext | None = None) -> Samples:
-    """Return all samples by name and labels; fails if the text is not OpenMetrics."""
+    """Return all samples by name and labels, or fail if the text is not OpenMetrics."""
     request = urllib.request.Request(url, headers=ACCEPT)
     with urllib.request.urlopen(request, timeout=20, context=context) as answer:
         assert answer.headers["Content-Type"].startswith("application/openmetrics-text")

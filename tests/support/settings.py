@@ -1,4 +1,4 @@
-"""Short notation for settings of the schedule, and a job whose settings are changed."""
+"""Short notation for settings of the schedule, and a job to change them in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHAIN = {
 
 
 def chain(**changed: Any) -> Config:
-    """Return a chain of two stages with four micro-batches of four samples, 1f1b."""
+    """Return a chain of two stages with four micro-batches of four samples, under 1f1b."""
     return loader.parse_config({**CHAIN, **changed})
 
 

@@ -4,11 +4,13 @@
        └──a line for each command───────────────> rpcmp drive, whose `Forks` takes that line
 
 They fork the same processes in the same way as a command's own fork server: a stage server that
-`rpcmp drive` starts gets such a line as well. Only the parent of the fork server differs, and so
-the environment and standard error that its children inherit. The first one imports torch, the
-others are forks of it. Tests of that use the fixture `own_forks`. Every fork server has its own
-network, as always: a job that starts its stage servers itself is in one, and each lasting stage
-server in another. So a network has either all processes of a job, or one.
+`rpcmp drive` starts gets such a line as well. Only the parent of the fork server differs, and so do
+the environment and standard error that its children inherit. Tests of these use the fixture
+`own_forks`. The first fork server imports torch, and the others are forks of it.
+
+Every fork server has its own network, as always. A job that starts its stage servers itself is in
+one network, and each lasting stage server in another. So a network has either all processes of a
+job, or one of them.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from rpcmp.process.fork_client import DRIVERS, MAX_BYTES, WORKERS, Forks
 from rpcmp.process.interpreter import compute_environment
 
 BEFORE = dict(os.environ)
-"""The environment before any test: shared servers must not get that of the first test."""
+"""The environment before any test: shared servers must not inherit from the first test."""
 
 DRIVE = "drive"
 """The fork server of drivers, and of the servers that they start."""
@@ -46,7 +48,7 @@ def adopted(line: socket.socket) -> socket.socket:
 
 def ask_for_fork(line: socket.socket, module: str, *fds: int) -> None:
     """Ask the fork server at the other end of `line` for a process that runs a module."""
-    order = {"op": "fork", "module": module, "reach": None, "scratch": ""}
+    order = {"op": "fork", "module": module, "file_access": None, "scratch": ""}
     socket.send_fds(line, [json.dumps(order).encode()], fds)
 
 
@@ -64,25 +66,25 @@ class SharedForks:
     """A fork server that starts on first use and ends with this process.
 
     Args:
-        without: a variable of our environment that it does not get.
-        first: one that has done the imports, for it to be a fork of; None: it does them itself.
+        without: an environment variable that the fork server does not get.
+        first: a fork server to fork from, which has done the imports; None: it imports by itself.
     """
 
     def __init__(self, without: str, first: SharedForks | None = None) -> None:
         self._without = without
         self._first = first
-        self._birth: socket.socket | None = None  # a fork ends with the line that asked for it
+        self._birth: socket.socket | None = None  # a fork ends with the line that requested it
         self._process: psutil.Process | None = None
         self._line: socket.socket | None = None
         self._err = tempfile.TemporaryFile()  # noqa: SIM115
 
     def standard_error(self) -> bytes:
-        """Return all that it and its forks wrote to standard error."""
+        """Return what the fork server and its forks have written to standard error."""
         size = os.fstat(self._err.fileno()).st_size
         return os.pread(self._err.fileno(), size, 0)
 
     def line(self) -> socket.socket:
-        """Return a new line; the processes that it forks end with it."""
+        """Return a new line; processes that are forked by it end when it is closed."""
         if self._line is None or not self._is_alive():
             self._start()
         assert self._line is not None
@@ -90,7 +92,7 @@ class SharedForks:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the fork server; None before it starts."""
+        """The process id of the fork server; None before it starts."""
         return None if self._process is None else self._process.pid
 
     def children(self) -> list[psutil.Process]:
@@ -98,7 +100,7 @@ class SharedForks:
         return children_of(self._process.pid) if self._process and self._is_alive() else []
 
     def close(self) -> None:
-        """Stop it and all its forks."""
+        """Stop the fork server and all its forks."""
         if self._line is not None and self._process is not None:
             self._line.close()
             self._process.wait()
@@ -151,11 +153,11 @@ class SharedByAll:
         self.in_use = True
         self._without = without
         self._all: dict[str, SharedForks] = {}
-        # They end with the thread that has started them, so it must be one that stays.
+        # Fork servers end with the thread that started them, so this thread must outlive them.
         self._starter = ThreadPoolExecutor(1, "shared-forks")
 
     def line(self, owner: str) -> socket.socket | None:
-        """Return a line to a fork server; None if nothing is shared."""
+        """Return a line to a fork server, or None if nothing is shared."""
         return self.line_of(owner) if self.in_use else None
 
     def line_of(self, owner: str) -> socket.socket:
@@ -166,11 +168,11 @@ class SharedByAll:
 
     @property
     def pids(self) -> set[int]:
-        """Process ids of the started fork servers."""
+        """The process ids of the started fork servers."""
         return {each.pid for each in self._all.values() if each.pid is not None}
 
     def children(self) -> list[psutil.Process]:
-        """Return the processes that any of them forked and that still run."""
+        """Return the running processes that any of the fork servers has forked."""
         own, forked = self.pids, [c for each in self._all.values() for c in each.children()]
         return [child for child in forked if child.pid not in own]
 
@@ -179,13 +181,13 @@ class SharedByAll:
         return {owner: each.standard_error() for owner, each in self._all.items()}
 
     def close(self) -> None:
-        """Stop all of them and their forks."""
-        for each in reversed(self._all.values()):  # the first one last: they are forks of it
+        """Stop all fork servers and their forks."""
+        for each in reversed(self._all.values()):  # the first one last: the others are forks of it
             each.close()
 
 
 def borrowing(lend: Callable[[], socket.socket | None]) -> Callable[..., None]:
-    """Return a constructor of Forks that uses a lent line, if any, to fork driver processes."""
+    """Return a constructor of Forks that uses the lent line, if any, to fork driver processes."""
     construct = Forks.__init__
 
     def borrow(self: Forks, preloaded: Sequence[str], line: socket.socket | None = None) -> None:
@@ -195,7 +197,7 @@ def borrowing(lend: Callable[[], socket.socket | None]) -> Callable[..., None]:
 
 
 def main() -> None:
-    """Run a command of rpcmp with a line, whose descriptor is the first argument."""
+    """Run a command of rpcmp with a line; its descriptor is the first argument."""
     from rpcmp.cli import main as run
 
     line = socket.socket(fileno=int(sys.argv.pop(1)))

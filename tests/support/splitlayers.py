@@ -1,4 +1,4 @@
-"""Layers whose weight gradients can be split off, in a process of tests."""
+"""Layers that split off weight gradients, in a process of tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rpcmp.worker import weight_grad
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Split layers for the duration of a test; in a worker the functions stay replaced."""
+    """Replace the functions of layers for one test; in a worker they stay replaced."""
     for name in ("linear", *weight_grad.CONVOLUTIONS):
         monkeypatch.setattr(torch.nn.functional, name, getattr(torch.nn.functional, name))
     weight_grad.install()

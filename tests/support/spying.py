@@ -48,10 +48,10 @@ def data(paths=(), file=None):
 def spying(
     job: JobFolder, paths: Sequence[Path], data: str = "", balance: Sequence[int] = (2, 3)
 ) -> Path:
-    """A job whose code tries to open files, at a stage and while loading data.
+    """Write a job whose code tries to open files, at a stage and while loading data.
 
     Args:
-        data: further keys of [data].
+        data: further keys of `[data]`.
     """
     (job.folder / "spying.py").write_text(SPY)
     names = json.dumps([str(path) for path in paths])

@@ -15,7 +15,7 @@ from tests.support.processes import JobFolder, Result, rpcmp
 
 
 def config(job: JobFolder, at: str, mortal: bool = False, **more: Any) -> Path:
-    """Three stages; the middle one reads nothing of the batch."""
+    """Write the config of three stages; the middle stage reads nothing from the batch."""
     kwargs = {"witness": str(job.folder / at), **more}
     given = ", ".join(f"{key} = {json.dumps(value)}" for key, value in kwargs.items())
     return job.config(
@@ -66,9 +66,10 @@ def evaluations(events: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 def require_same_if_one_dies(job: JobFolder, settings: Sequence[str]) -> None:
-    """Two replicas of the first stage and three of the last; one of them dies.
+    """Check that the bits stay the same if the stages load samples and a replica dies.
 
-    The results equal those of data sent by the driver.
+    The first stage has two replicas, and the last has three. The results must equal a run whose
+    driver sends the samples.
     """
     settings = ["stages.0.replicas=2", "stages.2.replicas=3", *settings]
     with local_group(loader.load_config(config(job, "driver"), ["steps=10", *settings])) as local:

@@ -13,7 +13,7 @@ from tests.support.rounds import compute_thread
 
 
 def made(*stages: dict[str, Any], of: int = 0, **job: Any) -> tuple[StageModel, StageOptimizer]:
-    """Return the optimizer of one of these stages, and the model that it trains."""
+    """Return the model of one of these stages, and the optimizer that trains it."""
     data = {"loss": "torch.nn:MSELoss", "model": {"layers": "tests.zoo.models:layers"}, **job}
     config = parse_config({**data, "stages": list(stages), "scheduler_interval": "step"})
     assignment = assign(config)[of]

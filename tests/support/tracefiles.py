@@ -1,4 +1,4 @@
-"""A minimal trace file: one span, and the metadata of the run."""
+"""A minimal trace file with one span and the metadata of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces for tests, drawn with a row per stage; two letters are one millisecond.
+"""Traces for tests, drawn with a row per stage; two characters are one millisecond.
 
 F0 B1 W2 O   an action, continued by `=`; after O the stage is in its next step
 .            idle: a bubble
@@ -22,7 +22,7 @@ SIGNS = {Loss.BUBBLE: ".", Loss.NETWORK: "~", Loss.OVERHEAD: "-"}
 def drawn(picture: str, producers: Mapping[str, tuple[str, ...]] | None = None) -> Trace:
     """Return the trace of a picture; without `producers`, the stages are a chain.
 
-    Of the signs for idle time only `-` is read: an analysis has to find the others.
+    Only `-` is read among the signs for idle time: an analysis has to find the others.
     """
     rows = {row.split()[0]: row.split()[1:] for row in dedent(picture).strip().splitlines()}
     names = list(rows)
@@ -32,7 +32,7 @@ def drawn(picture: str, producers: Mapping[str, tuple[str, ...]] | None = None) 
 
 
 def redrawn(trace: Trace) -> str:
-    """The picture of a trace, with the idle time that the trace's own analysis finds."""
+    """Return the picture of a trace, with the idle time that the trace's own analysis finds."""
     causes, rows = Causes(trace), []
     for track in trace.tracks:
         cells = {_cell(span.start_ns): _name(span) for span in track.spans}
@@ -72,7 +72,7 @@ def _cell(ns: int) -> int:
 SLOW_LINKS = """\
 stage0  F0 F1 .  .  .  ~  B0 .  ~  B1 ~  O  ~  F0 -  F1 .  .  ~  B0 .  ~  B1 ~  O
 stage1  .  ~  F0 -  B0 F1 -  B1 .  .  ~  O  .  .  ~  F0 -  B0 F1 -  B1 .  .  ~  O"""
-"""1F1B, one millisecond between two processes, and for the sink to make a gradient of its loss; the
+"""1F1B, with one millisecond between two processes, and one for the sink to start its backward. The
 first F1 of step 2 starts late, and no stage steps before all gradients are known."""
 
 ZERO_BUBBLE = """\
@@ -83,7 +83,7 @@ stage1  .  F0 B0 F1 B1 W0 W1 O  .  F0 B0 F1 B1 W0 W1 O"""
 SLOW_LAST = """\
 stage0  F0 F1 .  .  .  B0 .  .  .  .  B1
 stage1  .  F0 =  B0 =  F1 =  =  B1 =  ."""
-"""A last stage that computes longer than the first. (B0's gradient arrives at once.)"""
+"""A last stage that computes longer than the first. The gradient of B0 arrives at once."""
 
 FROZEN_FIRST = """\
 stage0  F0 .  .  ~  F1 .  .

@@ -1,4 +1,4 @@
-"""Arbitrary traces for hypothesis, including ones that no run would record."""
+"""Arbitrary traces for hypothesis, including traces that no run would record."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def spans(draw: st.DrawFn, at_least: int = 0) -> tuple[Span, ...]:
 
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
-    """Draw stages that read earlier ones; the first has a span."""
+    """Draw the traces of stages that read earlier ones; the first stage has at least one span."""
     tracks: list[Track] = []
     producers: dict[str, tuple[str, ...]] = {}
     for index in range(draw(st.integers(1, 3))):

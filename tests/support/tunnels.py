@@ -37,10 +37,10 @@ with socket.socket(socket.AF_UNIX) as connection:
 def require_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, under: Sequence[str] = ()
 ) -> None:
-    """Check that a process, run by this command, cannot use the socket."""
+    """Check that a process, run by the command `under`, cannot use the socket."""
     certs = issue(tmp_path / "certs", HERE)
 
-    async def heard(address: str) -> int:
+    async def received_bytes(address: str) -> int:
         tunnel = Tunnel(Dialer(Security(certs / "driver")), address, 0)
         try:
             async with grpc.aio.insecure_channel(tunnel.target) as channel:
@@ -53,6 +53,6 @@ def require_alone(
         return int(output)
 
     with serving(0, f"{HERE}:0", certs) as server, caplog.at_level(logging.WARNING):
-        assert asyncio.run(heard(server.address)) == 0
+        assert asyncio.run(received_bytes(server.address)) == 0
     (warning,) = [record.getMessage() for record in caplog.records]
     assert f"has tried to reach {server.address} by our socket" in warning

@@ -1,4 +1,4 @@
-"""A small job of two stages, with a fake group."""
+"""A small job of two stages."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def apart(*options: str) -> tuple[str, ...]:
 ORDINARY = """
 import ctypes, encodings.idna, json, os, signal, socket, sys
 from rpcmp.process.sandbox import namespace as network
-from rpcmp.process.sandbox.confinement import Reach, enter
+from rpcmp.process.sandbox.confinement import FileAccess, enter
 
 own, scratch = sys.argv[1:]
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
@@ -46,7 +46,7 @@ with open(own, "w") as file:
     file.write("own")
 ours, theirs = os.pipe()
 if not (pid := os.fork()):
-    enter(Reach(), scratch)
+    enter(FileAccess(), scratch)
     found = {}
     for name, function in {
         "own file": lambda: open(own).read(),

@@ -13,9 +13,9 @@ from tests.support.instances import record_instances
 def pytest_collection_finish() -> None:
     """Defer dynamo as in stages, which saves two seconds at the first optimizer."""
     if "torch" in sys.modules:
-        from rpcmp.pipelining import optimizers
+        from rpcmp.pipelining import lazy_dynamo
 
-        optimizers.defer_dynamo()
+        lazy_dynamo.defer_dynamo()
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -143,6 +143,12 @@ def tied_factories() -> Layers:
 def colliding_layers() -> Layers:
     """Return layers whose parameter names could collide."""
     return [("a", lambda: nn.Linear(1, 1)), ("a.b", lambda: nn.Linear(1, 1))]
+
+
+def local_tuples() -> list[tuple[Any, Tensor]]:
+    """Return pairs whose inputs are named tuples of a class that cannot be pickled."""
+    Local = NamedTuple("Local", [("x", Tensor)])  # noqa: UP014
+    return [(Local(torch.zeros(3)), torch.zeros(1)) for _ in range(3)]
 
 
 def complex_pairs() -> TensorDataset:

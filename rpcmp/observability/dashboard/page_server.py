@@ -92,9 +92,9 @@ class Endpoint:
         """
         if address is None:
             try:
-                return cls(listen(addresses.HERE, PORT), addresses.HERE)
+                return cls(listen(addresses.LOOPBACK, PORT), addresses.LOOPBACK)
             except OSError:
-                return cls(listen(addresses.HERE, 0), addresses.HERE)
+                return cls(listen(addresses.LOOPBACK, 0), addresses.LOOPBACK)
         host, port = parse(address)
         if is_loopback(host):
             return cls(_open(host, port), host)
@@ -112,7 +112,7 @@ class Endpoint:
     @property
     def url(self) -> str:
         """The URL of the page, which includes the token."""
-        address = addresses.joined(self.host, self.port)
+        address = addresses.format_address(self.host, self.port)
         if self.token is None:
             return f"http://{address}/"
         return f"https://{address}/?token={self.token}"
@@ -126,7 +126,7 @@ def parse(address: str) -> tuple[str, int]:
     """
     port = address.removeprefix(":")
     try:
-        return addresses.parse(f"{addresses.HERE}:{port}" if port.isdecimal() else address)
+        return addresses.parse(f"{addresses.LOOPBACK}:{port}" if port.isdecimal() else address)
     except ConfigError:
         raise ConfigError(
             f"--ui {address!r} is not [HOST:]PORT, such as 127.0.0.1:{PORT}; a bare --ui comes "

@@ -156,7 +156,7 @@ class State:
         self._parts: dict[str, Any] = {
             "run": None,
             "progress": {"status": "starting", "step": 0, "steps": None, "generation": 1},
-            "workers": [],
+            "workers": None,  # made when it is read: a run has many events per read
             "links": [],
             "timeline": None,
             "evaluations": [],
@@ -193,7 +193,10 @@ class State:
         return {
             "version": self.version,
             "is_all": version is None,
-            "parts": {name: self._parts[name] for name in changed},
+            "parts": {
+                name: self._workers.values() if name == "workers" else self._parts[name]
+                for name in changed
+            },
             "curve": self._curve.since(known),
             "entries": self._entries.since(known),
         }
@@ -234,7 +237,7 @@ class State:
                 self._progress(status=event.outcome, error=event.error)
             case _:
                 return False
-        self._set("workers", self._workers.values())
+        self._versions["workers"] = self.version
         return True
 
     def _run(self, event: events.RunEvent) -> None:

@@ -1,7 +1,7 @@
 """The events of a run: a class for each, whose fields are the keys of its JSON form.
 
 Everything that observes a run gets these events: the terminal, `--json`, the run folder, the page,
-the metrics, TensorBoard and the user's loggers. `wording.py` describes them for people. All public
+the metrics, TensorBoard and the user's loggers. `wording.py` describes them for people. The
 names of the other modules are exported here.
 """
 

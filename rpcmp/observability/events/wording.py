@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rpcmp.config.types import format_size
 from rpcmp.observability import events
@@ -24,7 +25,7 @@ class RunContext:
         name: the job's name.
         schedule: its pipeline schedule.
         workers: the workers by label.
-        give_up_after: seconds that the run waits for a lost server.
+        give_up_after: seconds that the run waits for a lost server; None if unknown.
         steps: optimizer steps of the whole run.
         first_loss: loss of the first step; None before.
     """
@@ -32,7 +33,7 @@ class RunContext:
     name: str = ""
     schedule: str = ""
     workers: dict[str, events.WorkerInfo] = field(default_factory=dict)
-    give_up_after: float = 0.0
+    give_up_after: float | None = None
     steps: int = 0
     first_loss: float | None = None
 
@@ -42,8 +43,9 @@ class RunContext:
             case events.RunEvent():
                 self.name, self.schedule = event.name, str(event.config.get("schedule", ""))
                 self.workers = {worker["label"]: worker for worker in event.workers}
-                recovery = event.config.get("recovery", {})
-                self.give_up_after = recovery.get("give_up_after", 0.0)
+                recovery = event.config.get("recovery")  # of a file, it may be anything
+                limit = recovery.get("give_up_after") if isinstance(recovery, dict) else None
+                self.give_up_after = limit if isinstance(limit, int | float) else None
             case events.StartEvent():
                 self.steps = event.steps
             case events.StepEvent() if self.first_loss is None:
@@ -98,7 +100,7 @@ def describe(event: events.Event, run: RunContext) -> str:
             return f"lost after step {event.step}: {event.error}"
         case events.RecoveredEvent():
             return (
-                f"going on from step {event.step} as generation {event.generation}, "
+                f"continuing from step {event.step} as generation {event.generation}, "
                 f"after {event.seconds:.1f} s"
             )
         case events.WaitingEvent():
@@ -180,12 +182,15 @@ def _early_stop(event: events.EarlyStopEvent) -> str:
 
 def _waiting(event: events.WaitingEvent, run: RunContext) -> str:
     server = f"the server of stage {event.stage!r} at {event.address}"
-    if (worker := run.workers.get(event.stage)) is None:
+    worker: Mapping[str, Any] = run.workers.get(event.stage, {})
+    index = worker.get("stage_index")
+    if index is None or run.give_up_after is None:
         return f"waiting for {server}"
-    replica = f" --replica {worker['replica']}" if worker["label"] != worker["stage"] else ""
+    has_replicas = worker["label"] != worker.get("stage")
+    replica = f" --replica {worker.get('replica')}" if has_replicas else ""
     return (
         f"waiting up to {run.give_up_after:g} s for {server}: restart it with "
-        f"`rpcmp serve --stage {worker['stage_index']}{replica}`"
+        f"`rpcmp serve --stage {index}{replica}`"
     )
 
 

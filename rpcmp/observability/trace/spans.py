@@ -1,4 +1,4 @@
-"""Spans, which record when a stage computed what; clocks; and windows of steps.
+"""Spans, which record when a stage computed what; their recorder; clocks; windows of steps.
 
     ready          start                end
       ┆  overhead    ├────── span ───────┤          on the stage's one compute thread
@@ -24,6 +24,10 @@ its last, so that the time between two steps counts once. Pure: no sockets, no t
 
 from __future__ import annotations
 
+import itertools
+import sys
+import time
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -274,3 +278,65 @@ def _between(trace: Trace, steps: tuple[int, ...]) -> Window:
     if end_ns <= begin_ns:
         raise ConfigError(f"steps {steps[0]} to {steps[-1]} of the trace take no time")
     return Window(steps, begin_ns, end_ns)
+
+
+SPANS_PER_ANSWER = 10_000
+"""`rpcmp.net.rpc_pickle` refuses messages of unlimited length."""
+
+
+class SpanRecorder:
+    """Busy time per kind of action, and a ring buffer of the actions of the last steps.
+
+    Only the compute thread calls its methods.
+
+    Attributes:
+        total: nanoseconds per kind of action since the process started; any thread may read it.
+    """
+
+    def __init__(self) -> None:
+        self.total: dict[str, int] = dict.fromkeys(Kind, 0)
+        self._taken = dict(self.total)
+        self._spans: deque[Span] = deque()
+        self._first = 0  # the position of the oldest span that is kept
+        self._steps_kept = 0
+
+    def add(self, kind: str, step: int, microbatch: int, ready: int, start: int) -> None:
+        """Record an action that has just ended; times are from `time.perf_counter_ns`."""
+        end = time.perf_counter_ns()
+        self.total[kind] += end - start
+        if not self._steps_kept:
+            return
+        self._spans.append(Span(Kind(kind), step, microbatch, min(ready, start), start, end))
+        while self._spans[0].step < step - self._steps_kept:
+            self._spans.popleft()
+            self._first += 1
+
+    def take_busy(self) -> dict[str, float]:
+        """Return the seconds per kind of action since the last call."""
+        before, self._taken = self._taken, dict(self.total)
+        return {str(kind): (now - before[kind]) / 1e9 for kind, now in self.total.items()}
+
+    def keep(self, steps: int) -> int:
+        """Keep the spans of the newest step and `steps` before it; return the cursor to read from.
+
+        Spans that were recorded earlier lie before the cursor.
+        """
+        self._steps_kept = max(steps, self._steps_kept)
+        return self._first + len(self._spans)
+
+    def read(
+        self, cursor: int, first_step: int = 0, last_step: int = sys.maxsize
+    ) -> tuple[int, list[Span]]:
+        """Return the next cursor, and the spans from `cursor` on that belong to these steps.
+
+        An answer of SPANS_PER_ANSWER spans may not be all of them.
+        """
+        spans: list[Span] = []
+        position = max(cursor, self._first)
+        for span in itertools.islice(self._spans, position - self._first, None):
+            position += 1
+            if first_step <= span.step <= last_step:
+                spans.append(span)
+            if len(spans) == SPANS_PER_ANSWER:
+                break
+        return position, spans

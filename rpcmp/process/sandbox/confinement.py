@@ -57,7 +57,7 @@ _CAPABILITY_VERSION_3 = 0x20080522
 
 
 @dataclass(frozen=True)
-class Reach:
+class FileAccess:
     """What a confined process may open beyond what every process needs.
 
     Attributes:
@@ -103,15 +103,15 @@ def is_confined() -> bool:
     return _state.is_confined
 
 
-def enter(reach: Reach, scratch: str) -> None:
+def enter(file_access: FileAccess, scratch: str) -> None:
     """Confine this process, which must have one thread."""
     os.environ["TMPDIR"] = scratch
     tempfile.tempdir = None
     _check(_LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     if landlock.abi():
-        hidden = [*reach.hidden, *private_files("/etc"), *private_files("/opt", OPT_DEPTH)]
-        readable = [*SYSTEM, *_interpreter_paths(), *_resolver_paths(), *reach.readable]
-        writable = [*_devices(), scratch, *reach.writable]
+        hidden = [*file_access.hidden, *private_files("/etc"), *private_files("/opt", OPT_DEPTH)]
+        readable = [*SYSTEM, *_interpreter_paths(), *_resolver_paths(), *file_access.readable]
+        writable = [*_devices(), scratch, *file_access.writable]
         landlock.restrict(
             [*grants(readable, Access.READ, hidden), *grants(writable, Access.WRITE, hidden)]
         )

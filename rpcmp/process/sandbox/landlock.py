@@ -92,7 +92,7 @@ def _grant_around(path: str, access: Access, hidden: set[str]) -> Iterator[Grant
 def private_files(folder: str, depth: int = 100) -> list[str]:
     """Return the entries of `folder` that are not world-readable, such as keys and password hashes.
 
-    Permissions alone do not protect them: a file's owner may read it, and root owns those of /etc.
+    Permissions alone do not protect them: a file's owner may read it, and /etc belongs to root.
     """
     result = []
     for entry in _entries(folder):

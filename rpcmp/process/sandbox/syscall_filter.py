@@ -50,7 +50,7 @@ descriptor. A process that could leave its group would outlive its job. Shared m
 System V are not files. Notifications would reveal the names of files that may not be opened, and
 when they are used."""
 
-MISSING = ["io_uring_setup", "io_uring_enter", "io_uring_register", "clone3"]
+REPORTED_MISSING = ["io_uring_setup", "io_uring_enter", "io_uring_register", "clone3"]
 """Refused with ENOSYS. The filter cannot see the flags of clone3; glibc then calls clone."""
 
 _NUMBERS = """
@@ -119,7 +119,7 @@ def is_available() -> bool:
 def install() -> None:
     """Filter the system calls of all threads of this process, and of what it starts, for good."""
     machine = MACHINES[platform.machine()]
-    instructions = program(machine)
+    instructions = bpf_program(machine)
     code = b"".join(struct.pack("=HBBI", *each) for each in instructions)
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("@HP", len(instructions), ctypes.addressof(buffer))
@@ -128,7 +128,7 @@ def install() -> None:
         raise OSError(ctypes.get_errno(), f"seccomp: {os.strerror(ctypes.get_errno())}")
 
 
-def program(machine: Machine) -> list[Instruction]:
+def bpf_program(machine: Machine) -> list[Instruction]:
     """Return the filter: one block per call, which ends with a verdict or is jumped over."""
     instructions: list[Instruction] = [
         (_LOAD, 0, 0, _ABI_AT),
@@ -138,7 +138,10 @@ def program(machine: Machine) -> list[Instruction]:
         (_AT_LEAST, 0, 1, _X32),
         _REFUSE,
     ]
-    verdicts = {**dict.fromkeys(REFUSED, errno.EPERM), **dict.fromkeys(MISSING, errno.ENOSYS)}
+    verdicts = {
+        **dict.fromkeys(REFUSED, errno.EPERM),
+        **dict.fromkeys(REPORTED_MISSING, errno.ENOSYS),
+    }
     blocks = {name: [(_RETURN, 0, 0, _ERRNO | code)] for name, code in verdicts.items()}
     for name, block in {**blocks, **_by_argument()}.items():
         if name in machine.numbers:

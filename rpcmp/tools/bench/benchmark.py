@@ -302,7 +302,9 @@ class _Rounds:
 def _steps(fastest: float, whole: float, budget: float) -> int:
     """Choose the steps per round."""
     wanted = max(MIN_STEPS, round(ROUND_SECONDS / fastest))
-    return wanted if whole * wanted <= budget else max(1, int(budget / whole))
+    if not whole or whole * wanted <= budget:  # no contestant started: no round takes time
+        return wanted
+    return max(1, int(budget / whole))
 
 
 def loss_difference(times: Sequence[ContestantTimes]) -> str | None:

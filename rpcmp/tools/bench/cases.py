@@ -104,24 +104,25 @@ def _frozen_case(
     if case.microbatch_size is not None:
         job["data"]["batch_size"] = case.microbatch_size * job["num_microbatches"]
     for override in overrides:
-        loader.apply(job, override)
+        loader.apply_override(job, override)
+    source = f"bench case {name!r}"
+    config = loader.parse_config(_plain_training(job), source)
+    model = job["model"]  # valid, and maybe a new one
+    kwargs = model.get("kwargs", {})
+    job["model"] = {**model, "kwargs": {**kwargs, **case.halves}}
+    halves = loader.parse_config(_plain_training(job), source)
+    nominal = action_times(kwargs["times_ms"]) if "times_ms" in kwargs else None
+    return Case(name, config, halves, nominal, is_frozen=True, peers=case.peers)
 
-    def parse(model: dict[str, Any]) -> Config:
-        return loader.parse_config(_plain_training({**job, "model": model}), f"bench case {name!r}")
 
-    halves = {**model, "kwargs": {**model.get("kwargs", {}), **case.halves}}
-    times_ms = model.get("kwargs", {}).get("times_ms")
-    nominal = None if times_ms is None else action_times(times_ms)
-    return Case(name, parse(model), parse(halves), nominal, is_frozen=True, peers=case.peers)
-
-
-def action_times(times_ms: Mapping[str, float]) -> ActionTimes:
+def action_times(times_ms: Any) -> ActionTimes:
     """Return how long a stage sleeps that is given these milliseconds; see `models.sleeping`."""
     kinds = ("forward", "input_gradient", "weight_gradient")
-    times = [times_ms.get(kind, -1.0) for kind in kinds]
-    if min(times) < 0:
+    given = times_ms if isinstance(times_ms, Mapping) else {}
+    times = [given.get(kind) for kind in kinds]
+    if not all(isinstance(each, int | float) and each >= 0 for each in times):
         raise ConfigError(f"times_ms = {times_ms}: give {', '.join(kinds)}, each at least 0")
-    return ActionTimes(*(milliseconds / 1e3 for milliseconds in times))
+    return ActionTimes(*(given[kind] / 1e3 for kind in kinds))
 
 
 def _own_case(

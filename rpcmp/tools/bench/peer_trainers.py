@@ -92,7 +92,7 @@ def slice_loss(config: Config, num_slices: int) -> Callable[[Tensor, Tensor], Te
 
     A mean is divided here, as rpcmp does, and not in every gradient afterwards.
     """
-    loss = importing.function(config.loss, "loss")
+    loss = importing.load_function(config.loss, "loss")
     keywords = getattr(loss, "keywords", {})
     if getattr(loss, "reduction", keywords.get("reduction")) == "sum" or num_slices == 1:
         return loss

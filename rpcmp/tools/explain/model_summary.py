@@ -300,7 +300,7 @@ class ExplainedStage:
         autocast: dtype that it computes in; None: the layers' own.
         addresses: HOST:PORT of its servers; empty if they are started on this machine.
         layers, parameters, trained, tied: see StageFacts; `tied` has its foreign parameters.
-        in_flight: micro-batches of which a replica may hold activations.
+        in_flight: micro-batches whose activations a replica may hold at once.
         memory: of each replica.
     """
 

@@ -1,5 +1,5 @@
-"""Malformed inputs by the thousand, at every port of a stage server, while it trains.
+"""Malformed inputs by the thousand, sent to every port of a stage server while it trains.
 
-`inputs` makes them from valid `conversations`; `entry_points` are the ways to connect, `sender`
-uses them with many connections at once, and `siege` combines all of that with a running job.
+`inputs` creates them from valid `conversations`. `entry_points` has the ways to connect, and
+`sender` uses them with many connections at once. `siege` combines all of this with a running job.
 """

@@ -1,4 +1,4 @@
-"""Valid messages of clients to a stage server, which malformed inputs are made from."""
+"""Valid messages of clients to a stage server, from which malformed inputs are created."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def grpc_calls(draw: random.Random, job: Job, is_driver: bool) -> Iterator[bytes
 def greetings(draw: random.Random, job: Job, is_driver: bool) -> Iterator[bytes]:
     """Yield first frames for the relay.
 
-    Only from peers that do not wait for the running job: the test would wait for such a driver.
+    Only peers that do not wait for the running job send them, because the test would wait for such
+    a driver.
     """
     while True:
         known = vars(job) if not is_driver else {"job_id": "nobody's", "generation": 1}

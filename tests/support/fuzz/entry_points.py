@@ -24,9 +24,9 @@ class EntryPoint:
     """One way to connect to a stage server.
 
     Attributes:
-        name: for reports.
-        share: of all inputs, relative to the other entry points.
-        folder: of the client's certificate; None: no TLS.
+        name: its name in reports.
+        share: its share of all inputs, relative to the other entry points.
+        folder: folder of the client's certificate; None: no TLS.
         protocol: the announced protocol (ALPN).
         is_driver: whether its peers may steer a job.
     """
@@ -39,14 +39,14 @@ class EntryPoint:
 
     @property
     def speaks_grpc(self) -> bool:
-        """Whether a gRPC server answers here."""
+        """Return whether a gRPC server answers here."""
         return self.protocol == GRPC or (self.folder is None and self.is_driver)
 
     async def open(self, address: str) -> Connection:
         """Connect to a server and complete the handshake.
 
         Raises:
-            OSError: it has hung up.
+            OSError: the server closed the connection.
         """
         host, port = address.rsplit(":", 1)
         tls = None if self.folder is None else context_of(self.folder, self.protocol)
@@ -74,7 +74,10 @@ def plain_entry_points() -> list[EntryPoint]:
 
 
 def tls_entry_points(certs: Path) -> list[EntryPoint]:
-    """Return the entry points of a server with certificates; few inputs, as TLS is costly."""
+    """Return the entry points of a server with certificates.
+
+    They send few inputs, because TLS is expensive.
+    """
     return [
         EntryPoint("TLS port, no handshake", 4),
         EntryPoint("stage's certificate, relay", 1, certs / "stage1", RELAY),

@@ -12,21 +12,21 @@ DATA, HEADERS, SETTINGS, PING, CONTINUATION = 0x0, 0x1, 0x4, 0x6, 0x9
 END_STREAM, END_HEADERS = 0x1, 0x4
 
 _POST, _HTTP = b"\x83", b"\x86"
-"""Of HPACK's static table."""
+"""Entries of HPACK's static table."""
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes, length: int | None = None) -> bytes:
     """Encode one frame.
 
     Args:
-        length: the one in its header; None: the true one.
+        length: the length in its header; None: the true length.
     """
     size = len(payload) if length is None else length
     return struct.pack("!I", size)[1:] + struct.pack("!BBI", kind, flags, stream) + payload
 
 
 def header(name: bytes, value: bytes) -> bytes:
-    """Encode one header as an HPACK literal, which is in no table."""
+    """Encode one header as an HPACK literal without a table entry."""
     return b"\x00" + _text(name) + _text(value)
 
 

@@ -1,4 +1,4 @@
-"""Malformed inputs: random, truncated, flipped, oversized, slow. The same for the same seed."""
+"""Malformed inputs: random, truncated, flipped, oversized and slow. They depend only on a seed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Input:
     """Bytes to send over one connection.
 
     Attributes:
-        kind: how it was made.
+        kind: name of the function that created it.
         data: its bytes.
         pace: speed of sending.
         hangs_up: whether the sender closes its half afterwards.
@@ -40,7 +40,7 @@ def inputs(draw: random.Random, valid: Iterator[bytes]) -> Iterator[Input]:
     """Yield malformed inputs without end.
 
     Args:
-        valid: messages that they are made from.
+        valid: messages from which they are created.
     """
     makers = list(_MAKERS)
     weights = [_MAKERS[maker] for maker in makers]
@@ -84,7 +84,7 @@ def whole(draw: random.Random, valid: Iterator[bytes]) -> bytes:
 
 
 def oversized(draw: random.Random, valid: Iterator[bytes]) -> bytes:
-    """Return an input that exceeds a limit, or announces one that will."""
+    """Return an input that exceeds a limit, or announces a length that does."""
     return draw.choice(_OVERSIZED)(draw)
 
 
@@ -143,7 +143,7 @@ def _deep_message(draw: random.Random) -> bytes:
 
 
 def _method(draw: random.Random) -> str:
-    """Choose a method that empty messages do not disturb."""
+    """Choose a method; an empty message to it has no effect."""
     services = {"Control": "Describe", "Rendezvous": "Set", "Snapshots": "Fetch"}
     service = draw.choice(list(services))
     return f"/rpcmp.v1.{service}/{services[service]}"

@@ -15,19 +15,19 @@ from grpc_health.v1 import health_pb2
 from rpcmp.v1 import control_pb2
 
 STEERING = ("Prepare", "Start", "Link", "Watch", "Stop", "Profile", "Inspect", "Mirror", "Save")
-"""A driver ends or changes a job by these: they are valid if the sender may drive and they name the
-running job. `Drain` names none, and ends any job."""
+"""Methods by which a driver changes or ends a job. They are valid if the sender may drive, and the
+message names the running job. `Drain` names no job, and ends any."""
 
 MEANT = ("CompareSet", "Add")
-"""A member changes the group's store by these; a random key would hardly be one of the store's."""
+"""Methods by which a member changes the group's store; a random key is hardly ever in the store."""
 
 
 @dataclass
 class Job:
-    """The running job, as far as any peer can find out.
+    """The running job, as any peer can find out.
 
     Attributes:
-        job_id, generation: its own.
+        job_id, generation: its id and its generation.
     """
 
     job_id: str = ""
@@ -39,7 +39,7 @@ class Call(NamedTuple):
 
     Attributes:
         method: "/package.Service/Method".
-        data: its message.
+        data: its encoded message.
     """
 
     method: str
@@ -57,7 +57,7 @@ def calls(draw: random.Random, job: Job, is_driver: bool) -> Iterator[Call]:
     """Yield calls of every method without end; a driver's calls never steer the running job.
 
     Args:
-        job: named by some messages.
+        job: the job that some messages name.
     """
     every = [method for method in methods() if not (is_driver and method.name == "Drain")]
     while True:

@@ -1,4 +1,4 @@
-"""Many connections at once with one input each; slow ones stay until others replace them."""
+"""Many connections at once with one input each; slow ones stay open until others replace them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LINGERING = 100
 """Connections that are slow or silent."""
 
 ANSWER_SECONDS = 0.05
-"""How long to wait for an answer: most inputs get none."""
+"""Seconds to wait for an answer; most inputs get none."""
 
 DRIP_SECONDS = 0.02
 
@@ -30,17 +30,17 @@ _NO_GOODBYE = struct.pack("ii", 1, 0)
 
 
 class Sender:
-    """Sends inputs to servers.
+    """A client that sends inputs to servers.
 
     Args:
         entry_points: the ways to connect.
-        addresses: of the servers, in turn.
-        job: the running one, once it is known.
-        seed: of all random choices.
+        addresses: the servers' addresses, which are used in turn.
+        job: the running job, once it is known.
+        seed: seed of all random choices.
 
     Attributes:
         sent: number of inputs, by the name of the entry point.
-        kinds: number of inputs, by how they were made.
+        kinds: number of inputs, by their kind.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Sender:
             entry_point.name: inputs(self._draw, entry_point.conversations(self._draw, job))
             for entry_point in entry_points
         }
-        self._lingering: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self._lingering: dict[asyncio.Task[None], None] = {}  # oldest first
         self.sent: Counter[str] = Counter()
         self.kinds: Counter[str] = Counter()
 
@@ -93,7 +93,7 @@ class Sender:
 
 async def send_one(entry_point: EntryPoint, address: str, one: Input) -> None:
     """Send one input, and read the start of the server's response."""
-    with contextlib.suppress(OSError, EOFError):  # a server may hang up
+    with contextlib.suppress(OSError, EOFError):  # a server may close the connection
         reader, writer = await entry_point.open(address)
         try:
             await _say(reader, writer, one)

@@ -28,7 +28,7 @@ from tests.support.fuzz.watched import BEGINNING
 from tests.support.processes import Server, connect, poll_for, rpcmp_process, running_server
 
 UNDER = (sys.executable, "-m", "tests.support.fuzz.watched")
-"""The code that runs a server whose tasks can be counted."""
+"""A command that runs a server whose tasks can be counted."""
 
 ASK_SECONDS = 0.2
 
@@ -41,7 +41,7 @@ class Resources:
     """Resources of an idle server.
 
     Attributes:
-        descriptors, tasks: how many are open.
+        descriptors, tasks: numbers of open descriptors and of tasks.
         resident: bytes of memory.
     """
 
@@ -56,10 +56,10 @@ class Report:
 
     Attributes:
         seen: resources of each server before, after the first half and after the second.
-        parameters: the final ones of each job that ran meanwhile.
+        parameters: hash of the final parameters of each job that ran meanwhile.
         sent: inputs by entry point.
-        kinds: inputs by how they were made.
-        seconds: how long it took.
+        kinds: inputs by kind.
+        seconds: duration.
     """
 
     seen: list[list[Resources]]
@@ -86,10 +86,10 @@ class Siege:
     """Servers, a job for them, and their entry points.
 
     Attributes:
-        servers: started under `UNDER`.
+        servers: servers started under `UNDER`.
         config: the job.
         entry_points: the ways to connect.
-        certs: the driver's; None: none.
+        certs: folder of the driver's certificate; None: no TLS.
     """
 
     servers: Sequence[Server]
@@ -98,8 +98,9 @@ class Siege:
     certs: Path | None = None
 
     def drive(self) -> str:
-        """Run the job once in its own process, as this may not be the main thread; returns its
-        parameters.
+        """Run the job once; return the hash of its parameters.
+
+        The job has its own process, because this may not be the main thread.
         """
         options = ["--json", "--connect", connect(self.servers)]
         certs = [] if self.certs is None else ["--certs", str(self.certs)]
@@ -168,7 +169,7 @@ class Siege:
         report.kinds += sender.kinds
 
     async def _ask(self, job: Job) -> None:
-        """Ask the server which job runs, as any peer can."""
+        """Ask the server repeatedly which job runs, as any peer can."""
         dialer = Dialer(Security(self.certs))
         async with StageClient("stage0", self.servers[0].address, dialer) as client:
             while True:

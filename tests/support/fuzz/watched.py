@@ -1,6 +1,6 @@
-"""`rpcmp` that prints the number and names of its event loop's tasks on SIGUSR2.
+"""A wrapper of `rpcmp` that prints the number and names of its event loop's tasks on SIGUSR2.
 
-python -m tests.support.fuzz.watched PYTHON -m rpcmp ARGUMENTS...
+Usage: `python -m tests.support.fuzz.watched PYTHON -m rpcmp ARGUMENTS...`
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def tell(signum: int, frame: object) -> None:
         loop = asyncio.get_running_loop()
     except RuntimeError:
         return
-    gc.collect()  # cycles are garbage, too
-    ctypes.CDLL(None).malloc_trim(0)  # so that its memory is the memory in use
+    gc.collect()  # removes cycles
+    ctypes.CDLL(None).malloc_trim(0)  # returns free memory to the kernel
     tasks = asyncio.all_tasks(loop)
     what = Counter(getattr(task.get_coro(), "__qualname__", "") for task in tasks)
     print(f"{BEGINNING}{len(tasks)} {dict(what)}", file=sys.stderr, flush=True)

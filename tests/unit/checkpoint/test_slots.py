@@ -22,7 +22,7 @@ def slots() -> Iterator[Slots]:
 
 def begun(slots: Slots) -> int:
     """Start writing to a slot; returns it."""
-    slot = slots.begin()
+    slot = slots.reserve()
     assert slot is not None
     return slot
 
@@ -127,12 +127,12 @@ def test_there_is_no_slot_while_all_are_needed(slots: Slots) -> None:
     for step in range(1, NUM_SLOTS + 1):
         write(slots, step, pin=step <= NUM_SLOTS - RETAINED)
     for _ in range(2):
-        assert slots.begin() is None
+        assert slots.reserve() is None
         assert steps(slots) == [1, 2, 3, 4, 5]
     middle = slots.get(2)
     assert middle is not None
     slots.unpin(middle)
-    assert slots.begin() == middle.slot
+    assert slots.reserve() == middle.slot
     assert steps(slots) == [1, 3, 4, 5]
 
 
@@ -141,7 +141,7 @@ def test_the_newest_are_kept_pinned_or_not(slots: Slots) -> None:
         write(slots, step, pin=True)
     for snapshot in slots.all()[-RETAINED:]:
         slots.unpin(snapshot)
-    assert slots.begin() is None
+    assert slots.reserve() is None
     assert steps(slots) == [1, 2, 3, 4, 5]
 
 
@@ -202,7 +202,7 @@ def test_clearing_gives_the_memory_back(slots: Slots) -> None:
     for step in range(1, 4):
         write(slots, step, pin=step == 1, content=bytes(100_000))
     assert sum(os.fstat(slots.fd(slot)).st_size > 0 for slot in range(NUM_SLOTS)) == 3
-    slots.clear()
+    slots.free_memory()
     assert slots.all() == []
     for slot in range(NUM_SLOTS):
         stat = os.fstat(slots.fd(slot))
@@ -310,7 +310,7 @@ def test_nothing_that_is_needed_is_ever_lost(operations: list[tuple[str, int]]) 
                 slots.truncate_after(newest - argument)
                 model.drop({step for step in model.content if step > newest - argument})
             case "clear":
-                slots.clear()
+                slots.free_memory()
                 model.drop(set(model.content))
         assert {each.step: each.is_pinned for each in slots.all()} == {
             step: step in model.pinned for step in sorted(model.content)
@@ -321,7 +321,7 @@ def test_nothing_that_is_needed_is_ever_lost(operations: list[tuple[str, int]]) 
 
 def _write(slots: Slots, model: Model, step: int, content: bytes, operation: str) -> None:
     """Write a snapshot, or only start to; records which one it replaced."""
-    slot = slots.begin()
+    slot = slots.reserve()
     if slot is None:
         assert len(model.needed) == NUM_SLOTS
         return

@@ -169,7 +169,7 @@ class Cluster:
         """Let a stage start to write its next snapshot, or finish it."""
         host = self.hosts[stage]
         if host.writing is None:
-            host.writing = host.own.begin()
+            host.writing = host.own.reserve()
             assert host.writing is not None
         else:
             host.own.commit(host.writing, host.done + 1, 0)
@@ -179,7 +179,7 @@ class Cluster:
         """Let the mirror start to copy the next snapshot, or finish it."""
         there = self.copies(stage)
         if there.copying is None:
-            there.copying = there.mirror.begin()
+            there.copying = there.mirror.reserve()
             assert there.copying is not None
         else:
             there.mirror.commit(there.copying, newest(there.mirror) + 1, 0)

@@ -42,7 +42,7 @@ class Memory:
     def write(
         self, tensors: Mapping[str, Tensor], step: int = 1, about: str = "{}", pin: bool = False
     ) -> Snapshot:
-        slot = self.slots.begin()
+        slot = self.slots.reserve()
         assert slot is not None
         return self.writer.write(slot, step, tensors, about, pin)
 

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rpcmp.checkpoint import safetensors_header
+from rpcmp.checkpoint import files, safetensors_header, state_export
 from rpcmp.checkpoint.folder import CheckpointFolder, look
 from rpcmp.checkpoint.manifest import BestMark, Cursor, Manifest, StageFile
 from rpcmp.checkpoint.state_export import export
@@ -159,7 +159,7 @@ def test_tensors_follow_the_stages_and_the_data_is_aligned(tmp_path: Path) -> No
     target = tmp_path / "model.safetensors"
     export(tmp_path / "ck", target)
     with target.open("rb") as file:
-        found = safetensors_header.read(file, target)
+        found = safetensors_header.read_ranges(file, target)
     # The wider numbers first: torch cannot view a float32 behind three bools.
     assert list(found) == ["z", "m", "a"]
     assert found["z"].begin % 8 == 0
@@ -201,6 +201,24 @@ def test_the_newest_whole_checkpoint_is_taken(three: list[Path], tmp_path: Path)
     assert [str(three[0]) in result.skipped[0], str(three[1]) in result.skipped[1]] == [True, True]
     assert "stage 'stage1' is damaged" in result.skipped[0]
     assert "cut off" in result.skipped[1]
+
+
+def test_a_file_that_cannot_be_read_is_passed_over(
+    three: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbidden = three[0] / "stage1.safetensors"
+
+    def check(path: Path, sha256: str, size: int) -> str:
+        if path == forbidden:  # root may read every file
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(path, sha256, size)
+
+    real = files.check
+    monkeypatch.setattr(state_export, "check", check)
+    result = export(tmp_path / "ck", tmp_path / "out")
+    assert result.skipped == (f"{forbidden} of stage 'stage1' cannot be read: Permission denied",)
+    with pytest.raises(CheckpointError, match="stage 'stage1' cannot be read: Permission denied"):
+        export(three[0], tmp_path / "out")
 
 
 @pytest.mark.parametrize("size", [0, 7, 100, -1])
@@ -329,14 +347,14 @@ def test_a_file_that_is_not_safetensors_is_refused(
         path.open("rb") as file,
         pytest.raises(CheckpointError, match=f"file is not a safetensors file: .*({message})"),
     ):
-        safetensors_header.read(file, path)
+        safetensors_header.read_ranges(file, path)
 
 
 def test_a_file_that_shrinks_while_it_is_copied_is_detected(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(encoded({"a": entry(0, 100_000)}, bytes(100_000)))
     with path.open("rb") as file:
-        found = safetensors_header.read(file, path)
+        found = safetensors_header.read_ranges(file, path)
         os.truncate(path, path.stat().st_size - 1)
         with pytest.raises(CheckpointError, match="was cut off while it was read"):
             list(safetensors_header.blocks(file, found["a"], path))

@@ -20,9 +20,17 @@ def test_host_and_port_are_taken_apart(address: str, host: str, port: int) -> No
     assert addresses.parse(address) == (host, port)
 
 
-@pytest.mark.parametrize("address", ["", "host", ":1", "host:", "host:x", "host:-1", "host:65536"])
+@pytest.mark.parametrize(
+    "address", ["", "host", ":1", "host:", "host:x", "host:-1", "host:65536", "[::1"]
+)
 def test_an_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="is not HOST:PORT"):
+        addresses.parse(address)
+
+
+@pytest.mark.parametrize("address", ["fe80::1", "::1:50051", "[host]:1"])
+def test_only_an_ipv6_address_has_brackets(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"an IPv6 address needs brackets: \[::1\]:50051"):
         addresses.parse(address)
 
 
@@ -51,5 +59,5 @@ def test_every_stage_has_a_default_port_and_replicas_lie_a_hundred_apart() -> No
     ],
 )
 def test_missing_parts_of_an_address_are_filled_in(given: str, expected: str) -> None:
-    assert addresses.completed(given) == expected
+    assert addresses.with_defaults(given) == expected
     addresses.parse(expected)

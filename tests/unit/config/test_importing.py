@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +50,17 @@ def test_a_module_that_raises_on_import_shows_its_line(
         importing.resolve("raises_on_import:f", "loss")
 
 
+@pytest.mark.parametrize("raised", ["AttributeError('lost')", "setattr(range(3), 'start', 1)"])
+def test_an_attribute_error_of_the_users_module_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: str
+) -> None:
+    code = f"raise {raised}\n" if raised.startswith("A") else f"{raised}\n"
+    (tmp_path / "attribute_error.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(FactoryError, match=r"(?s)does not import: AttributeError: .*line 1"):
+        importing.resolve("attribute_error:f", "loss")
+
+
 def test_a_factory_gets_positional_and_configured_arguments() -> None:
     made = importing.create(named("torch.optim:SGD", lr=0.5), "optimizer", [torch.ones(1)])
     assert made.param_groups[0]["lr"] == 0.5
@@ -61,6 +73,11 @@ def test_a_factory_that_raises_shows_the_users_lines_only() -> None:
     assert "data.train = 'tests.zoo.models:raising' failed: ValueError: out of order\n" in message
     assert "models.py" in message
     assert "importing.py" not in message
+
+
+def test_a_factory_that_exits_is_an_error() -> None:
+    with pytest.raises(FactoryError, match=r"data\.train = 'sys:exit' failed: SystemExit"):
+        importing.create(Factory(callable="sys:exit"), "data.train")
 
 
 def test_wrong_arguments_raise_a_factory_error() -> None:
@@ -83,12 +100,12 @@ def test_a_misspelt_argument_suggests_the_nearest(
     source: Factory, num_args: int, message: str
 ) -> None:
     with pytest.raises(FactoryError, match=message):
-        importing.accepting(source, "it", num_args)
+        importing.resolve_factory(source, "it", num_args)
 
 
 def test_a_function_that_lacks_an_argument_is_refused_before_it_is_called() -> None:
     with pytest.raises(FactoryError, match="'scael'"):
-        importing.function(named("mean_absolute_error", scael=2.0), "loss")
+        importing.load_function(named("mean_absolute_error", scael=2.0), "loss")
 
 
 def test_arguments_of_a_decorator_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,11 +132,11 @@ def test_errors_of_rpcmp_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_class_of_functions_is_built_once() -> None:
-    loss = importing.function(named("torch.nn:MSELoss", reduction="sum"), "loss")
+    loss = importing.load_function(named("torch.nn:MSELoss", reduction="sum"), "loss")
     assert isinstance(loss, nn.MSELoss)
     assert loss.reduction == "sum"
 
 
 def test_a_function_gets_its_arguments_in_every_call() -> None:
-    loss = importing.function(named("mean_absolute_error", scale=2.0), "loss")
+    loss = importing.load_function(named("mean_absolute_error", scale=2.0), "loss")
     assert loss(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 2.0])) == 2.0

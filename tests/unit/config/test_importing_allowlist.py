@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from rpcmp.cli.new import examples
 from rpcmp.config import importing
+from rpcmp.config.importing import BUILT_IN
 from rpcmp.errors import FactoryError
 
 PACKAGE = """
@@ -44,6 +46,11 @@ def __getattr__(name):
 """
 
 
+def test_every_example_but_llama_is_built_in() -> None:
+    built_in = {name for name in BUILT_IN if name.startswith("rpcmp.examples.")}
+    assert built_in == {f"rpcmp.examples.{name}" for name in examples()} - {"rpcmp.examples.llama"}
+
+
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A package that imports what it does not define; its name. Names are limited to it."""
@@ -54,9 +61,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / name / "deep.py").write_text("from . import Net\ndef f(): ...\n")
     (tmp_path / f"{name}_too.py").write_text("def f(): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
-    importing.limit([name])
+    importing.set_allow_list([name])
     yield name
-    importing.limit(None)
+    importing.set_allow_list(None)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +113,7 @@ def test_callables_that_training_needs_are_always_allowed(package: str, name: st
 
 
 def test_messages_import_only_what_is_allowed(package: str) -> None:
-    assert importing.allowed_among(["pty", package, "torch.nn"]) == [package, "torch.nn"]
+    assert importing.filter_allowed(["pty", package, "torch.nn"]) == [package, "torch.nn"]
 
 
 STEPS = (

@@ -122,6 +122,11 @@ def test_overrides_reach_into_lists(path: Path) -> None:
     assert config.stage(1).optimizer == {"lr": 0.5}
 
 
+def test_an_override_cannot_change_an_element_of_an_empty_list(path: Path) -> None:
+    with pytest.raises(ConfigError, match="'0' would be an element of an empty list"):
+        loader.load_config(path, ["tied=[]", "tied.0=x"])
+
+
 def test_the_last_override_wins(path: Path) -> None:
     assert loader.load_config(path, ["seed=1", "seed=2"]).seed == 2
 
@@ -149,6 +154,7 @@ def test_an_override_makes_a_section_that_the_file_lacks(path: Path) -> None:
         ("ship_code=1", r"ship_code: must be true or false \(got 1\)"),
         ("name=1", r"name: must be a string \(got 1\)"),
         ("schedule=x", r"schedule: must be 'gpipe', '1f1b' or 'zero-bubble' \(got 'x'\)"),
+        ("metrics.balance=3", r"metrics.balance: must be a table \(got 3\)"),
         ("model.balance=x", r"model.balance: must be a list of integers or 'auto' \(got 'x'\)"),
         ("stages.0.kwargs=3", r"stages.0.kwargs: must be a table \(got 3\)"),
         ("data=3", r"data: must be a table \(got 3\)"),
@@ -158,6 +164,7 @@ def test_an_override_makes_a_section_that_the_file_lacks(path: Path) -> None:
         ("stages.x.device=cpu", "'x' is not one of 0 to 1"),
         ("model.balance.2=1", "'2' is not one of 0 to 1"),
         ("model.balance.0.x=1", "'0' is a value, not a table"),
+        ("seed=" + "[" * 10_000, "the value is nested too deeply"),
     ],
 )
 def test_an_override_that_does_not_fit_is_refused(path: Path, override: str, message: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rpcmp.config.job_sections import DataConfig, StageConfig
-from rpcmp.config.loader import Level, kinds
+from rpcmp.config.loader import Level, union_members
 from rpcmp.config.schema import Config
 from rpcmp.config.types import Factory, OptimizerFactory
 
@@ -48,6 +48,6 @@ def test_keys_below_a_list_or_a_table_belong_to_no_single_section() -> None:
 
 def test_kinds_take_unions_apart_and_leave_none_out() -> None:
     fields = level_at("").fields
-    assert kinds(fields["epochs"].annotation) == (int,)
-    assert kinds(int | str | None) == (int, str)
-    assert kinds(type(None)) == ()
+    assert union_members(fields["epochs"].annotation) == (int,)
+    assert union_members(int | str | None) == (int, str)
+    assert union_members(type(None)) == ()

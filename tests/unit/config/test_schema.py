@@ -222,6 +222,22 @@ def test_arguments_that_json_cannot_hold_are_refused(section: str, value: object
         parse_config({**LAYERS, section: {name: "m:f", "kwargs": {"x": value}}})
 
 
+def test_a_tilde_is_the_home_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    paths = {
+        "init": "~/weights",
+        "log": {"folder": "~/runs"},
+        "security": {"certs": "~/certs"},
+        "checkpoint": {"dir": "~/steps"},
+    }
+    config = parse_config({**LAYERS, **paths}).with_folder(Path("/"))
+    assert config.init == str(tmp_path / "weights")
+    assert config.log_folder == tmp_path / "runs"
+    assert config.certs_folder == tmp_path / "certs"
+    assert config.checkpoint_folder == tmp_path / "steps"
+    assert config.relative_checkpoint_folder == ""
+
+
 def test_a_copy_in_another_folder_leaves_the_original_where_it_is(tmp_path: Path) -> None:
     config = parse_config(LAYERS)
     assert config.folder == Path.cwd()
@@ -519,7 +535,7 @@ def test_a_config_without_evaluation_is_valid() -> None:
     )
     plain = config.without_evaluation()
     assert Config.model_validate_json(plain.model_dump_json()) == plain
-    assert (plain.watched, plain.metrics) == ({}, {})
+    assert (plain.decisive_metrics, plain.metrics) == ({}, {})
 
 
 def keys_with_wrong_values() -> list[tuple[str, object]]:

@@ -1,4 +1,4 @@
-"""Parts of a mini-batch that the driver serves and stages fetch, a few micro-batches at a time."""
+"""The parts of a mini-batch that a driver serves; stages fetch a few micro-batches at a time."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import pytest
 from torch.futures import Future
 
 from rpcmp.config.topology import DRIVER, ReplicaAssignment, ReplicaShare
-from rpcmp.data.batch_server import GROUP, BatchServer, Slices
+from rpcmp.data.batch_server import GROUP, BatchServer, SliceFetcher
 from rpcmp.errors import ConfigError, JobError, to_wire
 from rpcmp.rpc.messages import Bundle, StageOutputs
 from rpcmp.rpc.transport import Raised, Transport
 from tests.support.rounds import header
 
-SECONDS = 30.0  # after which a test that hangs fails
+SECONDS = 30.0  # a test that hangs fails after this time
 LAST = 99
 
 ALL = ReplicaShare(ReplicaAssignment([1]), 0)
-"""Of a stage's only replica."""
+"""The share of a stage's only replica."""
 
 SLICES = [{"x": index, "y": -index} for index in range(10)]
 
@@ -58,7 +58,7 @@ def test_a_missing_part_of_the_batch_is_named() -> None:
 
 
 class Driver:
-    """Answers the stages' requests when the test tells it to."""
+    """A driver that answers requests of the stages only if the test calls `answer`."""
 
     def __init__(self) -> None:
         self.source = loaded()
@@ -72,12 +72,15 @@ class Driver:
             self._heard.notify_all()
         return future
 
-    def reader(self) -> Slices:
-        """Return a stage that sends requests to it."""
-        return Slices(ALL, cast(Transport, self))
+    def reader(self) -> SliceFetcher:
+        """Return the slices of a stage that sends its requests to this driver."""
+        return SliceFetcher(ALL, cast(Transport, self))
 
-    def questions(self, slices: Slices) -> list[tuple[Any, ...]]:
-        """Return all requests; they arrive from another thread, one after the other."""
+    def questions(self, slices: SliceFetcher) -> list[tuple[Any, ...]]:
+        """Return the arguments of all requests, after sending one more.
+
+        Requests arrive from another thread in order, so that all earlier ones have arrived by then.
+        """
         slices.get(bundle(0, number=LAST), "input", (), 0)
         with self._heard:
             assert self._heard.wait_for(lambda: self.asked[-1][2][0] == LAST, SECONDS)
@@ -95,7 +98,7 @@ def driver() -> Driver:
 
 
 def bundle(microbatch: int, number: int = 1) -> Bundle:
-    """One micro-batch of round `number`."""
+    """Return a bundle of one micro-batch of round `number`."""
     return Bundle(header(number, len(SLICES)), microbatch)
 
 

@@ -1,4 +1,4 @@
-"""Mini-batches: an epoch's order and bits depend on the seed and the epoch alone."""
+"""Mini-batches: the order and bits of an epoch depend only on the seed and the epoch."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ def test_an_epochs_order_depends_on_the_seed_and_the_epoch_alone() -> None:
     used = load()
     first, second = order(used, 1), order(used, 2)
     assert first != second
-    torch.rand(5)  # what the model draws does not matter
+    torch.rand(5)  # random numbers that a model draws do not matter
     assert order(used, 1) == order(load(), 1) == first
     assert order(load(), 2) == second
     assert order(load(seed=1), 1) != first
 
 
-def test_mini_batches_equal_those_of_ranks_with_distributed_samplers() -> None:
+def test_mini_batches_equal_ranks_with_distributed_samplers() -> None:
     here = order(load(seed=5, samples=16), epoch=3)
     ranks = []
-    for rank in range(2):  # with half of the batch each
+    for rank in range(2):  # each rank with half of the batch
         sampler: DistributedSampler[Any] = DistributedSampler(models.numbers(16), 2, rank, seed=5)
         sampler.set_epoch(2)
         ranks.append(list(BatchSampler(sampler, 2, drop_last=False)))
@@ -108,7 +108,7 @@ def test_a_random_transform_does_not_depend_on_what_happens_between_mini_batches
 
 
 class Counted(Transformed):
-    """Records which samples were loaded."""
+    """A dataset that records the samples that were loaded."""
 
     def __init__(self) -> None:
         self.loaded: list[int] = []
@@ -125,9 +125,9 @@ def test_a_resumed_epoch_is_the_tail_of_the_whole(shuffle: bool) -> None:
 
 @pytest.mark.usefixtures("tracker")
 def test_a_loader_process_changes_no_order_no_random_transform_and_no_generator_here() -> None:
-    """The generators are those of the process that asks for mini-batches.
+    """The generators belong to the process that iterates over the mini-batches.
 
-    Each loader imports torch; several at once: tests/long/test_data.py.
+    Each loader process imports torch; tests/long/test_data.py tests several at once.
     """
 
     def drawn() -> list[float]:
@@ -178,14 +178,14 @@ def test_a_dataset_without_a_mini_batch_is_refused(options: dict[str, Any], samp
 
 
 def load_returned(monkeypatch: pytest.MonkeyPatch, dataset: object) -> Batches:
-    """Return the mini-batches of any object."""
+    """Return the mini-batches of `dataset`, which may be any object."""
     monkeypatch.setattr(models, "returned", lambda: dataset)
     train = Factory(callable="tests.zoo.models:returned")
     return load_batches(train, "data.train", DataConfig(train=train), 0, training=False)
 
 
 class Stream(IterableDataset[tuple[int, int]]):
-    """A dataset with a length, but without items."""
+    """A dataset with a length, but without `__getitem__`."""
 
     def __len__(self) -> int:
         return 4

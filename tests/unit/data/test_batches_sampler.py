@@ -1,4 +1,4 @@
-"""The user's own samplers."""
+"""Samplers from the config."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rpcmp.errors import ConfigError
 
 
 def sampled(sampler: Any, samples: int = 10) -> list[list[int]]:
-    """Return the first three epochs."""
+    """Return the indices of the first three epochs."""
     own, found = OwnSampler(sampler, samples, seed=0), []
     for epoch in range(3):
         own.set_epoch(epoch)

@@ -28,13 +28,13 @@ AHEAD = 2
 
 
 def section(**options: Any) -> DataConfig:
-    """A `[data]` section."""
+    """Return a `[data]` section."""
     train = Factory(callable="tests.zoo.models:numbers")
     return DataConfig(train=train, **{"batch_size": 4, "at": "stage", **options})
 
 
 class RecordedMessages:
-    """Records the announcements to the stages."""
+    """A recorder of the announcements to the stages."""
 
     def __init__(self) -> None:
         self.drawn: list[BatchIndices] = []
@@ -56,7 +56,7 @@ class RecordedMessages:
     training=st.booleans(),
     data=st.data(),
 )
-def test_indices_equal_the_order_in_which_a_driver_loads(
+def test_indices_equal_the_loading_order_of_a_driver(
     batch_size: int, shuffle: bool, drop_last: bool, training: bool, data: st.DataObject
 ) -> None:
     options = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
@@ -79,7 +79,9 @@ def test_mini_batches_are_announced_before_they_are_needed_and_once() -> None:
     for epoch, first in ((1, 1), (2, 0), (3, 0)):
         for each in draws.epoch(epoch, first):
             asked.append(each)
-            ahead = min(AHEAD, 6 - len(asked))  # across the ends of epochs, and not beyond the run
+            ahead = min(
+                AHEAD, 6 - len(asked)
+            )  # continues in the next epoch, and stops at the last step
             assert reported.drawn[: len(asked) + ahead] == reported.drawn
             assert len(reported.drawn) == len(asked) + ahead
             if len(asked) == 6:
@@ -114,7 +116,7 @@ def test_announcements_have_indices_only() -> None:
 
 
 class Stages:
-    """Stages that have built datasets."""
+    """Stages that have built their datasets."""
 
     def __init__(self, **holdings: DatasetInfo) -> None:
         self._holdings = holdings

@@ -1,4 +1,4 @@
-"""Mini-batches that a stage loads itself, ahead and in its own processes."""
+"""The mini-batches that a stage loads itself, ahead of time and in its own processes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Reference
+from rpcmp.data import stage_loader
 from rpcmp.data.batches import Key, load_batches
-from rpcmp.data.loader_process import Parts
-from rpcmp.data.stage_loader import LoaderPool, StageDataLoader
+from rpcmp.data.stage_loader import LoaderPool, Parts, StageDataLoader
 from rpcmp.errors import ConfigError, RpcmpError, StageError, WorkerDiedError, from_wire
-from rpcmp.pipelining import pytree
+from rpcmp.pipelining import microbatches
 from rpcmp.rpc.messages import BatchIndices, Bundle
 from rpcmp.rpc.transport import Raised
 from tests.support.processes import poll_for
@@ -42,7 +42,7 @@ def drawn(number: int) -> BatchIndices:
 
 
 class Given:
-    """A loader whose answers the test sends."""
+    """A loader for which the test provides the results."""
 
     def __init__(self) -> None:
         self.asked: dict[int, Callable[[Parts | RpcmpError], None]] = {}
@@ -77,7 +77,7 @@ def test_slices_are_returned_once_the_mini_batch_is_loaded(
     assert not early.done()
     given.asked[1](PARTS)
     late = feed.get(bundle(1, 1, 2), TARGET)
-    sliced = pytree.split(PARTS[INPUT], 3)
+    sliced = microbatches.split(PARTS[INPUT], 3)
     for found, expected in zip(values(early), sliced, strict=False):
         assert torch.equal(found["x"], expected["x"])
     assert values(late)[0].tolist() == [5, 6]
@@ -110,7 +110,7 @@ def test_finished_mini_batches_are_dropped_and_announced_ones_kept(
 
 
 def test_a_request_overtaken_by_an_abort_fails(given: Given, feed: StageDataLoader) -> None:
-    """Its mini-batch would never be loaded, and the job would hang."""
+    """Otherwise its mini-batch would never be loaded, and the job would hang."""
     feed.prefetch([drawn(1)])
     feed.forget(1)
     raised = feed.get(bundle(1, 1, 0), INPUT).value()
@@ -137,7 +137,7 @@ def test_an_error_names_the_step(given: Given, feed: StageDataLoader) -> None:
 
 
 def job(**section: Any) -> Config:
-    """One stage that reads a part of the batch, and the targets for the loss."""
+    """Return a job of one stage that reads a part of the batch, and the targets for the loss."""
     stage = {"name": "only", "module": "m:Module", "inputs": section.pop("inputs", ["input"])}
     data = {"train": "tests.zoo.models:Noise", "at": "stage", **section}
     return parse_config({"loss": "torch.nn:MSELoss", "stages": [stage], "data": data})
@@ -145,7 +145,7 @@ def job(**section: Any) -> Config:
 
 @pytest.fixture
 def loaders() -> Iterator[Callable[..., LoaderPool]]:
-    """Create loaders of `job`, and stop their processes at the end."""
+    """Create loaders of a `job`, and stop their processes at the end."""
     made: list[LoaderPool] = []
 
     def make(**section: Any) -> LoaderPool:
@@ -158,7 +158,7 @@ def loaders() -> Iterator[Callable[..., LoaderPool]]:
 
 
 def loaded(loaders: LoaderPool, key: Key, dataset: str = "train") -> Parts | RpcmpError:
-    """Return the samples of a mini-batch."""
+    """Load a mini-batch, and return its samples or the error."""
     found: list[Parts | RpcmpError] = []
     epoch, index, samples = key
     loaders.load(BatchIndices(1, dataset, epoch, index, samples), found.append)
@@ -211,7 +211,32 @@ def test_tensors_that_cannot_be_handed_over_are_an_error(
     made.holding()
     error = loaded(made, (1, 0, [0]), "test")
     assert str(error) == "stage 'only' failed in data: KeyError: torch.complex128"
-    assert isinstance(loaded(made, (1, 0, [0])), dict)  # and the process goes on
+    assert isinstance(loaded(made, (1, 0, [0])), dict)  # the process continues
+
+
+def test_a_batch_of_a_class_that_cannot_be_sent_is_an_error(
+    loaders: Callable[..., LoaderPool],
+) -> None:
+    made = loaders(test="tests.zoo.models:local_tuples")
+    made.holding()
+    error = loaded(made, (1, 0, [0]), "test")
+    assert "stage 'only' failed in data" in str(error)
+    assert "Local" in str(error)
+    assert isinstance(loaded(made, (1, 0, [0])), dict)  # the process continues
+
+
+def test_a_batch_that_the_worker_cannot_read_is_an_error(
+    loaders: Callable[..., LoaderPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unpacked(*args: object) -> Parts:
+        raise AttributeError("there is no class Given")
+
+    made = loaders()
+    made.holding()
+    monkeypatch.setattr(stage_loader, "_unpacked", unpacked)
+    error = loaded(made, (1, 0, [0]))
+    expected = "stage 'only' failed in data: AttributeError: there is no class Given"
+    assert str(error).startswith(expected)
 
 
 def test_a_loader_process_that_dies_is_an_error(loaders: Callable[..., LoaderPool]) -> None:

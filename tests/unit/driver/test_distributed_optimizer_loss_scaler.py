@@ -1,4 +1,4 @@
-"""The loss scaler has the numbers of `torch.amp.GradScaler`, and keeps them on every journey."""
+"""The loss scaler: its numbers equal `torch.amp.GradScaler`, and its state survives JSON."""
 
 from __future__ import annotations
 
@@ -26,9 +26,13 @@ CONFIGS = st.builds(
 )
 
 
-def torchs(config: LossScalingConfig, steps: list[bool]) -> Iterator[tuple[float, float, int]]:
-    """What torch's own has before each of some steps, and after them: its scale, what it multiplies
-    gradients by, its growth tracker."""
+def torch_scaler_states(
+    config: LossScalingConfig, steps: list[bool]
+) -> Iterator[tuple[float, float, int]]:
+    """Yield the state of torch's scaler before each step and after the last one.
+
+    The state is the scale, the factor that gradients are multiplied by, and the growth tracker.
+    """
     scaler = GradScaler("cpu", *config.model_dump().values())
     weight = torch.nn.Parameter(torch.ones(()))
     optimizer = torch.optim.SGD([weight])
@@ -43,12 +47,10 @@ def torchs(config: LossScalingConfig, steps: list[bool]) -> Iterator[tuple[float
 
 
 @given(CONFIGS, st.lists(st.booleans(), max_size=30))
-def test_scale_inverse_and_growth_equal_those_of_torch(
-    config: LossScalingConfig, steps: list[bool]
-) -> None:
+def test_scale_inverse_and_growth_equal_torch(config: LossScalingConfig, steps: list[bool]) -> None:
     scaler = LossScaler(config)
     for is_finite, (scale, inverse, tracker) in zip(
-        (*steps, True), torchs(config, steps), strict=True
+        (*steps, True), torch_scaler_states(config, steps), strict=True
     ):
         assert (scaler.state.scale, scaler.state.growth_tracker) == (scale, tracker)
         if is_finite and scale:

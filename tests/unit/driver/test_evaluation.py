@@ -1,4 +1,4 @@
-"""Means over samples, put together from parts of any size."""
+"""Means over samples, computed from the means of parts of any size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 
 from rpcmp.driver.evaluation import Evaluation, mean
-from rpcmp.pipelining import pytree
+from rpcmp.pipelining import microbatches
 
 
 def test_parts_are_weighted_by_their_samples() -> None:
@@ -37,9 +37,9 @@ def test_infinities_of_both_signs_give_nan() -> None:
 
 
 def test_a_sum_that_is_too_large_is_infinite() -> None:
-    assert pytree.exact_sum([1e308, 1e308]) == math.inf
-    assert pytree.exact_sum([-1e308, -1e308, 1.0]) == -math.inf
-    assert pytree.exact_sum(0.1 for _ in range(10)) == 1.0
+    assert microbatches.exact_sum([1e308, 1e308]) == math.inf
+    assert microbatches.exact_sum([-1e308, -1e308, 1.0]) == -math.inf
+    assert microbatches.exact_sum(0.1 for _ in range(10)) == 1.0
 
 
 def test_parts_may_come_from_a_generator() -> None:

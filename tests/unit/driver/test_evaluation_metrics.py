@@ -1,6 +1,6 @@
-"""Metrics with a state, on the driver: which they are, what they are told, what they may give.
+"""Metrics with a state, which the driver computes: their loading, arguments and results.
 
-Those of torchmetrics, which take seconds to import: tests/cluster/test_launch.py.
+Metrics from torchmetrics take seconds to import; tests/cluster/test_launch.py tests them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rpcmp.errors import ConfigError, FactoryError, JobError
 
 
 class Gives:
-    """A metric whose result the test chooses."""
+    """A metric that returns `result`, or raises a ValueError if `fails` is set."""
 
     def __init__(self, result: Any = 0.5, fails: str = "") -> None:
         self.result = result
@@ -39,7 +39,7 @@ class Gives:
 
 
 class Unresettable:
-    """Lacks a method."""
+    """A metric without `reset`."""
 
     def update(self, preds: Any, target: Any) -> None: ...
     def compute(self) -> float:
@@ -47,21 +47,21 @@ class Unresettable:
 
 
 class Narrow(Gives):
-    """Takes no targets."""
+    """A metric whose `update` takes no targets."""
 
     def update(self, preds: Any) -> None:  # type: ignore[override]
         ...
 
 
 class Callable:
-    """A function that is the instance of a class: the sink's."""
+    """A callable instance without a state, which the sink computes."""
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs - targets).mean()
 
 
 class F1:
-    """The mean F1 of the classes: no mean over samples, so it needs all of them."""
+    """The mean F1 score of the classes, which is not a mean over samples."""
 
     def __init__(self, num_classes: int) -> None:
         self._matches = torch.zeros(3, num_classes)
@@ -81,7 +81,7 @@ class F1:
 
 
 class Ready(Gives):
-    """Can be called as well, as those of torchmetrics."""
+    """A metric with a state that can also be called, as in torchmetrics."""
 
     def __call__(self, preds: Any, target: Any) -> Any:
         return self.result
@@ -91,7 +91,7 @@ READY = Ready()
 
 
 def load(more: dict[str, Any] | None = None, **metrics: Any) -> Metrics:
-    """The driver's of these, which are callables of this module unless they say otherwise."""
+    """Return the driver's metrics of a config; a string names a callable of this module."""
     named = {
         name: f"tests.unit.driver.test_evaluation_metrics:{metric}"
         if isinstance(metric, str)

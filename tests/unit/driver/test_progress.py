@@ -1,4 +1,4 @@
-"""What the driver has to know to go on from a step, and when the stages save one."""
+"""The training progress that the driver resumes from, and the steps at which the stages save."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ from rpcmp.config import loader
 from rpcmp.config.schema import Config
 from rpcmp.driver import progress as saves_module
 from rpcmp.driver.distributed_optimizer import ScalerState
-from rpcmp.driver.progress import AT_ONCE, DEFAULT_SECONDS, CheckpointCadence, TrainingProgress
+from rpcmp.driver.progress import (
+    DEFAULT_SECONDS,
+    MAX_IN_PROGRESS,
+    CheckpointCadence,
+    TrainingProgress,
+)
 
 JOIN_SECONDS = 30.0
-"""How long to wait for a thread that must end by itself."""
+"""Seconds to wait for a thread that must end by itself."""
 
 # Progress
 
@@ -49,7 +54,7 @@ def test_progress_resets_the_end_of_an_epoch_after_a_step() -> None:
     assert not ended.after(4, 1, 0.5).has_ended_epoch
 
 
-def test_a_step_leaves_the_progress_before_it_as_it_was() -> None:
+def test_a_step_does_not_change_the_progress_before_it() -> None:
     before = TrainingProgress(metrics={"loss": 0.1})
     message = asdict(before)
     before.after(1, 1, 0.5)
@@ -89,7 +94,7 @@ def test_progress_has_defaults_for_keys_of_newer_versions() -> None:
 
 
 class Clock:
-    """`time.monotonic`, set by the test."""
+    """A `time.monotonic` that the test sets."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -99,7 +104,7 @@ class Clock:
 
 
 class Condition(threading.Condition):
-    """A condition that says when somebody begins to wait for it."""
+    """A condition that releases `entered` whenever a thread begins to wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,14 +124,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def condition(monkeypatch: pytest.MonkeyPatch) -> Condition:
-    """The one of whichever `CheckpointCadence` the test makes."""
+    """Replace the condition of the `CheckpointCadence` that the test creates."""
     made = Condition()
     monkeypatch.setattr(saves_module, "threading", SimpleNamespace(Condition=lambda: made))
     return made
 
 
 def config(**section: Any) -> Config:
-    """A job with a section for checkpoints, where anything is given."""
+    """Return a job, with a `[checkpoint]` section if any of its keys are given."""
     data: dict[str, Any] = {
         "name": "job",
         "model": {"layers": "tests.zoo.models:layers", "num_stages": 2},
@@ -138,10 +143,10 @@ def config(**section: Any) -> Config:
 
 
 def due(saves: CheckpointCadence, last: int) -> list[int]:
-    """The steps that are saved, where disks take no time."""
+    """Return the steps up to `last` that are due if each save finishes at once."""
     found = []
     for step in range(1, last + 1):
-        if saves.is_due(step):
+        if saves.start_if_due(step):
             found.append(step)
             saves.finish(step)
     return found
@@ -155,7 +160,7 @@ def test_no_step_is_due_without_a_section(clock: Clock) -> None:
 
 def test_steps_are_due_at_their_interval_and_at_the_end(clock: Clock) -> None:
     saves = CheckpointCadence(config(every_steps=4), 10)
-    clock.now += 10 * DEFAULT_SECONDS  # seconds do not count where none are given
+    clock.now += 10 * DEFAULT_SECONDS  # seconds do not count if the config has none
     assert due(saves, 10) == [4, 8, 10]
     assert due(CheckpointCadence(config(every_steps=5), 10), 10) == [5, 10]
     assert due(CheckpointCadence(config(every_steps=99), 10), 10) == [10]
@@ -168,31 +173,31 @@ def test_step_is_due_after_enough_seconds(
     clock: Clock, section: dict[str, Any], seconds: float
 ) -> None:
     saves = CheckpointCadence(config(**section), 100)
-    assert not saves.is_due(1)
+    assert not saves.start_if_due(1)
     clock.now += seconds - 0.5
-    assert not saves.is_due(2)
+    assert not saves.start_if_due(2)
     clock.now += 0.5
-    assert saves.is_due(3)
-    assert not saves.is_due(4)
+    assert saves.start_if_due(3)
+    assert not saves.start_if_due(4)
     clock.now += seconds
     saves.finish(3)
-    assert saves.is_due(5)
+    assert saves.start_if_due(5)
 
 
 def test_steps_are_due_by_number_or_time_and_a_save_resets_the_clock(clock: Clock) -> None:
     saves = CheckpointCadence(config(every_steps=10, every_seconds=60.0), 100)
     clock.now += 59.0
-    assert saves.is_due(10)
+    assert saves.start_if_due(10)
     clock.now += 59.0
-    assert not saves.is_due(11)
+    assert not saves.start_if_due(11)
     clock.now += 1.0
-    assert saves.is_due(12)
+    assert saves.start_if_due(12)
     saves.finish(10)
     clock.now += 59.0
-    saves.start(13)  # a signal's
+    saves.start(13)  # because of a signal
     saves.finish(12)
     clock.now += 59.0
-    assert not saves.is_due(14)
+    assert not saves.start_if_due(14)
 
 
 def test_checkpoints_in_progress_and_the_last_one_are_included(clock: Clock) -> None:
@@ -205,11 +210,11 @@ def test_checkpoints_in_progress_and_the_last_one_are_included(clock: Clock) -> 
     assert [saves.includes(step) for step in (3, 4, 5, 6)] == [False, False, True, False]
 
 
-def test_a_generation_counts_the_seconds_of_those_before(clock: Clock) -> None:
+def test_a_generation_continues_the_seconds_since_the_last_save(clock: Clock) -> None:
     saves = CheckpointCadence(config(every_seconds=60.0), 99, saved=2, since=59.0)
-    assert not saves.is_due(3)
+    assert not saves.start_if_due(3)
     clock.now += 1.0
-    assert saves.is_due(4)
+    assert saves.start_if_due(4)
 
 
 # Waiting for disks
@@ -217,7 +222,7 @@ def test_a_generation_counts_the_seconds_of_those_before(clock: Clock) -> None:
 
 @pytest.fixture
 def threads() -> Iterator[list[threading.Thread]]:
-    """Threads that have to end."""
+    """A list of started threads; each must end before the test does."""
     started: list[threading.Thread] = []
     yield started
     for thread in started:
@@ -226,7 +231,7 @@ def threads() -> Iterator[list[threading.Thread]]:
 
 
 def start(threads: list[threading.Thread], function: Callable[[], Any]) -> list[Any]:
-    """Call it in a thread of its own; what it returns appears in the list."""
+    """Call `function` in a new thread, and return a list that will contain its result."""
     returned: list[Any] = []
     threads.append(threading.Thread(target=lambda: returned.append(function()), daemon=True))
     threads[-1].start()
@@ -234,7 +239,7 @@ def start(threads: list[threading.Thread], function: Callable[[], Any]) -> list[
 
 
 def until_waiting(condition: Condition) -> None:
-    """Return when somebody has begun to wait, once more than the last time."""
+    """Wait until another thread has begun to wait for the condition."""
     assert condition.entered.acquire(timeout=JOIN_SECONDS)
 
 
@@ -242,12 +247,12 @@ def test_due_checkpoint_waits_while_too_many_are_in_progress(
     condition: Condition, threads: list[threading.Thread]
 ) -> None:
     saves = CheckpointCadence(config(every_steps=1), 99)
-    for step in range(1, AT_ONCE + 1):
-        assert saves.is_due(step)
-    returned = start(threads, lambda: saves.is_due(AT_ONCE + 1))
+    for step in range(1, MAX_IN_PROGRESS + 1):
+        assert saves.start_if_due(step)
+    returned = start(threads, lambda: saves.start_if_due(MAX_IN_PROGRESS + 1))
     until_waiting(condition)
     assert returned == []
-    assert not saves.includes(AT_ONCE + 1)
+    assert not saves.includes(MAX_IN_PROGRESS + 1)
     saves.finish(99)  # of another generation
     until_waiting(condition)
     assert returned == []

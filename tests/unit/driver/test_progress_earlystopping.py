@@ -1,4 +1,4 @@
-"""What follows from evaluations: which of two is better, when a run ends, which is the best."""
+"""Early stopping and the best step: both follow from the evaluations of a run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_value_is_better_beyond_min_delta() -> None:
 
 
 def stopped_after(values: list[float], patience: int, mode: Mode, min_delta: float) -> int:
-    """How many evaluations there are; all, where the run does not end before."""
+    """Return the number of evaluations until the run stops early, or of all if it does not."""
     state = EarlyStopping("m", mode)
     for step, value in enumerate(values, start=1):
         state = state.after(step, value, min_delta)
@@ -108,8 +108,8 @@ def test_early_stopping_restarts_for_another_metric_or_mode_but_not_for_more_pat
 def test_best_is_the_first_of_equal_values(values: list[float], mode: Mode) -> None:
     best: Best | None = None
     for step, value in enumerate(values, start=1):
-        best = Best("m", mode, value, step).against(best)
-        best = Best("m", mode, value, step).against(best)  # done again after a fault
+        best = Best("m", mode, value, step).better_of(best)
+        best = Best("m", mode, value, step).better_of(best)  # done again after a fault
     numbers = [value for value in values if not math.isnan(value)]
     if not numbers:
         assert best is None
@@ -130,9 +130,9 @@ def test_progress_drops_state_of_other_metrics_under_a_changed_config() -> None:
     stopping, best = EarlyStopping("loss", "min", 0.5, 10, 2, 30), Best("f1", "max", 0.5, 20)
     before = TrainingProgress(step=30, stopping=stopping, best=best)
     same = config(early_stopping={}, checkpoint={"dir": "d", "best": "f1"})
-    assert before.under(same) == before
-    none = before.under(config(checkpoint={"dir": "d"}))
+    assert before.for_config(same) == before
+    none = before.for_config(config(checkpoint={"dir": "d"}))
     assert (none.stopping, none.best) == (None, None)
     other = config(early_stopping={"metric": "f1"}, checkpoint={"dir": "d", "best": "loss"})
-    changed = before.under(other)
+    changed = before.for_config(other)
     assert (changed.stopping, changed.best) == (EarlyStopping("f1", "max"), None)

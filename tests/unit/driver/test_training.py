@@ -1,4 +1,4 @@
-"""The training loop and the tracer, on stages that only say what they were asked."""
+"""The training loop and the tracer, with stages that only record calls."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from tests.support.twostages import STAGES, job
 
 
 class Stages:
-    """What the driver asks of the stages: "start1", "finish1", ...; the loss of step n is n.
+    """Stages that log the driver's calls as "start1", "finish1", ...; the loss of step n is n.
 
     Attributes:
-        optimizer: the same, for the optimizers.
+        optimizer: this object, which records the calls of the optimizers as well.
         is_held: whether steps are held.
-        test_losses: what evaluations give, by step; 0.5 after all others.
-        trained: samples of the smallest mini-batch of the run.
-        evaluated: samples of each mini-batch that was evaluated.
+        test_losses: the losses of evaluations, by step; 0.5 for all other steps.
+        trained: samples in the smallest mini-batch of the run.
+        evaluated: samples in each mini-batch that was evaluated.
     """
 
     def __init__(self, config: Config, test_losses: dict[int, float] | None = None) -> None:
@@ -112,7 +112,7 @@ class Stages:
 def train(
     config: Config, act: Callable[[Training], Any] = lambda training: training.run(True)
 ) -> tuple[Stages, list[Json]]:
-    """What the stages were asked and what was reported, but for progress."""
+    """Return the stages, and the reported events except for progress."""
     stages, reported = Stages(config), list[Json]()
     act(_training(config, stages, reported.append, threading.Event()))
     return stages, [event for event in reported if event["event"] != "progress"]
@@ -126,7 +126,7 @@ def _training(
     resumed: TrainingProgress | None = None,
     metrics: Metrics | None = None,
 ) -> Training:
-    """`report` gets the JSON form of events, and what is sent of the progress."""
+    """Return a training whose `report` gets the JSON form of events and of progress."""
     return Training(
         config,
         Datasets.load(config),
@@ -139,7 +139,7 @@ def _training(
     )
 
 
-def test_the_next_step_begins_before_this_one_is_waited_for() -> None:
+def test_the_next_step_starts_before_this_one_finishes() -> None:
     stages, _ = train(job(steps=4))
     assert stages.log == [
         *("start1", "start2", "finish1", "start3", "finish2", "start4", "finish3"),
@@ -157,7 +157,7 @@ def test_every_step_is_reported_once_with_the_reports_of_the_stages() -> None:
         assert all(set(event["busy"]) == set(STAGES) for event in reported)
 
 
-def test_steps_that_are_held_end_before_the_next_is_waited_for() -> None:
+def test_held_steps_end_before_the_next_one_finishes() -> None:
     stages, _ = train(job(steps=3, max_grad_norm=1.0))
     assert stages.log == [
         *("start1", "start2", "finish1", "end1", "start3", "finish2", "end2", "finish3", "end3"),
@@ -213,7 +213,7 @@ def test_segments_continue_each_other_and_leave_no_step_in_progress() -> None:
 
 
 class Recording:
-    """Stages that have recorded spans; the clock of the second is an hour ahead."""
+    """Stages with recorded spans; the clock of the second stage is an hour ahead."""
 
     AHEAD = 3600 * 10**9
 
@@ -274,7 +274,7 @@ def test_a_trace_has_all_spans_on_one_clock(
 
 
 def progress_of(config: Config) -> dict[int, TrainingProgress]:
-    """What the driver was right after each step of a run."""
+    """Return the progress after each step of a run."""
     reported: list[Json] = []
     _training(config, Stages(config), reported.append, threading.Event()).run(evaluate=True)
     found = [event for event in reported if event["event"] == "progress"]
@@ -282,7 +282,7 @@ def progress_of(config: Config) -> dict[int, TrainingProgress]:
 
 
 def resume(config: Config, resumed: TrainingProgress) -> list[str]:
-    """What the stages are asked by a run that resumes from `resumed`."""
+    """Return the calls that a run makes to the stages if it resumes from `resumed`."""
     stages = Stages(config)
     _training(config, stages, lambda event: None, threading.Event(), resumed).run(evaluate=True)
     return stages.log
@@ -316,13 +316,13 @@ def test_resumed_run_ends_an_epoch_once_after_its_last_step() -> None:
 
 
 def test_resumed_run_repeats_an_evaluation_that_was_stopped() -> None:
-    """Its step was saved when the schedulers had had the epoch's end: that is not done again."""
+    """The saved step has ended its epoch already, so schedulers do not step again."""
     where = {"checkpoint": {"dir": "saved"}, "recovery": {"enabled": False}}
     config = job(**WATCHING, **where, data=TESTED)
 
     class Stopped(Stages):
         def evaluate(self, batch: Batch, step: int, own: Metrics) -> Evaluation:
-            if step:  # which is none of the rehearsal
+            if step:  # the rehearsal has step 0
                 stop.set()
             return super().evaluate(batch, step, own)
 
@@ -336,10 +336,10 @@ def test_resumed_run_repeats_an_evaluation_that_was_stopped() -> None:
     assert resume(config, replace(resumed, evaluated_after=2))[0] == "start3"
     again, stop = Stopped(config), threading.Event()
     _training(config, again, lambda event: None, stop, resumed).run(evaluate=True)
-    assert again.log == ["evaluate2"]  # and no step after which nobody would make it
+    assert again.log == ["evaluate2"]  # stopped again: no step follows
 
 
-def test_steps_that_are_due_are_saved_and_the_last_one() -> None:
+def test_due_steps_and_the_last_step_are_saved() -> None:
     config = job(steps=5, checkpoint={"dir": "saved", "every_steps": 2})
 
     def act(training: Training) -> None:
@@ -355,7 +355,7 @@ def test_steps_that_are_due_are_saved_and_the_last_one() -> None:
 
 
 def _answer_saves(training: Training) -> None:
-    """The supervisor's part: every checkpoint is on the disks some time."""
+    """Finish every checkpoint again and again, as the supervisor does, until the last step."""
     while training.progress.step < 5:
         for step in range(1, 6):
             training.saves.finish(step)
@@ -377,11 +377,11 @@ TESTED = {
     "test": "tests.zoo.models:dataset",
     "batch_size": 5,
 }
-"""Two steps an epoch, two mini-batches an evaluation."""
+"""An epoch has two steps, and an evaluation has two mini-batches."""
 
 
 def evaluations(log: list[str]) -> list[int]:
-    """The steps that were evaluated, each with two mini-batches, and not the rehearsal."""
+    """Return the evaluated steps without the rehearsal; each has two mini-batches."""
     steps = [entry.removeprefix("evaluate") for entry in log if entry.startswith("evaluate")]
     found = [int(step) for step in steps if step != "0"]
     assert found[::2] == found[1::2]
@@ -392,16 +392,16 @@ def evaluations(log: list[str]) -> list[int]:
 def test_evaluations_follow_steps_at_their_interval(count: dict[str, int]) -> None:
     stages, reported = train(job(evaluate_every_steps=3, data=TESTED, **count))
     assert evaluations(stages.log) == [3, 6, 8]
-    told = [(event["step"], event["epoch"]) for event in reported if event["event"] == "eval"]
-    assert told == [(3, 2), (6, 3), (8, 4)]
-    assert stages.log[:12] == [  # no step is under way meanwhile
+    evaluated = [(event["step"], event["epoch"]) for event in reported if event["event"] == "eval"]
+    assert evaluated == [(3, 2), (6, 3), (8, 4)]
+    assert stages.log[:12] == [  # no step is in progress during an evaluation
         *("evaluate0", "start1", "start2", "finish1", "start3", "finish2", "finish3", "settle"),
         *("evaluate3", "evaluate3", "start4", "start5"),
     ]
 
 
 class Fails:
-    """A metric that keeps a state, and fails."""
+    """A metric with a state that raises an error, or returns `found`."""
 
     def __init__(self, in_update: bool = False, found: object = None) -> None:
         self._in_update, self._found = in_update, found
@@ -419,12 +419,12 @@ class Fails:
 
 
 def _rehearsed(metric: Fails) -> list[Json]:
-    """What a run reports before its first step, where the metric lets it come there."""
+    """Return the events that a run reports up to its first step."""
     reported: list[Json] = []
     config = job(steps=1, data={**TESTED, "batch_size": 4}, evaluate_every=0)
     stages, stop = Stages(config), threading.Event()
     training = _training(config, stages, reported.append, stop, metrics=Metrics({"own": metric}))
-    with contextlib.suppress(JobError):  # of the evaluation at the end
+    with contextlib.suppress(JobError):  # from the evaluation at the end
         training.run(evaluate=True)
     assert stages.evaluated[:2] == [4, 2]  # the first mini-batch of ten samples and the last
     return reported[: [event["event"] for event in reported].index("progress")]
@@ -457,7 +457,7 @@ def test_resumed_run_is_evaluated_after_the_same_steps() -> None:
     config = job(steps=8, evaluate_every_steps=3, data=TESTED)
     for step, resumed in progress_of(config).items():
         log = resume(config, resumed)
-        # The one after the step that it goes on from is done again: who went before may not have.
+        # The evaluation of the step that it resumes from is done again: it may not have ended.
         assert evaluations(log) == [found for found in (3, 6, 8) if found >= step]
 
 
@@ -471,19 +471,26 @@ def test_run_stops_early_if_evaluations_do_not_improve() -> None:
     stages = Stages(config, LOSSES)
     _training(config, stages, reported.append, threading.Event()).run(evaluate=True)
     assert evaluations(stages.log) == [2, 4, 6, 8]  # the last is not evaluated twice
-    (told,) = [event for event in reported if event["event"] == "early_stop"]
-    assert (told["step"], told["best_step"], told["best"], told["waited"]) == (8, 4, 0.4, 2)
+    (stopped,) = [event for event in reported if event["event"] == "early_stop"]
+    assert (stopped["step"], stopped["best_step"], stopped["best"], stopped["waited"]) == (
+        8,
+        4,
+        0.4,
+        2,
+    )
     assert "start9" not in stages.log
     known = {
         e["step"]: TrainingProgress.from_message(e) for e in reported if e["event"] == "progress"
     }
-    for step, resumed in known.items():  # the last that was told of each step
+    for step, resumed in known.items():  # the last progress of each step
         again = Stages(config, LOSSES)
-        told_again: list[Json] = []
-        _training(config, again, told_again.append, threading.Event(), resumed).run(evaluate=True)
+        reported_again: list[Json] = []
+        _training(config, again, reported_again.append, threading.Event(), resumed).run(
+            evaluate=True
+        )
         assert evaluations(again.log) == [found for found in (2, 4, 6, 8) if found >= step]
         assert "start9" not in again.log
-        assert [event for event in told_again if event["event"] == "early_stop"] == [told]
+        assert [event for event in reported_again if event["event"] == "early_stop"] == [stopped]
 
 
 def test_more_patience_resumes_a_run_that_had_stopped_early() -> None:
@@ -533,7 +540,7 @@ def test_best_step_is_dropped_if_its_checkpoint_fails() -> None:
 
 
 def _saving(config: Config, losses: dict[int, float], failing: int = 0) -> tuple[Stages, Training]:
-    """A run whose supervisor has every checkpoint on the disks when the driver waits for it."""
+    """Return a run whose supervisor finishes each checkpoint that the driver waits for."""
     stages = Stages(config, losses)
 
     def report(event: Json) -> None:

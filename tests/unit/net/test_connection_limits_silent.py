@@ -34,7 +34,7 @@ def wait_for(one: socket.socket) -> None:
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_limits, "SILENT_SECONDS", 1)
+    monkeypatch.setattr(connection_limits, "FIRST_BYTE_SECONDS", 1)
 
 
 def test_a_silent_connection_is_closed_and_one_with_data_is_accepted() -> None:

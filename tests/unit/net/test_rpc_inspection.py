@@ -30,9 +30,8 @@ from rpcmp.net.rpc_inspection import (
     Lengths,
     Pipes,
 )
-from rpcmp.observability.trace.spans import Kind, Span
+from rpcmp.observability.trace.spans import SPANS_PER_ANSWER, Kind, Span
 from rpcmp.rpc import transport
-from rpcmp.worker.measurements import SPANS_PER_ANSWER
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.stage import Stage
 from tests.support.pipes import Agents, Conversation

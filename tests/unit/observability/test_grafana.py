@@ -1,4 +1,4 @@
-"""The dashboard in deploy/ shows what there is, and nothing else."""
+"""The dashboard in deploy/: it shows all metrics, and queries no others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.places import DEPLOY
 GRAFANA = DEPLOY / "grafana.json"
 
 FAMILIES = {family.sample: family for family in (*run_metrics.FAMILIES, *server_metrics.FAMILIES)}
-"""All that there can be, by the names that queries use."""
+"""All metric families, by the names that queries use."""
 
 
 def panels() -> list[dict[str, Any]]:
@@ -29,7 +29,7 @@ def expressions() -> list[str]:
 
 
 def selected(expression: str) -> list[Any]:
-    """The selectors of a query, by Prometheus's own grammar."""
+    """Return the selectors of a query, parsed with Prometheus's own grammar."""
     found: list[Any] = []
 
     def visit(node: Any) -> None:

@@ -1,4 +1,4 @@
-"""Observers are told everything in order, and nothing that one of them does harms the run."""
+"""Observers: they get every event in order, and their failures do not harm the run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.support.runevents import typed
 Event = dict[str, Any]
 
 
-class Told:
-    """An observer that keeps what it hears, and calls `on` with it before."""
+class RecordingObserver:
+    """An observer that calls `on` with each event, and then keeps the event."""
 
     name = "the witness"
 
@@ -40,8 +40,8 @@ class Told:
         self.closed += 1
 
 
-class Hanging(Told):
-    """One that hangs in its first event until it may go on."""
+class Hanging(RecordingObserver):
+    """An observer that hangs at its first event until `may_go_on` is set."""
 
     def __init__(self) -> None:
         super().__init__(self._wait)
@@ -53,9 +53,11 @@ class Hanging(Told):
 
 @contextlib.contextmanager
 def watched(
-    observers: Sequence[Told], show: Callable[[Event], None], patience: float = PATIENCE
+    observers: Sequence[RecordingObserver],
+    show: Callable[[Event], None],
+    patience: float = PATIENCE,
 ) -> Iterator[Callable[[Event], None]]:
-    """Like `watching`, with the JSON form of events."""
+    """Like `watching`, but events are passed in their JSON form."""
     with watching(observers, lambda event: show(event.to_json()), patience) as report:
         yield lambda data: report(typed(data))
 
@@ -70,7 +72,7 @@ def warnings(events: list[Event]) -> list[str]:
 
 def test_observers_get_all_events_in_order_and_the_end_last() -> None:
     shown: list[Event] = []
-    first, second = Told(), Told()
+    first, second = RecordingObserver(), RecordingObserver()
     with watched([first, second], shown.append) as report:
         for step in range(1000):
             report({"event": "step", "step": step, "generation": 3})
@@ -98,7 +100,7 @@ def test_observers_get_all_events_in_order_and_the_end_last() -> None:
     ],
 )
 def test_end_event_has_the_outcome(error: BaseException, outcome: str, text: str) -> None:
-    told = Told()
+    told = RecordingObserver()
     with pytest.raises(type(error)), watched([told], lambda event: None):
         raise error
     (end,) = told.events
@@ -111,7 +113,7 @@ def test_observer_that_raises_is_dropped_with_a_warning() -> None:
         raise OSError("the disk is full")
 
     shown: list[Event] = []
-    bad, good = Told(fail), Told()
+    bad, good = RecordingObserver(fail), RecordingObserver()
     with watched([bad, good], shown.append) as report:
         report({"event": "start"})
         while bad.closed == 0:
@@ -128,21 +130,21 @@ def test_observer_that_raises_is_dropped_with_a_warning() -> None:
 
 def test_observer_that_fails_at_the_end_is_named_before_the_end_is_shown() -> None:
     def fail(event: Event) -> None:
-        raise SystemExit(3)  # user code may
+        raise SystemExit(3)  # user code may raise it
 
     shown: list[Event] = []
-    with watched([Told(fail)], shown.append):
+    with watched([RecordingObserver(fail)], shown.append):
         pass
     assert names(shown) == ["warning", "end"]
 
 
 def test_passing_events_are_not_shown() -> None:
     shown: list[Event] = []
-    observer = Told()
+    observer = RecordingObserver()
     with watched([observer], shown.append) as report:
         for event in ("start", "vitals", "timeline"):
             report({"event": event})
-    assert names(shown) == ["start", "end"]  # nobody may read the output for hours
+    assert names(shown) == ["start", "end"]  # a terminal may be unread for hours
     assert names(observer.events) == ["start", "vitals", "timeline", "end"]
 
 
@@ -190,7 +192,7 @@ def test_events_of_an_observer_only_reach_the_others() -> None:
         if event["event"] == "start":
             reports[0]({"event": "log", "text": "I was told"})
 
-    speaker, listener = Told(speak), Told()
+    speaker, listener = RecordingObserver(speak), RecordingObserver()
     with watched([speaker, listener], lambda event: None) as report:
         reports.append(report)
         report({"event": "start"})
@@ -204,7 +206,7 @@ def test_observers_get_the_error_of_an_output_that_cannot_be_written() -> None:
     def show(event: Event) -> None:
         raise BrokenPipeError("nobody reads any more")
 
-    told = Told()
+    told = RecordingObserver()
     with pytest.raises(BrokenPipeError), watched([told], show) as report:
         report({"event": "start"})
     assert names(told.events) == ["end"]
@@ -220,7 +222,7 @@ def test_log_lines_of_an_observer_are_shown_but_not_reported() -> None:
             logging.makeLogRecord({"name": "x", "levelname": "INFO", "levelno": 20, "msg": text})
         )
 
-    observer = Told(lambda event: say(f"heard {event['event']}"))
+    observer = RecordingObserver(lambda event: say(f"heard {event['event']}"))
     with watched([observer], lambda event: None) as report, display.reporting(report):
         report({"event": "start"})
         say("a word of the run's")

@@ -1,4 +1,4 @@
-"""Output that nobody reads for a while holds up nobody, and none of it is lost."""
+"""Output that is not read for a while: it does not block the run, and is not lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Loggers: those of the guide as they stand there, and the errors of bad ones. No processes."""
+"""Loggers: the examples of the guide as they are written there, and the errors of bad ones.
+
+These tests start no processes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ MODULE = "my_logs"
 
 
 class Recorder(ModuleType):
-    """A module or object whose every attribute is a function that writes its calls down."""
+    """A module or object whose every attribute is a function that records its calls."""
 
     def __init__(self, name: str, calls: list[tuple[str, Any, Any]]) -> None:
         super().__init__(name)
@@ -49,7 +52,7 @@ def _own_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def with_loggers(folder: Path, code: str, *loggers: Any) -> Config:
-    """A config in `folder` with these loggers, beside a module with that code."""
+    """Return a config in `folder` with these loggers, beside a module that contains `code`."""
     (folder / f"{MODULE}.py").write_text(code)
     return runs.config(folder, log={"folder": "", "loggers": list(loggers)})
 
@@ -136,7 +139,7 @@ def test_logger_that_raises_is_dropped_with_its_place_in_the_code(tmp_path: Path
 
 
 def report_all(of: Config, show: Callable[[Event], None]) -> None:
-    """A whole run's events, told to all its observers."""
+    """Report all events of a run to its loggers."""
     with watching(create_observers(of), show) as report:
         for event in runs.events(of, LOSSES)[:-1]:
             report(typed(event))

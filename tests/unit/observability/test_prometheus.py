@@ -1,4 +1,4 @@
-"""Who may scrape, and who may not."""
+"""The endpoint for Prometheus: its access, certificates and connections."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from rpcmp.errors import ConfigError
 from rpcmp.net.security import Security
 from rpcmp.observability.prometheus import MOST, serving
 from rpcmp.observability.run_metrics import RunMetrics
+from rpcmp.observability.web_server import listen
 from tests.support.lan import issue, issue_to_driver
 from tests.support.runevents import typed
 from tests.support.scraping import HERE, port_of, scrape, value
@@ -31,7 +34,7 @@ def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trusting(authority: Path, holder: Path | None) -> ssl.SSLContext:
-    """How Prometheus comes: `ca_file`, `cert_file` and `key_file` of its `tls_config`."""
+    """Return a TLS context from the `ca_file`, `cert_file` and `key_file` of a `tls_config`."""
     context = ssl.create_default_context(cafile=str(authority / "ca.crt"))
     if holder is not None:
         context.load_cert_chain(holder / "tls.crt", holder / "tls.key")
@@ -64,15 +67,42 @@ def test_endpoint_refuses_another_host_name_on_loopback() -> None:
             assert status(url, name) == 403
 
 
-def status(url: str, host: str) -> int:
+def status(url: str, host: str, method: str = "GET") -> int:
     with contextlib.closing(http.client.HTTPConnection(HERE, port_of(url), timeout=20)) as line:
-        line.request("GET", "/metrics", headers={"Host": host})
-        return line.getresponse().status
+        line.request(method, "/metrics", headers={"Host": host})
+        response = line.getresponse()
+        assert response.headers["Connection"] == "close" or response.status in (403, 500)
+        return response.status
+
+
+def test_endpoint_answers_only_requests_that_read() -> None:
+    with door(f"{HERE}:0", Security()) as url:
+        expected = {"GET": 200, "HEAD": 200, "POST": 405, "DELETE": 405, "OPTIONS": 405}
+        assert {method: status(url, HERE, method) for method in expected} == expected
+
+
+def test_a_name_of_both_families_means_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    four = (socket.AF_INET, socket.SOCK_STREAM, 6, "", (HERE, 0))
+    six = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: [six, four])
+    with listen("localhost", 0) as listener:
+        assert listener.getsockname()[0] == HERE
+
+
+class Broken(Collector):
+    def collect(self) -> Iterator[Metric]:
+        raise ValueError("no metrics today")
+
+
+def test_failed_scrape_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(Broken(), f"{HERE}:0", Security()) as url:
+        assert status(url, HERE) == 500
+    assert "a scrape failed: ValueError: no metrics today" in caplog.text
 
 
 def test_endpoint_limits_and_closes_silent_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rpcmp.observability.prometheus.SCRAPE_SECONDS", 0.5)
-    monkeypatch.setattr("rpcmp.net.connection_limits.SILENT_SECONDS", 1)
+    monkeypatch.setattr("rpcmp.net.connection_limits.FIRST_BYTE_SECONDS", 1)
     before = threading.active_count()
     with door(f"{HERE}:0", Security()) as url, contextlib.ExitStack() as stack:
         silent = [
@@ -107,8 +137,8 @@ def test_endpoint_and_client_need_certificates_of_one_authority_elsewhere(
         url = f"https://{HERE}:{port_of(bound)}/metrics"
         found = scrape(url, trusting(certs, certs / "stage0"))
         assert value(found, "rpcmp_checkpoint_step") == 3
-        for holder in (None, other / "stage0"):
-            with pytest.raises((urllib.error.URLError, OSError)):
+        for holder, alert in ((None, "CERTIFICATE_REQUIRED"), (other / "stage0", "UNKNOWN_CA")):
+            with pytest.raises((urllib.error.URLError, OSError), match=alert):
                 scrape(url, trusting(certs, holder))
         with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
             scrape(url, trusting(other, certs / "stage0"))

@@ -1,4 +1,4 @@
-"""What a run keeps, and what can be read of it however the run ended. No processes."""
+"""The folder of a run, which can be read however the run ended. These tests start no processes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_folders_of_runs_stay_out_of_repositories(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     of = runs.config(tmp_path, log={"folder": "mine"})
     runs.write_run_folder(of, runs.events(of, LOSSES))
-    assert not (tmp_path / "mine" / ".gitignore").exists()  # whose it is may decide
+    assert not (tmp_path / "mine" / ".gitignore").exists()  # the folder belongs to the user
 
 
 def test_two_runs_of_one_second_have_two_folders(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_run_warns_if_its_default_folder_cannot_be_made(tmp_path: Path) -> None:
 
 
 def damaged(path: Path, file: str, content: str) -> str:
-    """What reading says when a file holds something else."""
+    """Return the error of reading a run folder if `file` contains `content`."""
     (path / file).write_text(content)
     with pytest.raises(ConfigError) as error:
         run_report.read(path)

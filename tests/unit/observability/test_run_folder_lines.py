@@ -1,4 +1,4 @@
-"""Lines of a run's files are whole, however the process that writes them ends."""
+"""The lines of a run's files: they are complete, however the process that writes them ends."""
 
 from __future__ import annotations
 

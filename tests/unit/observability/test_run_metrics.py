@@ -1,4 +1,4 @@
-"""The figures of runs and servers, made of their events and of what they do."""
+"""The metrics of runs and servers, computed from events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.runevents import typed
 from tests.support.scraping import Samples, of, value
 
 
-def told(metrics: RunMetrics) -> Samples:
+def samples_of(metrics: RunMetrics) -> Samples:
     return samples(metrics.store)
 
 
@@ -70,7 +70,7 @@ def test_store_refuses_labels_of_another_family() -> None:
         store.set("x", 1.0)
 
 
-# A run's
+# Runs
 
 
 def event(name: str, generation: int = 1, **more: Any) -> dict[str, Any]:
@@ -97,18 +97,18 @@ def process(pid: int, **more: Any) -> dict[str, Any]:
 
 
 def vitals(generation: int, links: dict[tuple[str, str], int], **workers: Any) -> dict[str, Any]:
-    told = [
+    traffic = [
         {"from": a, "to": b, "bytes": n, "bytes_per_s": 0.0, "rtt_s": 0.001}
         for (a, b), n in links.items()
     ]
-    return event("vitals", generation, step=1, workers=workers, driver={}, links=told)
+    return event("vitals", generation, step=1, workers=workers, driver={}, links=traffic)
 
 
 def test_metrics_of_steps_add_up() -> None:
     metrics = RunMetrics()
     for number in (1, 2):
         metrics.handle(typed(step(number, a={"F": 0.01, "B": 0.02, "W": 0.0, "O": 0.005})))
-    found = told(metrics)
+    found = samples_of(metrics)
     assert value(found, "rpcmp_step") == 2
     assert value(found, "rpcmp_loss") == 0.5
     assert value(found, "rpcmp_samples_total") == 64
@@ -118,13 +118,13 @@ def test_metrics_of_steps_add_up() -> None:
     assert of(found, "rpcmp_busy_seconds_total", "kind") == pytest.approx(
         {("forward",): 0.02, ("backward",): 0.04, ("weight",): 0.0, ("optimizer",): 0.01}
     )
-    assert not of(found, "rpcmp_idle_seconds_total", "kind")  # nobody knows the reasons yet
+    assert not of(found, "rpcmp_idle_seconds_total", "kind")  # a timeline event gives the reasons
 
 
 def test_parameter_groups_have_learning_rates_if_a_stage_has_several() -> None:
     metrics = RunMetrics()
     metrics.handle(typed({**step(1, a={}, b={}), "group_learning_rates": {"a": [0.5, 0.25]}}))
-    found = of(told(metrics), "rpcmp_group_learning_rate", "group")
+    found = of(samples_of(metrics), "rpcmp_group_learning_rate", "group")
     assert found == {("0",): 0.5, ("1",): 0.25}
 
 
@@ -138,7 +138,7 @@ def test_idle_time_is_divided_completely_among_its_reasons() -> None:
     even = dict.fromkeys(lost, 0.0)
     metrics.handle(typed(event("timeline", stages=[{"label": "a", "lost": even}])))
     metrics.handle(typed(step(3, a=busy)))
-    found = of(told(metrics), "rpcmp_idle_seconds_total", "kind")
+    found = of(samples_of(metrics), "rpcmp_idle_seconds_total", "kind")
     assert found == pytest.approx({("bubble",): 0.11, ("network",): 0.05, ("overhead",): 0.02})
     assert sum(found.values()) == pytest.approx(3 * 0.06)
 
@@ -149,13 +149,13 @@ def test_bytes_and_cpu_time_accumulate_over_generations() -> None:
     for generation, count, pid, seconds in (
         (1, 100, 7, 1.0),
         (1, 300, 7, 2.0),
-        (1, 300, 0, 0.0),  # it is gone
+        (1, 300, 0, 0.0),  # the process has ended
         (2, 0, 8, 0.5),
         (2, 50, 8, 1.5),
     ):
         worker = process(pid, cpu_seconds=seconds, restarts=generation - 1)
         metrics.handle(typed(vitals(generation, {("a", "b"): count}, a=worker)))
-        found = told(metrics)
+        found = samples_of(metrics)
         seen.append(
             (
                 value(found, "rpcmp_link_bytes_total", source="a", target="b"),
@@ -171,7 +171,7 @@ def test_process_is_in_exactly_one_state() -> None:
     metrics = RunMetrics()
     for state in ("running", "lost"):
         metrics.handle(typed(vitals(1, {}, a=process(7, state=state))))
-    states = of(told(metrics), "rpcmp_worker_state", "state")
+    states = of(samples_of(metrics), "rpcmp_worker_state", "state")
     assert [state for (state,), is_in in states.items() if is_in] == ["lost"]
 
 
@@ -181,27 +181,27 @@ def test_metrics_accept_a_driver_that_died_before_its_first_vitals() -> None:
         known.start_generation()
         known.mark_lost(DRIVER)
         metrics.handle(known.event(step=0).stamped(1000.0, generation))
-    found = told(metrics)
+    found = samples_of(metrics)
     assert value(found, "rpcmp_generation") == 2
     assert value(found, "rpcmp_memory_bytes", stage=DRIVER) is None
 
 
 def test_checkpoint_age_follows_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = RunMetrics()
-    assert value(told(metrics), "rpcmp_checkpoint_age_seconds") is None  # there is none
+    assert value(samples_of(metrics), "rpcmp_checkpoint_age_seconds") is None
     metrics.handle(typed(event("checkpoint", step=3, seconds=0.5, bytes=4096, path="somewhere")))
-    for now, age in ((1007.0, 7.0), (1030.0, 30.0), (990.0, 0.0)):  # clocks are set back
+    for now, age in ((1007.0, 7.0), (1030.0, 30.0), (990.0, 0.0)):  # the clock was set back
         monkeypatch.setattr("rpcmp.observability.run_metrics.time.time", lambda now=now: now)
-        assert value(told(metrics), "rpcmp_checkpoint_age_seconds") == age
-    assert value(told(metrics), "rpcmp_checkpoint_duration_seconds") == 0.5
-    assert value(told(metrics), "rpcmp_checkpoints_total") == 1
+        assert value(samples_of(metrics), "rpcmp_checkpoint_age_seconds") == age
+    assert value(samples_of(metrics), "rpcmp_checkpoint_duration_seconds") == 0.5
+    assert value(samples_of(metrics), "rpcmp_checkpoints_total") == 1
 
 
 def test_metrics_ignore_events_without_values() -> None:
     metrics = RunMetrics()
     for name in ("warning", "log", "resumed", "end", "report"):
         metrics.handle(typed(event(name, text="t")))
-    assert set(told(metrics)) == {("rpcmp_generation", frozenset())}
+    assert set(samples_of(metrics)) == {("rpcmp_generation", frozenset())}
 
 
 # The whole

@@ -1,4 +1,4 @@
-"""What several runs have in common, by their folders."""
+"""The report of a run, and the comparison of several runs, by their folders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support import runs
 
 
 def compared(folder: Path, *each: tuple[dict[str, Any], list[float]]) -> Comparison:
-    """Runs with these settings and losses."""
+    """Return the comparison of runs with these settings and losses."""
     found = []
     for more, losses in each:
         of = runs.config(folder, **more)
@@ -30,7 +30,7 @@ def test_figures_describe_one_run(tmp_path: Path) -> None:
         "last loss": 0.25,
         "test loss": 0.5,
         "test accuracy": 0.9,
-        "step time": 0.5,  # without the first, which warms up
+        "step time": 0.5,  # without the first step, which warms up
         "samples/s": 103.0,
         "data share": 0.25,
         "busy lift": 0.75,

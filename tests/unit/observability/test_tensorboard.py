@@ -1,4 +1,4 @@
-"""What a run writes for TensorBoard, read by TensorBoard. No processes."""
+"""The TensorBoard files of a run, read by TensorBoard. These tests start no processes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ LOSSES = [2.0, 1.0, 0.5]
 LOG = {"folder": "", "tensorboard": "runs/x"}
 
 
-def told(of: Config, events: Sequence[Message]) -> Any:
-    """What TensorBoard finds of a run with these events."""
+def read_back(of: Config, events: Sequence[Message]) -> Any:
+    """Write these events, and return what TensorBoard reads."""
     (board,) = create_observers(of)
     for event in events:
         board.handle(typed(event))
@@ -39,7 +39,7 @@ def test_tensorboard_has_the_curves_of_a_run(tmp_path: Path) -> None:
     vitals = {"workers": {"lift": {"memory": 7.0}}, "step": 2, "time": runs.BEGIN + 2}
     groups = {"group_learning_rates": {"head": [0.1, 0.01]}}
     events = [e | groups if e["event"] == "step" else e for e in runs.events(of, LOSSES)[:-1]]
-    found = told(of, [*events, {"event": "vitals", **vitals}])
+    found = read_back(of, [*events, {"event": "vitals", **vitals}])
     assert found.Scalars("learning_rate/head/group1")[0].value == pytest.approx(0.01)
     loss = found.Scalars("loss")
     assert [(point.step, point.value) for point in loss] == [(1, 2.0), (2, 1.0), (3, 0.5)]
@@ -65,7 +65,7 @@ def test_tensorboard_has_the_curves_of_a_run(tmp_path: Path) -> None:
 
 def test_tensorboard_has_the_config_as_text_and_as_hyperparameters(tmp_path: Path) -> None:
     of = runs.config(tmp_path, log=LOG, metrics={"accuracy": "m:accuracy"})
-    found = told(of, runs.events(of, LOSSES))
+    found = read_back(of, runs.events(of, LOSSES))
     (text,) = found.Tensors("config")
     assert '"lr": 0.1' in text.tensor_proto.string_val[0].decode()
     assert "a secret" not in text.tensor_proto.string_val[0].decode()
@@ -87,7 +87,7 @@ def test_tensorboard_has_the_config_as_text_and_as_hyperparameters(tmp_path: Pat
 
 def test_tensorboard_has_the_graph_of_stages(tmp_path: Path) -> None:
     of = runs.config(tmp_path, log=LOG)
-    found = told(of, runs.events(of, LOSSES))
+    found = read_back(of, runs.events(of, LOSSES))
     nodes = {node.name: node for node in found.Graph().node}
     assert {name: list(node.input) for name, node in nodes.items()} == {
         "input": [],
@@ -103,7 +103,7 @@ def test_tensorboard_reads_a_file_up_to_where_it_was_cut_off(tmp_path: Path) -> 
     of = runs.config(tmp_path, log=LOG)
     (board,) = create_observers(of)
     for event in runs.events(of, LOSSES)[:-1]:
-        board.handle(typed(event))  # and it is killed: nothing is closed
+        board.handle(typed(event))  # as if the run were killed: nothing is closed
     (file,) = (tmp_path / "runs" / "x").glob("*/*")
     found = EventAccumulator(str(file.parent)).Reload()
     assert len(found.Scalars("loss")) == 3
@@ -125,7 +125,7 @@ def test_tensorboard_refuses_a_folder_that_cannot_be_made(tmp_path: Path) -> Non
         create_observers(runs.config(tmp_path, log=LOG))
 
 
-def test_error_says_how_to_install_tensorboard_if_it_is_missing(
+def test_error_explains_how_to_install_tensorboard_if_it_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     imported = builtins.__import__

@@ -1,4 +1,4 @@
-"""The assignment of each worker."""
+"""Assignments: the layers, limits and ranks of each worker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.settings import setting
 
 
 def chain(width: int = 6, **model: Any) -> Config:
-    """A job with the layers of tests.zoo.models, whose sizes are 5w, w(w + 1) and w + 1."""
+    """Return a job of tests.zoo.models; its three layers have 5w, w(w + 1) and w + 1 parameters."""
     source = {"layers": "tests.zoo.models:layers", "kwargs": {"width": width}, **model}
     return parse_config({"loss": "torch.nn:MSELoss", "model": source})
 
@@ -141,7 +141,7 @@ def test_a_schedule_that_cannot_run_within_max_in_flight_is_refused() -> None:
         ),
     ],
 )
-def test_a_plan_that_cannot_be_made_says_why(config: Config, message: str) -> None:
+def test_an_impossible_plan_is_an_error_with_its_reason(config: Config, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         assign(config)
 

@@ -1,4 +1,4 @@
-"""Balances of a measured model, and their predicted times."""
+"""The balance computed from a measured model, and its predicted times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rpcmp.process.fork_client import Forks
 
 
 def layer(seconds: float = 1.0, state: int = 0, activations: int = 0) -> LayerProfile:
-    """A layer that computes so many seconds a step of one micro-batch, half of them backwards."""
+    """Return a layer that computes for `seconds` per micro-batch, half of them in the backward."""
     return LayerProfile(
         forward_s=seconds / 2,
         backward_s=seconds / 4,
@@ -51,12 +51,12 @@ def hosts(times: list[list[float]]) -> list[StageHost]:
     [
         ([[1, 1, 1, 1]] * 2, [2, 2]),
         ([[1, 1, 9, 1, 1]] * 3, [2, 1, 2]),
-        ([[5, 1, 1, 1]] * 3, [1, 1, 2]),  # the first decides, the others are as even as can be
+        ([[5, 1, 1, 1]] * 3, [1, 1, 2]),  # the first stage sets the time
         ([[1, 1, 5, 1, 1, 1, 1]] * 4, [2, 1, 2, 2]),
         ([[1, 1, 1, 1], [3, 3, 3, 3]], [3, 1]),  # the second host is three times as slow
         ([[3, 3, 3, 3], [1, 1, 1, 1]], [1, 3]),
         ([[0, 0, 0]] * 2, [1, 2]),
-        ([[0.1] * 6] * 3, [2, 2, 2]),  # sums of floats from different starts are no ties
+        ([[0.1] * 6] * 3, [2, 2, 2]),  # equal up to rounding, which must not decide
     ],
 )
 def test_times_give_the_expected_balance(times: list[list[float]], balance: list[int]) -> None:
@@ -100,7 +100,7 @@ def balances(num_layers: int, num_stages: int) -> list[list[int]]:
 
 
 def loads(stages: list[StageHost], balance: list[int]) -> list[float] | None:
-    """Each stage's seconds; None where one does not fit."""
+    """Return each stage's seconds; None if one stage does not fit into its memory."""
     ends = [sum(balance[: index + 1]) for index in range(len(balance))]
     parts = list(zip(stages, [0, *ends], ends, strict=False))
     if any(stage.overrun(start, end) > 0 for stage, start, end in parts):
@@ -110,7 +110,7 @@ def loads(stages: list[StageHost], balance: list[int]) -> list[float] | None:
 
 @st.composite
 def clusters(draw: st.DrawFn) -> list[StageHost]:
-    """Hosts that differ in speed and memory; whole numbers, so that sums are exact."""
+    """Draw hosts that differ in speed and memory; the numbers are whole, so that sums are exact."""
     num_layers = draw(st.integers(1, 7))
     num_stages = draw(st.integers(1, num_layers))
     sizes = draw(st.lists(st.integers(0, 9), min_size=num_layers, max_size=num_layers))
@@ -142,7 +142,10 @@ def test_no_balance_is_better_than_the_chosen_one(stages: list[StageHost]) -> No
 
 
 def predicted(updates: list[float], **changes: Any) -> Prediction:
-    """Three stages of one layer, four micro-batches, one unit for each action."""
+    """Return the prediction for three stages of one layer, with four micro-batches.
+
+    Each forward and each whole backward takes one unit of time.
+    """
     model = {"layers": "m:layers", "num_stages": 3}
     config: Config = parse_config({"loss": "m:loss", "model": model, **changes})
     layers = [layer(2.0).model_copy(update={"update_s": update}) for update in updates]
@@ -172,7 +175,7 @@ def test_the_next_step_overlaps_with_this_one_unless_the_driver_looks_at_all_sta
     ("seconds", "more", "expected"),
     [
         ([1, 1], {}, 2),  # two of four each
-        ([1, 1, 1], {}, 2),  # in turn: one of them has two
+        ([1, 1, 1], {}, 2),  # round robin: one of them has two
         ([1] * 8, {}, 1),  # four have one, the others none
         ([1, 3], {}, 6),
         ([1, 3], {"balance_replicas": True}, 3),  # three and one
@@ -228,7 +231,7 @@ def test_a_stage_is_never_busy_for_longer_than_a_step_of_few_samples(
         | {"num_microbatches": 4, "data": {"train": "m:data", "batch_size": 2}}
     )
     config, found = asyncio.run(autobalance.balanced(given, None, Forks([])))
-    assert config.num_microbatches == 4  # the job stays what its config says
+    assert config.num_microbatches == 4  # the config keeps its number
     assert found is not None
     assert [stage.busy_s for stage in found.stages.values()] == [2.0, 2.0]
     assert found.step_s == pytest.approx(3.0)

@@ -1,4 +1,4 @@
-"""The properties of a host that determine its bits."""
+"""The properties of a host that affect the bits of results."""
 
 from __future__ import annotations
 

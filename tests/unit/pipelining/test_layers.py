@@ -1,4 +1,4 @@
-"""Building layers: the same bits on every host and for every cut."""
+"""Building layers: they have the same bits on every host and for every cut."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.zoo import models
 
 
 def config(name: str = "layers", seed: int = 0, **kwargs: Any) -> Config:
-    """A job with the layers of tests.zoo.models."""
+    """Return a job with layers of tests.zoo.models."""
     model = {"layers": f"tests.zoo.models:{name}", "kwargs": kwargs}
     return parse_config({"loss": "torch.nn:MSELoss", "seed": seed, "model": model})
 
 
 def sha256(*stages: dict[str, nn.Module]) -> str:
-    """The hash of all stages together."""
+    """Return one hash of the parameters of all stages."""
     return tensors.parameters_sha256(
         {
             f"{layer}.{name}": value
@@ -41,7 +41,7 @@ def test_layers_have_the_same_bits_wherever_the_model_is_cut() -> None:
     job = config()
     whole = sha256(layers.build_layers(job, 0, NAMES))
     for cut in (1, 2):
-        # The second stage first, and numbers drawn in between: nothing depends on what came before.
+        # The second stage is built first, and numbers are drawn in between: neither must matter.
         second = layers.build_layers(job, 1, NAMES[cut:])
         torch.rand(7)
         assert sha256(layers.build_layers(job, 0, NAMES[:cut]), second) == whole

@@ -1,4 +1,4 @@
-"""Where random numbers come from. The literal values change only together with all results."""
+"""Seeds of random numbers. If these literal values change, the results of all jobs change."""
 
 from __future__ import annotations
 

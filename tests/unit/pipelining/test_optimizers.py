@@ -144,7 +144,7 @@ def test_a_pattern_without_a_parameter_in_its_optimizer_is_refused_with_the_owne
         assignment.assign(job(*stages, **more))
 
 
-# Optimizers that take some parameters only
+# Optimizers that accept only some parameters
 
 
 def matrices(name: str, of: int = 0) -> tuple[Any, Any]:

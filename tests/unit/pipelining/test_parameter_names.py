@@ -71,7 +71,7 @@ def test_the_reason_for_unknown_names_is_logged(caplog: pytest.LogCaptureFixture
     assert "ValueError: out of order" in caplog.text
 
 
-def test_modules_that_cannot_be_built_are_told_apart_by_their_prefix() -> None:
+def test_modules_that_cannot_be_built_are_distinguished_by_their_prefix() -> None:
     stages = [
         {"name": name, "module": "elsewhere:Module", "prefix": prefix}
         for name, prefix in (("a", ""), ("b", "b"), ("c", ""))

@@ -1,4 +1,4 @@
-"""How layers are cut into stages."""
+"""The cut of layers into stages."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def largest_stage(sizes: list[int], balance: list[int]) -> int:
 
 
 def best_by_brute_force(sizes: list[int], num_stages: int) -> int:
-    """The smallest largest stage over all balances."""
+    """Return the size of the largest stage, minimized over all balances."""
     cuts = combinations(range(1, len(sizes)), num_stages - 1)
     edges = ([0, *cut, len(sizes)] for cut in cuts)
     return min(

@@ -1,4 +1,4 @@
-"""The pictures of rpcmp.pipelining.schedule, what they keep, and that nothing ever deadlocks."""
+"""Schedules: the pictures in rpcmp.pipelining.schedule, memory limits, freedom from deadlock."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.support.simulations import most_held
 F, B, W = Action
 
 HALVES = ActionTimes(1.0, 0.5, 0.5)  # a whole backward takes as long as a forward
-EQUAL = ActionTimes(1.0, 1.0, 1.0)  # each part of a split one does
+EQUAL = ActionTimes(1.0, 1.0, 1.0)  # each half of a split backward takes as long as a forward
 
 
 def chain(
     name: str, num_stages: int, num_microbatches: int, times: ActionTimes, most: int | None = None
 ) -> Simulation:
-    """A chain of equal stages under the schedule called `name`."""
+    """Return the simulation of a chain of equal stages under the schedule called `name`."""
     stages = topology.chain_graph([f"stage{index}" for index in range(num_stages)])
     policy = schedule.policy(name)
     limits = simulation.limits(stages, policy, num_microbatches, most)
@@ -35,7 +35,7 @@ def chain(
 
 
 def picture(run: Simulation) -> str:
-    """The stages' actions over time; each begins at a whole number."""
+    """Return the stages' actions over time, if each begins at a whole number."""
     rows = []
     for stage, runs in run.runs.items():
         cells = {int(done.start): f"{done.action}{done.microbatch}" for done in runs}
@@ -68,8 +68,8 @@ stage 0   F0 F1 .  B0 .  F2 B1 .  B2 .
 stage 1   .  F0 B0 F1 B1 W0 F2 B2 W1 W2""",
     ("gpipe", 1, 3): "stage 0   F0 F1 F2 B0 B1 B2",
     ("1f1b", 1, 3): "stage 0   F0 B0 F1 B1 F2 B2",
-    ("zero-bubble", 1, 3): "stage 0   F0 B0 .  F1 B1 .  F2 B2 .",  # nothing to split for
-    # Fewer micro-batches than stages: all are the same but for the last stages.
+    ("zero-bubble", 1, 3): "stage 0   F0 B0 .  F1 B1 .  F2 B2 .",  # one stage does not split
+    # With fewer micro-batches than stages, schedules differ only in the last stages.
     ("gpipe", 4, 2): """\
 stage 0   F0 F1 .  .  .  .  .  .  B0 B1
 stage 1   .  F0 F1 .  .  .  .  B0 B1 .
@@ -215,7 +215,7 @@ def test_gpipe_refuses_to_hold_less_than_everything() -> None:
         policy.limits(FIRST, 8, 7)
 
 
-def test_an_unknown_schedule_names_those_that_exist() -> None:
+def test_an_unknown_schedule_names_the_existing_ones() -> None:
     exist = "there are 'gpipe', '1f1b', 'zero-bubble'"
     with pytest.raises(ConfigError, match=f"no schedule 'interleaved'; {exist}"):
         schedule.policy("interleaved")

@@ -1,4 +1,4 @@
-"""A step, simulated: by the rules of a run, whatever the graph, the schedule and the durations."""
+"""The simulation of a step, for any graph, schedule and durations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ONE_F_ONE_B = schedule.policy("1f1b")
 def simulate(
     stages: Graph, times: ActionTimes, name: str = "1f1b", latency: float = 0.0
 ) -> Simulation:
-    """Two micro-batches on equal stages."""
+    """Return the simulation of two micro-batches on equal stages."""
     policy = schedule.policy(name)
     limits = simulation.limits(stages, policy, 2)
     durations = fixed(dict.fromkeys(stages.stages, times), limits)

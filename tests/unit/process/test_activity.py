@@ -1,4 +1,4 @@
-"""Activity, heartbeats and keep-alive: what a supervisor observes of a child."""
+"""Activity, heartbeats and keep-alive, by which a supervisor observes a child."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rpcmp.process.sockets import SILENT_SECONDS, Links
 
 
 class Clock:
-    """`time.monotonic`, set by the test; whoever sleeps turns it forward.
+    """A `time.monotonic` that the test sets, and that `sleep` advances.
 
     Attributes:
         now: seconds.
-        beats: when a pulse is heard; with `pulse`, while somebody sleeps.
+        beats: times at which `pulse` gets a heartbeat during a sleep.
         slept: the seconds of each sleep.
-        limit: when nobody has to wait any longer.
+        limit: time after which a sleep raises a TimeoutError.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def memory() -> Iterator[int]:
-    """Memory that two processes share."""
+    """Yield the descriptor of memory that two processes can share."""
     fd = resources.shared_memory("test-activity", mmap.PAGESIZE)
     yield fd
     os.close(fd)
@@ -131,13 +131,13 @@ def test_activity_seconds_are_never_negative(clock: Clock) -> None:
     assert activity.read().seconds == 0.0
 
 
-# Pulse
+# Heartbeats
 
 
 def lost(
     pulse: HeartbeatMonitor, clock: Clock, beats: list[float], limit: float = float("inf")
 ) -> float:
-    """Return the result of `lost` for these signs of life."""
+    """Return the result of `HeartbeatMonitor.lost` for heartbeats at these times."""
     clock.pulse, clock.beats, clock.limit = pulse, beats, limit
     return asyncio.run(pulse.lost())
 
@@ -161,7 +161,7 @@ def test_a_heartbeat_just_in_time_counts(clock: Clock) -> None:
 
 def test_heartbeats_that_arrived_meanwhile_count(clock: Clock) -> None:
     pulse = HeartbeatMonitor(6.0)
-    clock.now += 3600.0  # the machine was suspended; the sign lies in the socket
+    clock.now += 3600.0  # the machine was suspended; the heartbeat is still in the socket
     seconds = lost(pulse, clock, [clock.now + 0.05])
     assert 6.0 <= seconds < 7.0
     assert clock.now >= 4606.05
@@ -203,7 +203,7 @@ OPTIONS = (
 
 
 def connected() -> Pair:
-    """Both ends of a TCP connection."""
+    """Return both ends of a TCP connection."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         client = socket.create_connection(server.getsockname())
         accepted, _ = server.accept()
@@ -219,7 +219,7 @@ def pair() -> Iterator[Pair]:
 
 
 def is_watched(connection: socket.socket) -> bool:
-    """Whether the kernel probes the other end."""
+    """Return whether the kernel probes the other end of the connection."""
     alive = connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     timeout = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
     assert bool(alive) == bool(timeout)

@@ -1,4 +1,4 @@
-"""Stack dumps: written by a child, read by its supervisor."""
+"""Stack dumps, which a child writes and its supervisor reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUSY = """Thread 0x00007f00000000{number:02} (most recent call first):
 
 
 def read(text: str | bytes) -> str:
-    """Return what the supervisor reads if a child has written these bytes."""
+    """Return the stacks that a supervisor reads after a child has written `text`."""
     stacks = Stacks()
     os.write(stacks.fd, text if isinstance(text, bytes) else text.encode())
     return stacks.read()
@@ -38,7 +38,7 @@ def test_stacks_of_a_child_without_dumps_are_empty() -> None:
     "file",
     ["threading.py", "selectors.py", "socket.py", "queue.py", "concurrent/futures/thread.py"],
 )
-def test_threads_that_wait_come_after_those_that_work(file: str) -> None:
+def test_waiting_threads_come_after_working_ones(file: str) -> None:
     waiting = WAITING.format(file=file)
     first, second = BUSY.format(number=2, file="a.py"), BUSY.format(number=3, file="b.py")
     assert read("\n".join([waiting, first, waiting, second])) == "\n".join(
@@ -102,7 +102,7 @@ main()
 
 
 def test_stacks_show_real_threads() -> None:
-    """In its own process, as this one may have more threads than a dump shows."""
+    """It runs in its own process: this one may have more threads than a dump shows."""
     command = [sys.executable, "-c", TWO_THREADS]
     text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     assert text.index("in main") < text.index("in wait_for_it")
@@ -140,7 +140,7 @@ def test_a_child_dumps_its_stacks_on_a_signal(how: str, by: signal.Signals) -> N
             assert child.stdout is not None
             assert child.stdout.readline()
 
-            def writes() -> bool:  # asked again and again: it may not have come there yet
+            def writes() -> bool:  # repeats the signal: the child may not be there yet
                 child.send_signal(by)
                 return bool(re.search(rf"in {how}\n(.*\n)*.* in <module>", stacks.read()))
 
@@ -148,4 +148,4 @@ def test_a_child_dumps_its_stacks_on_a_signal(how: str, by: signal.Signals) -> N
         finally:
             child.kill()
     innermost = next(line for line in stacks.read().splitlines() if "File" in line)
-    assert "in _write" not in innermost  # what writes it is not where it is
+    assert "in _write" not in innermost  # the dump excludes the function that writes it

@@ -1,4 +1,4 @@
-"""The errors of children that hang, and of those that exit."""
+"""The errors of a child that hangs, and of a child that exits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rpcmp.process.logging.collector import Receiver
 
 
 async def child_that(code: str) -> Child:
-    """Return a child that runs this code and ignores all messages."""
+    """Start a child that runs `code` and ignores all messages."""
     ours, theirs = socket.socketpair()
     theirs.close()
     reader, writer = await asyncio.open_connection(sock=ours)
@@ -27,7 +27,7 @@ def test_hung_error_survives_a_stack_dump_that_ends_the_child() -> None:
         child.activity.start("backward", 3, 1)
         try:
             asking = asyncio.create_task(child.record_hang("a", 6.0))
-            assert await child.wait(60) == -signal.SIGUSR1  # nothing there hears it
+            assert await child.wait(60) == -signal.SIGUSR1  # the child does not handle the signal
             error = await child.hung_error()
             assert error is await asking
             assert error is not None

@@ -1,4 +1,4 @@
-"""Forked processes equal spawned ones, and end with their supervisor."""
+"""Forked children: they equal spawned ones, and end with their supervisor."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_a_forked_child_equals_a_spawned_one() -> None:
             os.close(fd)
         await end(child)
         own = {"group", "preloaded_in", "open"}
-        # Descriptors of the network that a forked one can be in are its own as well, and those of
-        # the user namespace that an ordinary user needs for that.
+        # A forked child has descriptors of its network namespace, and of the user namespace that
+        # it needs if the user is not root.
         namespaces = 0 if by is None or not makes_networks() else 1 + (os.geteuid() != 0)
         count = len(reply["open"]) - namespaces  # type: ignore[arg-type]
         return {key: value for key, value in reply.items() if key not in own} | {"open": count}
@@ -51,8 +51,8 @@ def test_preloaded_modules_are_imported_once() -> None:
     async def run() -> None:
         async with forks() as by:
             first, reply = await spawn(by)
-            second, said_too = await spawn(by)
-            assert reply["preloaded_in"] == said_too["preloaded_in"]
+            second, second_reply = await spawn(by)
+            assert reply["preloaded_in"] == second_reply["preloaded_in"]
             assert reply["preloaded_in"] not in (first.pid, second.pid)
             await end(first)
             await end(second)
@@ -91,8 +91,8 @@ def test_a_fork_server_restarts_after_dying_with_its_children() -> None:
             child.send({"op": "hang"})
             os.kill(int(str(reply["preloaded_in"])), signal.SIGKILL)
             assert await child.wait() == -signal.SIGKILL
-            another, says = await spawn(by)
-            assert says["preloaded_in"] != reply["preloaded_in"]
+            another, other_reply = await spawn(by)
+            assert other_reply["preloaded_in"] != reply["preloaded_in"]
             await end(another)
 
     asyncio.run(run())
@@ -116,9 +116,9 @@ def test_another_environment_restarts_the_fork_server() -> None:
         async with forks() as by:
             child, reply = await spawn(by)
             await end(child)
-            child, says = await spawn(by, environment=compute_environment(threads=2))
-            assert (reply["threads"], says["threads"]) == ("1", "2")
-            assert reply["preloaded_in"] != says["preloaded_in"]
+            child, other_reply = await spawn(by, environment=compute_environment(threads=2))
+            assert (reply["threads"], other_reply["threads"]) == ("1", "2")
+            assert reply["preloaded_in"] != other_reply["preloaded_in"]
             await end(child)
 
     asyncio.run(run())
@@ -128,15 +128,15 @@ def test_children_end_with_the_line_that_forked_them() -> None:
     async def run() -> None:
         async with forks() as by, Forks(["preloaded"], await by.new_line()) as borrowed:
             ours, reply = await spawn(by)
-            theirs, says = await spawn(borrowed)
-            assert reply["preloaded_in"] == says["preloaded_in"]
+            theirs, other_reply = await spawn(borrowed)
+            assert reply["preloaded_in"] == other_reply["preloaded_in"]
             theirs.send({"op": "hang"})
             await borrowed.close()
             assert await theirs.wait() == -signal.SIGKILL
             poll_for(lambda: not psutil.pid_exists(theirs.pid), "the child to be gone")
             await end(ours)
-            again, says = await spawn(borrowed)  # by a fork server of its own
-            assert reply["preloaded_in"] != says["preloaded_in"]
+            again, other_reply = await spawn(borrowed)  # by a fork server of its own
+            assert reply["preloaded_in"] != other_reply["preloaded_in"]
             await end(again)
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""The environment of processes that compute."""
+"""The environment variables of processes that compute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rpcmp.process.interpreter import compute_environment
 THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
 
 
-def test_the_allocator_keeps_what_is_freed_unless_the_user_says_otherwise(
+def test_the_allocator_keeps_freed_memory_unless_the_environment_has_a_threshold(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(THRESHOLD, raising=False)
@@ -18,7 +18,7 @@ def test_the_allocator_keeps_what_is_freed_unless_the_user_says_otherwise(
     assert compute_environment(1)[THRESHOLD] == "4096"
 
 
-def test_threads_override_those_of_the_environment(
+def test_threads_override_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")

@@ -1,4 +1,4 @@
-"""Statistics of sockets and usage of processes, read from the kernel."""
+"""The statistics of sockets and the resource usage of processes, as the kernel reports them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.processes import poll_for
 
 
 class Ends:
-    """A listener, and a connection to it."""
+    """A listener and a connection to it."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -31,7 +31,7 @@ class Ends:
             each.close()
 
     def send(self, count: int) -> None:
-        """From the one that has connected, until the other's kernel has said that it is there."""
+        """Send bytes from client to listener, and wait until they are acknowledged."""
         _send(self.client, self.accepted, count)
 
 

@@ -1,4 +1,4 @@
-"""Tasks: processes that are started for one question."""
+"""Tasks: processes that compute a single result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Membership in a group and its stages by the role of a certificate."""
+"""Access to a job by the role of a certificate: which members it may claim or look up."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_role_permits_its_methods(
 
 
 def expected(is_allowed: bool) -> contextlib.AbstractContextManager[object]:
-    """Expect a refusal, unless it is allowed."""
+    """Return a context that expects a SecurityError, unless `is_allowed`."""
     message = r"^the certificate is for .*, which may not (look|be) .* of job 'j': "
     return contextlib.nullcontext() if is_allowed else pytest.raises(SecurityError, match=message)
 

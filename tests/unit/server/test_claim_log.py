@@ -21,7 +21,7 @@ from tests.support.codefolders import LEAVES
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder for temporary files, inside of one that nothing may be written to."""
+    """Replace the folder for temporary files, and check that nothing outside of it was written."""
     folder = tmp_path / "outside" / "tmp"
     folder.mkdir(parents=True)
     monkeypatch.setattr(tempfile, "tempdir", str(folder))

@@ -1,4 +1,4 @@
-"""Without a listener a client does not wait, unless the server may still be starting."""
+"""Connections of a client to servers that are absent, or still starting."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rpcmp.server.client import StageClient
 from rpcmp.v1 import control_pb2 as pb
 
 LONG = 3600.0
-"""Seconds, which no test waits."""
+"""A timeout in seconds; no test waits so long."""
 
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    """An address without a listener, reserved so that a test can listen there."""
+    """Yield an address without a listener, reserved so that a test can listen there."""
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         taken.bind(("127.0.0.1", 0))
@@ -61,7 +61,7 @@ def test_connect_fails_at_once_if_the_connection_is_refused(address: str, insecu
 
 
 def test_errors_name_a_server_without_stage_by_its_address(address: str) -> None:
-    """As given to `rpcmp drain`; the error suggests a next step."""
+    """`rpcmp drain` gives an address only; the error suggests a next step."""
     message = why_not("", address, insecure=False)
     assert message.startswith(f"{address} cannot be reached: Connection refused; is `rpcmp serve`")
 

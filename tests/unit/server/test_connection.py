@@ -1,4 +1,4 @@
-"""Properties that two hosts must share."""
+"""The versions that two hosts must share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rpcmp.v1 import control_pb2 as pb
 
 
 def host(**changed: str | int) -> pb.Versions:
-    """The versions of a host."""
+    """Return the versions of a host, with some of them changed."""
     versions = {"rpcmp": "0.1.0", "torch": "2.13.0+cpu", "python": "3.11", "protocol": 1}
     return pb.Versions(**{**versions, **changed})  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Arbitrary messages to one of our gRPC servers, which answers and survives them."""
+"""The gRPC servers: roles of connections, and arbitrary messages, which they answer and survive."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.fuzz import http2
 
 
 def test_a_call_has_the_role_of_the_connection_that_it_came_by(tmp_path: Path) -> None:
-    """Relies on gRPC: the peer is the path that the other end of the socket is bound to."""
+    """Relies on gRPC, which reports the path that the client's socket is bound to as the peer."""
 
     async def roles() -> list[Role | None]:
         servers, callers = make(tmp_path)
@@ -78,7 +78,7 @@ def test_a_method_name_that_is_not_utf_8_ends_the_calls_of_its_connection_alone(
 
     with caplog.at_level("DEBUG"):
         assert not asyncio.run(run())
-    gc.collect()  # asyncio logs an exception that nothing has retrieved when its task goes
+    gc.collect()  # asyncio logs an unretrieved exception when its task is collected
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
     assert not list(tmp_path.iterdir())
 
@@ -86,7 +86,7 @@ def test_a_method_name_that_is_not_utf_8_ends_the_calls_of_its_connection_alone(
 def test_a_method_that_ends_after_its_connection_logs_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Else any client could fill the log: by calls that it leaves."""
+    """Otherwise a client could fill the log by disconnecting during calls."""
 
     async def run() -> None:
         servers, _ = make(tmp_path)
@@ -123,7 +123,7 @@ def test_a_folder_too_deep_for_sockets_is_a_config_error(tmp_path: Path) -> None
 
 
 def test_a_server_that_cannot_listen_is_an_error_of_its_connection(tmp_path: Path) -> None:
-    """Such as with too many open files; the port expects an OSError."""
+    """Too many open files are another cause; the port expects an OSError."""
 
     async def run() -> None:
         servers, _ = make(tmp_path / ("a" * 100))
@@ -150,7 +150,7 @@ def test_an_unknown_method_is_unimplemented(tmp_path: Path) -> None:
 def test_a_call_that_bypasses_the_port_is_refused(
     interceptors: tuple[type[OnlyPeers], ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process of the user may find a server's socket before it is unlinked."""
+    """Another process of the same user may find a server's socket before it is unlinked."""
     monkeypatch.setattr(Path, "unlink", lambda *_args, **_options: None)
 
     async def run() -> None:
@@ -176,10 +176,10 @@ def test_a_call_that_bypasses_the_port_is_refused(
     asyncio.run(run())
 
 
-def test_a_call_round_the_port_cannot_take_the_name_of_another_connection(
+def test_a_call_that_bypasses_the_port_cannot_take_another_connections_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel tells everybody the paths that sockets are bound to, in /proc/net/unix."""
+    """Every process can read the paths that sockets are bound to, in /proc/net/unix."""
     monkeypatch.setattr(Path, "unlink", lambda *_args, **_options: None)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -210,7 +210,7 @@ def test_a_call_round_the_port_cannot_take_the_name_of_another_connection(
 async def connect_to_any(
     end: socket.socket, folder: Path, but: Collection[Path] = frozenset()
 ) -> None:
-    """Connect to a socket in a folder that a server listens to."""
+    """Connect to any socket in `folder`, except for `but`, that a server listens on."""
     end.setblocking(False)
     for path in set(folder.iterdir()).difference(but):  # noqa: ASYNC240
         with contextlib.suppress(ConnectionError):
@@ -237,7 +237,7 @@ def add_health(servers: GrpcServers, check: Any) -> None:
 async def connected(
     servers: GrpcServers, role: Role | None = None, interceptors: Sequence[OnlyPeers] = ()
 ) -> AsyncIterator[socket.socket]:
-    """The client's end of a connection that is served."""
+    """Yield the client's end of a connection that is served."""
     client, end = socket.socketpair()
     client.setblocking(False)
     connection = IncomingConnection(PeerConnection(end), role, GRPC)
@@ -249,7 +249,7 @@ async def connected(
 
 
 async def answer_to(client: socket.socket, data: bytes) -> bytes:
-    """Return a gRPC server's bytes up to the status of a call."""
+    """Send `data`, and return the server's bytes up to the status of a call."""
     loop, answer = asyncio.get_running_loop(), b""
     await loop.sock_sendall(client, data)
     while b"grpc-status" not in answer and (part := await loop.sock_recv(client, 65536)):

@@ -37,7 +37,7 @@ def test_the_hash_of_a_package_covers_its_subpackages_only(
     (package / "inner" / "deep.py").write_text("x = 2\n")
     assert sha256_of(package.name) != first
     (package / "inner" / "deep.py").write_text("x = 1\n")
-    for name in ("notes", ".ipynb_checkpoints"):  # what a job would not send along
+    for name in ("notes", ".ipynb_checkpoints"):  # folders that a job does not send
         (package / name).mkdir()
         (package / name / "deep.py").write_text("x = 3\n")
     assert sha256_of(package.name) == first

@@ -1,4 +1,4 @@
-"""A rendezvous stores only small values, and few of them."""
+"""The limits of the rendezvous' key-value store."""
 
 from __future__ import annotations
 

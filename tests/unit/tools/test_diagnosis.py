@@ -1,4 +1,4 @@
-"""The findings of `rpcmp doctor`, made of reports without any process."""
+"""The findings of `rpcmp doctor`, made from reports without any process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rpcmp.server.host_facts import (
     Folder,
     HostFacts,
 )
-from rpcmp.server.link_test import LinkSpeed
+from rpcmp.server.link_speed import LinkSpeed
 from rpcmp.tools.diagnosis import CheckedLink, Finding, Status, diagnose, exit_code
 from rpcmp.tools.job_hosts import HostReport
 from rpcmp.tools.job_links import Link
@@ -69,7 +69,7 @@ def driver() -> HostReport:
 
 
 def findings(stage: HostReport, check: str, job: Config | None = None) -> list[Finding]:
-    """Findings about one stage beside a driver without problems."""
+    """Return the findings about one stage, beside a driver without problems."""
     found = diagnose(job or config(), driver(), [stage], [], [], NOW)
     return [one for one in found if one.where == "stage0" and one.check == check]
 
@@ -88,7 +88,15 @@ def test_a_report_without_problems_gives_only_ok() -> None:
     assert {one.status for one in found} == {Status.OK}
     assert exit_code(found) == 0
     checks = {one.check for one in found if one.where == "stage0"}
-    assert checks == {"reach", "clock", "certificate", "software", "code", "device", "listeners"}
+    assert checks == {
+        "reach",
+        "clock",
+        "certificate",
+        "software",
+        "code",
+        "device",
+        "listeners",
+    }
 
 
 @pytest.mark.parametrize(
@@ -121,7 +129,7 @@ def test_a_missing_certificate_is_ok_unless_traffic_leaves_the_machine_in_the_cl
     [
         (0.5, 0.001, Status.OK),
         (-9.0, 0.001, Status.WARNING),
-        (9.0, 8.0, Status.OK),  # as far as a peer can tell
+        (9.0, 8.0, Status.OK),  # the latency allows for this difference
         (400.0, 0.001, Status.FAILED),
     ],
 )
@@ -254,7 +262,7 @@ def test_a_server_that_is_away_does_not_hide_another_failure() -> None:
     assert exit_code(diagnose(config(), driver(), stages, [], [], NOW)) == 1
 
 
-def test_a_link_finding_names_what_it_carries() -> None:
+def test_a_link_finding_names_its_traffic() -> None:
     link = Link("stage0", "stage1", ("activations",))
     ways = [
         CheckedLink(link, LinkSpeed(0.0015, 0.0, 125e6, 60e6)),

@@ -30,7 +30,7 @@ def test_a_request_has_all_callables_that_the_host_will_build() -> None:
     assert set(first.callables) == {"model.layers", "optimizer"}
     assert set(last.callables) == {"model.layers", "optimizer", "loss", "metrics.accuracy"}
     assert set(home.callables) == {"model.layers", "data.train"}
-    assert home.metrics == {"metrics.accuracy": "my_metrics:accuracy"}  # it may be the driver's
+    assert home.metrics == {"metrics.accuracy": "my_metrics:accuracy"}  # the driver may compute it
     without = job_hosts.stage_request(job, 1, "m", ["metrics.accuracy"])
     assert set(last.callables) - set(without.callables) == {"metrics.accuracy"}
     assert (last.folder, last.marker) == ("/data", "m")

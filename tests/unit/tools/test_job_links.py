@@ -1,4 +1,4 @@
-"""Links between processes, and the end that listens."""
+"""The links between processes, and which end listens."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_stages_that_share_a_parameter_have_a_link() -> None:
     }
     config: Config = parse_config(values)
     free = dials(stage_links(config, places))
-    assert free["stage0", "stage2"] == (("stage2", "stage0"),)  # the rendezvous alone
+    assert free["stage0", "stage2"] == (("stage2", "stage0"),)  # for the rendezvous only
     tied = stage_links(config, places, [["stage0", "stage2"]])
     (link,) = [way for way in tied if (way.one, way.other) == ("stage0", "stage2")]
     assert link.carries == ("gradients", "rendezvous")

@@ -19,14 +19,14 @@ SECONDS = st.floats(min_value=1e-6, max_value=1e3)
     ("count", "low", "high", "confidence"),
     [
         (1, 1, 1, 0.0),
-        (5, 1, 5, 0.9375),  # the full range, and not yet 95 %
+        (5, 1, 5, 0.9375),  # the full range, still below 95 %
         (6, 1, 6, 0.96875),
         (8, 1, 8, 0.9921875),
-        (9, 2, 8, 0.9609375),  # the first without the extremes
+        (9, 2, 8, 0.9609375),  # the smallest count that excludes the extremes
         (20, 6, 15, 0.95861053466796875),  # the tables of Hollander and Wolfe
     ],
 )
-def test_the_interval_equals_that_by_the_sign_test(
+def test_the_interval_equals_the_sign_tests_interval(
     count: int, low: int, high: int, confidence: float
 ) -> None:
     values = [float(value) for value in range(count, 0, -1)]

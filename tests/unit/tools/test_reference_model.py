@@ -1,6 +1,6 @@
-"""The reference of `rpcmp verify`, and the comparison: both must notice what goes wrong.
+"""The reference of `rpcmp verify`, and the comparison with it: both must notice errors.
 
-Errors are planted into one of two runs of the reference itself; every one has to be found.
+Errors are planted into one of two runs of the reference; the comparison must find each of them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rpcmp.tools.reference_model import UnsplitModel
 from rpcmp.tools.verification import ComparedRun, first_difference
 from tests.support.nearness import assert_near
 
-STEPS = 5  # more than one epoch of 3 mini-batches, the last of which is smaller
+STEPS = 5  # more than one epoch of 3 mini-batches; the last one is smaller
 
 
 def job(dropout: float = 0.0, **changed: Any) -> Config:
-    """A job with the layers and the data of tests.zoo.models."""
+    """Return a job with the layers and the data of tests.zoo.models."""
     model = {
         "layers": "tests.zoo.models:layers",
         "kwargs": {"dropout": dropout},
@@ -53,18 +53,18 @@ def batches(config: Config) -> Batches:
 def train(
     config: Config, kind: type[UnsplitModel] = UnsplitModel, steps: int = STEPS
 ) -> ComparedRun:
-    """A whole run in this process."""
+    """Run all steps in this process."""
     model = kind(config, {part.stage_name: part.layers for part in assignment.assign(config)})
     return ComparedRun(list(model.train(batches(config), steps)), model.state_dict())
 
 
 @pytest.fixture(scope="module")
 def right() -> ComparedRun:
-    """A run without errors."""
+    """Return a run without errors."""
     return train(job())
 
 
-# What must not be found.
+# Runs that must be equal.
 
 
 @pytest.mark.parametrize("changed", [{}, {"dropout": 0.5}, {"max_grad_norm": 0.1}])
@@ -83,11 +83,11 @@ def test_not_a_number_equals_itself() -> None:
     assert first_difference(run, run) is None
 
 
-# What must be found.
+# Errors that must be found.
 
 
 class LosesAGradient(UnsplitModel):
-    """Forgets the gradient of one micro-batch of the last step; its loss still counts."""
+    """A model that drops the gradient of one micro-batch of the last step, but not its loss."""
 
     def _micro_batch(self, inputs: Any, targets: Any, step: int, index: int, total: int) -> float:
         if (step, index) != (STEPS, 2):
@@ -100,7 +100,7 @@ class LosesAGradient(UnsplitModel):
 
 
 class DropsAMicroBatch(UnsplitModel):
-    """Leaves out one micro-batch of the second step."""
+    """A model that leaves out one micro-batch of the second step."""
 
     def _micro_batch(self, inputs: Any, targets: Any, step: int, index: int, total: int) -> float:
         if (step, index) == (2, 1):
@@ -109,14 +109,14 @@ class DropsAMicroBatch(UnsplitModel):
 
 
 class SumsInReverse(UnsplitModel):
-    """Goes through the micro-batches from the last to the first."""
+    """A model that computes the micro-batches from the last to the first."""
 
     def _slices(self, batch: Any) -> list[Any]:
         return super()._slices(batch)[::-1]
 
 
 class ForgetsToClear(UnsplitModel):
-    """Adds the gradients of the first step to those of the second."""
+    """A model that adds gradients of the first step to the gradients of the second step."""
 
     def _step(self, inputs: Any, targets: Any, step: int) -> float:
         loss = super()._step(inputs, targets, step)
@@ -172,7 +172,7 @@ def test_another_config_is_found(right: ComparedRun, changed: dict[str, Any], fi
 
 
 def with_bit_flipped(state: dict[str, Tensor], name: str, index: int) -> dict[str, Tensor]:
-    """`state` with the last bit of one number changed."""
+    """Return a copy of `state` with the last bit of one number changed."""
     changed = {key: value.clone() for key, value in state.items()}
     changed[name].view(-1).view(torch.int32)[index] ^= 1
     return changed
@@ -259,7 +259,7 @@ def test_empty_tensors_are_compared_by_their_shape() -> None:
 
 
 def train_plainly(config: Config, steps: int) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses and the state of an ordinary training loop that knows no micro-batches."""
+    """Return the losses and the state of an ordinary training loop without micro-batches."""
     built = layers.build_layers(config, 0, layers.chain_layers(config))
     model = nn.Sequential()
     for name, layer in built.items():
@@ -314,7 +314,7 @@ def test_dropout_is_drawn_for_each_micro_batch_and_layer() -> None:
     assert train(config, steps=1).losses == pytest.approx([expected])
 
 
-def test_stages_read_what_the_graph_says() -> None:
+def test_stages_read_the_inputs_of_the_graph() -> None:
     linear = {"module": "torch.nn:Linear", "kwargs": {"in_features": 2, "out_features": 1}}
     split = {"module": "tests.zoo.models:Split", "kwargs": {"features": 4}}
     config = job(

@@ -1,4 +1,4 @@
-"""Measurements, choice and report of a sweep, with a runner that only pretends."""
+"""The measurements, choice and report of a sweep with a simulated runner."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def test_tuning_measures_train_steps_on_full_mini_batches() -> None:
 
 
 class Pretender:
-    """A runner whose steps take `seconds` of the setting and of the number of its earlier runs."""
+    """A runner whose steps take `seconds(setting, number of the setting's run)`.
+
+    It sets `stop` and then hangs in the run with the number `stops_at`.
+    """
 
     def __init__(self, seconds: Callable[[ScheduleOptions, int], float], stops_at: int = 0) -> None:
         self._seconds, self._stops_at = seconds, stops_at
@@ -43,19 +46,19 @@ class Pretender:
         self.runs.append((setting, steps))
         if len(self.runs) == self._stops_at:
             self.stop.set()
-            await asyncio.Event().wait()  # what is under way is ended
+            await asyncio.Event().wait()  # the sweep cancels this run
         step = self._seconds(setting, sum(one == setting for one, _ in self.runs))
         await asyncio.sleep(step * (SETTLE_STEPS + steps))
         return Measurement(step, step / 2)
 
     @property
     def order(self) -> list[str]:
-        """The settings of all runs, such as "12": 1f1b with two micro-batches."""
+        """The settings of all runs in their short form."""
         return [short(setting) for setting, _ in self.runs]
 
 
 def short(setting: ScheduleOptions) -> str:
-    """Such as "12": 1f1b with two micro-batches."""
+    """Return the schedule's first character and the number of micro-batches, such as "12"."""
     return f"{setting.schedule[0]}{setting.num_microbatches}"
 
 
@@ -70,13 +73,13 @@ class Sweep:
 
 
 def fewer_is_faster(setting: ScheduleOptions, run: int) -> float:
-    """A tenth of a second a micro-batch; zero-bubble now a little more, now a little less."""
+    """Return 0.1 s per micro-batch; zero-bubble alternates between 2 % more and 1 % less."""
     noise = 0.99 if run % 2 else 1.02
     return setting.num_microbatches / 10 * (noise if setting.schedule == "zero-bubble" else 1.0)
 
 
 def noisy(setting: ScheduleOptions, run: int) -> float:
-    """Equal for all, every other run slower."""
+    """Return the same time for all settings; every other run is slower."""
     return 0.1 + 0.01 * (run % 2)
 
 
@@ -90,18 +93,18 @@ def sweep(
     starting: float = 0.0,
     **changed: Any,
 ) -> Sweep:
-    """Tune the chain, in pretended time."""
+    """Tune the chain in simulated time."""
     runner, job = Pretender(seconds, stops_at), chain(**changed)
     swept = grid(job, axes or Axes([2, 4], ["1f1b", "zero-bubble"], [None]))
     reported: list[tuple[str, float, float]] = []
 
     async def run() -> Tuned:
-        def tell(what: str, left: float) -> None:
+        def report(what: str, left: float) -> None:
             reported.append((what, asyncio.get_running_loop().time(), left))
 
         limits = TimeLimits(budget, runner.stop)
         await asyncio.sleep(starting)
-        measurement = tuning.Sweep(swept, runner.run, rounds, steps, tell, limits)
+        measurement = tuning.Sweep(swept, runner.run, rounds, steps, report, limits)
         return await measurement.run(job)
 
     tuned, took = in_pretended_time(run())
@@ -112,13 +115,13 @@ def sweep(
 def measure(
     seconds: Callable[[ScheduleOptions, int], float], **options: Any
 ) -> tuple[Tuned, Pretender]:
-    """What a sweep found, and its runner."""
+    """Return the result of a sweep, and its runner."""
     done = sweep(seconds, **options)
     return done.tuned, done.runner
 
 
 def remarks(tuned: Tuned) -> list[str]:
-    """The last column of the table."""
+    """Return the last column of the table."""
     return [str(cell) for cell in list(tuning_report.table(tuned).columns)[-1].cells]
 
 
@@ -127,7 +130,7 @@ def test_rounds_interleave_and_rotate_and_the_choice_is_measured_again() -> None
     order = runner.order
     assert order[:4] == ["14", "12", "z2", "z4"]  # the warm-up
     assert order[4:20] == [
-        *("12", "14", "z2", "z4"),  # of which the last is dropped
+        *("12", "14", "z2", "z4"),  # the last is dropped after this round
         *("14", "z2", "12"),
         *("z2", "12", "14"),
         *("12", "14", "z2"),
@@ -144,7 +147,7 @@ def test_settings_that_cannot_win_are_dropped_except_the_configs_own() -> None:
     assert {short(one.setting): len(one.measured) for one in tuned.series} == {
         "11": 5,
         "12": 5,
-        "14": 0,  # after the warm-up
+        "14": 0,  # dropped after the warm-up
         "18": 5,
         "z1": 5,
         "z2": 1,
@@ -164,7 +167,7 @@ def test_settings_as_fast_as_the_best_are_not_dropped() -> None:
 
 @pytest.mark.parametrize("budget", [1.0, 5.0, 10.0, 30.0, 60.0, 600.0])
 def test_a_sweep_keeps_its_budget_and_chooses_the_fastest_setting(budget: float) -> None:
-    """24 settings, whose steps take 1 to 128 ms."""
+    """There are 24 settings, whose steps take 1 to 128 ms."""
     done = sweep(
         lambda s, run: 0.01 * fewer_is_faster(s, run),
         axes=Axes(None, ["gpipe", "1f1b", "zero-bubble"], [None]),
@@ -217,7 +220,7 @@ def test_a_measurement_stops_when_the_budget_is_spent() -> None:
 
 
 def test_a_small_budget_is_reserved_for_the_confirmation() -> None:
-    """0.5 s a step; a warm-up of all ten takes 10 s, and so does the confirmation."""
+    """A step takes 0.5 s; a warm-up of all ten settings takes 10 s, as does the confirmation."""
     done = sweep(
         lambda s, run: 0.5 if s.num_microbatches > 1 else 0.25, axes=TEN, steps=None, budget=19.0
     )
@@ -233,7 +236,7 @@ def test_the_predicted_time_left_shrinks(budget: float) -> None:
         lambda s, run: 0.4 if short(s) == "11" else 0.5, axes=TEN, steps=None, budget=budget
     )
     ends = [now + left for _, now, left in done.estimates]
-    assert ends[0] == budget  # while it does not know how long a step takes
+    assert ends[0] == budget  # the time of a step is not known yet
     assert ends[2:] == pytest.approx([done.took] * len(ends[2:]), rel=0.25)
     assert ends[10:] == pytest.approx([done.took] * len(ends[10:]))
     left = [left for _, _, left in done.estimates[10:]]
@@ -337,7 +340,7 @@ def test_lines_to_paste_have_every_changed_key() -> None:
     ]
     plainer = ScheduleOptions(num_microbatches=4, schedule="zero-bubble")
     without = ['schedule = "zero-bubble"', "(without max_in_flight)"]
-    assert list(tuning_report.paste(own, plainer)) == without  # no option takes a key out
+    assert list(tuning_report.paste(own, plainer)) == without  # no option removes a key
 
 
 def test_the_table_marks_the_best_the_own_and_equally_fast_settings() -> None:
@@ -357,7 +360,7 @@ def test_json_has_everything_in_the_table() -> None:
     assert found["recommended"] == found["best"]
     assert found["own"] == {"num_microbatches": 4, **own}
     slower = [one["is_slower_than_best"] for one in found["settings"]]
-    assert slower == [False, True, False, False]  # the last was dropped before it was known
+    assert slower == [False, True, False, False]  # the last was dropped early
     first = found["settings"][0]
     assert first["samples_per_s"] == pytest.approx(16 / first["step_s"])
     assert first["spread"]["median"] == first["step_s"] == 2 * first["busiest_stage_s"]

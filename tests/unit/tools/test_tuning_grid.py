@@ -13,17 +13,17 @@ from tests.support.settings import chain
 
 
 def drawn(found: Grid) -> list[str]:
-    """A line for each way: its numbers of micro-batches."""
+    """Return a line per combination of schedule and limit, with its numbers of micro-batches."""
     by_way: defaultdict[str, list[int]] = defaultdict(list)
     for setting in found.settings:
-        by_way[setting.way].append(setting.num_microbatches)
+        by_way[setting.without_count].append(setting.num_microbatches)
     return [f"{way}: {numbers}" for way, numbers in by_way.items()]
 
 
 def test_the_largest_max_in_flight_counts_the_replicas_of_a_stage() -> None:
     behind = chain(stages=[{}, {"replicas": 2}], data={"train": "zoo:regression", "batch_size": 64})
     most = {setting.max_in_flight for setting in grid(behind, Axes()).settings}
-    assert most == {None, 6}  # three workers from the first stage to the loss, twice
+    assert most == {None, 6}  # twice the three workers from the first stage to the loss
 
 
 def test_the_default_grid_has_both_schedules_and_two_samples_in_each_micro_batch() -> None:
@@ -31,7 +31,7 @@ def test_the_default_grid_has_both_schedules_and_two_samples_in_each_micro_batch
     assert drawn(found) == [
         "1f1b: [1, 2, 4, 8]",
         "zero-bubble: [1, 2, 4, 8]",
-        "zero-bubble, max_in_flight 4: [4, 8]",  # 1 and 2 have no more to keep
+        "zero-bubble, max_in_flight 4: [4, 8]",  # 1 and 2 never reach this limit
     ]
     assert found.left_out == [
         "left out: num_microbatches 1, 2, zero-bubble, max_in_flight 4: the same as zero-bubble"
@@ -49,7 +49,7 @@ def test_the_configs_own_setting_is_always_measured() -> None:
     assert found.own == ScheduleOptions(num_microbatches=3, schedule="gpipe")
 
 
-def test_messages_are_an_axis_which_widens_what_is_in_flight() -> None:
+def test_messages_are_an_axis_and_increase_max_in_flight() -> None:
     found = grid(chain(), Axes([2, 8], ["zero-bubble"], None, [1, 4]))
     assert drawn(found) == [
         "1f1b: [4]",

@@ -1,4 +1,4 @@
-"""A stage's backwards on its compute thread: whole, split, summed over readers, failed, aborted."""
+"""The backwards of a stage on its compute thread: whole, split, summed, failed and aborted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rpcmp.worker.weight_grad import WeightGradients, splittable
 from tests.support.gradients import lists
 from tests.support.rounds import compute_thread, header
 
-SECONDS = 30.0  # after which a test that hangs fails
+SECONDS = 30.0  # a test that hangs fails after this time
 CPU = torch.device("cpu")
 ROUND = header(1, step=7)
 (META,) = ROUND.microbatches([0])
@@ -33,9 +33,9 @@ class Stage:
     """The backwards of a stage with one micro-batch, whose forward is done.
 
     Attributes:
-        failures: of its backwards and weight gradients.
+        failures: errors of its backwards and weight gradients.
         reported: inputs without gradients, as reported to their producers.
-        ended: the round is complete.
+        ended: set when the round is complete.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ def memory_of(
 
 
 def plain() -> WeightGradients:
-    """Weight gradients of a micro-batch that is not split."""
+    """Return the weight gradients of a micro-batch that is not split."""
     return WeightGradients(frozenset())
 
 
@@ -107,7 +107,7 @@ def test_none_gradients_are_left_out_of_the_sum_and_reported_to_producers(
 ) -> None:
     stage = Stage(missing=missing)
     memory = stage.forward(plain(), lambda x: [x * 1, x * 5], torch.ones(1, requires_grad=True))
-    ones = torch.ones(1), torch.ones(1)  # of which distributed autograd makes some up
+    ones = torch.ones(1), torch.ones(1)  # distributed autograd fills in missing ones
     assert lists(stage.run(memory, *ones).result(SECONDS)) == expected
     assert stage.reported == reported
 
@@ -122,7 +122,7 @@ def test_an_output_with_several_readers_gets_the_sum_of_their_gradients() -> Non
 
 
 def bundle(*functions: Callable[[Tensor], Any]) -> SavedBundle:
-    """Micro-batches with two readers: one reads all outputs, the other reads one."""
+    """Return a bundle with two readers: one reads all outputs, the other reads one output."""
     kept = []
     for microbatch, function in enumerate(functions):
         tape = LocalTape([StageOutputs(torch.ones(1, requires_grad=True))], CPU)
@@ -193,7 +193,7 @@ planted: Callable[[Tensor], Tensor] = Planted.apply
 
 @splittable
 def product_that_fails(value: Tensor, weight: Tensor) -> Tensor:
-    """A product whose backward fails if the weight needs a gradient."""
+    """Return a product whose backward fails if the weight needs a gradient."""
     return value * planted(weight)
 
 

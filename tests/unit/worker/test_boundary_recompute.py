@@ -31,7 +31,7 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Running(nn.Module):
-    """Assigns to its buffers, one of which is None at first."""
+    """A layer that assigns to its buffers; one of them is None at first."""
 
     mean: Tensor
     last: Tensor | None
@@ -48,7 +48,10 @@ class Running(nn.Module):
 
 
 def model() -> nn.Sequential:
-    """Layers that a second forward could get wrong; the first one changes its input in place."""
+    """Return layers that a second forward could compute wrongly.
+
+    The first layer changes its input in place.
+    """
     torch.manual_seed(0)
     return nn.Sequential(
         nn.ReLU(inplace=True),
@@ -136,7 +139,7 @@ def test_weight_gradients_of_the_second_forward_are_deferred() -> None:
         late.append(linear.weight.grad is None)
         weights.accumulate()
         linear.weight.grad = None
-    assert late == [False, True]  # the first micro-batch shows what can be split
+    assert late == [False, True]  # the first micro-batch calibrates the splitter
 
 
 @pytest.mark.parametrize("recomputes", [True, False])

@@ -1,4 +1,4 @@
-"""Sums of gradients over members in one process: the whole protocol without a network."""
+"""The all-reduce of gradients between members in one process, without a network."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from rpcmp.worker.buckets import GradientReadyTracker
 from rpcmp.worker.weight_grad import WeightGradients
 
 SHAPES = [(3, 5), (7,), (40, 30), (), (200, 400)]
-"""The last one is a bucket with chunks where WHOLE_BYTES is small."""
+"""Shapes of parameters; the last one is a bucket with chunks if WHOLE_BYTES is small."""
 
 
 class Members:
-    """Members that reach each other by calling each other, on threads of their own.
+    """Members that call each other directly, on their own threads.
 
     Args:
-        num_members: how many.
-        dtypes: of the parameters, in turn.
+        num_members: number of members.
+        dtypes: dtypes of the parameters, in turn.
     """
 
     def __init__(self, num_members: int, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> None:
@@ -53,7 +53,7 @@ class Members:
         future.add_done_callback(pass_on)
 
     def give(self, seed: int, missing: Sequence[tuple[int, int]] = ()) -> list[Tensor | None]:
-        """Assign random gradients except those `missing`, (member, index); return the sums."""
+        """Assign random gradients, except for `missing` pairs (member, index); return the sums."""
         generator = torch.Generator().manual_seed(seed)
         totals: list[Tensor | None] = [None] * len(SHAPES)
         for rank, mine in enumerate(self.parameters):
@@ -77,7 +77,7 @@ class Members:
 
 
 class _Peer:
-    """A member as the others call it."""
+    """A member as the other members call it."""
 
     def __init__(self, members: Members, member: int) -> None:
         self.name = f"member {member}"
@@ -106,7 +106,7 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _sent(value: Any) -> Any:
-    """Copy a message, which never arrives in the sender's memory."""
+    """Copy a message, because a received message does not share the sender's memory."""
     return value._replace(values=value.values.clone()) if isinstance(value, GradientPart) else value
 
 
@@ -134,7 +134,7 @@ def test_none_gradients_are_left_out_and_stay_none_if_all_are() -> None:
     assert totals[2] is None
     for parameter in members.parameters[1][4:]:
         assert parameter.grad is not None
-        parameter.grad.fill_(-0.0)  # alone with member 2's, after member 0 has none
+        parameter.grad.fill_(-0.0)  # member 0 has none, so the sum is this plus member 2's
     totals[4] = members.parameters[1][4].grad + members.parameters[2][4].grad  # type: ignore[operator]
     members.sum(1)
     for mine in members.gradients():
@@ -203,11 +203,11 @@ def test_a_gradient_that_is_not_contiguous_keeps_its_strides() -> None:
         assert not gradients[2].is_contiguous()
 
 
-# What is ready before the end
+# Gradients that are ready before the end
 
 
 class Watched:
-    """Layers that some micro-batches use, and a tracker of their gradients."""
+    """Layers that some micro-batches use, and the tracker of their gradients."""
 
     def __init__(self) -> None:
         self.layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
@@ -239,7 +239,7 @@ def test_a_deferred_gradient_is_ready_once_it_is_added(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A backward that fails halfway does not count."""
-    for name in ("linear", *weight_grad.CONVOLUTIONS):  # to be as they were afterwards
+    for name in ("linear", *weight_grad.CONVOLUTIONS):  # restores them after the test
         monkeypatch.setattr(F, name, getattr(F, name))
     weight_grad.install()
     layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(2)))
@@ -287,7 +287,7 @@ def test_a_layer_that_is_not_always_used_is_never_early() -> None:
 def test_a_gradient_that_changes_after_it_was_ready_is_an_error() -> None:
     watched = Watched()
     watched.round("012")
-    watched.round("0112")  # twice in one backward is one change
+    watched.round("0112")  # two uses in one backward are one change
     watched.readiness.start_round(1, is_early=True)
     for _ in range(2):
         watched.layers[0](torch.ones(1, 2)).sum().backward()

@@ -1,6 +1,6 @@
-"""The one thread on which a stage computes.
+"""The compute thread of a stage.
 
-Where the order matters, a test holds the thread in a call while it hands in its actions, so that
+If the order matters, a test keeps the thread busy in a call while it submits its actions, so that
 the schedule has the same choice in every run.
 """
 
@@ -24,17 +24,19 @@ from rpcmp.worker.executor import Task
 from tests.support.rounds import compute_thread, header
 
 F, B, W = Action
-SECONDS = 30.0  # after which a test that hangs fails
+SECONDS = 30.0  # a test that hangs fails after this time
 
 WHOLE = InFlightLimits(4, 4)
 SPLIT = InFlightLimits(4, 8, splits=True, deferred=8)
 
 
 class Stage:
-    """A compute thread and what it did: "F0" for what ran, "-F0" for what was cancelled.
+    """A compute thread and a log of its actions: "F0" for an action that ran, "-F0" for a cancelled
+    one.
 
-    Zero-bubble takes a forward before a backward and so gives them in the order of their coming.
-    Of rounds after the first, "F0@2". A round's `after_round` is "end", or "end@2".
+    Actions of later rounds are logged as "F0@2", and the end of a round as "end" or "end@2". If
+    several actions are ready, zero-bubble runs forwards before backwards, each in the order of
+    micro-batches.
     """
 
     def __init__(self, schedule: str = "zero-bubble", limits: InFlightLimits = WHOLE) -> None:
@@ -144,7 +146,7 @@ def test_an_action_waits_for_the_one_before() -> None:
         ("zero-bubble", InFlightLimits(1, 3, True, 1), "F0 B0 F1 B1 F2 W0 B2 W1 W2"),
     ],
 )
-def test_the_schedule_chooses_among_what_is_ready(
+def test_the_schedule_chooses_among_ready_actions(
     schedule: str, limits: InFlightLimits, order: str
 ) -> None:
     stage = Stage(schedule, limits)
@@ -179,7 +181,7 @@ def test_an_evaluation_has_no_backwards() -> None:
     stage.expect("F0 F1 F2 end")
 
 
-# What is kept.
+# Micro-batches in flight.
 
 
 def test_micro_batches_are_in_flight_until_their_backward_is_done() -> None:
@@ -269,7 +271,7 @@ def test_a_round_that_has_started_does_not_start_again() -> None:
     stage.begin(1, 2)
     stage.submit("F0")
     stage.expect("F0")
-    stage.begin(1, 2)  # every micro-batch's first reader says so
+    stage.begin(1, 2)  # the first reader of each micro-batch starts the round
     stage.submit("F1")
     stage.expect("F0 F1")
 
@@ -280,7 +282,7 @@ def test_a_held_round_lets_no_other_start_before_its_release() -> None:
     stage.begin(2, 1)
     stage.submit("F0", number=2)
     stage.submit("F0", "B0")
-    stage.expect("F0 B0 W0")  # and the calls of `expect` were answered
+    stage.expect("F0 B0 W0")  # and the calls in `expect` have returned
     stage.call(stage.compute.release)
     stage.expect("F0 B0 W0 end F0@2")
 
@@ -323,8 +325,8 @@ def test_the_round_after_an_abort_runs() -> None:
     stage.expect("F0")
     stage.compute.abort(1, 2)
     stage.begin(3, 1)
-    stage.submit("B0")  # late
-    stage.submit("F0", number=2)  # late as well
+    stage.submit("B0")  # too late
+    stage.submit("F0", number=2)  # too late
     stage.submit("F0", "B0", number=3)
     stage.expect("F0 -B0 -F0@2 F0@3 B0@3 end@3")
 
@@ -426,7 +428,7 @@ def test_an_error_of_a_call_is_its_answer(error: Exception, kind: type[Exception
     assert stage.call(lambda: "still here") == "still here"
 
 
-def test_a_bundle_is_one_action_whose_micro_batches_are_recorded_one_by_one() -> None:
+def test_each_micro_batch_of_a_bundle_is_recorded() -> None:
     stage = Stage()
     stage.begin(1, 2)
     stage.compute.recorder.keep(1)
@@ -441,7 +443,7 @@ def test_a_bundle_is_one_action_whose_micro_batches_are_recorded_one_by_one() ->
     ]
 
 
-# What it leaves behind.
+# Remains of an action.
 
 
 def test_an_idle_thread_keeps_no_micro_batch_alive() -> None:

@@ -1,4 +1,4 @@
-"""Progress of rounds, which run in strict order, whichever starts first."""
+"""The progress of rounds, which run in strict order, whichever starts first."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def task() -> Task:
 
 
 def finish(found: RoundState, actions: Iterable[Action]) -> None:
-    """Take all actions of these kinds of a round."""
+    """Take all actions of these kinds from a round."""
     for action in actions:
         for microbatch in range(len(found.bundles)):
             found.ready[action, microbatch] = task()

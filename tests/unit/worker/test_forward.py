@@ -1,4 +1,4 @@
-"""A stage's forwards: the answers of its readers, and the activations that it keeps."""
+"""The forwards of a stage: the answers to its readers, and the activations that it keeps."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tests.support import splitlayers
 from tests.support.rounds import compute_thread, header
 
 FEATURES = 4
-SECONDS = 30.0  # after which a test that hangs fails
+SECONDS = 30.0  # a test that hangs fails after this time
 
 
 class Ordered(nn.Module):
-    """Returns an integer tensor as well."""
+    """A layer that also returns an integer tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Stage:
         return answer
 
     def differentiate(self, answer: Future[list[StageOutputs]]) -> Future[None]:
-        """Send the gradient of the answer's "x" back, on a thread as of the engine."""
+        """Send back the gradient of the answer's "x", on a thread as the autograd engine does."""
 
         def run() -> None:
             (outputs,) = answer.result(SECONDS)
@@ -154,7 +154,7 @@ def test_the_driver_gets_the_loss_in_full() -> None:
 
 
 class Activations:
-    """The outputs of all Square layers, and the largest number alive at once."""
+    """A record of the outputs of all Square layers, and of the largest number alive at once."""
 
     def __init__(self) -> None:
         self.most = 0

@@ -1,4 +1,4 @@
-"""Buffers and parameters that replicas copy from replica 0, and those that do not travel."""
+"""Buffers and parameters that replicas copy from replica 0, and buffers that are not sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rpcmp.worker.mailbox import ReplicaBroadcast, TensorMailbox
 
 
 class _Model:
-    """The part of a StageModel that is used: a layer with a table and running statistics."""
+    """A stand-in for a StageModel: a layer with a table and running statistics."""
 
     def __init__(self) -> None:
         self.layer = nn.BatchNorm1d(4)
@@ -33,7 +33,7 @@ class _Model:
 
 
 class _Replicas:
-    """Two replicas, which share replica 0's mailbox."""
+    """Two replicas that share the mailbox of replica 0."""
 
     name = "stage"
 
@@ -101,7 +101,7 @@ def test_a_buffer_changed_by_another_replica_alone_is_reset() -> None:
 def test_buffers_are_compared_by_bits() -> None:
     replicas = _Replicas()
     replicas.sync_initial_state()
-    replicas.models[0].buffers()["sign"].neg_()  # minus zero, which equals zero
+    replicas.models[0].buffers()["sign"].neg_()  # minus zero compares equal to zero
     replicas.models[0].buffers()["table"].fill_(torch.nan)
     replicas.exchange(1)
     taken = replicas.models[1].buffers()
@@ -109,6 +109,6 @@ def test_buffers_are_compared_by_bits() -> None:
     assert taken["table"].isnan().all()
     replicas.models[0].buffers()["sign"].neg_()
     replicas.models[0].buffers()["table"].copy_(torch.arange(1000.0))
-    replicas.exchange(2)  # as in the beginning again
+    replicas.exchange(2)  # the initial values again
     replicas.assert_equal()
     assert not torch.signbit(taken["sign"]).any()

@@ -1,4 +1,4 @@
-"""Scaled gradients at a stage, and the precision that it computes in."""
+"""The gradient scaling and the precision of a stage."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def dense(model: nn.Module) -> list[Tensor | None]:
 
 @pytest.mark.parametrize("scale", [2.0**16, 1000.0, 3.7, 1.0])
 @pytest.mark.parametrize("value", [None, INFINITE, -INFINITE, float("nan")])
-def test_unscaled_gradients_equal_those_of_torchs_scaler(scale: float, value: float | None) -> None:
+def test_unscaled_gradients_equal_torchs_scaler(scale: float, value: float | None) -> None:
     torch.manual_seed(0)
     theirs = Model()
     ours = copy.deepcopy(theirs)
@@ -101,7 +101,7 @@ def weighed_layers() -> dict[str, nn.Module]:
 
 
 def casts(output: Tensor) -> int:
-    """Return how often the graph of `output` casts its layer's weight."""
+    """Return the number of casts of the layer's weight in the graph of `output`."""
     nodes, found = [output.grad_fn], set()
     while nodes:
         node = nodes.pop()
@@ -122,7 +122,7 @@ def test_a_weight_is_cast_once_per_layer_and_autocast_ends_with_the_layer() -> N
     output = model.forward([torch.randn(2, 4)], work)
     assert output.dtype is torch.bfloat16
     assert all(value.dtype is torch.float32 for _, value in model.named_parameters())
-    assert casts(output) == 2  # each layer's once
+    assert casts(output) == 2  # one per layer
     assert model.loss(output, torch.randn(2, 4), work).dtype is torch.float32
     with pytest.raises(ValueError, match="not a number"):
         model.forward([torch.full((2, 4), float("nan"))], work)

@@ -23,7 +23,7 @@ OWN = {
 
 
 def train(model: StageModel, optimizer: StageOptimizer) -> None:
-    """One step."""
+    """Train for one step."""
     for _, parameter in model.named_parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step_now()
@@ -74,7 +74,7 @@ def test_a_changed_learning_rate_wins_over_the_saved_one() -> None:
     found = taken_over(plain, changed)
     assert rates(found) == [0.125]
     assert found.groups[0]["weight_decay"] == 0.25
-    assert all(int(each["step"]) == 2 for each in found.state.values())  # what it has learnt stays
+    assert all(int(each["step"]) == 2 for each in found.state.values())  # it is kept
 
 
 def test_a_scheduler_continues_at_a_changed_learning_rate() -> None:
@@ -93,7 +93,7 @@ def test_a_scheduler_without_an_initial_rate_continues_too() -> None:
     model, optimizer = made(plateau(0.5))
     for _ in range(3):
         train(model, optimizer)
-        optimizer.step_scheduler(1.0).wait()  # the second and the third are no better
+        optimizer.step_scheduler(1.0).wait()  # no better than the first, so the rate falls twice
     other_model, other = made(plateau(0.25))
     other.restore(state(model, optimizer))
     assert rates(state(other_model, other)) == pytest.approx([0.25 * 0.1**2])
@@ -113,7 +113,7 @@ def test_differences_between_processes_are_not_changes_of_the_config() -> None:
 
 
 class Starting(torch.optim.lr_scheduler.StepLR):
-    """A scheduler without state at first."""
+    """A scheduler whose attribute `best` is NaN before its first step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer, 1)
@@ -128,7 +128,7 @@ def test_changed_arguments_of_a_scheduler_win_over_the_saved_ones() -> None:
     found = taken_over(own(), own(scheduler={"step_size": 5, "gamma": 0.5}))
     assert (found.scheduler["step_size"], found.scheduler["gamma"]) == (5, 0.5)
     assert found.scheduler["last_epoch"] == 2
-    assert rates(found) == pytest.approx([0.005])  # what the old ones have made of it stays
+    assert rates(found) == pytest.approx([0.005])  # the rate that the old arguments led to is kept
 
 
 def test_a_nested_scheduler_takes_a_changed_rate() -> None:
@@ -141,7 +141,7 @@ def test_a_nested_scheduler_takes_a_changed_rate() -> None:
 
 
 def warm_up(optimizer: torch.optim.Optimizer) -> Any:
-    """Return a schedule: two steps up from a tenth, then down."""
+    """Return a scheduler: two steps of warm-up from a tenth of the rate, then decay."""
     schedulers = torch.optim.lr_scheduler
     up = schedulers.LinearLR(optimizer, 0.1, total_iters=2)
     return schedulers.SequentialLR(optimizer, [up, schedulers.StepLR(optimizer, 1)], [2])
@@ -169,7 +169,7 @@ def test_state_among_the_options_is_not_a_change_of_the_config() -> None:
 
 
 class Counting(torch.optim.SGD):
-    """Counts its steps in its options."""
+    """An optimizer that counts its steps in its options."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr)
@@ -241,12 +241,12 @@ def test_a_loaded_state_does_not_choose_the_kernel() -> None:
 
 @pytest.mark.parametrize("kept", ["contiguous", "expanded"])
 def test_a_fused_kernel_gets_state_with_the_strides_of_its_parameter(kept: str) -> None:
-    """Files keep no strides, and the kernel only looks at those of the parameter."""
+    """Files keep no strides, and the kernel uses only the strides of the parameter."""
 
     def laid_out() -> tuple[StageModel, StageOptimizer]:
         model, optimizer = made(FUSED)
         for parameter in optimizer._parameters:
-            if parameter.dim() == 2:  # as channels-last is, of more dimensions
+            if parameter.dim() == 2:  # like channels-last, but in two dimensions
                 parameter.data = parameter.data.t().contiguous().t()
         return model, optimizer
 

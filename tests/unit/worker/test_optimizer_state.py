@@ -1,5 +1,8 @@
-"""Optimizers that are not ours: stored and restored they give the bits that they give by
-themselves, or they are refused before the first step."""
+"""Optimizers from outside of torch and rpcmp: they are restored exactly, or refused.
+
+A restored optimizer continues with the bits of an uninterrupted one. Otherwise it is refused before
+the first step.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ OF_A_PACKAGE = [
 
 
 def step(optimizer: StageOptimizer, number: int) -> None:
-    """Step with the gradients of this number."""
+    """Take a step with random gradients from the seed `number`."""
     generator = torch.Generator().manual_seed(number)
     for parameter in optimizer._parameters:
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
@@ -67,7 +70,7 @@ def as_in_a_file(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def require_comes_back(stage: dict[str, Any]) -> None:
-    """Train, store as a file would and restore in between: the bits are the same."""
+    """Check that a stage has the same bits if it is stored and restored in between."""
     model, optimizer = made(stage)
     for number in range(1, STEPS + 1):
         step(optimizer, number)
@@ -123,8 +126,11 @@ def test_an_optimizer_that_refuses_smaller_parameters_is_tried_in_full_size() ->
 def test_a_changed_attribute_that_no_file_holds_causes_one_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Momentum after a warm-up changes too late for the rehearsal; large attributes are skipped."""
-    monkeypatch.setattr(rehearsal, "MAX_PICKLE_BYTES", 2**16)  # its table has more
+    """The attribute changes after the warm-up, too late for the rehearsal.
+
+    Attributes that are too large to pickle are not compared.
+    """
+    monkeypatch.setattr(rehearsal, "MAX_PICKLE_BYTES", 2**16)  # its table is larger
     _, optimizer = made({"optimizer": "tests.zoo.ownoptimizers:LaterHidden"})
     message = []
     for number in range(1, optimizers.WARM_UP + 4):
@@ -179,7 +185,7 @@ def test_an_optimizer_with_other_weights_for_evaluations_is_refused(name: str) -
 
 @pytest.mark.long
 def test_all_optimizers_of_a_package_are_restored_exactly_or_refused() -> None:
-    import pytorch_optimizer  # which takes a second
+    import pytorch_optimizer  # a slow import
 
     names = [
         name
@@ -191,7 +197,7 @@ def test_all_optimizers_of_a_package_are_restored_exactly_or_refused() -> None:
     for name in names:
         try:
             require_comes_back({"optimizer": f"pytorch_optimizer:{name}"})
-        except ConfigError:  # what fits no plain list of parameters, too
+        except ConfigError:  # also if it does not accept a plain list of parameters
             continue
         except AssertionError:
             differ.append(name)

@@ -1,4 +1,4 @@
-"""Measured times and bytes of layers, and their inputs."""
+"""The measured times and bytes of layers, and their inputs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def chain(kind: str) -> Chain:
 
 @pytest.fixture(autouse=True)
 def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the functions that a profile process replaces for good."""
+    """Restore the functions that a profile process replaces permanently."""
     splitlayers.install(monkeypatch)
 
 
@@ -119,7 +119,7 @@ def test_a_frozen_stage_computes_input_gradients_only_if_layers_before_need_them
     assert sleeper.backward_s == (0.5 if differentiates else 0.0)
 
 
-def test_a_layer_that_fails_is_named_with_what_it_had_received() -> None:
+def test_a_layer_that_fails_is_named_with_its_input() -> None:
     message = r"(?s)measuring the layer 'failing' failed: RuntimeError.*received float32\[5, 64\]"
     with pytest.raises(JobError, match=message):
         measured("failing")

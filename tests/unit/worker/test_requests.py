@@ -1,4 +1,4 @@
-"""A bundle is computed once, and held until all its readers have the answer, early or late."""
+"""Requests for a bundle: it is computed once, and kept until all its readers have the answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_READERS = 2
 
 
 class _Around:
-    """Inputs, compute thread and execution of ForwardRequests, under the control of the test."""
+    """A stand-in for the inputs, compute thread and execution around ForwardRequests."""
 
     def __init__(self) -> None:
         self.asked: list[Callable[[list[Any]], None]] = []
@@ -38,7 +38,7 @@ class _Around:
             lambda: None,
         )
 
-    # Of its inputs
+    # Inputs
 
     def ask(self, _: Bundle, arrived: Callable[[list[Any]], None]) -> None:
         self.asked.append(arrived)
@@ -46,7 +46,7 @@ class _Around:
     def forget(self, last: int) -> None:
         self.asked.clear()
 
-    # Of its compute thread
+    # Compute thread
 
     def start_round(self, header: RoundHeader) -> None:
         self.begun.append(header)
@@ -54,7 +54,7 @@ class _Around:
     def submit(self, round_number: int, action: object, number: int, task: Any) -> None:
         self.tasks.append(task)
 
-    # Of its execution
+    # Execution
 
     def forward(self, meta: MicrobatchMeta, received: list[StageOutputs]) -> Computed:
         self.computed.append(meta)
@@ -64,7 +64,7 @@ class _Around:
         values = [one.answers[0] for one in computed]
         return [[StageOutputs((port, value)) for value in values] for port in range(NUM_READERS)]
 
-    # In one go
+    # All together
 
     def arrive(self) -> None:
         """Let the requested inputs arrive, and compute the bundle."""
@@ -79,7 +79,7 @@ def around() -> _Around:
 
 
 def bundle(round_number: int = 1) -> Bundle:
-    """Two micro-batches of two."""
+    """Return a bundle of two micro-batches."""
     return Bundle(header(round_number, 2, num_bundles=1), 0)
 
 

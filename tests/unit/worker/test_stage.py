@@ -1,4 +1,4 @@
-"""The diagram of a training step in the docstring of rpcmp.worker.stage, against the code."""
+"""The diagram of a training step in the docstring of rpcmp.worker.stage, compared with the code."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from pathlib import Path
 from rpcmp.worker import stage
 from tests.support.places import PACKAGE
 
-CITATION = re.compile(r"#(?: \[\d+\])+")
+CITATION = re.compile(r"# (?:stage\.py )?\[(\d+)\]")
 NUMBER = re.compile(r"\[(\d+)\]")
 
 PASSED_THROUGH = ("driver/stage_group.py", "rpc/messages.py", "rpc/transport.py")
-"""Modules that a step passes through and that do a part of several numbers."""
+"""Modules that do a part of several numbered actions."""
 
 MOST_MODULES = 20
 MOST_LINES = 4500
 
 
 def citations() -> dict[Path, set[int]]:
-    """Return the numbers in comments such as `# [5]`, by module."""
+    """Return the numbers in comments such as `# stage.py [5]`, by module."""
     cited = {}
     for path in PACKAGE.rglob("*.py"):
-        comments = CITATION.findall(path.read_text(encoding="utf-8"))
-        if numbers := {int(number) for each in comments for number in NUMBER.findall(each)}:
+        if numbers := set(map(int, CITATION.findall(path.read_text(encoding="utf-8")))):
             cited[path] = numbers
     return cited
 
@@ -32,6 +31,14 @@ def test_every_number_of_the_diagram_is_cited_in_the_code_and_no_other() -> None
     drawn = {int(number) for number in NUMBER.findall(stage.__doc__ or "")}
     assert drawn == set(range(1, max(drawn) + 1))
     assert set().union(*citations().values()) == drawn
+
+
+def test_the_diagram_names_the_modules_of_each_number() -> None:
+    named = {
+        PACKAGE / module: {int(number) for number in NUMBER.findall(numbers)}
+        for numbers, module in re.findall(r"((?:\[\d+\] )+) *(\w+/\w+\.py)", stage.__doc__ or "")
+    }
+    assert named == citations()
 
 
 def test_a_training_step_can_be_read_in_few_modules() -> None:

@@ -1,8 +1,8 @@
-"""Split backwards have the bits of plain ones, whatever the layer, and are late where they can be.
+"""Split backwards: they have the bits of plain ones, and defer weight gradients if possible.
 
-Every model is trained twice on the same micro-batches: plainly, and as a stage does it that splits.
-The first micro-batch of the latter is not split, and each weight gradient comes after the next
-micro-batch's forward.
+Every model is trained twice on the same micro-batches: plainly, and as a stage that splits its
+backwards. That stage does not split the first micro-batch, and adds each weight gradient after the
+forward of the next micro-batch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def installed() -> Iterator[None]:
 
 
 class Late:
-    """Records which parameters got their gradients after the stage's backward."""
+    """A record of the parameters that got their gradients after the stage's backward."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -60,7 +60,7 @@ class Late:
 
 
 def same(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether both are the same bits, or both None."""
+    """Return whether both have the same bits, or both are None."""
     if one is None or other is None:
         return one is other
     return torch.equal(one, other)
@@ -98,9 +98,9 @@ def check(
     loss: Loss = squares,
     received: Sequence[bool] = (True, False),
 ) -> None:
-    """Compare both ways to train `model`; only the parameters in `late` may be late.
+    """Compare both ways to train `model`; exactly the parameters in `late` are late.
 
-    Checks inputs with and without gradients, unless `received` says which.
+    This checks inputs with and without gradients, unless `received` selects one.
     """
     for is_received in received:
 
@@ -123,7 +123,7 @@ def random(*shape: int) -> Callable[[int], Tensor]:
 
 
 class Apply(nn.Module):
-    """A module that is a function of its parts and its input."""
+    """A module that calls a function with itself and its input."""
 
     def __init__(self, function: Callable[..., Tensor], **parts: nn.Module | nn.Parameter) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ def test_attention() -> None:
     check(model, random(3, 5, 8), {name for name, _ in model.named_parameters()})
 
 
-def test_attention_to_something_else_whose_packed_weight_is_used_in_parts() -> None:
+def test_cross_attention_uses_its_packed_weight_in_parts() -> None:
     torch.manual_seed(0)
     model = Apply(
         lambda self, x: self.attention(x, x.flip(1), x.flip(1))[0],
@@ -279,7 +279,7 @@ def test_an_lstm_is_not_split_but_the_layer_after_it_is() -> None:
     check(model, random(5, 3, 4), {"head.weight", "head.bias"})
 
 
-# What cannot be split, or only in part.
+# Layers that cannot be split, or only in part.
 
 
 def square() -> nn.Linear:
@@ -360,7 +360,7 @@ def test_an_output_without_a_gradient_gives_its_layer_none() -> None:
     check(model, random(4, 6), {"used.weight", "used.bias"})
 
 
-# What users do in a forward.
+# Operations of users in a forward.
 
 
 def test_a_gradient_inside_a_forward_equals_that_of_plain_autograd() -> None:
@@ -393,7 +393,7 @@ def test_a_gradient_penalty_has_the_bits_of_a_plain_one(kind: str) -> None:
 
 @pytest.mark.parametrize("layer", [nn.Linear(6, 6), nn.Conv1d(3, 3, 2)], ids=["linear", "conv"])
 def test_a_layer_that_is_split_can_be_differentiated_twice(layer: nn.Module) -> None:
-    """Its weight is frozen, so the gradient of the gradient does not use what is trained."""
+    """Its weight is frozen, so the second gradient does not use trained parameters."""
 
     def penalized(self: Any, value: Tensor) -> Tensor:
         output = self.layer(value.tanh()).tanh()
@@ -451,25 +451,25 @@ def test_hooks_of_a_parameter_fire_once_per_micro_batch(layer: nn.Module, kind: 
 
 @pytest.mark.parametrize("layer", [nn.Linear(6, 6), nn.Conv1d(6, 6, 1)], ids=["linear", "conv"])
 def test_an_accumulate_grad_hook_runs_at_deferred_additions_too(layer: nn.Module) -> None:
-    """The hook does not keep a parameter from being split either."""
+    """The hook does not prevent splitting either."""
     layer = copy.deepcopy(layer)
     plain = copy.deepcopy(layer)
-    heard: list[float] = []
+    sums: list[float] = []
     for name in BOTH:
         parameter = layer.get_parameter(name)
-        AccumulateGradHook(parameter, functools.partial(hear, heard, parameter))
+        AccumulateGradHook(parameter, functools.partial(record_sum, sums, parameter))
     inputs = [random(2, 6, 6)(number).requires_grad_() for number in range(NUM_MICROBATCHES)]
     late = Late(layer)
     found = train(layer, inputs, squares, late)
     assert late.names == BOTH
-    assert len(heard) == len(set(heard)) == 2 * NUM_MICROBATCHES  # each after another addition
+    assert len(sums) == len(set(sums)) == 2 * NUM_MICROBATCHES  # each call saw another sum
     expected = train(plain, [value.detach().requires_grad_() for value in inputs], squares, None)
     assert all(same(found[name], expected[name]) for name in BOTH)
 
 
-def hear(heard: list[float], parameter: Tensor) -> None:
+def record_sum(sums: list[float], parameter: Tensor) -> None:
     assert parameter.grad is not None
-    heard.append(parameter.grad.sum().item())
+    sums.append(parameter.grad.sum().item())
 
 
 def test_a_hook_may_change_a_gradient() -> None:
@@ -483,7 +483,7 @@ def test_a_hook_may_change_a_gradient() -> None:
     check(nn.Sequential(Hooked(6, 6), nn.Linear(6, 6)), random(4, 6), {"1.weight", "1.bias"})
 
 
-# Functions of the user's own.
+# Functions of users.
 
 
 @splittable

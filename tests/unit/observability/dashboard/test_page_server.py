@@ -1,4 +1,4 @@
-"""Serving the page: to whom, with what headers, and without holding anybody up."""
+"""The server of the page: access, headers, and slow browsers, which do not block others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def serving(place: Endpoint) -> Iterator[LivePage]:
 
 @pytest.fixture
 def here() -> Iterator[Endpoint]:
-    """A run's page on loopback."""
+    """Serve the page of a run on loopback."""
     place = Endpoint.open("127.0.0.1:0", None)
     with serving(place):
         yield place
@@ -54,7 +54,7 @@ def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def get(
     place: Endpoint, path: str, headers: Mapping[str, str] | None = None, method: str = "GET"
 ) -> tuple[int, http.client.HTTPMessage, str]:
-    """Status, headers and text of an answer; a stream's up to its first message."""
+    """Return the status, headers and text of a response; for a stream, its first message."""
     with contextlib.closing(connection(place)) as line:
         line.request(method, path, headers=dict(headers or {}))
         answer = line.getresponse()
@@ -67,12 +67,12 @@ def connection(place: Endpoint) -> http.client.HTTPConnection:
     if place.certs is None:
         return http.client.HTTPConnection("127.0.0.1", place.port, timeout=30)
     trusting = ssl.create_default_context(cafile=place.certs / "ca.crt")
-    trusting.check_hostname = False  # it is reached as 127.0.0.1 here
+    trusting.check_hostname = False  # its certificate is for another name than 127.0.0.1
     return http.client.HTTPSConnection("127.0.0.1", place.port, timeout=30, context=trusting)
 
 
 def message(stream: http.client.HTTPResponse) -> tuple[str, Any]:
-    """Id and data of the next message that has any."""
+    """Return the id and the data of the next message that has an id."""
     found = {}
     for raw in stream:
         name, _, value = raw.decode().strip().partition(": ")
@@ -125,7 +125,7 @@ def test_server_refuses_post_requests(here: Endpoint) -> None:
     assert get(here, "/events", method="DELETE")[0] == 405
 
 
-def test_reconnecting_browser_gets_the_changes_that_it_missed(here: Endpoint) -> None:
+def test_reconnecting_browser_gets_missed_changes(here: Endpoint) -> None:
     with contextlib.closing(connection(here)) as line:
         line.request("GET", "/events")
         stream = line.getresponse()
@@ -242,7 +242,7 @@ def test_server_uses_a_renewed_certificate(certs: Path, tmp_path: Path) -> None:
     with serving(place):
         before = shown(place)
         shutil.copy(renewed / "tls.crt", folder / "tls.crt")
-        assert shown(place) == before  # its key is still missing
+        assert shown(place) == before  # the new key is still missing
         shutil.copy(renewed / "tls.key", folder / "tls.key")
         assert shown(place) == ssl.PEM_cert_to_DER_cert((renewed / "tls.crt").read_text())
         assert get(place, f"/?token={place.token}")[0] == 200

@@ -1,4 +1,4 @@
-"""What the page knows of a run, without processes and browsers."""
+"""The state of the page, without processes and browsers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpcmp.cli import progress_bar
+from rpcmp.cli import progress_output
 from rpcmp.observability.dashboard.history import MAX_ENTRIES, MAX_ROWS, Curve, Row
 from rpcmp.observability.dashboard.html import html
 from rpcmp.observability.dashboard.state import EVALUATIONS, State
@@ -21,7 +21,7 @@ from tests.support.runevents import typed
 
 
 class Mirror:
-    """What a browser makes of the messages it gets; `assets/model.js` in other words."""
+    """The state that a browser builds from its messages, as `assets/model.js` does."""
 
     def __init__(self) -> None:
         self.version: int | None = None
@@ -120,7 +120,7 @@ def test_a_killed_stage_is_lost_until_the_next_generation_runs() -> None:
     assert part(state, "progress")["status"] == "recovering"
     assert part(state, "progress")["faults"] == [8]
 
-    state.apply(typed(pageevents.vitals(8, generation=1)))  # sent before it was noticed
+    state.apply(typed(pageevents.vitals(8, generation=1)))  # sent before the loss was noticed
     assert health(state)["coarse"] == "lost"
     state.apply(typed(pageevents.vitals(8, generation=2, coarse="building")))
     assert health(state)["coarse"] == "building"
@@ -149,7 +149,7 @@ def test_a_fault_of_a_stage_with_replicas_may_name_the_stage_alone() -> None:
 
 
 @pytest.mark.parametrize("outcome", ["done", "failed", "interrupted"])
-def test_all_stages_but_lost_ones_have_ended_after_the_run(outcome: str) -> None:
+def test_all_stages_except_lost_ones_have_ended_after_the_run(outcome: str) -> None:
     begin = next(pageevents.run(1))
     end = {"event": "end", "outcome": outcome, "error": "why"}
     state = state_of(begin, pageevents.fault(1, "finish"), end)
@@ -217,7 +217,7 @@ def test_entries_have_the_wording_of_the_terminal() -> None:
     assert message is not None
     (entry,) = message["entries"]
     shown: list[str] = []
-    progress_bar.plain(shown.append)(typed(fault))
+    progress_output.plain(shown.append)(typed(fault))
     assert [entry["text"]] == shown == ["lost after step 3: gone"]
     assert (entry["kind"], entry["level"], entry["stage"]) == ("fault", "error", "b")
 

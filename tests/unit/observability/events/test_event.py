@@ -1,4 +1,4 @@
-"""The JSON form of events, which is the interface of `--json`, run folders and loggers."""
+"""The JSON form of events, which `--json`, run folders and loggers share."""
 
 from __future__ import annotations
 

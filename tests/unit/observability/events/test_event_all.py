@@ -1,4 +1,4 @@
-"""All events together: that each survives JSON, and that the documentation has them all."""
+"""All kinds of events: each survives JSON and is documented."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MESSAGES = {
     *("sampled", "profiled", "examined", "counted", "ran", "refused"),  # other children
     *("log", "step"),  # process.logging.records, and the reference of `rpcmp verify`
 }
-"""What a child process sends to its supervisor, as a dict."""
+"""The messages that a child process sends to its supervisor, as dicts."""
 
 
 def test_only_messages_between_processes_are_made_as_dicts() -> None:

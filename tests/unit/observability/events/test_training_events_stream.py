@@ -1,4 +1,4 @@
-"""The stream of events of a run whose steps are replayed: every event is passed on once."""
+"""The stream of a run's events: if steps are replayed, each event is still passed on only once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Received:
         self.stream.emit_new(typed(data))
 
     def emit_steps(self, first: int, last: int) -> None:
-        """Steps whose loss is the inverse of their number."""
+        """Emit steps with the inverse of their number as the loss."""
         for step in range(first, last + 1):
             self.emit_step(step, 1 / step)
 
@@ -130,7 +130,7 @@ def test_an_evaluation_before_the_first_step_is_passed_on(received: Received) ->
 
 
 def test_every_evaluation_is_passed_on_once_if_several_are_replayed(received: Received) -> None:
-    for step in (1, 2, 3, 2, 3, 4):  # epochs of one step each; or a checkpoint of long ago
+    for step in (1, 2, 3, 2, 3, 4):  # two steps, and their evaluations, are replayed
         received.emit_step(step)
         received.emit_evaluation(step)
     assert [event.step for event in received.steps] == [1, 2, 3, 4]
@@ -160,7 +160,7 @@ def test_each_replay_is_compared_with_the_first_loss(received: Received) -> None
 
 
 def a_nan(bits: int) -> float:
-    """A float that is no number, by its bits."""
+    """Return the NaN with these bits."""
     value: float = struct.unpack("<d", bits.to_bytes(8, "little"))[0]
     assert math.isnan(value)
     return value

@@ -62,7 +62,7 @@ LINES: list[tuple[dict[str, Any], str]] = [
     ({"event": "fault", "step": 3, "error": "gone"}, "lost after step 3: gone"),
     (
         {"event": "recovered", "generation": 2, "step": 3, "seconds": 1.25},
-        "going on from step 3 as generation 2, after 1.2 s",
+        "continuing from step 3 as generation 2, after 1.2 s",
     ),
     (
         {"event": "waiting", "stage": "a", "address": "h:1"},

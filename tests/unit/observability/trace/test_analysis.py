@@ -1,4 +1,4 @@
-"""What makes steps long: pictures with known answers."""
+"""The critical path and the bottleneck, for pictures with known answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.tracestrategies import traces
 
 
 def path(trace: Trace, first: int | None = None) -> str:
-    """The critical path, from its beginning: stage and what, as often as it lasts cells."""
+    """Return the critical path from its beginning: stage and activity, once per cell."""
     legs = list(critical_path(trace, choose_window(trace, first)))[::-1]
     return " ".join(f"{leg.stage[-1]}{leg.what[0]}" for leg in legs for _ in range(_cells(leg.ns)))
 
@@ -59,7 +59,7 @@ def test_path_is_never_longer_than_its_window(trace: Trace) -> None:
 
 
 def advice(picture: str) -> str:
-    """The line about the bottleneck of all steps."""
+    """Return the line about the bottleneck of all steps."""
     trace = drawn(picture)
     whole = choose_window(trace, first=1)
     return str(bottleneck(trace, whole, measure(trace, whole)))

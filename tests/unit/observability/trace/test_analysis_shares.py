@@ -1,4 +1,4 @@
-"""Where the time went: pictures with known answers, and what holds for every trace."""
+"""The shares of time, for pictures with known answers and for random traces."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_join_waits_for_the_last_of_its_inputs() -> None:
 
 
 def bundled(trace: Trace) -> Trace:
-    """All spans of a kind as one bundle: ready when the first of them was."""
+    """Return the trace with all spans of a kind in one bundle, ready when its first span is."""
 
     def ready(track: Track) -> tuple[Span, ...]:
         first: dict[Kind, int] = {}
@@ -88,14 +88,14 @@ def test_window_ends_when_the_next_step_starts() -> None:
         == Window((2,), 13 * CELL_NS, 25 * CELL_NS)
     )
     assert choose_window(trace, 1, 2).step_s == 25e-3 / 2
-    assert choose_window(drawn(SLOW_LAST)).steps == (1,)  # the only one
+    assert choose_window(drawn(SLOW_LAST)).steps == (1,)  # the only step
 
 
 def test_last_complete_excludes_a_step_cut_by_the_end_of_the_run() -> None:
     cut = drawn("stage0 F0 B0 O F0 B0 O F0 B0 O F0\nstage1 F0 B0 O F0 B0 O F0 B0 . .")
     assert last_complete(cut).steps == (1, 2)
     assert last_complete(drawn(ZERO_BUBBLE), count=1).steps == (2,)
-    assert last_complete(drawn(SLOW_LAST)).steps == (1,)  # no optimizer at all
+    assert last_complete(drawn(SLOW_LAST)).steps == (1,)  # a trace without an optimizer
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 1), (2, 1), (1, 3), (3, None), (None, 0)])

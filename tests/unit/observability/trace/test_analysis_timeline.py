@@ -1,4 +1,4 @@
-"""What a step looks like while the run goes on."""
+"""The timeline of a step, sampled during a run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from rpcmp.errors import JobError
 from rpcmp.observability.events import Event, Json
 from rpcmp.observability.trace import chrome
 from rpcmp.observability.trace.analysis import timeline
-from rpcmp.observability.trace.spans import Kind, Span
-from rpcmp.worker.measurements import Recorder
+from rpcmp.observability.trace.spans import Kind, Span, SpanRecorder
 from rpcmp.worker.stage import Stage
 from tests.support.traces import SLOW_LINKS, ZERO_BUBBLE, drawn
 from tests.support.twostages import STAGES, job
@@ -88,7 +87,7 @@ def test_timeline_is_none_for_an_incomplete_step(step: int) -> None:
 
 
 def test_stage_keeps_the_spans_of_its_last_steps() -> None:
-    recorder = Recorder()
+    recorder = SpanRecorder()
     recorder.add("F", 1, 0, 0, 0)
     cursor = recorder.keep(STEPS_SAMPLED)
     for step in range(2, 70):
@@ -102,7 +101,7 @@ def test_stage_keeps_the_spans_of_its_last_steps() -> None:
 
 
 class Stages:
-    """Stages whose second one has a clock that is ahead."""
+    """Two stages; the clock of the second is ahead."""
 
     AHEAD = 10**12
 
@@ -145,7 +144,7 @@ class Stages:
 
 
 def _steps(last: int, ahead: int) -> list[Span]:
-    """A forward and a backward of a millisecond in each of three steps."""
+    """Return a forward and a backward of a millisecond each for the last three steps."""
     found = []
     for step in range(last - 2, last + 1):
         for offset, kind in ((0, Kind.FORWARD), (1, Kind.BACKWARD)):
@@ -159,7 +158,7 @@ class Clock:
 
 
 def keep(events: list[Json]) -> Callable[[Event], None]:
-    """A report function that appends the JSON form of each event."""
+    """Return a report function that appends the JSON form of each event to `events`."""
     return lambda event: events.append(event.to_json())
 
 
@@ -189,7 +188,7 @@ def test_sampler_emits_a_step_every_other_second_on_the_drivers_clock(clock: typ
 def test_sampler_emits_less_often_if_steps_take_long_to_analyse(
     clock: type[Clock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spent = iter(range(0, 1000, 3))  # hundredths of a second of a processor
+    spent = iter(range(0, 1000, 3))  # hundredths of a second of CPU time
     monkeypatch.setattr("rpcmp.driver.tracing.time.thread_time", lambda: next(spent) / 100)
     stages = Stages()
     follower = StepSampler(job(), cast(StageGroup, stages), lambda event: None, 2.0)
@@ -209,7 +208,7 @@ def test_sampler_does_not_block_training_on_a_slow_response(clock: type[Clock]) 
     for step in range(1, 30):
         follower.after_step(step)
         clock.now += 10
-    assert stages.asked == [2]  # one question at a time
+    assert stages.asked == [2]  # one request at a time
     stages.may_answer.set()
     follower.close()
     assert [event["step"] for event in events] == [1]

@@ -1,4 +1,4 @@
-"""Trace files: what the Chrome trace event format and its viewers ask for, and the way back."""
+"""Trace files: the Chrome trace event format, its viewers' requirements, and reading them back."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Event = dict[str, Any]
 
 
 def ns(microseconds: float) -> int:
-    """As Perfetto reads a time: it cuts off."""
+    """Convert microseconds to nanoseconds as Perfetto does: it truncates."""
     return int(microseconds * 1000)
 
 
 def by_thread(events: list[Event]) -> dict[tuple[int, int], list[tuple[int, int, str]]]:
-    """The slices of every thread in order: begin, end and category."""
+    """Return the slices of every thread in order: begin, end and category."""
     found = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
@@ -43,7 +43,7 @@ def by_thread(events: list[Event]) -> dict[tuple[int, int], list[tuple[int, int,
 
 
 def faults(events: list[Event]) -> Iterator[str]:
-    """What viewers would drop or draw wrongly."""
+    """Yield errors that viewers would drop or draw wrongly."""
     if len({tid for _, tid in by_thread(events)}) != len(by_thread(events)):
         yield "a thread id is used by two processes"
     for thread, slices in by_thread(events).items():
@@ -77,7 +77,7 @@ def _faults_of_arrows(events: list[Event]) -> Iterator[str]:
 def test_events_of_a_run_obey_the_format(trace: Trace) -> None:
     events = list(Events(trace))
     assert list(faults(events)) == []
-    for event in (e for e in events if e["ph"] in "sf"):  # in order, and strictly inside
+    for event in (e for e in events if e["ph"] in "sf"):  # each is strictly inside of one slice
         thread = by_thread(events)[event["pid"], event["tid"]]
         assert [1 for begin, end, _ in thread if begin < ns(event["ts"]) < end] == [1]
     arrows = [event for event in events if event["ph"] in "sf"]
@@ -149,7 +149,7 @@ def test_file_is_an_object_with_the_events_first(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     chrome.write(drawn(SLOW_LINKS), path)
     document = json.loads(path.read_text())
-    assert list(document) == ["traceEvents", "metadata"]  # Perfetto gives up at unknown keys
+    assert list(document) == ["traceEvents", "metadata"]  # Perfetto stops at unknown keys
     header = document["metadata"]["rpcmp"]
     assert header["version"] == rpcmp.__version__
     assert header["stages"][1] == {
@@ -172,7 +172,7 @@ def test_read_accepts_other_events_and_no_spans(tmp_path: Path) -> None:
 
 
 def document(*events: Any) -> str:
-    """A file with these events of one stage."""
+    """Return the text of a file with these events of one stage."""
     return json.dumps({"traceEvents": events, "metadata": {"rpcmp": HEADER}})
 
 

@@ -15,7 +15,7 @@ from tests.support.traces import SLOW_LINKS, ZERO_BUBBLE, drawn
 
 
 def test_every_span_has_a_box_of_its_kinds_colour_and_its_micro_batch() -> None:
-    from matplotlib.colors import to_hex  # which takes a while
+    from matplotlib.colors import to_hex  # a slow import
 
     trace = drawn(ZERO_BUBBLE)
     axes = plot.figure(trace, choose_window(trace, 2)).axes[0]
@@ -30,7 +30,7 @@ def test_every_span_has_a_box_of_its_kinds_colour_and_its_micro_batch() -> None:
     assert [label.get_text() for label in axes.get_yticklabels()] == ["stage0", "stage1"]
 
 
-def test_the_title_names_the_steps_and_the_bubble_and_the_legend_what_is_drawn() -> None:
+def test_title_and_legend_describe_steps_bubble_and_actions() -> None:
     trace = drawn(SLOW_LINKS)
     figure = plot.figure(trace, choose_window(trace, 1))
     assert figure.axes[0].get_title() == "steps 1 to 2, 12.5 ms each, bubble 28.0%"
@@ -50,7 +50,7 @@ def test_plot_is_a_png_for_any_file_name(tmp_path: Path) -> None:
     assert (tmp_path / "picture").read_bytes().startswith(b"\x89PNG")
 
 
-def test_error_says_how_to_install_matplotlib_if_it_is_missing(
+def test_error_explains_how_to_install_matplotlib_if_it_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)

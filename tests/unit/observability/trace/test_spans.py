@@ -1,4 +1,4 @@
-"""What pings tell about a remote clock."""
+"""The estimate of a remote clock from pings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ times = st.integers(0, 10**13)
 
 
 def ping(offset_ns: int, sent_ns: int, there_ns: int, back_ns: int) -> Ping:
-    """A ping to a clock that lacks `offset_ns` to the driver's."""
+    """Return a ping to a clock that is `offset_ns` behind the driver's."""
     arrived_ns = sent_ns + there_ns
     return Ping(sent_ns, arrived_ns - offset_ns, arrived_ns + back_ns)
 

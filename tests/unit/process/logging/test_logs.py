@@ -66,7 +66,7 @@ def test_a_line_of_megabytes_loses_its_middle(character: str) -> None:
     assert text.endswith(" end")
     written = len(whole.encode(errors="backslashreplace").decode())
     assert f" ... {written - MAX_TEXT + NOTE:,} characters left out ... " in text
-    assert cut(text) == text  # it is cut once, however often it is passed on
+    assert cut(text) == text  # a text that was cut is not cut again
     assert len(info(text).pack()) <= MAX_BYTES
 
 
@@ -149,7 +149,7 @@ def test_memory_and_rate_are_bounded_for_any_lines() -> None:
 
 
 def test_half_a_surrogate_pair_is_escaped() -> None:
-    """As in the name of a file that is not UTF-8: no file, and no message, takes it as it is."""
+    """It may come from a file name that is not UTF-8; files and messages do not accept it."""
     text = cut("found a\udc80.txt")
     assert text == "found a\\udc80.txt"
     lines = LogBuffer()
@@ -169,9 +169,9 @@ def test_long_lines_cost_more_of_the_budget() -> None:
 def logged_lines(speak: Callable[[], None], step: int = 7) -> list[Line]:
     """Return the supervisor's log of a child that captures all output and runs `speak`."""
 
-    async def hear() -> list[Line]:
-        heard: list[Line] = []
-        receiver = Receiver(heard.append)
+    async def collect() -> list[Line]:
+        received: list[Line] = []
+        receiver = Receiver(received.append)
         pid = os.fork()
         if not pid:
             with suppress(BaseException):
@@ -186,9 +186,9 @@ def logged_lines(speak: Callable[[], None], step: int = 7) -> list[Line]:
         receiver.start(asyncio.get_running_loop())
         await asyncio.to_thread(os.waitpid, pid, 0)
         receiver.close()
-        return heard
+        return received
 
-    return asyncio.run(hear())
+    return asyncio.run(collect())
 
 
 def connected(receiver: Receiver) -> Sender:
@@ -270,7 +270,7 @@ def test_updates_of_a_progress_bar_are_lines_of_one_kind() -> None:
 def test_lines_of_forked_processes_arrive() -> None:
     def speak() -> None:
         for n in range(50):
-            print("many", n)  # so that there is a thread, which the fork does not have
+            print("many", n)  # starts a thread, which the fork does not have
         pid = os.fork()
         if not pid:
             for n in range(50):
@@ -313,17 +313,17 @@ def test_sender_never_waits_for_its_supervisor() -> None:
     sender = connected(receiver)
     for n in range(5000):  # more than any buffer holds; a send that blocked would never return
         sender.log("INFO", "stdout", words(n) + "x" * 1000)
-    heard: list[Line] = []
-    receiver._on_line = heard.append
+    received: list[Line] = []
+    receiver._on_line = received.append
     receiver.receive_pending()
-    assert 0 < len(heard) < 5000
+    assert 0 < len(received) < 5000
     receiver.close()
-    assert heard[-1].text.endswith("x" * 1000)
+    assert received[-1].text.endswith("x" * 1000)
 
 
 def test_dropped_lines_are_counted() -> None:
-    heard: list[Line] = []
-    receiver = Receiver(heard.append)
+    received: list[Line] = []
+    receiver = Receiver(received.append)
     sender = connected(receiver)
     fits = 0
     while sender._lost < 3:
@@ -332,20 +332,20 @@ def test_dropped_lines_are_counted() -> None:
     receiver.receive_pending()
     sender._send(info("there is room again"))
     receiver.receive_pending()
-    assert texts(heard)[-2].startswith("3 lines were lost")
-    assert texts(heard)[-1] == "there is room again"
+    assert texts(received)[-2].startswith("3 lines were lost")
+    assert texts(received)[-1] == "there is room again"
     receiver.close()
 
 
 def test_receiver_skips_invalid_datagrams() -> None:
-    heard: list[Line] = []
-    receiver = Receiver(heard.append)
+    received: list[Line] = []
+    receiver = Receiver(received.append)
     sender = connected(receiver)
     sender._socket.send(b"\xff nonsense")
     sender.log("INFO", "stdout", "sense")
     receiver.close()
     receiver.close()
-    assert texts(heard) == ["sense"]
+    assert texts(received) == ["sense"]
 
 
 # Numbered lines
@@ -354,15 +354,15 @@ def test_receiver_skips_invalid_datagrams() -> None:
 def test_a_watcher_gets_each_line_once() -> None:
     lines = LogBuffer()
     last = 0
-    heard: list[str] = []
+    received: list[str] = []
     for n in range(600):
         lines.add(info(f"{n}"))
         if n % 7 == 0:
             found = lines.after(last)
             last = found[-1].number
-            heard += [line.text for line in found]
-    heard += [line.text for line in lines.after(last)]
-    assert heard == [f"{n}" for n in range(600)]
+            received += [line.text for line in found]
+    received += [line.text for line in lines.after(last)]
+    assert received == [f"{n}" for n in range(600)]
     assert lines.after(lines.newest) == []
 
 
@@ -412,7 +412,7 @@ def test_texts_cannot_forge_lines_or_drive_a_terminal() -> None:
 
 
 class Reader(io.StringIO):
-    """Standard error; `gate` keeps its reader from reading."""
+    """A stream whose writes block while `gate` is cleared, as if its reader were slow."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Untrusted text does not control a terminal."""
+"""The escaping of untrusted text, so that it does not control a terminal."""
 
 from __future__ import annotations
 

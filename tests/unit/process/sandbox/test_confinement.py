@@ -1,4 +1,4 @@
-"""A confined process reaches neither keys nor homes nor its supervisor."""
+"""The confinement of a process: it cannot reach keys, homes or its supervisor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rpcmp.process.child import Child
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.sandbox import confinement, landlock, syscall_filter
-from rpcmp.process.sandbox.confinement import Reach, hidden_by
+from rpcmp.process.sandbox.confinement import FileAccess, hidden_by
 from tests.support.processes import makes_networks
 
 
@@ -46,12 +46,12 @@ def test_hidden_by_covers_the_certificate_folder_and_its_authoritys(tmp_path: Pa
     assert hidden_by(certs / "stage0") == (str(certs / "stage0"),)
     (certs / "ca.key").write_text("key")
     assert hidden_by(certs / "stage0") == (str(certs / "stage0"), str(certs))
-    # A key that is a link, as in Kubernetes: what it leads to is hidden as well.
+    # If a key is a link, as in Kubernetes, its target is hidden as well.
     (certs / "stage0/tls.key").rename(tmp_path / "elsewhere.key")
     (certs / "stage0/tls.key").symlink_to(tmp_path / "elsewhere.key")
     assert str(tmp_path / "elsewhere.key") in hidden_by(certs / "stage0")
     (tmp_path / "elsewhere.key").rename(certs / "stage0/tls.key")
-    # The job lies in the authority's folder: only its keys are hidden.
+    # If the job is in the authority's folder, only the keys in there are hidden.
     keys = [certs / "ca.key", certs / "driver/tls.key", certs / "stage0/tls.key"]
     found = hidden_by(certs / "stage0", needed=certs)
     assert sorted(found) == sorted(map(str, [certs / "stage0", *keys]))
@@ -211,7 +211,7 @@ if __name__ == "__main__":
 NONE = "0" * 16
 
 
-def test_a_confined_process_reaches_only_what_it_needs(
+def test_a_confined_process_reaches_only_necessary_resources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = tmp_path / "code"
@@ -222,13 +222,13 @@ def test_a_confined_process_reaches_only_what_it_needs(
     inside.parent.mkdir()
     for path in (secret, inside, hidden):
         path.write_text("content")
-    reach = Reach(readable=(str(inside.parent),), hidden=(str(hidden),))
+    file_access = FileAccess(readable=(str(inside.parent),), hidden=(str(hidden),))
     abstract = f"rpcmp-test-{os.getpid()}"
 
     async def probed() -> tuple[dict[str, Any], Path]:
         async with Forks(["torch"]) as forks:
             environment = compute_environment(threads=1)
-            child = await Child.spawn("probe", environment, forks=forks, reach=reach)
+            child = await Child.spawn("probe", environment, forks=forks, file_access=file_access)
             assert child.scratch is not None
             assert child.scratch.is_dir()
             child.send(
@@ -275,7 +275,7 @@ def test_a_confined_process_reaches_only_what_it_needs(
     assert (reply["networks"][0] != reply["networks"][1]) is makes_networks()
     restricted = {"Seccomp": "2", "NoNewPrivs": "1"}
     none = dict.fromkeys(("CapPrm", "CapEff", "CapInh", "CapBnd", "CapAmb"), NONE)
-    if not makes_networks():  # only root could lower the bounding set, which is without effect
+    if not makes_networks():  # only root can lower the bounding set; it has no effect here
         none["CapBnd"] = reply["status"]["CapBnd"]
     assert reply["status"] == {**none, **restricted}
     assert reply["inside"] == {"CapEff": NONE, **restricted}

@@ -1,4 +1,4 @@
-"""Grants of files and folders around hidden entries."""
+"""Grants of files and folders next to hidden entries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rpcmp.process.sandbox.landlock import Access, Grant, grants, private_files
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Folders a and b, a file in each, and a link from a to b."""
+    """Create the folders a and b with files, and a link from a to b."""
     for name in ("a/deep/file", "a/deep/key", "a/other", "b/file"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def test_a_granted_link_grants_its_target(tree: Path) -> None:
     assert grants([str(tree / "b")], Access.WRITE, []) == [Grant(str(tree / "b"), Access.WRITE)]
 
 
-def test_private_files_are_those_not_world_readable(tree: Path) -> None:
+def test_private_files_are_not_world_readable(tree: Path) -> None:
     (tree / "a/deep/key").chmod(0o640)
     (tree / "b").chmod(0o750)
     assert sorted(private_files(str(tree))) == [str(tree / "a/deep/key"), str(tree / "b")]

@@ -1,4 +1,4 @@
-"""The system call filter refuses the same calls on every machine; its program is interpreted."""
+"""The system call filter, interpreted: it refuses the same calls on every machine."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from rpcmp.process.sandbox import syscall_filter
 
 
 def verdict(machine: syscall_filter.Machine, call: str | int, *given: int, audit: int = 0) -> int:
-    """The errno that the filter answers a call with; 0: it is allowed. An interpreter of BPF."""
+    """Return the errno with which the filter refuses a call, or 0 if it allows the call.
+
+    This interprets the filter's BPF program.
+    """
     number = machine.numbers[call] if isinstance(call, str) else call
     memory = {0: number, 4: audit or machine.audit}
     memory |= {16 + 8 * index: argument for index, argument in enumerate(given)}
-    program, at, value = syscall_filter.program(machine), 0, 0
+    program, at, value = syscall_filter.bpf_program(machine), 0, 0
     while True:
         operation, if_true, if_false, operand = program[at]
         at += 1
@@ -37,12 +40,12 @@ def verdict(machine: syscall_filter.Machine, call: str | int, *given: int, audit
 
 
 @pytest.mark.parametrize("machine", syscall_filter.MACHINES.values(), ids=syscall_filter.MACHINES)
-def test_the_filter_refuses_what_it_should_on_every_machine(
+def test_the_filter_refuses_the_same_calls_on_every_machine(
     machine: syscall_filter.Machine,
 ) -> None:
     for name in set(syscall_filter.REFUSED) & set(machine.numbers):
         assert verdict(machine, name, 0) == errno.EPERM
-    for name in syscall_filter.MISSING:
+    for name in syscall_filter.REPORTED_MISSING:
         assert verdict(machine, name, 0) == errno.ENOSYS
     stream, packets, datagrams = socket.SOCK_STREAM, socket.SOCK_SEQPACKET, socket.SOCK_DGRAM
     for family in (socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK):
@@ -52,7 +55,7 @@ def test_the_filter_refuses_what_it_should_on_every_machine(
     assert verdict(machine, "socket", 38, packets) == errno.EPERM  # AF_ALG
     for kind in (stream, packets | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK):
         assert verdict(machine, "socketpair", socket.AF_UNIX, kind) == 0
-    for kind in (datagrams, socket.SOCK_RAW):  # the latter is another name of the former
+    for kind in (datagrams, socket.SOCK_RAW):  # the kernel treats the second like the first
         assert verdict(machine, "socketpair", socket.AF_UNIX, kind) == errno.EPERM
     assert verdict(machine, "clone", 0x3D0F00) == 0  # a thread
     for namespace in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):

@@ -1,4 +1,4 @@
-"""Interleaved rounds of fake contestants, and the notes and tables about them."""
+"""Interleaved rounds of fake contestants, and the notes and tables about their results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.contestants import Pretender, compare
 
 
 class Broken(Pretender):
-    """Fails when it runs."""
+    """A contestant whose run fails."""
 
     async def run(self, steps: int) -> TimedSegment:
         raise JobError("broken")
@@ -85,7 +85,7 @@ def test_a_job_that_rpcmp_does_not_support_is_an_error() -> None:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the command compare pretenders, and measure no stages."""
+    """Replace the contestants of the command, and the measurement of stages."""
 
     async def pretended(case: Case) -> list[ActionTimes]:
         return [case.nominal or ActionTimes(1.0, 1.0, 1.0)] * case.config.num_stages
@@ -161,7 +161,7 @@ def test_the_table_has_contestants_times_and_intervals() -> None:
 @pytest.mark.parametrize(
     ("fastest", "whole", "budget", "found"),
     [
-        (0.5, 9.0, math.inf, 5),  # never fewer if there is time
+        (0.5, 9.0, math.inf, 5),  # the minimum, if the budget allows it
         (0.001, 0.02, math.inf, 2000),
         (0.001, 0.02, 50.0, 2000),
         (0.001, 0.1, 50.0, 500),

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from rpcmp.cli import progress_bar
+from rpcmp.cli import progress_output
 from rpcmp.tools.bench import benchmark, cases
 from rpcmp.tools.bench.benchmark import BenchmarkResult, ComparisonRounds
 from rpcmp.tools.bench.contestants import TimedSegment
@@ -17,7 +17,7 @@ from tests.support.pretendedtime import in_pretended_time
 
 
 class Working(Pretender):
-    """A contestant that takes the given time per step, and some to start."""
+    """A contestant that sleeps for `starting` seconds at its start, and during each step."""
 
     starting = 0.0
 
@@ -32,7 +32,7 @@ class Working(Pretender):
 
 
 class Steady(Working):
-    """A contestant with constant speed."""
+    """A contestant with a constant speed."""
 
     async def run(self, steps: int) -> TimedSegment:
         self._segments = 0
@@ -46,16 +46,16 @@ def compare(
     reported: list[tuple[str, float, float]] = []
 
     async def run() -> ComparisonRounds:
-        def tell(what: str, left: float) -> None:
+        def report(what: str, left: float) -> None:
             reported.append((what, asyncio.get_running_loop().time(), left))
 
-        return await benchmark.compare(contestants, pairs, steps, tell, TimeLimits(budget))
+        return await benchmark.compare(contestants, pairs, steps, report, TimeLimits(budget))
 
     return *in_pretended_time(run()), reported
 
 
 def measure(*contestants: Pretender, budget: float = math.inf, pairs: int = 9) -> BenchmarkResult:
-    """The first case as compared by them."""
+    """Return the result of a benchmark of the first case."""
 
     async def run() -> BenchmarkResult:
         limits = TimeLimits(budget)
@@ -71,7 +71,7 @@ def measure(*contestants: Pretender, budget: float = math.inf, pairs: int = 9) -
 def test_rounds_keep_to_their_budget(budget: float, steps: int | None) -> None:
     both = Steady("a", [], 1.0), Steady("b", [], 0.5)
     done, took, _ = compare(*both, budget=budget, steps=steps)
-    least = 1.5 * (1 + done.steps)  # a step each to warm up, and a round
+    least = 1.5 * (1 + done.steps)  # the warm-up has one step each; then one round
     assert took <= max(budget, least)
     count = len(done.times[0].seconds)
     assert 1 <= count <= 9
@@ -92,13 +92,13 @@ def test_the_start_time_is_predicted_from_earlier_starts() -> None:
         one.starting = 8.0
     done, took, reported = compare(*contestants, budget=20.0)
     assert [len(one.seconds) for one in done.times] == [1] * 4
-    assert took == pytest.approx(4 * 8.0 + 2 * 0.4)  # a step each to warm up, and a round
+    assert took == pytest.approx(4 * 8.0 + 2 * 0.4)  # the warm-up has one step each; then one round
     assert [left for _, _, left in reported[:4]] == [20.0, 24.0, 16.0, 8.0]
 
 
 def test_the_predicted_time_of_rounds_is_right() -> None:
     _, took, reported = compare(Steady("a", [], 0.02), Steady("b", [], 0.03), budget=60.0)
-    known = reported[4:]  # after the start and a first step of each
+    known = reported[4:]  # after the start and first step of both
     assert known[0][0] == "warm-up: a"
     assert took < 60
     assert [now + left for _, now, left in known] == pytest.approx([took] * len(known))
@@ -140,11 +140,11 @@ def test_progress_is_repeated_with_the_time_left(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     async def run() -> None:
-        with progress_bar.measuring("job") as now:
+        with progress_output.measuring("job") as now:
             now.progress("starting", 12.0)
             await asyncio.sleep(16)
             now.progress("warm-up: a", math.inf)
-            now.progress("warm-up: b", 300.0)  # too soon for another line of the kind
+            now.progress("warm-up: b", 300.0)  # too soon for another line of this kind
         await asyncio.sleep(60)
 
     in_pretended_time(run())

@@ -57,6 +57,30 @@ def test_the_bound_follows_overridden_times() -> None:
     assert case.nominal == ActionTimes(0.001, 0.002, 0.003)
 
 
+def test_an_overridden_model_is_measured_whole_and_halved() -> None:
+    model = '{ layers = "rpcmp.tools.bench.models:wide", kwargs = { width = 8 }, num_stages = 2 }'
+    case = cases.load("activations", overrides=[f"model={model}"])
+    for config in (case.config, case.halves):
+        assert config.model is not None
+        assert config.model.layers == "rpcmp.tools.bench.models:wide"
+        assert config.model.kwargs["width"] == 8
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model=3", "model: must be a table"),
+        ("model.kwargs=3", "model.kwargs: must be a table"),
+        ("model.kwargs.times_ms=3", "times_ms = 3: give forward, input_gradient"),
+        ('model.kwargs.times_ms.forward="a"', "give forward, input_gradient, weight_gradient"),
+        ("model.kwargs.times_ms.forward=-1", "each at least 0"),
+    ],
+)
+def test_an_override_that_does_not_fit_is_an_error(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cases.load("sleep", overrides=[override])
+
+
 def test_a_users_config_is_measured_without_features_that_peers_lack(job: JobFolder) -> None:
     path = job.config(OWN)
     case = cases.load(str(path), num_microbatches=5, overrides=["data.batch_size=20"])

@@ -1,4 +1,4 @@
-"""Models of the frozen cases."""
+"""The models of the frozen cases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.nearness import assert_near
 
 
 def _layers(config: Config, parts_per_stage: int) -> list[Any]:
-    """The built layers of all parts."""
+    """Return the built layers of all parts."""
     names = peer_trainers.layer_names(config, parts_per_stage)
     built = (
         peer_trainers.build(config, i // parts_per_stage, layers) for i, layers in enumerate(names)

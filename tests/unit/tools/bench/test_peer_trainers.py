@@ -1,4 +1,4 @@
-"""Models and mini-batches of peers."""
+"""The models and mini-batches of peers."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def test_the_listed_files_are_read_and_written_by_the_run(job: JobFolder) -> Non
     assert not checkpoints.is_in_the_way
     (job.folder / "kept" / "step-00000003").mkdir(parents=True)
     (job.folder / "kept" / "step-00000003" / "manifest.json").write_text("{}")
-    assert not job_files(config)[-1].is_in_the_way  # it is damaged, and in the way of no new run
+    assert not job_files(config)[-1].is_in_the_way  # it is damaged, so a new run ignores it
     nothing = {"ship_code": False, "recovery": {"enabled": False}, "log": {"folder": ""}}
     (only,) = job_files(chain_of(2, **nothing))
     assert only.text == "none: recovery is off"

@@ -1,4 +1,4 @@
-"""A job's parts counted on the meta device, compared with the built and trained model."""
+"""The summary of a job's model on the meta device, compared with the built and trained model."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def bytes_of(tensors: list[torch.Tensor]) -> int:
 
 
 def trained(job: Config, index: int, found: StageFacts) -> None:
-    """Build a stage, train it once, and compare its tensors with the summary."""
+    """Build a stage, train it for one step, and compare its tensors with the summary."""
     names = [layer.name for layer in found.layers]
     modules = layers.build_layers(job, index, names)
     assert [layer.parameters for layer in found.layers] == [
@@ -122,7 +122,7 @@ def test_steps_equal_the_steps_of_a_run() -> None:
 
 
 class Curious(nn.Module):
-    """Looks at its numbers while it is built, which only a real device has."""
+    """A layer that reads its weights while it is built, which fails on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def curious() -> list[tuple[str, Callable[[], nn.Module]]]:
 
 
 class Stubborn(torch.optim.SGD):
-    """An optimizer that looks at its gradients."""
+    """An optimizer that reads its gradients, which fails on the meta device."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:

@@ -60,7 +60,7 @@ def hosts(**changes: Any) -> list[StageHost]:
 
 
 def test_memory_follows_the_balance() -> None:
-    """Counted and measured bytes together equal the memory by which a balance is chosen."""
+    """Counted and measured bytes together equal the memory by which `predict` chooses a balance."""
     config, measured = chain_of(2), hosts()
     counted = inventory(facts(2, 20, 300 - 2 * 80 - 8), facts(1, 30, 400 - 2 * 120 - 8))
     first, last = explain_stages(config, counted, measured)

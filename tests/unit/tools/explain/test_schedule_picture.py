@@ -62,7 +62,7 @@ def test_a_long_step_is_cut_into_blocks() -> None:
 def columns(
     lines: Sequence[str], runs: Mapping[str, Sequence[SimulatedRun]]
 ) -> list[tuple[float, int]]:
-    """Start and column of every action; rows that go on below are put beside each other."""
+    """Return start and column of every action; the blocks of a row are joined."""
     found = []
     for line, done in zip(lines, runs.values(), strict=True):
         places = [m.start() for m in re.finditer(r"[FBW]\d+", line)]
@@ -77,7 +77,7 @@ def columns(
 def test_columns_of_the_picture_are_points_in_time(
     name: str, shape: Graph, count: int, data: st.DataObject
 ) -> None:
-    """A later start never stands further left, and equal starts share a column."""
+    """A later start is never further left, and equal starts share a column."""
     seconds = st.integers(1, 30).map(lambda ms: ms / 1000)
     times = {
         stage: data.draw(st.builds(ActionTimes, seconds, seconds, seconds))

@@ -11,12 +11,12 @@ import pytest
 
 from rpcmp.errors import RelayError
 from rpcmp.net.peer_connection import PeerConnection
-from rpcmp.server import link_test
-from rpcmp.server.link_test import MAX_LINK_TEST_BYTES, LinkSpeed
+from rpcmp.server import link_speed
+from rpcmp.server.link_speed import MAX_LINK_TEST_BYTES, LinkSpeed
 
 
 def talk(client: Callable[[PeerConnection], Awaitable[Any]]) -> tuple[Any, BaseException | None]:
-    """Return the client's result, and the error that ends the server's side."""
+    """Return the client's result, and the error that ended the server's side."""
 
     async def both() -> tuple[Any, BaseException | None]:
         ours, theirs = (PeerConnection(one) for one in socket.socketpair())
@@ -34,11 +34,11 @@ def talk(client: Callable[[PeerConnection], Awaitable[Any]]) -> tuple[Any, BaseE
 
 async def serve(end: PeerConnection) -> None:
     assert (await end.read_message())["op"] == "measure"
-    await link_test.answer_link_test(end)
+    await link_speed.answer_link_test(end)
 
 
 def test_both_ways_are_measured() -> None:
-    way, ended = talk(lambda end: link_test.measure_over(end, 0.001))
+    way, ended = talk(lambda end: link_speed.measure_over(end, 0.001))
     assert way.latency_s > 0
     assert min(way.there, way.back) > 0
     assert abs(way.clock_ahead_s) <= way.latency_s  # it is the same clock
@@ -46,7 +46,7 @@ def test_both_ways_are_measured() -> None:
 
 
 def test_a_link_test_without_seconds_measures_only_the_round_trip() -> None:
-    way, _ = talk(lambda end: link_test.measure_over(end, 0))
+    way, _ = talk(lambda end: link_speed.measure_over(end, 0))
     assert way == LinkSpeed(way.latency_s, way.clock_ahead_s)
 
 

@@ -1,9 +1,9 @@
-"""That optimizers do without torch._dynamo, and that who compiles gets it whole.
+"""The lazy replacement of torch._dynamo: optimizers do not import it, compiling does.
 
-What is deferred is a whole process's, so none of this is done in ours. To import the real one
-takes as long as to import torch: one process does both, for all that only the real one can show.
-How it comes to take its place, whoever asks for it, is shown by forks of that process, with a small
-package in its stead; with the real one, by tests/long/test_lazydynamo.py.
+The replacement affects a whole process, so these tests run in processes of their own. Importing
+torch._dynamo takes as long as importing torch, so a single process does everything that needs the
+real module. The ways to import it are tested in forks of that process, with a small package that
+takes its place. tests/long/test_lazydynamo.py tests them with the real module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.dynamo import ASK, BEFORE, DEFER, IMPORTS, REAL, output_of
 
-# With the real one
+# With the real module
 
 WHOLE = """
 kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)
@@ -51,8 +51,8 @@ facts["is there"] = is_there()
 facts["calls"] = [
     [(each.name, each.default) for each in inspect.signature(call).parameters.values()][:most]
     for call, most in [
-        (torch._dynamo.disable, 2), (optimizers._Deferred.disable.__get__(0), 2),
-        (torch._dynamo.graph_break, 1), (optimizers._Deferred.graph_break.__get__(0), 1),
+        (torch._dynamo.disable, 2), (lazy_dynamo._Deferred.disable.__get__(0), 2),
+        (torch._dynamo.graph_break, 1), (lazy_dynamo._Deferred.graph_break.__get__(0), 1),
     ]
 ]
 facts["is real"] = [torch._dynamo is sys.modules["torch._dynamo"], type(torch._dynamo).__name__]
@@ -62,10 +62,10 @@ print(json.dumps(facts))
 """
 
 
-# Whoever asks for it
+# Ways to import it
 
 DISABLE = """
-optimizers.defer_dynamo()
+lazy_dynamo.defer_dynamo()
 class Doubled(torch.nn.Linear):
     def twice(self, x):
         return doubled(x)
@@ -79,12 +79,12 @@ same = [disable(*others, **more) == (*(others or [None]), more.get("recursive", 
                                      {"reason": more.get("reason")}) for others, more in others]
 print(json.dumps([same, is_there()]))
 """
-"""What may be kept out: functions, which need no real one, and all else, which that one knows."""
+"""Disable functions, which does not import torch._dynamo, and then other objects, which does."""
 
 IMPORTED = """
 import torch._dynamo.utils
-optimizers.defer_dynamo()
-print(json.dumps([is_there(), type(torch._dynamo).__name__, optimizers._FINDER in sys.meta_path]))
+lazy_dynamo.defer_dynamo()
+print(json.dumps([is_there(), type(torch._dynamo).__name__, lazy_dynamo._FINDER in sys.meta_path]))
 """
 
 STAND_IN = {
@@ -111,14 +111,14 @@ for code in json.loads(codes):
 
 
 class Found(NamedTuple):
-    """What a process has found that was forked again and again, and then went on by itself.
+    """The results of a process that forks for each code, and then continues by itself.
 
     Attributes:
-        asked: by the forks that ask for it, before and after a step.
-        disabled: by one that keeps functions out of graphs, and then all else that may be.
-        imported_first: by one that had imported it before it was to be deferred.
-        imported_later: by one that wants it deferred when it has been imported.
-        facts: by the process, which steps with every optimizer, compiles, and steps again.
+        asked: from the forks that import torch._dynamo in some way, before or after a step.
+        disabled: from the fork that disables functions, and then other objects.
+        imported_first: from the fork that imports torch._dynamo before `defer_dynamo`.
+        imported_later: from the fork that imports it after `defer_dynamo`, and defers it again.
+        facts: from the process, which steps with every optimizer, compiles, and steps again.
     """
 
     asked: list[Any]
@@ -130,7 +130,7 @@ class Found(NamedTuple):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """All of it, of one process."""
+    """Return the results of a single process."""
     package = tmp_path_factory.mktemp("torch") / "_dynamo"
     package.mkdir()
     for name, text in STAND_IN.items():
@@ -143,7 +143,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return Found(answers, [functions, others], first, later, facts)
 
 
-def test_every_optimizer_of_torch_steps_without_it_and_to_the_same_bits(found: Found) -> None:
+def test_every_torch_optimizer_steps_without_dynamo_with_the_same_bits(found: Found) -> None:
     assert not found.facts["is there without compiling"]
     assert found.facts["optimizers"] > 10
     assert found.facts["same bits"]
@@ -154,15 +154,15 @@ def test_compiling_loads_the_real_dynamo(found: Found) -> None:
     assert found.facts["is real"] == [True, "module"]
 
 
-def test_an_optimizer_that_was_made_before_is_kept_out_of_a_graph_that_is_made_later(
+def test_a_graph_excludes_an_optimizer_that_existed_before_it(
     found: Found,
 ) -> None:
-    """As with the real module, its zero_grad is not compiled."""
+    """As with the real module, `zero_grad` is not compiled: it breaks the graph in two."""
     assert found.facts["computed"] == 4.0
     assert found.facts["graphs"] == 2
 
 
-def test_a_function_is_kept_out_of_graphs_without_it_and_anything_else_by_it(found: Found) -> None:
+def test_disable_imports_dynamo_unless_it_gets_a_function(found: Found) -> None:
     functions, others = found.disabled
     assert functions == [[6, 6, 6], ["doubled", "doubled", "twice"], False]
     assert others == [[True] * 4, True]

@@ -42,7 +42,7 @@ from rpcmp.tools.measurement import Progress
 PLAIN_SECONDS = 2.0
 """Between two similar lines if there is no terminal."""
 
-SILENT_SECONDS = 5.0
+REPEAT_SECONDS = 5.0
 """After which a measurement's line is printed again, with the time that is left by then."""
 
 NOT_SHOWN = (GenerationEvent, LogEvent, EndEvent)
@@ -219,7 +219,7 @@ def _measurement_lines(name: str) -> Iterator[Progress]:
             timer.cancel()
         last_shown = loop.time()
         echo(f"{name}: {current}, {_left(until - last_shown)}", err=True)
-        timer = loop.call_later(SILENT_SECONDS, show)
+        timer = loop.call_later(REPEAT_SECONDS, show)
 
     def update(what: str, left: float) -> None:
         nonlocal current, until

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rpcmp.cli import progress_bar
+from rpcmp.cli import progress_output
 from rpcmp.tools.bench import contestants
 from tests.support.processes import JobFolder, RunningHere, poll_for, rpcmp
 
@@ -33,7 +33,7 @@ def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def _progress_without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Report every round instead of one line every other second."""
-    monkeypatch.setattr(progress_bar, "PLAIN_SECONDS", 0.0)
+    monkeypatch.setattr(progress_output, "PLAIN_SECONDS", 0.0)
 
 
 def left_in(folder: Path) -> list[str]:

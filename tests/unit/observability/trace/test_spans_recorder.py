@@ -1,4 +1,4 @@
-"""Busy times and spans that a compute thread records."""
+"""The busy times and spans that a compute thread records."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from rpcmp.observability.trace.spans import NO_MICROBATCH, Kind, Span
-from rpcmp.worker import measurements
-from rpcmp.worker.measurements import SPANS_PER_ANSWER, Recorder
+from rpcmp.observability.trace import spans
+from rpcmp.observability.trace.spans import (
+    NO_MICROBATCH,
+    SPANS_PER_ANSWER,
+    Kind,
+    Span,
+    SpanRecorder,
+)
 
 
 class Clock:
-    """`time.perf_counter_ns`, set by the test."""
+    """A `time.perf_counter_ns` that the test sets."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -24,19 +29,25 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(measurements, "time", SimpleNamespace(perf_counter_ns=made.read))
+    monkeypatch.setattr(spans, "time", SimpleNamespace(perf_counter_ns=made.read))
     return made
 
 
 def add(
-    to: Recorder, clock: Clock, kind: str, start: int, end: int, microbatch: int = 0, ready: int = 0
+    to: SpanRecorder,
+    clock: Clock,
+    kind: str,
+    start: int,
+    end: int,
+    microbatch: int = 0,
+    ready: int = 0,
 ) -> None:
     clock.now = end
     to.add(kind, 7, microbatch, ready, start)
 
 
 def test_busy_seconds_add_up_by_kind_since_the_last_call(clock: Clock) -> None:
-    stage = Recorder()
+    stage = SpanRecorder()
     add(stage, clock, "F", 0, 2_000_000_000)
     add(stage, clock, "F", 5_000_000_000, 6_000_000_000)
     add(stage, clock, "O", 6_000_000_000, 6_500_000_000)
@@ -45,7 +56,7 @@ def test_busy_seconds_add_up_by_kind_since_the_last_call(clock: Clock) -> None:
 
 
 def test_actions_are_kept_once_that_is_requested_and_read_from_a_cursor(clock: Clock) -> None:
-    stage = Recorder()
+    stage = SpanRecorder()
     add(stage, clock, "F", 10, 20)
     cursor = stage.keep(1)
     add(stage, clock, "B", 30, 40, microbatch=2, ready=25)
@@ -63,7 +74,7 @@ def test_actions_are_kept_once_that_is_requested_and_read_from_a_cursor(clock: C
 
 
 def test_an_answer_has_a_limited_number_of_actions(clock: Clock) -> None:
-    stage, sizes = Recorder(), []
+    stage, sizes = SpanRecorder(), []
     cursor = stage.keep(1)
     for _ in range(SPANS_PER_ANSWER + 1):
         add(stage, clock, "F", 10, 20)
@@ -74,7 +85,7 @@ def test_an_answer_has_a_limited_number_of_actions(clock: Clock) -> None:
 
 
 def test_a_cursor_whose_actions_are_gone_reads_the_oldest_that_are_kept() -> None:
-    stage = Recorder()
+    stage = SpanRecorder()
     cursor = stage.keep(1)
     for step in range(5):
         stage.add("F", step, 0, 0, 0)
@@ -83,7 +94,7 @@ def test_a_cursor_whose_actions_are_gone_reads_the_oldest_that_are_kept() -> Non
 
 
 def test_an_action_is_ready_before_it_starts(clock: Clock) -> None:
-    stage = Recorder()
+    stage = SpanRecorder()
     stage.keep(1)
     add(stage, clock, "F", 10, 20, ready=12)
     assert [(span.ready_ns, span.start_ns) for span in stage.read(0)[1]] == [(10, 10)]

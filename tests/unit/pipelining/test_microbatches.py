@@ -1,4 +1,4 @@
-"""How a mini-batch is cut into micro-batches."""
+"""The cut of a mini-batch into micro-batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rpcmp.errors import ConfigError
-from rpcmp.pipelining import pytree
+from rpcmp.pipelining import microbatches
 
 
 @pytest.mark.parametrize(
@@ -27,13 +27,13 @@ from rpcmp.pipelining import pytree
 def test_the_sizes_of_a_balance_are_as_drawn(
     num_samples: int, num_microbatches: int, sizes: list[int]
 ) -> None:
-    assert pytree.sizes(num_samples, num_microbatches) == sizes
+    assert microbatches.sizes(num_samples, num_microbatches) == sizes
 
 
 @settings(deadline=None, derandomize=True)
 @given(st.integers(1, 1000), st.integers(1, 100))
 def test_sizes_sum_up_and_differ_by_at_most_one(num_samples: int, num_microbatches: int) -> None:
-    sizes = pytree.sizes(num_samples, num_microbatches)
+    sizes = microbatches.sizes(num_samples, num_microbatches)
     assert sum(sizes) == num_samples
     assert len(sizes) == min(num_samples, num_microbatches)
     assert sizes == sorted(sizes, reverse=True)
@@ -42,9 +42,9 @@ def test_sizes_sum_up_and_differ_by_at_most_one(num_samples: int, num_microbatch
 
 @settings(deadline=None, derandomize=True)
 @given(st.integers(1, 60), st.integers(1, 20))
-def test_slices_equal_those_of_tensor_split(num_samples: int, num_microbatches: int) -> None:
+def test_slices_equal_tensor_split(num_samples: int, num_microbatches: int) -> None:
     batch = torch.arange(num_samples * 3).reshape(num_samples, 3)
-    slices = pytree.split(batch, num_microbatches)
+    slices = microbatches.split(batch, num_microbatches)
     count = min(num_samples, num_microbatches)
     for ours, theirs in zip(slices, torch.tensor_split(batch, count), strict=True):
         assert torch.equal(ours, theirs)
@@ -54,27 +54,27 @@ def test_slices_equal_those_of_tensor_split(num_samples: int, num_microbatches: 
 def test_samples_of_the_micro_batches_follow_each_other(
     num_samples: int, num_microbatches: int
 ) -> None:
-    sizes = pytree.sizes(num_samples, num_microbatches)
+    sizes = microbatches.sizes(num_samples, num_microbatches)
     pieces = [
-        pytree.samples_of(index, num_samples, num_microbatches) for index in range(len(sizes))
+        microbatches.samples_of(index, num_samples, num_microbatches) for index in range(len(sizes))
     ]
     assert [sample for piece in pieces for sample in piece] == list(range(num_samples))
     assert list(map(len, pieces)) == sizes
     for index in (-1, len(sizes)):
         with pytest.raises(IndexError):
-            pytree.samples_of(index, num_samples, num_microbatches)
+            microbatches.samples_of(index, num_samples, num_microbatches)
 
 
 def test_every_tensor_of_a_tree_is_cut_alike() -> None:
     batch = {"image": torch.arange(5.0), "meta": (torch.arange(10).reshape(5, 2),)}
-    first, second = pytree.split(batch, 2)
+    first, second = microbatches.split(batch, 2)
     assert first["image"].tolist() == [0, 1, 2]
     assert second["meta"][0].tolist() == [[6, 7], [8, 9]]
 
 
 def test_slices_are_contiguous_and_own_their_storage() -> None:
     batch = torch.zeros(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)
-    for part in pytree.split(batch, 2):
+    for part in microbatches.split(batch, 2):
         assert part.is_contiguous()
         assert part.storage_offset() == 0
         part += 1
@@ -93,7 +93,7 @@ def test_slices_are_contiguous_and_own_their_storage() -> None:
 )
 def test_a_value_that_is_not_a_batch_is_refused(batch: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        pytree.split(batch, 2)
+        microbatches.split(batch, 2)
 
 
 @pytest.mark.parametrize(
@@ -103,14 +103,14 @@ def test_a_value_that_is_not_a_batch_is_refused(batch: Any, message: str) -> Non
         (3, 4, 1, [1, 1, 1]),
         (3, 4, 2, [3]),
         (7, 4, 2, [3, 2, 2]),
-        (1, 4, 2, [1]),  # there is no more; whether that is enough is not decided here
+        (1, 4, 2, [1]),  # there are no more samples; the caller decides if that is enough
         (50, 7, 8, [9, 9, 8, 8, 8, 8]),
     ],
 )
 def test_micro_batches_are_merged_until_each_has_enough(
     samples: int, count: int, smallest: int, found: list[int]
 ) -> None:
-    assert pytree.sizes(samples, count, smallest) == found
+    assert microbatches.sizes(samples, count, smallest) == found
 
 
 def test_only_layers_trained_with_batch_statistics_need_two_samples() -> None:
@@ -127,8 +127,8 @@ def test_only_layers_trained_with_batch_statistics_need_two_samples() -> None:
         (lambda: nn.LazyBatchNorm3d(), 2),
         (lambda: nn.BatchNorm1d(1, track_running_stats=False).eval(), 2),
         (lambda: nn.GroupNorm(1, 1), 1),
-        (lambda: nn.InstanceNorm2d(1), 1),  # of one value it fails with any number of samples
+        (lambda: nn.InstanceNorm2d(1), 1),  # it normalizes each sample by itself
         (lambda: Frozen(1).train(), 1),
     ]
     for make, found in needs:
-        assert pytree.smallest_for([nn.Identity(), make()]) == found
+        assert microbatches.smallest_for([nn.Identity(), make()]) == found

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rpcmp.cli import progress_bar
+from rpcmp.cli import progress_output
 from tests.support.runevents import typed
 
 STEP = {"event": "step", "step": 2, "epoch": 1, "loss": 0.5, "samples_per_s": 1234.5}
@@ -26,7 +26,7 @@ BEGUN = "step 2/2  epoch 1  loss 0.5000  1,234 samples/s"
 )
 def test_a_step_is_one_line_of_its_known_figures(more: dict[str, Any], line: str) -> None:
     shown: list[str] = []
-    show = progress_bar.plain(shown.append)
+    show = progress_output.plain(shown.append)
     show(typed({"event": "start", "steps": 2}))
     show(typed({**STEP, "data_share": 0.02, **more}))
     assert shown[-1] == line
