@@ -291,8 +291,7 @@ def bind_unix(path: Path) -> socket.socket:
             else one_line(error)
         )
         raise ConfigError(
-            f"cannot bind a Unix socket to {path}: {why}; set TMPDIR to a folder "
-            "with a short path"
+            f"cannot bind a Unix socket to {path}: {why}; set TMPDIR to a folder with a short path"
         ) from error
     return listener
 

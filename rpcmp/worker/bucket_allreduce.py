@@ -135,10 +135,10 @@ class BucketAllReduce:
 
     def part(self, rank: int, round_number: int, number: int) -> Future[Any]:
         """Return a future of this member's part of the chunk that `rank` sums."""
-        start, end = self._chunks[number][rank]
+        elements = self._chunk_of(rank, number)
 
         def chunk(own: GradientPart) -> GradientPart:
-            return GradientPart(own.values[start:end], own.has)
+            return GradientPart(own.values[elements], own.has)
 
         reduction = self._reductions(round_number)[number]
         return self._answer(reduction, reduction.own, chunk)
@@ -167,16 +167,16 @@ class BucketAllReduce:
     def _sum_chunk(self, reduction: BucketReduction, others: list[GradientPart]) -> None:
         """Called with the other members' parts of the own chunk."""
         bucket = self.buckets[reduction.number]
-        start, end = self._chunks[reduction.number][self.rank]
+        elements = self._chunk_of(self.rank, reduction.number)
         own = reduction.own.result()
         if self._is_pair:
-            reduction.total.set_result(buckets.add([*others, own], bucket, start))
+            reduction.total.set_result(buckets.add([*others, own], bucket, elements.start))
             return
         # A copy: the sum is still being sent when an optimizer may already change the gradients.
-        copy = GradientPart(own.values[start:end].clone(), own.has)
+        copy = GradientPart(own.values[elements].clone(), own.has)
         parts = [*others[: self.rank], copy, *others[self.rank :]]
-        chunk = buckets.add(parts, bucket, start)
-        own.values[start:end] = chunk.values
+        chunk = buckets.add(parts, bucket, elements.start)
+        own.values[elements] = chunk.values
         reduction.chunk.set_result(chunk)
         reduction.add_chunk(chunk)
 
@@ -186,8 +186,7 @@ class BucketAllReduce:
         """Called with the chunks that the others sum. They have had this member's parts then."""
         values = reduction.own.result().values
         for rank, chunk in zip(ranks, chunks, strict=True):
-            start, end = self._chunks[reduction.number][rank]
-            values[start:end] = chunk.values
+            values[self._chunk_of(rank, reduction.number)] = chunk.values
         reduction.add_chunk(chunks[0])
 
     def _when_all(
@@ -234,8 +233,14 @@ class BucketAllReduce:
         return future
 
     def _sums_chunk(self, rank: int, number: int) -> bool:
-        start, end = self._chunks[number][rank]
-        return end > start
+        return self._chunks[number][rank] is not None
+
+    def _chunk_of(self, rank: int, number: int) -> slice:
+        """Return the elements that a member sums."""
+        chunk = self._chunks[number][rank]
+        if chunk is None:
+            raise ValueError(f"rank {rank} sums nothing of bucket {number}")
+        return slice(*chunk)
 
     def _reductions(self, round_number: int) -> list[BucketReduction]:
         """Return the buckets of a sum; failed ones, if it was aborted."""

@@ -93,21 +93,22 @@ def pack(parameters: Sequence[nn.Parameter]) -> list[Bucket]:
     return buckets
 
 
-def chunks(bucket: Bucket, num_members: int, number: int) -> list[tuple[int, int]]:
-    """Return the elements of a bucket that each member sums, as (first, last exclusive).
+def chunks(bucket: Bucket, num_members: int, number: int) -> list[tuple[int, int] | None]:
+    """Return the elements of a bucket that each member sums, as (first, last exclusive), or None.
 
-    A small bucket is summed by one member. Of two members, each sums everything.
+    A small bucket, which may be empty, is summed by one member. Of two members, each sums all.
 
     Args:
         number: of the bucket; small buckets go to the members in turn.
     """
     size = bucket.num_elements
+    members = range(num_members)
     if num_members == 2:
         return [(0, size)] * 2
-    if size * bucket.dtype.itemsize <= WHOLE_BYTES:
-        return [(0, size if member == number % num_members else 0) for member in range(num_members)]
-    bounds = [size * member // num_members for member in range(num_members + 1)]
-    return list(itertools.pairwise(bounds))
+    if not size or size * bucket.dtype.itemsize <= WHOLE_BYTES:
+        return [(0, size) if member == number % num_members else None for member in members]
+    bounds = itertools.pairwise(size * member // num_members for member in range(num_members + 1))
+    return [(first, last) if first < last else None for first, last in bounds]
 
 
 def add(parts: Sequence[GradientPart], bucket: Bucket, start: int) -> GradientPart:

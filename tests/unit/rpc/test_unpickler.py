@@ -179,6 +179,9 @@ def test_named_tuples_of_the_jobs_modules_are_unpickled(
     assert load(Batch(1, 2)) == Batch(1, 2)
     with pytest.raises(SecurityError):
         load(NoTuple())
+    for imported in ("Bundle", "load"):  # of another module; no class
+        with pytest.raises(SecurityError):
+            unpickler.Unpickler(io.BytesIO(naming(__name__, imported))).load()
 
 
 def test_a_message_cannot_import_a_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

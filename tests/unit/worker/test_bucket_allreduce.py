@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -125,6 +126,42 @@ def test_all_members_get_the_sum_in_the_order_of_ranks(num_members: int) -> None
         for mine in members.gradients():
             assert all(map(same, mine, totals))
     assert not any(one._sums for one in members.summing)
+
+
+@pytest.mark.parametrize(("size", "requests"), [(0, 2), (1, 2), (2, 4), (3, 6)])
+def test_members_exchange_nothing_about_chunks_without_elements(
+    monkeypatch: pytest.MonkeyPatch, size: int, requests: int
+) -> None:
+    """One of three members sums an empty bucket, so that its sum ends."""
+    monkeypatch.setitem(globals(), "SHAPES", [(size,)])
+    monkeypatch.setattr(buckets, "WHOLE_BYTES", 0)
+    calls: Counter[str] = Counter()
+
+    def count(name: str) -> None:
+        call = getattr(_Peer, name)
+
+        def counted(peer: _Peer, *args: int) -> Future[Any]:
+            calls[name] += 1
+            future: Future[Any] = call(peer, *args)
+            return future
+
+        monkeypatch.setattr(_Peer, name, counted)
+
+    count("gradient_part")
+    count("gradient_total")
+    members = Members(3)
+    expected = members.give(1)
+    members.sum(1)
+    assert all(all(map(same, mine, expected)) for mine in members.gradients())
+    assert calls == {"gradient_part": requests, "gradient_total": requests}
+
+
+def test_two_members_sum_an_empty_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "SHAPES", [(0, 3)])
+    members = Members(2)
+    members.give(1)
+    members.sum(1)
+    assert [mine[0].grad is not None for mine in members.parameters] == [True, True]
 
 
 def test_none_gradients_are_left_out_and_stay_none_if_all_are() -> None:

@@ -472,6 +472,21 @@ def record_sum(sums: list[float], parameter: Tensor) -> None:
     sums.append(parameter.grad.sum().item())
 
 
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_that_is_made_between_forward_and_backward_fires_in_the_backward(kind: str) -> None:
+    layer = square()
+    seen: list[Tensor] = []
+    gradients = WeightGradients(frozenset(layer.parameters()))
+    with gradients.watch():
+        output = layer(torch.ones(2, 6)).sum()
+    getattr(layer.weight, kind)(seen.append)
+    with gradients.defer():
+        output.backward()
+    gradients.accumulate()
+    assert same(layer.weight.grad, torch.full((6, 6), 2.0))
+    assert len(seen) == 1
+
+
 def test_a_hook_may_change_a_gradient() -> None:
     class Hooked(nn.Linear):
         def forward(self, value: Tensor) -> Tensor:
