@@ -286,7 +286,7 @@ def bind_unix(path: Path) -> socket.socket:
         listener.close()
         size = len(os.fsencode(path))
         why = (
-            f"it has {size} bytes, and may have {MAX_SOCKET_PATH}"
+            f"it has {size} bytes, and may have at most {MAX_SOCKET_PATH}"
             if size > MAX_SOCKET_PATH
             else one_line(error)
         )
