@@ -105,7 +105,7 @@ class Training:
         self._last: StepEvent | None = None
         self._epoch_ended_after = 0
         self._ended = 0.0
-        self._segment: list[float] = []
+        self._segment: list[float] | None = None
         self._endless = self._steps.after(self.progress.step)
         group.require_enough(fewest_samples(config, datasets.train))
         for text in group.warnings():
@@ -148,11 +148,9 @@ class Training:
         """Train the next `steps` steps, and wait until all stages have done them."""
         loaded = list(itertools.islice(self._endless, steps))  # before the clock starts
         started, cpu = time.perf_counter(), time.process_time()
-        self._segment = []
+        losses = self._segment = []
         self._train(loaded)
-        return SegmentTotals(
-            time.perf_counter() - started, time.process_time() - cpu, self._segment
-        )
+        return SegmentTotals(time.perf_counter() - started, time.process_time() - cpu, losses)
 
     def _train(self, steps: Iterable[Step]) -> None:
         self._ended = time.perf_counter()
@@ -245,7 +243,8 @@ class Training:
         self._ended = now
         if self._config.holds_steps:
             self._report_step(reports)
-        self._segment.append(trained.loss)
+        if self._segment is not None:
+            self._segment.append(trained.loss)
         for tracer in self._tracers:
             tracer.after_step(step.number)
 

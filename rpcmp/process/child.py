@@ -91,7 +91,7 @@ class Child:
         ours, theirs = socket.socketpair()
         stacks, memory = Stacks(), shared_memory("rpcmp-activity", mmap.PAGESIZE)
         activity = Activity(memory)
-        on_line = on_line or _own_log(module)
+        on_line = on_line or log_as(module)
         log = Receiver(on_line)
         with contextlib.ExitStack() as on_error, theirs, os.fdopen(memory):
             on_error.enter_context(ours)  # a child without an owner ends when this is closed
@@ -267,7 +267,8 @@ class Child:
         return True
 
 
-def _own_log(module: str) -> LineHandler:
+def log_as(module: str) -> LineHandler:
+    """Return a function that adds a child's lines to our own log, under the name of `module`."""
     name = module.removeprefix("rpcmp.")
 
     def on_line(line: Line) -> None:

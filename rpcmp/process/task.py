@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from rpcmp.config.importing import explain_error
 from rpcmp.errors import JobError, RpcmpError, to_wire
 from rpcmp.process.channel import Channel, Message, connect_to_supervisor
-from rpcmp.process.child import Child
+from rpcmp.process.child import Child, log_as
 from rpcmp.process.fork_client import Forks
-from rpcmp.process.logging.records import Line, entry_of, pass_on
 from rpcmp.process.sandbox.confinement import FileAccess
 
 TASKS = {
@@ -51,11 +50,7 @@ async def start_task(
     file_access: FileAccess | None = None,
 ) -> Child:
     """Start a child process for a task; the caller sends it the message with this op."""
-    name = _module(op).removeprefix("rpcmp.")
-
-    def log(line: Line) -> None:
-        pass_on(entry_of(line, name, generation=0))
-
+    log = log_as(_module(op))
     return await Child.spawn(
         "rpcmp.process.task", environment, forks=forks, on_line=log, file_access=file_access
     )
