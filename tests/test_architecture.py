@@ -206,7 +206,7 @@ def test_supervisors_and_the_command_line_do_not_import_torch() -> None:
 import importlib, sys
 import rpcmp.cli, rpcmp.config.schema, rpcmp.job.training_run, rpcmp.job.server_calls
 import rpcmp.cli.observing, rpcmp.observability.observers
-import rpcmp.observability.dashboard.html, rpcmp.observability.dashboard.page_server
+import rpcmp.observability.dashboard.html_report, rpcmp.observability.dashboard.page_server
 import rpcmp.server.lifecycle, rpcmp.server.stage_server, rpcmp.server.connection
 import rpcmp.tools.bench.contestants, rpcmp.tools.diagnosis, rpcmp.tools.explain.gather
 for module in rpcmp.cli.COMMANDS:

@@ -59,7 +59,7 @@ def report(folders: tuple[Path, ...], output: Path | None, text: bool) -> None:
 
         _print(compare(runs))
         return
-    from rpcmp.observability.dashboard.html import html
+    from rpcmp.observability.dashboard.html_report import html
 
     path = output or folders[0] / (REPORT if len(runs) == 1 else COMPARISON)
     require_writable(path)

@@ -14,7 +14,7 @@ from typing import Literal, Self
 
 from pydantic import PrivateAttr, model_validator
 
-from rpcmp.config import validation
+from rpcmp.config import cross_checks
 from rpcmp.config.job_sections import DataConfig, JobSettings, StageConfig
 from rpcmp.config.topology import Graph, Member, ReplicaAssignment, build_graph
 from rpcmp.config.types import (
@@ -129,7 +129,7 @@ class Config(JobSettings):
     @property
     def warnings(self) -> list[str]:
         """Settings that are allowed but probably not meant."""
-        return validation.warnings(self)
+        return cross_checks.warnings(self)
 
     @property
     def addresses(self) -> list[str]:
@@ -307,7 +307,7 @@ class Config(JobSettings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        validation.check(self)
+        cross_checks.check(self)
         return self
 
 

@@ -34,7 +34,7 @@ from rpcmp.config import importing
 from rpcmp.config.job_sections import DataConfig
 from rpcmp.config.types import Factory
 from rpcmp.errors import ConfigError
-from rpcmp.pipelining import layers, microbatches, pytree
+from rpcmp.pipelining import microbatches, pytree, random_streams
 from rpcmp.process.sandbox.confinement import is_confined
 
 Key = tuple[int, int, list[int]]
@@ -128,9 +128,9 @@ class OwnSampler:
 
     def indices(self) -> list[int]:
         """Return an epoch's indices at once, since other code draws from the same generators."""
-        layers.seed_all(self._seed, "sampler", self._epoch)
+        random_streams.seed_all(self._seed, "sampler", self._epoch)
         if isinstance(generator := getattr(self._sampler, "generator", None), torch.Generator):
-            generator.manual_seed(layers.derive_seed(self._seed, "sampler", self._epoch))
+            generator.manual_seed(random_streams.derive_seed(self._seed, "sampler", self._epoch))
         indices = list(self._sampler)
         if len(indices) != len(self):
             text = (
@@ -155,7 +155,7 @@ def sampler_of(dataset: Dataset[Any], data: DataConfig, seed: int) -> OwnSampler
     """Create the config's own sampler of the training dataset, if it has one."""
     if data.sampler is None:
         return None
-    layers.seed_all(seed, "sampler")
+    random_streams.seed_all(seed, "sampler")
     sampler = importing.create(data.sampler, "data.sampler", dataset)
     if not (hasattr(sampler, "__len__") and hasattr(sampler, "__iter__")):
         raise ConfigError(
@@ -216,7 +216,7 @@ class Batches:
             multiprocessing_context="spawn" if data.num_workers else None,
             persistent_workers=data.num_workers > 0,
             # Its own: a loader draws from it even if nothing uses what it draws.
-            generator=torch.Generator().manual_seed(layers.derive_seed(seed, "loader")),
+            generator=torch.Generator().manual_seed(random_streams.derive_seed(seed, "loader")),
         )
 
     def __len__(self) -> int:
@@ -284,7 +284,7 @@ class Samples(Dataset[Any]):
 
     def __getitem__(self, key: Key) -> Any:
         epoch, index, samples = key
-        layers.seed_all(self._seed, "batch", epoch, index)
+        random_streams.seed_all(self._seed, "batch", epoch, index)
         # Like torch's own loaders, which load many samples at once if the dataset can.
         if load_samples := getattr(self.dataset, "__getitems__", None):
             return load_samples(samples)
@@ -307,7 +307,7 @@ def load_batches(
 
 
 def create_dataset(source: Factory, what: str, seed: int) -> Dataset[Any]:
-    layers.seed_all(seed, "dataset", what)
+    random_streams.seed_all(seed, "dataset", what)
     dataset: Dataset[Any] = importing.create(source, what)
     is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if not is_map_style or isinstance(dataset, IterableDataset):  # which has a __getitem__ too

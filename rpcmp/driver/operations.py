@@ -20,8 +20,8 @@ from torch import Tensor
 
 from rpcmp.config.schema import Config
 from rpcmp.data.batches import Loaded
-from rpcmp.driver.distributed_optimizer import ScalerState
 from rpcmp.driver.evaluation import Metrics
+from rpcmp.driver.loss_scaler import ScalerState
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.errors import ConfigError, JobError, LossScaleError, RpcmpError, one_line, to_wire
 from rpcmp.process.activity import PHASE_BYTES, Activity

@@ -37,7 +37,7 @@ from rpcmp.observability.events import Event, StartEvent, SummaryEvent
 from rpcmp.pipelining import assignment, cost_model
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.process.activity import start_heartbeat
-from rpcmp.process.channel import ChildContext, Message
+from rpcmp.process.channel import ChildContext, Message, connect_to_supervisor
 from rpcmp.rpc import transport, unpickler
 from rpcmp.rpc.tensors import save_tensors
 from rpcmp.rpc.transport import ChannelStore, Transport
@@ -83,8 +83,9 @@ LEAVE_SECONDS = 10.0
 """Seconds that the driver waits for the workers when the group ends."""
 
 
-def run(bond: ChildContext) -> None:
-    """Run one job; the process ends here."""
+def main() -> None:
+    """Run one generation of a job; the process ends here."""
+    bond = connect_to_supervisor()
     driver = DriverProcess(bond)
     try:
         driver.run()

@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 
 from rpcmp.config.run_sections import EarlyStoppingConfig, Mode, is_better
 from rpcmp.config.schema import Config
-from rpcmp.driver.distributed_optimizer import ScalerState
+from rpcmp.driver.loss_scaler import ScalerState
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from rpcmp.config.topology import DRIVER
 from rpcmp.data.batch_server import BatchServer
 from rpcmp.data.batches import Loaded
 from rpcmp.driver import worker_refs
-from rpcmp.driver.distributed_optimizer import DistributedOptimizer, LossScaler
+from rpcmp.driver.distributed_optimizer import DistributedOptimizer
 from rpcmp.driver.evaluation import Evaluation, Metrics, mean
+from rpcmp.driver.loss_scaler import LossScaler
 from rpcmp.driver.rounds import Batch, RoundHandle, Rounds
 from rpcmp.driver.worker_refs import WorkerRefs
 from rpcmp.errors import ConfigError, JobError, RpcmpError, one_line

@@ -25,7 +25,7 @@ from pathlib import Path
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.config.topology import DRIVER
 from rpcmp.errors import DrainingError, JobError, WorkerDiedError, from_wire
-from rpcmp.job.first_failure import FirstFailure, Watchdog, task_group
+from rpcmp.job.failure_detection import FirstFailure, Watchdog, task_group
 from rpcmp.job.restore_point import ChooseRestorePoint, RestorePoint, from_config
 from rpcmp.job.server_calls import shipped_code
 from rpcmp.job.server_pool import ServerPool
@@ -37,7 +37,7 @@ from rpcmp.process import interpreter
 from rpcmp.process.activity import HeartbeatMonitor
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
-from rpcmp.process.fork_client import Forks
+from rpcmp.process.fork_client import DRIVERS, Forks
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.logging.records import Entry, Line, entry_of, pass_on
 from rpcmp.server.rendezvous import StoreProxy
@@ -123,7 +123,7 @@ class Generation:
         """Start the driver process; returns the assignment of every worker."""
         environment = compute_environment(threads=1)
         driver = await Child.spawn(
-            "rpcmp.driver",
+            DRIVERS,
             environment,
             self._fds,
             self._pool.forks,

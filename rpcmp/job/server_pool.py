@@ -23,7 +23,7 @@ from rpcmp.checkpoint.slots import HeldSnapshots
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.errors import ConfigError, JobError, RecoveryTimeoutError, RpcmpError
-from rpcmp.job.first_failure import task_group
+from rpcmp.job.failure_detection import task_group
 from rpcmp.job.server_calls import ANSWER_SECONDS, describe, dialer_for, require_addresses
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.observability.events import Event, ReplacedEvent, WaitingEvent

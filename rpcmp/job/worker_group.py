@@ -17,7 +17,7 @@ from rpcmp.checkpoint.slots import HeldSnapshots, mirrors_of
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER, Member, member_names
 from rpcmp.errors import DrainingError, RpcmpError, from_wire
-from rpcmp.job.first_failure import FirstFailure
+from rpcmp.job.failure_detection import FirstFailure
 from rpcmp.job.restore_point import RestorePoint
 from rpcmp.job.server_calls import gather_all, prepare_request
 from rpcmp.job.server_pool import ServerPool

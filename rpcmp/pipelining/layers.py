@@ -1,14 +1,9 @@
 """Build the model's layers: each host its own, with the same bits on every host.
 
 A layer is the unit of a balance, of the names of parameters and of random streams. A chain's layers
-come from the config's `layers` callable; a named stage is one layer of its own name. Layers are
-initialized from (seed, layer name), so the parameters of a model do not depend on where it is cut.
-
-One `seed` rules every random number. Each use derives its own stream from the seed and its purpose:
-(seed, "init", layer) for parameters, (seed, "train", step, micro-batch, layer) for dropout, (seed,
-"epoch", epoch) for shuffling. None of these depends on where the model is cut, on the schedule or
-on which host draws from it, so none of these change a run's bits. What a stage's optimizer draws,
-some add noise, comes from (seed, "optimizer", step, stage).
+come from the config's `layers` callable; a named stage is one layer of its own name. Each layer is
+initialized from its own stream of random numbers, so a model's parameters do not depend on where it
+is cut; see `random_streams`.
 
 A run may start from the weights in a file, `init = "model.safetensors"`, which holds the unsplit
 model's state_dict, as `rpcmp export` writes it. Each host reads only the tensors of its layers.
@@ -17,13 +12,10 @@ model's state_dict, as `rpcmp export` writes it. Each host reads only the tensor
 from __future__ import annotations
 
 import functools
-import hashlib
-import random
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy.random  # torch loads numpy, but this of it not before it is used: then in every fork
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -32,23 +24,7 @@ from rpcmp.config import importing
 from rpcmp.config.schema import Config
 from rpcmp.config.types import Factory
 from rpcmp.errors import ConfigError, FactoryError
-
-
-def derive_seed(*parts: int | str) -> int:
-    """Return a 63-bit seed from `parts`; equal parts give equal seeds on every machine."""
-    text = "\0".join(f"{type(part).__name__}:{part}" for part in parts)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-
-
-def seed_all(*parts: int | str) -> None:
-    """Seed every generator that a model may draw from: torch's, Python's and numpy's."""
-    seed = derive_seed(*parts)
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
-
+from rpcmp.pipelining import random_streams
 
 MAX_LISTED = 5
 """Most tensors that an error lists."""
@@ -123,7 +99,7 @@ def chain_layers(config: Config) -> dict[str, LayerFactory]:
     """Return the factories of the layers of a `[model]`, by name, in order."""
     if config.model is None:
         raise ConfigError("only a job with [model] has a list of layers")
-    seed_all(config.seed, "layers")
+    random_streams.seed_all(config.seed, "layers")
     model = config.model
     value = importing.create(Factory(callable=model.layers, kwargs=model.kwargs), "model.layers")
     layers: dict[str, LayerFactory] = {}
@@ -178,7 +154,7 @@ def build_layers(config: Config, stage_index: int, names: Iterable[str]) -> dict
 
 
 def _build_layer(seed: int, name: str, layer: LayerFactory) -> nn.Module:
-    seed_all(seed, "init", name)
+    random_streams.seed_all(seed, "init", name)
     try:
         module = layer()
     except FactoryError:

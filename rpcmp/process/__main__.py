@@ -18,7 +18,6 @@ import gc
 import importlib
 import json
 import os
-import runpy
 import selectors
 import signal
 import socket
@@ -117,7 +116,7 @@ class ForkServer:
         _send(line, {"event": "started", "pid": pid})
 
     def _run_child(self, message: dict[str, Any], fds: list[int]) -> NoReturn:
-        """Run `python -m module CHANNEL PARENT STACKS ACTIVITY LOG HELD MORE...` in the child."""
+        """Run the module's `main` as `Child.spawn` would run the module in an interpreter."""
         os.setpgid(0, 0)  # what the user's code forks is ended together with it
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -134,10 +133,10 @@ class ForkServer:
             os.close(output)
         channel, *more = fds
         sys.argv = [module, *map(str, (channel, self._pid, *more))]
-        setproctitle(module)
+        setproctitle(module.removesuffix(".process"))
         if file_access is not None:  # before any code that is not ours
             confinement.enter(FileAccess.from_message(file_access), message["scratch"])
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        importlib.import_module(module).main()
         sys.exit()
 
     def _reap(self) -> None:

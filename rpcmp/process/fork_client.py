@@ -100,7 +100,7 @@ class Forks:
         file_access: FileAccess | None = None,
         scratch: str = "",
     ) -> Forked:
-        """Fork a child that runs `module` as `python -m` does.
+        """Fork a child that runs the `main` of `module`.
 
         Args:
             environment: of the child, beyond our own. If it differs from the last one, the fork

@@ -28,7 +28,7 @@ from rpcmp.process import interpreter, resources
 from rpcmp.process.activity import NO_MICROBATCH, Doing, HeartbeatMonitor
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
-from rpcmp.process.fork_client import Forks
+from rpcmp.process.fork_client import WORKERS, Forks
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.logging.records import Entry, Line, entry_of
 from rpcmp.process.sandbox.confinement import FileAccess
@@ -140,7 +140,7 @@ class Claim:
         file_access = self._file_access and self._file_access.reading(self._folder, checkpoints)
         self._finds_files = file_access is None or bool(checkpoints and checkpoints.is_dir())
         self._child = await Child.spawn(
-            "rpcmp.worker",
+            WORKERS,
             compute_environment(self._threads),
             self._snapshot_store.slots.fds,
             self._forks,

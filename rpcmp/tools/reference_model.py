@@ -37,7 +37,7 @@ from rpcmp.config.schema import Config
 from rpcmp.config.topology import Reference
 from rpcmp.data.batches import Batches, load_batches
 from rpcmp.errors import JobError, RpcmpError
-from rpcmp.pipelining import assignment, devices, layers, microbatches, optimizers
+from rpcmp.pipelining import assignment, devices, layers, microbatches, optimizers, random_streams
 from rpcmp.process.channel import Message
 from rpcmp.rpc.tensors import save_tensors
 from rpcmp.tools.reference_parts import ReferenceSteps, ReferenceTies, Replicas, autocast
@@ -186,7 +186,7 @@ class UnsplitModel:
         for position, (layer, module) in enumerate(self._modules[stage].items()):
             if position:
                 read = [_map(_between_layers, read[0])]
-            layers.seed_all(self._config.seed, "train", step, index, layer)
+            random_streams.seed_all(self._config.seed, "train", step, index, layer)
             with self._autocast[stage]:
                 read = [module(*read)]
         return read[0]

@@ -28,7 +28,7 @@ from torch.amp import GradScaler
 
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import ReplicaAssignment
-from rpcmp.pipelining import layers
+from rpcmp.pipelining import random_streams
 
 
 def autocast(config: Config, stage_index: int) -> AbstractContextManager[object]:
@@ -93,7 +93,7 @@ class _CombinedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for stage, optimizer in self._optimizers.items():
-            layers.seed_all(self._seed, "optimizer", self.number, stage)
+            random_streams.seed_all(self._seed, "optimizer", self.number, stage)
             optimizer.step()
         self.steps += 1
 

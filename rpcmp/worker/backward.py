@@ -31,8 +31,9 @@ from rpcmp.pipelining.schedule import Action
 from rpcmp.rpc.messages import Bundle, MicrobatchMeta
 from rpcmp.rpc.transport import Raised
 from rpcmp.worker import boundary
-from rpcmp.worker.boundary import Gradients, LocalTape, Replay
+from rpcmp.worker.boundary import Gradients, LocalTape
 from rpcmp.worker.executor import ComputeThread, Task
+from rpcmp.worker.recompute import Replay
 from rpcmp.worker.weight_grad import WeightGradients
 
 

@@ -19,8 +19,9 @@ from rpcmp.pipelining import pytree
 from rpcmp.rpc.messages import Bundle, MicrobatchMeta, Mode, StageOutputs
 from rpcmp.worker import boundary
 from rpcmp.worker.backward import Backwards, SavedBundle, SavedForward, stage_error
-from rpcmp.worker.boundary import Buffers, LocalTape, Replay
+from rpcmp.worker.boundary import LocalTape
 from rpcmp.worker.model import LossScale, StageModel
+from rpcmp.worker.recompute import Buffers, Replay
 from rpcmp.worker.weight_grad import Splitter
 
 

@@ -31,7 +31,7 @@ from rpcmp import metrics
 from rpcmp.config import files, importing
 from rpcmp.config.types import Autocast, Factory
 from rpcmp.errors import ConfigError, FactoryError
-from rpcmp.pipelining import devices, layers, microbatches, pytree
+from rpcmp.pipelining import devices, layers, microbatches, pytree, random_streams
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.rpc.messages import Evaluated, MicrobatchMeta
 
@@ -100,7 +100,7 @@ class StageModel:
         header = meta.round
         self._set_mode(header.is_training)
         for index, (name, module) in enumerate(self._modules.items()):
-            layers.seed_all(self._seed, header.mode.value, header.step, meta.draw, name)
+            random_streams.seed_all(self._seed, header.mode.value, header.step, meta.draw, name)
             with self._autocast:
                 inputs = [module(*inputs)]  # stage.py [7]
             if index + 1 < len(self._modules):

@@ -24,7 +24,7 @@ from rpcmp.config import importing
 from rpcmp.config.types import Factory
 from rpcmp.errors import ConfigError, RpcmpError, StageError, one_line
 from rpcmp.observability.trace.spans import NO_MICROBATCH, Kind
-from rpcmp.pipelining import layers, optimizers
+from rpcmp.pipelining import optimizers, random_streams
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.rpc.messages import StepReport
 from rpcmp.worker.executor import ComputeThread, ComputeThreadOwner, Result, on_compute_thread
@@ -227,7 +227,7 @@ class StageOptimizer(ComputeThreadOwner):
     def _step(self, updates: bool = True) -> StepReport:
         started = time.perf_counter_ns()
         if self._optimizer is not None and updates:
-            layers.seed_all(self._seed, "optimizer", self.steps + 1, self.stage)
+            random_streams.seed_all(self._seed, "optimizer", self.steps + 1, self.stage)
             self._optimizer.step()  # stage.py [13]
         self._zero_grad()
         self.steps += 1

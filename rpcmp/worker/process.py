@@ -33,7 +33,7 @@ from rpcmp.errors import (
 )
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.process.activity import start_heartbeat
-from rpcmp.process.channel import ChildContext, Message
+from rpcmp.process.channel import ChildContext, Message, connect_to_supervisor
 from rpcmp.rpc import transport, unpickler
 from rpcmp.rpc.transport import ChannelStore, Transport
 from rpcmp.worker import weight_grad
@@ -44,8 +44,9 @@ LEAVE_SECONDS = 10.0
 """How long a worker waits for the others at the end of the group."""
 
 
-def run(bond: ChildContext) -> None:
+def main() -> None:
     """Run one worker, and end the process."""
+    bond = connect_to_supervisor()
     channel = bond.channel
     channel.send({"event": "ready"})
     start = channel.receive()

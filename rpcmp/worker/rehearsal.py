@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rpcmp.checkpoint.stage_state import StageState, decoded, pack, require_storable
 from rpcmp.errors import FactoryError, one_line
-from rpcmp.pipelining import layers
+from rpcmp.pipelining import random_streams
 from rpcmp.rpc.tensors import same_bits
 from rpcmp.worker.optimizer_state import KeptState, OptimizerState, same
 
@@ -150,14 +150,14 @@ def _smaller(shape: Sequence[int], largest: float) -> tuple[int, ...]:
 
 def _new_trial(build: Build, kinds: Mapping[str, Tensor]) -> _Trial:
     named = {name: nn.Parameter(_made_up(like, 0, name)) for name, like in kinds.items()}
-    layers.seed_all(0, "rehearsal")
+    random_streams.seed_all(0, "rehearsal")
     optimizer, scheduler = build(named)
     return _Trial(named, optimizer, scheduler, OptimizerState(optimizer, named, "the trial"))
 
 
 def _made_up(like: Tensor, step: int, name: str) -> Tensor:
     """Numbers of the size of gradients, the same in every call."""
-    generator = torch.Generator().manual_seed(layers.derive_seed("rehearsal", step, name))
+    generator = torch.Generator().manual_seed(random_streams.derive_seed("rehearsal", step, name))
     numbers = torch.randn(like.shape, generator=generator, dtype=torch.float32) / 16
     return numbers.to(like.device, like.dtype)
 
@@ -166,7 +166,7 @@ def _step(trial: _Trial, first: int, last: int) -> None:
     for step in range(first, last + 1):
         for name, parameter in trial.named.items():
             parameter.grad = _made_up(parameter, step, name)
-        layers.seed_all(0, "optimizer", step, "rehearsal")
+        random_streams.seed_all(0, "optimizer", step, "rehearsal")
         trial.optimizer.step()
         if trial.scheduler is not None:
             watches_loss = isinstance(trial.scheduler, ReduceLROnPlateau)

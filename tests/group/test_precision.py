@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rpcmp.config import loader
-from rpcmp.driver.distributed_optimizer import LossScaler
+from rpcmp.driver.loss_scaler import LossScaler
 from rpcmp.errors import JobError, LossScaleError, NonFiniteLossError
 from rpcmp.process.channel import Message
 from tests.support.chains import CHAINS, GRAPH

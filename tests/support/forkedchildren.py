@@ -19,7 +19,7 @@ import os, signal, sys, threading
 import preloaded
 from rpcmp.process.channel import connect_to_supervisor
 
-if __name__ == "__main__":
+def main():
     bond = connect_to_supervisor()
     bond.channel.send({
         "event": "hello",
@@ -41,6 +41,9 @@ if __name__ == "__main__":
             raise RuntimeError("planted")
         case "hang":
             threading.Event().wait()
+
+if __name__ == "__main__":
+    main()
 """
 
 

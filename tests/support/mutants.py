@@ -48,7 +48,7 @@ AREAS = {
     "unpickler": ("rpc/unpickler.py", "net/rpc_pickle.py", "net/rpc_inspection.py"),
     "roles": ("net/identity.py", "net/security.py"),
     "config": (
-        "config/validation.py",
+        "config/cross_checks.py",
         "config/schema.py",
         "config/loader.py",
         "config/job_sections.py",

@@ -16,7 +16,7 @@ from playwright.sync_api import Page as Tab
 from rpcmp.net import authority, identity
 from rpcmp.observability.dashboard.history import MAX_ENTRIES as LINES
 from rpcmp.observability.dashboard.history import MAX_ROWS as ROWS
-from rpcmp.observability.dashboard.html import html
+from rpcmp.observability.dashboard.html_report import html
 from rpcmp.observability.dashboard.page_server import Endpoint, LivePage
 from tests.support import pageevents
 from tests.support.browsers import chromium, opened

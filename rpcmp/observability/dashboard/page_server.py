@@ -40,7 +40,7 @@ from rpcmp.errors import ConfigError
 from rpcmp.net.certificates import Certificate
 from rpcmp.net.connection_limits import BoundedListener, ConnectionLimit, descriptor_limit
 from rpcmp.net.security import Credentials, is_loopback
-from rpcmp.observability.dashboard import html
+from rpcmp.observability.dashboard import html_report
 from rpcmp.observability.dashboard.state import State
 from rpcmp.observability.events import Event
 from rpcmp.observability.web_server import HostCheck, WebServer, listen
@@ -215,13 +215,13 @@ def _application(
         endpoint: the endpoint at which it is served.
         authenticate: called with the address of each client whose request passes the checks.
     """
-    contents = html.load()
+    contents = html_report.load()
 
     async def file(request: Request) -> Response:
         path = request.path_params["path"] or "index.html"
         if path not in contents:
             return PlainTextResponse("404: no such file\n", 404)
-        return Response(contents[path], media_type=html.media_type(path))
+        return Response(contents[path], media_type=html_report.media_type(path))
 
     async def events(request: Request) -> Response:
         last_id = request.headers.get("last-event-id") or request.query_params.get("after", "")

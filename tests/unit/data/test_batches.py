@@ -19,7 +19,7 @@ from rpcmp.config.job_sections import DataConfig
 from rpcmp.config.types import Factory
 from rpcmp.data.batches import Batches, Loaded, load_batches
 from rpcmp.errors import ConfigError
-from rpcmp.pipelining import layers
+from rpcmp.pipelining import random_streams
 from tests.support.minibatches import AllAtOnce, Transformed, batches_of, require_tails, values
 from tests.zoo import models
 
@@ -103,7 +103,7 @@ def test_a_random_transform_does_not_depend_on_what_happens_between_mini_batches
     disturbed = []
     for inputs, _ in load("Noise").epoch(1):
         disturbed.append(inputs)
-        layers.seed_all("a training step")
+        random_streams.seed_all("a training step")
     assert torch.equal(torch.cat(fault_free), torch.cat(disturbed))
 
 
@@ -134,9 +134,9 @@ def test_a_loader_process_changes_no_order_no_random_transform_and_no_generator_
         return [torch.rand(()).item(), random.random(), numpy.random.rand()]
 
     here = [values(batches_of(Transformed()), epoch) for epoch in (1, 2)]
-    layers.seed_all("a test")
+    random_streams.seed_all("a test")
     fault_free = drawn()
-    layers.seed_all("a test")
+    random_streams.seed_all("a test")
     with closing(batches_of(Transformed(), num_workers=1)) as there:
         assert [values(there, epoch) for epoch in (1, 2)] == here
     assert drawn() == fault_free

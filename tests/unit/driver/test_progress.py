@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rpcmp.config import loader
 from rpcmp.config.schema import Config
 from rpcmp.driver import progress as saves_module
-from rpcmp.driver.distributed_optimizer import ScalerState
+from rpcmp.driver.loss_scaler import ScalerState
 from rpcmp.driver.progress import (
     DEFAULT_SECONDS,
     MAX_IN_PROGRESS,

@@ -11,7 +11,7 @@ from torch import nn
 from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError, FactoryError
-from rpcmp.pipelining import layers
+from rpcmp.pipelining import layers, random_streams
 from rpcmp.rpc import tensors
 from tests.zoo import models
 
@@ -56,7 +56,7 @@ def test_another_seed_gives_other_bits() -> None:
 
 def test_a_layer_is_initialized_from_the_seed_and_its_name() -> None:
     for name, make in models.layers():
-        layers.seed_all(3, "init", name)
+        random_streams.seed_all(3, "init", name)
         expected = {name: make()}
         assert sha256(layers.build_layers(config(seed=3), 0, [name])) == sha256(expected)
 

@@ -113,7 +113,7 @@ def test_a_foreign_error_comes_with_its_traceback() -> None:
         result(called(raised), "stage0")
 
 
-def test_results_come_in_order_and_the_first_failure_ends_the_wait() -> None:
+def test_results_come_in_order_and_the_failure_detection_ends_the_wait() -> None:
     futures: list[Future[Any]] = [Future() for _ in range(3)]
     with ThreadPoolExecutor() as threads:
         waiting = threads.submit(results, [(str(n), each) for n, each in enumerate(futures)])

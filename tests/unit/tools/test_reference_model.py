@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
 from rpcmp.data.batches import Batches, load_batches
-from rpcmp.pipelining import assignment, layers
+from rpcmp.pipelining import assignment, layers, random_streams
 from rpcmp.tools.reference_model import UnsplitModel
 from rpcmp.tools.verification import ComparedRun, first_difference
 from tests.support.nearness import assert_near
@@ -308,7 +308,7 @@ def test_dropout_is_drawn_for_each_micro_batch_and_layer() -> None:
     batch = next(batches(config).epoch(1))
     slices = zip(*(tensor.tensor_split(2) for tensor in batch), strict=True)
     for index, (inputs, targets) in enumerate(slices):
-        layers.seed_all(0, "train", 1, index, "middle")
+        random_streams.seed_all(0, "train", 1, index, "middle")
         hidden = middle(first(inputs))
         expected += nn.functional.mse_loss(last(hidden), targets).item() / 2
     assert train(config, steps=1).losses == pytest.approx([expected])

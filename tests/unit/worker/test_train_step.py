@@ -104,7 +104,7 @@ def test_a_round_that_overtakes_the_one_before_waits_for_it() -> None:
     assert [trained.loss for trained in later.wait()] == [3.0, 4.0]
 
 
-def test_the_first_failure_is_the_answer_at_once() -> None:
+def test_the_failure_detection_is_the_answer_at_once() -> None:
     sink = Sink()
     answer = sink.runner(2).train(bundles(1), 0)
     sink.fail(1, 1)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rpcmp.cli import progress_output
 from rpcmp.observability.dashboard.history import MAX_ENTRIES, MAX_ROWS, Curve, Row
-from rpcmp.observability.dashboard.html import html
+from rpcmp.observability.dashboard.html_report import html
 from rpcmp.observability.dashboard.state import EVALUATIONS, State
 from rpcmp.observability.events import KeptEvent
 from tests.support import pageevents

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rpcmp.config.validation import RESERVED_METRICS
+from rpcmp.config.cross_checks import RESERVED_METRICS
 from rpcmp.observability.events import (
     EarlyStopEvent,
     EvalEvent,

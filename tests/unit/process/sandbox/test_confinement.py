@@ -126,7 +126,8 @@ def status(*keys):
     lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
     return {key: lines[key].strip() for key in keys}
 
-if __name__ == "__main__":
+def main():
+    global given
     bond = connect_to_supervisor()
     given = bond.channel.receive()
     other = given["other"]

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from rpcmp.errors import WorkerHungError
-from rpcmp.job.first_failure import Watchdog
+from rpcmp.job.failure_detection import Watchdog
 from rpcmp.process.activity import NO_MICROBATCH, Doing
 from rpcmp.v1 import control_pb2 as pb
 

@@ -16,8 +16,7 @@ from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
 from rpcmp.config.types import Factory
 from rpcmp.data.batches import Batches, Loaded, SampleOrder
-from rpcmp.data.index_batches import IndexBatches
-from rpcmp.driver.datasets import Datasets
+from rpcmp.driver.datasets import Datasets, IndexBatches
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.errors import ConfigError
 from rpcmp.rpc.messages import BatchIndices, DatasetInfo

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rpcmp.pipelining import layers
+from rpcmp.pipelining import random_streams
 from rpcmp.rpc.messages import StageOutputs
-from rpcmp.worker.boundary import Buffers, LocalTape, Replay
+from rpcmp.worker.boundary import LocalTape
+from rpcmp.worker.recompute import Buffers, Replay
 from rpcmp.worker.weight_grad import Splitter, WeightGradients
 from tests.support import splitlayers
 
@@ -71,7 +72,7 @@ def micro_batches() -> list[Tensor]:
 
 def seeded(module: nn.Module, number: int) -> Forward:
     def compute(inputs: list[Any]) -> Any:
-        layers.seed_all(0, "train", 1, number, "layer")
+        random_streams.seed_all(0, "train", 1, number, "layer")
         return module(*inputs)
 
     return compute

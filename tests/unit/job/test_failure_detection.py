@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rpcmp.errors import BusyError, JobError
-from rpcmp.job.first_failure import FirstFailure, task_group
+from rpcmp.job.failure_detection import FirstFailure, task_group
 
 
 def in_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -36,7 +36,7 @@ async def never() -> None:
 
 
 @in_a_loop
-async def test_all_waiters_raise_the_first_failure() -> None:
+async def test_all_waiters_raise_the_failure_detection() -> None:
     failure = FirstFailure()
     waiting = [asyncio.ensure_future(failure.unless_failed(never())) for _ in range(2)]
     failure.supervise(raises(BusyError("first")))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.amp import GradScaler
 
 from rpcmp.config.run_sections import LossScalingConfig
-from rpcmp.driver.distributed_optimizer import LOWEST, LossScaler, ScalerState
+from rpcmp.driver.loss_scaler import LOWEST, LossScaler, ScalerState
 from rpcmp.errors import LossScaleError
 
 CONFIGS = st.builds(

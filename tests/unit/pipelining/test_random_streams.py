@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rpcmp.pipelining import layers
+from rpcmp.pipelining import random_streams
 
 
 @pytest.mark.parametrize(
@@ -18,18 +18,18 @@ from rpcmp.pipelining import layers
     ],
 )
 def test_the_derivation_has_not_changed(parts: tuple[int | str, ...], seed: int) -> None:
-    assert layers.derive_seed(*parts) == seed
+    assert random_streams.derive_seed(*parts) == seed
 
 
 def test_all_of_torch_is_seeded_with_it() -> None:
-    layers.seed_all(7, "epoch", 3)
+    random_streams.seed_all(7, "epoch", 3)
     seeded = torch.get_rng_state()
-    torch.manual_seed(layers.derive_seed(7, "epoch", 3))
+    torch.manual_seed(random_streams.derive_seed(7, "epoch", 3))
     assert torch.equal(torch.get_rng_state(), seeded)
 
 
 def test_a_seed_fits_into_63_bits() -> None:
-    assert all(0 <= layers.derive_seed(index) < 2**63 for index in range(1000))
+    assert all(0 <= random_streams.derive_seed(index) < 2**63 for index in range(1000))
 
 
 def test_different_uses_have_different_seeds() -> None:
@@ -43,12 +43,12 @@ def test_different_uses_have_different_seeds() -> None:
         (1, 2, ""),
         (-1, 2),
     ]
-    assert len({layers.derive_seed(*use) for use in uses}) == len(uses)
+    assert len({random_streams.derive_seed(*use) for use in uses}) == len(uses)
 
 
 def test_equal_parts_give_equal_numbers_and_others_do_not() -> None:
     def drawn(*parts: int | str) -> list[float]:
-        layers.seed_all(*parts)
+        random_streams.seed_all(*parts)
         return torch.rand(3).tolist()
 
     assert drawn(5, "a") == drawn(5, "a") != drawn(5, "b")

@@ -1,0 +1,36 @@
+"""Random numbers: one `seed` rules them all, and each use draws from a stream of its own.
+
+A stream's seed is derived from the config's and the purpose:
+
+    (seed, "init", layer)                        parameters
+    (seed, "train", step, micro-batch, layer)    dropout
+    (seed, "epoch", epoch)                       shuffling
+    (seed, "optimizer", step, stage)             what a stage's optimizer draws, some add noise
+
+Only the last depends on where the model is cut. None depends on the schedule or on which host draws
+from it, so these do not change a run's bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import numpy.random  # torch loads numpy, but this of it not before it is used: then in every fork
+import torch
+
+
+def derive_seed(*parts: int | str) -> int:
+    """Return a 63-bit seed from `parts`; equal parts give equal seeds on every machine."""
+    text = "\0".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def seed_all(*parts: int | str) -> None:
+    """Seed every generator that a model may draw from: torch's, Python's and numpy's."""
+    seed = derive_seed(*parts)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
