@@ -89,7 +89,7 @@ def all_modules() -> list[str]:
 def owner(test: Path) -> str | None:
     """Return the module that a test belongs to, by its path below tests/unit or tests/cli.
 
-    A module of several subjects may have a test for each: `test_files_jsonlines.py` is of `files`.
+    A module of several subjects may have a test for each: `test_files_bounded.py` is of `files`.
     """
     folder, name = str(test.parent), test.stem.removeprefix("test_")
     known = [module for module in all_modules() if str(Path(module).parent) == folder]

@@ -44,10 +44,13 @@ def parse(address: str) -> tuple[str, int]:
     is_ipv6 = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if is_ipv6 else host
     odd = any(character.isspace() or character in "[]" for character in host)
-    if not host or odd or not port.isdecimal() or int(port) > LAST_PORT:
+    is_port = port.isdecimal() and len(port) <= len(str(LAST_PORT)) and int(port) <= LAST_PORT
+    if not host or odd or not is_port:
         raise ConfigError(f"{address!r} is not HOST:PORT, such as {LOOPBACK}:{FIRST_PORT}")
     if is_ipv6 != (":" in host):
-        raise ConfigError(f"{address!r}: an IPv6 address needs brackets: [::1]:{FIRST_PORT}")
+        raise ConfigError(
+            f"{address!r}: an IPv6 address has brackets, and no other: [::1]:{FIRST_PORT}"
+        )
     return host, int(port)
 
 

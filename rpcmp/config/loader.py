@@ -101,7 +101,7 @@ def parse_value(text: str) -> Any:
     """Return `text` as a TOML value if it is one, else as a string."""
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # also an integer of thousands of digits
         return text
     return parsed["value"] if len(parsed) == 1 else text
 
@@ -120,7 +120,7 @@ def _descend(table: Any, key: str, override: str) -> Any:
 def _element(table: list[Any], key: str, override: str) -> Any:
     if not table:
         raise ConfigError(f"--set {override!r}: {key!r} would be an element of an empty list")
-    if not key.isdecimal() or int(key) >= len(table):
+    if not key.isdecimal() or len(key) > 9 or int(key) >= len(table):
         raise ConfigError(f"--set {override!r}: {key!r} is not one of 0 to {len(table) - 1}")
     return table[int(key)]
 

@@ -39,7 +39,7 @@ class Config(JobSettings):
     def with_folder(self, folder: Path) -> Self:
         """Return a copy whose relative paths, such as `init`, start at `folder`."""
         folder = folder.resolve()
-        init = None if self.init is None else str(folder / Path(self.init).expanduser())
+        init = None if self.init is None else str(folder / os.path.expanduser(self.init))
         copy = self.model_copy(update={"init": init})
         copy._folder = folder
         return copy
@@ -214,7 +214,7 @@ class Config(JobSettings):
         return self._absolute(self.security.certs)
 
     def _absolute(self, path: str | None) -> Path | None:
-        return None if path is None else (self.folder / Path(path).expanduser()).absolute()
+        return None if path is None else (self.folder / os.path.expanduser(path)).absolute()
 
     def without_recovery(self) -> Self:
         """Return a copy that keeps no snapshots and no checkpoints, for measurements."""

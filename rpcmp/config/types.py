@@ -39,7 +39,7 @@ def parse_size(text: str) -> int:
     """Return the bytes of "8 GiB" or "1.5 GB"; raises ConfigError for other texts."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", text)
     size = float(match[1]) * UNITS.get(match[2], 0) if match else 0.0
-    if size < 1 or math.isinf(size):
+    if not 1 <= size < math.inf:
         raise ConfigError(f'{text!r} is not a size; write one such as "8 GiB" ({", ".join(UNITS)})')
     return int(size)
 

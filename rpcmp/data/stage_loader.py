@@ -129,7 +129,7 @@ class LoaderPool:
                 loaded: T | RpcmpError = load()
             except RpcmpError as error:
                 loaded = error
-            except Exception as error:  # such as a named tuple's class that this process lacks
+            except BaseException as error:  # such as a named tuple's class that this process lacks
                 loaded = _stage_error(self._stage, error)
             done(loaded)
 

@@ -45,6 +45,9 @@ MAX_LINES = 1024 * MIB
 MAX_TIME = 2.0**53
 """Upper limit of times in seconds, beyond any date."""
 
+MOST_DIGITS = 300
+"""More than any float that is finite may have."""
+
 MAX_LISTED = 3
 """Folders that an error message lists."""
 
@@ -96,10 +99,14 @@ def read(path: Path) -> Record:
 
 
 def _loads(text: bytes) -> Any:
-    """Return the JSON document; an integer too large for any use becomes an infinite float."""
-    return json.loads(
-        text, parse_int=lambda digits: float(digits) if len(digits) > 300 else int(digits)
-    )
+    """Return the JSON document; raises ValueError for an integer too large for any use."""
+    return json.loads(text, parse_int=_integer)
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits")
+    return int(digits)
 
 
 def _read_info(path: Path) -> RunInfo:

@@ -138,11 +138,16 @@ class _TlsContext(ssl.SSLContext):
 
     current: Callable[[], ssl.SSLContext]
 
-    def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
+    def wrap_bio(
+        self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, *args: Any, **kwargs: Any
+    ) -> ssl.SSLObject:
         """See ssl.SSLContext; asyncio calls it once per connection."""
         context = self.current()
         context.sslobject_class = _Handshake
-        return context.wrap_bio(*args, **kwargs)
+        connection = context.wrap_bio(incoming, outgoing, *args, **kwargs)
+        assert isinstance(connection, _Handshake)
+        connection.outgoing = outgoing
+        return connection
 
 
 class _Handshake(ssl.SSLObject):
@@ -150,8 +155,12 @@ class _Handshake(ssl.SSLObject):
 
     asyncio drops the alert when a handshake fails. So the failure first asks for more data, for
     which asyncio sends all that is there; the client closes, or else the limit ends the connection.
+
+    Attributes:
+        outgoing: what asyncio will send.
     """
 
+    outgoing: ssl.MemoryBIO
     _failure: ssl.SSLError | None = None
 
     def do_handshake(self) -> None:
@@ -164,6 +173,8 @@ class _Handshake(ssl.SSLObject):
             raise
         except ssl.SSLError as error:
             log.debug("refused a connection: %s", refusal(error))
+            if not self.outgoing.pending:  # the client does not speak TLS
+                raise
             self._failure = error
             raise ssl.SSLWantReadError from error
 

@@ -15,7 +15,6 @@ A stage that recomputes its activations has a Replay in place of the local tape;
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -54,6 +53,7 @@ class LocalTape:
 
     def leave(self, outputs: Any) -> list[Tensor]:
         """Record the stage's outputs; return their tensors, still on the local tape."""
+        self._gradients.clear()  # of a layer that differentiates in its forward
         self._outputs = pytree.tensors(outputs)
         return self._outputs
 
@@ -108,10 +108,7 @@ class LocalTape:
         apply: Callable[..., tuple[Tensor, ...]] = Entry.apply
         inner = [tensor for tensor, need in zip(tensors, needed, strict=True) if need]
         anchor = torch.empty(0, requires_grad=True)
-        # A layer that differentiates in its forward arrives here too; the stage's own backward is
-        # the last. No method of this object: a cycle would keep the micro-batch alive.
-        set_gradients = functools.partial(self._gradients.__setitem__, slice(None))
-        entered = iter(apply(set_gradients, inner, anchor))
+        entered = iter(apply(self._gradients.extend, inner, anchor))
         return [next(entered) if need else t for t, need in zip(tensors, needed, strict=True)]
 
 

@@ -33,7 +33,7 @@ def verified(certs: Path, name: str) -> subprocess.CompletedProcess[str]:
 def test_a_name_outside_the_name_constraints_is_refused(
     tmp_path: Path, uri: str, host: str
 ) -> None:
-    """See the test of that name in tests/unit/net/test_revocation.py."""
+    """See the test of that name in tests/unit/net/test_certificates.py."""
     certs = issue(tmp_path / "certs", HERE)
     ca = (certs / CA).read_bytes()
 

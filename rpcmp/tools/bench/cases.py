@@ -106,6 +106,7 @@ def _frozen_case(
     for override in overrides:
         loader.apply_override(job, override)
     source = f"bench case {name!r}"
+    loader.parse_config(job, source)  # before it is reduced, which relies on it
     config = loader.parse_config(_plain_training(job), source)
     model = job["model"]  # valid, and maybe a new one
     kwargs = model.get("kwargs", {})

@@ -21,7 +21,8 @@ def test_host_and_port_are_taken_apart(address: str, host: str, port: int) -> No
 
 
 @pytest.mark.parametrize(
-    "address", ["", "host", ":1", "host:", "host:x", "host:-1", "host:65536", "[::1"]
+    "address",
+    ["", "host", ":1", "host:", "host:x", "host:-1", "host:65536", "host:" + "1" * 5000, "[::1"],
 )
 def test_an_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="is not HOST:PORT"):
@@ -30,7 +31,9 @@ def test_an_invalid_address_is_refused(address: str) -> None:
 
 @pytest.mark.parametrize("address", ["fe80::1", "::1:50051", "[host]:1"])
 def test_only_an_ipv6_address_has_brackets(address: str) -> None:
-    with pytest.raises(ConfigError, match=r"an IPv6 address needs brackets: \[::1\]:50051"):
+    with pytest.raises(
+        ConfigError, match=r"an IPv6 address has brackets, and no other: \[::1\]:50051"
+    ):
         addresses.parse(address)
 
 

@@ -165,6 +165,8 @@ def test_an_override_makes_a_section_that_the_file_lacks(path: Path) -> None:
         ("model.balance.2=1", "'2' is not one of 0 to 1"),
         ("model.balance.0.x=1", "'0' is a value, not a table"),
         ("seed=" + "[" * 10_000, "the value is nested too deeply"),
+        ("seed=" + "1" * 5000, "seed: must be an integer"),
+        ("stages." + "1" * 5000 + ".device=cpu", "is not one of 0 to 1"),
     ],
 )
 def test_an_override_that_does_not_fit_is_refused(path: Path, override: str, message: str) -> None:

@@ -46,7 +46,7 @@ def test_keys_below_a_list_or_a_table_belong_to_no_single_section() -> None:
     assert set(level_at("metrics.accuracy").fields) == {"callable", "kwargs"}
 
 
-def test_kinds_take_unions_apart_and_leave_none_out() -> None:
+def test_union_members_are_taken_apart_without_none() -> None:
     fields = level_at("").fields
     assert union_members(fields["epochs"].annotation) == (int,)
     assert union_members(int | str | None) == (int, str)

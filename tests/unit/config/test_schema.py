@@ -236,6 +236,8 @@ def test_a_tilde_is_the_home_of_the_driver(tmp_path: Path, monkeypatch: pytest.M
     assert config.certs_folder == tmp_path / "certs"
     assert config.checkpoint_folder == tmp_path / "steps"
     assert config.relative_checkpoint_folder == ""
+    unknown = parse_config({**LAYERS, "init": "~nobody-here/weights"}).with_folder(Path("/"))
+    assert unknown.init == "/~nobody-here/weights"
 
 
 def test_a_copy_in_another_folder_leaves_the_original_where_it_is(tmp_path: Path) -> None:

@@ -17,7 +17,19 @@ def test_a_size_is_a_number_and_a_unit(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "8", "8 gigs", "GiB", "-1 GiB", "0 B", "8 GiB or so", "1e9 B", "9" * 310 + " GiB"]
+    "text",
+    [
+        "",
+        "8",
+        "8 gigs",
+        "GiB",
+        "-1 GiB",
+        "0 B",
+        "8 GiB or so",
+        "1e9 B",
+        "9" * 310 + " GiB",
+        "9" * 400 + " XiB",
+    ],
 )
 def test_an_invalid_size_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match='write one such as "8 GiB"'):

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from rpcmp.errors import ConfigError
 from rpcmp.net.security import Security
-from rpcmp.observability.prometheus import MOST, serving
+from rpcmp.observability.prometheus import MOST, SCRAPE_SECONDS, serving
 from rpcmp.observability.run_metrics import RunMetrics
 from rpcmp.observability.web_server import listen
 from tests.support.lan import issue, issue_to_driver
@@ -144,6 +144,10 @@ def test_endpoint_and_client_need_certificates_of_one_authority_elsewhere(
             scrape(url, trusting(other, certs / "stage0"))
         with pytest.raises((urllib.error.URLError, OSError)):
             scrape(url.replace("https", "http"))
+        with socket.create_connection((HERE, port_of(bound))) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            stranger.settimeout(SCRAPE_SECONDS / 2)  # before the limit ends it
+            assert stranger.recv(1) == b""
 
 
 def test_endpoint_speaks_http_1_with_a_client_that_prefers_http_2(certs: Path) -> None:

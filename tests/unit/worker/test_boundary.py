@@ -74,6 +74,15 @@ def test_a_backward_inside_of_the_forward_does_not_replace_the_stages_own() -> N
     assert missing == {}
 
 
+def test_a_backward_inside_of_the_forward_gives_no_gradient_that_the_stage_has_not() -> None:
+    weight = nn.Parameter(torch.tensor([3.0]))
+    tape = LocalTape([StageOutputs(torch.ones(2, requires_grad=True))], CPU)
+    (received_in,) = tape.inputs
+    (received_in * 5).pow(2).mean().backward()
+    tape.leave(received_in.detach() * weight)
+    assert tape.backward([torch.ones(2)]) == ([None], {0: [0]})
+
+
 def test_gradients_of_micro_batches_accumulate_in_the_parameters() -> None:
     weight = nn.Parameter(torch.tensor([1.0]))
     for scale in (1.0, 10.0):

@@ -135,13 +135,13 @@ def test_members_exchange_nothing_about_chunks_without_elements(
     """One of three members sums an empty bucket, so that its sum ends."""
     monkeypatch.setitem(globals(), "SHAPES", [(size,)])
     monkeypatch.setattr(buckets, "WHOLE_BYTES", 0)
-    calls: Counter[str] = Counter()
+    calls: list[str] = []
 
     def count(name: str) -> None:
         call = getattr(_Peer, name)
 
         def counted(peer: _Peer, *args: int) -> Future[Any]:
-            calls[name] += 1
+            calls.append(name)
             future: Future[Any] = call(peer, *args)
             return future
 
@@ -153,7 +153,7 @@ def test_members_exchange_nothing_about_chunks_without_elements(
     expected = members.give(1)
     members.sum(1)
     assert all(all(map(same, mine, expected)) for mine in members.gradients())
-    assert calls == {"gradient_part": requests, "gradient_total": requests}
+    assert Counter(calls) == {"gradient_part": requests, "gradient_total": requests}
 
 
 def test_two_members_sum_an_empty_bucket(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,7 @@ def test_an_overridden_model_is_measured_whole_and_halved() -> None:
     ("override", "message"),
     [
         ("model=3", "model: must be a table"),
+        ("data=3", "data: must be a table"),
         ("model.kwargs=3", "model.kwargs: must be a table"),
         ("model.kwargs.times_ms=3", "times_ms = 3: give forward, input_gradient"),
         ('model.kwargs.times_ms.forward="a"', "give forward, input_gradient, weight_gradient"),
