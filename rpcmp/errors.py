@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import errno
 import inspect
+import itertools
 import json
 import os
 import signal
@@ -235,9 +236,12 @@ class NonFiniteLossError(JobError):
     """The loss became NaN or infinite; the optimizer has not stepped on it."""
 
     def __init__(self, loss: float, step: int, microbatch: int) -> None:
+        hint = "try a lower learning rate, or `max_grad_norm`"
+        if step == 1:
+            hint = "no step was done before, so look at the data, the loss and the initial weights"
         super().__init__(
             f"the loss is {loss} in micro-batch {microbatch} at step {step}; the parameters are "
-            "those of the step before (try a lower learning rate, or `max_grad_norm`)"
+            f"those of the step before ({hint})"
         )
         self.loss, self.step, self.microbatch = loss, step, microbatch
 
@@ -316,8 +320,13 @@ MAX_LISTED = 5
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """Return the most similar name in `known`, if any is similar; see difflib.get_close_matches."""
-    return next(iter(get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+    """Return the most similar name in `known`, if any is similar; see difflib.get_close_matches.
+
+    A name that differs in case only comes first.
+    """
+    names = list(known)
+    same = (each for each in names if each.lower() == name.lower())
+    return next(itertools.chain(same, get_close_matches(name, names, n=1, cutoff=cutoff)), None)
 
 
 def did_you_mean(name: str | None) -> str:

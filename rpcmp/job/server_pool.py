@@ -22,11 +22,11 @@ from rpcmp.checkpoint.folder import new_name
 from rpcmp.checkpoint.slots import HeldSnapshots
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
-from rpcmp.errors import ConfigError, JobError, RecoveryTimeoutError, RpcmpError
+from rpcmp.errors import ConfigError, JobError, RecoveryTimeoutError, RpcmpError, SecurityError
 from rpcmp.job.failure_detection import task_group
 from rpcmp.job.server_calls import ANSWER_SECONDS, describe, dialer_for, require_addresses
 from rpcmp.net.peer_connection import Dialer
-from rpcmp.observability.events import Event, ReplacedEvent, WaitingEvent
+from rpcmp.observability.events import Event, ReplacedEvent, WaitingEvent, WarningEvent
 from rpcmp.process.fork_client import DRIVERS, WORKERS, Forks
 from rpcmp.process.logging import collector
 from rpcmp.process.sandbox.confinement import FileAccess, hidden_by
@@ -180,12 +180,12 @@ class ServerPool:
     async def holdings(self) -> dict[str, HeldSnapshots]:
         """Return the job's snapshots that each worker's server holds; none if it is gone."""
         names = [worker.label for worker in self._config.workers]
-        servers = await asyncio.gather(*(describe(self.client(at)) for at in self.addresses))
+        servers = await asyncio.gather(*map(self._describe, self.addresses))
         return {
             name: HeldSnapshots.from_proto(server.holdings)
             if server is not None and server.holdings_of == self.job_id
             else HeldSnapshots()
-            for name, server in zip(names, servers, strict=True)
+            for name, (server, _) in zip(names, servers, strict=True)
         }
 
     async def free(self, generation: int) -> None:
@@ -207,11 +207,11 @@ class ServerPool:
 
     async def _wait_for(self, index: int) -> None:
         stage, lost_at = self._config.workers[index].label, time.monotonic()
-        recovery, is_reported = self._config.recovery, False
+        recovery, is_reported, last_problem = self._config.recovery, False, ""
         while True:
             if self._local is not None and self._local.has_ended(index):
                 self.addresses[index] = await self._local.restart(index)
-            server = await describe(self.client(self.addresses[index]))
+            server, problem = await self._describe(self.addresses[index])
             if server is not None and not server.draining:
                 return
             waited = time.monotonic() - lost_at
@@ -221,11 +221,25 @@ class ServerPool:
                 raise RecoveryTimeoutError(
                     f"the server of stage {stage!r} at {self.addresses[index]} did not come back "
                     f"within {recovery.give_up_after:.0f} s, and no spare can take its place"
+                    f"{problem and f'; {problem}'}"
                 )
             if not is_reported:
                 is_reported = True
                 self._report(WaitingEvent(stage=stage, address=self.addresses[index]))
+            if problem and problem != last_problem:
+                self._report(WarningEvent(text=f"{problem}; the run waits for another one there"))
+            last_problem = problem
             await asyncio.sleep(RETRY_SECONDS)
+
+    async def _describe(self, address: str) -> tuple[pb.DescribeResponse | None, str]:
+        """Return a server's description; None if it is gone, or not trusted and why.
+
+        A lost server may have been restarted without its certificate, which can be mended.
+        """
+        try:
+            return await describe(self.client(address)), ""
+        except SecurityError as error:
+            return None, str(error)
 
     async def _replace(self, index: int) -> bool:
         """Let a free spare take over a stage; returns whether there is one."""

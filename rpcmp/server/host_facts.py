@@ -82,11 +82,13 @@ class Folder(Strict):
     """A folder for checkpoints.
 
     Attributes:
+        path: of the folder on its host, which may keep it elsewhere than the driver.
         free_bytes: on its disk.
         has_marker: whether the driver's marker is in it.
         problem: why no file can be kept there; empty if one can.
     """
 
+    path: str = ""
     free_bytes: int = 0
     has_marker: bool = False
     problem: str = ""
@@ -244,9 +246,10 @@ def try_folder(path: Path, marker: str = "") -> Folder:
     try:
         with marked(existing):
             has_marker = bool(marker) and (path / marker).exists()
-            return Folder(free_bytes=shutil.disk_usage(existing).free, has_marker=has_marker)
+            free = shutil.disk_usage(existing).free
+            return Folder(path=str(path), free_bytes=free, has_marker=has_marker)
     except OSError as error:
-        return Folder(problem=error.strerror or one_line(error))
+        return Folder(path=str(path), problem=error.strerror or one_line(error))
 
 
 @contextlib.contextmanager

@@ -215,7 +215,7 @@ def _device(
 
 
 def _folder(config: Config, where: str, folder: Folder, driver: HostFacts | None) -> Finding:
-    path = config.checkpoint_folder
+    path = folder.path or config.checkpoint_folder
     is_shared = config.checkpoint is not None and config.checkpoint.shared
     # If the driver cannot write there, a missing marker proves nothing.
     is_marked = driver is not None and driver.folder is not None and driver.folder.has_marker

@@ -111,6 +111,38 @@ def test_a_spare_takes_the_stage_of_a_lost_host(
     assert (replaced["lost"], replaced["address"]) == (second.address, spare.address)
 
 
+@pytest.mark.parametrize("is_mended", [True, False])
+def test_a_server_that_comes_back_without_its_certificate_is_not_yet_back(
+    job: JobFolder, fault_free: Committed, tmp_path: Path, is_mended: bool
+) -> None:
+    """The run warns and waits for the right one; if that does not come, it saves its state."""
+    certs = made_certs(tmp_path)
+    with contextlib.ExitStack() as stack:
+        first, second, _ = stack.enter_context(secured(certs))
+        again = ("--stage", "1", "--listen", second.address)
+
+        def lose(run: RunningHere) -> None:
+            run.wait_for_line(LOSING)
+            psutil.Process(second.pid).kill()
+            run.wait_for_line('"waiting"')
+            with running_server(*again):
+                run.wait_for_line("does not speak TLS at all")
+            if is_mended:
+                serve = (*again, "--certs", str(certs / "stage1"))
+                stack.enter_context(running_server(*serve))
+
+        settings = ["--certs", str(certs / "driver"), "--json"]
+        settings += [] if is_mended else ["--set", "recovery.give_up_after=6"]
+        where = ("--connect", connect([first, second]))
+        result = rpcmp("drive", slow_config(job), *where, *settings, during=lose)
+    if is_mended:
+        assert_went_on(result, fault_free)
+        return
+    assert result.code == 75
+    left = checkpoints_in(job.folder / "rpcmp-job").valid()[0]
+    assert result.event("step")["step"] - left.step <= 1
+
+
 @contextlib.contextmanager
 def secured(certs: Path) -> Iterator[list[Server]]:
     """Start servers of two stages and a spare, which accept only peers with certificates."""

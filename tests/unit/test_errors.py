@@ -107,3 +107,15 @@ def test_renamed_errors_keep_their_old_names_with_a_warning(
 def test_a_misspelt_error_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'ConfigErorr'"):
         getattr(errors, "ConfigErorr")  # noqa: B009
+
+
+def test_the_first_steps_loss_is_not_blamed_on_the_learning_rate() -> None:
+    assert "look at the data, the loss and the initial weights" in str(
+        errors.NonFiniteLossError(math.nan, 1, 2)
+    )
+    assert "try a lower learning rate" in str(errors.NonFiniteLossError(math.nan, 2, 2))
+
+
+def test_the_nearest_name_may_differ_in_case_only() -> None:
+    assert errors.nearest("Adamw", ["Adam", "AdamW"]) == "AdamW"
+    assert errors.nearest("adm", ["Adam", "AdamW"]) == "Adam"

@@ -100,7 +100,7 @@ def describe(event: events.Event, run: RunContext) -> str:
             return f"lost after step {event.step}: {event.error}"
         case events.RecoveredEvent():
             return (
-                f"continuing from step {event.step} as generation {event.generation}, "
+                f"continuing after step {event.step} as generation {event.generation}, "
                 f"after {event.seconds:.1f} s"
             )
         case events.WaitingEvent():
@@ -189,8 +189,8 @@ def _waiting(event: events.WaitingEvent, run: RunContext) -> str:
     has_replicas = worker["label"] != worker.get("stage")
     replica = f" --replica {worker.get('replica')}" if has_replicas else ""
     return (
-        f"waiting up to {run.give_up_after:g} s for {server}: restart it with "
-        f"`rpcmp serve --stage {index}{replica}`"
+        f"waiting up to {run.give_up_after:g} s for {server}: restart it with the options that it "
+        f"had, such as `rpcmp serve --stage {index}{replica}`"
     )
 
 

@@ -213,6 +213,12 @@ def test_checkpoint_folders_are_judged(found: Folder, shared: bool, status: Stat
     assert judged(having(folder=found), "checkpoints", job)[0] is status
 
 
+def test_a_folder_is_shown_where_its_server_keeps_it() -> None:
+    job = config(checkpoint={"dir": "/data"})
+    found = Folder(path="/srv/checkpoints", free_bytes=2**30)
+    assert judged(having(folder=found), "checkpoints", job)[1] == "/srv/checkpoints, 1.0 GiB free"
+
+
 def test_a_missing_marker_is_ignored_if_the_driver_cannot_write() -> None:
     job = config(checkpoint={"dir": "/data", "shared": True})
     home = replace(driver(), facts=FACTS.model_copy(update={"folder": Folder(problem="full")}))

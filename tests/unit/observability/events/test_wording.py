@@ -62,17 +62,17 @@ LINES: list[tuple[dict[str, Any], str]] = [
     ({"event": "fault", "step": 3, "error": "gone"}, "lost after step 3: gone"),
     (
         {"event": "recovered", "generation": 2, "step": 3, "seconds": 1.25},
-        "continuing from step 3 as generation 2, after 1.2 s",
+        "continuing after step 3 as generation 2, after 1.2 s",
     ),
     (
         {"event": "waiting", "stage": "a", "address": "h:1"},
-        "waiting up to 600 s for the server of stage 'a' at h:1: restart it with "
-        "`rpcmp serve --stage 0`",
+        "waiting up to 600 s for the server of stage 'a' at h:1: restart it with the options "
+        "that it had, such as `rpcmp serve --stage 0`",
     ),
     (
         {"event": "waiting", "stage": "b:1", "address": "h:2"},
-        "waiting up to 600 s for the server of stage 'b:1' at h:2: restart it with "
-        "`rpcmp serve --stage 1 --replica 1`",
+        "waiting up to 600 s for the server of stage 'b:1' at h:2: restart it with the "
+        "options that it had, such as `rpcmp serve --stage 1 --replica 1`",
     ),
     (
         {"event": "replaced", "stage": "b", "lost": "h:1", "address": "s:1"},
