@@ -25,6 +25,7 @@ from rpcmp.config.topology import Member
 from rpcmp.errors import ConfigError, JobError, RecoveryTimeoutError, RpcmpError, SecurityError
 from rpcmp.job.failure_detection import task_group
 from rpcmp.job.server_calls import ANSWER_SECONDS, describe, dialer_for, require_addresses
+from rpcmp.net.identity import NO_TLS
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.observability.events import Event, ReplacedEvent, WaitingEvent, WarningEvent
 from rpcmp.process.fork_client import DRIVERS, WORKERS, Forks
@@ -212,6 +213,8 @@ class ServerPool:
             if self._local is not None and self._local.has_ended(index):
                 self.addresses[index] = await self._local.restart(index)
             server, problem = await self._describe(self.addresses[index])
+            if problem and NO_TLS not in problem:
+                raise SecurityError(problem)
             if server is not None and not server.draining:
                 return
             waited = time.monotonic() - lost_at
@@ -226,16 +229,13 @@ class ServerPool:
             if not is_reported:
                 is_reported = True
                 self._report(WaitingEvent(stage=stage, address=self.addresses[index]))
-            if problem and problem != last_problem:
+            if problem and problem != last_problem:  # it was restarted without its certificate
                 self._report(WarningEvent(text=f"{problem}; the run waits for another one there"))
             last_problem = problem
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _describe(self, address: str) -> tuple[pb.DescribeResponse | None, str]:
-        """Return a server's description; None if it is gone, or not trusted and why.
-
-        A lost server may have been restarted without its certificate, which can be mended.
-        """
+        """Return a server's description; None if it is gone, or not trusted and why."""
         try:
             return await describe(self.client(address)), ""
         except SecurityError as error:

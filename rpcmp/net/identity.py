@@ -190,7 +190,7 @@ _OTHER_NAME = (
     "--host NAME`), or use a name that its certificate has: `rpcmp certs show` lists them there"
 )
 
-_NO_TLS = "the other side does not speak TLS at all: start it with --certs"
+NO_TLS = "the other side does not speak TLS at all: start it with --certs"
 
 REMEDIES = {
     3: "{certs}/ca.crl has no list of that authority: copy its ca.crl here as well",
@@ -223,8 +223,8 @@ ALERTS = {
     "certs show {certs}`, and whether the clocks of both hosts are right",
     "TLSV1_ALERT_PROTOCOL_VERSION": "the other side does not speak TLS 1.3",
     "UNSUPPORTED_PROTOCOL": "the other side does not speak TLS 1.3",
-    "WRONG_VERSION_NUMBER": _NO_TLS,
-    "HTTP_REQUEST": _NO_TLS,
+    "WRONG_VERSION_NUMBER": NO_TLS,
+    "HTTP_REQUEST": NO_TLS,
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it has no certificate",
     "NO_SHARED_CIPHER": "no cipher in common",
     "TLSV1_ALERT_NO_APPLICATION_PROTOCOL": "the other side is no rpcmp server",

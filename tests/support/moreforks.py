@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import sys
 
-from rpcmp.process.__main__ import main
+from rpcmp.process.__main__ import main as serve
 from rpcmp.process.fork_client import DRIVERS, WORKERS
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """Run the `main` of a fork server, with its arguments."""
     module, line, parent, err = sys.argv
     os.dup2(int(err), 2)
     sys.argv = [module, line, parent, "", WORKERS, DRIVERS]
-    main()
+    serve()
