@@ -1,7 +1,7 @@
 """The progress of a run: the driver's state after a step, and when that state is saved.
 
-The state includes the best evaluation so far, whose checkpoint is kept, and that of early stopping,
-which ends a run whose evaluations do not improve any more:
+The state includes the best evaluation so far, whose checkpoint is kept, and the counter of early
+stopping, which ends a run whose evaluations do not improve any more:
 
     value     0.50   0.40   0.41   nan    0.39   0.40   0.395  0.42        mode = "min"
     waited       0      0      1     2       0      1       2     3        patience = 3: over

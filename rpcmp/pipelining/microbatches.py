@@ -5,7 +5,7 @@
 
 Sizes of micro-batches differ by at most one sample, so no stage gets a straggler, and are never
 less than the model needs: a small mini-batch is cut into fewer micro-batches. The losses are
-weighted by samples, so with a mean loss the gradients add up to those of the whole mini-batch.
+weighted by samples, so with a mean loss the gradients add up to the whole mini-batch's.
 """
 
 from __future__ import annotations

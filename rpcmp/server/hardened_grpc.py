@@ -20,7 +20,7 @@ gRPC knows only the path that the other end of a Unix socket is bound to. So tha
 random path, and `Callers` remembers whose connection it carries. Another process of this user that
 is quick enough to find the server's socket, which is unlinked as soon as it is connected, has no
 such path and is refused. The paths of other connections are no secret, /proc/net/unix has them, so
-a server takes only calls from that of its own.
+a server takes only calls from a path of its own.
 """
 
 from __future__ import annotations

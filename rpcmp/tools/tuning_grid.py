@@ -4,7 +4,7 @@
 
 Successive halving (Jamieson and Talwalkar, AISTATS 2016) spends the time on settings that can win.
 Settings within TIED of the best are dropped only if the budget is too small for them. The same rule
-decides and predicts, so the predicted time left is that of what will really be measured.
+decides and predicts, so the time left is predicted for what will really be measured.
 """
 
 from __future__ import annotations

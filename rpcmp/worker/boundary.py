@@ -102,7 +102,7 @@ class LocalTape:
         self.inputs.clear()
 
     def _enter(self, tensors: list[Tensor], needed: list[bool]) -> list[Tensor]:
-        """Make those of the tensors results of an Entry that need a gradient."""
+        """Make the tensors that need a gradient results of an Entry."""
         if not any(needed):
             return tensors
         apply: Callable[..., tuple[Tensor, ...]] = Entry.apply

@@ -262,7 +262,7 @@ class StageOptimizer(ComputeThreadOwner):
 
     @functools.cached_property
     def _hidden(self) -> HiddenState:
-        """What a snapshot lacks, as it was before the first step of which a state may be kept."""
+        """State that no snapshot holds, as it was before the first step that may be kept."""
         return HiddenState(self._keeper)
 
     def _build(self, named: Mapping[str, nn.Parameter]) -> tuple[Any, Any]:

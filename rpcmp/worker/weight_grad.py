@@ -148,7 +148,7 @@ class Splitter:
         self._splittable: frozenset[Tensor] | None = None
 
     def next_microbatch(self, splits: bool = True) -> WeightGradients:
-        """Return those of the next micro-batch; nothing is deferred unless the stage `splits`."""
+        """Return the next micro-batch's; nothing is deferred unless the stage `splits`."""
         return WeightGradients((splits and self._splittable) or frozenset())
 
     def calibrate(self, outputs: Iterable[Tensor]) -> None:
