@@ -18,13 +18,10 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from rpcmp.config.types import Positive, Strict
-from rpcmp.errors import CheckpointError
+from rpcmp.errors import MAX_LISTED, CheckpointError
 
 FORMAT: Final = 1
 """The only format that there has been."""
-
-MAX_LISTED = 5
-"""Most layers that an error lists."""
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -73,7 +70,7 @@ class Manifest(Strict):
         best: marks the best checkpoint up to this step; the newest that is marked is the best.
         is_asked_for: whether the config asked for it; else the run made it because it had to end.
         rng: the run's seed and the version of the rules by which random numbers are derived (see
-            rpcmp.pipelining.layers); no generator has a state.
+            rpcmp.pipelining.random_streams); no generator has a state.
         versions: rpcmp's, torch's and Python's.
         config: the job's, see rpcmp.config.files.
         written: time, in ISO format.

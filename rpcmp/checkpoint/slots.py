@@ -233,8 +233,7 @@ def mirrors(
     Args:
         machines: the machine of each worker's server.
         stages: the stage of each worker.
-        has_files: whether mirrors also write checkpoint files, which must come from replica
-            0.
+        has_files: whether mirrors also write checkpoint files, which must come from replica 0.
     """
     count = len(machines)
     if count < 2:

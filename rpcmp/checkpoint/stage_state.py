@@ -8,7 +8,7 @@
 
 Names start with the layer's, so a stage with other cuts finds its tensors in several files. There
 is no random state: every random number is derived from the seed and its use
-(`rpcmp.pipelining.layers`).
+(`rpcmp.pipelining.random_streams`).
 
 The products of a column-major matrix may differ in the last bits from its row-major copy's, and an
 optimizer that keeps one tensor under two keys updates both at once. So the names of identical

@@ -186,9 +186,8 @@ def resolve(name: str, what: str) -> Callable[..., Any]:
 
 def _nearest_callable(error: BaseException, module: str) -> str:
     """Return the end of an error that suggests a callable of a module instead of a missing one."""
-    if not isinstance(error, AttributeError) or (found := sys.modules.get(module)) is None:
-        return ""
-    if error.obj is not found:  # raised by the user's code
+    found = sys.modules.get(module)
+    if found is None or not isinstance(error, AttributeError) or error.obj is not found:
         return ""
     names = [name for name, value in vars(found).items() if callable(value)]
     return did_you_mean(nearest(error.name or "", names))

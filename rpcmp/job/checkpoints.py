@@ -61,7 +61,7 @@ MAX_FAILED = 3
 """Checkpoints in a row that may fail before the run fails."""
 
 RNG = {"derivation": 1}
-"""Generators have no state to save: all are seeded anew, see `rpcmp.pipelining.layers`."""
+"""Generators have no state to save: all are seeded anew, see `rpcmp.pipelining.random_streams`."""
 
 
 class Checkpoints:

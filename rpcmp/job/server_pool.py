@@ -181,12 +181,12 @@ class ServerPool:
     async def holdings(self) -> dict[str, HeldSnapshots]:
         """Return the job's snapshots that each worker's server holds; none if it is gone."""
         names = [worker.label for worker in self._config.workers]
-        servers = await asyncio.gather(*map(self._describe, self.addresses))
+        servers = await asyncio.gather(*map(self._describe_if_trusted, self.addresses))
         return {
             name: HeldSnapshots.from_proto(server.holdings)
             if server is not None and server.holdings_of == self.job_id
             else HeldSnapshots()
-            for name, (server, _) in zip(names, servers, strict=True)
+            for name, server in zip(names, servers, strict=True)
         }
 
     async def free(self, generation: int) -> None:
@@ -212,9 +212,12 @@ class ServerPool:
         while True:
             if self._local is not None and self._local.has_ended(index):
                 self.addresses[index] = await self._local.restart(index)
-            server, problem = await self._describe(self.addresses[index])
-            if problem and NO_TLS not in problem:
-                raise SecurityError(problem)
+            server, problem = None, ""
+            try:
+                server = await describe(self.client(self.addresses[index]))
+            except SecurityError as error:
+                if NO_TLS not in (problem := str(error)):
+                    raise
             if server is not None and not server.draining:
                 return
             waited = time.monotonic() - lost_at
@@ -234,12 +237,10 @@ class ServerPool:
             last_problem = problem
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _describe(self, address: str) -> tuple[pb.DescribeResponse | None, str]:
-        """Return a server's description; None if it is gone, or not trusted and why."""
-        try:
-            return await describe(self.client(address)), ""
-        except SecurityError as error:
-            return None, str(error)
+    async def _describe_if_trusted(self, address: str) -> pb.DescribeResponse | None:
+        with contextlib.suppress(SecurityError):
+            return await describe(self.client(address))
+        return None
 
     async def _replace(self, index: int) -> bool:
         """Let a free spare take over a stage; returns whether there is one."""

@@ -14,7 +14,7 @@ length in eight bytes, then its content.
     reply        ──hello, likewise──>                          never used: devices are all CPU
 
 Brochures are replaced by one that offers the channel "basic" over sockets and nothing else. The
-tensors' frames have to be as long as the message has announced. Formats as in
+tensors' frames have to be as long as the message has announced. The formats come from
 tensorpipe/core/pipe_impl.cc and nop_types.h, encoded by libnop; for the contents of messages see
 `rpcmp.net.rpc_format`.
 """

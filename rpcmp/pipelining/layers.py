@@ -23,11 +23,8 @@ from torch import Tensor, nn
 from rpcmp.config import importing
 from rpcmp.config.schema import Config
 from rpcmp.config.types import Factory
-from rpcmp.errors import ConfigError, FactoryError
+from rpcmp.errors import MAX_LISTED, ConfigError, FactoryError
 from rpcmp.pipelining import random_streams
-
-MAX_LISTED = 5
-"""Most tensors that an error lists."""
 
 
 def require_known_weights(

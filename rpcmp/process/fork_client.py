@@ -20,7 +20,7 @@ from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.sandbox.confinement import FileAccess
 
 WORKERS, DRIVERS = "rpcmp.worker.process", "rpcmp.driver.process"
-"""Modules to preload: for forking workers, and for forking driver processes."""
+"""The modules of workers and of driver processes: preloaded, and run by their `main` in a fork."""
 
 MAX_BYTES = 64 * 1024
 MAX_FDS = 2
