@@ -67,6 +67,18 @@ class IncomingConnection(NamedTuple):
         return address if self.role is None else f"{self.role} at {address}"
 
 
+class _Sender(NamedTuple):
+    """What the kernel tells about a connection's other end.
+
+    Attributes:
+        peer: its user or address, for the limits.
+        role: STRANGER if this server does not work for its process.
+    """
+
+    peer: str
+    role: Role | None
+
+
 class PortMultiplexer:
     """Authenticates connections, and hands them to the protocol that they speak.
 
@@ -126,13 +138,36 @@ class PortMultiplexer:
 
     async def _accept(self, listener: socket.socket) -> None:
         async for connection in connections(listener, self._limit):
-            admitted = self._limit.admit(address_of(connection), connection.close)
-            if admitted is None:
+            # One after the other: those that arrive meanwhile wait in the kernel. Here they would
+            # count as unauthenticated because of our own delay, and be ended for later ones.
+            sender = await self._identify(connection)
+            admitted = sender and self._limit.admit(sender.peer, connection.close)
+            if sender is None or admitted is None:
                 connection.close()
                 continue
-            serving = self._tasks.spawn(self._serve(connection, admitted))
+            serving = self._tasks.spawn(self._serve(connection, admitted, sender.role))
             admitted.end = serving.cancel
             serving.add_done_callback(functools.partial(self._closed, connection, admitted))
+
+    async def _identify(self, connection: socket.socket) -> _Sender | None:
+        """Ask the kernel about the other end; None: it is refused."""
+        peer, role = address_of(connection), None
+        try:
+            if self._asks_kernel:
+                await require_same_user(connection)
+            elif peer == LOOPBACK:
+                with contextlib.suppress(SecurityError):  # only needed for the limits
+                    peer = user_of(await owner_of(connection))
+            asks = self._asks_kernel or (self._works_for and self._security.credentials is None)
+            if asks and not await works_here(connection, self._works_for):
+                peer, role = f"{peer}, {STRANGER}", STRANGER
+        except (OSError, SecurityError) as error:
+            log.debug("refused %s: %s", _name(connection), error)
+            return None
+        except BaseException:
+            connection.close()
+            raise
+        return _Sender(peer, role)
 
     def _closed(
         self, connection: socket.socket, admitted: AdmittedConnection, task: asyncio.Future[None]
@@ -140,11 +175,13 @@ class PortMultiplexer:
         connection.close()
         self._limit.remove(admitted)
 
-    async def _serve(self, connection: socket.socket, admitted: AdmittedConnection) -> None:
+    async def _serve(
+        self, connection: socket.socket, admitted: AdmittedConnection, role: Role | None
+    ) -> None:
         who = _name(connection)
         try:
             async with asyncio.timeout(GREETING_SECONDS):
-                incoming = await self._authenticate(connection, admitted)
+                incoming = await self._authenticate(connection, role)
         except (OSError, EOFError, TimeoutError, SecurityError) as error:
             log.debug("refused %s: %s", who, refusal(error, self._security.certs))
             return
@@ -166,17 +203,12 @@ class PortMultiplexer:
             raise SecurityError(f"{role} has {share_of_one} connections here already")
 
     async def _authenticate(
-        self, connection: socket.socket, admitted: AdmittedConnection
+        self, connection: socket.socket, role: Role | None
     ) -> IncomingConnection:
         keep_alive(connection.fileno())
-        if self._asks_kernel:
-            await require_same_user(connection)
-        elif admitted.peer == LOOPBACK:
-            with contextlib.suppress(SecurityError):  # only needed for the limits
-                admitted.peer = user_of(await owner_of(connection))
         credentials = self._security.credentials
         if credentials is None:
-            return await self._authenticate_local(PeerConnection(connection))
+            return await _authenticate_local(PeerConnection(connection), role)
         session = TlsState(credentials.server())
         end = PeerConnection(connection, session)
         await end.do_handshake()
@@ -187,15 +219,6 @@ class PortMultiplexer:
         self._security.establish(end)
         return IncomingConnection(end, session.peer_role, session.protocol)
 
-    async def _authenticate_local(self, end: PeerConnection) -> IncomingConnection:
-        role = None
-        asks = self._asks_kernel or self._works_for
-        if asks and not await works_here(end.socket, self._works_for):
-            role = STRANGER
-        first = await end.read(HEADER.size)
-        end.decrypted[:0] = first  # a frame is short and begins with a zero, HTTP/2 with PRI
-        return IncomingConnection(end, role, GRPC if first[0] else RELAY)
-
     async def _dispatch(self, incoming: IncomingConnection) -> None:
         if incoming.protocol == GRPC:
             await self._serve_grpc(incoming)
@@ -203,6 +226,12 @@ class PortMultiplexer:
         if incoming.role == STRANGER:
             raise SecurityError("this server does not work for that process")
         await self._relay(incoming)
+
+
+async def _authenticate_local(end: PeerConnection, role: Role | None) -> IncomingConnection:
+    first = await end.read(HEADER.size)
+    end.decrypted[:0] = first  # a frame is short and begins with a zero, HTTP/2 with PRI
+    return IncomingConnection(end, role, GRPC if first[0] else RELAY)
 
 
 def _name(connection: socket.socket) -> str:

@@ -26,11 +26,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from rpcmp.config.addresses import parse
-from rpcmp.errors import JobError, RelayError, RpcmpError, SecurityError, WorkerDiedError
+from rpcmp.errors import (
+    JobError,
+    RelayError,
+    RpcmpError,
+    SecurityError,
+    UnreachableError,
+    WorkerDiedError,
+)
 from rpcmp.net.connection_limits import connections
 from rpcmp.net.identity import RELAY, Role
 from rpcmp.net.local_peer import require_answers, require_same_user
-from rpcmp.net.peer_connection import ConnectionTasks, Dialer, PeerConnection
+from rpcmp.net.peer_connection import OPEN_SECONDS, ConnectionTasks, Dialer, PeerConnection
 from rpcmp.net.port import IncomingConnection
 from rpcmp.net.rpc_inspection import Inspection, Pipes
 from rpcmp.net.security import is_loopback
@@ -177,7 +184,7 @@ class Relay:
                 raise RelayError(f"{peer.label} has {MAX_OPEN} connections here already")
             self._open[peer.name] += 1
             try:
-                await self._connect_to_worker(incoming.end, peer)
+                await self._connect_to_worker(incoming.end, peer, is_awaited=True)
             finally:
                 self._open[peer.name] -= 1
         elif peer.server:
@@ -250,14 +257,30 @@ class Relay:
             with contextlib.suppress(OSError), _aborted_on_error(there):
                 await there.write_message({"go": True})
                 return there
-        return await self._dial(peer, "connect")
+        return await self._reach(peer)
+
+    async def _reach(self, peer: RelayPeer) -> PeerConnection:
+        """Connect to a peer's worker, again if the connection breaks before it gets there.
+
+        A server that strangers overwhelm ends connections before it knows whose they are.
+        """
+        clock = asyncio.get_running_loop().time
+        ends = clock() + OPEN_SECONDS
+        while True:
+            try:
+                async with asyncio.timeout(OPEN_SECONDS):
+                    return await self._dial(peer, "connect")
+            except (UnreachableError, RelayError, OSError, EOFError):
+                if clock() + RETRY_SECONDS >= ends:
+                    raise
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def _dial(self, peer: RelayPeer, op: str) -> PeerConnection:
+        """Connect to a peer's server, and wait until the connection leads to its worker or ours."""
         there = await self._dialer.open(peer.server, RELAY, peer.stage_index)
         with _aborted_on_error(there):
             await there.write_message({**self._greeting, "op": op, "from": self._name})
-            if op == "wait":
-                await there.read_message()
+            await there.read_message()
         there.has_frames = True
         return there
 
@@ -285,12 +308,16 @@ class Relay:
         with contextlib.suppress(OSError, RpcmpError):
             await self._connect_to_worker(there, peer)
 
-    async def _connect_to_worker(self, there: PeerConnection, peer: RelayPeer) -> None:
-        """Carry a connection from another host to our own worker."""
+    async def _connect_to_worker(
+        self, there: PeerConnection, peer: RelayPeer, is_awaited: bool = False
+    ) -> None:
+        """Carry a connection from another host to our own worker; tell the host if it waits."""
         with _aborted_on_error(there):
             here = PeerConnection(await self._forks.connectable())
             with _aborted_on_error(here):
                 await asyncio.get_running_loop().sock_connect(here.socket, parse(self._own))
+                if is_awaited:
+                    await there.write_message({"go": True})
         await _carry(here, there, Inspection(self._pipes, peer.name, peer.label))
 
 

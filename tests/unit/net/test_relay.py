@@ -9,7 +9,8 @@ from typing import cast
 import pytest
 
 from rpcmp.errors import JobError, SecurityError, WorkerDiedError
-from rpcmp.net.peer_connection import Dialer, PeerConnection
+from rpcmp.net.peer_connection import HEADER, Dialer, PeerConnection
+from rpcmp.net.port import IncomingConnection, PortMultiplexer
 from rpcmp.net.relay import Relay, RelayPeer
 from rpcmp.net.security import Security
 from rpcmp.process.fork_client import Forks, NetworkOf
@@ -23,6 +24,16 @@ class OnTheHostsLoopback:
 
     async def listener(self, host: str, port: int) -> None:
         raise JobError("the system refuses it: Address already in use")
+
+
+class InOneNetwork:
+    """A fork server whose processes have the test's network."""
+
+    async def network(self) -> NetworkOf:
+        return NetworkOf("host-a", is_private=True, reason="")
+
+    async def listener(self, host: str, port: int) -> socket.socket:
+        return socket.create_server((host, port))
 
 
 def open_relay_to(peer: RelayPeer) -> None:
@@ -52,3 +63,59 @@ def test_round_trips_are_measured_to_the_other_host() -> None:
         assert 0 < found[1] < 10
         there.close()
         assert relay.round_trips == {}
+
+
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()
+    return f"{host}:{port}"
+
+
+async def carried_after(num_broken: int) -> tuple[bytes, int]:
+    """Send a message to a peer whose server breaks the first connections; return what arrives."""
+    greetings, arrived = 0, b""
+
+    async def serve(incoming: IncomingConnection) -> None:
+        nonlocal greetings, arrived
+        greetings += 1
+        if greetings <= num_broken:
+            incoming.end.abort()
+            return
+        assert (await incoming.end.read_message())["op"] == "connect"
+        await incoming.end.write_message({"go": True})
+        (size,) = HEADER.unpack(await incoming.end.read(HEADER.size))
+        arrived = await incoming.end.read(size)
+        await incoming.end.write(HEADER.pack(0))
+
+    port = PortMultiplexer(Security(), serve, serve)
+    relay = Relay("job", 1, "a:0", cast("Forks", InOneNetwork()), Dialer(Security()), print)
+    try:
+        server = f"127.0.0.1:{await port.start('127.0.0.1', 0)}"
+        peer = RelayPeer("b:0", free_address(), server, 1)
+        await relay.open("127.0.0.1:40000", [peer])
+        reader, writer = await asyncio.open_connection(*peer.listens.split(":"))
+        writer.write(b"hello")
+        await reader.read()  # until the server hangs up
+        writer.close()
+        return arrived, greetings
+    finally:
+        await relay.close()
+        await port.stop()
+
+
+def test_a_connection_that_breaks_before_it_reaches_the_worker_is_opened_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The worker at this end cannot: for torch RPC, a lost connection is the end of the group."""
+    monkeypatch.setattr("rpcmp.net.relay.RETRY_SECONDS", 0.01)
+    assert asyncio.run(carried_after(num_broken=2)) == (b"hello", 3)
+
+
+def test_a_server_that_breaks_every_connection_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rpcmp.net.relay.RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("rpcmp.net.relay.OPEN_SECONDS", 0.2)
+    with pytest.raises(ConnectionError):
+        asyncio.run(carried_after(num_broken=1_000_000))
+    assert "cannot carry to 127.0.0.1:" in caplog.text

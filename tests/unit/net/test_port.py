@@ -1,0 +1,46 @@
+"""The port of a stage server while more connections arrive than it can look up."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from rpcmp.net.peer_connection import HEADER
+from rpcmp.net.port import MAX_UNAUTHENTICATED, IncomingConnection, PortMultiplexer
+from rpcmp.net.security import Security
+
+HERE = "127.0.0.1"
+
+
+async def num_served(count: int) -> int:
+    """Connect `count` times, faster than a server looks up owners; return how many it serves."""
+    served = 0
+
+    async def serve(incoming: IncomingConnection) -> None:
+        nonlocal served
+        served += 1
+
+    def connect_all(address: tuple[str, int]) -> list[socket.socket]:
+        connections = []
+        for _ in range(count):
+            connections.append(socket.create_connection(address))
+            connections[-1].send(HEADER.pack(0))
+        return connections
+
+    port = PortMultiplexer(Security(), serve, serve)
+    try:
+        address = (HERE, await port.start(HERE, 0))
+        connections = await asyncio.to_thread(connect_all, address)
+        for connection in connections:
+            with connection:
+                connection.settimeout(10)
+                await asyncio.to_thread(connection.recv, 1)
+    finally:
+        await port.stop()
+    return served
+
+
+def test_a_connection_is_not_ended_because_later_ones_wait_to_be_looked_up() -> None:
+    """A worker's connection would be lost, and with it the generation."""
+    count = MAX_UNAUTHENTICATED + 100
+    assert asyncio.run(num_served(count)) == count
