@@ -155,6 +155,7 @@ def test_an_example_learns(example: str, metric: str, least: float) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)  # minutes of training, longer beside other tests
 @pytest.mark.parametrize(("example", "most"), [("stdlib_gpt", 0.7), ("llama", 0.75)])
 def test_a_language_model_learns(example: str, most: float) -> None:
     result = drive(example)
