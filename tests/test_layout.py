@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.support.places import PACKAGE, TESTS
 
-MOST = 72
+MOST = 71
 """Modules without a test of their own; to be lowered with their number, and never raised."""
 
 ELSEWHERE = {
@@ -49,7 +49,6 @@ ELSEWHERE = {
     "unit/cli/test_progress_output.py": "config/cross_checks",
     "unit/driver/test_progress_earlystopping.py": "config/job_sections config/run_sections",
     "unit/driver/test_training.py": "driver/rounds driver/tracing",
-    "unit/net/test_local_peer.py": "net/port",
     "unit/net/test_rpc_inspection.py": "net/rpc_format net/rpc_pickle",
     "unit/net/test_security.py": "cli/certs net/authority",
     "unit/net/test_tunnel_splice.py": "net/peer_connection",

@@ -11,7 +11,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from rpcmp.checkpoint.slots import HeldSnapshots, mirrors_of
 from rpcmp.config.schema import Config
@@ -30,6 +30,7 @@ from rpcmp.server.client import StageClient
 from rpcmp.server.connection import machine
 from rpcmp.v1 import control_pb2 as pb
 
+Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
 LAST_LINES_SECONDS = 0.5
@@ -74,9 +75,9 @@ class WorkerGroup:
 
     async def claim(self, code: list[pb.CodeFile]) -> None:
         """Claim every server, which spawns its worker, and start to watch it."""
-        await gather_all(_naming_stage(client, client.connect()) for client in self._clients)
+        await gather_all(_naming_stage(client, client.connect) for client in self._clients)
         self._claims = await gather_all(
-            _naming_stage(client, self._claim(index, code))
+            _naming_stage(client, self._claim, index, code)
             for index, client in enumerate(self._clients)
         )
 
@@ -282,7 +283,7 @@ class WorkerGroup:
                 may_keep_nothing=self._config.checkpoint is None,
             )
         )
-        self._failure.supervise(_naming_stage(client, self._watch(client, worker)))
+        self._failure.supervise(_naming_stage(client, self._watch, client, worker))
         return claim
 
     async def _watch(self, client: StageClient, worker: Member) -> None:
@@ -346,10 +347,15 @@ class LogCollector:
         self._log(entry_of(line, label, self._generation))
 
 
-async def _naming_stage(client: StageClient, call: Awaitable[Result]) -> Result:
-    """Return the result of `call`; an error that it raises names the stage."""
+async def _naming_stage(
+    client: StageClient,
+    call: Callable[Args, Awaitable[Result]],
+    *args: Args.args,
+    **more: Args.kwargs,
+) -> Result:
+    """Return the result of a call; an error that it raises names the stage."""
     try:
-        return await call
+        return await call(*args, **more)
     except RpcmpError as error:
         error.stage = error.stage or client.name
         raise
