@@ -93,6 +93,7 @@ def _modules(
 @log_options
 @click.option("--parent", type=int, hidden=True, help="End with this process.")
 @click.option("--forks", type=int, hidden=True, help="Descriptor of a line to its fork server.")
+@click.option("--lender", type=int, hidden=True, help="Descriptor to get another such line by.")
 def serve(
     stage: int | None,
     spare: bool,
@@ -108,6 +109,7 @@ def serve(
     metrics: str | None,
     parent: int | None,
     forks: int | None,
+    lender: int | None,
     display: Display,
 ) -> None:
     """Serve one stage of a model to one job after another.
@@ -152,7 +154,7 @@ def serve(
         from rpcmp.server.stage_server import StageServer
 
         raise_descriptor_limit()
-        line = None if forks is None else socket.socket(fileno=forks)
+        lines = [None if fd is None else socket.socket(fileno=fd) for fd in (forks, lender)]
         # A server that the job itself has started here need not be confined: its author started it.
         is_confining = parent is None if confine is None else confine
         file_access = _file_access(certs, data) if is_confining else None
@@ -162,7 +164,7 @@ def serve(
             stage,
             replica,
             not no_code,
-            Forks([WORKERS], line),
+            Forks([WORKERS], *lines),
             security,
             allowed if allowed or no_code else None,
             show,

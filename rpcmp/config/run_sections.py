@@ -147,7 +147,8 @@ class RecoveryConfig(Strict):
     max_restarts: int = Field(default=5, ge=0)
     """Restarts without a new step after which a run gives up."""
     heartbeat_timeout: float = Field(default=6.0, ge=1)
-    """Seconds without a heartbeat after which a worker is killed."""
+    """Seconds without a heartbeat after which a worker is killed; one that is stopped, after a
+    quarter of it."""
     watchdog: float = Field(default=600.0, ge=0)
     """Seconds without progress that count as a hang; 0: never."""
     replace_after: float = Field(default=60.0, ge=0)

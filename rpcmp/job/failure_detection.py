@@ -8,7 +8,8 @@ How each failure is noticed, and after how long:
 
     user's code has raised         at once                       worker/backward.py
     a process has died             at once                       process/child.py
-    a process is stopped or stuck  `recovery.heartbeat_timeout`  process/activity.py
+    a process is stopped           2 s, a look at its state      process/activity.py
+    a process is stuck             `recovery.heartbeat_timeout`  process/activity.py
     a server's host has vanished   7 s, gRPC's keepalive         server/connection.py
     a connection is silent         6 s, TCP's user timeout       process/sockets.py
     all live and nothing moves     `recovery.watchdog`           `Watchdog`

@@ -269,7 +269,7 @@ class Generation:
             case "error":
                 error = from_wire(message["error"])
                 if isinstance(error, WorkerDiedError):  # its server knows better what happened
-                    await asyncio.sleep(EXPLAIN_SECONDS)
+                    await self.failure.reason(EXPLAIN_SECONDS)
                 raise error
             case "done":  # connections that break from here on belong to an orderly end
                 self.failure.ignore()
@@ -287,7 +287,7 @@ class Generation:
 
     async def _kill_driver_if_silent(self, driver: Child) -> None:
         self._heartbeat.beat()
-        seconds = await self._heartbeat.lost()
+        seconds = await self._heartbeat.lost(driver.pid)
         raise await driver.record_hang(DRIVER, seconds)
 
     async def _expect(self, name: str) -> Message:

@@ -12,6 +12,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import sys
 import time
 import uuid
@@ -28,6 +29,7 @@ from rpcmp.job.server_calls import ANSWER_SECONDS, describe, dialer_for, require
 from rpcmp.net.identity import NO_TLS
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.observability.events import Event, ReplacedEvent, WaitingEvent, WarningEvent
+from rpcmp.process.activity import kill_if_stopped
 from rpcmp.process.fork_client import DRIVERS, WORKERS, Forks
 from rpcmp.process.logging import collector
 from rpcmp.process.sandbox.confinement import FileAccess, hidden_by
@@ -46,6 +48,7 @@ class LocalServers:
         self._options = list(options)
         self._workers: list[Member] = []
         self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._tasks: dict[int, list[asyncio.Task[None]]] = {}
 
     async def start(self, workers: Sequence[Member]) -> list[str]:
         """Start a server per worker on a free port; returns their addresses."""
@@ -57,12 +60,17 @@ class LocalServers:
 
     async def restart(self, index: int) -> str:
         """Start the server of one worker again, also if it still runs; returns its address."""
-        await _end(self._processes[index])
+        await self._end(index)
         return await self._start(index)
 
     async def stop(self) -> None:
-        await asyncio.gather(*map(_end, self._processes.values()))
+        await asyncio.gather(*map(self._end, self._processes))
         self._processes.clear()
+
+    async def _end(self, index: int) -> None:
+        for task in self._tasks[index]:
+            task.cancel()
+        await _end(self._processes[index])
 
     async def _start(self, index: int) -> str:
         worker = self._workers[index]
@@ -71,16 +79,22 @@ class LocalServers:
         command += ["--listen", "127.0.0.1:0", "--parent", str(os.getpid())]
         command += self._options
         command += collector.options()  # it shares our standard error
-        with await self._forks.new_line() as forks:
+        lender, borrower = socket.socketpair()
+        with await self._forks.new_line() as forks, lender:
             process = await asyncio.create_subprocess_exec(
-                *(*command, "--forks", str(forks.fileno())),
+                *(*command, "--forks", str(forks.fileno()), "--lender", str(lender.fileno())),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
-                pass_fds=[forks.fileno()],
+                pass_fds=[forks.fileno(), lender.fileno()],
                 env={key: value for key, value in os.environ.items() if key != "RPCMP_CERTS"},
                 start_new_session=True,  # a Ctrl-C is for the driver, which then ends its servers
             )
         self._processes[index] = process
+        name = f"the server of stage {worker.label!r}"
+        self._tasks[index] = [
+            asyncio.create_task(kill_if_stopped(process, name)),
+            asyncio.create_task(self._forks.lend(borrower)),
+        ]
         if process.stdout is None:
             raise AssertionError("the process was given a pipe")
         line = b""
@@ -89,7 +103,7 @@ class LocalServers:
                 line = await process.stdout.readline()
         address = re.search(r"127\.0\.0\.1:\d+", line.decode(errors="replace"))
         if not address:
-            raise JobError(f"the server of stage {worker.label!r} did not start: {line!r}")
+            raise JobError(f"{name} did not start: {line!r}")
         return address[0]
 
 

@@ -1,4 +1,4 @@
-"""What a supervisor observes of a child: its activity, its stacks, its heartbeats, its memory.
+"""What a supervisor observes of a child: its activity, its stacks, heartbeats, state, memory.
 
 Activity and stacks are written to memory that child and supervisor share, so that the supervisor
 can read them at any time: a child that has crashed, is stopped, or holds the interpreter's lock for
@@ -7,6 +7,9 @@ ever cannot answer a question.
 A heartbeat comes from a thread of its own. It stops with the process, or if something holds the
 interpreter's lock for ever; a layer that computes for a long time does not stop it. Heartbeats
 carry what the supervisor cannot see from outside.
+
+That a process is stopped, as by SIGSTOP, the kernel tells. A process that waits for its turn on a
+busy machine is not, however late its heartbeats are.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import logging
 import mmap
 import os
 import re
@@ -174,11 +178,65 @@ def start_heartbeat(channel: Channel, more: Callable[[], Message]) -> None:
     threading.Thread(target=beat, name="rpcmp-heartbeat", daemon=True).start()
 
 
+STOPPED_SECONDS = 1.5
+"""How long a process may be stopped: a shell or a debugger may do that for a moment."""
+
+POLL_SECONDS = 0.5
+"""Interval of looks at a process's state."""
+
+HELD_UP_SECONDS = 0.5
+"""If we wake up later than this, all of the machine may have been suspended."""
+
+STOPPED_SHARE = 0.25
+"""Part of the time without a heartbeat for which a process may be known to be stopped."""
+
+log = logging.getLogger(__name__)
+
+
+def kernel_state(pid: int) -> str:
+    """Return the kernel's state of a process, such as "State: T (stopped)"; empty if unknown."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.replace("\t", " ") for line in lines if line.startswith("State:")), "")
+
+
+async def stopped(pid: int, timeout: float = STOPPED_SECONDS) -> None:
+    """Return once a process has been stopped for `timeout` seconds.
+
+    If this process itself was held up, as all of a suspended machine, counting begins again: the
+    other one may be about to continue.
+    """
+    since, last = float("inf"), time.monotonic()
+    while True:
+        await asyncio.sleep(POLL_SECONDS)
+        now = time.monotonic()
+        was_held_up, last = now - last - POLL_SECONDS > HELD_UP_SECONDS, now
+        if was_held_up or not kernel_state(pid).startswith("State: T"):
+            since = float("inf")
+        elif now - (since := min(since, now)) >= timeout:
+            return
+
+
+async def kill_if_stopped(process: asyncio.subprocess.Process, name: str) -> None:
+    """Kill a process of ours once it is stopped, so that it is replaced as any that has died.
+
+    Args:
+        name: of the process, for the log.
+    """
+    await stopped(process.pid)
+    log.warning("%s (pid %d) was stopped: it is killed and replaced", name, process.pid)
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+
+
 class HeartbeatMonitor:
     """Detects that a child's heartbeats have stopped.
 
     Args:
-        timeout: seconds without a heartbeat after which the child counts as lost; 0 for never.
+        timeout: seconds without a heartbeat after which the child counts as lost, and four times
+            those that it may be stopped; 0 for never.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -188,20 +246,42 @@ class HeartbeatMonitor:
     def beat(self) -> None:
         self._last = time.monotonic()
 
-    async def lost(self) -> float:
-        """Return, once heartbeats have been missing too long, the seconds since the last one.
+    async def lost(self, pid: int) -> float:
+        """Return, once the child is silent or stopped, the seconds since its last heartbeat.
 
-        If the supervisor itself was held up, as by a suspended machine, it first reads the
-        heartbeats that have arrived meanwhile.
+        Args:
+            pid: the child.
+        """
+        if not self._timeout:
+            await asyncio.Future()
+        signs = [
+            asyncio.ensure_future(self.silent()),
+            asyncio.ensure_future(stopped(pid, STOPPED_SHARE * self._timeout)),
+        ]
+        try:
+            await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for sign in signs:
+                sign.cancel()
+        return time.monotonic() - self._last
+
+    async def silent(self) -> None:
+        """Return once heartbeats have been missing too long.
+
+        If the supervisor itself was held up, it reads the heartbeats that have arrived meanwhile,
+        and counts anew: the child may have been held up as well, and be about to continue.
         """
         while True:
-            left = self._last + (self._timeout or float("inf")) - time.monotonic()
-            if left <= 0:
+            before = time.monotonic()
+            if (left := self._last + self._timeout - before) <= 0:
                 await asyncio.sleep(GRACE_SECONDS)
-                if (seconds := time.monotonic() - self._last) >= self._timeout:
-                    return seconds
-            else:
-                await asyncio.sleep(min(left, 3600.0))
+                if time.monotonic() - self._last >= self._timeout:
+                    return
+                continue
+            pause = min(left, POLL_SECONDS)
+            await asyncio.sleep(pause)
+            if (now := time.monotonic()) - before - pause > HELD_UP_SECONDS:
+                self._last = now
 
 
 def resident_bytes(pid: int) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 
 from rpcmp.errors import WorkerDiedError, WorkerHungError, from_wire, one_line
 from rpcmp.process import interpreter
-from rpcmp.process.activity import DUMP_SIGNAL, FORCED_DUMP_SIGNAL, Activity, Stacks
+from rpcmp.process.activity import DUMP_SIGNAL, FORCED_DUMP_SIGNAL, Activity, Stacks, kernel_state
 from rpcmp.process.channel import Message, parse
 from rpcmp.process.fork_client import Forked, Forks
 from rpcmp.process.logging.collector import LineHandler, Output, Receiver
@@ -246,7 +246,7 @@ class Child:
 
         A stopped child is woken up for it. A child that does not answer may crash.
         """
-        state = _state(self.pid)
+        state = kernel_state(self.pid)
         size = self.stacks.size
         for signum in (DUMP_SIGNAL, FORCED_DUMP_SIGNAL):
             with contextlib.suppress(ProcessLookupError):
@@ -275,12 +275,3 @@ def log_as(module: str) -> LineHandler:
         pass_on(entry_of(line, name, generation=0))
 
     return on_line
-
-
-def _state(pid: int) -> str:
-    """The kernel's state of a process, such as "State: T (stopped)"; empty if unknown."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.replace("\t", " ") for line in lines if line.startswith("State:")), "")

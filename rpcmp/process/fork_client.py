@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import platform
 import signal
@@ -14,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from rpcmp.errors import JobError, WorkerDiedError
+from rpcmp.errors import JobError, RpcmpError, WorkerDiedError
 from rpcmp.process import interpreter
+from rpcmp.process.activity import kill_if_stopped
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.sandbox.confinement import FileAccess
 
@@ -26,10 +28,11 @@ MAX_BYTES = 64 * 1024
 MAX_FDS = 2
 MAX_PENDING_SOCKETS = 16
 
-GONE = (
-    f"the process on {platform.node()} that imports torch and forks workers has died; its standard "
-    "error says why"
-)
+FORK_SERVER = f"the process on {platform.node()} that imports torch and forks workers"
+
+GONE = f"{FORK_SERVER} has died; its standard error says why"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,15 +80,23 @@ class Forks:
     Args:
         preloaded: modules that the server imports before it forks, WORKERS and DRIVERS.
         line: to the fork server of another supervisor, for one thread; None to start our own.
+        lender: by which that supervisor lends another line when this one has ended, see `lend`.
     """
 
-    def __init__(self, preloaded: Sequence[str], line: socket.socket | None = None) -> None:
+    def __init__(
+        self,
+        preloaded: Sequence[str],
+        line: socket.socket | None = None,
+        lender: socket.socket | None = None,
+    ) -> None:
         self._preloaded = preloaded
         self._environment = compute_environment(threads=1)
+        self._lender, self._lent_environment = lender, self._environment
         self._starting = asyncio.Lock()
         # Sockets that were requested and not yet read wait in the line's buffer.
         self._requesting = asyncio.Semaphore(MAX_PENDING_SOCKETS)
         self._server: asyncio.subprocess.Process | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._line: socket.socket | None = None
         self._children: dict[int, Forked] = {}
         self._requests: deque[asyncio.Future[Any]] = deque()
@@ -149,6 +160,22 @@ class Forks:
             self._send({"op": "adopt"}, [ours.fileno()])
         return theirs
 
+    async def lend(self, borrower: socket.socket) -> None:
+        """Lend another supervisor here a line whenever it asks for one, until it ends.
+
+        If the fork server dies, one new one then serves all supervisors: each of their own would
+        import torch for itself, all at once.
+        """
+        borrower.setblocking(False)
+        with borrower:
+            while await asyncio.get_running_loop().sock_recv(borrower, 1):
+                try:
+                    with await self.new_line() as line:
+                        socket.send_fds(borrower, [b"!"], [line.fileno()])
+                except (OSError, RpcmpError) as error:  # it then starts a fork server of its own
+                    log.warning("a stage server gets no processes from us: %s", error)
+                    return
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -158,6 +185,8 @@ class Forks:
     async def close(self) -> None:
         """End all children, and the fork server if it is our own."""
         self._disconnect()
+        if self._watching is not None:
+            self._watching.cancel()
         if self._server is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._server.kill()
@@ -175,6 +204,9 @@ class Forks:
             namespaces = await self._request({"op": "namespaces"})
         await self.close()
         self._environment = dict(environment)
+        if environment == self._lent_environment and (line := await self._borrow()) is not None:
+            self._connect(line)
+            return
         ours, theirs = _line()
         shared = ",".join(map(str, namespaces))
         with theirs, contextlib.ExitStack() as opened:
@@ -187,7 +219,25 @@ class Forks:
                 {**environment, "SPT_NOENV": "1"},
                 [theirs.fileno(), *namespaces],
             )
+        self._watching = asyncio.create_task(kill_if_stopped(self._server, FORK_SERVER))
         self._connect(ours)
+
+    async def _borrow(self) -> socket.socket | None:
+        """Return a line of the supervisor that lends us some; None if there is none, or no more."""
+        if self._lender is None:
+            return None
+        self._lender.setblocking(False)
+        loop, answered = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._lender, answered.set)
+        try:
+            self._lender.send(b"?")
+            await answered.wait()
+            _, fds, _, _ = socket.recv_fds(self._lender, 1, 1)
+        except ConnectionError:
+            return None
+        finally:
+            loop.remove_reader(self._lender)
+        return socket.socket(fileno=fds[0]) if fds else None
 
     def _connect(self, line: socket.socket) -> None:
         line.setblocking(False)

@@ -8,7 +8,7 @@ of the next generation, or with the driver's Watch stream: a driver that died by
 servers by dying.
 
 A worker that exits is noticed at once. One that is stopped, or that never releases Python's lock,
-is noticed by its missing heartbeat, and killed.
+is noticed by the kernel's word or its missing heartbeat, and killed.
 """
 
 from __future__ import annotations
@@ -297,9 +297,9 @@ class Claim:
             self._tasks.append(asyncio.create_task(self._end_if_silent(self._child)))
 
     async def _end_if_silent(self, child: Child) -> None:
-        """Kill a worker without heartbeat, and report where it was."""
+        """Kill a worker that is stopped or has no heartbeat, and report where it was."""
         self._pulse.beat()
-        seconds = await self._pulse.lost()
+        seconds = await self._pulse.lost(child.pid)
         if child.exit_code is None and self.state != State.SERVER_STATE_ENDED:
             self.error = to_wire(await child.record_hang(self.stage_name, seconds))
             await child.kill()

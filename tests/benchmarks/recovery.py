@@ -28,7 +28,11 @@ FAULTS = {
     "worker, SIGKILL": ("rpcmp.worker", signal.SIGKILL),
     "worker, SIGSTOP": ("rpcmp.worker", signal.SIGSTOP),
     "driver process, SIGKILL": ("rpcmp.driver", signal.SIGKILL),
-    "server, SIGKILL": ("serve", signal.SIGKILL),
+    "driver process, SIGSTOP": ("rpcmp.driver", signal.SIGSTOP),
+    "stage server, SIGKILL": ("serve", signal.SIGKILL),
+    "stage server, SIGSTOP": ("serve", signal.SIGSTOP),
+    "fork server, SIGKILL": ("rpcmp.process", signal.SIGKILL),
+    "fork server, SIGSTOP": ("rpcmp.process", signal.SIGSTOP),
 }
 
 COSTS = {

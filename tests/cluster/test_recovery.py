@@ -7,6 +7,8 @@ tests/system/test_cut.py.
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from tests.support.faults import (
@@ -21,7 +23,7 @@ from tests.support.faults import (
     drive,
     name_of,
 )
-from tests.support.processes import JobFolder
+from tests.support.processes import JobFolder, running, runs, with_token
 from tests.support.runs import checkpoints_in
 
 CELLS: tuple[Cell, ...] = (
@@ -101,3 +103,40 @@ def test_restarts_without_progress_end_the_run_with_a_checkpoint(job: JobFolder)
     assert "gave up after 1 restarts without a new step" in result.err
     assert "the worker of stage 'stage0'" in result.err
     assert checkpoints_in(job.folder / "rpcmp-job").valid()[0].step == STEP - 1
+
+
+SLOW = """
+steps = 50
+[model]
+layers = "zoo:jittery"
+kwargs = { milliseconds = 10.0 }
+balance = [2, 3]
+"""
+
+MACHINERY = [
+    ("rpcmp.process", signal.SIGKILL),  # the fork server
+    ("rpcmp.process", signal.SIGSTOP),
+    ("serve", signal.SIGSTOP),
+]
+
+
+@pytest.fixture(scope="module")
+def slow_fault_free(tmp_path_factory: pytest.TempPathFactory) -> Committed:
+    job = JobFolder(tmp_path_factory.mktemp("slow") / "job")
+    return committed(drive(job.config(SLOW)))
+
+
+@pytest.mark.usefixtures("own_forks")
+@pytest.mark.parametrize(("what", "signum"), MACHINERY)
+def test_a_lost_process_that_computes_nothing_is_replaced(
+    job: JobFolder, token: str, slow_fault_free: Committed, what: str, signum: signal.Signals
+) -> None:
+    with running("drive", job.config(SLOW), "--json") as run:
+        run.wait_for_line('"step": 5,')
+        lost = next(process for process in with_token(token) if runs(process, what))
+        lost.send_signal(signum)
+        result = run.wait()
+    assert committed(result) == slow_fault_free
+    assert [event["event"] for event in result.events].count("recovered") == 1
+    if signum == signal.SIGSTOP:
+        assert f"(pid {lost.pid}) was stopped: it is killed and replaced" in result.err

@@ -190,8 +190,14 @@ def borrowing(lend: Callable[[], socket.socket | None]) -> Callable[..., None]:
     """Return a constructor of Forks that uses the lent line, if any, to fork driver processes."""
     construct = Forks.__init__
 
-    def borrow(self: Forks, preloaded: Sequence[str], line: socket.socket | None = None) -> None:
-        construct(self, preloaded, lend() if line is None and DRIVERS in preloaded else line)
+    def borrow(
+        self: Forks,
+        preloaded: Sequence[str],
+        line: socket.socket | None = None,
+        lender: socket.socket | None = None,
+    ) -> None:
+        lent = lend() if line is None and DRIVERS in preloaded else line
+        construct(self, preloaded, lent, lender)
 
     return borrow
 

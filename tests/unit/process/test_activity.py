@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+import signal
 import socket
+import subprocess
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -14,8 +16,16 @@ import pytest
 from rpcmp.process import activity as activity_module
 from rpcmp.process import resources
 from rpcmp.process import sockets as links_module
-from rpcmp.process.activity import NO_MICROBATCH, Activity, Doing, HeartbeatMonitor
+from rpcmp.process.activity import (
+    NO_MICROBATCH,
+    Activity,
+    Doing,
+    HeartbeatMonitor,
+    kernel_state,
+    stopped,
+)
 from rpcmp.process.sockets import SILENT_SECONDS, Links
+from tests.support.processes import poll_for
 
 
 class Clock:
@@ -25,7 +35,7 @@ class Clock:
         now: seconds.
         beats: times at which `pulse` gets a heartbeat during a sleep.
         slept: the seconds of each sleep.
-        limit: time after which a sleep raises a TimeoutError.
+        suspend_at, suspended: when the machine is suspended during a sleep, and for how long.
     """
 
     def __init__(self) -> None:
@@ -33,7 +43,7 @@ class Clock:
         self.beats: list[float] = []
         self.slept: list[float] = []
         self.pulse: HeartbeatMonitor | None = None
-        self.limit = float("inf")
+        self.suspend_at, self.suspended = float("inf"), 0.0
 
     def monotonic(self) -> float:
         return self.now
@@ -41,8 +51,8 @@ class Clock:
     async def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
         end = self.now + seconds
-        if end > self.limit:
-            raise TimeoutError
+        if end > self.suspend_at:
+            end, self.suspend_at = end + self.suspended, float("inf")
         while self.beats and self.beats[0] <= end:
             self.now = self.beats.pop(0)
             assert self.pulse is not None
@@ -134,60 +144,113 @@ def test_activity_seconds_are_never_negative(clock: Clock) -> None:
 # Heartbeats
 
 
-def lost(
-    pulse: HeartbeatMonitor, clock: Clock, beats: list[float], limit: float = float("inf")
-) -> float:
-    """Return the result of `HeartbeatMonitor.lost` for heartbeats at these times."""
-    clock.pulse, clock.beats, clock.limit = pulse, beats, limit
-    return asyncio.run(pulse.lost())
+def silent(pulse: HeartbeatMonitor, clock: Clock, beats: list[float]) -> float:
+    """Return when `HeartbeatMonitor.silent` returns, for heartbeats at these times."""
+    clock.pulse, clock.beats = pulse, beats
+    asyncio.run(pulse.silent())
+    return clock.now
 
 
 def test_a_loss_is_noticed_after_the_timeout(clock: Clock) -> None:
-    seconds = lost(HeartbeatMonitor(6.0), clock, [])
-    assert 6.0 <= seconds < 7.0
-    assert clock.now == 1000.0 + seconds
+    assert 1006.0 <= silent(HeartbeatMonitor(6.0), clock, []) < 1007.0
 
 
 def test_heartbeats_postpone_a_loss(clock: Clock) -> None:
     beats = [1000.0 + 0.5 * number for number in range(1, 101)]
-    assert 6.0 <= lost(HeartbeatMonitor(6.0), clock, beats) < 7.0
-    assert 1056.0 <= clock.now < 1057.0
+    assert 1056.0 <= silent(HeartbeatMonitor(6.0), clock, beats) < 1057.0
 
 
 def test_a_heartbeat_just_in_time_counts(clock: Clock) -> None:
-    assert 6.0 <= lost(HeartbeatMonitor(6.0), clock, [1005.9, 1011.8]) < 7.0
-    assert clock.now >= 1017.8
+    assert silent(HeartbeatMonitor(6.0), clock, [1005.9, 1011.8]) >= 1017.8
 
 
 def test_heartbeats_that_arrived_meanwhile_count(clock: Clock) -> None:
     pulse = HeartbeatMonitor(6.0)
     clock.now += 3600.0  # the machine was suspended; the heartbeat is still in the socket
-    seconds = lost(pulse, clock, [clock.now + 0.05])
-    assert 6.0 <= seconds < 7.0
-    assert clock.now >= 4606.05
+    assert 4606.05 <= silent(pulse, clock, [clock.now + 0.05]) < 4607.1
 
 
-def test_a_loss_is_noticed_at_once_after_a_suspension(clock: Clock) -> None:
-    pulse = HeartbeatMonitor(6.0)
-    clock.now += 3600.0
-    assert 3600.0 <= lost(pulse, clock, []) < 3601.0
-
-
-def test_no_timeout_means_never_lost(clock: Clock) -> None:
-    with pytest.raises(TimeoutError):
-        lost(HeartbeatMonitor(0), clock, [], limit=1000.0 + 10 * 365 * 86400)
-    assert clock.now > 1000.0 + 9 * 365 * 86400
-    assert min(clock.slept) > 60
+def test_after_a_suspension_a_child_has_the_whole_time_again(clock: Clock) -> None:
+    clock.suspend_at, clock.suspended = 1003.0, 3600.0
+    assert 4609.0 <= silent(HeartbeatMonitor(6.0), clock, []) < 4611.0
 
 
 def test_heartbeat_monitor_never_busy_waits(clock: Clock) -> None:
-    lost(HeartbeatMonitor(6.0), clock, [1000.0 + 0.5 * number for number in range(1, 101)])
-    assert len(clock.slept) < 40
+    silent(HeartbeatMonitor(6.0), clock, [1000.0 + 0.5 * number for number in range(1, 101)])
+    assert len(clock.slept) < 130
     assert min(clock.slept) > 0
 
 
-def test_heartbeat_monitor_runs_on_a_real_loop() -> None:
-    assert asyncio.run(HeartbeatMonitor(1e-9).lost()) >= 1e-9
+def test_no_timeout_means_never_lost() -> None:
+    async def lost() -> float:
+        async with asyncio.timeout(0.1):
+            return await HeartbeatMonitor(0).lost(os.getpid())
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(lost())
+
+
+def test_a_silent_process_is_lost() -> None:
+    assert asyncio.run(HeartbeatMonitor(1e-9).lost(os.getpid())) >= 1e-9
+
+
+# Stopped processes
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "100"]) as made:
+        yield made
+        made.kill()
+
+
+def test_a_stopped_process_is_lost_before_its_heartbeats_are_missed(
+    process: subprocess.Popen[bytes],
+) -> None:
+    assert "stopped" not in kernel_state(process.pid)
+    process.send_signal(signal.SIGSTOP)
+    poll_for(lambda: kernel_state(process.pid) == "State: T (stopped)", "it to be stopped")
+    assert asyncio.run(HeartbeatMonitor(timeout=8.0).lost(process.pid)) < 8.0
+
+
+def test_a_stopped_process_of_ours_is_killed(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> int:
+        ours = await asyncio.create_subprocess_exec("sleep", "100")
+        ours.send_signal(signal.SIGSTOP)
+        await asyncio.wait_for(activity_module.kill_if_stopped(ours, "the sleeper"), 60)
+        return await ours.wait()
+
+    assert asyncio.run(run()) == -signal.SIGKILL
+    assert "the sleeper (pid " in caplog.text
+    assert "was stopped" in caplog.text
+
+
+def stopped_at(clock: Clock, monkeypatch: pytest.MonkeyPatch, *stops: tuple[float, float]) -> float:
+    """Return when `stopped` returns for a process that is stopped in these times."""
+
+    def state(pid: int) -> str:
+        is_stopped = any(begin <= clock.now < end for begin, end in stops)
+        return "State: T (stopped)" if is_stopped else "State: R (running)"
+
+    monkeypatch.setattr(activity_module, "kernel_state", state)
+    asyncio.run(stopped(1, timeout=1.5))
+    return clock.now
+
+
+def test_a_process_may_be_stopped_for_a_moment(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments = [(1002.0, 1003.4), (1004.0, 1005.4), (1010.0, float("inf"))]
+    assert 1011.5 <= stopped_at(clock, monkeypatch, *moments) <= 1012.0
+
+
+def test_a_process_may_be_stopped_while_its_supervisor_is(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of a machine is suspended, or all processes of a run are stopped, and go on in turn."""
+    clock.suspend_at, clock.suspended = 1001.0, 3600.0
+    moments = [(1001.0, 4602.0), (5000.0, float("inf"))]
+    assert 5001.5 <= stopped_at(clock, monkeypatch, *moments) <= 5002.0
 
 
 # Links

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from pathlib import Path
 
 import psutil
@@ -138,6 +139,39 @@ def test_children_end_with_the_line_that_forked_them() -> None:
             again, other_reply = await spawn(borrowed)  # by a fork server of its own
             assert reply["preloaded_in"] != other_reply["preloaded_in"]
             await end(again)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_one_new_fork_server_replaces_a_lost_one_for_all(signum: signal.Signals) -> None:
+    async def run() -> None:
+        lender, borrower = socket.socketpair()
+        with lender:
+            async with forks() as by, Forks(["preloaded"], await by.new_line(), lender) as other:
+                lending = asyncio.create_task(by.lend(borrower))
+                children = [await spawn(each) for each in (by, other)]
+                os.kill(int(str(children[0][1]["preloaded_in"])), signum)
+                assert [await child.wait() for child, _ in children] == [-signal.SIGKILL] * 2
+                again, reply = await spawn(other)
+                also, also_reply = await spawn(by)
+                assert reply["preloaded_in"] == also_reply["preloaded_in"]
+                await end(again)
+                await end(also)
+            lender.shutdown(socket.SHUT_RDWR)
+            await lending
+
+    asyncio.run(run())
+
+
+def test_a_supervisor_that_gets_no_line_starts_a_fork_server_of_its_own() -> None:
+    async def run() -> None:
+        lender, borrower = socket.socketpair()
+        borrower.close()
+        with lender:
+            async with Forks(["preloaded"], None, lender) as by:
+                child, _ = await spawn(by)
+                await end(child)
 
     asyncio.run(run())
 
