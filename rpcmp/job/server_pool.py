@@ -80,15 +80,18 @@ class LocalServers:
         command += self._options
         command += collector.options()  # it shares our standard error
         lender, borrower = socket.socketpair()
-        with await self._forks.new_line() as forks, lender:
-            process = await asyncio.create_subprocess_exec(
-                *(*command, "--forks", str(forks.fileno()), "--lender", str(lender.fileno())),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                pass_fds=[forks.fileno(), lender.fileno()],
-                env={key: value for key, value in os.environ.items() if key != "RPCMP_CERTS"},
-                start_new_session=True,  # a Ctrl-C is for the driver, which then ends its servers
-            )
+        with contextlib.ExitStack() as on_error:
+            on_error.enter_context(borrower)
+            with lender, await self._forks.new_line() as forks:
+                process = await asyncio.create_subprocess_exec(
+                    *(*command, "--forks", str(forks.fileno()), "--lender", str(lender.fileno())),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.PIPE,
+                    pass_fds=[forks.fileno(), lender.fileno()],
+                    env={key: value for key, value in os.environ.items() if key != "RPCMP_CERTS"},
+                    start_new_session=True,  # a Ctrl-C is for the driver, which ends its servers
+                )
+            on_error.pop_all()
         self._processes[index] = process
         name = f"the server of stage {worker.label!r}"
         self._tasks[index] = [

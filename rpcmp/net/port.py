@@ -41,6 +41,9 @@ from rpcmp.process.sockets import keep_alive
 GREETING_SECONDS = 10.0
 """Time limit for a connection's handshake and first bytes."""
 
+IDENTIFY_SECONDS = 5.0
+"""Time limit for the kernel to tell who has opened a connection."""
+
 MAX_UNAUTHENTICATED = 256
 """Connections before that; fewer if there are few file descriptors."""
 
@@ -152,17 +155,21 @@ class PortMultiplexer:
     async def _identify(self, connection: socket.socket) -> _Sender | None:
         """Ask the kernel about the other end; None: it is refused."""
         peer, role = address_of(connection), None
+        asks = self._asks_kernel or (self._works_for and self._security.credentials is None)
         try:
-            if self._asks_kernel:
-                await require_same_user(connection)
-            elif peer == LOOPBACK:
-                with contextlib.suppress(SecurityError):  # only needed for the limits
-                    peer = user_of(await owner_of(connection))
-            asks = self._asks_kernel or (self._works_for and self._security.credentials is None)
-            if asks and not await works_here(connection, self._works_for):
-                peer, role = f"{peer}, {STRANGER}", STRANGER
+            async with asyncio.timeout(IDENTIFY_SECONDS):
+                if self._asks_kernel:
+                    await require_same_user(connection)
+                elif peer == LOOPBACK:
+                    with contextlib.suppress(SecurityError):  # only needed for the limits
+                        peer = user_of(await owner_of(connection))
+                if asks and not await works_here(connection, self._works_for):
+                    peer, role = f"{peer}, {STRANGER}", STRANGER
         except (OSError, SecurityError) as error:
             log.debug("refused %s: %s", _name(connection), error)
+            return None
+        except Exception:  # the next one has to be accepted nevertheless
+            log.exception("refused %s, whose owner cannot be looked up", _name(connection))
             return None
         except BaseException:
             connection.close()

@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -268,8 +269,10 @@ class Relay:
         ends = clock() + OPEN_SECONDS
         while True:
             try:
-                async with asyncio.timeout(OPEN_SECONDS):
+                async with asyncio.timeout_at(ends):
                     return await self._dial(peer, "connect")
+            except ssl.SSLError:  # it does not accept our certificate
+                raise
             except (UnreachableError, RelayError, OSError, EOFError):
                 if clock() + RETRY_SECONDS >= ends:
                     raise
@@ -315,9 +318,11 @@ class Relay:
         with _aborted_on_error(there):
             here = PeerConnection(await self._forks.connectable())
             with _aborted_on_error(here):
-                await asyncio.get_running_loop().sock_connect(here.socket, parse(self._own))
+                # First, as the host may have given up: an agent that listens does not survive a
+                # connection that ends before its first byte.
                 if is_awaited:
                     await there.write_message({"go": True})
+                await asyncio.get_running_loop().sock_connect(here.socket, parse(self._own))
         await _carry(here, there, Inspection(self._pipes, peer.name, peer.label))
 
 

@@ -196,7 +196,7 @@ log = logging.getLogger(__name__)
 def kernel_state(pid: int) -> str:
     """Return the kernel's state of a process, such as "State: T (stopped)"; empty if unknown."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     except OSError:
         return ""
     return next((line.replace("\t", " ") for line in lines if line.startswith("State:")), "")
@@ -205,18 +205,24 @@ def kernel_state(pid: int) -> str:
 async def stopped(pid: int, timeout: float = STOPPED_SECONDS) -> None:
     """Return once a process has been stopped for `timeout` seconds.
 
-    If this process itself was held up, as all of a suspended machine, counting begins again: the
-    other one may be about to continue.
+    Time in which this process itself was held up, as all of a suspended machine, does not count.
     """
-    since, last = float("inf"), time.monotonic()
+    since = float("inf")
     while True:
-        await asyncio.sleep(POLL_SECONDS)
+        since += await _sleep(POLL_SECONDS)
         now = time.monotonic()
-        was_held_up, last = now - last - POLL_SECONDS > HELD_UP_SECONDS, now
-        if was_held_up or not kernel_state(pid).startswith("State: T"):
+        if not kernel_state(pid).startswith("State: T"):
             since = float("inf")
         elif now - (since := min(since, now)) >= timeout:
             return
+
+
+async def _sleep(seconds: float) -> float:
+    """Sleep, and return for how long this process was held up meanwhile; 0 for a moment."""
+    begin = time.monotonic()
+    await asyncio.sleep(seconds)
+    late = time.monotonic() - begin - seconds
+    return late if late > HELD_UP_SECONDS else 0.0
 
 
 async def kill_if_stopped(process: asyncio.subprocess.Process, name: str) -> None:
@@ -226,6 +232,8 @@ async def kill_if_stopped(process: asyncio.subprocess.Process, name: str) -> Non
         name: of the process, for the log.
     """
     await stopped(process.pid)
+    if process.returncode is not None:  # that is another one, with its number
+        return
     log.warning("%s (pid %d) was stopped: it is killed and replaced", name, process.pid)
     with contextlib.suppress(ProcessLookupError):
         process.kill()
@@ -259,7 +267,9 @@ class HeartbeatMonitor:
             asyncio.ensure_future(stopped(pid, STOPPED_SHARE * self._timeout)),
         ]
         try:
-            await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
+            for sign in done:
+                sign.result()  # an error is no sign of a loss
         finally:
             for sign in signs:
                 sign.cancel()
@@ -268,20 +278,17 @@ class HeartbeatMonitor:
     async def silent(self) -> None:
         """Return once heartbeats have been missing too long.
 
-        If the supervisor itself was held up, it reads the heartbeats that have arrived meanwhile,
-        and counts anew: the child may have been held up as well, and be about to continue.
+        If the supervisor itself was held up, it first reads the heartbeats that have arrived
+        meanwhile. That time does not count: the child may have been held up as well.
         """
         while True:
-            before = time.monotonic()
-            if (left := self._last + self._timeout - before) <= 0:
+            if (left := self._last + self._timeout - time.monotonic()) <= 0:
                 await asyncio.sleep(GRACE_SECONDS)
                 if time.monotonic() - self._last >= self._timeout:
                     return
                 continue
-            pause = min(left, POLL_SECONDS)
-            await asyncio.sleep(pause)
-            if (now := time.monotonic()) - before - pause > HELD_UP_SECONDS:
-                self._last = now
+            late = await _sleep(min(left, POLL_SECONDS))
+            self._last += late  # which a heartbeat may have changed meanwhile
 
 
 def resident_bytes(pid: int) -> int:

@@ -158,6 +158,9 @@ class Forks:
         ours, theirs = _line()
         with ours:
             self._send({"op": "adopt"}, [ours.fileno()])
+        if self._line is None:  # the server has just died
+            theirs.close()
+            raise WorkerDiedError(GONE)
         return theirs
 
     async def lend(self, borrower: socket.socket) -> None:
@@ -168,13 +171,14 @@ class Forks:
         """
         borrower.setblocking(False)
         with borrower:
-            while await asyncio.get_running_loop().sock_recv(borrower, 1):
-                try:
+            try:
+                while await asyncio.get_running_loop().sock_recv(borrower, 1):
                     with await self.new_line() as line:
                         socket.send_fds(borrower, [b"!"], [line.fileno()])
-                except (OSError, RpcmpError) as error:  # it then starts a fork server of its own
-                    log.warning("a stage server gets no processes from us: %s", error)
-                    return
+            except ConnectionError:
+                pass
+            except (OSError, RpcmpError) as error:  # it then starts a fork server of its own
+                log.warning("a stage server gets no processes from us: %s", error)
 
     async def __aenter__(self) -> Self:
         return self
@@ -199,14 +203,16 @@ class Forks:
                 await self._start(environment)
 
     async def _start(self, environment: Mapping[str, str]) -> None:
+        if environment == self._lent_environment and (line := await self._borrow()) is not None:
+            await self.close()
+            self._environment = dict(environment)
+            self._connect(line)
+            return
         namespaces: list[int] = []
         if self._line is not None:  # what others have forked in the same network stays reachable
             namespaces = await self._request({"op": "namespaces"})
         await self.close()
         self._environment = dict(environment)
-        if environment == self._lent_environment and (line := await self._borrow()) is not None:
-            self._connect(line)
-            return
         ours, theirs = _line()
         shared = ",".join(map(str, namespaces))
         with theirs, contextlib.ExitStack() as opened:
@@ -234,9 +240,15 @@ class Forks:
             await answered.wait()
             _, fds, _, _ = socket.recv_fds(self._lender, 1, 1)
         except ConnectionError:
-            return None
+            fds = []
+        except BaseException:  # the answer would be taken for that to the next request
+            fds = []
+            raise
         finally:
             loop.remove_reader(self._lender)
+            if not fds:
+                self._lender.close()
+                self._lender = None
         return socket.socket(fileno=fds[0]) if fds else None
 
     def _connect(self, line: socket.socket) -> None:

@@ -290,7 +290,8 @@ def _processes_of_this_user() -> Iterator[int]:
 def _confinement_level(pid: int) -> list[int]:
     """The values of _CONFINEMENT_MARKS; the highest possible if the process has ended."""
     try:
-        rows = Path(f"/proc/{pid}/status").read_text().splitlines()
+        text = Path(f"/proc/{pid}/status").read_text(errors="replace")  # its name may be anything
+        rows = text.splitlines()
     except OSError:
         return [2**31] * len(_CONFINEMENT_MARKS)
     status = dict(row.split(":", 1) for row in rows if ":" in row)

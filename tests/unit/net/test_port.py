@@ -1,13 +1,16 @@
-"""The port of a stage server while more connections arrive than it can look up."""
+"""The port of a stage server looks up who has opened a connection."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+from pathlib import Path
 
 from rpcmp.net.peer_connection import HEADER
 from rpcmp.net.port import MAX_UNAUTHENTICATED, IncomingConnection, PortMultiplexer
 from rpcmp.net.security import Security
+from rpcmp.process.activity import kernel_state
 
 HERE = "127.0.0.1"
 
@@ -44,3 +47,15 @@ def test_a_connection_is_not_ended_because_later_ones_wait_to_be_looked_up() -> 
     """A worker's connection would be lost, and with it the generation."""
     count = MAX_UNAUTHENTICATED + 100
     assert asyncio.run(num_served(count)) == count
+
+
+def test_a_process_may_have_any_name() -> None:
+    """The kernel passes its bytes on; an error would end the server's accepting for ever."""
+    own = Path("/proc/self/comm")
+    before = own.read_bytes()
+    own.write_bytes(b"w\xc3")
+    try:
+        assert asyncio.run(num_served(2)) == 2
+        assert kernel_state(os.getpid()).startswith("State: ")
+    finally:
+        own.write_bytes(before.strip())
