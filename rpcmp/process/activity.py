@@ -30,7 +30,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
-from rpcmp.process.sockets import Links, Traffic
+from rpcmp.process.sockets import Links, Traffic, kernel_status
 
 if TYPE_CHECKING:
     from rpcmp.process.channel import Channel, Message
@@ -195,11 +195,8 @@ log = logging.getLogger(__name__)
 
 def kernel_state(pid: int) -> str:
     """Return the kernel's state of a process, such as "State: T (stopped)"; empty if unknown."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line.replace("\t", " ") for line in lines if line.startswith("State:")), "")
+    state = kernel_status(pid).get("State")
+    return "" if state is None else f"State: {state.strip()}"
 
 
 async def stopped(pid: int, timeout: float = STOPPED_SECONDS) -> None:

@@ -235,18 +235,16 @@ class Forks:
         self._lender.setblocking(False)
         loop, answered = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._lender, answered.set)
+        fds: list[int] = []
         try:
             self._lender.send(b"?")
             await answered.wait()
             _, fds, _, _ = socket.recv_fds(self._lender, 1, 1)
         except ConnectionError:
-            fds = []
-        except BaseException:  # the answer would be taken for that to the next request
-            fds = []
-            raise
+            pass
         finally:
             loop.remove_reader(self._lender)
-            if not fds:
+            if not fds:  # a late answer would be taken for that to the next request
                 self._lender.close()
                 self._lender = None
         return socket.socket(fileno=fds[0]) if fds else None
