@@ -236,6 +236,39 @@ async def kill_if_stopped(process: asyncio.subprocess.Process, name: str) -> Non
         process.kill()
 
 
+LOADERS = (b"rpcmp.data.batches", b"multiprocessing")
+"""Words in the command lines of processes that load samples: a stage's own, and torch's."""
+
+
+def loaders_of(pid: int) -> list[int]:
+    """Return the processes that load samples for a process."""
+    found = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it has ended, or the kernel does not say
+            for child in map(int, children.read_text().split()):
+                line = Path(f"/proc/{child}/cmdline").read_bytes()
+                if any(word in line for word in LOADERS):
+                    found.append(child)
+    return found
+
+
+async def kill_stopped_loaders(pid: int) -> None:
+    """Kill each process that loads samples for `pid` once it is stopped; never returns.
+
+    The process that waits for its samples then finds it dead.
+    """
+    since: dict[int, float] = {}
+    while True:
+        late, now = await _sleep(POLL_SECONDS), time.monotonic()
+        found = [each for each in loaders_of(pid) if kernel_state(each).startswith("State: T")]
+        since = {each: since.get(each, now) + late for each in found}
+        for each in found:
+            if now - since[each] >= STOPPED_SECONDS:
+                log.warning("a process that loads samples (pid %d) was stopped: killed", each)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGKILL)
+
+
 class HeartbeatMonitor:
     """Detects that a child's heartbeats have stopped.
 
@@ -262,6 +295,7 @@ class HeartbeatMonitor:
         signs = [
             asyncio.ensure_future(self.silent()),
             asyncio.ensure_future(stopped(pid, STOPPED_SHARE * self._timeout)),
+            asyncio.ensure_future(kill_stopped_loaders(pid)),
         ]
         try:
             done, _ = await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)

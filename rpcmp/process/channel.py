@@ -18,6 +18,7 @@ from rpcmp.process.activity import Activity, enable_stack_dumps
 from rpcmp.process.interpreter import STOP_SIGNALS
 from rpcmp.process.logging import capture
 from rpcmp.process.logging.capture import Sender
+from rpcmp.process.resources import name_leftovers
 
 Message = dict[str, Any]
 
@@ -93,6 +94,7 @@ def connect_to_supervisor() -> ChildContext:
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     die_with_parent(parent_pid, signal.SIGKILL)
+    name_leftovers()
     enable_stack_dumps(stacks)
     activity = Activity(memory)
     log = Sender(log_socket, held, lambda: activity.read().step)

@@ -15,18 +15,34 @@ import os
 import platform
 import signal
 import socket
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rpcmp.errors import WorkerDiedError, WorkerHungError, from_wire, one_line
 from rpcmp.process import interpreter
-from rpcmp.process.activity import DUMP_SIGNAL, FORCED_DUMP_SIGNAL, Activity, Stacks, kernel_state
+from rpcmp.process.activity import (
+    DUMP_SIGNAL,
+    FORCED_DUMP_SIGNAL,
+    Activity,
+    Stacks,
+    kernel_state,
+    resident_bytes,
+)
 from rpcmp.process.channel import Message, parse
 from rpcmp.process.fork_client import Forked, Forks
 from rpcmp.process.logging.collector import LineHandler, Output, Receiver
 from rpcmp.process.logging.records import Line, entry_of, pass_on
-from rpcmp.process.resources import create_folder, remove_folder, shared_memory
+from rpcmp.process.resources import (
+    MULTIPROCESSING,
+    create_folder,
+    memory_kills,
+    memory_limit,
+    remove_folder,
+    shared_memory,
+    sweep,
+)
 from rpcmp.process.sandbox.confinement import SCRATCH, FileAccess
 
 MAX_MESSAGE = 64 * 2**20
@@ -34,6 +50,9 @@ MAX_MESSAGE = 64 * 2**20
 
 LAST_WORDS_SECONDS = 0.2
 """How long a child's last message may take to arrive after its end."""
+
+MEMORY_SECONDS = 0.4
+"""Between two looks at a child's memory; a heartbeat comes each half second."""
 
 STACKS_SECONDS = 0.5
 """How long a child may take to dump its stacks, per signal."""
@@ -67,6 +86,8 @@ class Child:
         self.scratch = scratch
         self._output = output
         self._hang: asyncio.Task[WorkerHungError] | None = None
+        self._memory_kills = memory_kills()
+        self._resident, self._resident_at = 0, 0.0
 
     @classmethod
     async def spawn(
@@ -129,6 +150,22 @@ class Child:
         """None while it runs; -n if signal n ended it."""
         return self._process.returncode
 
+    def describe_exit(self, where: str, less_memory: str) -> str:
+        """Return how it has ended, to follow its name: "was ended by signal 9 (SIGKILL)".
+
+        Args:
+            where: what it did, " in forward at step 3".
+            less_memory: what to do if the kernel has killed it for memory.
+        """
+        code = self.exit_code
+        if code != -signal.SIGKILL or memory_kills() == self._memory_kills:
+            return f"{interpreter.describe_exit(code)}{where}"
+        had, limit = self._resident / 2**20, memory_limit() / 2**20
+        return (
+            f"was ended by the kernel for memory{where}: it had {had:,.0f} MiB of {limit:,.0f} "
+            f"MiB; {less_memory}"
+        )
+
     def send(self, message: Message) -> None:
         """Send one message; it is lost if the child has ended."""
         if not self._writer.is_closing():
@@ -167,9 +204,15 @@ class Child:
         ended = asyncio.ensure_future(self._process.wait())
         try:
             while line := await self._next_line(ended):
+                self._look_at_memory()
                 yield parse(line)
         finally:
             ended.cancel()
+
+    def _look_at_memory(self) -> None:
+        """Remember from time to time how much it has: once it is gone nobody knows."""
+        if (now := time.monotonic()) - self._resident_at >= MEMORY_SECONDS:
+            self._resident, self._resident_at = resident_bytes(self.pid), now
 
     async def _next_line(self, ended: asyncio.Future[int]) -> bytes:
         reading = asyncio.ensure_future(self._reader.readline())
@@ -206,6 +249,7 @@ class Child:
         self._writer.close()
         if self.scratch is not None:  # on a thread: there may be much in it
             await asyncio.to_thread(remove_folder, self.scratch)
+        await asyncio.to_thread(sweep, MULTIPROCESSING)
 
     def garbled_message_error(self, error: Exception, who: str = "a process") -> WorkerDiedError:
         """Return the error for a message of this child that cannot be parsed.

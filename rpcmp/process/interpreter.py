@@ -13,6 +13,8 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from rpcmp.process import resources
+
 _MALLOC = {
     # Return big blocks late and serve all threads from one arena: micro-batches allocate and free
     # the same sizes again and again, and the first touch of fresh memory is slow. The price is
@@ -45,9 +47,10 @@ async def start(
 
 
 def kill_group(pid: int) -> None:
-    """Kill the process that leads a group, and what it has forked, if it still exists."""
+    """Kill the process that leads a group, and what it has forked; remove their semaphores."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
+    resources.remove_semaphores(pid)
 
 
 def _has_fd(stream: object) -> bool:

@@ -1,4 +1,4 @@
-"""What a process takes from the system: descriptors, shared memory, and temporary folders.
+"""What a process takes from the system: descriptors, memory, and temporary folders.
 
 The size of shared memory is sealed: a process that reads memory which its peer has cut off ends
 with SIGBUS.
@@ -17,6 +17,7 @@ import os
 import resource
 import secrets
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 ENOUGH = 16_384
@@ -59,6 +60,74 @@ def shared_memory(name: str, size: int) -> int:
 
 def is_sealed(fd: int) -> bool:
     return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+
+
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+def memory_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Return how many processes the kernel has killed for memory so far.
+
+    In our control group, in either version of them (see cgroups(7)), or on the whole machine.
+    """
+    for path in (
+        *_own_group(proc, cgroups, "memory.events", "memory.oom_control"),
+        proc / "vmstat",
+    ):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            counters = dict(line.split() for line in path.read_text().splitlines())
+            return int(counters["oom_kill"])
+    return 0
+
+
+def memory_limit(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Return the bytes of memory that our control group may use, or those of the machine."""
+    limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in _own_group(proc, cgroups, "memory.max", "memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number
+            limit = min(limit, int(path.read_text()))
+    return limit
+
+
+def _own_group(proc: Path, cgroups: Path, second: str, first: str) -> Iterator[Path]:
+    """Yield a file of our control group and of those above it.
+
+    Args:
+        second, first: its name in version 2 and in version 1.
+    """
+    with contextlib.suppress(OSError):
+        for line in (proc / "self/cgroup").read_text().splitlines():
+            number, controllers, path = line.split(":", 2)
+            if number == "0" or controllers == "memory":
+                root, name = (cgroups, second) if number == "0" else (cgroups / "memory", first)
+                group = root / path.lstrip("/")
+                while group.is_relative_to(root):
+                    yield group / name
+                    group = group.parent
+
+
+MULTIPROCESSING = "rpcmp-mp-"
+"""Prefix of the folders of multiprocessing's sockets."""
+
+
+def name_leftovers() -> None:
+    """Let what multiprocessing leaves behind if this process is killed be found by its supervisor.
+
+    That are named semaphores and a folder, as of torch's data loaders. multiprocessing removes them
+    by a process of its own, which is killed as well.
+    """
+    from multiprocessing import current_process  # commands that start nothing need not wait for it
+
+    settings = current_process()._config  # type: ignore[attr-defined]
+    settings["semprefix"] = f"/rpcmp-{os.getpid()}"
+    settings["tempdir"] = str(create_folder(MULTIPROCESSING))
+
+
+def remove_semaphores(pid: int) -> None:
+    """Remove the semaphores of a process that has called `name_leftovers`."""
+    for semaphore in Path("/dev/shm").glob(f"sem.rpcmp-{pid}-*"):
+        with contextlib.suppress(OSError):
+            semaphore.unlink()
 
 
 def create_folder(prefix: str) -> Path:

@@ -24,7 +24,7 @@ from rpcmp.config.topology import DRIVER
 from rpcmp.errors import SecurityError, WorkerDiedError, from_wire, to_wire
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.relay import Relay, RelayPeer
-from rpcmp.process import interpreter, resources
+from rpcmp.process import resources
 from rpcmp.process.activity import NO_MICROBATCH, Doing, HeartbeatMonitor
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
@@ -47,6 +47,11 @@ NOTHING = Doing("", 0, NO_MICROBATCH, 0.0)
 
 MAX_MESSAGE = 4 * 2**20
 """Bytes of a worker's longest message: an error with its traceback."""
+
+LESS_MEMORY = (
+    "give the stage fewer layers, smaller micro-batches or `recompute = true`, or its host more "
+    "memory"
+)
 
 MAX_WORD = 256
 """Characters of an address and of a device's name."""
@@ -336,6 +341,6 @@ class Claim:
         microbatch = "" if doing.microbatch < 0 else f" of micro-batch {doing.microbatch}"
         phase = f" in {doing.phase}{microbatch}" if doing.phase else ""
         step = f" at step {doing.step}" if doing.step else ""
-        how = f"{interpreter.describe_exit(self.exit_code)}{phase}{step}"
+        how = child.describe_exit(f"{phase}{step}", LESS_MEMORY)
         died = f"{self._worker} on {platform.node()} (pid {child.pid}) {how}"
         return WorkerDiedError("\n".join(filter(None, [died, child.stacks.read()])))

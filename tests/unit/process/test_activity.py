@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -223,6 +224,34 @@ def test_a_stopped_process_of_ours_is_killed(caplog: pytest.LogCaptureFixture) -
     assert asyncio.run(run()) == -signal.SIGKILL
     assert "the sleeper (pid " in caplog.text
     assert "was stopped" in caplog.text
+
+
+PARENT = """
+import subprocess, sys
+asleep = [sys.executable, "-c", "import time; time.sleep(100)"]
+children = [subprocess.Popen([*asleep, word]) for word in ("multiprocessing", "another")]
+print(*(child.pid for child in children), flush=True)
+children[0].wait()
+assert children[1].poll() is None
+children[1].kill()
+"""
+
+
+def test_a_stopped_process_that_loads_samples_is_killed_and_no_other_child() -> None:
+    async def run() -> None:
+        command = [sys.executable, "-c", PARENT]
+        parent = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        assert parent.stdout is not None
+        loader, other = map(int, (await parent.stdout.readline()).split())
+        assert activity_module.loaders_of(parent.pid) == [loader]
+        for child in (loader, other):
+            os.kill(child, signal.SIGSTOP)
+        poll_for(lambda: kernel_state(other).startswith("State: T"), "the other to be stopped")
+        watching = asyncio.create_task(activity_module.kill_stopped_loaders(parent.pid))
+        assert await asyncio.wait_for(parent.wait(), 60) == 0  # the loader alone was killed
+        watching.cancel()
+
+    asyncio.run(run())
 
 
 def stopped_at(clock: Clock, monkeypatch: pytest.MonkeyPatch, *stops: tuple[float, float]) -> float:

@@ -1,15 +1,16 @@
-"""Temporary folders, and their removal."""
+"""Temporary folders, and their removal; the memory of a control group."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from rpcmp.process import resources
+from rpcmp.process import interpreter, resources
 
 
 def test_sweep_does_not_follow_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,3 +36,72 @@ def test_a_folder_is_removed_at_any_depth_and_with_any_permissions() -> None:
     resources.remove_folder(folder)
     assert not folder.exists()
     assert Path("/etc/passwd").exists()
+
+
+SECOND = {
+    "proc/self/cgroup": "0::/user.slice/job\n",
+    "cgroups/user.slice/job/memory.events": "low 0\nmax 7\noom 3\noom_kill 2\n",
+    "cgroups/user.slice/job/memory.max": "max\n",
+    "cgroups/user.slice/memory.max": "1048576\n",
+}
+FIRST = {
+    "proc/self/cgroup": "4:memory:/docker/4711\n3:cpuset:/\n0::/\n",
+    "cgroups/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n",
+    "cgroups/memory/memory.limit_in_bytes": "1048576\n",
+}
+"""In a container, which sees its own group as the first one."""
+NO_GROUP = {"proc/vmstat": "nr_free_pages 1234\noom_kill 2\n"}
+
+
+@pytest.mark.parametrize("files", [SECOND, FIRST, NO_GROUP], ids=["second", "first", "none"])
+def test_the_kernels_kills_for_memory_are_counted(files: dict[str, str], tmp_path: Path) -> None:
+    places = {"proc": tmp_path / "proc", "cgroups": tmp_path / "cgroups"}
+    machine = resources.memory_limit(**places)
+    assert resources.memory_kills(**places) == 0
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert resources.memory_kills(**places) == 2
+    assert resources.memory_limit(**places) == (machine if files is NO_GROUP else 1048576)
+
+
+def test_this_machine_says_how_much_memory_there_is() -> None:
+    assert resources.memory_limit() > 2**28
+    assert resources.memory_kills() >= 0
+
+
+LEAVING = """
+import multiprocessing, os, signal
+from multiprocessing import util
+from rpcmp.process import interpreter, resources
+resources.name_leftovers()
+lock = multiprocessing.get_context("spawn").Lock()
+print(util.get_temp_dir(), lock._semlock.name, flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_what_multiprocessing_leaves_of_a_killed_process_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relies on the names that multiprocessing gives to its semaphores and its folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    command = [sys.executable, "-c", LEAVING]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    ) as process:
+        assert process.stdout is not None
+        folder, name = process.stdout.readline().split()
+        semaphore = Path("/dev/shm") / f"sem.{name.removeprefix('/')}"
+        assert Path(folder).parent == tmp_path
+        assert semaphore.exists()
+        resources.sweep(resources.MULTIPROCESSING)
+        assert Path(folder).exists()  # its process lives
+        interpreter.kill_group(process.pid)
+    assert not semaphore.exists()
+    resources.sweep(resources.MULTIPROCESSING)
+    assert not Path(folder).exists()
