@@ -7,7 +7,7 @@
 # The config has as many stages as there are nodes, and a [checkpoint] with shared = true, since the
 # next time it may be other nodes. When time is up or the job is preempted, the running step ends
 # and is saved, the job is requeued, and goes on from there. So it does after exit code 75, up to
-# RPCMP_MAX_REQUEUES times.
+# RPCMP_MAX_REQUEUES times. A driver that is killed is started again at once.
 #
 # The job's code is confined: what it reads besides its own files, such as a dataset, belongs into
 # the config's [data] paths, and its folder, RPCMP_DATA, is granted by the servers.
@@ -107,10 +107,23 @@ for stage in "${!nodes[@]}"; do
 done
 
 connect=$(IFS=, && echo "${addresses[*]}")
-rpcmp drive "$config" --connect "$connect" --certs "$folder/certs/driver" --resume "$@" &
-driver=$!
+drive() {
+    rpcmp drive "$config" --connect "$connect" --certs "$folder/certs/driver" --resume "$@" &
+    driver=$!
+}
+drive "$@"
 
 # Until the driver ends; or a TERM comes: to this script when time is up, to the servers when the
-# job is preempted, which then end first.
-wait -n "$driver" "${stages[@]}" || true
-finish
+# job is preempted, which then end first. A driver that was killed, as for its memory, is started
+# again, and goes on from what the servers hold.
+restarts=0
+while true; do
+    status=0
+    wait -n "$driver" "${stages[@]}" || status=$?
+    if kill -0 "$driver" 2> /dev/null || ((status <= 128 || status == 143 || restarts == 5)); then
+        finish
+    fi
+    restarts=$((restarts + 1))
+    echo "the driver was ended by signal $((status - 128)); it is started again" >&2
+    drive "$@"
+done

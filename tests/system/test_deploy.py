@@ -16,17 +16,21 @@ from tests.support.needs import needs
 from tests.support.places import DEPLOY
 from tests.support.processes import running
 
-UNIT = DEPLOY / "rpcmp@.service"
+UNITS = ("rpcmp@.service", "rpcmp-drive@.service")
 
 WORST_EXPOSURE = 40
 """Tenths of systemd's points; 100 is no protection at all."""
 
 
-@pytest.fixture
-def unit(tmp_path: Path) -> Path:
-    """The unit, with a program that exists on this machine."""
-    path = tmp_path / "rpcmp@1.service"
-    text = UNIT.read_text().replace("/opt/rpcmp/bin/rpcmp", f"{Path(sys.executable).parent}/rpcmp")
+@pytest.fixture(params=UNITS)
+def unit(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A unit, with a program that exists on this machine."""
+    path = tmp_path / str(request.param).replace("@", "@1")
+    text = (
+        (DEPLOY / request.param)
+        .read_text()
+        .replace("/opt/rpcmp/bin/rpcmp", f"{Path(sys.executable).parent}/rpcmp")
+    )
     path.write_text(text)
     return path
 
@@ -52,7 +56,7 @@ def test_the_unit_has_a_low_exposure_score(unit: Path) -> None:
 
 
 def test_the_command_of_the_unit_exists_in_rpcmp(unit: Path) -> None:
-    line = re.search(r"(?m)^ExecStart=(.*)$", unit.read_text())
+    line = re.search(r"(?m)^ExecStart=(.*)$", unit.read_text().replace("\\\n", ""))
     assert line is not None
     program, command, *options = line[1].split()
     known = subprocess.check_output([program, command, "--help"], text=True, timeout=60)

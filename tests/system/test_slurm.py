@@ -201,6 +201,22 @@ def test_only_failures_worth_a_retry_are_requeued(
     assert slurm.is_tidy()
 
 
+def test_a_driver_that_is_killed_is_started_again_and_goes_on(slurm: Slurm) -> None:
+    with slurm.running("--steps", "60") as job:
+        poll_for(lambda: "step 20/" in slurm.output, "a step", PATIENCE)
+        driver = next(one for one in psutil.Process(job.pid).children() if runs(one, "drive"))
+        driver.kill()
+        poll_for(lambda: "step 60/" in slurm.output, "the last step", PATIENCE)
+        job.wait(PATIENCE)
+    assert job.returncode == 0, slurm.output
+    assert "the driver was ended by signal 9; it is started again" in slurm.output
+    steps = [int(step) for step in re.findall(r"(?m)^step (\d+)/", slurm.output)]
+    assert steps == sorted(steps), slurm.output
+    assert len(steps) - len(set(steps)) <= 1
+    assert not slurm.requeued.exists()
+    assert slurm.is_tidy()
+
+
 @pytest.mark.parametrize(("code", "ends_with"), [(1, 75), (2, 2), (127, 127)])
 def test_a_stage_that_does_not_start_is_named(slurm: Slurm, code: int, ends_with: int) -> None:
     slurm.install("srun", f"#!/usr/bin/env bash\nexit {code}\n")
