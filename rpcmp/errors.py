@@ -12,6 +12,7 @@
     ├── UnavailableError           exit 75  try again later, nothing is wrong with the job
     │   ├── UnreachableError            no answer from a stage server
     │   ├── BusyError                   the server trains another job
+    │   ├── TakenOverError              another driver goes on with the job
     │   ├── DrainingError               the server is being stopped
     │   ├── RelayError                  a connection between two hosts broke
     │   └── RecoveryTimeoutError        recovery has been tried often enough
@@ -116,6 +117,10 @@ class UnreachableError(UnavailableError):
 
 class BusyError(UnavailableError):
     """A stage server belongs to another job, which goes on undisturbed."""
+
+
+class TakenOverError(UnavailableError):
+    """Another driver has taken the job over; this one must not go on with it."""
 
 
 class DrainingError(UnavailableError):

@@ -111,6 +111,9 @@ RUN_BY = {
     "cluster/test_hosts.py::test_a_spare_takes_the_stage_of_a_lost_host": [
         "rpcmp serve --spare --listen 127.0.0.1:50100",
     ],
+    "cluster/test_takeover.py::test_another_driver_goes_on_where_the_servers_are": [
+        "rpcmp drive config.toml --connect host-a,host-b --certs certs/driver --resume",
+    ],
     "cluster/test_servers.py::test_drain_ends_the_job_after_its_step_and_then_the_server": [
         "rpcmp drain 127.0.0.1:50052",
     ],
@@ -193,6 +196,9 @@ CHECKED_BY = {
         "python -m tests.benchmarks.looking",
         "python -m tests.benchmarks.screenshot",
         "python -m tests.benchmarks.strangers",
+    ],
+    "system/test_chaos.py::test_what_random_faults_have_found_stays_mended": [
+        "python -m tests.benchmarks.chaos --minutes 60",
     ],
     "system/test_benchmarks.py::test_benchmarks_of_replicas_take_the_options_of_their_page": [
         "python -m tests.benchmarks.replicas",

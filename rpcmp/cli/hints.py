@@ -223,6 +223,7 @@ SUGGESTIONS: dict[type[RpcmpError], tuple[Suggestion, ...]] = {
     errors.UnavailableError: (_doctor, _help_of("serve")),
     errors.UnreachableError: (_doctor, _help_of("serve")),
     errors.BusyError: (_status,),
+    errors.TakenOverError: (_status,),
     errors.DrainingError: (_resume, _status),
     errors.RelayError: (_doctor,),
     errors.RecoveryTimeoutError: (_resume, _doctor),

@@ -29,8 +29,9 @@ WIDTH = 140
 def status(config: Path, overrides: tuple[str, ...], connect: str | None, as_json: bool) -> None:
     """Show every stage of CONFIG: its server, its job and its worker.
 
-    Asks the addresses of CONFIG or of --connect, or else localhost's default ports. Exits 75 if a
-    stage does not answer.
+    Asks the addresses of CONFIG or of --connect, or else localhost's default ports. A job whose
+    driver was lost is "held" for the time that is shown: `rpcmp drive --resume` goes on with it.
+    Exits 75 if a stage does not answer.
 
     \b
     Example:
@@ -58,7 +59,7 @@ def _print_status(stages: Iterable[dict[str, Any]]) -> None:
             f"{stage['index']} {stage['name']}",
             stage["address"],
             stage["health"],
-            stage["job"] or "-",
+            _job(stage),
             *(_or_dash(stage[key]) for key in ("generation", "step", "parameters")),
             f"{stage['memory'] / 2**20:,.0f} MiB" if stage["memory"] else "-",
             stage["torch"] or "-",
@@ -68,6 +69,13 @@ def _print_status(stages: Iterable[dict[str, Any]]) -> None:
         for stage in stages
     ]
     print_wide(table(COLUMNS, rows), WIDTH)
+
+
+def _job(stage: dict[str, Any]) -> str:
+    """Return the job's name, and how long it is held if its driver was lost."""
+    minutes, seconds = divmod(stage["held_s"], 60)
+    held = f" (held, {minutes}:{seconds:02})" if stage["held_s"] else ""
+    return f"{stage['job']}{held}" or "-"
 
 
 def _or_dash(number: int) -> str:

@@ -155,6 +155,9 @@ class RecoveryConfig(Strict):
     """Seconds after which a spare replaces a lost host."""
     give_up_after: float = Field(default=600.0, ge=0)
     """Seconds after which a run without a lost host ends."""
+    keep_after_driver: float = Field(default=600.0, ge=0)
+    """Seconds for which stage servers hold the newest steps of a run whose driver is lost, for
+    `rpcmp drive --resume` on any host; 0: another job may take them at once."""
     keep_days: float = Field(default=14.0, ge=0)
     """Days after which a later run removes the checkpoint of one that had to give up; one that ends
     well and comes as far removes it at once."""

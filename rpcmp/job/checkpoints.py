@@ -30,6 +30,7 @@ from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.errors import CheckpointError, RpcmpError, SavingError
 from rpcmp.job.server_pool import ServerPool
+from rpcmp.job.takeover import About, LostJob
 from rpcmp.observability.events import (
     BestEvent,
     BestStep,
@@ -139,6 +140,10 @@ class Checkpoints:
         since = time.monotonic() - self._saved_at
         return {**progress, "is_saved": step == self.saved, "since_saved": since}
 
+    def driver_state(self, step: int) -> Message:
+        """Return what belongs to the driver's state after a step, and nothing else."""
+        return _driver_state(self._progress[step])
+
     def step_events_up_to(self, step: int) -> list[StepEvent]:
         events = [self._progress[each]["told"] for each in sorted(self._progress) if each <= step]
         return [StepEvent.from_json(event, complete=True) for event in events if event is not None]
@@ -147,11 +152,30 @@ class Checkpoints:
         """Go on from a checkpoint; returns the keys of the config that have changed since."""
         self.run, self.saved = manifest.run, manifest.step
         self.generation = max(self.generation, manifest.generation + 1)
-        state = {**manifest.driver, "told": None, "awaits_save": False}
-        if self._is_best_gone(manifest):
-            state["best"] = None
-        self._progress[manifest.step] = state
+        self._add_resumed(manifest.step, manifest.driver)
         return differences(redacted(manifest.config), _saved_config(self._config))
+
+    def take_over(self, lost: LostJob) -> list[str]:
+        """Go on with another driver's run; returns the keys of the config that have changed."""
+        self.run = lost.about.run
+        for step, state in lost.states.items():
+            self._add_resumed(step, state)
+        return differences(redacted(lost.about.config), _saved_config(self._config))
+
+    def about(self) -> About:
+        """Return what another driver has to know of this run, besides its steps."""
+        shares = {i: stage.shares for i, stage in enumerate(self._config.stages) if stage.shares}
+        return About(
+            run=self.run,
+            run_folder=self._pool.run_folder,
+            layers=self.layers,
+            shares=shares,
+            config=_saved_config(self._config),
+        )
+
+    def _add_resumed(self, step: int, state: Mapping[str, Any]) -> None:
+        best = None if self._is_best_gone(state.get("best")) else state.get("best")
+        self._progress[step] = {**state, "best": best, "told": None, "awaits_save": False}
 
     async def leave(self) -> None:
         """Write a checkpoint of the newest step that the servers hold; warns if that fails."""
@@ -218,12 +242,11 @@ class Checkpoints:
         if (best := manifest.best) is not None:
             self._report(BestEvent(step=manifest.step, metric=best.metric, value=best.value))
 
-    def _is_best_gone(self, manifest: Manifest) -> bool:
-        """Return whether a run that goes on from a checkpoint has lost its best one; warns if so.
+    def _is_best_gone(self, best: Any) -> bool:
+        """Return whether a run that goes on here has lost its best checkpoint; warns if so.
 
         It could not be exported, so the search for the best restarts.
         """
-        best: Any = manifest.driver.get("best")
         if best is None or not self._keeps_best:
             return False
         marked = self._read(best["step"])

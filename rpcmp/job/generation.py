@@ -29,11 +29,11 @@ from rpcmp.job.failure_detection import FirstFailure, Watchdog, task_group
 from rpcmp.job.restore_point import ChooseRestorePoint, RestorePoint, from_config
 from rpcmp.job.server_calls import shipped_code
 from rpcmp.job.server_pool import ServerPool
+from rpcmp.job.takeover import DriverRecord
 from rpcmp.job.vitals import Vitals
 from rpcmp.job.worker_group import WorkerGroup
 from rpcmp.net.relay import Relay
 from rpcmp.observability.events import Event, ProcessPlace, StepEvent, WarningEvent, parse
-from rpcmp.process import interpreter
 from rpcmp.process.activity import HeartbeatMonitor
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
@@ -47,6 +47,8 @@ LEAVE_SECONDS = 15.0
 
 LAST_WORDS_SECONDS = 1.0
 """How long to read the messages of a driver process that has ended."""
+
+LESS_MEMORY = "use a smaller data.batch_size or fewer data.num_workers, or give it more memory"
 
 DRIVER_MESSAGES = ("planned", "joined", "progress", "segment", "done")
 """The messages of the driver process besides the events of the run."""
@@ -63,6 +65,7 @@ class Generation:
         load_data: whether the driver process loads the datasets of `[data]`.
         settings: the schedules that the job may change to later.
         choose: chooses the state to start from.
+        record: see WorkerGroup.
 
     Attributes:
         draining: the name of a stage whose server is being stopped; empty: none.
@@ -80,6 +83,7 @@ class Generation:
         choose: ChooseRestorePoint = from_config,
         vitals: Vitals | None = None,
         log: Callable[[Entry], None] = pass_on,
+        record: DriverRecord | None = None,
     ) -> None:
         self._config = config
         self.number = number
@@ -98,7 +102,8 @@ class Generation:
         self._events: asyncio.Queue[Event | Message] = asyncio.Queue()
         self._vitals = vitals or Vitals()
         self.workers = WorkerGroup(
-            config, pool, number, self.failure, self._receive_from_worker, self._vitals, log
+            *(config, pool, number, self.failure, self._receive_from_worker, self._vitals, log),
+            record,
         )
         self._driver: Child | None = None
         self._listening: asyncio.Task[None] | None = None
@@ -247,8 +252,8 @@ class Generation:
                 await self._receive_from_driver(driver, message)
         except (ValueError, LookupError, TypeError) as nonsense:
             raise driver.garbled_message_error(nonsense, "the driver process") from nonsense
-        code = await driver.wait()
-        died = f"the driver process (pid {driver.pid}) {interpreter.describe_exit(code)}"
+        await driver.wait()
+        died = f"the driver process (pid {driver.pid}) {driver.describe_exit('', LESS_MEMORY)}"
         error = WorkerDiedError("\n".join(filter(None, [died, driver.stacks.read()])))
         error.stage = DRIVER
         raise await driver.hung_error() or error

@@ -33,6 +33,7 @@ from rpcmp.errors import (
     RpcmpError,
     SavingError,
     StageError,
+    TakenOverError,
     UnavailableError,
     WorkerDiedError,
     WorkerHungError,
@@ -145,13 +146,13 @@ class Progress:
 
     Attributes:
         is_new: whether it has come further than at the fault before.
-        is_interrupted: whether a signal asks the run to stop.
+        interruption: the error to end with if a signal asks the run to stop.
     """
 
     is_new: bool
     has_begun: bool = True
     has_stepped: bool = True
-    is_interrupted: bool = False
+    interruption: RpcmpError | None = None
 
 
 class Workload(ABC, Generic[Result]):
@@ -218,6 +219,8 @@ class RecoveryLoop(Generic[Result]):
         """End the generation that failed and return when the servers are ready for the next."""
         if (generation := self.generation) is None:
             raise AssertionError("only a generation can fail")
+        if isinstance(error, TakenOverError):  # what the servers hold is another driver's now
+            raise error
         unread = await generation.abandon()
         progress = await self._workload.settle(error, generation, unread)
         if progress.is_new:
@@ -225,10 +228,10 @@ class RecoveryLoop(Generic[Result]):
         limit = self._recovery.max_restarts
         decision = decide(error, self._history, limit, progress.has_begun, progress.has_stepped)
         self._history = decision.history
-        is_final = decision.error is not None or progress.is_interrupted
+        final = decision.error or progress.interruption
         try:
-            if is_final or not self._recovery.enabled:
-                raise self._workload.explain(decision.error or error)
+            if final is not None or not self._recovery.enabled:
+                raise self._workload.explain(final or error)
             self._workload.report_fault(error, generation)
             generation.workers.release_draining()
             await asyncio.sleep(decision.pause)

@@ -23,6 +23,7 @@ from rpcmp.config.topology import Member
 from rpcmp.errors import CheckpointError
 from rpcmp.job.checkpoints import Checkpoints
 from rpcmp.job.server_pool import ServerPool
+from rpcmp.job.takeover import LostJob
 from rpcmp.observability.events import Event, ResumedEvent, WarningEvent
 from rpcmp.v1 import control_pb2 as pb
 
@@ -81,6 +82,7 @@ class RestorePlanner:
         checkpoints: Checkpoints,
         report: Callable[[Event], None],
         start: Start,
+        lost: LostJob | None = None,
     ) -> None:
         self._config = config
         self._pool = pool
@@ -88,6 +90,7 @@ class RestorePlanner:
         self._report = report
         self._folder = CheckpointFolder(config.checkpoint_folder / pool.run_folder)
         self._start = start
+        self._lost = lost
         self._is_first = True
 
     async def choose(
@@ -100,7 +103,7 @@ class RestorePlanner:
         """
         self._checkpoints.set_assignments(assignments)
         if self._is_first:
-            first = await self._choose_first()
+            first = await self._choose_first(holdings)
             self._is_first = False
             return first
         workers = self._config.workers
@@ -116,7 +119,9 @@ class RestorePlanner:
             return RestorePoint()
         return RestorePoint.in_memory(in_memory, workers, self._pool.addresses)
 
-    async def _choose_first(self) -> RestorePoint:
+    async def _choose_first(self, holdings: dict[str, HeldSnapshots]) -> RestorePoint:
+        if self._lost is not None and (taken := await self._take_over(self._lost, holdings)):
+            return taken
         if self._start == "resume":
             try:
                 return await self._from_disk(run=None)
@@ -134,6 +139,34 @@ class RestorePlanner:
                 )
                 self._report(WarningEvent(text=text))
         return RestorePoint()
+
+    async def _take_over(
+        self, lost: LostJob, holdings: dict[str, HeldSnapshots]
+    ) -> RestorePoint | None:
+        """Return the newest step that servers hold of a lost driver's run; None: a disk is better.
+
+        The run is the same in any case, so that its checkpoints stay together.
+        """
+        changed = self._checkpoints.take_over(lost)
+        workers = self._config.workers
+        common = newest_common(workers, holdings, lost.states)
+        if lost.about.layers != self._checkpoints.layers:
+            why = "its stages had other layers"
+        elif common is None:
+            why = "the servers do not hold the same step of all stages any more"
+        else:
+            newest = await asyncio.to_thread(self._folder.valid)
+            if all(each.run != lost.about.run or each.step <= common.step for each in newest):
+                self._report(
+                    ResumedEvent(
+                        step=common.step, run=lost.about.run, changed=changed, from_memory=True
+                    )
+                )
+                return RestorePoint.in_memory(common, workers, self._pool.addresses)
+            return None
+        text = f"what the servers hold of the run cannot be used, since {why}"
+        self._report(WarningEvent(text=f"{text}; it goes on from a checkpoint, if there is one"))
+        return None
 
     async def _other_runs(self) -> str:
         folder, job = self._config.checkpoint_folder, self._config.name

@@ -142,6 +142,7 @@ async def _status(worker: Member, address: str, dialer: Dialer) -> dict[str, Any
         "health": health,
         "state": state_name(pb.ServerState.Name(server.state)),
         "job": server.job,
+        "held_s": round(server.holds_s),
         "generation": server.generation,
         "step": server.step,
         "parameters": server.num_parameters,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -23,12 +24,20 @@ from rpcmp.checkpoint.folder import new_name
 from rpcmp.checkpoint.slots import HeldSnapshots
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
-from rpcmp.errors import ConfigError, JobError, RecoveryTimeoutError, RpcmpError, SecurityError
+from rpcmp.errors import (
+    ConfigError,
+    JobError,
+    RecoveryTimeoutError,
+    RpcmpError,
+    SecurityError,
+    WorkerDiedError,
+)
 from rpcmp.job.failure_detection import task_group
 from rpcmp.job.server_calls import ANSWER_SECONDS, describe, dialer_for, require_addresses
 from rpcmp.net.identity import NO_TLS
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.observability.events import Event, ReplacedEvent, WaitingEvent, WarningEvent
+from rpcmp.process import interpreter
 from rpcmp.process.activity import kill_if_stopped
 from rpcmp.process.fork_client import DRIVERS, WORKERS, Forks
 from rpcmp.process.logging import collector
@@ -38,6 +47,11 @@ from rpcmp.v1 import control_pb2 as pb
 
 START_SECONDS = 30.0
 STOP_SECONDS = 10.0
+
+MORE_STARTS = 3
+"""How often a server is started again that was killed before it served."""
+
+log = logging.getLogger(__name__)
 
 
 class LocalServers:
@@ -53,7 +67,9 @@ class LocalServers:
     async def start(self, workers: Sequence[Member]) -> list[str]:
         """Start a server per worker on a free port; returns their addresses."""
         self._workers = list(workers)
-        return await asyncio.gather(*(self._start(index) for index in range(len(workers))))
+        async with task_group() as tasks:  # if one fails, none of the others is started again
+            starting = [tasks.create_task(self._start(index)) for index in range(len(workers))]
+        return [each.result() for each in starting]
 
     def has_ended(self, index: int) -> bool:
         return self._processes[index].returncode is not None
@@ -73,6 +89,16 @@ class LocalServers:
         await _end(self._processes[index])
 
     async def _start(self, index: int) -> str:
+        for _ in range(MORE_STARTS):
+            try:
+                return await self._start_once(index)
+            except WorkerDiedError as error:  # it, or the fork server, was killed meanwhile
+                log.warning("%s; it is started again", error)
+                if index in self._processes:
+                    await self._end(index)
+        return await self._start_once(index)
+
+    async def _start_once(self, index: int) -> str:
         worker = self._workers[index]
         command = [sys.executable, "-P", "-m", "rpcmp", "serve"]
         command += ["--stage", str(worker.stage_index), "--replica", str(worker.replica)]
@@ -105,6 +131,10 @@ class LocalServers:
             async with asyncio.timeout(START_SECONDS):
                 line = await process.stdout.readline()
         address = re.search(r"127\.0\.0\.1:\d+", line.decode(errors="replace"))
+        if not address and process.stdout.at_eof():  # it has ended
+            code = await process.wait()
+            kind = WorkerDiedError if code < 0 else JobError
+            raise kind(f"{name} {interpreter.describe_exit(code)} before it served")
         if not address:
             raise JobError(f"{name} did not start: {line!r}")
         return address[0]
@@ -149,6 +179,10 @@ class ServerPool:
 
     Attributes:
         addresses: of the servers, by worker.
+        is_local: whether the job has started its servers itself.
+        driver_id: unique for each start of a driver.
+        supersedes: ids of the drivers that this one has taken the job over from.
+        drops_held: whether to claim servers that hold another job, whose driver was lost.
         job_id: unique for each run.
         run_folder: the name of the folder of the run's checkpoints; see rpcmp.checkpoint.folder.
     """
@@ -163,7 +197,9 @@ class ServerPool:
         self.addresses = list(config.addresses if connect is None else connect)
         require_addresses(config, self.addresses)
         self.dialer = dialer_for(config, [*self.addresses, *config.recovery.spares])
-        self.job_id = uuid.uuid4().hex
+        self.job_id, self.driver_id = uuid.uuid4().hex, uuid.uuid4().hex
+        self.supersedes: list[str] = []
+        self.drops_held = False
         self.run_folder = new_name(self.job_id)
         self._config = config
         self._report = report
@@ -171,6 +207,10 @@ class ServerPool:
         self.forks = forks or forks_for(config, connect)
         self._owns_forks = forks is None
         self._local = None if self.addresses else LocalServers(self.forks, serve_options(config))
+
+    @property
+    def is_local(self) -> bool:
+        return self._local is not None
 
     @property
     def file_access(self) -> FileAccess | None:
@@ -208,7 +248,7 @@ class ServerPool:
 
     async def free(self, generation: int) -> None:
         """Free all servers; stop those that the job has started."""
-        stop = pb.StopRequest(job_id=self.job_id, generation=generation)
+        stop = pb.StopRequest(job_id=self.job_id, generation=generation, driver_id=self.driver_id)
         try:
             await asyncio.gather(*(self._try_stop(address, stop) for address in self.addresses))
             if self._local is not None:

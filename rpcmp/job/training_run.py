@@ -25,12 +25,14 @@ from rpcmp.checkpoint.files import require_place
 from rpcmp.checkpoint.folder import newest_in
 from rpcmp.config.files import redacted
 from rpcmp.config.schema import Config
-from rpcmp.errors import InterruptedJobError
+from rpcmp.errors import InterruptedJobError, WorkerDiedError, WorkerHungError
+from rpcmp.job import takeover
 from rpcmp.job.autobalance import balanced, with_saved_shares
 from rpcmp.job.checkpoints import software_versions
 from rpcmp.job.recovery import RecoveryLoop
 from rpcmp.job.restore_point import Start
 from rpcmp.job.server_pool import ServerPool, forks_for
+from rpcmp.job.takeover import LostJob
 from rpcmp.job.training_workload import TrainingWorkload
 from rpcmp.job.vitals import VITALS_SECONDS, Vitals
 from rpcmp.net.security import INSECURE, WARN_SECONDS, Security, watch
@@ -187,17 +189,25 @@ class TrainingRun:
         if resumes:
             config = with_saved_shares(config)
         pool = self._pool = ServerPool(config, self._connect, self._report, self._forks)
+        pool.drops_held = self._start == "fresh"
         if resumes and (before := newest_in(config.checkpoint_folder, config.name)) is not None:
             pool.run_folder = before.name
+        lost = await takeover.find(config, pool) if resumes else None
+        if lost is not None:
+            pool.job_id, pool.run_folder = lost.job_id, lost.about.run_folder
+            pool.supersedes = lost.drivers
+            config = lost.apply_to(config)
         self._report(run_event(config, pool.job_id, pool.addresses))
         async with (
             _in_background(self._report_vitals()),
             _in_background(self._warn_of_security(pool.dialer.security)),
         ):
-            return await self._train(config, pool, order)
+            return await self._train(config, pool, order, lost)
 
-    async def _train(self, config: Config, pool: ServerPool, order: Message) -> SummaryEvent:
-        config, prediction = await balanced(config, self._connect, self._forks)
+    async def _train(
+        self, config: Config, pool: ServerPool, order: Message, lost: LostJob | None
+    ) -> SummaryEvent:
+        config, prediction = await self._measured(config)
         for text in config.warnings:
             self._report(WarningEvent(text=text))
         if prediction is not None:
@@ -205,7 +215,7 @@ class TrainingRun:
         if config.balance_replicas:
             self._report(SharesEvent(shares=config.shares))
         workload = self._workload = TrainingWorkload(
-            config, pool, self._events, self._vitals, self._start, order, self.signals
+            *(config, pool, self._events, self._vitals, self._start, order, self.signals), lost
         )
         if config.checkpoint is not None:
             await asyncio.to_thread(require_place, config.checkpoint_folder)
@@ -216,6 +226,15 @@ class TrainingRun:
             summary = replace(summary, plan=_compared(prediction, self._events.step_seconds))
         self._report(summary)
         return summary
+
+    async def _measured(self, config: Config) -> tuple[Config, Prediction | None]:
+        """Measure what the config leaves open; once more if a process is lost meanwhile."""
+        for _ in range(config.recovery.max_restarts if config.recovery.enabled else 0):
+            try:
+                return await balanced(config, self._connect, self._forks)
+            except (WorkerDiedError, WorkerHungError) as error:
+                self._report(WarningEvent(text=f"{error}; the job is measured once more"))
+        return await balanced(config, self._connect, self._forks)
 
     def interrupt(self, signum: int, task: asyncio.Future[SummaryEvent]) -> None:
         """Stop the run after its step on the first signal while training, else at once."""

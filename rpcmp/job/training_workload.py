@@ -26,6 +26,7 @@ from rpcmp.job.generation import Generation
 from rpcmp.job.recovery import Progress, Workload
 from rpcmp.job.restore_point import RestorePlanner, Start
 from rpcmp.job.server_pool import ServerPool
+from rpcmp.job.takeover import DriverRecord, LostJob
 from rpcmp.job.vitals import Vitals
 from rpcmp.observability.events import (
     EvalEvent,
@@ -46,6 +47,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
 
     Args:
         signals: those that have been received; grows.
+        lost: the run to go on with, whose driver was lost; None: there is none.
 
     Attributes:
         is_training: whether the driver process trains just now.
@@ -60,6 +62,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
         start: Start,
         order: Message,
         signals: Sequence[int],
+        lost: LostJob | None = None,
     ) -> None:
         self._pool = pool
         self._config = config
@@ -69,7 +72,11 @@ class TrainingWorkload(Workload[SummaryEvent]):
         self._order = order
         self._signals = signals
         self.checkpoints = Checkpoints(config, pool, events.emit)
-        self._planner = RestorePlanner(config, pool, self.checkpoints, events.emit, start)
+        if lost is not None:
+            self.checkpoints.generation = lost.generation + 1
+        self._planner = RestorePlanner(config, pool, self.checkpoints, events.emit, start, lost)
+        records = config.recovery.enabled and not pool.is_local  # own servers end with the driver
+        self._record = DriverRecord() if records else None
         self.is_training = False
         self._generation: Generation | None = None
         self._has_begun = False
@@ -112,6 +119,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
             choose=self._planner.choose,
             vitals=self._vitals,
             log=lambda entry: self._report(LogEvent.from_entry(entry)),
+            record=self._record,
         )
         return self._generation
 
@@ -120,6 +128,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
         step = generation.restore_point.step
         self._report_start(generation, step)
         self._has_begun = True
+        self._begin_record()
         self.checkpoints.remove_elsewhere = generation.workers.remove_checkpoint
         await self.checkpoints.remove_left_behind(ended_well=False)
         outputs = OutputFiles(generation.driver_scratch)
@@ -182,6 +191,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
                 self._events.emit_new(event)
             case {"event": "progress"}:
                 completed = await self.checkpoints.add_progress(event)
+                self._record_step(event["step"])
             case {"event": "saved"}:
                 completed = await self.checkpoints.add_part(event["stage"], event["saved"])
             case {"event": "draining"}:
@@ -190,6 +200,17 @@ class TrainingWorkload(Workload[SummaryEvent]):
             failed = completed != self.checkpoints.saved
             generation.send({"op": "saved", "step": completed, "failed": failed})
             self._removal = asyncio.create_task(self.checkpoints.remove_surplus())
+
+    def _begin_record(self) -> None:
+        if self._record is not None:
+            self._record.about = self.checkpoints.about().model_dump_json()
+            for step in self.checkpoints.known_steps():
+                self._record_step(step)
+
+    def _record_step(self, step: int) -> None:
+        if self._record is not None:
+            first = min(self.checkpoints.known_steps())
+            self._record.add(self.checkpoints.driver_state(step), first)
 
     async def settle(
         self, error: RpcmpError, generation: Generation, unread: list[Event | Message]
@@ -204,7 +225,11 @@ class TrainingWorkload(Workload[SummaryEvent]):
         is_new, self._step_at_fault = step > self._step_at_fault, step
         if is_new:
             self._first_fault = None
-        return Progress(is_new, self._has_begun, step > self._first_step, bool(self._signals))
+        interruption = None
+        if self._signals:
+            interruption = InterruptedJobError(self._signals[0], step)
+            interruption.add_note(f"it could not end in good order: {error}")
+        return Progress(is_new, self._has_begun, step > self._first_step, interruption)
 
     def report_fault(self, error: RpcmpError, generation: Generation) -> None:
         self._first_fault = self._first_fault or error

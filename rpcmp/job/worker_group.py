@@ -21,9 +21,11 @@ from rpcmp.job.failure_detection import FirstFailure
 from rpcmp.job.restore_point import RestorePoint
 from rpcmp.job.server_calls import gather_all, prepare_request
 from rpcmp.job.server_pool import ServerPool
+from rpcmp.job.takeover import DriverRecord
 from rpcmp.job.vitals import Vitals
 from rpcmp.net.relay import RelayPeer
 from rpcmp.observability.events import WorkerPlace
+from rpcmp.process.activity import HeartbeatMonitor
 from rpcmp.process.channel import Message
 from rpcmp.process.logging.records import Entry, Line, entry_of
 from rpcmp.server.client import StageClient
@@ -32,6 +34,9 @@ from rpcmp.v1 import control_pb2 as pb
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
+
+SILENT_SECONDS = 4.0
+"""After which a server that says nothing is named; it sends its worker's vitals each second."""
 
 LAST_LINES_SECONDS = 0.5
 """How long to wait for the log lines that workers wrote before something went wrong."""
@@ -42,6 +47,7 @@ class WorkerGroup:
 
     Args:
         report: called when a server is being stopped ("draining") and when one has saved ("saved").
+        record: what the servers keep of the driver, so that another one can take the job over.
     """
 
     def __init__(
@@ -53,8 +59,10 @@ class WorkerGroup:
         report: Callable[[Message], None],
         vitals: Vitals,
         log: Callable[[Entry], None],
+        record: DriverRecord | None = None,
     ) -> None:
         self._config = config
+        self._pool, self._record = pool, record
         self._identity: dict[str, Any] = {"job_id": pool.job_id, "generation": generation}
         self._run_folder = pool.run_folder
         self._failure = failure
@@ -271,6 +279,10 @@ class WorkerGroup:
                 worker,
                 code,
                 **self._identity,
+                driver_id=self._pool.driver_id,
+                supersedes=self._pool.supersedes,
+                drops_held=self._pool.drops_held,
+                keep_s=0.0 if self._record is None else self._config.recovery.keep_after_driver,
                 heartbeat_timeout=self._config.recovery.heartbeat_timeout,
                 checkpoint_folder=str(self._config.checkpoint_folder),
                 relative_checkpoint_folder=self._config.relative_checkpoint_folder,
@@ -284,11 +296,28 @@ class WorkerGroup:
             )
         )
         self._failure.supervise(_naming_stage(client, self._watch, client, worker))
+        if self._record is not None:
+            self._failure.supervise(self._send_record(client, self._record))
         return claim
 
+    async def _send_record(self, client: StageClient, record: DriverRecord) -> None:
+        with contextlib.suppress(RpcmpError):  # `_watch` says why
+            await client.record(record.requests(**self._identity))
+
+    async def _warn_if_silent(self, client: StageClient, pulse: HeartbeatMonitor) -> None:
+        """Log, long before the connection counts as lost, that a server says nothing."""
+        await pulse.silent()
+        text = (
+            f"the server of stage {client.name!r} at {client.address} has said nothing for "
+            f"{SILENT_SECONDS:.0f} s: it or its host is stopped or very busy, or the link is cut"
+        )
+        self._logs.add_own(client.name, text)
+
     async def _watch(self, client: StageClient, worker: Member) -> None:
-        saved, is_draining = 0, False
+        saved, is_draining, pulse = 0, False, HeartbeatMonitor(SILENT_SECONDS)
+        self._failure.supervise(self._warn_if_silent(client, pulse))
         async for change in client.watch(pb.WatchRequest(**self._identity)):
+            pulse.beat()
             self._vitals.update_worker(client.name, change)
             if change.logs:
                 await self._logs.add(client.name, change.logs)
@@ -332,12 +361,15 @@ class LogCollector:
         for line in lines:
             missed = line.number - self._numbers[label] - 1
             if missed > 0:
-                text = f"{missed:,} lines are missing here: more were said than could be carried"
-                self._log_line(label, Line("WARNING", "rpcmp.process.logging", text))
+                self.add_own(label, f"{missed:,} lines are missing here: they were too many")
             self._numbers[label] = line.number
             self._log_line(label, Line(line.level, line.logger, line.text, line.step, line.count))
         async with self._added:
             self._added.notify_all()
+
+    def add_own(self, label: str, text: str) -> None:
+        """Log a warning about a worker or its server."""
+        self._log_line(label, Line("WARNING", "rpcmp.job", text))
 
     async def wait_for_line(self, label: str, number: int) -> None:
         async with self._added:

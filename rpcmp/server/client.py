@@ -127,6 +127,14 @@ class StageClient:
         found: doctor_pb2.ProbeResponse = await self._call(probed)
         return LinkSpeed(found.latency_s, found.clock_ahead_s, found.there, found.back)
 
+    async def record(self, requests: AsyncIterator[pb.RecordRequest]) -> None:
+        """Have the server keep the driver's own state, until `requests` ends."""
+        await self._call(self._stub.Record(requests))
+
+    async def recall(self) -> pb.RecallResponse:
+        """Return what the driver of the server's job has recorded."""
+        return await self._call(self._stub.Recall(pb.RecallRequest(), timeout=CALL_SECONDS))
+
     async def stop(self, request: pb.StopRequest) -> pb.StopResponse:
         return await self._call(self._stub.Stop(request, timeout=CALL_SECONDS))
 

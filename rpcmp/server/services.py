@@ -90,6 +90,18 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         async for change in self._server.watch(claim):
             yield change
 
+    async def Record(
+        self, requests: AsyncIterator[pb.RecordRequest], grpc_context: GrpcContext
+    ) -> pb.RecordResponse:
+        async for request in requests:
+            self._server.record(request)
+        return pb.RecordResponse()
+
+    async def Recall(
+        self, request: pb.RecallRequest, grpc_context: GrpcContext
+    ) -> pb.RecallResponse:
+        return self._server.driver.recall()
+
     async def Drain(self, request: pb.DrainRequest, grpc_context: GrpcContext) -> pb.DrainResponse:
         await self._server.drain()
         claim = self._server.claim
@@ -98,7 +110,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return pb.DrainResponse(job=claim.job, generation=claim.generation)
 
     async def Stop(self, request: pb.StopRequest, grpc_context: GrpcContext) -> pb.StopResponse:
-        await self._server.end(request.job_id, request.generation)
+        await self._server.end(request)
         return pb.StopResponse(generation=request.generation)
 
     async def Inspect(

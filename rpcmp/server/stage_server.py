@@ -18,6 +18,7 @@ from rpcmp.errors import (
     CheckpointError,
     ConfigError,
     DrainingError,
+    TakenOverError,
     VersionError,
     from_wire,
     one_line,
@@ -37,6 +38,7 @@ from rpcmp.server import claim_log, services
 from rpcmp.server.access import GroupMembers
 from rpcmp.server.claim import Claim, State
 from rpcmp.server.connection import differences, machine, versions
+from rpcmp.server.driver_memory import DriverMemory
 from rpcmp.server.host_facts import CheckRequest, examine
 from rpcmp.server.services import NOT_SERVING, Endpoints
 from rpcmp.server.snapshot_store import NO_FOLDER, FolderOrReason, SnapshotStore
@@ -47,7 +49,7 @@ UNWATCHED_SECONDS = 5.0
 """Lifetime of a claim that no driver watches."""
 
 KEEP_SECONDS = 3600.0
-"""Time for a driver that was lost, or that waits for another host, to come back."""
+"""Time for a driver that has recorded nothing to come back, such as one that waits for a host."""
 
 VITALS_SECONDS = 1.0
 """Interval of vitals in a Watch stream."""
@@ -80,6 +82,7 @@ class StageServer:
     Attributes:
         draining: whether it takes no new job.
         claim: the current job's; None if idle.
+        driver: the current job's, or that of the last one.
         drain_requested: set as soon as it has to stop.
         metrics_port: where its metrics are served; 0: nowhere.
     """
@@ -106,6 +109,7 @@ class StageServer:
         self.security = security or Security()
         self.dialer = Dialer(self.security)
         self.snapshot_store = SnapshotStore(self.dialer)
+        self.driver = DriverMemory()
         self._accept_code = accept_code and allowed is None  # code could take any name of the list
         self._allowed = None if allowed is None else list(allowed)
         self._show = show
@@ -212,6 +216,7 @@ class StageServer:
             driver: role and address of the caller, for the log.
         """
         async with self._changing:
+            self.driver.require_may_claim(request, self.claim is not None)
             self._check(request)
             group = GroupMembers.of(request)
             folder = self._folder_of(request)
@@ -221,6 +226,7 @@ class StageServer:
             if self._forgetting is not None:
                 self._forgetting.cancel()
             await self._release(self.claim)
+            self.driver.claim(request)
             await self.snapshot_store.open(request.job_id, folder, request.checkpoint_run)
             await self.snapshot_store.pause()
             claim = self.claim = Claim(
@@ -255,22 +261,36 @@ class StageServer:
             elif is_stopped or claim.state == State.SERVER_STATE_ENDED:
                 self._log(claim, "releases this server")
             else:
-                self._log(claim, "is lost: its driver has interrupted it, or is gone")
+                held = f"; held for {seconds:.0f} s" if (seconds := self.driver.hold()) else ""
+                self._log(claim, f"is lost: its driver has interrupted it, or is gone{held}")
             await self._close(claim)
 
     async def _close(self, claim: Claim) -> None:
         self.claim = None
         await asyncio.shield(claim.close())  # a caller may be cancelled
-        loop = asyncio.get_running_loop()
-        self._forgetting = loop.call_later(KEEP_SECONDS, self._forget)
+        seconds = self.driver.hold() or KEEP_SECONDS
+        self._forgetting = asyncio.get_running_loop().call_later(seconds, self._forget)
         self._idle.set()
 
-    async def end(self, job_id: str, generation: int) -> None:
+    async def end(self, request: pb.StopRequest) -> None:
         """End a job for good, and drop its snapshots."""
+        job_id, generation = request.job_id, request.generation
         async with self._changing:
+            if self.driver.job_id == job_id and not self.driver.is_of(request.driver_id):
+                raise TakenOverError(f"job {self.driver.job!r} is another driver's now")
             if self.claim is not None or self.snapshot_store.job_id != job_id:
                 await self._release(self.claimed_by(job_id, generation), is_stopped=True)
-            await self.snapshot_store.clear()
+            self.driver.end()
+            await self._clear()
+
+    async def _clear(self) -> None:
+        self.driver.clear()
+        await self.snapshot_store.clear()
+
+    def record(self, request: pb.RecordRequest) -> None:
+        """Keep what the driver of the current claim records."""
+        self.claimed_by(request.job_id, request.generation)
+        self.driver.record(request)
 
     def claimed_by(self, job_id: str, generation: int) -> Claim:
         """Return the current claim."""
@@ -332,6 +352,10 @@ class StageServer:
             holdings_of=self.snapshot_store.job_id,
             holdings=self.snapshot_store.holdings(),
         )
+        if self.claim is None and (seconds := self.driver.holds_seconds):
+            answer.state, answer.holds_s = State.SERVER_STATE_HOLDING, seconds
+            answer.job, answer.generation = self.driver.job, self.driver.generation
+            answer.step = max(self.driver.states)
         if self._examined:
             answer.state, answer.job = State.SERVER_STATE_PROFILING, self._examined
         if self.claim is not None:
@@ -403,7 +427,9 @@ class StageServer:
     def _forget(self) -> None:
         """Drop the snapshots of a driver that has not come back."""
         if self.claim is None:
-            self._releasing = asyncio.ensure_future(self.snapshot_store.clear())
+            if self.driver.states:
+                log.info("job %r is held no longer: no driver has come for it", self.driver.job)
+            self._releasing = asyncio.ensure_future(self._clear())
 
     def _release_unwatched(self, claim: Claim) -> None:
         if not claim.watched:

@@ -44,6 +44,8 @@ class _ServerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ServerSta
     """the worker is gone, the driver has not yet freed the server"""
     SERVER_STATE_PROFILING: _ServerState.ValueType  # 6
     """a process measures layers"""
+    SERVER_STATE_HOLDING: _ServerState.ValueType  # 7
+    """no worker; the state of a job whose driver was lost"""
 
 class ServerState(_ServerState, metaclass=_ServerStateEnumTypeWrapper): ...
 
@@ -60,6 +62,8 @@ SERVER_STATE_ENDED: ServerState.ValueType  # 5
 """the worker is gone, the driver has not yet freed the server"""
 SERVER_STATE_PROFILING: ServerState.ValueType  # 6
 """a process measures layers"""
+SERVER_STATE_HOLDING: ServerState.ValueType  # 7
+"""no worker; the state of a job whose driver was lost"""
 Global___ServerState: _TypeAlias = ServerState  # noqa: Y015
 
 @_typing.final
@@ -128,6 +132,7 @@ class DescribeResponse(_message.Message):
     SPARE_FIELD_NUMBER: _builtins.int
     HOLDINGS_OF_FIELD_NUMBER: _builtins.int
     HOLDINGS_FIELD_NUMBER: _builtins.int
+    HOLDS_S_FIELD_NUMBER: _builtins.int
     stage_index: _builtins.int
     replica: _builtins.int
     state: Global___ServerState.ValueType
@@ -149,6 +154,8 @@ class DescribeResponse(_message.Message):
     """takes any stage; stage_index and replica mean nothing"""
     holdings_of: _builtins.str
     """job_id of the run whose snapshots it holds"""
+    holds_s: _builtins.float
+    """how long it still holds the state of a lost driver's job"""
     @_builtins.property
     def versions(self) -> Global___Versions: ...
     @_builtins.property
@@ -173,10 +180,11 @@ class DescribeResponse(_message.Message):
         spare: _builtins.bool = ...,
         holdings_of: _builtins.str = ...,
         holdings: _abc.Iterable[Global___Holding] | None = ...,
+        holds_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "generation", b"generation", "holdings", b"holdings", "holdings_of", b"holdings_of", "job", b"job", "machine", b"machine", "num_parameters", b"num_parameters", "replica", b"replica", "spare", b"spare", "stage_index", b"stage_index", "stage_name", b"stage_name", "state", b"state", "step", b"step", "supervisor_pid", b"supervisor_pid", "versions", b"versions", "worker_memory", b"worker_memory", "worker_pid", b"worker_pid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "generation", b"generation", "holdings", b"holdings", "holdings_of", b"holdings_of", "holds_s", b"holds_s", "job", b"job", "machine", b"machine", "num_parameters", b"num_parameters", "replica", b"replica", "spare", b"spare", "stage_index", b"stage_index", "stage_name", b"stage_name", "state", b"state", "step", b"step", "supervisor_pid", b"supervisor_pid", "versions", b"versions", "worker_memory", b"worker_memory", "worker_pid", b"worker_pid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -224,6 +232,10 @@ class PrepareRequest(_message.Message):
     DATA_PATHS_FIELD_NUMBER: _builtins.int
     CHECKPOINT_RUN_FIELD_NUMBER: _builtins.int
     RELATIVE_CHECKPOINT_FOLDER_FIELD_NUMBER: _builtins.int
+    DRIVER_ID_FIELD_NUMBER: _builtins.int
+    SUPERSEDES_FIELD_NUMBER: _builtins.int
+    KEEP_S_FIELD_NUMBER: _builtins.int
+    DROPS_HELD_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """the name that people see"""
     job_id: _builtins.str
@@ -243,6 +255,12 @@ class PrepareRequest(_message.Message):
     """name of the folder in it for new checkpoints; empty: itself"""
     relative_checkpoint_folder: _builtins.str
     """as the config has it; empty if it is absolute there"""
+    driver_id: _builtins.str
+    """unique for each start of a driver"""
+    keep_s: _builtins.float
+    """how long to hold the job's state if its driver is lost"""
+    drops_held: _builtins.bool
+    """takes the server even if it holds a lost driver's job"""
     @_builtins.property
     def versions(self) -> Global___Versions: ...
     @_builtins.property
@@ -254,6 +272,10 @@ class PrepareRequest(_message.Message):
     @_builtins.property
     def data_paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """absolute; what the job's code reads, granted by --data"""
+
+    @_builtins.property
+    def supersedes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """the drivers that this one has taken the job over from"""
 
     def __init__(
         self,
@@ -273,10 +295,14 @@ class PrepareRequest(_message.Message):
         data_paths: _abc.Iterable[_builtins.str] | None = ...,
         checkpoint_run: _builtins.str = ...,
         relative_checkpoint_folder: _builtins.str = ...,
+        driver_id: _builtins.str = ...,
+        supersedes: _abc.Iterable[_builtins.str] | None = ...,
+        keep_s: _builtins.float = ...,
+        drops_held: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_folder", b"checkpoint_folder", "checkpoint_run", b"checkpoint_run", "code", b"code", "data_paths", b"data_paths", "generation", b"generation", "group", b"group", "heartbeat_timeout", b"heartbeat_timeout", "job", b"job", "job_id", b"job_id", "may_keep_nothing", b"may_keep_nothing", "relative_checkpoint_folder", b"relative_checkpoint_folder", "replica", b"replica", "stage_index", b"stage_index", "threads", b"threads", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_folder", b"checkpoint_folder", "checkpoint_run", b"checkpoint_run", "code", b"code", "data_paths", b"data_paths", "driver_id", b"driver_id", "drops_held", b"drops_held", "generation", b"generation", "group", b"group", "heartbeat_timeout", b"heartbeat_timeout", "job", b"job", "job_id", b"job_id", "keep_s", b"keep_s", "may_keep_nothing", b"may_keep_nothing", "relative_checkpoint_folder", b"relative_checkpoint_folder", "replica", b"replica", "stage_index", b"stage_index", "supersedes", b"supersedes", "threads", b"threads", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1311,6 +1337,133 @@ class RemoveResponse(_message.Message):
 Global___RemoveResponse: _TypeAlias = RemoveResponse  # noqa: Y015
 
 @_typing.final
+class RecordRequest(_message.Message):
+    """What a driver records. The first message of a stream has all fields, later ones new states."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    ABOUT_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
+    FROM_STEP_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    generation: _builtins.int
+    about: _builtins.str
+    """JSON, see rpcmp.job.takeover; what is the same after every step"""
+    from_step: _builtins.int
+    """states of earlier steps are no longer needed"""
+    @_builtins.property
+    def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___DriverState]: ...
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        about: _builtins.str = ...,
+        states: _abc.Iterable[Global___DriverState] | None = ...,
+        from_step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "from_step", b"from_step", "generation", b"generation", "job_id", b"job_id", "states", b"states"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordRequest: _TypeAlias = RecordRequest  # noqa: Y015
+
+@_typing.final
+class DriverState(_message.Message):
+    """The driver's state after an optimizer step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    state: _builtins.str
+    """JSON, see rpcmp.driver.progress.TrainingProgress"""
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        state: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["state", b"state", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DriverState: _TypeAlias = DriverState  # noqa: Y015
+
+@_typing.final
+class RecordResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordResponse: _TypeAlias = RecordResponse  # noqa: Y015
+
+@_typing.final
+class RecallRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecallRequest: _TypeAlias = RecallRequest  # noqa: Y015
+
+@_typing.final
+class RecallResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    DRIVER_ID_FIELD_NUMBER: _builtins.int
+    ABOUT_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    """empty: nothing is here"""
+    job_id: _builtins.str
+    generation: _builtins.int
+    driver_id: _builtins.str
+    about: _builtins.str
+    @_builtins.property
+    def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___DriverState]: ...
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        driver_id: _builtins.str = ...,
+        about: _builtins.str = ...,
+        states: _abc.Iterable[Global___DriverState] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "driver_id", b"driver_id", "generation", b"generation", "job", b"job", "job_id", b"job_id", "states", b"states"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecallResponse: _TypeAlias = RecallResponse  # noqa: Y015
+
+@_typing.final
 class DrainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1354,17 +1507,20 @@ class StopRequest(_message.Message):
 
     JOB_ID_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    DRIVER_ID_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
+    driver_id: _builtins.str
     def __init__(
         self,
         *,
         job_id: _builtins.str = ...,
         generation: _builtins.int = ...,
+        driver_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job_id", b"job_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["driver_id", b"driver_id", "generation", b"generation", "job_id", b"job_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -68,6 +68,16 @@ class ControlStub:
                 request_serializer=rpcmp_dot_v1_dot_control__pb2.WatchRequest.SerializeToString,
                 response_deserializer=rpcmp_dot_v1_dot_control__pb2.WatchResponse.FromString,
                 _registered_method=True)
+        self.Record = channel.stream_unary(
+                '/rpcmp.v1.Control/Record',
+                request_serializer=rpcmp_dot_v1_dot_control__pb2.RecordRequest.SerializeToString,
+                response_deserializer=rpcmp_dot_v1_dot_control__pb2.RecordResponse.FromString,
+                _registered_method=True)
+        self.Recall = channel.unary_unary(
+                '/rpcmp.v1.Control/Recall',
+                request_serializer=rpcmp_dot_v1_dot_control__pb2.RecallRequest.SerializeToString,
+                response_deserializer=rpcmp_dot_v1_dot_control__pb2.RecallResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/rpcmp.v1.Control/Drain',
                 request_serializer=rpcmp_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
@@ -137,6 +147,22 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Record(self, request_iterator, context):
+        """Carries the driver's own state after each step to the server, which holds it beside the
+        snapshots; and a beat each second, so that a driver that is stopped can be told from one that
+        waits.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Recall(self, request, context):
+        """Returns what the driver of a job has recorded, to a driver that may take the job over.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Refuses new jobs, ends the running one after its current step, and then stops the server.
         """
@@ -190,6 +216,16 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=rpcmp_dot_v1_dot_control__pb2.WatchRequest.FromString,
                     response_serializer=rpcmp_dot_v1_dot_control__pb2.WatchResponse.SerializeToString,
+            ),
+            'Record': grpc.stream_unary_rpc_method_handler(
+                    servicer.Record,
+                    request_deserializer=rpcmp_dot_v1_dot_control__pb2.RecordRequest.FromString,
+                    response_serializer=rpcmp_dot_v1_dot_control__pb2.RecordResponse.SerializeToString,
+            ),
+            'Recall': grpc.unary_unary_rpc_method_handler(
+                    servicer.Recall,
+                    request_deserializer=rpcmp_dot_v1_dot_control__pb2.RecallRequest.FromString,
+                    response_serializer=rpcmp_dot_v1_dot_control__pb2.RecallResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -373,6 +409,60 @@ class Control:
             '/rpcmp.v1.Control/Watch',
             rpcmp_dot_v1_dot_control__pb2.WatchRequest.SerializeToString,
             rpcmp_dot_v1_dot_control__pb2.WatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Record(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/rpcmp.v1.Control/Record',
+            rpcmp_dot_v1_dot_control__pb2.RecordRequest.SerializeToString,
+            rpcmp_dot_v1_dot_control__pb2.RecordResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Recall(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rpcmp.v1.Control/Recall',
+            rpcmp_dot_v1_dot_control__pb2.RecallRequest.SerializeToString,
+            rpcmp_dot_v1_dot_control__pb2.RecallResponse.FromString,
             options,
             channel_credentials,
             insecure,

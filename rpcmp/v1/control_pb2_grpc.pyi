@@ -61,6 +61,13 @@ class ControlStub:
     """
     Watch: _grpc.UnaryStreamMultiCallable[_control_pb2.WatchRequest, _control_pb2.WatchResponse]
     """Streams the worker's state. The claim lasts as long as this stream."""
+    Record: _grpc.StreamUnaryMultiCallable[_control_pb2.RecordRequest, _control_pb2.RecordResponse]
+    """Carries the driver's own state after each step to the server, which holds it beside the
+    snapshots; and a beat each second, so that a driver that is stopped can be told from one that
+    waits.
+    """
+    Recall: _grpc.UnaryUnaryMultiCallable[_control_pb2.RecallRequest, _control_pb2.RecallResponse]
+    """Returns what the driver of a job has recorded, to a driver that may take the job over."""
     Drain: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]
     """Refuses new jobs, ends the running one after its current step, and then stops the server."""
     Stop: _grpc.UnaryUnaryMultiCallable[_control_pb2.StopRequest, _control_pb2.StopResponse]
@@ -95,6 +102,13 @@ class ControlAsyncStub(ControlStub):
     """
     Watch: _aio.UnaryStreamMultiCallable[_control_pb2.WatchRequest, _control_pb2.WatchResponse]  # type: ignore[assignment]
     """Streams the worker's state. The claim lasts as long as this stream."""
+    Record: _aio.StreamUnaryMultiCallable[_control_pb2.RecordRequest, _control_pb2.RecordResponse]  # type: ignore[assignment]
+    """Carries the driver's own state after each step to the server, which holds it beside the
+    snapshots; and a beat each second, so that a driver that is stopped can be told from one that
+    waits.
+    """
+    Recall: _aio.UnaryUnaryMultiCallable[_control_pb2.RecallRequest, _control_pb2.RecallResponse]  # type: ignore[assignment]
+    """Returns what the driver of a job has recorded, to a driver that may take the job over."""
     Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]  # type: ignore[assignment]
     """Refuses new jobs, ends the running one after its current step, and then stops the server."""
     Stop: _aio.UnaryUnaryMultiCallable[_control_pb2.StopRequest, _control_pb2.StopResponse]  # type: ignore[assignment]
@@ -162,6 +176,25 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_control_pb2.WatchResponse], _abc.AsyncIterator[_control_pb2.WatchResponse]]:
         """Streams the worker's state. The claim lasts as long as this stream."""
+
+    @_abc_1.abstractmethod
+    def Record(
+        self,
+        request_iterator: _MaybeAsyncIterator[_control_pb2.RecordRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.RecordResponse, _abc.Awaitable[_control_pb2.RecordResponse]]:
+        """Carries the driver's own state after each step to the server, which holds it beside the
+        snapshots; and a beat each second, so that a driver that is stopped can be told from one that
+        waits.
+        """
+
+    @_abc_1.abstractmethod
+    def Recall(
+        self,
+        request: _control_pb2.RecallRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.RecallResponse, _abc.Awaitable[_control_pb2.RecallResponse]]:
+        """Returns what the driver of a job has recorded, to a driver that may take the job over."""
 
     @_abc_1.abstractmethod
     def Drain(

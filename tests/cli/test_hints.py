@@ -82,6 +82,7 @@ def test_remedy_suggests_only_valid_commands() -> None:
         (errors.SecurityError, {}, "rpcmp certs show ."),
         (errors.UnreachableError, {}, f"rpcmp doctor {ABOUT}"),
         (errors.BusyError, {}, f"rpcmp status {ABOUT}"),
+        (errors.TakenOverError, {}, f"rpcmp status {ABOUT}"),
         (errors.DrainingError, {}, f"rpcmp status {ABOUT}"),
         (errors.DrainingError, {"has_checkpoint": True}, RESUMED),
         (errors.RelayError, {}, f"rpcmp doctor {ABOUT}"),

@@ -138,7 +138,8 @@ def test_servers_are_idle_after_the_driver_was_killed(
     job: JobFolder, shared_servers: list[PooledServer]
 ) -> None:
     config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
-    with running("drive", config, "--connect", connect(shared_servers), "--json") as run:
+    at_once = ("--set", "recovery.keep_after_driver=0")
+    with running("drive", config, "--connect", connect(shared_servers), "--json", *at_once) as run:
         run.wait_for_line('"event": "step"')
         (driver,) = forked("rpcmp.driver")
         run.process.kill()

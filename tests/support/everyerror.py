@@ -40,6 +40,7 @@ EXAMPLES: list[RpcmpError] = [
             errors.UnavailableError,
             errors.UnreachableError,
             errors.BusyError,
+            errors.TakenOverError,
             errors.DrainingError,
             errors.RecoveryTimeoutError,
             errors.RelayError,

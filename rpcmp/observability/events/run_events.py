@@ -118,11 +118,13 @@ class ResumedEvent(Event):
         step: the step after which the run goes on; 0 if there was no checkpoint
         run: `job_id` of the run that the checkpoint is from; missing if there was none
         changed: keys of the config that have changed since then
+        from_memory: true if it goes on from what the stage servers held, since the driver was lost
     """
 
     step: int
     run: str | None = None
     changed: list[str]
+    from_memory: bool | None = None
 
 
 @event_type("warning")

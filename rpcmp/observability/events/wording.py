@@ -114,7 +114,8 @@ def describe(event: events.Event, run: RunContext) -> str:
             if not event.step:
                 return "no checkpoint to resume from: starting from the beginning"
             changed = f" (changed since: {', '.join(event.changed)})" if event.changed else ""
-            return f"resuming after step {event.step}{changed}"
+            where = ", from what the stage servers hold" if event.from_memory else ""
+            return f"resuming after step {event.step}{where}{changed}"
         case events.WarningEvent():
             return f"warning: {event.text}"
         case events.LogEvent():

@@ -130,6 +130,7 @@ def test_the_defaults_of_checkpoints_and_recovery_are_as_documented() -> None:
         "watchdog": 600.0,
         "replace_after": 60.0,
         "give_up_after": 600.0,
+        "keep_after_driver": 600.0,
         "spares": [],
     }
 

@@ -15,6 +15,7 @@ from rpcmp.errors import (
     InterruptedJobError,
     RecoveryTimeoutError,
     RpcmpError,
+    TakenOverError,
     WorkerDiedError,
 )
 from rpcmp.job.generation import Generation
@@ -137,21 +138,33 @@ def test_restarts_without_progress_are_limited_and_progress_resets_them() -> Non
 
 
 @pytest.mark.parametrize(
-    ("fault", "is_interrupted", "enabled"),
-    [
-        (ConfigError("wrong"), False, True),
-        (WorkerDiedError("died"), True, True),
-        (WorkerDiedError("died"), False, False),
-    ],
+    ("fault", "enabled"),
+    [(ConfigError("wrong"), True), (WorkerDiedError("died"), False)],
 )
-def test_a_final_fault_saves_what_it_can_and_is_raised(
-    fault: RpcmpError, is_interrupted: bool, enabled: bool
-) -> None:
-    workload = FakeWorkload([fault], Progress(is_new=False, is_interrupted=is_interrupted))
+def test_a_final_fault_saves_what_it_can_and_is_raised(fault: RpcmpError, enabled: bool) -> None:
+    workload = FakeWorkload([fault])
     with pytest.raises(type(fault)) as raised:
         run(workload, enabled=enabled)
     assert raised.value is fault
     assert workload.log == ["run", "abandon", "settle", "give up"]
+
+
+@pytest.mark.parametrize("fault", [WorkerDiedError("died"), ConfigError("wrong")])
+def test_a_fault_of_a_run_that_has_to_stop_ends_it_as_the_signal_would(fault: RpcmpError) -> None:
+    """Unless the fault would have ended it anyway."""
+    signalled = InterruptedJobError(15, 3)
+    workload = FakeWorkload([fault], Progress(is_new=False, interruption=signalled))
+    with pytest.raises(RpcmpError) as raised:
+        run(workload)
+    assert raised.value is (signalled if isinstance(fault, WorkerDiedError) else fault)
+    assert workload.log == ["run", "abandon", "settle", "give up"]
+
+
+def test_a_driver_whose_job_is_another_ones_touches_nothing_any_more() -> None:
+    workload = FakeWorkload([TakenOverError("another driver has it")])
+    with pytest.raises(TakenOverError):
+        run(workload)
+    assert workload.log == ["run"]
 
 
 def test_an_interrupted_run_is_abandoned_without_giving_up() -> None:

@@ -1,0 +1,136 @@
+"""What a stage server keeps of a job's driver, so that another one can take the job over.
+
+    driver ──Record: its own state after each step──> the server of each worker
+    the driver is lost ──> snapshots and states are held for `recovery.keep_after_driver`
+    another driver, `--resume` ──Recall──> Prepare: a higher generation, "supersedes" the lost one
+
+A job never has two drivers. Each start of a driver has an id, and a server lets only the last one
+claim it again. Another one has to name that one as its predecessor, which must be gone, or silent:
+a driver sends a beat each second. So a driver that was only suspended, or cut off, is refused when
+it comes back, whatever its generation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from rpcmp.errors import BusyError, TakenOverError
+from rpcmp.v1 import control_pb2 as pb
+
+SILENT_SECONDS = 10.0
+"""After which a driver whose connection is still open counts as gone, if another one comes."""
+
+REMEMBERED = 100
+"""Jobs that were ended, whose drivers, if they come back, must not begin them anew."""
+
+MAX_STATES = 1024
+MAX_STATE = 64 * 1024
+"""Characters of one state; it has some numbers, and the last evaluation's metrics."""
+
+
+class DriverMemory:
+    """The driver of a server's job: who it is, and what it has recorded.
+
+    Attributes:
+        job, job_id, generation: of its last claim; empty if there was none.
+        about: what it has recorded once, JSON; see rpcmp.job.takeover.
+        states: its own state after each of the last steps, JSON.
+        keep_seconds: how long to hold the job if it is lost.
+    """
+
+    def __init__(self) -> None:
+        self._ended: deque[str] = deque(maxlen=REMEMBERED)
+        self.clear()
+
+    def clear(self) -> None:
+        self.job = self.job_id = self.about = self._driver_id = ""
+        self.generation = 0
+        self.keep_seconds = 0.0
+        self.states: dict[int, str] = {}
+        self._heard_at = 0.0
+        self._held_until = 0.0
+
+    def end(self) -> None:
+        """Forget a job that its driver has ended, except that it has."""
+        self._ended.append(self.job_id)
+        self.clear()
+
+    @property
+    def holds_seconds(self) -> float:
+        """How long the state of a lost driver's job is still held; 0: it is not."""
+        return max(0.0, self._held_until - time.monotonic())
+
+    def require_may_claim(self, request: pb.PrepareRequest, is_claimed: bool) -> None:
+        """Refuse a driver whose job is another's now, and other jobs while this one is held.
+
+        Args:
+            is_claimed: whether a job runs here.
+        """
+        if request.job_id in self._ended:
+            raise TakenOverError(f"another driver has taken job {request.job!r} over, and ended it")
+        if request.job_id != self.job_id:
+            if self.holds_seconds and not is_claimed and not request.drops_held:
+                raise BusyError(self._held())
+            return
+        if request.driver_id == self._driver_id:
+            return
+        if self._driver_id not in request.supersedes:
+            raise TakenOverError(
+                f"another driver has taken job {self.job!r} over, as generation {self.generation}; "
+                "this one must not go on with it"
+            )
+        silent = time.monotonic() - self._heard_at
+        if is_claimed and silent < SILENT_SECONDS:
+            raise BusyError(f"busy with job {self.job!r}, whose driver is at work")
+        if request.generation <= self.generation:
+            raise BusyError(f"generation {self.generation} of job {self.job!r} was here already")
+
+    def claim(self, request: pb.PrepareRequest) -> None:
+        """Remember who has claimed the server."""
+        if request.job_id != self.job_id:
+            self.clear()
+        self.job, self.job_id, self.generation = request.job, request.job_id, request.generation
+        self._driver_id, self.keep_seconds = request.driver_id, request.keep_s
+        self._heard_at, self._held_until = time.monotonic(), 0.0
+
+    def is_of(self, driver_id: str) -> bool:
+        return driver_id == self._driver_id
+
+    def record(self, request: pb.RecordRequest) -> None:
+        """Keep what the driver records, of the steps that it could still go on from."""
+        self._heard_at = time.monotonic()
+        self.about = request.about or self.about
+        for each in request.states:
+            if len(each.state) <= MAX_STATE:
+                self.states[each.step] = each.state
+        kept = sorted(step for step in self.states if step >= request.from_step)[-MAX_STATES:]
+        self.states = {step: self.states[step] for step in kept}
+
+    def hold(self) -> float:
+        """Hold the job from now on, since its driver is gone; returns for how many seconds.
+
+        0: it has recorded nothing that another driver could go on from.
+        """
+        seconds = self.keep_seconds if self.states else 0.0
+        self._held_until = time.monotonic() + seconds if seconds else 0.0
+        return seconds
+
+    def recall(self) -> pb.RecallResponse:
+        if not self.states:
+            return pb.RecallResponse()
+        return pb.RecallResponse(
+            job=self.job,
+            job_id=self.job_id,
+            generation=self.generation,
+            driver_id=self._driver_id,
+            about=self.about,
+            states=[pb.DriverState(step=step, state=text) for step, text in self.states.items()],
+        )
+
+    def _held(self) -> str:
+        return (
+            f"holds job {self.job!r} up to step {max(self.states)}, whose driver was lost, for "
+            f"another {self.holds_seconds:.0f} s: `rpcmp drive --resume` with its config goes on "
+            "with it, and `--fresh` drops it"
+        )

@@ -1,0 +1,211 @@
+"""A driver is lost: another one goes on from what the stage servers hold, and only one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.faults import Committed, Faults, committed, drive
+from tests.support.halfprecision import SCALED
+from tests.support.hosts import LOSING, committed_without_fault, slow_config
+from tests.support.longjob import LONG_JOB
+from tests.support.processes import (
+    JobFolder,
+    Result,
+    Server,
+    connect,
+    poll_for,
+    rpcmp,
+    rpcmp_process,
+    running,
+    running_server,
+    running_servers,
+    status,
+)
+
+Servers = list[Server]
+
+
+@pytest.fixture(scope="module")
+def fault_free(tmp_path_factory: pytest.TempPathFactory) -> Committed:
+    """The commits of a run without a loss."""
+    return committed_without_fault(tmp_path_factory.mktemp("fault_free"))
+
+
+@pytest.fixture
+def servers() -> Iterator[Servers]:
+    with running_servers(2) as started:
+        yield started
+
+
+def lose_driver(config: Path, servers: Servers, *options: str, line: str = LOSING) -> Result:
+    """Run a job up to a line of its output, and kill all processes of its driver."""
+    where = ("--connect", connect(servers))
+    with running("drive", config, "--json", *where, *options) as run:
+        run.wait_for_line(line)
+        os.killpg(run.pid, signal.SIGKILL)
+        run.process.wait()
+        result = run.wait()
+    poll_for(lambda: is_held(config, servers), "the servers to notice it")
+    return result
+
+
+def is_held(config: Path, servers: Servers) -> bool:
+    return all(stage["state"] == "holding" for stage in status(config, servers))
+
+
+def assert_goes_on(before: Result, after: Result, fault_free: Committed, steps: int = 1) -> None:
+    """Check that the next driver began where the servers were, and ended with the same bits."""
+    resumed = after.event("resumed")
+    assert resumed["from_memory"], after.err
+    assert resumed["step"] >= before.event("step")["step"] - steps
+    assert committed(after) == (fault_free[0][resumed["step"] :], fault_free[1])
+    assert after.event("generation")["generation"] == 2
+
+
+def test_another_driver_goes_on_where_the_servers_are(
+    job: JobFolder, fault_free: Committed, servers: Servers
+) -> None:
+    """From another folder, as on another host, where there are no checkpoints."""
+    before = lose_driver(slow_config(job), servers)
+    config = slow_config(JobFolder(job.folder.with_name("elsewhere")))
+    shown = rpcmp("status", config, "--connect", connect(servers))
+    assert "job (held, " in shown.out
+    after = rpcmp("drive", config, "--resume", "--json", "--connect", connect(servers))
+    assert_goes_on(before, after, fault_free)
+    assert {stage["state"] for stage in status(config, servers)} == {"idle"}
+
+
+def test_the_driver_and_a_server_are_lost(
+    job: JobFolder, fault_free: Committed, servers: Servers
+) -> None:
+    """The neighbour's copy of the stage's snapshots is enough."""
+    config = slow_config(job)
+    before = lose_driver(config, servers)
+    lost = servers[1]
+    psutil.Process(lost.pid).kill()
+    lost.run.wait()
+    with running_server("--stage", "1", "--listen", lost.address, owner="stage 1") as again:
+        where = connect([servers[0], again])
+        after = rpcmp("drive", config, "--resume", "--json", "--connect", where)
+    assert_goes_on(before, after, fault_free)
+
+
+OF_ALL_KINDS = """
+[early_stopping]
+patience = 20
+[data]
+train = "zoo:regression"
+test = "zoo:regression"
+batch_size = 10
+"""
+
+
+def test_the_drivers_own_state_is_the_same(job: JobFolder, servers: Servers) -> None:
+    """The loss scale, the evaluations, the counter of early stopping, the epoch's mean loss."""
+    text = f"steps = 20\nevaluate_every_steps = 3\n{SCALED}"
+    config = Faults(job).config(text, 2, 10.0, OF_ALL_KINDS)
+    whole = drive(config)
+    before = lose_driver(config, servers)
+    after = rpcmp("drive", config, "--resume", "--json", "--connect", connect(servers))
+    assert_goes_on(before, after, committed(whole))
+    begin = after.event("resumed")["step"]
+    ours, theirs = (
+        [
+            (e["step"], e["loss"])
+            for e in result.events
+            if e["event"] == "eval" and e["step"] > begin
+        ]
+        for result in (whole, after)
+    )
+    assert ours == theirs
+    kept = ("loss_scale", "skipped_steps", "metrics")
+    assert [whole.event("summary")[key] for key in kept] == [
+        after.event("summary")[key] for key in kept
+    ]
+
+
+@pytest.mark.long
+def test_a_checkpoint_of_a_later_step_is_used_instead(
+    job: JobFolder, fault_free: Committed, servers: Servers
+) -> None:
+    """Snapshots are taken every tenth step here, checkpoints every third."""
+    config = slow_config(job)
+    seldom = [
+        part
+        for setting in (
+            "checkpoint.dir=saved",
+            "checkpoint.every_steps=3",
+            "recovery.mirror_every_steps=10",
+        )
+        for part in ("--set", setting)
+    ]
+    before = lose_driver(config, servers, *seldom, line='"event": "checkpoint", "step": 6,')
+    where = ("--connect", connect(servers))
+    after = rpcmp("drive", config, "--resume", "--json", *where, *seldom)
+    resumed = after.event("resumed")
+    assert resumed["step"] in (6, 9)
+    assert before.event("checkpoint")["step"] <= resumed["step"]
+    assert committed(after) == (fault_free[0][resumed["step"] :], fault_free[1])
+
+
+def test_a_held_job_is_not_dropped_by_accident(job: JobFolder, servers: Servers) -> None:
+    config = slow_config(job)
+    where = ("--connect", connect(servers))
+    lose_driver(config, servers)
+    again = rpcmp("drive", config, "--json", *where)
+    assert again.code == 75
+    assert "holds job 'job' up to step" in again.err
+    assert "`rpcmp drive --resume` with its config goes on with it" in again.err
+    other = config.with_name("other.toml")
+    other.write_text(config.read_text())
+    refused = rpcmp("drive", other, "--json", "--resume", *where)
+    assert refused.code == 75
+    assert "holds job 'job' up to step" in refused.err
+    assert is_held(config, servers)
+    fresh = rpcmp("drive", other, "--json", "--fresh", *where)
+    assert fresh.code == 0, fresh.err
+    assert fresh.event("generation")["generation"] == 1
+
+
+def test_servers_are_idle_again_when_no_driver_comes(job: JobFolder, servers: Servers) -> None:
+    config = slow_config(job)
+    lose_driver(config, servers, "--set", "recovery.keep_after_driver=1.0")
+    poll_for(
+        lambda: {stage["state"] for stage in status(config, servers)} == {"idle"},
+        "the servers to be idle",
+    )
+    after = rpcmp("drive", config, "--json", "--connect", connect(servers), "--steps", "1")
+    assert after.code == 0, after.err
+
+
+def test_a_job_has_one_driver(job: JobFolder, servers: Servers) -> None:
+    """A second one is refused, until the first is suspended; that is refused when it comes back."""
+    config, where = job.config(LONG_JOB), ("--connect", connect(servers), "--json")
+    with running("drive", config, *where, shares=False) as first:
+        first.wait_for_line('"event": "step", "step": 7,')
+        second = rpcmp_process("drive", config, "--resume", *where)
+        assert second.code == 75
+        assert "busy with job 'long-job', whose driver is at work" in second.err
+        family = [first.pid, *(p.pid for p in psutil.Process(first.pid).children(recursive=True))]
+        for pid in family:
+            os.kill(pid, signal.SIGSTOP)
+
+        def taken() -> Result | None:
+            result = rpcmp_process("drive", config, "--resume", *where, "--steps", "300")
+            return None if result.code == 75 else result
+
+        result = poll_for(taken, "the first driver to count as gone")
+        resumed = result.event("resumed")
+        assert resumed["from_memory"]
+        assert result.event("step")["step"] == 300
+        for pid in family:
+            os.kill(pid, signal.SIGCONT)
+        late = first.wait()
+    assert late.code == 75
+    assert late.event("step")["step"] <= resumed["step"] + 1

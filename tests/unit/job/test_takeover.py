@@ -1,0 +1,167 @@
+"""What a driver records at stage servers, and how another one reads it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from rpcmp.errors import CheckpointError, UnreachableError
+from rpcmp.job import takeover
+from rpcmp.job.server_pool import ServerPool
+from rpcmp.job.takeover import About, DriverRecord, LostJob
+from rpcmp.v1 import control_pb2 as pb
+from tests.support.graphs import chain_of
+
+ABOUT = About(
+    run="a", run_folder="", layers={"stage0": ["x", "y"], "stage1": ["z"]}, shares={}, config={}
+)
+
+
+def state(step: int, **more: Any) -> dict[str, Any]:
+    return {"step": step, "loss": 0.5, **more}
+
+
+def answer(*states: dict[str, Any], **more: Any) -> pb.RecallResponse:
+    fields: dict[str, Any] = {
+        "job": "job",
+        "job_id": "a",
+        "generation": 3,
+        "driver_id": "one",
+        "about": ABOUT.model_dump_json(),
+        "states": [pb.DriverState(step=s["step"], state=json.dumps(s)) for s in states],
+    }
+    return pb.RecallResponse(**{**fields, **more})
+
+
+def find(*answers: pb.RecallResponse | Exception) -> LostJob | None:
+    """Let servers answer; an exception is what asking one raises."""
+
+    @contextlib.asynccontextmanager
+    async def client(address: str) -> Any:
+        found = answers[int(address)]
+
+        async def recall() -> pb.RecallResponse:
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        async def connect(*args: Any, **kwargs: Any) -> None:
+            pass
+
+        yield SimpleNamespace(recall=recall, connect=connect)
+
+    pool = SimpleNamespace(addresses=[str(i) for i in range(len(answers))], client=client)
+    return asyncio.run(takeover.find(chain_of(2), cast(ServerPool, pool)))
+
+
+def test_servers_that_hold_nothing_have_no_job_to_take_over() -> None:
+    assert find(pb.RecallResponse(), UnreachableError("gone")) is None
+    assert find(answer(state(3), job="another")) is None
+
+
+def test_states_of_all_servers_count() -> None:
+    lost = find(answer(state(3), state(4)), UnreachableError("gone"), answer(state(4), state(5)))
+    assert lost is not None
+    assert (lost.job_id, lost.generation, lost.drivers) == ("a", 3, ["one"])
+    assert lost.about == ABOUT
+    assert sorted(lost.states) == [3, 4, 5]
+
+
+def test_the_state_of_the_newest_generation_counts() -> None:
+    undone, done = state(4, loss=0.1), state(4, loss=0.2)
+    lost = find(answer(done, generation=5, driver_id="two"), answer(undone))
+    assert lost is not None
+    assert (lost.generation, lost.states, lost.drivers) == (5, {4: done}, ["one", "two"])
+
+
+def test_of_two_jobs_of_that_name_the_one_that_has_come_further_is_taken() -> None:
+    lost = find(answer(state(3)), answer(state(9), job_id="b"))
+    assert lost is not None
+    assert lost.job_id == "b"
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"about": "{}"},
+        {"about": ABOUT.model_copy(update={"run_folder": "../../etc"}).model_dump_json()},
+        {"states": [pb.DriverState(step=3, state="[")]},
+        {"states": [pb.DriverState(step=3, state="3")]},
+        {"states": [pb.DriverState(step=3, state='{"step": 4}')]},
+        {"states": [pb.DriverState(step=3, state="[" * 100_000)]},
+    ],
+)
+def test_what_cannot_be_read_is_named(broken: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="what a stage server holds of job 'job'"):
+        find(answer(state(3), **broken))
+
+
+def test_measured_layers_and_shares_are_those_of_the_lost_run() -> None:
+    auto = chain_of(
+        2,
+        model={"layers": "m:layers", "balance": "auto", "num_stages": 2},
+        stages=[{"replicas": 2}, {"replicas": 2, "shares": [1, 1]}],
+        balance_replicas=True,
+    )
+    about = ABOUT.model_copy(update={"shares": {0: [3, 1], 1: [1, 3]}})
+    config = LostJob("a", 3, [], about, {}).apply_to(auto)
+    assert config.model is not None
+    assert config.model.balance == [2, 1]
+    assert [stage.shares for stage in config.stages] == [[3, 1], [1, 1]]
+    assert LostJob("a", 3, [], about, {}).apply_to(chain_of(2)) == chain_of(2)
+
+
+def requests_of(record: DriverRecord, changes: list[Any]) -> list[pb.RecordRequest]:
+    """Return the first request of a stream, and the one after each change."""
+
+    async def collect() -> list[pb.RecordRequest]:
+        stream = record.requests("a", 3)
+        found = [await anext(stream)]
+        for change in changes:
+            change()
+            found.append(await anext(stream))
+        await stream.aclose()  # type: ignore[attr-defined]
+        return found
+
+    return asyncio.run(collect())
+
+
+def test_every_state_is_sent_once_and_again_if_it_changes() -> None:
+    record = DriverRecord()
+    record.add(state(1), from_step=1)
+
+    def about() -> None:
+        record.about = "about"
+        record.add(state(2), from_step=1)
+
+    found = requests_of(
+        record,
+        [
+            about,
+            lambda: record.add(state(2, metrics={}), from_step=2),
+            lambda: record.add(state(3), from_step=2),
+        ],
+    )
+    assert [(each.job_id, each.generation) for each in found] == [("a", 3)] * 4
+    assert [each.about for each in found] == ["", "about", "", ""]
+    assert [[each.step for each in one.states] for one in found] == [[1], [2], [2], [3]]
+    assert [each.from_step for each in found] == [1, 1, 2, 2]
+
+
+def test_a_server_of_a_new_generation_gets_all_states_that_are_left() -> None:
+    record = DriverRecord()
+    for step in range(1, 6):
+        record.add(state(step), from_step=step - 2)
+    (first,) = requests_of(record, [])
+    assert [each.step for each in first.states] == [3, 4, 5]
+
+
+def test_a_driver_that_has_nothing_to_record_sends_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(takeover, "BEAT_SECONDS", 0.01)
+    found = requests_of(DriverRecord(), [lambda: None, lambda: None])
+    assert found == [pb.RecordRequest(job_id="a", generation=3)] * 3
