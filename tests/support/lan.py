@@ -27,6 +27,7 @@ class Host:
         cable: the device at that end.
         name: its name on the other hosts.
         inside: a command that runs another command on the host, as on a machine of its own.
+        names: the file by which all hosts find each other's addresses.
     """
 
     address: str
@@ -34,6 +35,7 @@ class Host:
     cable: str
     name: str
     inside: tuple[str, ...]
+    names: Path
 
     def unplug(self) -> None:
         """Cut the cable."""
@@ -103,7 +105,7 @@ def _plug_in(switch: str, name: str, index: int, folder: Path) -> Host:
         f"mount --bind {boot} /proc/sys/kernel/random/boot_id && mount --bind {names} /etc/hosts"
     )
     inside = (needs("ip"), "netns", "exec", name, "sh", "-c", f'{binds} && exec "$@"', "sh")
-    return Host(address, switch, cable, f"host-{chr(97 + index)}", inside)
+    return Host(address, switch, cable, f"host-{chr(97 + index)}", inside, names)
 
 
 def _ip(*arguments: str) -> None:

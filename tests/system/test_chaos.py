@@ -8,12 +8,18 @@ from __future__ import annotations
 import os
 import random
 import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.chaosplaces import place_of
 from tests.support.faults import HOWS, Faults, committed, drive
 from tests.support.needs import needs
 from tests.support.processes import JobFolder
+from tests.support.strikes import Strike
+from tests.support.trials import Trial, expected_of, run_trial
 
 PHASES = ("forward", "backward", "optimizer", "saving")
 STAGES = 3
@@ -54,3 +60,54 @@ def test_a_run_survives_random_faults(
         [*namespace, needs("ss"), "-tlnH"], capture_output=True, text=True, check=True
     ).stdout
     assert listening == ""
+
+
+FOUND: dict[str, tuple[Any, ...]] = {
+    "the fork server dies while servers start": (
+        "chain",
+        False,
+        Strike("drive", "KILL", 0, "step", 13, 0.0, 0.0),
+        Strike("forks", "ABRT", 0, "step", 13, 0.97, 0.0),
+    ),
+    "a server dies before it serves": (
+        "graph",
+        True,
+        Strike("server", "KILL", 0, "start", 0, 0.0, 0.0),
+    ),
+    "the semaphores of loaders are left": (
+        "replicas",
+        True,
+        Strike("forks", "SEGV", 0, "step", 73, 0.06, 0.0),
+    ),
+    "a stopped run loses a worker": (
+        "chain",
+        False,
+        Strike("drive", "TERM", 0, "step", 20, 0.0, 0.0),
+        Strike("worker", "KILL", 1, "step", 20, 0.0, 0.0),
+    ),
+    "a stage's loader is stopped": (
+        "graph",
+        False,
+        Strike("loader", "STOP", 0, "step", 20, 0.05, 0.0),
+    ),
+    "a loader of the driver is stopped": (
+        "replicas",
+        False,
+        Strike("loader", "STOP", 0, "step", 20, 0.05, 0.0),
+    ),
+}
+"""What `python -m tests.benchmarks.chaos` has found: job, whether it saves, faults."""
+
+
+@pytest.mark.usefixtures("own_forks")
+@pytest.mark.parametrize("found", FOUND)
+def test_what_random_faults_have_found_stays_mended(
+    found: str, token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, saves, *strikes = FOUND[found]
+    trial = Trial(job, "here", saves, tuple(strikes))
+    with place_of("here", [], tmp_path) as place, tempfile.TemporaryDirectory() as short:
+        monkeypatch.setenv("TMPDIR", short)  # sockets lie in it
+        expected = expected_of(job, tmp_path)
+        done = run_trial(trial, place, expected, tmp_path / "job")
+    assert {each.what for each in done.struck} == {each.what for each in strikes}
