@@ -11,6 +11,7 @@ resumed in its middle.
 
 from __future__ import annotations
 
+import errno
 import functools
 import gc
 import itertools
@@ -33,7 +34,7 @@ from torch.utils.data import (
 from rpcmp.config import importing
 from rpcmp.config.job_sections import DataConfig
 from rpcmp.config.types import Factory
-from rpcmp.errors import ConfigError
+from rpcmp.errors import ConfigError, JobError
 from rpcmp.pipelining import microbatches, pytree, random_streams
 from rpcmp.process.sandbox.confinement import is_confined
 
@@ -242,7 +243,15 @@ class Batches:
         transforms are seeded if they draw from the default generators of torch, Python or numpy.
         """
         self._order.start_epoch(epoch, first)
-        batches = iter(self._loader)
+        try:
+            batches = iter(self._loader)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise JobError(
+                "there is no room in /dev/shm for what data.num_workers processes share: make some "
+                "(containers have 64 MiB by default), or set data.num_workers = 0"
+            ) from error
         for _ in range(first, len(self._loader)):
             # A dataset's own StopIteration must not end the epoch in silence.
             batch = next(batches)

@@ -59,6 +59,25 @@ def test_a_killed_server_rejoins_its_job(job: JobFolder, fault_free: Committed, 
     assert f"at {lost_at}: the server closed the connection" in result.event("fault")["error"]
 
 
+def test_a_server_that_says_nothing_is_named(job: JobFolder, fault_free: Committed) -> None:
+    """Before it counts as lost: it goes on here, and so does the run, with the same bits."""
+    with lend_servers(2) as servers:
+
+        def suspend(run: RunningHere) -> None:
+            run.wait_for_line(LOSING)
+            servers[1].process.send_signal(signal.SIGSTOP)
+            try:
+                run.wait_for_line("has said nothing for 4 s")
+            finally:
+                servers[1].process.send_signal(signal.SIGCONT)
+
+        where = ("--connect", connect(servers))
+        result = rpcmp("drive", slow_config(job), "--json", *where, during=suspend)
+    assert committed(result) == fault_free
+    (text,) = [e["text"] for e in result.events if e["event"] == "log" and "nothing" in e["text"]]
+    assert text.startswith(f"the server of stage 'stage1' at {servers[1].address} has said nothing")
+
+
 @pytest.mark.parametrize("every", [0, 4])
 def test_a_fault_costs_at_most_the_steps_since_the_last_snapshot(
     job: JobFolder, fault_free: Committed, every: int
