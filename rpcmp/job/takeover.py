@@ -24,6 +24,7 @@ from pydantic import Field, JsonValue, ValidationError
 from rpcmp.checkpoint.folder import RUN_NAME
 from rpcmp.config.schema import Config
 from rpcmp.config.types import Positive, Strict
+from rpcmp.driver.progress import TrainingProgress
 from rpcmp.errors import CheckpointError, RpcmpError
 from rpcmp.job.server_calls import ANSWER_SECONDS
 from rpcmp.job.server_pool import ServerPool
@@ -127,7 +128,7 @@ def _lost_job(answers: list[pb.RecallResponse]) -> LostJob:
 
 def _state(recorded: pb.DriverState) -> Message:
     state = json.loads(recorded.state)
-    if not isinstance(state, dict) or state.get("step") != recorded.step:
+    if not isinstance(state, dict) or TrainingProgress.from_message(state).step != recorded.step:
         raise ValueError(f"no driver's state of step {recorded.step}")
     return state
 

@@ -93,6 +93,7 @@ def test_of_two_jobs_of_that_name_the_one_that_has_come_further_is_taken() -> No
         {"states": [pb.DriverState(step=3, state="[")]},
         {"states": [pb.DriverState(step=3, state="3")]},
         {"states": [pb.DriverState(step=3, state='{"step": 4}')]},
+        {"states": [pb.DriverState(step=3, state='{"step": 3, "best": {"step": 1}}')]},
         {"states": [pb.DriverState(step=3, state="[" * 100_000)]},
     ],
 )
