@@ -137,6 +137,7 @@ class Generation:
         )
         self._driver = driver
         self._listening = self.failure.supervise(self._listen(driver))
+        self.failure.supervise(self._kill_driver_if_lost(driver))
         self.send(
             {
                 "op": "plan",
@@ -147,7 +148,7 @@ class Generation:
             }
         )
         planned = await self._expect("planned")
-        self.failure.supervise(self._kill_driver_if_silent(driver))
+        self._heartbeat.begin()
         assignments: list[str] = planned["assignments"]
         return assignments
 
@@ -290,8 +291,7 @@ class Generation:
             self.draining = message["stage"]
         self._events.put_nowait(message)
 
-    async def _kill_driver_if_silent(self, driver: Child) -> None:
-        self._heartbeat.beat()
+    async def _kill_driver_if_lost(self, driver: Child) -> None:
         seconds = await self._heartbeat.lost(driver.pid)
         raise await driver.record_hang(DRIVER, seconds)
 

@@ -315,6 +315,7 @@ class WorkerGroup:
 
     async def _watch(self, client: StageClient, worker: Member) -> None:
         saved, is_draining, pulse = 0, False, HeartbeatMonitor(SILENT_SECONDS)
+        pulse.begin()
         self._failure.supervise(self._warn_if_silent(client, pulse))
         async for change in client.watch(pb.WatchRequest(**self._identity)):
             pulse.beat()

@@ -28,7 +28,7 @@ code run, no file read or written, no tensor seen, no run ended.
     The holder of the driver's certificate
         can     run code on the hosts, confined as below, or with --allow and --no-code only code
                 that they have; read and write checkpoints beneath --checkpoints, other jobs' too;
-                stop servers
+                take over a job whose driver was lost; stop servers
         cannot  reach keys, homes, other data, or the server itself
         shown   test_confinement, test_allow
     A job's code, whoever its author

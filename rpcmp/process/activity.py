@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import faulthandler
 import logging
+import math
 import mmap
 import os
 import re
@@ -28,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from rpcmp.process.sockets import Links, Traffic, kernel_status
 
@@ -222,8 +223,17 @@ async def _sleep(seconds: float) -> float:
     return late if late > HELD_UP_SECONDS else 0.0
 
 
-async def kill_if_stopped(process: asyncio.subprocess.Process, name: str) -> None:
-    """Kill a process of ours once it is stopped, so that it is replaced as any that has died.
+class OwnProcess(Protocol):
+    """A child process, see asyncio.subprocess.Process."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int | None: ...
+
+
+async def kill_if_stopped(process: OwnProcess, name: str) -> None:
+    """Kill a process of ours once it is stopped, so that what follows is as if it had died.
 
     Args:
         name: of the process, for the log.
@@ -231,9 +241,9 @@ async def kill_if_stopped(process: asyncio.subprocess.Process, name: str) -> Non
     await stopped(process.pid)
     if process.returncode is not None:  # that is another one, with its number
         return
-    log.warning("%s (pid %d) was stopped: it is killed and replaced", name, process.pid)
+    log.warning("%s (pid %d) was stopped: it is killed", name, process.pid)
     with contextlib.suppress(ProcessLookupError):
-        process.kill()
+        os.kill(process.pid, signal.SIGKILL)
 
 
 LOADERS = (b"rpcmp.data.batches", b"multiprocessing")
@@ -264,13 +274,13 @@ async def kill_stopped_loaders(pid: int) -> None:
         since = {each: since.get(each, now) + late for each in found}
         for each in found:
             if now - since[each] >= STOPPED_SECONDS:
-                log.warning("a process that loads samples (pid %d) was stopped: killed", each)
+                log.warning("a process that loads samples (pid %d) was stopped: it is killed", each)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(each, signal.SIGKILL)
 
 
 class HeartbeatMonitor:
-    """Detects that a child's heartbeats have stopped.
+    """Detects that a child is stopped, or its heartbeats have ended once they have begun.
 
     Args:
         timeout: seconds without a heartbeat after which the child counts as lost, and four times
@@ -279,10 +289,15 @@ class HeartbeatMonitor:
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
+        self._last = math.inf
+
+    def begin(self) -> None:
+        """Expect heartbeats from now on."""
         self._last = time.monotonic()
 
     def beat(self) -> None:
-        self._last = time.monotonic()
+        if self._last < math.inf:
+            self._last = time.monotonic()
 
     async def lost(self, pid: int) -> float:
         """Return, once the child is silent or stopped, the seconds since its last heartbeat.
@@ -304,7 +319,8 @@ class HeartbeatMonitor:
         finally:
             for sign in signs:
                 sign.cancel()
-        return time.monotonic() - self._last
+        begun = self._last < math.inf
+        return time.monotonic() - self._last if begun else STOPPED_SHARE * self._timeout
 
     async def silent(self) -> None:
         """Return once heartbeats have been missing too long.

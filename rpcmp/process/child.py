@@ -28,6 +28,7 @@ from rpcmp.process.activity import (
     Activity,
     Stacks,
     kernel_state,
+    kill_if_stopped,
     resident_bytes,
 )
 from rpcmp.process.channel import Message, parse
@@ -179,6 +180,8 @@ class Child:
             WorkerDiedError: it ended without an answer.
         """
         self.send(order)
+        name = f"a process that was to {order['op']}"
+        watching = asyncio.ensure_future(kill_if_stopped(self._process, name))
         try:
             async with contextlib.aclosing(self.messages()) as messages:
                 async for answer in messages:
@@ -189,9 +192,10 @@ class Child:
         except ValueError as error:
             raise self.garbled_message_error(error) from error
         finally:
+            watching.cancel()
             await self.kill()
         how = interpreter.describe_exit(code)
-        raise WorkerDiedError(f"a process that was to {order['op']} (pid {self.pid}) {how}")
+        raise WorkerDiedError(f"{name} (pid {self.pid}) {how}")
 
     async def messages(self) -> AsyncGenerator[Message, None]:
         """Yield the child's messages until it has ended.
@@ -241,6 +245,7 @@ class Child:
         return None
 
     async def kill(self) -> None:
+        """End it, with what it has forked, and remove what it leaves."""
         interpreter.kill_group(self._process.pid)
         await self._process.wait()
         if self._output is not None:

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rpcmp.config.topology import DRIVER
+from rpcmp.config.topology import DRIVER, Member
 from rpcmp.errors import SecurityError, WorkerDiedError, from_wire, to_wire
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.relay import Relay, RelayPeer
@@ -87,7 +87,9 @@ class Claim:
         self.job, self.job_id = request.job, request.job_id
         self.generation = request.generation
         self.state: pb.ServerState.ValueType = State.SERVER_STATE_CLAIMED
-        self.stage_name = ""
+        index, replica = request.stage_index, request.replica
+        member = Member(group.stages[index], index, replica, group.replicas[index])
+        self.stage_name = member.label
         self.step = 0
         self.num_parameters = 0
         self.device = ""
@@ -105,8 +107,7 @@ class Claim:
         self._forks, self._dialer = forks, dialer
         self._allowed, self._file_access, self._show = allowed, file_access, show
         self.group = group
-        name = group.member(request.stage_index, request.replica)
-        identity = (request.job_id, request.generation, name)
+        identity = (request.job_id, request.generation, member.name)
         self.relay = Relay(*identity, forks, dialer, self._refused)
         self.mirrored_by: int | None = None
         self._store: StoreProxy | None = None
@@ -154,6 +155,7 @@ class Claim:
             MAX_MESSAGE,
         )
         self._listening = asyncio.create_task(self._listen(self._child))
+        self._tasks.append(asyncio.create_task(self._end_if_lost(self._child)))
 
     async def _spawn_again(self) -> None:
         """Replace a worker that was confined before the folder of checkpoints existed."""
@@ -167,7 +169,6 @@ class Claim:
 
     async def start(self, request: pb.StartRequest) -> None:
         """Send the worker its stage and its place in the group, as soon as it listens."""
-        self.stage_name = request.label
         self._store = StoreProxy(
             request.rendezvous, self._dialer, self.job_id, self.generation, self._send
         )
@@ -299,13 +300,16 @@ class Claim:
         if self._ready and self._start is not None and self._child is not None:
             self._child.send(self._start)
             self._start, self._started = None, True
-            self._tasks.append(asyncio.create_task(self._end_if_silent(self._child)))
+            self._pulse.begin()
 
-    async def _end_if_silent(self, child: Child) -> None:
+    async def _end_if_lost(self, child: Child) -> None:
         """Kill a worker that is stopped or has no heartbeat, and report where it was."""
-        self._pulse.beat()
         seconds = await self._pulse.lost(child.pid)
-        if child.exit_code is None and self.state != State.SERVER_STATE_ENDED:
+        if (
+            child is self._child
+            and child.exit_code is None
+            and self.state != State.SERVER_STATE_ENDED
+        ):
             self.error = to_wire(await child.record_hang(self.stage_name, seconds))
             await child.kill()
 
@@ -334,7 +338,7 @@ class Claim:
 
     @property
     def _worker(self) -> str:
-        return f"the worker of {f'stage {self.stage_name!r}' if self.stage_name else 'this server'}"
+        return f"the worker of stage {self.stage_name!r}"
 
     def _died_error(self, child: Child) -> WorkerDiedError:
         doing = self.doing

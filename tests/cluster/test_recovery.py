@@ -139,4 +139,4 @@ def test_a_lost_process_that_computes_nothing_is_replaced(
     assert committed(result) == slow_fault_free
     assert [event["event"] for event in result.events].count("recovered") == 1
     if signum == signal.SIGSTOP:
-        assert f"(pid {lost.pid}) was stopped: it is killed and replaced" in result.err
+        assert f"(pid {lost.pid}) was stopped: it is killed" in result.err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -285,3 +285,16 @@ async def _is_closed(end: PeerConnection) -> bool:
     except (EOFError, OSError):
         return True
     return False
+
+
+@pytest.mark.parametrize("name", ["stage0", "stage1", "stage9", "spare"])
+def test_only_a_driver_records_a_drivers_state_and_reads_it(job: Job, name: str) -> None:
+    async def requests() -> AsyncIterator[pb.RecordRequest]:
+        yield pb.RecordRequest(**job.identity, about="forged")
+
+    for call in (lambda client: client.recall(), lambda client: client.record(requests())):
+        with pytest.raises(SecurityError, match=r"only a driver may call /rpcmp\.v1\.Control/Rec"):
+            job.ask(name, call)
+    held = job.ask("driver", lambda client: client.recall())
+    assert (held.job, held.job_id) == ("secret-job", job.job_id)
+    assert held.about not in ("", "forged")

@@ -154,6 +154,15 @@ def troubled(how: str, host: Host) -> Iterator[None]:
         with _SLOWED, host.limited("1mbit"):  # a link has one limit at a time
             yield
         return
+    if how == "names":
+        text = host.names.read_text()
+        host.names.write_text("")
+        _reset(host)
+        try:
+            yield
+        finally:
+            host.names.write_text(text)
+        return
     if how == "resets":
         _reset(host)
         yield
@@ -166,15 +175,6 @@ def troubled(how: str, host: Host) -> Iterator[None]:
         )
         if rule
     )
-    if how == "names":
-        text = host.names.read_text()
-        host.names.write_text("")
-        _reset(host)
-        try:
-            yield
-        finally:
-            host.names.write_text(text)
-        return
     table = f"chaos{next(_TABLES)}"  # the same host may have two troubles
     _nft(host, "-f", "-", text=f"table inet {table} {{\n{chains}}}\n")
     try:

@@ -85,6 +85,12 @@ FOUND: dict[str, tuple[Any, ...]] = {
         Strike("drive", "TERM", 0, "step", 20, 0.0, 0.0),
         Strike("worker", "KILL", 1, "step", 20, 0.0, 0.0),
     ),
+    "a worker is stopped before it has its stage": (
+        "chain",
+        False,
+        Strike("forks", "KILL", 0, "step", 20, 0.0, 0.0),
+        Strike("worker", "STOP", 1, "fault", 0, 0.0, 0.0),
+    ),
     "a stage's loader is stopped": (
         "graph",
         False,

@@ -145,6 +145,20 @@ def test_activity_seconds_are_never_negative(clock: Clock) -> None:
 # Heartbeats
 
 
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "100"]) as made:
+        yield made
+        made.kill()
+
+
+def begun(timeout: float) -> HeartbeatMonitor:
+    """Return a monitor that expects heartbeats."""
+    monitor = HeartbeatMonitor(timeout)
+    monitor.begin()
+    return monitor
+
+
 def silent(pulse: HeartbeatMonitor, clock: Clock, beats: list[float]) -> float:
     """Return when `HeartbeatMonitor.silent` returns, for heartbeats at these times."""
     clock.pulse, clock.beats = pulse, beats
@@ -153,31 +167,31 @@ def silent(pulse: HeartbeatMonitor, clock: Clock, beats: list[float]) -> float:
 
 
 def test_a_loss_is_noticed_after_the_timeout(clock: Clock) -> None:
-    assert 1006.0 <= silent(HeartbeatMonitor(6.0), clock, []) < 1007.0
+    assert 1006.0 <= silent(begun(6.0), clock, []) < 1007.0
 
 
 def test_heartbeats_postpone_a_loss(clock: Clock) -> None:
     beats = [1000.0 + 0.5 * number for number in range(1, 101)]
-    assert 1056.0 <= silent(HeartbeatMonitor(6.0), clock, beats) < 1057.0
+    assert 1056.0 <= silent(begun(6.0), clock, beats) < 1057.0
 
 
 def test_a_heartbeat_just_in_time_counts(clock: Clock) -> None:
-    assert silent(HeartbeatMonitor(6.0), clock, [1005.9, 1011.8]) >= 1017.8
+    assert silent(begun(6.0), clock, [1005.9, 1011.8]) >= 1017.8
 
 
 def test_heartbeats_that_arrived_meanwhile_count(clock: Clock) -> None:
-    pulse = HeartbeatMonitor(6.0)
+    pulse = begun(6.0)
     clock.now += 3600.0  # the machine was suspended; the heartbeat is still in the socket
     assert 4606.05 <= silent(pulse, clock, [clock.now + 0.05]) < 4607.1
 
 
 def test_time_of_a_suspension_does_not_count(clock: Clock) -> None:
     clock.suspend_at, clock.suspended = 1003.0, 3600.0
-    assert 4606.0 <= silent(HeartbeatMonitor(6.0), clock, []) < 4607.0
+    assert 4606.0 <= silent(begun(6.0), clock, []) < 4607.0
 
 
 def test_heartbeat_monitor_never_busy_waits(clock: Clock) -> None:
-    silent(HeartbeatMonitor(6.0), clock, [1000.0 + 0.5 * number for number in range(1, 101)])
+    silent(begun(6.0), clock, [1000.0 + 0.5 * number for number in range(1, 101)])
     assert len(clock.slept) < 130
     assert min(clock.slept) > 0
 
@@ -191,18 +205,28 @@ def test_no_timeout_means_never_lost() -> None:
         asyncio.run(lost())
 
 
+def test_heartbeats_are_not_missed_before_they_begin(
+    process: subprocess.Popen[bytes],
+) -> None:
+    """Such as while a worker waits for its stage; but it must not be stopped."""
+
+    async def lost() -> float:
+        monitor = HeartbeatMonitor(0.01)
+        monitor.beat()
+        async with asyncio.timeout(0.5):
+            return await monitor.lost(process.pid)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(lost())
+    process.send_signal(signal.SIGSTOP)
+    assert asyncio.run(HeartbeatMonitor(0.4).lost(process.pid)) == 0.1
+
+
 def test_a_silent_process_is_lost() -> None:
-    assert asyncio.run(HeartbeatMonitor(1e-9).lost(os.getpid())) >= 1e-9
+    assert asyncio.run(begun(1e-9).lost(os.getpid())) >= 1e-9
 
 
 # Stopped processes
-
-
-@pytest.fixture
-def process() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(["sleep", "100"]) as made:
-        yield made
-        made.kill()
 
 
 def test_a_stopped_process_is_lost_before_its_heartbeats_are_missed(
