@@ -16,6 +16,7 @@ from rpcmp.examples import digits
 from tests.support.lan import Host, driving, issue, lan, listening, serving
 from tests.support.processes import JobFolder, Result, Server, poll_for, rpcmp, running
 from tests.support.scraping import url_of
+from tests.support.strikes import troubled
 
 EXAMPLE = Path(digits.__file__).with_suffix(".toml")
 
@@ -177,6 +178,19 @@ def test_a_link_cut_and_restored_changes_no_bit(cluster: Cluster, parameters: st
         result = run.wait()
     assert result.event("recovered")["generation"] >= 2
     assert result.event("summary")["parameters_sha256"] == parameters
+
+
+@pytest.mark.parametrize("how", ["cut one way", "resets", "lossy"])
+def test_a_troubled_link_changes_no_bit(cluster: Cluster, parameters: str, how: str) -> None:
+    """One that loses some packets is not lost: the run does not restart."""
+    options = ("--steps", "30", *cluster.connect)
+    with driving(EXAMPLE, cluster.certs, *options, on=cluster.driver) as run:
+        run.wait_for_line('"step": 8,')
+        with troubled(how, cluster.hosts[1]):
+            run.wait_for_line('"step": 20,' if how == "lossy" else '"fault"')
+        result = run.wait()
+    assert result.event("summary")["parameters_sha256"] == parameters
+    assert ([e["event"] for e in result.events].count("fault") == 0) is (how == "lossy")
 
 
 @pytest.mark.long
