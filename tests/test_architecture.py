@@ -217,6 +217,31 @@ print([name for name in ("torch", "numpy") if name in sys.modules])
     assert subprocess.check_output(command, text=True, timeout=60).strip() == "[]"
 
 
+STAMPS = {
+    "certificates, valid from a day before": ("cli.certs", "net.authority", "net.security"),
+    "the age of checkpoints, in days": ("job.checkpoints",),
+    "clocks of hosts, which are compared": ("server.link_speed", "tools.diagnosis"),
+    "the time of an event or of a line": (
+        *("cli.__init__", "cli.observing", "process.logging.records"),
+        *("observability.events.training_events", "observability.observers"),
+        *("observability.run_folder", "observability.run_metrics", "observability.tensorboard"),
+    ),
+}
+"""Modules that read the wall clock, and what for."""
+
+
+def test_no_run_depends_on_the_wall_clock() -> None:
+    """It may be set an hour forward or back at any time: what waits uses `time.monotonic`."""
+    reads = {"time.time", "datetime.now", "datetime.utcnow", "date.today", "time.time_ns"}
+    found = {
+        name.removeprefix("rpcmp.")
+        for name in modules()
+        for node in nodes(name)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in reads
+    }
+    assert found == {name for names in STAMPS.values() for name in names}
+
+
 def test_the_generated_files_match_the_protos(tmp_path: Path) -> None:
     outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "grpc_python", "mypy")]
     outputs.append(f"--mypy_grpc_out={tmp_path}")

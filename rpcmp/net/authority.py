@@ -27,8 +27,9 @@ from rpcmp.net.identity import CA, CERTIFICATE, CRL, KEY, Role, require_private
 
 CA_KEY = "ca.key"
 CA_DAYS = 730
-SKEW = timedelta(minutes=5)
-"""Greatest difference of hosts' clocks: fresh certificates are valid from so long ago."""
+SKEW = timedelta(days=1)
+"""Greatest difference of hosts' clocks, as of one that was set to a local time: fresh certificates
+are valid from so long ago."""
 NEVER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
 """Expiry of CRLs. They are copied by hand, and a forgotten copy must not stop runs."""
 
