@@ -12,7 +12,6 @@
     ├── UnavailableError           exit 75  try again later, nothing is wrong with the job
     │   ├── UnreachableError            no answer from a stage server
     │   ├── BusyError                   the server trains another job
-    │   ├── TakenOverError              another driver goes on with the job
     │   ├── DrainingError               the server is being stopped
     │   ├── RelayError                  a connection between two hosts broke
     │   └── RecoveryTimeoutError        recovery has been tried often enough
@@ -26,6 +25,7 @@
     │   ├── LossScaleError              no gradient of a scaled loss is ever finite
     │   ├── MismatchError               `verify`, `bench` or a run's replicas differ
     │   └── UnsupportedJobError         a peer of `rpcmp bench` cannot run the case
+    ├── TakenOverError             exit 76  another driver has the job: do not start this one again
     └── InterruptedJobError        exit 128+n  a signal ended the job
 
 Errors cross process borders as JSON (`to_wire`, `from_wire`): nothing that a peer sends is
@@ -119,8 +119,10 @@ class BusyError(UnavailableError):
     """A stage server belongs to another job, which goes on undisturbed."""
 
 
-class TakenOverError(UnavailableError):
-    """Another driver has taken the job over; this one must not go on with it."""
+class TakenOverError(RpcmpError):
+    """Another driver has taken the job over; this one must not go on with it, nor be restarted."""
+
+    exit_code = 76
 
 
 class DrainingError(UnavailableError):

@@ -6,7 +6,8 @@ rpcmp.cli.console print. A run does not depend on its output: it continues if th
 full, if its pipe has been closed, and if the terminal is gone.
 
 0  done (a drained server too)      1  failed      2  usage or configuration
-75 temporary: a stage is unreachable or busy       128+n  ended by signal n
+75 temporary: a stage is unreachable or busy       76 another driver has the job
+128+n  ended by signal n
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any, TextIO
 import click
 
 import rpcmp
-from rpcmp.errors import RpcmpError, StageError, exit_code, with_notes
+from rpcmp.errors import RpcmpError, StageError, UnavailableError, exit_code, with_notes
 from rpcmp.process.logging.collector import Display
 from rpcmp.process.logging.records import Line, as_json, entry_of, visible
 
@@ -94,6 +95,12 @@ def _run() -> int:
         display.finish()
         _show(error, display, began)
         return exit_code(error)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        display.finish()
+        echo(f"rpcmp: {os.strerror(error.errno)}: raise the limit, see `ulimit -n`", err=True)
+        return UnavailableError.exit_code
     except click.ClickException as error:
         message = io.StringIO()
         error.show(message)

@@ -152,14 +152,16 @@ class Checkpoints:
         """Go on from a checkpoint; returns the keys of the config that have changed since."""
         self.run, self.saved = manifest.run, manifest.step
         self.generation = max(self.generation, manifest.generation + 1)
-        self._add_resumed(manifest.step, manifest.driver)
+        best = manifest.driver.get("best")
+        state = {**manifest.driver, "best": None if self._is_best_gone(best) else best}
+        self._progress[manifest.step] = {**state, "told": None, "awaits_save": False}
         return differences(redacted(manifest.config), _saved_config(self._config))
 
     def take_over(self, lost: LostJob) -> list[str]:
         """Go on with another driver's run; returns the keys of the config that have changed."""
         self.run = lost.about.run
         for step, state in lost.states.items():
-            self._add_resumed(step, state)
+            self._progress[step] = {**state, "told": None, "awaits_save": False}
         return differences(redacted(lost.about.config), _saved_config(self._config))
 
     def about(self) -> About:
@@ -168,14 +170,23 @@ class Checkpoints:
         return About(
             run=self.run,
             run_folder=self._pool.run_folder,
+            addresses=self._pool.addresses,
             layers=self.layers,
             shares=shares,
             config=_saved_config(self._config),
         )
 
-    def _add_resumed(self, step: int, state: Mapping[str, Any]) -> None:
-        best = None if self._is_best_gone(state.get("best")) else state.get("best")
-        self._progress[step] = {**state, "best": best, "told": None, "awaits_save": False}
+    def resume_at(self, step: int, saved: int) -> None:
+        """Go on after a step of that run.
+
+        Args:
+            saved: its newest step with a checkpoint; 0: there is none here.
+        """
+        self.saved = saved
+        best: Any = self._progress[step]["best"]
+        # The best step may be this one, which the driver process then saves first.
+        if best is not None and best["step"] != step and self._is_best_gone(best):
+            self._progress[step] = {**self._progress[step], "best": None}
 
     async def leave(self) -> None:
         """Write a checkpoint of the newest step that the servers hold; warns if that fails."""

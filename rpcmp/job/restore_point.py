@@ -143,30 +143,36 @@ class RestorePlanner:
     async def _take_over(
         self, lost: LostJob, holdings: dict[str, HeldSnapshots]
     ) -> RestorePoint | None:
-        """Return the newest step that servers hold of a lost driver's run; None: a disk is better.
+        """Return the newest step of a lost driver's run that servers or a disk here have.
 
-        The run is the same in any case, so that its checkpoints stay together.
+        None if servers do not have any. The run is the same in any case, so that its checkpoints
+        stay together.
         """
-        changed = self._checkpoints.take_over(lost)
-        workers = self._config.workers
-        common = newest_common(workers, holdings, lost.states)
-        if lost.about.layers != self._checkpoints.layers:
+        changed, run = self._checkpoints.take_over(lost), lost.about.run
+        common = newest_common(self._config.workers, holdings, lost.states)
+        if common is None or lost.about.layers != self._checkpoints.layers:
             why = "its stages had other layers"
-        elif common is None:
-            why = "the servers do not hold the same step of all stages any more"
-        else:
-            newest = await asyncio.to_thread(self._folder.valid)
-            if all(each.run != lost.about.run or each.step <= common.step for each in newest):
-                self._report(
-                    ResumedEvent(
-                        step=common.step, run=lost.about.run, changed=changed, from_memory=True
-                    )
-                )
-                return RestorePoint.in_memory(common, workers, self._pool.addresses)
+            if common is None:
+                why = "the servers do not hold the same step of all stages any more"
+            text = f"what the servers hold of the run cannot be used, since {why}"
+            self._report(
+                WarningEvent(text=f"{text}; it goes on from a checkpoint, if there is one")
+            )
             return None
-        text = f"what the servers hold of the run cannot be used, since {why}"
-        self._report(WarningEvent(text=f"{text}; it goes on from a checkpoint, if there is one"))
-        return None
+        manifests = await asyncio.to_thread(self._folder.valid)
+        saved = max((each.step for each in manifests if each.run == run), default=0)
+        if saved > common.step:
+            try:
+                on_disk = await self._from_disk(run=run)
+            except CheckpointError as error:
+                self._report(WarningEvent(text=str(error)))
+            else:
+                if on_disk.step > common.step:
+                    self._report(ResumedEvent(step=on_disk.step, run=run, changed=changed))
+                    return on_disk
+        self._checkpoints.resume_at(common.step, saved)
+        self._report(ResumedEvent(step=common.step, run=run, changed=changed, from_memory=True))
+        return RestorePoint.in_memory(common, self._config.workers, self._pool.addresses)
 
     async def _other_runs(self) -> str:
         folder, job = self._config.checkpoint_folder, self._config.name

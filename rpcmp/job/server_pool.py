@@ -30,6 +30,7 @@ from rpcmp.errors import (
     RecoveryTimeoutError,
     RpcmpError,
     SecurityError,
+    UnavailableError,
     WorkerDiedError,
 )
 from rpcmp.job.failure_detection import task_group
@@ -133,7 +134,8 @@ class LocalServers:
         address = re.search(r"127\.0\.0\.1:\d+", line.decode(errors="replace"))
         if not address and process.stdout.at_eof():  # it has ended
             code = await process.wait()
-            kind = WorkerDiedError if code < 0 else JobError
+            is_temporary = code < 0 or code == UnavailableError.exit_code
+            kind = WorkerDiedError if is_temporary else JobError
             raise kind(f"{name} {interpreter.describe_exit(code)} before it served")
         if not address:
             raise JobError(f"{name} did not start: {line!r}")
@@ -207,6 +209,19 @@ class ServerPool:
         self.forks = forks or forks_for(config, connect)
         self._owns_forks = forks is None
         self._local = None if self.addresses else LocalServers(self.forks, serve_options(config))
+
+    def take_over(self, job_id: str, drivers: list[str], addresses: Sequence[str]) -> None:
+        """Go on with another driver's job, at the servers that it had last."""
+        self.job_id, self.supersedes = job_id, drivers
+        if len(addresses) != len(self.addresses):
+            return
+        self.dialer.security.require_allowed(addresses)
+        for index, (ours, theirs) in enumerate(zip(self.addresses, addresses, strict=True)):
+            if theirs in self._spares:
+                stage = self._config.workers[index].label
+                self._spares.remove(theirs)
+                self.addresses[index] = theirs
+                self._report(ReplacedEvent(stage=stage, lost=ours, address=theirs))
 
     @property
     def is_local(self) -> bool:

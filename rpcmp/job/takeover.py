@@ -14,25 +14,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
-from pydantic import Field, JsonValue, ValidationError
+from pydantic import Field, JsonValue
 
 from rpcmp.checkpoint.folder import RUN_NAME
 from rpcmp.config.schema import Config
-from rpcmp.config.types import Positive, Strict
+from rpcmp.config.types import Address, Positive, Strict
 from rpcmp.driver.progress import TrainingProgress
-from rpcmp.errors import CheckpointError, RpcmpError
+from rpcmp.errors import BusyError, RpcmpError
 from rpcmp.job.server_calls import ANSWER_SECONDS
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.process.channel import Message
+from rpcmp.server.driver_memory import SILENT_SECONDS
 from rpcmp.v1 import control_pb2 as pb
 
 BEAT_SECONDS = 1.0
 """Between two messages of a driver that has nothing to record."""
+
+RETRY_SECONDS = 0.5
+
+MORE_SECONDS = 1.0
+"""How long to wait for a driver to count as gone, beyond SILENT_SECONDS."""
+
+log = logging.getLogger(__name__)
 
 
 class About(Strict):
@@ -41,6 +51,7 @@ class About(Strict):
     Attributes:
         run: its id in manifests.
         run_folder: name of the folder of its checkpoints; empty: the folder of all.
+        addresses: of the servers, by worker; a spare may have replaced one that the config names.
         layers: of each stage, by its name.
         shares: of the replicas of stages, by the stage's index.
         config: as manifests have it.
@@ -48,6 +59,7 @@ class About(Strict):
 
     run: str
     run_folder: Annotated[str, Field(pattern=f"^({RUN_NAME.pattern})?$")]
+    addresses: list[Address]
     layers: dict[str, list[str]]
     shares: dict[int, list[Positive]]
     config: dict[str, JsonValue]
@@ -80,20 +92,49 @@ class LostJob:
         return then.get("dir") == config.checkpoint.dir
 
     def apply_to(self, config: Config) -> Config:
-        """Return the config with what the run has measured instead of what it would measure."""
+        """Return the config with what the run has measured instead of what it would measure.
+
+        If its stages are others now, they are measured anew.
+        """
+        if list(self.about.layers) != config.stage_names:
+            return config
         if config.model is not None and config.model.balance == "auto":
             config = config.with_balance([len(layers) for layers in self.about.layers.values()])
-        unshared = {i for i, stage in enumerate(config.stages) if stage.shares is None}
-        shares = {index: self.about.shares[index] for index in unshared & {*self.about.shares}}
+        shares = {
+            index: shares
+            for index, shares in self.about.shares.items()
+            if index < len(config.stages)
+            and config.stages[index].shares is None
+            and config.stage(index).num_replicas == len(shares)
+        }
         return config.with_shares(shares) if config.balance_replicas else config
 
 
 async def find(config: Config, pool: ServerPool) -> LostJob | None:
     """Return the job of the config's name that servers hold, the newest one; None: there is none.
 
-    Servers that do not answer are left out: a claim will say why they do not.
-    """
+    Waits for a moment while its driver still counts as alive at some server: hosts do not notice
+    at the same time that it is gone. Servers that do not answer are left out: a claim will say why.
 
+    Raises:
+        BusyError: its driver is alive.
+    """
+    ends = time.monotonic() + SILENT_SECONDS + MORE_SECONDS
+    while True:
+        answers = dict(zip(pool.addresses, await _recall_all(pool), strict=True))
+        job = _newest(config, answers)
+        alive = [a for a, each in answers.items() if each.has_driver and _is_of(job, each)]
+        if job is None or not alive:
+            return job
+        if time.monotonic() > ends:
+            raise BusyError(
+                f"{alive[0]} is busy with job {config.name!r}, whose driver is at work: end that "
+                "one first"
+            )
+        await asyncio.sleep(RETRY_SECONDS)
+
+
+async def _recall_all(pool: ServerPool) -> list[pb.RecallResponse]:
     async def recall(address: str) -> pb.RecallResponse:
         with contextlib.suppress(RpcmpError):
             async with pool.client(address) as client:
@@ -101,36 +142,52 @@ async def find(config: Config, pool: ServerPool) -> LostJob | None:
                 return await client.recall()
         return pb.RecallResponse()
 
-    by_job: defaultdict[str, list[pb.RecallResponse]] = defaultdict(list)
-    for answer in await asyncio.gather(*map(recall, pool.addresses)):
-        if answer.job == config.name and answer.about:
-            by_job[answer.job_id].append(answer)
-    found = [_lost_job(answers) for answers in by_job.values()]
-    jobs = [job for job in found if job.saves_where(config)]
+    return await asyncio.gather(*map(recall, pool.addresses))
+
+
+def _is_of(job: LostJob | None, answer: pb.RecallResponse) -> bool:
+    """Return whether a server has told of that job."""
+    return job is not None and answer.job_id == job.job_id
+
+
+def _newest(config: Config, answers: Mapping[str, pb.RecallResponse]) -> LostJob | None:
+    ended = {job_id for answer in answers.values() for job_id in answer.ended}
+    by_job: defaultdict[str, dict[str, pb.RecallResponse]] = defaultdict(dict)
+    for address, answer in answers.items():
+        if answer.job == config.name and answer.job_id not in ended:
+            by_job[answer.job_id][address] = answer
+    found = [_lost_job(each) for each in by_job.values()]
+    jobs = [job for job in found if job is not None and job.saves_where(config)]
     return max(jobs, key=lambda job: (job.generation, max(job.states)), default=None)
 
 
-def _lost_job(answers: list[pb.RecallResponse]) -> LostJob:
-    answers = sorted(answers, key=lambda answer: answer.generation)
-    newest = answers[-1]
-    try:
-        return LostJob(
-            newest.job_id,
-            newest.generation,
-            sorted({answer.driver_id for answer in answers}),
-            About.model_validate_json(newest.about),
-            {each.step: _state(each) for answer in answers for each in answer.states},
-        )
-    except (ValidationError, ValueError, RecursionError) as error:
-        text = f"what a stage server holds of job {newest.job!r} cannot be read: {error}"
-        raise CheckpointError(text) from error
+def _lost_job(answers: Mapping[str, pb.RecallResponse]) -> LostJob | None:
+    """Return a job as its servers hold it; None if none of them has all that it takes."""
+    about: About | None = None
+    states: dict[int, Message] = {}
+    for address, answer in sorted(answers.items(), key=lambda item: item[1].generation):
+        try:
+            if answer.about:
+                about = About.model_validate_json(answer.about)
+            states |= {each.step: _state(each) for each in answer.states}
+        except (ValueError, RecursionError) as error:  # pydantic's error is a ValueError
+            text = "what the server at %s holds of job %r cannot be read, and is not used: %s"
+            log.warning(text, address, answer.job, error)
+    if about is None or not states:
+        return None
+    newest = max(answers.values(), key=lambda answer: answer.generation)
+    drivers = sorted({answer.driver_id for answer in answers.values()})
+    return LostJob(newest.job_id, newest.generation, drivers, about, states)
 
 
 def _state(recorded: pb.DriverState) -> Message:
     state = json.loads(recorded.state)
-    if not isinstance(state, dict) or TrainingProgress.from_message(state).step != recorded.step:
-        raise ValueError(f"no driver's state of step {recorded.step}")
-    return state
+    if not isinstance(state, dict):
+        raise ValueError("a driver's state that is no object")
+    progress = TrainingProgress.from_message(state)
+    if progress.step != recorded.step:
+        raise ValueError(f"a driver's state of step {progress.step}, not {recorded.step}")
+    return asdict(progress)
 
 
 class DriverRecord:

@@ -25,7 +25,7 @@ from rpcmp.checkpoint.files import require_place
 from rpcmp.checkpoint.folder import newest_in
 from rpcmp.config.files import redacted
 from rpcmp.config.schema import Config
-from rpcmp.errors import InterruptedJobError, WorkerDiedError, WorkerHungError
+from rpcmp.errors import InterruptedJobError, TakenOverError, WorkerDiedError, WorkerHungError
 from rpcmp.job import takeover
 from rpcmp.job.autobalance import balanced, with_saved_shares
 from rpcmp.job.checkpoints import software_versions
@@ -176,6 +176,7 @@ class TrainingRun:
         self._workload: TrainingWorkload | None = None
         self._loop: RecoveryLoop[SummaryEvent] | None = None
         self._vitals = Vitals()
+        self._is_taken_over = False
         self._events = EventStream(report, self._generation_number)
         self._report = self._events.emit
         self.signals: list[int] = []
@@ -194,8 +195,8 @@ class TrainingRun:
             pool.run_folder = before.name
         lost = await takeover.find(config, pool) if resumes else None
         if lost is not None:
-            pool.job_id, pool.run_folder = lost.job_id, lost.about.run_folder
-            pool.supersedes = lost.drivers
+            pool.take_over(lost.job_id, lost.drivers, lost.about.addresses)
+            pool.run_folder = lost.about.run_folder
             config = lost.apply_to(config)
         self._report(run_event(config, pool.job_id, pool.addresses))
         async with (
@@ -221,7 +222,11 @@ class TrainingRun:
             await asyncio.to_thread(require_place, config.checkpoint_folder)
         await pool.open()
         self._loop = RecoveryLoop(config.recovery, pool, workload)
-        summary = await self._loop.run()
+        try:
+            summary = await self._loop.run()
+        except TakenOverError:
+            self._is_taken_over = True
+            raise
         if prediction is not None:
             summary = replace(summary, plan=_compared(prediction, self._events.step_seconds))
         self._report(summary)
@@ -264,12 +269,23 @@ class TrainingRun:
         await self._loop.close()
         await self._workload.checkpoints.leave()
 
+    @property
+    def _owns_job(self) -> bool:
+        """Whether what the servers hold may be dropped.
+
+        Not if another driver has the job now, nor if this one was to take it over and could not:
+        another try may do better.
+        """
+        if self._pool is None or self._workload is None or self._is_taken_over:
+            return False
+        return not self._pool.supersedes or self._workload.has_begun
+
     async def close(self) -> None:
         if self._workload is not None:
             await self._workload.wait_for_removal()
         if self._loop is not None:
             await self._loop.close()
-        if self._pool is not None and self._workload is not None:
+        if self._pool is not None and self._workload is not None and self._owns_job:
             await self._pool.free(self._workload.checkpoints.generation)
 
     async def _report_vitals(self) -> None:

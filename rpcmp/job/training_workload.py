@@ -51,6 +51,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
 
     Attributes:
         is_training: whether the driver process trains just now.
+        has_begun: whether any group of this run has ever been formed.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
         self._record = DriverRecord() if records else None
         self.is_training = False
         self._generation: Generation | None = None
-        self._has_begun = False
+        self.has_begun = False
         self._first_step = 0
         self._step_at_fault = 0
         self._first_fault: RpcmpError | None = None
@@ -127,7 +128,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
         await generation.start()
         step = generation.restore_point.step
         self._report_start(generation, step)
-        self._has_begun = True
+        self.has_begun = True
         self._begin_record()
         self.checkpoints.remove_elsewhere = generation.workers.remove_checkpoint
         await self.checkpoints.remove_left_behind(ended_well=False)
@@ -164,7 +165,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
                 self._events.emit_new(event)
         else:
             self._events.step = step
-        if not self._has_begun:
+        if not self.has_begun:
             self._first_step = step
 
     async def _train(self, generation: Generation) -> SummaryEvent:
@@ -229,7 +230,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
         if self._signals:
             interruption = InterruptedJobError(self._signals[0], step)
             interruption.add_note(f"it could not end in good order: {error}")
-        return Progress(is_new, self._has_begun, step > self._first_step, interruption)
+        return Progress(is_new, self.has_begun, step > self._first_step, interruption)
 
     def report_fault(self, error: RpcmpError, generation: Generation) -> None:
         self._first_fault = self._first_fault or error

@@ -78,6 +78,8 @@ class WorkerGroup:
         self._devices: dict[str, str] = {}
         self._claims: list[pb.PrepareResponse] = []
         self._running: set[str] = set()
+        self._draining: set[str] = set()
+        self._saved: defaultdict[str, int] = defaultdict(int)
         self._all_running = asyncio.Event()
         self._may_drain = asyncio.Event()
 
@@ -281,7 +283,7 @@ class WorkerGroup:
                 **self._identity,
                 driver_id=self._pool.driver_id,
                 supersedes=self._pool.supersedes,
-                drops_held=self._pool.drops_held,
+                drops_held=self._pool.drops_held and self._identity["generation"] == 1,
                 keep_s=0.0 if self._record is None else self._config.recovery.keep_after_driver,
                 heartbeat_timeout=self._config.recovery.heartbeat_timeout,
                 checkpoint_folder=str(self._config.checkpoint_folder),
@@ -314,31 +316,37 @@ class WorkerGroup:
         self._logs.add_own(client.name, text)
 
     async def _watch(self, client: StageClient, worker: Member) -> None:
-        saved, is_draining, pulse = 0, False, HeartbeatMonitor(SILENT_SECONDS)
+        pulse = HeartbeatMonitor(SILENT_SECONDS)
         pulse.begin()
-        self._failure.supervise(self._warn_if_silent(client, pulse))
-        async for change in client.watch(pb.WatchRequest(**self._identity)):
-            pulse.beat()
-            self._vitals.update_worker(client.name, change)
-            if change.logs:
-                await self._logs.add(client.name, change.logs)
-            if change.error:
-                raise from_wire(change.error)
-            if change.draining and not is_draining:
-                is_draining = True
-                self._report({"event": "draining", "stage": client.name})
-                self._failure.supervise(self._release_when_ended(client))
-            for one in change.saved:
-                if one.step > saved:
-                    saved = one.step
-                    self._report({"event": "saved", "stage": worker.stage, "saved": one})
-            if change.state == pb.SERVER_STATE_RUNNING:
-                self._running.add(client.name)
-                self._agent_addresses[client.name] = change.listens
-                self._devices[client.name] = change.device
-            if len(self._running) == len(self._clients):
-                self._all_running.set()
+        listening = asyncio.create_task(self._warn_if_silent(client, pulse))
+        try:
+            async for change in client.watch(pb.WatchRequest(**self._identity)):
+                pulse.beat()
+                await self._receive(change, client, worker)
+        finally:
+            listening.cancel()
         raise DrainingError(f"stage {client.name!r} at {client.address} ended the job")
+
+    async def _receive(self, change: pb.WatchResponse, client: StageClient, worker: Member) -> None:
+        self._vitals.update_worker(client.name, change)
+        if change.logs:
+            await self._logs.add(client.name, change.logs)
+        if change.error:
+            raise from_wire(change.error)
+        if change.draining and client.name not in self._draining:
+            self._draining.add(client.name)
+            self._report({"event": "draining", "stage": client.name})
+            self._failure.supervise(self._release_when_ended(client))
+        for one in change.saved:
+            if one.step > self._saved[client.name]:
+                self._saved[client.name] = one.step
+                self._report({"event": "saved", "stage": worker.stage, "saved": one})
+        if change.state == pb.SERVER_STATE_RUNNING:
+            self._running.add(client.name)
+            self._agent_addresses[client.name] = change.listens
+            self._devices[client.name] = change.device
+        if len(self._running) == len(self._clients):
+            self._all_running.set()
 
     async def _release_when_ended(self, client: StageClient) -> None:
         await self._may_drain.wait()

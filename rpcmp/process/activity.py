@@ -252,9 +252,9 @@ LOADERS = (b"rpcmp.data.batches", b"multiprocessing")
 
 def loaders_of(pid: int) -> list[int]:
     """Return the processes that load samples for a process."""
-    found = []
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # it has ended, or the kernel does not say
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # it or a child has ended, or the kernel does not say
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
             for child in map(int, children.read_text().split()):
                 line = Path(f"/proc/{child}/cmdline").read_bytes()
                 if any(word in line for word in LOADERS):

@@ -215,8 +215,11 @@ class Child:
 
     def _look_at_memory(self) -> None:
         """Remember from time to time how much it has: once it is gone nobody knows."""
-        if (now := time.monotonic()) - self._resident_at >= MEMORY_SECONDS:
-            self._resident, self._resident_at = resident_bytes(self.pid), now
+        if (now := time.monotonic()) - self._resident_at < MEMORY_SECONDS:
+            return
+        self._resident_at = now
+        if found := resident_bytes(self.pid):  # else it has just ended, perhaps for memory
+            self._resident, self._memory_kills = found, memory_kills()
 
     async def _next_line(self, ended: asyncio.Future[int]) -> bytes:
         reading = asyncio.ensure_future(self._reader.readline())

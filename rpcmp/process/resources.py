@@ -119,13 +119,18 @@ def name_leftovers() -> None:
     from multiprocessing import current_process  # commands that start nothing need not wait for it
 
     settings = current_process()._config  # type: ignore[attr-defined]
-    settings["semprefix"] = f"/rpcmp-{os.getpid()}"
+    settings["semprefix"] = f"/{_semaphores(os.getpid())}"
     settings["tempdir"] = str(create_folder(MULTIPROCESSING))
+
+
+def _semaphores(pid: int) -> str:
+    """Return what semaphores' names begin with; containers that share /dev/shm have own pids."""
+    return f"rpcmp-{os.stat('/proc/self/ns/pid').st_ino}-{pid}"
 
 
 def remove_semaphores(pid: int) -> None:
     """Remove the semaphores of a process that has called `name_leftovers`."""
-    for semaphore in Path("/dev/shm").glob(f"sem.rpcmp-{pid}-*"):
+    for semaphore in Path("/dev/shm").glob(f"sem.{_semaphores(pid)}-*"):
         with contextlib.suppress(OSError):
             semaphore.unlink()
 

@@ -68,7 +68,7 @@ class DriverMemory:
             is_claimed: whether a job runs here.
         """
         if request.job_id in self._ended:
-            raise TakenOverError(f"another driver has taken job {request.job!r} over, and ended it")
+            raise TakenOverError(f"job {request.job!r} was ended meanwhile, by another driver")
         if request.job_id != self.job_id:
             if self.holds_seconds and not is_claimed and not request.drops_held:
                 raise BusyError(self._held())
@@ -80,8 +80,7 @@ class DriverMemory:
                 f"another driver has taken job {self.job!r} over, as generation {self.generation}; "
                 "this one must not go on with it"
             )
-        silent = time.monotonic() - self._heard_at
-        if is_claimed and silent < SILENT_SECONDS:
+        if is_claimed and not self._is_silent:
             raise BusyError(f"busy with job {self.job!r}, whose driver is at work")
         if request.generation <= self.generation:
             raise BusyError(f"generation {self.generation} of job {self.job!r} was here already")
@@ -116,9 +115,11 @@ class DriverMemory:
         self._held_until = time.monotonic() + seconds if seconds else 0.0
         return seconds
 
-    def recall(self) -> pb.RecallResponse:
-        if not self.states:
-            return pb.RecallResponse()
+    @property
+    def _is_silent(self) -> bool:
+        return time.monotonic() - self._heard_at >= SILENT_SECONDS
+
+    def recall(self, is_claimed: bool) -> pb.RecallResponse:
         return pb.RecallResponse(
             job=self.job,
             job_id=self.job_id,
@@ -126,6 +127,8 @@ class DriverMemory:
             driver_id=self._driver_id,
             about=self.about,
             states=[pb.DriverState(step=step, state=text) for step, text in self.states.items()],
+            has_driver=is_claimed and not self._is_silent,
+            ended=self._ended,
         )
 
     def _held(self) -> str:

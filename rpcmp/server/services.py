@@ -100,7 +100,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     async def Recall(
         self, request: pb.RecallRequest, grpc_context: GrpcContext
     ) -> pb.RecallResponse:
-        return self._server.driver.recall()
+        return self._server.driver.recall(is_claimed=self._server.claim is not None)
 
     async def Drain(self, request: pb.DrainRequest, grpc_context: GrpcContext) -> pb.DrainResponse:
         await self._server.drain()

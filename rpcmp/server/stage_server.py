@@ -49,7 +49,8 @@ UNWATCHED_SECONDS = 5.0
 """Lifetime of a claim that no driver watches."""
 
 KEEP_SECONDS = 3600.0
-"""Time for a driver that has recorded nothing to come back, such as one that waits for a host."""
+"""Least time for which snapshots are kept for a driver that was lost, or waits for another host,
+unless another job claims the server."""
 
 VITALS_SECONDS = 1.0
 """Interval of vitals in a Watch stream."""
@@ -223,9 +224,9 @@ class StageServer:
             is_first = request.generation == 1
             if isinstance(folder, Inside) and not request.may_keep_nothing and is_first:
                 await asyncio.to_thread(require_place, folder)
+            await self._release(self.claim)
             if self._forgetting is not None:
                 self._forgetting.cancel()
-            await self._release(self.claim)
             self.driver.claim(request)
             await self.snapshot_store.open(request.job_id, folder, request.checkpoint_run)
             await self.snapshot_store.pause()
@@ -268,7 +269,9 @@ class StageServer:
     async def _close(self, claim: Claim) -> None:
         self.claim = None
         await asyncio.shield(claim.close())  # a caller may be cancelled
-        seconds = self.driver.hold() or KEEP_SECONDS
+        seconds = max(self.driver.hold(), KEEP_SECONDS)
+        if self._forgetting is not None:
+            self._forgetting.cancel()
         self._forgetting = asyncio.get_running_loop().call_later(seconds, self._forget)
         self._idle.set()
 

@@ -1437,14 +1437,24 @@ class RecallResponse(_message.Message):
     DRIVER_ID_FIELD_NUMBER: _builtins.int
     ABOUT_FIELD_NUMBER: _builtins.int
     STATES_FIELD_NUMBER: _builtins.int
+    HAS_DRIVER_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """empty: nothing is here"""
     job_id: _builtins.str
     generation: _builtins.int
     driver_id: _builtins.str
     about: _builtins.str
+    has_driver: _builtins.bool
+    """whether a driver claims the server that is not silent"""
     @_builtins.property
-    def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___DriverState]: ...
+    def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___DriverState]:
+        """empty: the driver has recorded nothing yet"""
+
+    @_builtins.property
+    def ended(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """ids of the last jobs that were ended here"""
+
     def __init__(
         self,
         *,
@@ -1454,10 +1464,12 @@ class RecallResponse(_message.Message):
         driver_id: _builtins.str = ...,
         about: _builtins.str = ...,
         states: _abc.Iterable[Global___DriverState] | None = ...,
+        has_driver: _builtins.bool = ...,
+        ended: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "driver_id", b"driver_id", "generation", b"generation", "job", b"job", "job_id", b"job_id", "states", b"states"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "driver_id", b"driver_id", "ended", b"ended", "generation", b"generation", "has_driver", b"has_driver", "job", b"job", "job_id", b"job_id", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

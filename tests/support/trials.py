@@ -152,7 +152,7 @@ class Attempts:
     def _is_over(self, results: list[Result]) -> bool:
         """Return whether the run has come to its end; raise if its end is not one of ours."""
         last = results[-1]
-        if last.code == 0 or summary_of(results) is not None:
+        if last.code == 0:
             return True
         struck = {strike.how for strike in self.struck if strike.what == "drive"}
         codes = {128 + signal.Signals[f"SIG{how}"] for how in struck if how in ("TERM",)}
@@ -249,7 +249,7 @@ def summary_of(results: Sequence[Result]) -> dict[str, Any] | None:
 def leftovers() -> set[str]:
     """Return temporary files, and memory that is named after processes that have ended."""
     temporary = {str(path) for path in Path(os.environ["TMPDIR"]).iterdir()}
-    named = [re.match(r"(?:sem\.rpcmp-|torch_)(\d+)", each) for each in os.listdir("/dev/shm")]
+    named = [re.match(r"(?:sem\.rpcmp-\d+-|torch_)(\d+)", e) for e in os.listdir("/dev/shm")]
     return temporary | {
         each.string for each in named if each and not Path(f"/proc/{each[1]}").exists()
     }

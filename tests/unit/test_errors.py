@@ -60,6 +60,8 @@ def test_the_exit_code_follows_the_kind_of_the_error(error: RpcmpError) -> None:
         expected = 2
     elif isinstance(error, errors.UnavailableError):
         expected = 75
+    elif isinstance(error, errors.TakenOverError):
+        expected = 76
     elif isinstance(error, errors.InterruptedJobError):
         expected = 128 + 15
     assert errors.exit_code(error) == expected

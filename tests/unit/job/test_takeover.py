@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from rpcmp.errors import CheckpointError, UnreachableError
+from rpcmp.driver.progress import TrainingProgress
+from rpcmp.errors import BusyError, UnreachableError
 from rpcmp.job import takeover
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.job.takeover import About, DriverRecord, LostJob
@@ -18,12 +21,17 @@ from rpcmp.v1 import control_pb2 as pb
 from tests.support.graphs import chain_of
 
 ABOUT = About(
-    run="a", run_folder="", layers={"stage0": ["x", "y"], "stage1": ["z"]}, shares={}, config={}
+    run="a",
+    run_folder="",
+    addresses=["127.0.0.1:1", "127.0.0.1:2"],
+    layers={"stage0": ["x", "y"], "stage1": ["z"]},
+    shares={},
+    config={},
 )
 
 
 def state(step: int, **more: Any) -> dict[str, Any]:
-    return {"step": step, "loss": 0.5, **more}
+    return asdict(TrainingProgress(**{"step": step, "loss": 0.5, **more}))
 
 
 def answer(*states: dict[str, Any], **more: Any) -> pb.RecallResponse:
@@ -79,6 +87,29 @@ def test_the_state_of_the_newest_generation_counts() -> None:
     assert (lost.generation, lost.states, lost.drivers) == (5, {4: done}, ["one", "two"])
 
 
+def test_a_server_that_was_restarted_meanwhile_holds_nothing_and_names_its_driver() -> None:
+    empty = answer(driver_id="two", generation=4, about="")
+    lost = find(answer(state(3)), empty)
+    assert lost is not None
+    assert (lost.generation, lost.drivers, list(lost.states)) == (4, ["one", "two"], [3])
+    assert find(empty) is None
+
+
+def test_a_job_that_was_ended_is_not_taken_over() -> None:
+    assert find(answer(state(3)), pb.RecallResponse(ended=["a"])) is None
+
+
+def test_a_driver_that_is_alive_somewhere_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(takeover, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(takeover, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(takeover, "MORE_SECONDS", 0.2)
+    alive = answer(state(3), has_driver=True)
+    with pytest.raises(BusyError, match="1 is busy with job 'job', whose driver is at work"):
+        find(answer(state(3)), alive)
+    threading.Timer(0.05, lambda: alive.ClearField("has_driver")).start()
+    assert find(answer(state(3)), alive) is not None
+
+
 def test_of_two_jobs_of_that_name_the_one_that_has_come_further_is_taken() -> None:
     lost = find(answer(state(3)), answer(state(9), job_id="b"))
     assert lost is not None
@@ -97,9 +128,14 @@ def test_of_two_jobs_of_that_name_the_one_that_has_come_further_is_taken() -> No
         {"states": [pb.DriverState(step=3, state="[" * 100_000)]},
     ],
 )
-def test_what_cannot_be_read_is_named(broken: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match="what a stage server holds of job 'job'"):
-        find(answer(state(3), **broken))
+def test_what_cannot_be_read_is_named_and_not_used(
+    broken: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert find(answer(state(3), **broken)) is None
+    assert "what the server at 0 holds of job 'job' cannot be read" in caplog.text
+    lost = find(answer(state(3), **broken), answer(state(4)))
+    assert lost is not None
+    assert list(lost.states) == [4]
 
 
 def test_measured_layers_and_shares_are_those_of_the_lost_run() -> None:
@@ -115,6 +151,15 @@ def test_measured_layers_and_shares_are_those_of_the_lost_run() -> None:
     assert config.model.balance == [2, 1]
     assert [stage.shares for stage in config.stages] == [[3, 1], [1, 1]]
     assert LostJob("a", 3, [], about, {}).apply_to(chain_of(2)) == chain_of(2)
+    more = auto.model_copy(update={"stages": [stage.model_copy() for stage in auto.stages]})
+    unequal = LostJob("a", 3, [], about.model_copy(update={"shares": {0: [1, 1, 1]}}), {})
+    assert unequal.apply_to(more).stages[0].shares is None
+
+
+def test_what_was_measured_for_other_stages_is_measured_anew() -> None:
+    auto = chain_of(2, model={"layers": "m:layers", "balance": "auto", "num_stages": 2})
+    about = ABOUT.model_copy(update={"layers": {"a": ["x"], "b": ["y"], "c": ["z"]}})
+    assert LostJob("a", 3, [], about, {}).apply_to(auto) is auto
 
 
 def requests_of(record: DriverRecord, changes: list[Any]) -> list[pb.RecordRequest]:

@@ -70,7 +70,7 @@ def test_a_driver_that_has_recorded_nothing_is_not_waited_for() -> None:
 
 def test_the_next_driver_gets_what_the_last_one_has_recorded(memory: DriverMemory) -> None:
     memory.hold()
-    found = memory.recall()
+    found = memory.recall(is_claimed=False)
     assert (found.job, found.job_id, found.generation, found.driver_id) == ("job", "a", 3, "one")
     assert [(each.step, each.state) for each in found.states] == [
         (7, "state of 7"),
@@ -94,8 +94,8 @@ def test_a_driver_that_was_taken_over_from_is_refused(memory: DriverMemory) -> N
 def test_a_job_that_another_driver_has_ended_does_not_begin_anew(memory: DriverMemory) -> None:
     memory.claim(NEXT)
     memory.end()
-    assert memory.recall() == pb.RecallResponse()
-    with pytest.raises(TakenOverError, match="and ended it"):
+    assert memory.recall(is_claimed=False) == pb.RecallResponse(ended=["a"])
+    with pytest.raises(TakenOverError, match="was ended meanwhile"):
         memory.require_may_claim(prepare(generation=9), is_claimed=False)
     memory.require_may_claim(prepare(job_id="b", generation=1), is_claimed=False)
 
@@ -141,5 +141,15 @@ def test_states_are_forgotten_that_are_no_longer_needed(memory: DriverMemory) ->
 
 def test_another_job_leaves_nothing_of_the_last_one(memory: DriverMemory) -> None:
     memory.claim(prepare(job_id="b", driver_id="two"))
-    assert memory.recall() == pb.RecallResponse()
-    assert memory.about == ""
+    found = memory.recall(is_claimed=False)
+    assert (found.job_id, found.driver_id) == ("b", "two")
+    assert (found.about, list(found.states)) == ("", [])
+
+
+def test_a_driver_counts_as_alive_while_it_claims_the_server_and_speaks(
+    memory: DriverMemory, clock: SimpleNamespace
+) -> None:
+    assert memory.recall(is_claimed=True).has_driver
+    assert not memory.recall(is_claimed=False).has_driver
+    clock.now += SILENT_SECONDS
+    assert not memory.recall(is_claimed=True).has_driver
