@@ -65,9 +65,10 @@ def test_a_server_that_serves_is_healthy() -> None:
 def test_health_of_a_draining_server_exits_1(job: JobFolder) -> None:
     config = job.config('steps = 100000\n[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
     patient = ("--set", "recovery.heartbeat_timeout=600.0")
+    forgetful = ("--set", "recovery.keep_after_driver=0")
     with (
         lend_servers(2) as two,
-        running("drive", config, "--connect", connect(two), "--json", *patient) as run,
+        running("drive", config, "--connect", connect(two), "--json", *patient, *forgetful) as run,
     ):
         run.wait_for_line('"event": "step"')
         worker = status(config, two)[0]["worker_pid"]
