@@ -156,7 +156,9 @@ class Attempts:
             return True
         struck = {strike.how for strike in self.struck if strike.what == "drive"}
         codes = {128 + signal.Signals[f"SIG{how}"] for how in struck if how in ("TERM",)}
-        codes |= {-signal.Signals[f"SIG{how}"] for how in struck if how not in ("PAUSE",)}
+        codes |= {-signal.Signals[f"SIG{how}"] for how in struck if how not in ("PAUSE", "FILES")}
+        if "FILES" in struck and "oo many open files" in last.err:
+            return False
         began = '"event": "generation"' in last.out
         if last.code not in codes and not (last.code == 75 and not began and self.struck):
             raise TrialError(f"exit code {last.code}\n{last.err}\n{_states(self._place)}")
