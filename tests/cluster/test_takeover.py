@@ -13,13 +13,14 @@ import pytest
 
 from tests.support.faults import Committed, Faults, committed, drive
 from tests.support.halfprecision import SCALED
-from tests.support.hosts import LOSING, committed_without_fault, slow_config
+from tests.support.hosts import LOSING, SLOW, committed_without_fault, slow_config
 from tests.support.longjob import LONG_JOB
 from tests.support.processes import (
     JobFolder,
     Result,
     Server,
     connect,
+    describe,
     poll_for,
     rpcmp,
     rpcmp_process,
@@ -98,6 +99,31 @@ def test_the_driver_and_a_server_are_lost(
         where = connect([servers[0], again])
         after = rpcmp("drive", config, "--resume", "--json", "--connect", where)
     assert_goes_on(before, after, fault_free)
+
+
+def test_a_spare_that_has_taken_a_stage_is_found(
+    job: JobFolder, fault_free: Committed, servers: Servers
+) -> None:
+    config = slow_config(job, milliseconds=4 * SLOW)
+    with running_server("--spare", "--listen", "127.0.0.1:0", owner="spare") as spare:
+        settings = [f"recovery.spares=['{spare.address}']", "recovery.replace_after=0.5"]
+        where = ["--connect", connect(servers)]
+        where += [part for setting in settings for part in ("--set", setting)]
+        with running("drive", config, "--json", *where) as run:
+            run.wait_for_line(LOSING)
+            psutil.Process(servers[1].pid).kill()
+            run.wait_for_line('"recovered"')
+            run.wait_for_line('"event": "step", "step": 9,')
+            os.killpg(run.pid, signal.SIGKILL)
+            run.process.wait()
+            before = run.wait()
+        poll_for(lambda: describe(spare).holds_s, "the spare to notice it")
+        after = rpcmp("drive", config, "--resume", "--json", *where)
+    replaced = after.event("replaced")
+    assert (replaced["lost"], replaced["address"]) == (servers[1].address, spare.address)
+    resumed = after.event("resumed")["step"]
+    assert resumed >= before.event("step")["step"] - 1
+    assert committed(after) == (fault_free[0][resumed:], fault_free[1])
 
 
 OF_ALL_KINDS = """
