@@ -44,6 +44,7 @@ from rpcmp.process.fork_client import DRIVERS, WORKERS, Forks
 from rpcmp.process.logging import collector
 from rpcmp.process.sandbox.confinement import FileAccess, hidden_by
 from rpcmp.server.client import StageClient
+from rpcmp.server.stage_server import sweep_leftovers
 from rpcmp.v1 import control_pb2 as pb
 
 START_SECONDS = 30.0
@@ -82,6 +83,8 @@ class LocalServers:
 
     async def stop(self) -> None:
         await asyncio.gather(*map(self._end, self._processes))
+        if any(process.returncode for process in self._processes.values()):
+            await asyncio.to_thread(sweep_leftovers)  # one was killed, and none comes after it
         self._processes.clear()
 
     async def _end(self, index: int) -> None:

@@ -64,6 +64,12 @@ NAME_CHARACTERS = 100
 log = logging.getLogger(__name__)
 
 
+def sweep_leftovers() -> None:
+    """Remove the temporary folders of servers that were killed, and of their workers."""
+    for prefix in (services.PREFIX, tunnel.PREFIX, claim_log.PREFIX, SCRATCH):
+        resources.sweep(prefix)
+
+
 class StageServer:
     """One stage's server, from `start` to `stop`.
 
@@ -129,8 +135,7 @@ class StageServer:
 
     async def start(self, host: str, port: int) -> int:
         """Listen; return the port, which is a free one for port 0."""
-        for prefix in (services.PREFIX, tunnel.PREFIX, claim_log.PREFIX, SCRATCH):
-            resources.sweep(prefix)
+        sweep_leftovers()
         return await self._endpoints.open(host, port)
 
     async def drain(self) -> None:

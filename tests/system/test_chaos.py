@@ -69,6 +69,11 @@ FOUND: dict[str, tuple[Any, ...]] = {
         Strike("drive", "KILL", 0, "step", 13, 0.0, 0.0),
         Strike("forks", "ABRT", 0, "step", 13, 0.97, 0.0),
     ),
+    "a server dies when the run ends": (
+        "mixed",
+        True,
+        Strike("server", "SEGV", 0, "summary", 0, 0.0, 0.0),
+    ),
     "a server dies before it serves": (
         "graph",
         True,
