@@ -35,7 +35,7 @@ def test_children_of_killed_tests_are_killed() -> None:
         try:
             assert tests.stdout is not None
             left = psutil.Process(int(tests.stdout.readline()))
-            assert left in with_token(token)
+            poll_for(lambda: left in with_token(token), "its environment to be readable")
         finally:
             tests.kill()
     poll_for(lambda: not with_token(token), "what they have started to be killed")
