@@ -107,8 +107,7 @@ def test_builds_are_reproducible_by_any_user_at_any_time_and_place(
     assert {kind: sha256(path) for kind, path in again.items()} == {
         kind: sha256(path) for kind, path in built.items()
     }
-    with tarfile.open(built["sdist"]) as sdist:
-        sdist.extractall(tmp_path / "unpacked", filter="data")
+    shutil.unpack_archive(built["sdist"], tmp_path / "unpacked")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     dated = build(unpacked, tmp_path / "dated", "--wheel", SOURCE_DATE_EPOCH=str(EPOCH))
     dates = {info.date_time for info in zipfile.ZipFile(dated["wheel"]).infolist()}
