@@ -22,6 +22,7 @@ import selectors
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -201,6 +202,7 @@ def main() -> NoReturn:
     gc.disable()  # what is imported stays
     for module in modules:
         importlib.import_module(module)
+    tempfile.gettempdir()  # once for all children: it writes a file there and removes it
     gc.freeze()  # collections would touch, and so copy, the memory that all children share
     gc.enable()
     ForkServer(socket.socket(fileno=int(fd))).run()

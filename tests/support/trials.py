@@ -157,7 +157,8 @@ class Attempts:
         struck = {strike.how for strike in self.struck if strike.what == "drive"}
         codes = {128 + signal.Signals[f"SIG{how}"] for how in struck if how in ("TERM",)}
         codes |= {-signal.Signals[f"SIG{how}"] for how in struck if how not in ("PAUSE", "FILES")}
-        if "FILES" in struck and "oo many open files" in last.err:
+        files = any(strike.how == "FILES" for strike in self.struck)
+        if files and "oo many open files" in last.err:  # as promised; a user then goes on
             return False
         began = '"event": "generation"' in last.out
         if last.code not in codes and not (last.code == 75 and not began and self.struck):
