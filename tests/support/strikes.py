@@ -39,7 +39,7 @@ LINKS = ("cut", "cut one way", "lossy", "slow", "resets", "names")
 
 MOMENTS = ("start", "generation", "step", "eval", "checkpoint", "fault", "recovered", "summary")
 
-FOUND_SECONDS = 3.0
+FOUND_SECONDS = 10.0
 """How long to wait for a process of the kind that is to be struck: it may be being replaced."""
 
 
