@@ -87,6 +87,18 @@ class Config(JobSettings):
         ]
         return self.model_copy(update={"stages": stages})
 
+    def with_measured_shares(self, shares: Mapping[int, list[int]]) -> Self:
+        """Return a copy with earlier measured shares, where a stage has none and they fit it."""
+        return self.with_shares(
+            {
+                index: shares[index]
+                for index, stage in enumerate(self.stages)
+                if index in shares
+                and stage.shares is None
+                and len(shares[index]) == stage.num_replicas
+            }
+        )
+
     @property
     def stage_names(self) -> list[str]:
         """Names of the stages, in the config's order."""

@@ -175,12 +175,9 @@ def with_saved_shares(config: Config) -> Config:
         return config
     run = newest_in(config.checkpoint_folder, config.name)
     before: Any = run.newest.config.get("stages") if run and run.newest else None
-    saved = {
-        index: then["shares"]
-        for index, (now, then) in enumerate(zip(config.stages, before or (), strict=False))
-        if now.shares is None and len(then.get("shares") or ()) == now.num_replicas
-    }
-    return config.with_shares(saved)
+    return config.with_measured_shares(
+        {index: then.get("shares") or [] for index, then in enumerate(before or ())}
+    )
 
 
 async def _busy_seconds(

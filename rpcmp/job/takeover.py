@@ -100,14 +100,8 @@ class LostJob:
             return config
         if config.model is not None and config.model.balance == "auto":
             config = config.with_balance([len(layers) for layers in self.about.layers.values()])
-        shares = {
-            index: shares
-            for index, shares in self.about.shares.items()
-            if index < len(config.stages)
-            and config.stages[index].shares is None
-            and config.stage(index).num_replicas == len(shares)
-        }
-        return config.with_shares(shares) if config.balance_replicas else config
+        shares = self.about.shares
+        return config.with_measured_shares(shares) if config.balance_replicas else config
 
 
 async def find(config: Config, pool: ServerPool) -> LostJob | None:

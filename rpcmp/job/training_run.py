@@ -269,24 +269,22 @@ class TrainingRun:
         await self._loop.close()
         await self._workload.checkpoints.leave()
 
-    @property
-    def _owns_job(self) -> bool:
-        """Whether what the servers hold may be dropped.
+    def _may_free(self, pool: ServerPool, workload: TrainingWorkload) -> bool:
+        """Return whether what the servers hold may be dropped.
 
         Not if another driver has the job now, nor if this one was to take it over and could not:
         another try may do better.
         """
-        if self._pool is None or self._workload is None or self._is_taken_over:
-            return False
-        return not self._pool.supersedes or self._workload.has_begun
+        return not self._is_taken_over and (workload.has_begun or not pool.supersedes)
 
     async def close(self) -> None:
         if self._workload is not None:
             await self._workload.wait_for_removal()
         if self._loop is not None:
             await self._loop.close()
-        if self._pool is not None and self._workload is not None and self._owns_job:
-            await self._pool.free(self._workload.checkpoints.generation)
+        pool, workload = self._pool, self._workload
+        if pool is not None and workload is not None and self._may_free(pool, workload):
+            await pool.free(workload.checkpoints.generation)
 
     async def _report_vitals(self) -> None:
         await self._vitals.wait()

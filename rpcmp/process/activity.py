@@ -200,19 +200,30 @@ def kernel_state(pid: int) -> str:
     return "" if state is None else f"State: {state.strip()}"
 
 
-async def stopped(pid: int, timeout: float = STOPPED_SECONDS) -> None:
-    """Return once a process has been stopped for `timeout` seconds.
+class StoppedProcesses:
+    """Tells which processes have been stopped for `timeout` seconds.
 
     Time in which this process itself was held up, as all of a suspended machine, does not count.
     """
-    since = float("inf")
-    while True:
-        since += await _sleep(POLL_SECONDS)
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._since: dict[int, float] = {}
+
+    async def look(self, pids: Callable[[], list[int]]) -> list[int]:
+        """Look once more at the processes that `pids` then returns, after POLL_SECONDS."""
+        late = await _sleep(POLL_SECONDS)
         now = time.monotonic()
-        if not kernel_state(pid).startswith("State: T"):
-            since = float("inf")
-        elif now - (since := min(since, now)) >= timeout:
-            return
+        found = [pid for pid in pids() if kernel_state(pid).startswith("State: T")]
+        self._since = {pid: min(self._since.get(pid, math.inf) + late, now) for pid in found}
+        return [pid for pid, since in self._since.items() if now - since >= self._timeout]
+
+
+async def stopped(pid: int, timeout: float = STOPPED_SECONDS) -> None:
+    """Return once a process has been stopped for `timeout` seconds; see StoppedProcesses."""
+    watched = StoppedProcesses(timeout)
+    while not await watched.look(lambda: [pid]):
+        pass
 
 
 async def _sleep(seconds: float) -> float:
@@ -267,16 +278,12 @@ async def kill_stopped_loaders(pid: int) -> None:
 
     The process that waits for its samples then finds it dead.
     """
-    since: dict[int, float] = {}
+    watched = StoppedProcesses(STOPPED_SECONDS)
     while True:
-        late, now = await _sleep(POLL_SECONDS), time.monotonic()
-        found = [each for each in loaders_of(pid) if kernel_state(each).startswith("State: T")]
-        since = {each: since.get(each, now) + late for each in found}
-        for each in found:
-            if now - since[each] >= STOPPED_SECONDS:
-                log.warning("a process that loads samples (pid %d) was stopped: it is killed", each)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(each, signal.SIGKILL)
+        for each in await watched.look(lambda: loaders_of(pid)):
+            log.warning("a process that loads samples (pid %d) was stopped: it is killed", each)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
 
 
 class HeartbeatMonitor:

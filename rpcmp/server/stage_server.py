@@ -289,11 +289,7 @@ class StageServer:
             if self.claim is not None or self.snapshot_store.job_id != job_id:
                 await self._release(self.claimed_by(job_id, generation), is_stopped=True)
             self.driver.end()
-            await self._clear()
-
-    async def _clear(self) -> None:
-        self.driver.clear()
-        await self.snapshot_store.clear()
+            await self.snapshot_store.clear()
 
     def record(self, request: pb.RecordRequest) -> None:
         """Keep what the driver of the current claim records."""
@@ -437,7 +433,8 @@ class StageServer:
         if self.claim is None:
             if self.driver.states:
                 log.info("job %r is held no longer: no driver has come for it", self.driver.job)
-            self._releasing = asyncio.ensure_future(self._clear())
+            self.driver.clear()
+            self._releasing = asyncio.ensure_future(self.snapshot_store.clear())
 
     def _release_unwatched(self, claim: Claim) -> None:
         if not claim.watched:

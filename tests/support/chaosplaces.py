@@ -28,14 +28,13 @@ class Server:
 
     Attributes:
         pid: of the running one.
-        starts: how often it was started.
         idle: descriptors that it had after its first run, by process.
     """
 
     def __init__(self, options: Sequence[str], listen: str, under: Sequence[str]) -> None:
         self._options, self._under = options, under
         self.address = listen
-        self.pid = self.starts = 0
+        self.pid = 0
         self.output: list[str] = []
         self.idle: dict[int, int] = {}
         self._closing = threading.Event()
@@ -56,7 +55,7 @@ class Server:
             options = [*self._options, "--listen", self.address]
             with running("serve", *options, under=self._under, shares=False) as run:
                 run.err = self.output
-                self.pid, self.starts = run.pid, self.starts + 1
+                self.pid = run.pid
                 while not run.has_ended() and not self._closing.is_set():
                     if not self._serves.is_set() and (lines := run.lines()):
                         self.address = lines[0].split("SERVING on ")[1].split()[0]
