@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class About(Strict):
-    """What is the same after every step of a run.
+    """The part of a record that is the same after every step of a run.
 
     Attributes:
         run: its id in manifests.
@@ -185,7 +185,7 @@ def _state(recorded: pb.DriverState) -> Message:
 
 
 class DriverRecord:
-    """What a run's driver records at all servers, over all generations.
+    """The record that a run's driver keeps at all servers, over all generations.
 
     Attributes:
         about: JSON of About; empty until it is known.

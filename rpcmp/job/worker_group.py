@@ -195,7 +195,6 @@ class WorkerGroup:
                     **self.membership(rank),
                     rendezvous=self.rendezvous,
                     stage_name=self._workers[rank].stage,
-                    label=client.name,
                     assignment=assignments[rank],
                     restore=restore_point.restores.get(client.name),
                     is_mirrored=mirror is not None and machines[mirror] != machines[rank],

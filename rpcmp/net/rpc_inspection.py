@@ -21,7 +21,6 @@ tensorpipe/core/pipe_impl.cc and nop_types.h, encoded by libnop; for the content
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import struct
@@ -31,6 +30,7 @@ from collections.abc import Callable, Generator, Iterator
 from rpcmp.config.topology import DRIVER
 from rpcmp.errors import SecurityError
 from rpcmp.net import rpc_format, rpc_pickle
+from rpcmp.process.resources import MEMORY
 
 MAX_NAME = 4096
 """Bytes of a frame before a pipe is established."""
@@ -49,9 +49,6 @@ MAX_HELD = 96 * 2**20
 
 MAX_AHEAD = 2**20
 """Tensors that were announced and have not arrived."""
-
-MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-"""Bytes of this host's memory: larger tensors would end the worker that allocates them."""
 
 _LENGTH = struct.Struct("<Q")
 
@@ -258,6 +255,7 @@ class Inspection:
                 raise self._error("a message with a descriptor of another form")
             payload_bytes, list_bytes, lengths = described
             too_long = payload_bytes > MAX_PAYLOAD or list_bytes > MAX_LIST
+            # Larger tensors would end the worker that allocates them.
             if sum(lengths) > MEMORY or too_long:
                 raise self._error("a message that is larger than this host's memory")
             kind = yield from self._frame(rpc_format.LENGTH.size, exactly=rpc_format.LENGTH.size)

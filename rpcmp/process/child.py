@@ -214,7 +214,7 @@ class Child:
             ended.cancel()
 
     def _look_at_memory(self) -> None:
-        """Remember from time to time how much it has: once it is gone nobody knows."""
+        """Remember from time to time how much it has: once it is gone, that is unknown."""
         if (now := time.monotonic()) - self._resident_at < MEMORY_SECONDS:
             return
         self._resident_at = now

@@ -62,6 +62,9 @@ def is_sealed(fd: int) -> bool:
     return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
 
 
+MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+"""Bytes of memory that this host has."""
+
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
@@ -82,7 +85,7 @@ def memory_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
 
 def memory_limit(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     """Return the bytes of memory that our control group may use, or those of the machine."""
-    limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = MEMORY
     for path in _own_group(proc, cgroups, "memory.max", "memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # "max" is no number
             limit = min(limit, int(path.read_text()))
@@ -113,8 +116,8 @@ MULTIPROCESSING = "rpcmp-mp-"
 def name_leftovers() -> None:
     """Let what multiprocessing leaves behind if this process is killed be found by its supervisor.
 
-    That are named semaphores and a folder, as of torch's data loaders. multiprocessing removes them
-    by a process of its own, which is killed as well.
+    It leaves named semaphores and a folder, such as those of torch's data loaders. A process of
+    multiprocessing's own removes them, and is killed as well.
     """
     from multiprocessing import current_process  # commands that start nothing need not wait for it
 

@@ -1,4 +1,4 @@
-"""What a stage server keeps of a job's driver, so that another one can take the job over.
+"""The driver of a job as its stage servers remember it, so that another one can take the job over.
 
     driver ──Record: its own state after each step──> the server of each worker
     the driver is lost ──> snapshots and states are held for `recovery.keep_after_driver`

@@ -23,7 +23,7 @@ from rpcmp.errors import BusyError, CheckpointError, RpcmpError, SecurityError, 
 from rpcmp.net.identity import GRPC
 from rpcmp.net.local_peer import is_process
 from rpcmp.net.peer_connection import Dialer
-from rpcmp.process.resources import is_sealed
+from rpcmp.process.resources import MEMORY, is_sealed
 from rpcmp.server.client import StageClient
 from rpcmp.server.connection import machine
 from rpcmp.server.hardened_grpc import Callers
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from rpcmp.server.hardened_grpc import GrpcContext
     from rpcmp.server.snapshot_store import SnapshotStore
     from rpcmp.server.stage_server import StageServer
-
-MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-"""Bytes of memory that this host has."""
 
 MAX_FETCHING = 64
 """Fetch calls at a time: by the mirror, and after a fault by each stage that needs what is here."""

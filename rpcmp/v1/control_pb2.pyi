@@ -480,7 +480,6 @@ class StartRequest(_message.Message):
     MEMBERS_FIELD_NUMBER: _builtins.int
     RESTORE_FIELD_NUMBER: _builtins.int
     IS_MIRRORED_FIELD_NUMBER: _builtins.int
-    LABEL_FIELD_NUMBER: _builtins.int
     SAVES_FIELD_NUMBER: _builtins.int
     MIRRORED_BY_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
@@ -493,8 +492,6 @@ class StartRequest(_message.Message):
     rank: _builtins.int
     is_mirrored: _builtins.bool
     """whether another host holds this stage's snapshots as well"""
-    label: _builtins.str
-    """what people call the worker: the stage, and which replica of it"""
     saves: _builtins.bool
     """whether it writes the stage's file of a checkpoint"""
     mirrored_by: _builtins.int
@@ -519,13 +516,12 @@ class StartRequest(_message.Message):
         members: _abc.Iterable[_builtins.str] | None = ...,
         restore: Global___Restore | None = ...,
         is_mirrored: _builtins.bool = ...,
-        label: _builtins.str = ...,
         saves: _builtins.bool = ...,
         mirrored_by: _builtins.int | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_mirrored_by", b"_mirrored_by", "mirrored_by", b"mirrored_by", "restore", b"restore"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mirrored_by", b"_mirrored_by", "assignment", b"assignment", "generation", b"generation", "is_mirrored", b"is_mirrored", "job_id", b"job_id", "label", b"label", "members", b"members", "mirrored_by", b"mirrored_by", "rank", b"rank", "rendezvous", b"rendezvous", "restore", b"restore", "saves", b"saves", "stage_name", b"stage_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mirrored_by", b"_mirrored_by", "assignment", b"assignment", "generation", b"generation", "is_mirrored", b"is_mirrored", "job_id", b"job_id", "members", b"members", "mirrored_by", b"mirrored_by", "rank", b"rank", "rendezvous", b"rendezvous", "restore", b"restore", "saves", b"saves", "stage_name", b"stage_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__mirrored_by: _TypeAlias = _typing.Literal["mirrored_by"]  # noqa: Y015
     _WhichOneofArgType__mirrored_by: _TypeAlias = _typing.Literal["_mirrored_by", b"_mirrored_by"]  # noqa: Y015

@@ -80,7 +80,6 @@ def test_a_server_runs_only_code_that_its_allow_list_names(
                 job_id=job.job_id,
                 generation=1,
                 stage_name="stage0",
-                label="stage0",
                 rendezvous=server.address,
                 members=["stage0", "driver"],
                 assignment=Assignment(

@@ -27,7 +27,7 @@ from rpcmp.process.activity import Activity
 from rpcmp.server import snapshot_transfer
 from rpcmp.server.connection import machine
 from rpcmp.server.snapshot_store import save_snapshot
-from rpcmp.server.snapshot_transfer import MEMORY, receive
+from rpcmp.server.snapshot_transfer import receive
 from rpcmp.v1 import control_pb2 as pb
 from tests.support.processes import JobFolder, rpcmp, running_servers
 
@@ -69,7 +69,7 @@ def test_a_mirror_opens_only_memory_files_of_snapshots(tmp_path: Path) -> None:
     [
         (10, [bytes(8), bytes(8)], "more than 10 bytes"),
         (10, [bytes(8)], "only 8 of 10 bytes"),
-        (MEMORY + 1, [], "more than this host's memory"),
+        (resources.MEMORY + 1, [], "more than this host's memory"),
     ],
 )
 def test_a_snapshot_must_have_its_announced_size(size: int, parts: list[bytes], why: str) -> None:

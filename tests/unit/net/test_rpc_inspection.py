@@ -25,12 +25,12 @@ from rpcmp.net.rpc_format import FormatError
 from rpcmp.net.rpc_inspection import (
     MAX_AHEAD,
     MAX_PAYLOAD,
-    MEMORY,
     Inspection,
     Lengths,
     Pipes,
 )
 from rpcmp.observability.trace.spans import SPANS_PER_ANSWER, Kind, Span
+from rpcmp.process.resources import MEMORY
 from rpcmp.rpc import transport
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.stage import Stage
