@@ -6,15 +6,13 @@ Moments of a recovery follow a worker's death. A run whose `drive` was ended is 
 from __future__ import annotations
 
 import itertools
-import tempfile
 from pathlib import Path
 
 import pytest
 
-from tests.support.chaosplaces import place_of
 from tests.support.faults import Committed
 from tests.support.strikes import MOMENTS, PROCESSES, SIGNALS, Strike
-from tests.support.trials import Trial, expected_of, run_trial
+from tests.support.trials import Trial, expected_of, run_trial_here
 
 JOB, STEP = "chain", 20
 
@@ -41,12 +39,9 @@ def test_the_run_survives_every_strike(
     token: str,
     fault_free: Committed,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     strikes = [Strike(what, how, 1, moment, STEP, 0.05, 3.0)]
     if moment in RECOVERY:
         strikes.append(Strike("worker", "KILL", 0, "step", STEP, 0.0, 0.0))
     trial = Trial(JOB, "here", True, tuple(strikes))
-    with place_of("here", [], tmp_path) as place, tempfile.TemporaryDirectory() as short:
-        monkeypatch.setenv("TMPDIR", short)  # sockets lie in it
-        run_trial(trial, place, fault_free, tmp_path / "job")
+    run_trial_here(trial, fault_free, tmp_path)

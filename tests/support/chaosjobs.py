@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.support import tiedjobs
 from tests.support.processes import JobFolder
 
 CHAIN = """
@@ -65,22 +66,7 @@ shares = [3, 1]
 [[stages]]
 """
 
-TIED = """
-steps = 120
-schedule = "zero-bubble"
-loss = "zoo:token_loss"
-num_microbatches = 3
-max_grad_norm = 0.5
-tied = [["embed.weight", "head.weight"]]
-optimizer = { callable = "torch.optim:AdamW", kwargs = { lr = 0.01 } }
-[model]
-layers = "zoo:language"
-balance = [1, 2, 1]
-[data]
-train = "zoo:tokens"
-test = "zoo:tokens"
-batch_size = 12
-"""
+TIED = tiedjobs.BODY.replace("steps = 6", "steps = 120") + 'test = "zoo:tokens"\n'
 
 MIXED = """
 steps = 120

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -16,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from tests.support import strikes
 from tests.support.chaosjobs import write
-from tests.support.chaosplaces import RESTART_SECONDS, Place
+from tests.support.chaosplaces import RESTART_SECONDS, Place, place_of
 from tests.support.faults import Committed, committed
 from tests.support.processes import Result, Running, running, runs, with_token
 from tests.support.strikes import Strike
@@ -101,6 +103,17 @@ def run_trial(trial: Trial, place: Place, expected: Committed, folder: Path) -> 
         raise
     codes = [result.code for result in results]
     return Outcome(codes, attempts.struck, time.monotonic() - began, silences(results))
+
+
+def run_trial_here(trial: Trial, expected: Committed, folder: Path) -> Outcome:
+    """Run a trial on this machine, with temporary files of its own; raises TrialError."""
+    with (
+        place_of("here", [], folder) as place,
+        tempfile.TemporaryDirectory() as short,  # sockets lie in it
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("TMPDIR", short)
+        return run_trial(trial, place, expected, folder / "job")
 
 
 class Attempts:

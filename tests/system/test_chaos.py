@@ -8,18 +8,16 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.chaosplaces import place_of
 from tests.support.faults import HOWS, Faults, committed, drive
 from tests.support.needs import needs
 from tests.support.processes import JobFolder
 from tests.support.strikes import Strike
-from tests.support.trials import Trial, expected_of, run_trial
+from tests.support.trials import Trial, expected_of, run_trial_here
 
 PHASES = ("forward", "backward", "optimizer", "saving")
 STAGES = 3
@@ -112,13 +110,8 @@ FOUND: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.usefixtures("own_forks")
 @pytest.mark.parametrize("found", FOUND)
-def test_what_random_faults_have_found_stays_mended(
-    found: str, token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_random_faults_have_found_stays_mended(found: str, token: str, tmp_path: Path) -> None:
     job, saves, *strikes = FOUND[found]
     trial = Trial(job, "here", saves, tuple(strikes))
-    with place_of("here", [], tmp_path) as place, tempfile.TemporaryDirectory() as short:
-        monkeypatch.setenv("TMPDIR", short)  # sockets lie in it
-        expected = expected_of(job, tmp_path)
-        done = run_trial(trial, place, expected, tmp_path / "job")
+    done = run_trial_here(trial, expected_of(job, tmp_path), tmp_path)
     assert {each.what for each in done.struck} == {each.what for each in strikes}
