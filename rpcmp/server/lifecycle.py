@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
@@ -35,6 +36,7 @@ def notify(state: str) -> None:
 async def keep_alive() -> None:
     """Notify systemd's watchdog, twice as often as it asks for, that this event loop still runs."""
     if (interval := os.environ.get("WATCHDOG_USEC", "")).isdecimal():
+        faulthandler.enable()  # it aborts a server that hangs: where it hung is to be in the log
         while True:
             notify("WATCHDOG=1")
             await asyncio.sleep(int(interval) / 2e6)

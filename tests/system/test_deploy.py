@@ -82,3 +82,21 @@ def test_the_server_notifies_systemd_of_ready_alive_and_stopping(
                 pass
             assert reply == b"STOPPING=1"
             assert run.wait().code == 0
+
+
+def test_a_server_that_the_watchdog_aborts_says_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(60)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "200000")
+        with running("serve", "--stage", "0", "--listen", "127.0.0.1:0") as run:
+            while systemd.recv(100) != b"WATCHDOG=1":
+                pass
+            os.kill(run.pid, signal.SIGABRT)
+            ended = run.wait()
+    assert ended.code == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in ended.err
+    assert "lifecycle.py" in ended.err or "base_events.py" in ended.err
