@@ -18,6 +18,7 @@ import itertools
 import operator
 import pickle
 from collections.abc import Callable, Iterator, Sized
+from multiprocessing.queues import Queue
 from typing import Any, NamedTuple, Protocol, SupportsIndex, cast
 
 import torch
@@ -216,6 +217,7 @@ class Batches:
             # fork() would copy the threads and sockets of torch RPC into the loader.
             multiprocessing_context="spawn" if data.num_workers else None,
             persistent_workers=data.num_workers > 0,
+            worker_init_fn=_report_unsent,
             # Its own: a loader draws from it even if nothing uses what it draws.
             generator=torch.Generator().manual_seed(random_streams.derive_seed(seed, "loader")),
         )
@@ -255,6 +257,8 @@ class Batches:
         for _ in range(first, len(self._loader)):
             # A dataset's own StopIteration must not end the epoch in silence.
             batch = next(batches)
+            if isinstance(batch, Unsent):
+                raise JobError(f"a loader process cannot send a mini-batch: {batch.reason}")
             yield _pair(pickle.loads(batch) if self._sends_bytes else batch)
 
 
@@ -327,6 +331,25 @@ def create_dataset(source: Factory, what: str, seed: int) -> Dataset[Any]:
 def require_enough(samples: int, what: str, data: DataConfig, training: bool) -> None:
     if samples < (data.batch_size if data.drop_last and training else 1):
         raise ConfigError(f"{what}: {samples} samples make no mini-batch")
+
+
+class Unsent(NamedTuple):
+    """What a loader process sends instead of a mini-batch that it cannot send."""
+
+    reason: str
+
+
+def _report_unsent(worker: int) -> None:
+    """Report a mini-batch that cannot be pickled, or shared for lack of descriptors.
+
+    multiprocessing prints the error and drops the mini-batch, and its parent waits for ever.
+    """
+
+    def report(results: Queue[Any], error: Exception, item: tuple[int, Any]) -> None:
+        number, _ = item  # torch's: the mini-batch's number, the mini-batch
+        results.put((number, Unsent(f"{type(error).__name__}: {error}")))
+
+    setattr(Queue, "_on_queue_feeder_error", report)  # noqa: B010  # a hook of concurrent.futures
 
 
 def _to_bytes(collate: Callable[[Any], Any], samples: Any) -> bytes:

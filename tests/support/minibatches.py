@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import resource
+from collections import defaultdict
 from contextlib import closing
 from typing import Any
 
@@ -35,6 +37,31 @@ class AllAtOnce(Transformed):
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, int]]:
         return [super(AllAtOnce, self).__getitem__(index) for index in indices]
+
+
+class Unpicklable(Dataset[dict[str, Tensor]]):
+    """A dataset whose mini-batches hold a function that cannot leave its process."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return defaultdict(lambda: torch.zeros(()), number=torch.tensor(index))
+
+
+class WithoutDescriptors(Dataset[tuple[int, int]]):
+    """A dataset whose loader process may open no more files.
+
+    Its samples are numbers: tensors would fail earlier, when they are put together.
+    """
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, most))
+        return index, index
 
 
 def batches_of(dataset: Dataset[Any], **options: Any) -> Batches:

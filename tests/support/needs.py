@@ -9,6 +9,7 @@ import pytest
 
 PACKAGES = {
     "chromium": "chromium",
+    "faketime": "faketime",
     "fish": "fish",
     "ip": "iproute2",
     "mount": "mount",

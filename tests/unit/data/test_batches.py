@@ -13,14 +13,22 @@ import numpy
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset
 
 from rpcmp.config.job_sections import DataConfig
 from rpcmp.config.types import Factory
 from rpcmp.data.batches import Batches, Loaded, load_batches
-from rpcmp.errors import ConfigError
+from rpcmp.errors import ConfigError, JobError
 from rpcmp.pipelining import random_streams
-from tests.support.minibatches import AllAtOnce, Transformed, batches_of, require_tails, values
+from tests.support.minibatches import (
+    AllAtOnce,
+    Transformed,
+    Unpicklable,
+    WithoutDescriptors,
+    batches_of,
+    require_tails,
+    values,
+)
 from tests.zoo import models
 
 
@@ -140,6 +148,18 @@ def test_a_loader_process_changes_no_order_no_random_transform_and_no_generator_
     with closing(batches_of(Transformed(), num_workers=1)) as there:
         assert [values(there, epoch) for epoch in (1, 2)] == here
     assert drawn() == fault_free
+
+
+@pytest.mark.usefixtures("tracker")
+@pytest.mark.parametrize(
+    "dataset", [Unpicklable(), WithoutDescriptors()], ids=["unpicklable", "without descriptors"]
+)
+def test_a_mini_batch_that_no_loader_can_send_is_an_error(dataset: Dataset[Any]) -> None:
+    with (
+        closing(batches_of(dataset, num_workers=1)) as batches,
+        pytest.raises(JobError, match=r"a loader process cannot send a mini-batch: \w+: .+"),
+    ):
+        next(batches.epoch(1))
 
 
 def test_skipped_samples_are_not_loaded() -> None:
