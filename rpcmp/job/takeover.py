@@ -109,6 +109,7 @@ async def find(config: Config, pool: ServerPool) -> LostJob | None:
 
     Waits for a moment while its driver still counts as alive at some server: hosts do not notice
     at the same time that it is gone. Servers that do not answer are left out: a claim will say why.
+    A job that its driver was ending when it was lost is ended at the servers that still hold it.
 
     Raises:
         BusyError: its driver is alive.
@@ -116,6 +117,7 @@ async def find(config: Config, pool: ServerPool) -> LostJob | None:
     ends = time.monotonic() + SILENT_SECONDS + MORE_SECONDS
     while True:
         answers = dict(zip(pool.addresses, await _recall_all(pool), strict=True))
+        await _end_everywhere(pool, answers)
         job = _newest(config, answers)
         alive = [a for a, each in answers.items() if each.has_driver and _is_of(job, each)]
         if job is None or not alive:
@@ -139,13 +141,35 @@ async def _recall_all(pool: ServerPool) -> list[pb.RecallResponse]:
     return await asyncio.gather(*map(recall, pool.addresses))
 
 
+async def _end_everywhere(pool: ServerPool, answers: Mapping[str, pb.RecallResponse]) -> None:
+    """End jobs at servers that hold them, if another server says that they were ended."""
+    ended = _ended(answers)
+    for address, answer in answers.items():
+        if answer.job_id not in ended or answer.has_driver:
+            continue
+        request = pb.StopRequest(
+            job_id=answer.job_id, generation=answer.generation, driver_id=answer.driver_id
+        )
+        try:
+            async with pool.client(address) as client:
+                await client.connect(ANSWER_SECONDS, starting=False)
+                await client.stop(request)
+        except RpcmpError as error:
+            text = "the server at %s goes on holding job %r, which was ended: %s"
+            log.warning(text, address, answer.job, error)
+
+
+def _ended(answers: Mapping[str, pb.RecallResponse]) -> set[str]:
+    return {job_id for answer in answers.values() for job_id in answer.ended}
+
+
 def _is_of(job: LostJob | None, answer: pb.RecallResponse) -> bool:
     """Return whether a server has told of that job."""
     return job is not None and answer.job_id == job.job_id
 
 
 def _newest(config: Config, answers: Mapping[str, pb.RecallResponse]) -> LostJob | None:
-    ended = {job_id for answer in answers.values() for job_id in answer.ended}
+    ended = _ended(answers)
     by_job: defaultdict[str, dict[str, pb.RecallResponse]] = defaultdict(dict)
     for address, answer in answers.items():
         if answer.job == config.name and answer.job_id not in ended:

@@ -28,6 +28,7 @@ from rpcmp.errors import (
     RpcmpError,
     StageConfigError,
     StageError,
+    WorkerDiedError,
     one_line,
     to_wire,
 )
@@ -138,6 +139,8 @@ class WorkerProcess:
                     self._start["saves"],
                     self._channel.send,
                 )
+        except WorkerDiedError:  # a process that loads samples: the next one may live
+            raise
         except Exception as error:
             text = str(error) if isinstance(error, RpcmpError) else explain_error(error)
             first, _, rest = text.partition("\n")

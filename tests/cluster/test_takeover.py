@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -11,6 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rpcmp.net.peer_connection import Dialer
+from rpcmp.net.security import Security
+from rpcmp.server.client import StageClient
+from rpcmp.v1 import control_pb2 as pb
 from tests.support.faults import Committed, Faults, committed, drive
 from tests.support.halfprecision import SCALED
 from tests.support.hosts import LOSING, SLOW, committed_without_fault, slow_config
@@ -201,6 +206,30 @@ def test_a_held_job_is_not_dropped_by_accident(job: JobFolder, servers: Servers)
     fresh = rpcmp("drive", other, "--json", "--fresh", *where)
     assert fresh.code == 0, fresh.err
     assert fresh.event("generation")["generation"] == 1
+
+
+def test_a_driver_that_was_lost_while_it_ended_its_job_blocks_no_server(
+    job: JobFolder, fault_free: Committed, servers: Servers
+) -> None:
+    config, where = slow_config(job), ("--connect", connect(servers))
+    lose_driver(config, servers)
+
+    async def end_first() -> None:
+        dialer = Dialer(Security(None))
+        async with StageClient("", servers[0].address, dialer) as client:
+            await client.connect(10.0, starting=False)
+            held = await client.recall()
+            await client.stop(
+                pb.StopRequest(
+                    job_id=held.job_id, generation=held.generation, driver_id=held.driver_id
+                )
+            )
+
+    asyncio.run(end_first())
+    assert [stage["state"] for stage in status(config, servers)] == ["idle", "holding"]
+    assert rpcmp("drive", config, "--json", *where).code == 75
+    after = rpcmp("drive", config, "--json", "--resume", *where)
+    assert committed(after) == fault_free
 
 
 def test_servers_are_idle_again_when_no_driver_comes(job: JobFolder, servers: Servers) -> None:

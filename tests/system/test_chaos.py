@@ -94,6 +94,16 @@ FOUND: dict[str, tuple[Any, ...]] = {
         Strike("forks", "KILL", 0, "step", 20, 0.0, 0.0),
         Strike("worker", "STOP", 1, "fault", 0, 0.0, 0.0),
     ),
+    "a stage's loader dies before the stage is built": (
+        "graph",
+        False,
+        Strike("loader", "KILL", 0, "start", 0, 0.0, 0.0),
+    ),
+    "a loader of the driver may open no more files": (
+        "replicas",
+        True,
+        Strike("loader", "FILES", 0, "step", 20, 0.05, 1.0),
+    ),
     "a stage's loader is stopped": (
         "graph",
         False,

@@ -46,8 +46,14 @@ def answer(*states: dict[str, Any], **more: Any) -> pb.RecallResponse:
     return pb.RecallResponse(**{**fields, **more})
 
 
-def find(*answers: pb.RecallResponse | Exception) -> LostJob | None:
-    """Let servers answer; an exception is what asking one raises."""
+def find(
+    *answers: pb.RecallResponse | Exception, stopped: list[Any] | None = None
+) -> LostJob | None:
+    """Let servers answer; an exception is what asking one raises.
+
+    Args:
+        stopped: gets each server's address, and what it was told to end.
+    """
 
     @contextlib.asynccontextmanager
     async def client(address: str) -> Any:
@@ -61,7 +67,11 @@ def find(*answers: pb.RecallResponse | Exception) -> LostJob | None:
         async def connect(*args: Any, **kwargs: Any) -> None:
             pass
 
-        yield SimpleNamespace(recall=recall, connect=connect)
+        async def stop(request: pb.StopRequest) -> None:
+            assert stopped is not None
+            stopped.append((address, request.job_id, request.generation, request.driver_id))
+
+        yield SimpleNamespace(recall=recall, connect=connect, stop=stop)
 
     pool = SimpleNamespace(addresses=[str(i) for i in range(len(answers))], client=client)
     return asyncio.run(takeover.find(chain_of(2), cast(ServerPool, pool)))
@@ -95,8 +105,23 @@ def test_a_server_that_was_restarted_meanwhile_holds_nothing_and_names_its_drive
     assert find(empty) is None
 
 
-def test_a_job_that_was_ended_is_not_taken_over() -> None:
-    assert find(answer(state(3)), pb.RecallResponse(ended=["a"])) is None
+def test_a_job_that_was_ended_is_not_taken_over_and_ends_where_it_is_held() -> None:
+    stopped: list[Any] = []
+    ended = pb.RecallResponse(ended=["a"])
+    other, living = answer(state(9), job_id="b"), answer(state(3), has_driver=True)
+    lost = find(ended, answer(state(3)), living, other, stopped=stopped)
+    assert lost is not None
+    assert lost.job_id == "b"
+    assert stopped == [("1", "a", 3, "one")]
+
+
+def test_a_server_that_does_not_end_a_job_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Refusing(list[Any]):
+        def append(self, item: Any) -> None:
+            raise UnreachableError("gone")
+
+    assert find(pb.RecallResponse(ended=["a"]), answer(state(3)), stopped=Refusing()) is None
+    assert "the server at 1 goes on holding job 'job', which was ended: gone" in caplog.text
 
 
 def test_a_driver_that_is_alive_somewhere_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
