@@ -83,6 +83,7 @@ def decide(
     max_restarts: int,
     has_begun: bool,
     has_stepped: bool = True,
+    is_local: bool = False,
 ) -> Decision:
     """Decide what to do after a fault.
 
@@ -90,9 +91,10 @@ def decide(
         max_restarts: how often to try without a new step in between.
         has_begun: whether any group of this run has ever been formed.
         has_stepped: whether the run has done a step since it was started or resumed.
+        is_local: whether the run has started its servers itself.
     """
     where = location(error)
-    if where in history.raised or not is_recoverable(error, has_begun, has_stepped):
+    if where in history.raised or not is_recoverable(error, has_begun, has_stepped, is_local):
         return Decision(error, 0.0, history)
     if history.restarts >= max_restarts:
         exhausted = RecoveryTimeoutError(
@@ -104,19 +106,22 @@ def decide(
     return Decision(None, pause, FaultHistory(history.restarts + 1, raised))
 
 
-def is_recoverable(error: RpcmpError, has_begun: bool, has_stepped: bool = True) -> bool:
-    """Return whether another try may succeed.
+def is_recoverable(
+    error: RpcmpError, has_begun: bool, has_stepped: bool = True, is_local: bool = False
+) -> bool:
+    """Return whether another try may succeed; for the arguments see `decide`.
 
-    Before the first group was formed, only a lost process is tried again: the user has to mend a
-    server that cannot be reached or a model that cannot be built. The same holds for what the
-    user's code raises in the first step after the run was started or resumed.
+    Before the first group was formed, only a lost process is tried again, or one of our own servers
+    that a very busy machine has kept from answering: the user has to mend another one that cannot
+    be reached, or a model that cannot be built. The same holds for what the user's code raises in
+    the first step after the run was started or resumed.
     """
     if isinstance(error, ConfigError | RecoveryTimeoutError | InterruptedJobError | SavingError):
         return False
     if isinstance(error, WorkerDiedError | WorkerHungError):
         return True
     if isinstance(error, UnavailableError):
-        return has_begun
+        return has_begun or is_local
     if isinstance(error, StageError):
         return has_stepped if has_begun else error.phase != "build"
     if isinstance(error, NonFiniteLossError):
@@ -225,8 +230,10 @@ class RecoveryLoop(Generic[Result]):
         progress = await self._workload.settle(error, generation, unread)
         if progress.is_new:
             self._history = replace(self._history, restarts=0)
-        limit = self._recovery.max_restarts
-        decision = decide(error, self._history, limit, progress.has_begun, progress.has_stepped)
+        decision = decide(
+            *(error, self._history, self._recovery.max_restarts),
+            *(progress.has_begun, progress.has_stepped, self._pool.is_local),
+        )
         self._history = decision.history
         final = decision.error or progress.interruption
         try:

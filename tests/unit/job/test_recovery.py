@@ -240,6 +240,12 @@ def test_errors_that_only_the_user_can_mend_are_final_at_once(error: RpcmpError)
     assert decide(error, FaultHistory(), MAX_RESTARTS, has_begun=True).error is None
 
 
+def test_our_own_servers_are_not_the_users_to_mend() -> None:
+    error = UnreachableError("no answer for 6 s")
+    decision = decide(error, FaultHistory(), MAX_RESTARTS, has_begun=False, is_local=True)
+    assert decision.error is None
+
+
 def test_a_worker_lost_before_the_first_group_is_restarted_up_to_the_limit() -> None:
     history = FaultHistory()
     for _ in range(MAX_RESTARTS):
