@@ -52,6 +52,7 @@ class FakePool:
 
     log: list[str]
     error: RpcmpError | None = None
+    is_local: bool = False
 
     async def wait_until_ready(self) -> None:
         self.log.append("wait for servers")
