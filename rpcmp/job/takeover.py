@@ -117,7 +117,7 @@ async def find(config: Config, pool: ServerPool) -> LostJob | None:
     ends = time.monotonic() + SILENT_SECONDS + MORE_SECONDS
     while True:
         answers = dict(zip(pool.addresses, await _recall_all(pool), strict=True))
-        await _end_everywhere(pool, answers)
+        await _end_everywhere(config, pool, answers)
         job = _newest(config, answers)
         alive = [a for a, each in answers.items() if each.has_driver and _is_of(job, each)]
         if job is None or not alive:
@@ -141,11 +141,13 @@ async def _recall_all(pool: ServerPool) -> list[pb.RecallResponse]:
     return await asyncio.gather(*map(recall, pool.addresses))
 
 
-async def _end_everywhere(pool: ServerPool, answers: Mapping[str, pb.RecallResponse]) -> None:
-    """End jobs at servers that hold them, if another server says that they were ended."""
+async def _end_everywhere(
+    config: Config, pool: ServerPool, answers: Mapping[str, pb.RecallResponse]
+) -> None:
+    """End the config's job at servers that hold it, if another server says that it was ended."""
     ended = _ended(answers)
     for address, answer in answers.items():
-        if answer.job_id not in ended or answer.has_driver:
+        if answer.job != config.name or answer.job_id not in ended or answer.has_driver:
             continue
         request = pb.StopRequest(
             job_id=answer.job_id, generation=answer.generation, driver_id=answer.driver_id

@@ -190,8 +190,10 @@ class Forks:
 
     async def close(self) -> None:
         """End all children, and the fork server if it is our own."""
-        async with self._starting:
-            await self._end()
+        if self._restarting is not None:
+            self._restarting.cancel()  # it may wait for a supervisor that lends us a line
+            await asyncio.wait([self._restarting])
+        await self._end()
 
     async def _end(self) -> None:
         self._disconnect()

@@ -107,9 +107,10 @@ def test_a_server_that_was_restarted_meanwhile_holds_nothing_and_names_its_drive
 
 def test_a_job_that_was_ended_is_not_taken_over_and_ends_where_it_is_held() -> None:
     stopped: list[Any] = []
-    ended = pb.RecallResponse(ended=["a"])
+    ended = pb.RecallResponse(ended=["a", "c"])
+    foreign = answer(state(3), job="foreign", job_id="c")
     other, living = answer(state(9), job_id="b"), answer(state(3), has_driver=True)
-    lost = find(ended, answer(state(3)), living, other, stopped=stopped)
+    lost = find(ended, answer(state(3)), living, other, foreign, stopped=stopped)
     assert lost is not None
     assert lost.job_id == "b"
     assert stopped == [("1", "a", 3, "one")]
