@@ -15,6 +15,7 @@ since a batch may contain the user's own named tuples. The worker trusts it: it 
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import pickle
@@ -141,8 +142,8 @@ class LoaderPool:
         try:
             loader.handoff.send(request)
             answer = self._receive(loader)
-        except OSError:
-            raise self._died(loader) from None
+        except OSError as error:
+            raise self._lost(loader, error) from None
         finally:
             self._idle.put(loader)
         if "error" in answer:
@@ -152,10 +153,15 @@ class LoaderPool:
     def _receive(self, loader: _Loader) -> Any:
         try:
             return loader.handoff.receive()
-        except (OSError, EOFError):
-            raise self._died(loader) from None
+        except (OSError, EOFError) as error:
+            raise self._lost(loader, error) from None
 
-    def _died(self, loader: _Loader) -> WorkerDiedError:
+    def _lost(self, loader: _Loader, error: OSError | EOFError) -> WorkerDiedError:
+        if isinstance(error, OSError) and error.errno == errno.EMFILE:
+            return WorkerDiedError(
+                f"the worker of stage {self._stage!r} on {platform.node()} cannot take the samples "
+                f"that were loaded for it: {error.strerror}; raise its limit (`ulimit -n`)"
+            )
         loader.process.join(END_SECONDS)
         return WorkerDiedError(
             f"a process that loads samples for stage {self._stage!r} on {platform.node()} "

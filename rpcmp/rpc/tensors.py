@@ -17,6 +17,7 @@ after a crash. Between machines `dump_message` and `load_message` make bytes of 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import mmap
@@ -220,8 +221,15 @@ class Handoff:
                 os.close(fd)
 
     def receive(self) -> Any:
-        """Return the next message; raises EOFError if the other end is closed."""
-        header, fds, _, _ = socket.recv_fds(self._socket, _HEADER.size, 1)
+        """Return the next message.
+
+        Raises:
+            EOFError: the other end is closed.
+            OSError: this process may open no more files; the message is lost.
+        """
+        header, fds, flags, _ = socket.recv_fds(self._socket, _HEADER.size, 1)
+        if flags & socket.MSG_CTRUNC:  # the kernel has dropped the descriptor, and says no more
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         try:
             header += self._read(_HEADER.size - len(header))
             (size,) = _HEADER.unpack(header)

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -326,6 +327,17 @@ def _ended(run: Running) -> Iterator[None]:
                     process.wait(10)
         for reader in run.readers:
             reader.join(10)
+
+
+@contextlib.contextmanager
+def no_more_files() -> Iterator[None]:
+    """Let this process open no more files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def runs(process: psutil.Process, what: str) -> bool:

@@ -21,7 +21,7 @@ from rpcmp.errors import ConfigError, RpcmpError, StageError, WorkerDiedError, f
 from rpcmp.pipelining import microbatches
 from rpcmp.rpc.messages import BatchIndices, Bundle
 from rpcmp.rpc.transport import Raised
-from tests.support.processes import poll_for
+from tests.support.processes import no_more_files, poll_for
 from tests.support.rounds import header
 
 INPUT, TARGET = Reference("input"), Reference("target")
@@ -237,6 +237,15 @@ def test_a_batch_that_the_worker_cannot_read_is_an_error(
     error = loaded(made, (1, 0, [0]))
     expected = "stage 'only' failed in data: AttributeError: there is no class Given"
     assert str(error).startswith(expected)
+
+
+def test_a_worker_that_may_open_no_more_files_is_lost(loaders: Callable[..., LoaderPool]) -> None:
+    made = loaders()
+    made.holding()
+    with no_more_files():
+        error = loaded(made, (1, 0, [0]))
+    assert isinstance(error, WorkerDiedError)
+    assert "cannot take the samples that were loaded for it: Too many open files" in str(error)
 
 
 def test_a_loader_process_that_dies_is_an_error(loaders: Callable[..., LoaderPool]) -> None:

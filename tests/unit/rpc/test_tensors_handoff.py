@@ -13,6 +13,7 @@ import torch
 
 from rpcmp.pipelining import pytree
 from rpcmp.rpc.tensors import Handoff
+from tests.support.processes import no_more_files
 
 
 class Ends(NamedTuple):
@@ -157,3 +158,9 @@ def test_sending_to_a_closed_connection_raises_os_error(ends: Ends) -> None:
     ends.there.close()
     with pytest.raises(OSError, match="Broken pipe"):
         ends.here.send(torch.ones(1))
+
+
+def test_a_process_that_may_open_no_more_files_is_told(ends: Ends) -> None:
+    ends.there.send(torch.ones(2))
+    with no_more_files(), pytest.raises(OSError, match="Too many open files"):
+        ends.here.receive()
