@@ -92,6 +92,7 @@ class Forks:
         self._preloaded = preloaded
         self._environment = compute_environment(threads=1)
         self._lender, self._lent_environment = lender, self._environment
+        self._has_asked = False
         self._starting = asyncio.Lock()
         # Sockets that were requested and not yet read wait in the line's buffer.
         self._requesting = asyncio.Semaphore(MAX_PENDING_SOCKETS)
@@ -175,12 +176,18 @@ class Forks:
         with borrower:
             try:
                 while await asyncio.get_running_loop().sock_recv(borrower, 1):
-                    with await self.new_line() as line:
+                    with await self._line_to_lend() as line:
                         socket.send_fds(borrower, [b"!"], [line.fileno()])
             except ConnectionError:
                 pass
             except (OSError, RpcmpError) as error:  # it then starts a fork server of its own
                 log.warning("a stage server gets no processes from us: %s", error)
+
+    async def _line_to_lend(self) -> socket.socket:
+        try:
+            return await self.new_line()
+        except WorkerDiedError:  # the server has just died; the next one has not
+            return await self.new_line()
 
     async def __aenter__(self) -> Self:
         return self
@@ -256,17 +263,21 @@ class Forks:
         loop.add_reader(self._lender, answered.set)
         fds: list[int] = []
         try:
-            self._lender.send(b"?")
+            if not self._has_asked:  # who has asked before was cancelled: its answer is ours
+                self._lender.send(b"?")
+                self._has_asked = True
             await answered.wait()
+            self._has_asked = False
             _, fds, _, _ = socket.recv_fds(self._lender, 1, 1)
         except ConnectionError:
             pass
         finally:
             loop.remove_reader(self._lender)
-            if not fds:  # a late answer would be taken for that to the next request
-                self._lender.close()
-                self._lender = None
-        return socket.socket(fileno=fds[0]) if fds else None
+        if fds:
+            return socket.socket(fileno=fds[0])
+        self._lender.close()
+        self._lender = None
+        return None
 
     def _connect(self, line: socket.socket) -> None:
         line.setblocking(False)

@@ -140,7 +140,11 @@ def remove_semaphores(pid: int) -> None:
 
 def create_folder(prefix: str) -> Path:
     unlocked = Path(tempfile.mkdtemp(prefix=_UNLOCKED + prefix))
-    fd = _lock(unlocked)
+    try:
+        fd = _lock(unlocked)
+    except OSError:  # no descriptors are left
+        unlocked.rmdir()
+        raise
     folder = unlocked.with_name(unlocked.name.removeprefix(_UNLOCKED))
     unlocked.rename(folder)
     _locks[folder] = fd
@@ -152,6 +156,9 @@ def remove_folder(folder: Path) -> None:
         _remove_all(folder)
     if (fd := _locks.pop(folder, None)) is not None:
         os.close(fd)
+        if folder.exists():  # no descriptors were left: there is one now
+            with contextlib.suppress(OSError):
+                _remove_all(folder)
 
 
 def sweep(prefix: str) -> None:

@@ -333,7 +333,8 @@ def _ended(run: Running) -> Iterator[None]:
 def no_more_files() -> Iterator[None]:
     """Let this process open no more files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    os.close(lowest_free := os.open(os.devnull, os.O_RDONLY))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
     try:
         yield
     finally:

@@ -103,8 +103,8 @@ class Network:
             try:
                 # Connections of an earlier generation at the same port may still be in TIME_WAIT.
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if not self.is_private:  # two servers on a host may relay to the same third
-                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                # Two servers with the same network may relay to the same third.
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
                 listener.bind((host, port))
                 listener.listen()
             except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import socket
@@ -176,6 +177,32 @@ def test_one_new_fork_server_replaces_a_lost_one_for_all(signum: signal.Signals)
                 assert reply["preloaded_in"] == also_reply["preloaded_in"]
                 await end(again)
                 await end(also)
+            lender.shutdown(socket.SHUT_RDWR)
+            await lending
+
+    asyncio.run(run())
+
+
+def test_a_supervisor_that_was_cancelled_while_it_asked_for_a_line_still_gets_one() -> None:
+    """With a fork server of its own its processes would be in a network of their own."""
+
+    async def run() -> None:
+        lender, borrower = socket.socketpair()
+        with lender:
+            async with forks() as by, Forks(["preloaded"], None, lender) as other:
+                child, reply = await spawn(by)
+                asking = asyncio.create_task(spawn(other))
+                peek = functools.partial(borrower.recv, 1, socket.MSG_PEEK)
+                await asyncio.to_thread(peek)
+                asking.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await asking
+                lending = asyncio.create_task(by.lend(borrower))
+                for _ in range(2):
+                    theirs, other_reply = await spawn(other)
+                    assert other_reply["preloaded_in"] == reply["preloaded_in"]
+                    await end(theirs)
+                await end(child)
             lender.shutdown(socket.SHUT_RDWR)
             await lending
 

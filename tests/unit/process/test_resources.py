@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rpcmp.process import interpreter, resources
+from tests.support.processes import no_more_files
 
 
 def test_sweep_does_not_follow_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,3 +106,24 @@ def test_what_multiprocessing_leaves_of_a_killed_process_is_removed(
     assert not semaphore.exists()
     resources.sweep(resources.MULTIPROCESSING)
     assert not Path(folder).exists()
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_a_folder_is_removed_without_a_free_descriptor(temporary: Path) -> None:
+    folder = resources.create_folder("rpcmp-x-")
+    (folder / "deeper").mkdir()
+    (folder / "deeper" / "file").touch()
+    with no_more_files():
+        resources.remove_folder(folder)
+    assert not list(temporary.iterdir())
+
+
+def test_a_folder_that_cannot_be_locked_is_not_left(temporary: Path) -> None:
+    with no_more_files(), pytest.raises(OSError, match="Too many open files"):
+        resources.create_folder("rpcmp-x-")
+    assert not list(temporary.iterdir())
