@@ -99,8 +99,6 @@ class Forks:
         self._server: asyncio.subprocess.Process | None = None
         self._watching: asyncio.Task[None] | None = None
         self._line: socket.socket | None = None
-        self._has_answered = False
-        self._restarting: asyncio.Task[None] | None = None
         self._children: dict[int, Forked] = {}
         self._requests: deque[asyncio.Future[Any]] = deque()
         if line is not None:
@@ -197,12 +195,6 @@ class Forks:
 
     async def close(self) -> None:
         """End all children, and the fork server if it is our own."""
-        if self._restarting is not None:
-            self._restarting.cancel()  # it may wait for a supervisor that lends us a line
-            await asyncio.wait([self._restarting])
-        await self._end()
-
-    async def _end(self) -> None:
         self._disconnect()
         if self._watching is not None:
             self._watching.cancel()
@@ -219,14 +211,14 @@ class Forks:
 
     async def _start(self, environment: Mapping[str, str]) -> None:
         if environment == self._lent_environment and (line := await self._borrow()) is not None:
-            await self._end()
+            await self.close()
             self._environment = dict(environment)
             self._connect(line)
             return
         namespaces: list[int] = []
         if self._line is not None:  # what others have forked in the same network stays reachable
             namespaces = await self._request({"op": "namespaces"})
-        await self._end()
+        await self.close()
         self._environment = dict(environment)
         ours, theirs = _line()
         shared = ",".join(map(str, namespaces))
@@ -242,17 +234,6 @@ class Forks:
             )
         self._watching = asyncio.create_task(kill_if_stopped(self._server, FORK_SERVER))
         self._connect(ours)
-
-    async def _restart(self) -> None:
-        """Replace a server that has died at once: it imports while others notice and clear up.
-
-        One that has never answered is not: the next one would die as well.
-        """
-        async with self._starting:
-            if self._server is None or self._line is not None:  # closed, or replaced already
-                return
-            with contextlib.suppress(OSError, RpcmpError):  # who needs it tries again, and is told
-                await self._start(self._environment)
 
     async def _borrow(self) -> socket.socket | None:
         """Return a line of the supervisor that lends us some; None if there is none, or no more."""
@@ -281,7 +262,7 @@ class Forks:
 
     def _connect(self, line: socket.socket) -> None:
         line.setblocking(False)
-        self._line, self._has_answered = line, False
+        self._line = line
         asyncio.get_running_loop().add_reader(line, self._read, line)
 
     def _request(self, message: dict[str, Any], fds: Sequence[int] = ()) -> asyncio.Future[Any]:
@@ -309,10 +290,7 @@ class Forks:
             data, fds = b"", []
         if not data:
             self._disconnect()
-            if self._server is not None and self._has_answered:
-                self._restarting = asyncio.create_task(self._restart())
             return
-        self._has_answered = True
         message = json.loads(data)
         match message["event"]:
             case "started":

@@ -25,11 +25,6 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_modules(tmp_path, monkeypatch)
 
 
-def fork_servers() -> list[psutil.Process]:
-    ours = psutil.Process().children()
-    return [each for each in ours if each.status() != "zombie" and runs(each, "rpcmp.process")]
-
-
 def test_a_forked_child_equals_a_spawned_one() -> None:
     async def found(by: Forks | None) -> dict[str, object]:
         ours, theirs = os.pipe()
@@ -103,19 +98,6 @@ def test_a_fork_server_restarts_after_dying_with_its_children() -> None:
             await end(another)
 
     asyncio.run(run())
-
-
-def test_a_fork_server_that_has_died_is_replaced_before_it_is_needed() -> None:
-    async def run() -> None:
-        async with forks() as by:
-            child, reply = await spawn(by)
-            os.kill(int(str(reply["preloaded_in"])), signal.SIGKILL)
-            await child.wait()
-
-            await asyncio.to_thread(poll_for, fork_servers, "another fork server")
-
-    asyncio.run(run())
-    assert not fork_servers()
 
 
 def test_a_fork_server_that_dies_early_is_an_error(tmp_path: Path) -> None:
