@@ -74,10 +74,10 @@ def describe(event: events.Event, run: RunContext) -> str:
             return f"replicas share micro-batches: {', '.join(of_stages)}"
         case events.GenerationEvent():
             return f"generation {event.generation} starts after step {event.step}"
-        case events.RunEvent():  # nothing else is said while torch is imported
-            return f"{_named(run)}starting stages {', '.join(run.workers)}"
         case events.StartEvent():
-            return f"{_named(run)}{event.steps} steps" + (run.schedule and f", {run.schedule}")
+            name = f"{run.name}: " if run.name else ""
+            where = f", {run.schedule}, stages {', '.join(run.workers)}" if run.workers else ""
+            return f"{name}{event.steps} steps{where}"
         case events.StepEvent():
             return (
                 f"step {event.step}/{run.steps}  epoch {event.epoch}  loss {event.loss:.4f}  "
@@ -207,10 +207,6 @@ def _plan_outcome(plan: events.PlanOutcome) -> str:
     seconds = plan["measured_step_s"]
     measured = "" if seconds is None else f", measured {_ms(seconds)} (median)"
     return f"balance = {plan['balance']}: predicted step {_ms(plan['predicted_step_s'])}{measured}"
-
-
-def _named(run: RunContext) -> str:
-    return f"{run.name}: " if run.name else ""
 
 
 def _ms(seconds: float) -> str:

@@ -25,7 +25,6 @@ SUMMARY = {"event": "summary", "steps": 40, "loss": 0.125, "metrics": {"f1": 0.7
 STOP = {"event": "early_stop", "step": 9, "metric": "f1", "best_step": 6}
 
 LINES: list[tuple[dict[str, Any], str]] = [
-    (RUN, "digits: starting stages a, b:1"),
     ({"event": "ui", "url": "http://here"}, "page: http://here"),
     (
         {"event": "plan", "balance": [1, 2], "step_s": 0.25, "bubble": 0.1},
@@ -36,7 +35,7 @@ LINES: list[tuple[dict[str, Any], str]] = [
         "replicas share micro-batches: a 1:2, b 1:1",
     ),
     ({"event": "generation", "generation": 2, "step": 3}, "generation 2 starts after step 3"),
-    ({"event": "start", "steps": 40}, "digits: 40 steps, 1f1b"),
+    ({"event": "start", "steps": 40}, "digits: 40 steps, 1f1b, stages a, b:1"),
     (
         {**STEP, "data_share": 0.02, "busy": {"a": 0.25, "b": 0.5}},
         "step 1/40  epoch 1  loss 2.5000  1,234 samples/s  busy 25% 50%  data 2%",
@@ -116,9 +115,8 @@ def test_an_event_is_a_line(run: RunContext, data: dict[str, Any], line: str) ->
 
 
 def test_events_other_than_those_for_programs_have_a_wording(run: RunContext) -> None:
-    for_programs = set(EVENTS) - {data["event"] for data, _ in LINES}
-    assert for_programs == {"vitals", "timeline"}
-    assert {describe(typed({"event": name}), run) for name in for_programs} == {""}
+    assert set(EVENTS) - {data["event"] for data, _ in LINES} == {"run", "vitals", "timeline"}
+    assert describe(typed(RUN), run) == ""
 
 
 def test_a_summary_has_details() -> None:
