@@ -29,6 +29,9 @@ WORDS = {
 }
 """A word in the command line of each kind of process."""
 
+BEGUN_SECONDS = 0.05
+"""Of the processor; from when on an interpreter can say by itself what is wrong."""
+
 LOADER_OF_TORCH = "spawn_main"
 
 SIGNALS = ("KILL", "STOP", "SEGV", "ABRT", "TERM", "PAUSE", "FILES")
@@ -121,12 +124,20 @@ def _victims(strike: Strike, family: Sequence[psutil.Process]) -> list[psutil.Pr
     found = []
     for process in family:
         with contextlib.suppress(psutil.Error):
+            if not process.cmdline() or not _has_begun(process):
+                continue
             line = " ".join(process.cmdline())
             is_loader = strike.what == "loader" and LOADER_OF_TORCH in line
             if runs(process, WORDS[strike.what]) or is_loader:
                 found.append(process)
     found.sort(key=lambda process: process.pid)
     return [found[strike.which % len(found)]] if found else []
+
+
+def _has_begun(process: psutil.Process) -> bool:
+    """Whether a process is ours by now, and no longer the shell or the linker that starts it."""
+    is_forked = process.cmdline()[0].startswith("rpcmp")
+    return is_forked or ("python" in process.exe() and process.cpu_times().user > BEGUN_SECONDS)
 
 
 def _signal(victims: Sequence[psutil.Process], signum: signal.Signals) -> None:
