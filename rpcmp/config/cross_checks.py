@@ -29,6 +29,7 @@ def check(config: Config) -> None:
     _check_metrics(config)
     _check_evaluation(config)
     _check_loss_scaling(config)
+    _check_loss_weight(config)
     _check_count(config)
 
 
@@ -168,6 +169,14 @@ def _check_loss_scaling(config: Config) -> None:
             f'autocast = "float16" (stage {", ".join(in_float16)}) loses small gradients '
             "without loss scaling: add a section [loss_scaling], which may be empty, or use "
             '"bfloat16"'
+        )
+
+
+def _check_loss_weight(config: Config) -> None:
+    if config.loss_weight is not None and config.loss.kwargs.get("reduction") == "sum":
+        raise ValueError(
+            "`loss_weight` weighs mean losses, and this loss adds up, without a weight: leave out "
+            'one of `loss_weight` and reduction = "sum"'
         )
 
 

@@ -29,6 +29,7 @@ BUILT_IN = {
     "torch.nn.functional": frozenset({"function"}),
     "torch.optim": frozenset({"Optimizer"}),
     "torch.optim.lr_scheduler": frozenset({"LRScheduler"}),
+    "rpcmp.losses": frozenset({"causal_lm", "masked_lm", "tokens", "next_tokens"}),
     "rpcmp.metrics": frozenset({"accuracy"}),
     "rpcmp.examples.branches": _MODELS | {"Module"},
     "rpcmp.examples.digits": _MODELS,
@@ -115,7 +116,7 @@ class AllowList:
         given = f", and --allow adds {', '.join(self._prefixes)}" if self._prefixes else ""
         return (
             f"{what} is not allowed by this host, which allows torch.nn, torch.optim, "
-            f"rpcmp.metrics and rpcmp.examples{given}"
+            f"rpcmp.losses, rpcmp.metrics and rpcmp.examples{given}"
         )
 
 

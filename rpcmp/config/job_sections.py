@@ -223,6 +223,10 @@ class JobSettings(Strict):
     """The stages, in order (`[[stages]]`)."""
     loss: FactoryOrName
     """Mean loss of (outputs, targets): a class such as torch.nn:CrossEntropyLoss, or a function."""
+    loss_weight: FactoryOrName | None = None
+    """What a micro-batch's mean loss counts: a function of its targets, such as
+    rpcmp.losses:tokens, which leaves out padding. By default samples; the losses of rpcmp.losses
+    bring theirs."""
     optimizer: OptimizerOrName = Field(
         default_factory=lambda: OptimizerFactory(callable="torch.optim:SGD", kwargs={"lr": 0.01})
     )

@@ -27,6 +27,12 @@ from rpcmp.config.types import (
 )
 from rpcmp.errors import ConfigError
 
+WEIGHS = {
+    "rpcmp.losses:causal_lm": "rpcmp.losses:next_tokens",
+    "rpcmp.losses:masked_lm": "rpcmp.losses:tokens",
+}
+"""What weighs the micro-batches of our own losses, if the config does not say."""
+
 
 class Config(JobSettings):
     _folder: Path = PrivateAttr(default_factory=Path.cwd)
@@ -51,6 +57,14 @@ class Config(JobSettings):
                 f"the config has no [data] section, which {use} needs: give it `train`"
             )
         return self.data
+
+    @property
+    def weighing(self) -> Factory | None:
+        """What a micro-batch's mean loss counts; None: its samples."""
+        implied = WEIGHS.get(self.loss.callable)
+        if self.loss_weight is not None or implied is None:
+            return self.loss_weight
+        return Factory(callable=implied, kwargs=self.loss.kwargs)
 
     @property
     def num_full_microbatches(self) -> int:
@@ -150,7 +164,8 @@ class Config(JobSettings):
 
     @property
     def modules(self) -> set[str]:
-        factories = [self.loss, self.optimizer, self.scheduler, self.report, *self.metrics.values()]
+        factories = [self.loss, self.weighing, self.report, *self.metrics.values()]
+        factories += [self.optimizer, self.scheduler]
         for index in range(self.num_stages):
             factories += [self.optimizer_of(index), self.scheduler_of(index)]
         if self.data is not None:

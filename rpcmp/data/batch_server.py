@@ -18,7 +18,7 @@ from torch.futures import Future
 from rpcmp.config.topology import DRIVER, SOURCES, ReplicaShare
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import pytree
-from rpcmp.rpc.messages import Bundle, StageOutputs
+from rpcmp.rpc.messages import Bundle, LossWeight, StageOutputs
 from rpcmp.rpc.transport import NOBODY, Raised, Transport, attempt, outcome, when_all
 
 GROUP = 8
@@ -30,14 +30,27 @@ class BatchServer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._slices: dict[tuple[int, str, int], Any] = {}
+        self._slices: dict[tuple[int, str, int], StageOutputs] = {}
 
-    def load(self, round_number: int, inputs: list[Any], targets: list[Any] | None) -> None:
-        """Hold a round's slices, one per micro-batch, until `clear`."""
+    def load(
+        self,
+        round_number: int,
+        inputs: list[Any],
+        targets: list[Any] | None,
+        weights: Sequence[LossWeight] = (),
+    ) -> None:
+        """Hold a round's slices, one per micro-batch, until `clear`.
+
+        Args:
+            weights: what the loss counts in each slice of the targets; empty: samples.
+        """
         with self._lock:
             for kind, slices in zip(SOURCES, (inputs, targets or []), strict=True):
                 for microbatch, part in enumerate(slices):
-                    self._slices[round_number, kind, microbatch] = part
+                    self._slices[round_number, kind, microbatch] = StageOutputs(part)
+            for microbatch, weight in enumerate(weights):
+                key = round_number, SOURCES[1], microbatch
+                self._slices[key] = self._slices[key]._replace(weight=weight)
 
     def clear(self, round_number: int) -> None:
         with self._lock:
@@ -46,14 +59,15 @@ class BatchServer:
 
     def slices(
         self, round_number: int, kind: str, path: tuple[str, ...], microbatches: list[int]
-    ) -> list[Any]:
+    ) -> list[StageOutputs]:
         """Return the inputs or targets of some micro-batches, or the part of them at `path`."""
         with self._lock:
-            slices = [self._slices.get((round_number, kind, index)) for index in microbatches]
-        if any(part is None for part in slices):
+            found = [self._slices.get((round_number, kind, index)) for index in microbatches]
+        slices = [part for part in found if part is not None]
+        if len(slices) < len(found):
             raise ConfigError(f"the batch of round {round_number} has no {kind}s")
         try:
-            return [pytree.select(part, path) for part in slices]
+            return [part._replace(value=pytree.select(part.value, path)) for part in slices]
         except LookupError as error:
             raise ConfigError(f"a stage reads {'.'.join((kind, *path))!r}: {error}") from error
 
@@ -99,7 +113,7 @@ class SliceFetcher:
         def arrived(answers: list[Any]) -> None:
             failed = next((group for group in answers if isinstance(group, Raised)), None)
             slices = zip(positions, answers, strict=True)
-            answer.set_result(failed or [StageOutputs(group[at % GROUP]) for at, group in slices])
+            answer.set_result(failed or [group[at % GROUP] for at, group in slices])
 
         when_all([(NOBODY, group) for group in groups], arrived)
         return answer

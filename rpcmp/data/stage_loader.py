@@ -40,8 +40,9 @@ from torch.futures import Future
 from rpcmp.config.importing import explain_error
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import SOURCES, Reference
-from rpcmp.data import batches
-from rpcmp.data.batches import Collate, OwnSampler, Samples, sampler_of
+from rpcmp.data import batches, loss_weights
+from rpcmp.data.batches import Collate, Samples
+from rpcmp.data.sample_order import OwnSampler, sampler_of
 from rpcmp.errors import (
     ConfigError,
     JobError,
@@ -57,16 +58,36 @@ from rpcmp.pipelining.cost_model import STEPS_AHEAD
 from rpcmp.process import interpreter
 from rpcmp.process.channel import die_with_parent
 from rpcmp.rpc import transport
-from rpcmp.rpc.messages import BatchIndices, Bundle, DatasetInfo, RoundHeader, StageOutputs
+from rpcmp.rpc.messages import (
+    BatchIndices,
+    Bundle,
+    DatasetInfo,
+    LossWeight,
+    RoundHeader,
+    StageOutputs,
+)
 from rpcmp.rpc.tensors import Handoff
 from rpcmp.rpc.transport import NOBODY, Raised
 
 T = TypeVar("T")
 
+TARGET = Reference(SOURCES[1])
+"""The targets as the sink reads them for its loss."""
+
 Message = dict[str, Any]
 
-Parts = dict[Reference, Any]
-"""What a stage reads of a mini-batch: a tree of tensors per reference."""
+
+class Parts(NamedTuple):
+    """What a stage reads of a mini-batch.
+
+    Attributes:
+        trees: a tree of tensors per reference.
+        weights: what the loss counts in the targets of each micro-batch; empty: samples.
+    """
+
+    trees: dict[Reference, Any]
+    weights: list[LossWeight]
+
 
 END_SECONDS = 1.0
 """Longest wait for the exit code of a process that has closed its connection."""
@@ -115,7 +136,7 @@ class LoaderPool:
         """Load a mini-batch as soon as a process is idle, and call `done` from another thread."""
 
         def load() -> Parts:
-            answer = self._ask([drawn.dataset, drawn.epoch, drawn.batch, drawn.samples])
+            answer = self._ask(list(drawn[1:]))
             return _unpacked(self._references, answer)
 
         self._submit(load, done)
@@ -284,11 +305,13 @@ def _slices(parts: Parts | RpcmpError, bundle: Bundle, reference: Reference) -> 
         parts = StageError(**{**parts.fields, "step": bundle.round.step})
     if isinstance(parts, RpcmpError):
         return Raised(to_wire(parts))
-    whole = parts[reference]
-    return [
-        StageOutputs(microbatches.cut(whole, bundle.round.num_microbatches, meta.number))
-        for meta in bundle.microbatches
-    ]
+    whole, count = parts.trees[reference], bundle.round.num_microbatches
+    metas = bundle.microbatches
+    slices = [StageOutputs(microbatches.cut(whole, count, meta.number)) for meta in metas]
+    if reference != TARGET or not parts.weights:
+        return slices
+    weights = [parts.weights[meta.number] for meta in metas]
+    return [one._replace(weight=weight) for one, weight in zip(slices, weights, strict=True)]
 
 
 def _serve(handoff: Handoff, parent_pid: int, config: Config, stage: str) -> NoReturn:
@@ -322,7 +345,8 @@ def _unpacked(references: Sequence[Reference], answer: Message) -> Parts:
     leaves = iter(answer["leaves"])
     trees = pickle.loads(bytes.fromhex(answer["trees"]))
     parts = pytree.map_leaves(lambda _: next(leaves), trees)
-    return dict(zip(references, parts, strict=True))
+    weights = loss_weights.shares(answer["weights"])
+    return Parts(dict(zip(references, parts, strict=True)), weights)
 
 
 class _Loading:
@@ -331,10 +355,13 @@ class _Loading:
         self._stage = stage
         self._references = config.graph().parts(stage)
         self._samples: dict[str, Samples] = {}
+        self._weights: loss_weights.LossWeights | None = None
 
     def build(self) -> Message:
         section, sizes = self._config.require_data("loading samples at a stage"), {}
         try:
+            if self._config.weighing and self._config.graph().sink == self._stage:
+                self._weights = loss_weights.LossWeights(self._config)
             for name, source in section.factories.items():
                 dataset = batches.create_dataset(source, f"data.{name}", self._config.seed)
                 self._samples[name] = Samples(dataset, self._config.seed, Collate(section.collate))
@@ -359,9 +386,17 @@ class _Loading:
             raise ConfigError("the job has no data.sampler")
         return sampler
 
-    def load(self, dataset: str, epoch: int, index: int, samples: list[int]) -> Message:
+    def load(
+        self, dataset: str, epoch: int, index: int, samples: list[int], num_microbatches: int
+    ) -> Message:
+        """Load a mini-batch, which will be cut into `num_microbatches`."""
+        weights: list[float] = []
         try:
             loaded = self._samples[dataset].load((epoch, index, samples))
+            if self._weights is not None:
+                where = f"data.{dataset}, mini-batch {index + 1} of epoch {epoch}"
+                targets = microbatches.split(loaded.targets, num_microbatches)
+                weights = self._weights.of(targets, where, dataset == "train")
             batch = dict(zip(SOURCES, loaded, strict=True))
             parts = [_select(batch, reference) for reference in self._references]
             trees = pickle.dumps(pytree.map_leaves(lambda _: None, parts)).hex()
@@ -369,7 +404,7 @@ class _Loading:
             return {"error": to_wire(error)}
         except BaseException as error:  # also sys.exit() in the user's code
             return {"error": to_wire(_stage_error(self._stage, error))}
-        return {"trees": trees, "leaves": list(pytree.leaves(parts))}
+        return {"trees": trees, "leaves": list(pytree.leaves(parts)), "weights": weights}
 
 
 def _config_error(error: Exception) -> Message:

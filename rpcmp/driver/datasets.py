@@ -20,7 +20,8 @@ from typing import TypeAlias
 import torch
 
 from rpcmp.config.schema import Config
-from rpcmp.data.batches import Batches, Key, SampleOrder, load_batches, require_enough
+from rpcmp.data.batches import Batches, load_batches, require_enough
+from rpcmp.data.sample_order import Key, SampleOrder
 from rpcmp.driver.rounds import Batch
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.errors import ConfigError

@@ -15,6 +15,7 @@ with the outputs, so the result does not depend on how the model is split.
 from __future__ import annotations
 
 import inspect
+import math
 import numbers
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -54,28 +55,37 @@ class Evaluation:
         loss: the mean loss.
         metrics: by name, the mean over the samples; for a metric with a state, the result of its
             `compute`, under "name.key" for each key if that is a dict.
+        weight: what the loss is a mean over, by the config's `loss_weight`; None: samples.
     """
 
     num_samples: int
     loss: float
     metrics: dict[str, float] = field(default_factory=dict)
+    weight: float | None = None
 
 
 def mean(parts: Iterable[Evaluation]) -> Evaluation:
-    """Combine parts of an evaluation, each weighted by its number of samples."""
+    """Combine parts of an evaluation, each weighted by its number of samples.
+
+    The losses are weighted by `weight`. Where all of that is zero there is no loss, which is NaN.
+    """
     parts = list(parts)
-    total = sum(part.num_samples for part in parts)
-
-    def weighted(values: Iterable[float]) -> float:
-        pairs = zip(parts, values, strict=True)
-        return microbatches.exact_sum(part.num_samples / total * value for part, value in pairs)
-
     names = parts[0].metrics if parts else {}
-    return Evaluation(
-        total,
-        weighted(part.loss for part in parts),
-        {name: weighted(part.metrics[name] for part in parts) for name in names},
-    )
+    samples = [part.num_samples for part in parts]
+    metrics = {name: _mean(samples, [part.metrics[name] for part in parts]) for name in names}
+    counted = [part.weight for part in parts if part.weight is not None]
+    loss = _mean(counted or samples, [part.loss for part in parts])
+    weight = microbatches.exact_sum(counted) if counted else None
+    return Evaluation(sum(samples), loss, metrics, weight)
+
+
+def _mean(weights: Sequence[float], values: Sequence[float]) -> float:
+    total = microbatches.exact_sum(weights)
+    if weights and not total:
+        return math.nan
+    pairs = zip(weights, values, strict=True)
+    # A part without a weight may have no value either.
+    return microbatches.exact_sum(weight / total * value for weight, value in pairs if weight)
 
 
 class Metrics:
@@ -232,6 +242,11 @@ class Evaluator:
 
     def _values(self, parts: Sequence[Evaluation]) -> dict[str, float]:
         total = mean(parts)
+        if total.weight == 0:
+            raise JobError(
+                "data.test weighs nothing, so its loss is a mean over nothing: `loss_weight` gives "
+                f"0 for each of its {total.num_samples} samples"
+            )
         values = {"loss": total.loss, **total.metrics, **self._metrics.compute()}
         for key, metric in self._config.decisive_metrics.items():
             if metric not in values:

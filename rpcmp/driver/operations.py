@@ -142,7 +142,7 @@ class Operations:
         self._metrics.reset()
         evaluation = self._group.evaluate(Loaded(inputs, targets), self.step, self._metrics)
         metrics = {**evaluation.metrics, **self._metrics.compute()}
-        return {"num_samples": evaluation.num_samples, "loss": evaluation.loss, "metrics": metrics}
+        return asdict(evaluation) | {"metrics": metrics}
 
     @_operation(Effect.READS)
     def predict(self, inputs: Any) -> Any:

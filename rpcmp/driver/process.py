@@ -25,6 +25,7 @@ from typing import NamedTuple
 from rpcmp.config import importing
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.data.batch_server import BatchServer
+from rpcmp.data.loss_weights import LossWeights
 from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.evaluation import Metrics
 from rpcmp.driver.operations import Operations, serve
@@ -63,7 +64,7 @@ class Planned(NamedTuple):
 def plan_job(
     config: Config, settings: Sequence[ScheduleOptions] = (), load_data: bool = True
 ) -> Planned:
-    """Import, plan and load everything that the driver needs.
+    """Import, plan and load everything that the driver needs, so that what is wrong shows now.
 
     Args:
         config: the job, with its balance.
@@ -74,6 +75,8 @@ def plan_job(
     at_stages = load_data and config.data is not None and config.data.at == "stage"
     assignments = assignment.assign(config, settings, metrics.names, at_stages)
     datasets = Datasets.load(config) if load_data and not at_stages else None
+    if not at_stages:
+        LossWeights(config)
     if config.report is not None:
         importing.resolve_factory(config.report, "report", num_args=1)
     return Planned(assignments, metrics, datasets, at_stages)

@@ -7,6 +7,7 @@ decide which stage does what and when, not the driver.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch.futures import Future
 
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import member_name, num_bundles
+from rpcmp.data import loss_weights
 from rpcmp.data.batch_server import BatchServer
 from rpcmp.data.batches import Loaded
 from rpcmp.driver.worker_refs import WorkerRefs
@@ -65,6 +67,11 @@ class Rounds:
         self._step = 0
         self._accumulated = 0
         self._threads = ThreadPoolExecutor(cost_model.in_flight(config), "rpcmp-bundle")
+
+    def count(self, num_samples: int, is_training: bool) -> int:
+        """Return the number of micro-batches of a mini-batch."""
+        smallest = self.smallest if is_training else 1
+        return len(microbatches.sizes(num_samples, self._config.num_microbatches, smallest))
 
     def reschedule(self, config: Config) -> None:
         """Switch to the schedule options of `config`, between two rounds."""
@@ -167,13 +174,10 @@ class Rounds:
 
     def _new_round(self, mode: Mode, step: int, batch: Batch) -> RoundHeader:
         """Number a new round, and serve its slices to the stages."""
-        smallest = self.smallest if mode is Mode.TRAIN else 1
-        sizes = microbatches.sizes(batch.num_samples, self._config.num_microbatches, smallest)
-        count = len(sizes)
+        count = self.count(batch.num_samples, mode is Mode.TRAIN)
         self._last += 1
         if isinstance(batch, Loaded):
-            targets = None if batch.targets is None else microbatches.split(batch.targets, count)
-            self._source.load(self._last, microbatches.split(batch.inputs, count), targets)
+            self._serve(batch, mode, step, count)
         return RoundHeader(
             number=self._last,
             step=step,
@@ -183,6 +187,22 @@ class Rounds:
             num_bundles=num_bundles(count, self._config.microbatches_per_message),
             batch_id=batch.batch_id if isinstance(batch, BatchIndices) else 0,
         )
+
+    def _serve(self, batch: Loaded, mode: Mode, step: int, count: int) -> None:
+        inputs = microbatches.split(batch.inputs, count)
+        if batch.targets is None:
+            self._source.load(self._last, inputs, None)
+            return
+        targets = microbatches.split(batch.targets, count)
+        is_training = mode is Mode.TRAIN
+        where = f"step {step}" if is_training else f"evaluation after step {step}"
+        weights = self._weights.of(targets, where, is_training)
+        self._source.load(self._last, inputs, targets, loss_weights.shares(weights))
+
+    @functools.cached_property
+    def _weights(self) -> loss_weights.LossWeights:
+        # Not before it is needed: where stages load the samples, only they may have the function.
+        return loss_weights.LossWeights(self._config)
 
     def _notify_idle(self, header: RoundHeader) -> list[tuple[str, Future[Any]]]:
         """Start the round at replicas that have no bundle in it; they count rounds as well."""

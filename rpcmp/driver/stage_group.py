@@ -214,7 +214,7 @@ class StageGroup:
                 own.update(answer.outputs, target)
         metas = started.header.microbatches(range(count))
         return mean(
-            Evaluation(meta.num_samples, answer.loss, answer.metrics)
+            Evaluation(meta.num_samples, answer.loss, answer.metrics, answer.weight)
             for meta, answer in zip(metas, answers, strict=True)
         )
 
@@ -270,8 +270,14 @@ class StageGroup:
 
     def prefetch(self, batches: Sequence[BatchIndices]) -> None:
         """Make the stages that read the batch load mini-batches of coming rounds; do not wait."""
+        counted = [
+            batch._replace(
+                num_microbatches=self._rounds.count(batch.num_samples, batch.dataset == "train")
+            )
+            for batch in batches
+        ]
         for worker in self._readers:
-            self.workers.rpc_async(worker, Stage.prefetch, list(batches))
+            self.workers.rpc_async(worker, Stage.prefetch, counted)
 
     def live_state(self) -> dict[str, dict[str, int]]:
         """For each stage and the driver, counts of what a step must not leave behind."""

@@ -173,7 +173,8 @@ def _try_out(config: Config, driver_metrics: Sequence[str]) -> None:
     The user's own may need packages that only the stages' hosts have. They are built with the
     stages, when it also shows whether an optimizer takes the parameters.
     """
-    sources = {"loss": config.loss} | {
+    weighing = {} if config.weighing is None else {"loss_weight": config.weighing}
+    sources = {"loss": config.loss, **weighing} | {
         f"metrics.{name}": metric
         for name, metric in config.metrics.items()
         if name not in driver_metrics

@@ -115,6 +115,21 @@ class MicrobatchMeta(NamedTuple):
         return self.num_samples / self.round.num_samples
 
 
+class LossWeight(NamedTuple):
+    """What a micro-batch's mean loss counts, in units of the config's `loss_weight`.
+
+    Attributes:
+        own, total: that of the micro-batch, and that of the whole mini-batch.
+    """
+
+    own: float
+    total: float
+
+    @property
+    def share(self) -> float:
+        return self.own / self.total
+
+
 class Bundle(NamedTuple):
     """The micro-batches of one message; a round's bundles are numbered from 0."""
 
@@ -135,6 +150,7 @@ class BatchIndices(NamedTuple):
         dataset: "train" or "test".
         epoch: counted from 1.
         batch: index in the epoch; random transforms draw from (seed, epoch, batch).
+        num_microbatches: into how many it will be cut; 0 if no loader has to know.
     """
 
     batch_id: int
@@ -142,6 +158,7 @@ class BatchIndices(NamedTuple):
     epoch: int
     batch: int
     samples: list[int]
+    num_microbatches: int = 0
 
     @property
     def num_samples(self) -> int:
@@ -190,6 +207,7 @@ class StageOutputs(NamedTuple):
             autograd must find its way to every stage.
         narrowed: which tensors of `value` are float32 at both ends and travel as the config's
             `wire_dtype`.
+        weight: with targets, what the loss counts; None: samples.
         reports: with the first micro-batch of a step, the reports of the step before by this stage
             and all that it reads, by stage. So the driver gets any number of stages' results in
             one message.
@@ -199,6 +217,7 @@ class StageOutputs(NamedTuple):
     token: torch.Tensor | None = None
     narrowed: tuple[int, ...] = ()
     reports: dict[str, StepReport] | None = None
+    weight: LossWeight | None = None
 
 
 class Trained(NamedTuple):
@@ -220,12 +239,14 @@ class Evaluated(NamedTuple):
         loss, metrics: each a mean over the micro-batch.
         outputs: the sink's outputs, if the driver computes metrics.
         targets: their targets, if the driver has not loaded them.
+        weight: what the loss counts; None: samples.
     """
 
     loss: float
     metrics: dict[str, float]
     outputs: Any = None
     targets: Any = None
+    weight: float | None = None
 
 
 class GradientPart(NamedTuple):

@@ -166,11 +166,12 @@ def stage_request(
     """
     graph, name = config.graph(), config.stage_names[index]
     metrics = {key: m for key, m in _metrics(config).items() if key not in driver_metrics}
+    is_sink = name == graph.sink
     callables = _names(
         _model(config, index),
         _optimizer_and_scheduler(config, index),
-        {"loss": config.loss, **metrics} if name == graph.sink else {},
-        _data(config, "stage") if graph.parts(name) else {},
+        {"loss": config.loss, **metrics} if is_sink else {},
+        _data(config, "stage", counts=is_sink) if graph.parts(name) else {},
     )
     return _request(config, callables, marker, [config.stage(index).device])
 
@@ -189,7 +190,7 @@ def driver_request(config: Config, marker: str) -> CheckRequest:
     """Return the request to the driver: it lists layers, and may load data and compute metrics."""
     callables = _names(
         _model(config, 0) if config.model is not None else {},
-        _data(config, "driver"),
+        _data(config, "driver", counts=True),
         {"report": config.report},
     )
     request = _request(config, callables, marker, ["cpu"])
@@ -232,11 +233,13 @@ def _metrics(config: Config) -> dict[str, Factory]:
     return {f"metrics.{name}": metric for name, metric in config.metrics.items()}
 
 
-def _data(config: Config, at: str) -> Callables:
+def _data(config: Config, at: str, counts: bool) -> Callables:
+    """Return what loads samples at this place, and what weighs them, if it `counts` targets."""
     data = config.data
     if data is None or data.at != at:
         return {}
-    return {f"data.{key}": getattr(data, key) for key in ("train", "test", "sampler", "collate")}
+    sources = {f"data.{key}": getattr(data, key) for key in ("train", "test", "sampler", "collate")}
+    return {**sources, "loss_weight": config.weighing if counts else None}
 
 
 def _request(

@@ -7,7 +7,8 @@ of their own. It walks nested batches by itself. These rules make its bits compa
 a pipelined run:
 
 - A mini-batch is cut by `torch.tensor_split` into slices with storage of their own, none of fewer
-  than `data.min_microbatch` samples. Each slice's loss counts its share of the samples.
+  than `data.min_microbatch` samples. Each slice's loss counts its share of the samples, or of
+  what the config's `loss_weight` counts; a slice without a share has no loss, and no gradient.
 - Before each layer the generators are seeded by (seed, "train", step, micro-batch, layer).
 - Every (reader, input) gets its own clone, whose gradient is contiguous. What passes between the
   layers of a stage, forwards or as a gradient, is contiguous and aligned to 64 bytes.
@@ -75,6 +76,9 @@ class UnsplitModel:
         self._config = config
         self._graph = config.graph()
         self._loss = importing.load_function(config.loss, "loss")
+        self._weigh: Callable[..., Any] | None = None
+        if config.weighing is not None:
+            self._weigh = importing.load_function(config.weighing, "loss_weight")
         self._modules: dict[str, dict[str, nn.Module]] = {}
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
         self._schedulers: list[Any] = []
@@ -139,13 +143,13 @@ class UnsplitModel:
 
     def _step(self, inputs: Any, targets: Any, step: int) -> float:
         sliced = list(zip(self._slices(inputs), self._slices(targets), strict=True))
-        total = sum(_first(part).shape[0] for part, _ in sliced)
+        shares = self._shares(sliced)
         losses = []
         for index, part in enumerate(sliced):
             bundle = self._bundle(index, len(sliced))
             for replicas in self._replicas:
                 replicas.enter(bundle)
-            losses.append(self._micro_batch(*part, step, index, total))
+            losses.append(self._micro_batch(*part, step, index, shares[index]))
             for replicas in self._replicas:
                 replicas.leave(bundle)
         for replicas in self._replicas:
@@ -166,12 +170,23 @@ class UnsplitModel:
         parts = torch.tensor_split(torch.arange(count), num_bundles)
         return next(number for number, part in enumerate(parts) if index in part)
 
-    def _micro_batch(self, inputs: Any, targets: Any, step: int, index: int, total: int) -> float:
+    def _shares(self, sliced: list[tuple[Any, Any]]) -> list[float]:
+        if self._weigh is None:
+            weights = [float(_first(inputs).shape[0]) for inputs, _ in sliced]
+        else:
+            weights = [float(self._weigh(targets)) for _, targets in sliced]
+        total = math.fsum(weights)
+        return [weight / total for weight in weights]
+
+    def _micro_batch(self, inputs: Any, targets: Any, step: int, index: int, share: float) -> float:
         outputs = self._forward(inputs, targets, step, index)
-        with self._autocast[self._graph.sink]:
-            loss = self._loss(outputs, targets).reshape(())
-        if not self._sums_samples():
-            loss = loss * (_first(inputs).shape[0] / total)
+        if not share:
+            loss = _zero(outputs)
+        else:
+            with self._autocast[self._graph.sink]:
+                loss = self._loss(outputs, targets).reshape(())
+            if not self._sums_samples():
+                loss = loss * share
         self._steps.scale(loss).backward()
         return float(loss.item())
 
@@ -279,6 +294,13 @@ def _map(function: Callable[[Tensor], Any], value: Any) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(_map(function, item) for item in value)
     return value
+
+
+def _zero(outputs: Any) -> Tensor:
+    """Return a loss of zero whose gradient is zero, whatever the outputs are."""
+    nothing: list[Tensor] = []
+    _map(lambda tensor: nothing.append(tensor.reshape(-1)[:0]), outputs)
+    return sum((part.sum().float() for part in nothing if part.requires_grad), torch.zeros(()))
 
 
 def _first(batch: Any) -> Tensor:

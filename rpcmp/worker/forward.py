@@ -69,7 +69,7 @@ class Execution:
     def forward(self, meta: MicrobatchMeta, answers: list[StageOutputs]) -> Computed:
         """Compute one micro-batch of its inputs, which the targets follow if a sink needs them."""
         received = answers[: len(self._references)]
-        targets = answers[-1].value
+        targets = answers[-1]
         try:
             if meta.round.is_training:
                 with torch.enable_grad():
@@ -111,7 +111,9 @@ class Execution:
         """
         return self._loss_scale is not None or all(bool(torch.isfinite(loss)) for loss in losses)
 
-    def _train(self, meta: MicrobatchMeta, received: list[StageOutputs], targets: Any) -> Computed:
+    def _train(
+        self, meta: MicrobatchMeta, received: list[StageOutputs], targets: StageOutputs
+    ) -> Computed:
         weights = self._splitter.next_microbatch(self._backwards.splits)
         compute = functools.partial(self._compute, meta, targets)
         device = self._model.device
@@ -128,9 +130,11 @@ class Execution:
             self._splitter.calibrate(local.leave(outputs))
         return self._computed(SavedForward(meta, tape, weights), outputs, received)
 
-    def _compute(self, meta: MicrobatchMeta, targets: Any, inputs: list[Any]) -> Any:
+    def _compute(self, meta: MicrobatchMeta, targets: StageOutputs, inputs: list[Any]) -> Any:
         outputs = self._model.forward(inputs, meta)
-        return self._model.loss(outputs, targets, meta) if self._model.is_sink else outputs
+        if not self._model.is_sink:
+            return outputs
+        return self._model.loss(outputs, targets.value, meta, targets.weight)
 
     def _computed(
         self, saved: SavedForward, outputs: Any, received: list[StageOutputs]
@@ -164,15 +168,17 @@ class Execution:
         dtype = None if port.reader == DRIVER else self._wire_dtype
         return boundary.to_wire_dtype(part, dtype)
 
-    def _infer(self, meta: MicrobatchMeta, received: list[StageOutputs], targets: Any) -> list[Any]:
+    def _infer(
+        self, meta: MicrobatchMeta, received: list[StageOutputs], targets: StageOutputs
+    ) -> list[Any]:
         tape = LocalTape(received, self._model.device)
         outputs = self._model.forward(tape.inputs, meta)
         if meta.round.mode is Mode.EVALUATE and self._model.is_sink:
-            evaluated = self._model.evaluate(outputs, targets, meta)
+            evaluated = self._model.evaluate(outputs, targets.value, meta, targets.weight)
             if self._model.returns_outputs:
                 evaluated = evaluated._replace(
                     outputs=self._copied(self._ports[0], outputs).value,
-                    targets=targets if meta.round.batch_id else None,
+                    targets=targets.value if meta.round.batch_id else None,
                 )
             return [evaluated]
         return [self._copied(port, pytree.select(outputs, port.path)) for port in self._ports]

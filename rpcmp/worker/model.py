@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,13 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rpcmp import metrics
-from rpcmp.config import files, importing
-from rpcmp.config.types import Autocast, Factory
-from rpcmp.errors import ConfigError, FactoryError
+from rpcmp.config import files
+from rpcmp.config.types import Autocast
+from rpcmp.errors import ConfigError
 from rpcmp.pipelining import devices, layers, microbatches, pytree, random_streams
 from rpcmp.pipelining.assignment import Assignment
-from rpcmp.rpc.messages import Evaluated, MicrobatchMeta
+from rpcmp.rpc.messages import Evaluated, LossWeight, MicrobatchMeta
+from rpcmp.worker.loss import SinkLoss
 
 HOST = "host"
 """The signature's entry for the name of the host. Everything else in it has a longer name."""
@@ -85,16 +85,10 @@ class StageModel:
             module.to(self.device)
             if settings.frozen:
                 module.requires_grad_(False)
-        self._loss = importing.load_function(config.loss, "loss") if self.is_sink else None
-        if isinstance(self._loss, nn.Module):
-            self._loss.to(self.device)
-        self._sums_samples = _sums_samples(self._loss)
         self.returns_outputs = self.is_sink and bool(assignment.driver_metrics)
-        self._metrics = {
-            name: _metric(metric, f"metrics.{name}")
-            for name, metric in (config.metrics.items() if self.is_sink else ())
-            if name not in assignment.driver_metrics
-        }
+        self._loss: SinkLoss | None = None
+        if self.is_sink:
+            self._loss = SinkLoss(config, self.device, self._autocast, assignment.driver_metrics)
 
     def forward(self, inputs: list[Any], meta: MicrobatchMeta) -> Any:
         header = meta.round
@@ -114,28 +108,22 @@ class StageModel:
             for module in self._modules.values():
                 module.train(training)
 
-    def loss(self, outputs: Any, targets: Any, meta: MicrobatchMeta) -> Tensor:
-        """Return the micro-batch's part of the mini-batch's loss: a scalar, weighted by samples."""
-        loss = self._scalar_loss(outputs, self._to_device(targets))
-        return loss if self._sums_samples else loss * meta.weight
+    def loss(
+        self, outputs: Any, targets: Any, meta: MicrobatchMeta, weight: LossWeight | None = None
+    ) -> Tensor:
+        """Return the micro-batch's part of the mini-batch's loss, a scalar; see `SinkLoss`."""
+        return self._its_loss.train(outputs, targets, meta, weight)
 
-    def evaluate(self, outputs: Any, targets: Any, meta: MicrobatchMeta) -> Evaluated:
-        """Return loss and metrics, each a mean over the samples of the micro-batch."""
-        targets = self._to_device(targets)
-        loss = float(self._scalar_loss(outputs, targets))
-        if self._sums_samples:
-            loss /= meta.num_samples
-        means = {name: float(metric(outputs, targets)) for name, metric in self._metrics.items()}
-        return Evaluated(loss, means)
+    def evaluate(
+        self, outputs: Any, targets: Any, meta: MicrobatchMeta, weight: LossWeight | None = None
+    ) -> Evaluated:
+        return self._its_loss.evaluate(outputs, targets, meta, weight)
 
-    def _scalar_loss(self, outputs: Any, targets: Any) -> Tensor:
+    @property
+    def _its_loss(self) -> SinkLoss:
         if self._loss is None:
             raise RuntimeError("only the sink has a loss")
-        with self._autocast:
-            loss: Tensor = self._loss(outputs, targets)
-        if loss.numel() != 1:
-            raise ValueError(f"the loss is {pytree.describe(loss)}, not a scalar; reduce it")
-        return loss.reshape(())
+        return self._loss
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters by their names in the unsplit model; shared ones once."""
@@ -199,9 +187,6 @@ class StageModel:
             except RuntimeError as error:
                 raise ConfigError(f"layer {layer!r}: {error}") from error
 
-    def _to_device(self, value: Any) -> Any:
-        return pytree.map_tensors(lambda tensor: tensor.to(self.device), value)
-
 
 def _modules_of_data(assignment: Assignment) -> set[str]:
     config = assignment.config
@@ -248,20 +233,3 @@ def _autocast(device: torch.device, dtype: Autocast | None) -> AbstractContextMa
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"autocast = {dtype!r} is not available on {device}: {reason}") from error
-
-
-def _metric(source: Factory, what: str) -> Callable[..., Any]:
-    """Import a function of (outputs, targets)."""
-    metric = importing.load_function(source, what)
-    if metrics.keeps_state(metric):
-        raise FactoryError(
-            f"{what} = {source.callable!r} has update and compute, so the driver has to compute "
-            "it, and could not import it: install it there"
-        )
-    return metric
-
-
-def _sums_samples(loss: Any) -> bool:
-    """Whether the loss adds up over samples, so that micro-batches need no weight."""
-    reduction = getattr(loss, "reduction", None) or getattr(loss, "keywords", {}).get("reduction")
-    return bool(reduction == "sum")

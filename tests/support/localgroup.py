@@ -34,7 +34,8 @@ from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER
 from rpcmp.data import stage_loader
 from rpcmp.data.batch_server import BatchServer
-from rpcmp.data.batches import OwnSampler, Samples, load_batches
+from rpcmp.data.batches import Samples, load_batches
+from rpcmp.data.sample_order import OwnSampler
 from rpcmp.data.stage_loader import LoaderPool
 from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.evaluation import Metrics

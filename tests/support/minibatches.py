@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import resource
+import time
 from collections import defaultdict
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -85,3 +88,34 @@ def require_tails(num_workers: int, shuffle: bool) -> None:
         next(batches.epoch(1))  # abandoned while other mini-batches load
         for first in (3, 1, 4, 0):
             assert values(batches, 2, first) == whole[first:]
+
+
+class StartsAfterItsParent(Dataset[int]):
+    """A dataset whose loader process takes longer to start than its parent lives.
+
+    Args:
+        pid_file: gets the loader's process id.
+    """
+
+    def __init__(self, pid_file: str) -> None:
+        self._pid_file = Path(pid_file)
+
+    def __getstate__(self) -> str:
+        return str(self._pid_file)
+
+    def __setstate__(self, pid_file: str) -> None:
+        """Arrive in a loader process, which has no loop yet that could miss its parent."""
+        self.__init__(pid_file)  # type: ignore[misc]
+        parent = os.getppid()
+        unfinished = self._pid_file.with_suffix(".part")
+        unfinished.write_text(f"{os.getpid()}")
+        unfinished.rename(self._pid_file)
+        ends = time.monotonic() + 60
+        while os.getppid() == parent and time.monotonic() < ends:
+            time.sleep(0.01)
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        return index

@@ -87,6 +87,7 @@ def test_the_defaults_are_as_documented() -> None:
         "model": {"layers": "m:layers", "kwargs": {}, "balance": None, "num_stages": None},
         "stages": [],
         "loss": {"callable": "m:loss", "kwargs": {}},
+        "loss_weight": None,
         "optimizer": {"callable": "torch.optim:SGD", "kwargs": {"lr": 0.01}, "groups": []},
         "scheduler": None,
         "scheduler_interval": "epoch",

@@ -12,7 +12,7 @@ from torch.futures import Future
 from rpcmp.config.topology import DRIVER, ReplicaAssignment, ReplicaShare
 from rpcmp.data.batch_server import GROUP, BatchServer, SliceFetcher
 from rpcmp.errors import ConfigError, JobError, to_wire
-from rpcmp.rpc.messages import Bundle, StageOutputs
+from rpcmp.rpc.messages import Bundle, LossWeight, StageOutputs
 from rpcmp.rpc.transport import Raised, Transport
 from tests.support.rounds import header
 
@@ -31,20 +31,32 @@ def loaded() -> BatchServer:
     return source
 
 
+def values(source: BatchServer, *request: Any) -> list[Any]:
+    return [outputs.value for outputs in source.slices(*request)]
+
+
 def test_slices_go_by_round_kind_path_and_micro_batch() -> None:
     source = loaded()
     source.load(2, [{"x": "other"}], None)
-    assert source.slices(1, "input", (), [8, 9]) == SLICES[8:]
-    assert source.slices(1, "input", ("y",), [0, 1, 2]) == [0, -1, -2]
-    assert source.slices(1, "target", (), [4]) == [104]
-    assert source.slices(2, "input", ("x",), [0]) == ["other"]
+    assert values(source, 1, "input", (), [8, 9]) == SLICES[8:]
+    assert values(source, 1, "input", ("y",), [0, 1, 2]) == [0, -1, -2]
+    assert values(source, 1, "target", (), [4]) == [104]
+    assert values(source, 2, "input", ("x",), [0]) == ["other"]
+
+
+def test_targets_come_with_what_the_loss_counts_in_them() -> None:
+    source = BatchServer()
+    weights = [LossWeight(3.0, 4.0), LossWeight(1.0, 4.0)]
+    source.load(1, [0, 1], [{"x": 2}, {"x": 3}], weights)
+    assert source.slices(1, "target", ("x",), [1]) == [StageOutputs(3, weight=weights[1])]
+    assert source.slices(1, "input", (), [1]) == [StageOutputs(1)]
 
 
 def test_clear_drops_one_round_only() -> None:
     source = loaded()
     source.load(2, SLICES, None)
     source.clear(1)
-    assert source.slices(2, "input", (), [0]) == SLICES[:1]
+    assert values(source, 2, "input", (), [0]) == SLICES[:1]
     for kind in ("input", "target"):
         with pytest.raises(ConfigError, match=f"the batch of round 1 has no {kind}s"):
             source.slices(1, kind, (), [0])

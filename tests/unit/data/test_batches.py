@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections import UserDict
 from collections.abc import Iterator
 from contextlib import closing
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any
 
 import numpy
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -29,6 +33,8 @@ from tests.support.minibatches import (
     require_tails,
     values,
 )
+from tests.support.places import TESTS
+from tests.support.processes import DEADLINE, poll_for
 from tests.zoo import models
 
 
@@ -160,6 +166,28 @@ def test_a_mini_batch_that_no_loader_can_send_is_an_error(dataset: Dataset[Any])
         pytest.raises(JobError, match=r"a loader process cannot send a mini-batch: \w+: .+"),
     ):
         next(batches.epoch(1))
+
+
+def test_a_loader_process_ends_with_a_parent_that_died_before_it_had_started(
+    tmp_path: Path,
+) -> None:
+    """torch's own loop would never notice, and the process hold the terminal for ever."""
+    pid_file = tmp_path / "pid"
+    code = f"""
+from tests.support.minibatches import StartsAfterItsParent, batches_of
+next(batches_of(StartsAfterItsParent({str(pid_file)!r}), num_workers=1).epoch(1))
+"""
+    with subprocess.Popen([sys.executable, "-c", code], cwd=TESTS.parent) as parent:
+        try:
+            poll_for(pid_file.exists, "a loader process")
+            loader = psutil.Process(int(pid_file.read_text()))
+        finally:
+            parent.kill()
+    try:
+        loader.wait(DEADLINE)
+    except psutil.TimeoutExpired:
+        loader.kill()
+        raise
 
 
 def test_skipped_samples_are_not_loaded() -> None:

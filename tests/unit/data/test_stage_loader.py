@@ -15,11 +15,12 @@ from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Reference
 from rpcmp.data import stage_loader
-from rpcmp.data.batches import Key, load_batches
+from rpcmp.data.batches import load_batches
+from rpcmp.data.sample_order import Key
 from rpcmp.data.stage_loader import LoaderPool, Parts, StageDataLoader
 from rpcmp.errors import ConfigError, RpcmpError, StageError, WorkerDiedError, from_wire
 from rpcmp.pipelining import microbatches
-from rpcmp.rpc.messages import BatchIndices, Bundle
+from rpcmp.rpc.messages import BatchIndices, Bundle, LossWeight
 from rpcmp.rpc.transport import Raised
 from tests.support.processes import no_more_files, poll_for
 from tests.support.rounds import header
@@ -61,7 +62,7 @@ def feed(given: Given) -> StageDataLoader:
     return StageDataLoader(cast(LoaderPool, given))
 
 
-PARTS: Parts = {INPUT: {"x": torch.arange(14).reshape(7, 2)}, TARGET: torch.arange(7)}
+PARTS = Parts({INPUT: {"x": torch.arange(14).reshape(7, 2)}, TARGET: torch.arange(7)}, [])
 
 
 def values(answer: Any) -> list[Any]:
@@ -77,7 +78,7 @@ def test_slices_are_returned_once_the_mini_batch_is_loaded(
     assert not early.done()
     given.asked[1](PARTS)
     late = feed.get(bundle(1, 1, 2), TARGET)
-    sliced = microbatches.split(PARTS[INPUT], 3)
+    sliced = microbatches.split(PARTS.trees[INPUT], 3)
     for found, expected in zip(values(early), sliced, strict=False):
         assert torch.equal(found["x"], expected["x"])
     assert values(late)[0].tolist() == [5, 6]
@@ -90,12 +91,23 @@ def test_a_request_may_overtake_the_announcement(given: Given, feed: StageDataLo
     assert values(answer)[0].tolist() == [0, 1, 2]
 
 
+def test_targets_come_with_what_the_loss_counts_in_them(
+    given: Given, feed: StageDataLoader
+) -> None:
+    weights = [LossWeight(weight, 8.0) for weight in (5.0, 3.0, 0.0)]
+    feed.prefetch([drawn(1)])
+    given.asked[1](PARTS._replace(weights=weights))
+    answers = {part: feed.get(bundle(1, 1, 0, 1), part).value() for part in (INPUT, TARGET)}
+    assert [outputs.weight for outputs in answers[TARGET]] == weights[:2]
+    assert [outputs.weight for outputs in answers[INPUT]] == [None, None]
+
+
 def test_every_answer_is_its_own_copy(given: Given, feed: StageDataLoader) -> None:
     feed.prefetch([drawn(1)])
     given.asked[1](PARTS)
     first, second = (values(feed.get(bundle(1, 1, 0), TARGET))[0] for _ in range(2))
     first += 1
-    assert second.tolist() == PARTS[TARGET][:3].tolist() == [0, 1, 2]
+    assert second.tolist() == PARTS.trees[TARGET][:3].tolist() == [0, 1, 2]
 
 
 def test_finished_mini_batches_are_dropped_and_announced_ones_kept(
@@ -176,10 +188,10 @@ def test_loader_processes_load_the_same_bits_as_a_driver(
     with closing(load_batches(config.train, "data.train", config, 0, training=True)) as batches:
         for index, (inputs, targets) in enumerate(batches.epoch(2)):
             parts = loaded(made, (2, index, targets.tolist()))
-            assert isinstance(parts, dict)
-            assert list(parts) == [INPUT, TARGET]
-            assert torch.equal(parts[INPUT], inputs)
-            assert torch.equal(parts[TARGET], targets)
+            assert isinstance(parts, Parts)
+            assert list(parts.trees) == [INPUT, TARGET]
+            assert torch.equal(parts.trees[INPUT], inputs)
+            assert torch.equal(parts.trees[TARGET], targets)
 
 
 def test_an_error_of_a_dataset_names_the_host(
@@ -211,7 +223,7 @@ def test_tensors_that_cannot_be_handed_over_are_an_error(
     made.holding()
     error = loaded(made, (1, 0, [0]), "test")
     assert str(error) == "stage 'only' failed in data: KeyError: torch.complex128"
-    assert isinstance(loaded(made, (1, 0, [0])), dict)  # the process continues
+    assert isinstance(loaded(made, (1, 0, [0])), Parts)  # the process continues
 
 
 def test_a_batch_of_a_class_that_cannot_be_sent_is_an_error(
@@ -222,7 +234,7 @@ def test_a_batch_of_a_class_that_cannot_be_sent_is_an_error(
     error = loaded(made, (1, 0, [0]), "test")
     assert "stage 'only' failed in data" in str(error)
     assert "Local" in str(error)
-    assert isinstance(loaded(made, (1, 0, [0])), dict)  # the process continues
+    assert isinstance(loaded(made, (1, 0, [0])), Parts)  # the process continues
 
 
 def test_a_batch_that_the_worker_cannot_read_is_an_error(

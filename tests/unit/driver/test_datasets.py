@@ -15,7 +15,8 @@ from rpcmp.config.job_sections import DataConfig
 from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
 from rpcmp.config.types import Factory
-from rpcmp.data.batches import Batches, Loaded, SampleOrder
+from rpcmp.data.batches import Batches, Loaded
+from rpcmp.data.sample_order import SampleOrder
 from rpcmp.driver.datasets import Datasets, IndexBatches
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.errors import ConfigError

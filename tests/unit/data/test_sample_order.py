@@ -1,4 +1,4 @@
-"""Samplers from the config."""
+"""The order of an epoch: samplers from the config."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import RandomSampler
 
-from rpcmp.data.batches import OwnSampler
+from rpcmp.data.sample_order import OwnSampler
 from rpcmp.errors import ConfigError
 
 

@@ -1,0 +1,161 @@
+"""The sink's loss and metrics, micro-batch by micro-batch.
+
+A micro-batch's loss is a mean over its samples, or over what the config's `loss_weight` counts. Its
+share of the mini-batch is multiplied here and not later, so that gradients add up to those of the
+whole mini-batch's mean. A loss that adds up over samples needs no share.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, nll_loss
+
+from rpcmp import metrics
+from rpcmp.config import importing
+from rpcmp.config.schema import Config
+from rpcmp.config.types import Factory
+from rpcmp.errors import ConfigError, FactoryError
+from rpcmp.pipelining import pytree
+from rpcmp.rpc.messages import Evaluated, LossWeight, MicrobatchMeta
+
+TORCH_MEANS = (cross_entropy, nll_loss, nn.CrossEntropyLoss, nn.NLLLoss)
+"""Losses that divide by the targets that count and by the weights of their classes."""
+
+
+class SinkLoss:
+    """The loss and the metrics of the last stage.
+
+    Args:
+        device: of the stage; targets are moved there.
+        autocast: a context for the call of the loss.
+        driver_metrics: metrics that the driver computes instead.
+
+    Raises:
+        ConfigError: the config weighs a loss that adds up over samples.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        autocast: AbstractContextManager[object],
+        driver_metrics: Collection[str],
+    ) -> None:
+        self._device = device
+        self._autocast = autocast
+        self._loss = importing.load_function(config.loss, "loss")
+        if isinstance(self._loss, nn.Module):
+            self._loss.to(device)
+        self._sums_samples = _option(self._loss, "reduction") == "sum"
+        self._may_miscount = config.weighing is None and _function_of(self._loss) in TORCH_MEANS
+        if self._sums_samples and config.weighing is not None:
+            raise ConfigError(
+                f"loss = {config.loss.callable!r} adds up over samples, and `loss_weight` weighs "
+                "means: leave it out, or use a mean loss"
+            )
+        self._metrics = {
+            name: _metric(metric, f"metrics.{name}")
+            for name, metric in config.metrics.items()
+            if name not in driver_metrics
+        }
+
+    def train(
+        self, outputs: Any, targets: Any, meta: MicrobatchMeta, weight: LossWeight | None
+    ) -> Tensor:
+        """Return the micro-batch's part of the mini-batch's loss, a scalar."""
+        if weight is not None and not weight.own:
+            return _nothing(outputs)
+        loss = self._scalar(outputs, self._to_device(targets), meta)
+        if self._sums_samples:
+            return loss
+        return loss * (meta.weight if weight is None else weight.share)
+
+    def evaluate(
+        self, outputs: Any, targets: Any, meta: MicrobatchMeta, weight: LossWeight | None
+    ) -> Evaluated:
+        """Return the mean loss, and metrics, each a mean over the samples of the micro-batch."""
+        targets = self._to_device(targets)
+        own = None if weight is None else weight.own
+        loss = 0.0 if own == 0 else float(self._scalar(outputs, targets, meta))
+        if self._sums_samples:
+            loss /= meta.num_samples
+        means = {name: float(metric(outputs, targets)) for name, metric in self._metrics.items()}
+        return Evaluated(loss, means, weight=own)
+
+    def _scalar(self, outputs: Any, targets: Any, meta: MicrobatchMeta) -> Tensor:
+        if self._may_miscount and meta.round.step <= 1:  # the first step, and what is before it
+            self._warn(targets, meta)
+        with self._autocast:
+            loss: Tensor = self._loss(outputs, targets)
+        if loss.numel() != 1:
+            raise ValueError(f"the loss is {pytree.describe(loss)}, not a scalar; reduce it")
+        return loss.reshape(())
+
+    def _warn(self, targets: Any, meta: MicrobatchMeta) -> None:
+        """Say if the loss is a mean of something else than the samples, which weigh it."""
+        if reason := _uncounted(self._loss, targets):
+            self._may_miscount = False
+            if meta.round.num_microbatches > 1 or not meta.round.is_training:
+                warnings.warn(
+                    f"the loss is not a mean over samples, since {reason}, but micro-batches are "
+                    "weighted by their samples: set `loss_weight`, such as "
+                    '"rpcmp.losses:tokens", for the loss of the whole mini-batch',
+                    stacklevel=1,
+                )
+
+    def _to_device(self, value: Any) -> Any:
+        return pytree.map_tensors(lambda tensor: tensor.to(self._device), value)
+
+
+def _nothing(outputs: Any) -> Tensor:
+    """Return the loss of a micro-batch without a weight: zero, with gradients of zero.
+
+    The config's loss would give NaN, or raise, where nothing counts. No output is read either.
+    """
+    tensors = pytree.tensors(outputs)
+    loss = torch.zeros((), device=tensors[0].device)
+    for tensor in tensors:
+        if tensor.requires_grad:
+            loss = loss + tensor.flatten()[:0].sum().float()
+    return loss
+
+
+def _metric(source: Factory, what: str) -> Callable[..., Any]:
+    """Import a function of (outputs, targets)."""
+    metric = importing.load_function(source, what)
+    if metrics.keeps_state(metric):
+        raise FactoryError(
+            f"{what} = {source.callable!r} has update and compute, so the driver has to compute "
+            "it, and could not import it: install it there"
+        )
+    return metric
+
+
+def _uncounted(loss: Any, targets: Any) -> str:
+    """Return why one of TORCH_MEANS has another divisor than its samples; empty if it has not."""
+    if _option(loss, "reduction") == "sum" or not isinstance(targets, Tensor):
+        return ""
+    if _option(loss, "weight") is not None:
+        return "it weighs classes"
+    ignored = _option(loss, "ignore_index")
+    index = -100 if ignored is None else ignored
+    if not targets.is_floating_point() and bool((targets == index).any()):
+        return f"it leaves out targets that are {index}"
+    return ""
+
+
+def _function_of(loss: Any) -> Any:
+    return loss.func if isinstance(loss, functools.partial) else type(loss)
+
+
+def _option(loss: Any, name: str) -> Any:
+    """Return an option of a loss: an attribute of a module, or an argument of a function."""
+    found = getattr(loss, name, None)
+    return getattr(loss, "keywords", {}).get(name) if found is None else found
