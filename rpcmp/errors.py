@@ -38,6 +38,7 @@ import errno
 import inspect
 import itertools
 import json
+import math
 import os
 import signal
 import sys
@@ -246,6 +247,8 @@ class NonFiniteLossError(JobError):
         hint = "try a lower learning rate, or `max_grad_norm`"
         if step == 1:
             hint = "no step was done before, so look at the data, the loss and the initial weights"
+        if math.isnan(loss):
+            hint += "; where a micro-batch may have no target that counts, set `loss_weight`"
         super().__init__(
             f"the loss is {loss} in micro-batch {microbatch} at step {step}; the parameters are "
             f"those of the step before ({hint})"

@@ -18,7 +18,7 @@ from tests.support.places import PACKAGE, TESTS
 PROTOS = PACKAGE.parent / "protos"
 
 LAYERS = """
-    __init__ errors metrics v1 examples
+    __init__ errors losses metrics v1 examples
     config
     pipelining
     process

@@ -24,13 +24,25 @@ from rpcmp.driver.worker_refs import WorkerRefs
 from rpcmp.errors import JobError, RpcmpError, StageError, from_wire
 from rpcmp.pipelining import cost_model, microbatches
 from rpcmp.rpc import transport
-from rpcmp.rpc.messages import AfterRound, BatchIndices, Bundle, Mode, RoundHeader, Trained
+from rpcmp.rpc.messages import (
+    AfterRound,
+    BatchIndices,
+    Bundle,
+    LossWeight,
+    Mode,
+    RoundHeader,
+    Trained,
+)
 from rpcmp.rpc.transport import Raised
 from rpcmp.worker.requests import DRIVER_PORT
 from rpcmp.worker.stage import Stage
 
 Batch: TypeAlias = Loaded | BatchIndices
 """A mini-batch: its tensors, or the indices of samples that stages load."""
+
+
+SlicesAndWeights: TypeAlias = tuple[list[Any], list[Any] | None, list[LossWeight]]
+"""See `BatchServer.load`."""
 
 
 @dataclass(frozen=True)
@@ -175,9 +187,11 @@ class Rounds:
     def _new_round(self, mode: Mode, step: int, batch: Batch) -> RoundHeader:
         """Number a new round, and serve its slices to the stages."""
         count = self.count(batch.num_samples, mode is Mode.TRAIN)
+        # A mini-batch that cannot be cut or weighed takes no number, which stages would miss.
+        sliced = self._cut(batch, mode, step, count) if isinstance(batch, Loaded) else None
         self._last += 1
-        if isinstance(batch, Loaded):
-            self._serve(batch, mode, step, count)
+        if sliced is not None:
+            self._source.load(self._last, *sliced)
         return RoundHeader(
             number=self._last,
             step=step,
@@ -188,16 +202,16 @@ class Rounds:
             batch_id=batch.batch_id if isinstance(batch, BatchIndices) else 0,
         )
 
-    def _serve(self, batch: Loaded, mode: Mode, step: int, count: int) -> None:
+    def _cut(self, batch: Loaded, mode: Mode, step: int, count: int) -> SlicesAndWeights:
+        """Return a mini-batch's slices of inputs and targets, and what the targets weigh."""
         inputs = microbatches.split(batch.inputs, count)
         if batch.targets is None:
-            self._source.load(self._last, inputs, None)
-            return
+            return inputs, None, []
         targets = microbatches.split(batch.targets, count)
         is_training = mode is Mode.TRAIN
         where = f"step {step}" if is_training else f"evaluation after step {step}"
         weights = self._weights.of(targets, where, is_training)
-        self._source.load(self._last, inputs, targets, loss_weights.shares(weights))
+        return inputs, targets, loss_weights.shares(weights)
 
     @functools.cached_property
     def _weights(self) -> loss_weights.LossWeights:

@@ -113,7 +113,8 @@ class Pipeline:
                 any more unless `optimizer.load_state_dict` loads another scale.
             JobError: with `loss_scaling`, after clipping and before a step; see
                 `forward_backward`.
-            ConfigError: the inputs or targets are not such trees, or have no samples.
+            ConfigError: the inputs or targets are not such trees, have no samples, or weigh nothing
+                by `loss_weight`.
         """
         return self._call(Operations.train_step, inputs, targets)
 

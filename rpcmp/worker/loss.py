@@ -25,9 +25,6 @@ from rpcmp.errors import ConfigError, FactoryError
 from rpcmp.pipelining import pytree
 from rpcmp.rpc.messages import Evaluated, LossWeight, MicrobatchMeta
 
-TORCH_MEANS = (cross_entropy, nll_loss, nn.CrossEntropyLoss, nn.NLLLoss)
-"""Losses that divide by the targets that count and by the weights of their classes."""
-
 
 class SinkLoss:
     """The loss and the metrics of the last stage.
@@ -54,7 +51,7 @@ class SinkLoss:
         if isinstance(self._loss, nn.Module):
             self._loss.to(device)
         self._sums_samples = _option(self._loss, "reduction") == "sum"
-        self._may_miscount = config.weighing is None and _function_of(self._loss) in TORCH_MEANS
+        self._may_miscount = config.weighing is None and _is_cross_entropy(self._loss)
         if self._sums_samples and config.weighing is not None:
             raise ConfigError(
                 f"loss = {config.loss.callable!r} adds up over samples, and `loss_weight` weighs "
@@ -105,8 +102,8 @@ class SinkLoss:
             if meta.round.num_microbatches > 1 or not meta.round.is_training:
                 warnings.warn(
                     f"the loss is not a mean over samples, since {reason}, but micro-batches are "
-                    "weighted by their samples: set `loss_weight`, such as "
-                    '"rpcmp.losses:tokens", for the loss of the whole mini-batch',
+                    "weighted by their samples: set `loss_weight` for the loss of the whole "
+                    'mini-batch ("rpcmp.losses:tokens" counts the targets that are not ignored)',
                     stacklevel=1,
                 )
 
@@ -139,7 +136,7 @@ def _metric(source: Factory, what: str) -> Callable[..., Any]:
 
 
 def _uncounted(loss: Any, targets: Any) -> str:
-    """Return why one of TORCH_MEANS has another divisor than its samples; empty if it has not."""
+    """Return why a cross entropy has another divisor than its samples; empty if it has not."""
     if _option(loss, "reduction") == "sum" or not isinstance(targets, Tensor):
         return ""
     if _option(loss, "weight") is not None:
@@ -151,8 +148,11 @@ def _uncounted(loss: Any, targets: Any) -> str:
     return ""
 
 
-def _function_of(loss: Any) -> Any:
-    return loss.func if isinstance(loss, functools.partial) else type(loss)
+def _is_cross_entropy(loss: Any) -> bool:
+    """Whether a loss is one of torch's that divide by the targets and classes that count."""
+    if isinstance(loss, functools.partial):
+        return loss.func in (cross_entropy, nll_loss)
+    return isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
 
 
 def _option(loss: Any, name: str) -> Any:

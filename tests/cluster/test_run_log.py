@@ -12,6 +12,7 @@ import grpc
 from rpcmp.process.logging.records import FIRST
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1.control_pb2_grpc import ControlStub
+from tests.support.chains import PADDED
 from tests.support.claims import prepared
 from tests.support.processes import (
     DEADLINE,
@@ -174,6 +175,16 @@ def test_a_server_logs_that_a_job_is_lost_with_its_driver(job: JobFolder) -> Non
     # Not a count of lines: whether a worker that is lost with it writes one depends on when.
     log = "".join(server.run.err)
     assert (log.count("claims this server"), log.count(lost)) == (1, 1)
+
+
+def test_a_loss_that_leaves_out_targets_is_warned_of_in_the_first_step(job: JobFolder) -> None:
+    text = PADDED.replace("loss_weight =", "# loss_weight =").replace(
+        '"tokenized:tagger"', '"tokenized:tagger"\nkwargs = { channels = true }'
+    )
+    path = job.config(text.replace('"tokenized:token_loss"', '"torch.nn:CrossEntropyLoss"'))
+    shown = rpcmp("drive", path, "--set", "data.shuffle=true", "--set", "steps=4")
+    assert shown.code == 0, shown.err
+    assert shown.err.count("set `loss_weight` for the loss of the whole mini-batch") == 1
 
 
 def test_many_claims_do_not_fill_the_log_of_a_server(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chains import CHAINS, GRAPH
+from tests.support.chains import CHAINS, GRAPH, PADDED
 from tests.support.processes import JobFolder, rpcmp
 
 
@@ -36,8 +36,10 @@ def chain(name: str) -> str:
         (chain("tuples, dicts"), ["schedule=1f1b"]),
         (GRAPH, ["schedule=zero-bubble"]),
         (chain("tuples, dicts"), ["microbatches_per_message=2", "max_in_flight=64"]),
+        (PADDED, ["schedule=zero-bubble"]),
+        (PADDED, ["data.at=stage"]),
     ],
-    ids=["in place and transposed", "trees", "a graph", "trees in bundles"],
+    ids=["in place", "trees", "a graph", "trees in bundles", "weights", "weights at stages"],
 )
 def test_a_job_gives_the_bits_of_one_process(
     job: JobFolder, text: str, overrides: list[str]

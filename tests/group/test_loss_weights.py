@@ -12,28 +12,12 @@ from torch import nn
 from rpcmp.config import loader
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError, FactoryError, RpcmpError
+from tests.support.chains import PADDED
 from tests.support.localgroup import local_group, require_same_bits
 from tests.support.localpipeline import local_pipeline
 from tests.support.nearness import assert_near
 from tests.support.processes import JobFolder
 from tests.zoo import tokenized
-
-PADDED = """
-loss = "tokenized:token_loss"
-loss_weight = "rpcmp.losses:tokens"
-num_microbatches = 3
-optimizer = { callable = "torch.optim:SGD", kwargs = { lr = 1.0 } }
-[model]
-layers = "tokenized:tagger"
-balance = [1, 2]
-[data]
-train = "tokenized:padded"
-test = { callable = "tokenized:padded", kwargs = { samples = 23 } }
-batch_size = 10
-shuffle = false
-[[stages]]
-[[stages]]
-"""
 
 CAUSAL = """
 schedule = "zero-bubble"
@@ -115,6 +99,18 @@ def test_an_evaluation_is_the_mean_of_what_counts(job: JobFolder) -> None:
     assert nothing.weight == 0
     assert math.isnan(nothing.loss)
     assert both.weight == float((targets[:8] != -100).sum())
+
+
+def test_a_pipeline_goes_on_after_a_mini_batch_without_any_weight(job: JobFolder) -> None:
+    inputs, targets = tokenized.padded(15).tensors
+    with local_pipeline(config_of(job, PADDED)) as pipeline:
+        with pytest.raises(ConfigError, match="step 1: the mini-batch weighs nothing"):
+            pipeline.train_step(inputs[:5], targets[:5])
+        first = pipeline.train_step(inputs[5:], targets[5:])
+        state = pipeline.state_dict()
+    with local_pipeline(config_of(job, PADDED)) as pipeline:
+        assert pipeline.train_step(inputs[5:], targets[5:]) == first
+        assert all(torch.equal(state[name], v) for name, v in pipeline.state_dict().items())
 
 
 def error_of(config: Config) -> RpcmpError:

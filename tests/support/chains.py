@@ -14,6 +14,24 @@ train = "zoo:tokens"
 batch_size = 11
 """
 
+PADDED = """
+loss = "tokenized:token_loss"
+loss_weight = "rpcmp.losses:tokens"
+num_microbatches = 3
+optimizer = { callable = "torch.optim:SGD", kwargs = { lr = 1.0 } }
+[model]
+layers = "tokenized:tagger"
+balance = [1, 2]
+[data]
+train = "tokenized:padded"
+test = { callable = "tokenized:padded", kwargs = { samples = 23 } }
+batch_size = 10
+shuffle = false
+[[stages]]
+[[stages]]
+"""
+"""Micro-batches whose losses count different numbers of tokens, one of them none."""
+
 CHAINS = {
     "residual blocks with dropout and batch normalization, one computed again, clipped": """
         num_microbatches = 3

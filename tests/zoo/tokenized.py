@@ -25,13 +25,24 @@ def loss(outputs: Tensor, batch: Any) -> Tensor:
     return nn.functional.mse_loss(outputs, batch["more"]["y"])
 
 
-def tagger(vocabulary: int = 11, width: int = 16) -> list[tuple[str, Callable[[], nn.Module]]]:
-    """Return layers of (samples, length) without dropout or statistics: a mean is all they need."""
+def tagger(channels: bool = False) -> list[tuple[str, Callable[[], nn.Module]]]:
+    """Return layers of (samples, length) without dropout or statistics: a mean is all they need.
+
+    Args:
+        channels: scores are (samples, 11, length), as torch's losses want them.
+    """
     return [
-        ("embed", lambda: nn.Embedding(vocabulary, width)),
-        ("hidden", lambda: nn.Sequential(nn.Linear(width, width), nn.Tanh())),
-        ("head", lambda: nn.Linear(width, vocabulary)),
+        ("embed", lambda: nn.Embedding(11, 16)),
+        ("hidden", lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh())),
+        ("head", lambda: nn.Sequential(nn.Linear(16, 11), Turned() if channels else nn.Identity())),
     ]
+
+
+class Turned(nn.Module):
+    """Swaps length and channels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
 
 
 def padded(samples: int = 40, length: int = 8, empty: int = 5, shift: int = 0) -> TensorDataset:

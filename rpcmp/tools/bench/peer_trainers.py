@@ -92,6 +92,8 @@ def slice_loss(config: Config, num_slices: int) -> Callable[[Tensor, Tensor], Te
 
     A mean is divided here, as rpcmp does, and not in every gradient afterwards.
     """
+    if config.weighing is not None:
+        raise UnsupportedJobError("its micro-batches are weighted, by `loss_weight`")
     loss = importing.load_function(config.loss, "loss")
     keywords = getattr(loss, "keywords", {})
     if getattr(loss, "reduction", keywords.get("reduction")) == "sum" or num_slices == 1:

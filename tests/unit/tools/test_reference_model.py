@@ -89,11 +89,11 @@ def test_not_a_number_equals_itself() -> None:
 class LosesAGradient(UnsplitModel):
     """A model that drops the gradient of one micro-batch of the last step, but not its loss."""
 
-    def _micro_batch(self, inputs: Any, targets: Any, step: int, index: int, total: int) -> float:
+    def _micro_batch(self, inputs: Any, targets: Any, step: int, index: int, share: float) -> float:
         if (step, index) != (STEPS, 2):
-            return super()._micro_batch(inputs, targets, step, index, total)
+            return super()._micro_batch(inputs, targets, step, index, share)
         before = [parameter.grad.clone() for parameter in self.parameters()]  # type: ignore[union-attr]
-        loss = super()._micro_batch(inputs, targets, step, index, total)
+        loss = super()._micro_batch(inputs, targets, step, index, share)
         for parameter, grad in zip(self.parameters(), before, strict=True):
             parameter.grad = grad
         return loss
@@ -102,10 +102,10 @@ class LosesAGradient(UnsplitModel):
 class DropsAMicroBatch(UnsplitModel):
     """A model that leaves out one micro-batch of the second step."""
 
-    def _micro_batch(self, inputs: Any, targets: Any, step: int, index: int, total: int) -> float:
+    def _micro_batch(self, inputs: Any, targets: Any, step: int, index: int, share: float) -> float:
         if (step, index) == (2, 1):
             return 0.0
-        return super()._micro_batch(inputs, targets, step, index, total)
+        return super()._micro_batch(inputs, targets, step, index, share)
 
 
 class SumsInReverse(UnsplitModel):
