@@ -222,6 +222,7 @@ class DriverRecord:
         self._states: dict[int, tuple[int, str]] = {}
         self._number = 0
         self._streams: set[asyncio.Event] = set()
+        self._has_ended = False
 
     def add(self, state: Mapping[str, Any], from_step: int) -> None:
         """Record the state after a step, which may have changed since; forget earlier ones."""
@@ -232,8 +233,22 @@ class DriverRecord:
         for changed in self._streams:
             changed.set()
 
+    async def end(self) -> None:
+        """Record that the run is complete, and return when that is on its way to all servers.
+
+        A server whose Stop does not arrive, since it is stopped itself or this process is killed
+        now, would hold a job for nobody.
+        """
+        self._has_ended = True
+        for changed in self._streams:
+            changed.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(BEAT_SECONDS):
+                while self._streams:
+                    await asyncio.sleep(0.005)
+
     async def requests(self, job_id: str, generation: int) -> AsyncIterator[pb.RecordRequest]:
-        """Yield what a server of a generation has to be sent, without end."""
+        """Yield what a server of a generation has to be sent, until the run has ended."""
         changed, number, about = asyncio.Event(), 0, ""
         self._streams.add(changed)
         try:
@@ -249,9 +264,12 @@ class DriverRecord:
                         for step, (when, text) in self._states.items()
                         if when > number
                     ],
+                    has_ended=self._has_ended,
                 )
                 number, about = self._number, self.about
                 yield request
+                if request.has_ended:  # and written: gRPC asks for the next one afterwards
+                    return
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(BEAT_SECONDS):
                         await changed.wait()

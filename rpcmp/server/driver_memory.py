@@ -61,6 +61,9 @@ class DriverMemory:
         """How long the state of a lost driver's job is still held; 0: it is not."""
         return max(0.0, self._held_until - time.monotonic())
 
+    def is_held(self, job_id: str, generation: int) -> bool:
+        return bool(self.holds_seconds) and (job_id, generation) == (self.job_id, self.generation)
+
     def require_may_claim(self, request: pb.PrepareRequest, is_claimed: bool) -> None:
         """Refuse a driver whose job is another's now, and other jobs while this one is held.
 
@@ -97,8 +100,14 @@ class DriverMemory:
         return driver_id == self._driver_id
 
     def record(self, request: pb.RecordRequest) -> None:
-        """Keep what the driver records, of the steps that it could still go on from."""
+        """Keep what the driver records, of the steps that it could still go on from.
+
+        Nothing is held of a run that has ended, if the driver is gone before it says Stop.
+        """
         self._heard_at = time.monotonic()
+        if request.has_ended:
+            self.states, self.keep_seconds, self._held_until = {}, 0.0, 0.0
+            return
         self.about = request.about or self.about
         for each in request.states:
             if len(each.state) <= MAX_STATE:

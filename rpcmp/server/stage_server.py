@@ -293,7 +293,10 @@ class StageServer:
 
     def record(self, request: pb.RecordRequest) -> None:
         """Keep what the driver of the current claim records."""
-        self.claimed_by(request.job_id, request.generation)
+        # The last words of a driver that is gone may be read after its connection has ended.
+        job_id, generation = request.job_id, request.generation
+        if not (request.has_ended and self.driver.is_held(job_id, generation)):
+            self.claimed_by(job_id, generation)
         self.driver.record(request)
 
     def claimed_by(self, job_id: str, generation: int) -> Claim:

@@ -1343,12 +1343,15 @@ class RecordRequest(_message.Message):
     ABOUT_FIELD_NUMBER: _builtins.int
     STATES_FIELD_NUMBER: _builtins.int
     FROM_STEP_FIELD_NUMBER: _builtins.int
+    HAS_ENDED_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     about: _builtins.str
     """JSON, see rpcmp.job.takeover; what is the same after every step"""
     from_step: _builtins.int
     """states of earlier steps are no longer needed"""
+    has_ended: _builtins.bool
+    """the run is complete: nobody will go on with it"""
     @_builtins.property
     def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___DriverState]: ...
     def __init__(
@@ -1359,10 +1362,11 @@ class RecordRequest(_message.Message):
         about: _builtins.str = ...,
         states: _abc.Iterable[Global___DriverState] | None = ...,
         from_step: _builtins.int = ...,
+        has_ended: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "from_step", b"from_step", "generation", b"generation", "job_id", b"job_id", "states", b"states"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "from_step", b"from_step", "generation", b"generation", "has_ended", b"has_ended", "job_id", b"job_id", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

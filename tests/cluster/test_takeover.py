@@ -232,6 +232,39 @@ def test_a_driver_that_was_lost_while_it_ended_its_job_blocks_no_server(
     assert committed(after) == fault_free
 
 
+def test_a_server_that_is_stopped_when_a_run_ends_does_not_hold_it_afterwards(
+    job: JobFolder, servers: Servers
+) -> None:
+    config, where = slow_config(job), ("--connect", connect(servers))
+    with running("drive", config, "--json", *where) as run:
+        run.wait_for_line('"event": "summary"')
+        servers[0].run.process.send_signal(signal.SIGSTOP)
+        assert run.wait().code == 0
+    servers[0].run.process.send_signal(signal.SIGCONT)
+    assert_idle(config, servers)
+    assert rpcmp("drive", config, "--json", "--fresh", *where).code == 0
+
+
+def test_a_driver_that_is_killed_after_its_summary_leaves_nothing_held(
+    job: JobFolder, servers: Servers
+) -> None:
+    config = slow_config(job)
+    with running("drive", config, "--json", "--connect", connect(servers)) as run:
+        run.wait_for_line('"event": "summary"')
+        os.killpg(run.pid, signal.SIGKILL)
+    assert_idle(config, servers)
+
+
+def assert_idle(config: Path, servers: Servers) -> None:
+    """Wait until no server is claimed, and check that none holds a job."""
+
+    def free() -> list[str]:
+        states = [stage["state"] for stage in status(config, servers)]
+        return states if {*states} <= {"idle", "holding"} else []
+
+    assert poll_for(free, "free servers") == ["idle", "idle"]
+
+
 def test_servers_are_idle_again_when_no_driver_comes(job: JobFolder, servers: Servers) -> None:
     config = slow_config(job)
     lose_driver(config, servers, "--set", "recovery.keep_after_driver=1.0")

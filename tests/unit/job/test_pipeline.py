@@ -98,7 +98,12 @@ def test_a_pipeline_is_a_context_manager() -> None:
 
 def test_the_fields_of_an_evaluation_do_not_change() -> None:
     fields = [(name, str(kind)) for name, kind in Evaluation.__annotations__.items()]
-    assert fields == [("num_samples", "int"), ("loss", "float"), ("metrics", "dict[str, float]")]
+    assert fields == [
+        ("num_samples", "int"),
+        ("loss", "float"),
+        ("metrics", "dict[str, float]"),
+        ("weight", "float | None"),
+    ]
 
 
 def test_all_errors_can_be_caught_as_one() -> None:

@@ -10,6 +10,7 @@ import torch
 from rpcmp.config.job_sections import StageConfig
 from rpcmp.errors import ConfigError, UnsupportedJobError
 from rpcmp.tools.bench import cases, peer_trainers
+from tests.support.chains import PADDED
 from tests.support.processes import JobFolder
 
 GRAPH = """
@@ -64,5 +65,7 @@ def test_only_a_chain_of_equal_micro_batches_on_the_cpu_is_supported(job: JobFol
         peer_trainers.layer_names(cases.load(str(job.config(GRAPH))).config)
     with pytest.raises(UnsupportedJobError, match="one layer cannot be cut"):
         peer_trainers.layer_names(cases.load("transformer", num_stages=8).config, parts_per_stage=2)
+    with pytest.raises(UnsupportedJobError, match="weighted, by `loss_weight`"):
+        peer_trainers.slice_loss(cases.load(str(job.config(PADDED))).config, 3)
     with pytest.raises(UnsupportedJobError, match="do not make 5 equal"):
         peer_trainers.require_equal_microbatches(torch.zeros(32, 1), 5)
