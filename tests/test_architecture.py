@@ -20,6 +20,7 @@ PROTOS = PACKAGE.parent / "protos"
 LAYERS = """
     __init__ errors losses metrics v1 examples
     config
+    splitting
     pipelining
     process
     net

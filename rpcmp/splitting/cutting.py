@@ -1,0 +1,241 @@
+"""Cut a module's graph into layers, at the ends of its repeated blocks.
+
+    encoder.block.0, .1, .2         are children of one list, of one class: blocks
+    operations, in their order      | embed | block.0 | block.1 | block.2 | norm, head |
+
+Each operation knows in which module it ran. Operations outside of blocks make a layer of their own
+if they have parameters, and otherwise belong to the one before. Since operations stand in the order
+of their computation, any cut of their list gives programs that can run one after the other; what is
+alive at a cut, and nothing else, passes from one to the next.
+
+Training and evaluation give two graphs, cut alike. A parameter belongs to the layer that uses it;
+`rpcmp.splitting.weights` says what follows from that. Layers are joined where a cut would change
+the model: two layers would hold one parameter, or a value would no longer change with its view.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+from torch import fx, nn
+from torch.export.graph_signature import InputKind
+
+from rpcmp.errors import ConfigError, did_you_mean, nearest
+from rpcmp.splitting.exporting import OWNER, Exported
+
+
+def find_blocks(module: nn.Module, patterns: Collection[str] = ()) -> list[str]:
+    """Return the names of the blocks, in the order of the module's children.
+
+    Args:
+        patterns: of names, with * and ?; without any, the outermost repeated blocks.
+
+    Raises:
+        ConfigError: a pattern fits no submodule, or two blocks lie in each other.
+    """
+    if not patterns:
+        return list(_repeated(module))
+    names = [name for name, _ in module.named_modules() if name]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            hint = did_you_mean(nearest(pattern, names))
+            raise ConfigError(f"split: {pattern!r} fits no submodule of the model{hint}")
+    blocks = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    for outer, inner in ((a, b) for a in blocks for b in blocks if b.startswith(f"{a}.")):
+        raise ConfigError(f"split: {inner!r} lies in {outer!r}: name one of them")
+    return blocks
+
+
+def _repeated(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Yield the names of the outermost children of lists whose children are all of one class."""
+    for name, child in module.named_children():
+        inner = dict(child.named_children())
+        is_list = isinstance(child, nn.ModuleList | nn.Sequential)
+        if is_list and len(inner) > 1 and len({type(each) for each in inner.values()}) == 1:
+            yield from (f"{prefix}{name}.{each}" for each in inner)
+        else:
+            yield from _repeated(child, f"{prefix}{name}.")
+
+
+@dataclass
+class Run:
+    """Operations that stand together, in one block or between two.
+
+    Attributes:
+        place: how many blocks have begun before its end, and whether it lies outside of them.
+        block: the block's name; empty outside.
+    """
+
+    place: Place
+    block: str
+    nodes: list[fx.Node] = field(default_factory=list)
+
+
+class Graph:
+    """A module's graph in one mode, and which of its operations are in which block.
+
+    Attributes:
+        weights: names in the graph of parameters.
+        targets: names in the module of parameters and buffers, by name in the graph.
+        constants: tensors that the module's forward has made of numbers, by name in the graph.
+    """
+
+    def __init__(self, exported: Exported, blocks: Iterable[str]) -> None:
+        signature = exported.program.graph_signature
+        nodes = list(exported.program.graph.nodes)
+        placeholders = {node.name: node for node in nodes if node.op == "placeholder"}
+        specs = {spec.arg.name: spec for spec in signature.input_specs}
+        self.exported = exported
+        self.inputs = [placeholders[n] for n, s in specs.items() if s.kind is InputKind.USER_INPUT]
+        self.weights = {n for n, s in specs.items() if s.kind is InputKind.PARAMETER}
+        self.targets = {
+            n: str(spec.target).removeprefix(f"{OWNER}.")
+            for n, spec in specs.items()
+            if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)
+        }
+        self.constants = {
+            n: exported.program.constants[str(spec.target)]
+            for n, spec in specs.items()
+            if spec.kind is InputKind.CONSTANT_TENSOR
+        }
+        self.operations = [node for node in nodes if node.op == "call_function"]
+        (output,) = (node for node in nodes if node.op == "output")
+        self.outputs: list[fx.Node] = list(output.args[0])
+        self.runs = self._runs(set(blocks))
+
+    def _runs(self, blocks: set[str]) -> list[Run]:
+        runs: list[Run] = []
+        begun = 0
+        for node in self.operations:
+            block = next((path for path in paths_of(node) if path in blocks), "")
+            if block and not (runs and _last_block(runs) == block):
+                begun += 1
+            place = (begun, not block)
+            if not runs or runs[-1].place != place:
+                runs.append(Run(place, block))
+            runs[-1].nodes.append(node)
+        return runs
+
+    def uses(self, nodes: Iterable[fx.Node]) -> dict[str, fx.Node]:
+        """Return what operations use of the module, by name in the graph, and who is the first."""
+        found: dict[str, fx.Node] = {}
+        for node in nodes:
+            for each in node.all_input_nodes:
+                if each.name in self.targets:
+                    found.setdefault(each.name, node)
+        return found
+
+
+Place: TypeAlias = tuple[int, bool]
+
+
+def _last_block(runs: Iterable[Run]) -> str:
+    return next((run.block for run in reversed(list(runs)) if run.block), "")
+
+
+def paths_of(node: fx.Node) -> list[str]:
+    """Return the submodules in which an operation ran, the outermost first."""
+    stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
+    paths = (str(path) for path, _ in stack.values())
+    return [path.removeprefix(f"{OWNER}.") for path in paths if path.startswith(f"{OWNER}.")]
+
+
+class Cuts:
+    """Which layer each place belongs to, in both modes; layers are numbered from 0."""
+
+    def __init__(self, training: Graph) -> None:
+        self._layer: dict[Place, int] = {}
+        for run in training.runs:
+            is_own = bool(run.block) or _weighs(training, run)
+            last = max(self._layer.values(), default=-1)
+            self._layer[run.place] = last + 1 if is_own or last < 0 else last
+        first = training.runs[0]
+        if not first.block and len(self._layer) > 1 and not _weighs(training, first):
+            self.join(0, 1)
+
+    def __len__(self) -> int:
+        return 1 + max(self._layer.values(), default=-1)
+
+    def of(self, place: Place) -> int:
+        """Return a place's layer; what runs in one mode only belongs to the layer before it."""
+        before = [known for known in self._layer if known <= place]
+        return self._layer[max(before)] if before else 0
+
+    def join(self, first: int, last: int) -> None:
+        """Make one layer of layers `first` to `last`."""
+        for place, layer in self._layer.items():
+            if first < layer <= last:
+                self._layer[place] = first
+            elif layer > last:
+                self._layer[place] = layer - (last - first)
+
+    def nodes(self, graph: Graph) -> list[list[fx.Node]]:
+        """Return each layer's operations."""
+        layers: list[list[fx.Node]] = [[] for _ in range(len(self))]
+        for run in graph.runs:
+            layers[self.of(run.place)].extend(run.nodes)
+        return layers
+
+    def blocks(self, graph: Graph) -> list[list[str]]:
+        """Return the names of each layer's blocks."""
+        layers: list[list[str]] = [[] for _ in range(len(self))]
+        for run in graph.runs:
+            if run.block:
+                layers[self.of(run.place)].append(run.block)
+        return layers
+
+
+def _weighs(graph: Graph, run: Run) -> bool:
+    return not graph.weights.isdisjoint(graph.uses(run.nodes))
+
+
+def alive(graph: Graph, layers: Sequence[Sequence[fx.Node]]) -> list[list[fx.Node]]:
+    """Return what passes into each layer, and what the last one returns, in the graph's order."""
+    born = dict.fromkeys(graph.inputs, -1)
+    born |= {node: number for number, nodes in enumerate(layers) for node in nodes}
+    last = dict.fromkeys(born, -1)
+    for number, nodes in enumerate(layers):
+        for node in nodes:
+            for each in node.all_input_nodes:
+                if each in last:
+                    last[each] = max(last[each], number)
+    last |= {node: len(layers) for node in graph.outputs if node in last}
+    later = [
+        [node for node in born if born[node] < number <= last[node]]
+        for number in range(1, len(layers))
+    ]
+    return [graph.inputs, *later, graph.outputs]
+
+
+ALIASES = ("reshape", "contiguous", "flatten", "to", "view_as", "expand_as", "type_as", "dropout")
+"""Operations besides torch's views that may return their argument, or a view of it."""
+
+
+def find_torn(graph: Graph, layers: Sequence[Sequence[fx.Node]]) -> tuple[int, int] | None:
+    """Return two layers that have to be one, if there are any.
+
+    An operation that works in place changes all views of its argument. If two of them have passed
+    a cut before, one would not change on another host.
+    """
+    base: dict[fx.Node, fx.Node] = {}
+    changed: dict[fx.Node, int] = {}
+    for number, nodes in enumerate(layers):
+        for node in nodes:
+            name = str(node.target).split(".")
+            own = next(iter(node.all_input_nodes), None)
+            in_place = len(name) > 1 and name[-2].endswith("_") and not name[-2].endswith("__")
+            is_view = getattr(node.target, "is_view", False) or node.target is operator.getitem
+            if own is not None and (in_place or is_view or (name[1:2] and name[1] in ALIASES)):
+                base[node] = base.get(own, own)
+            if own is not None and in_place:
+                changed[base[node]] = number
+    for number, passing in enumerate(alive(graph, layers)[:-1]):
+        bases = [base.get(node, node) for node in passing]
+        for each, last in changed.items():
+            if number and last >= number and bases.count(each) > 1:
+                return number - 1, number
+    return None

@@ -1,0 +1,135 @@
+"""Follow a module's forward with `torch.export`: the graph of what it computes, in one mode.
+
+Every size of the inputs may vary unless the module fixes it: torch finds out which do. Parameters
+are never read, so they need no values.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from rpcmp.errors import ConfigError, one_line
+
+Structure: TypeAlias = Any
+"""A tree of numbers: which output stands where. None stands for itself."""
+
+OWNER = "module"
+"""The module's name within the one that is exported."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A module's graph in one mode.
+
+    Attributes:
+        program: torch's.
+        structure: where the graph's outputs stand in what the module returns.
+    """
+
+    program: ExportedProgram
+    structure: Structure
+
+
+def export(module: nn.Module, batch: Any, training: bool) -> Exported:
+    """Return the graph of a module.
+
+    Args:
+        batch: what the module is called with: a tensor; a tuple of arguments; or a dict of keyword
+            arguments. Two samples at least; sizes that are equal by chance may be taken to be one.
+
+    Raises:
+        ConfigError: it cannot be exported, or takes or returns something else than tensors.
+    """
+    names, leaves = arguments(batch)
+    whole = _Flat(module, names)
+    whole.train(training)
+    sizes = tuple(dict.fromkeys(range(leaf.dim()), Dim.AUTO) for leaf in leaves)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a size that the module fixes, such as 3 channels
+            program = torch.export.export(
+                whole, tuple(leaves), dynamic_shapes={"leaves": sizes}, strict=False
+            )
+    except ConfigError:
+        raise
+    except Exception as error:
+        mode = "training" if training else "evaluation"
+        raise ConfigError(
+            f"{type(module).__name__} cannot be exported for {mode}: {one_line(error)}\n"
+            "cut it by hand: give `layers` in [model], or stages with a `module` each"
+        ) from error
+    return Exported(program, whole.seen.structure)
+
+
+def arguments(batch: Any) -> tuple[list[str], list[Tensor]]:
+    """Return the names and values of a batch's arguments; positional ones have numbers."""
+    if isinstance(batch, Mapping):
+        named = {str(key): value for key, value in batch.items()}
+    else:
+        each = batch if isinstance(batch, tuple | list) else [batch]
+        named = {str(index): value for index, value in enumerate(each)}
+    for name, value in named.items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(f"input {name!r} is {type(value).__name__}, not a tensor")
+    return list(named), list(named.values())
+
+
+def restore(structure: Structure, values: Sequence[Any]) -> Any:
+    """Return what the module returns, of the graph's outputs."""
+    match structure:
+        case dict():
+            return {key: restore(each, values) for key, each in structure.items()}
+        case list():
+            return tuple(restore(each, values) for each in structure)
+        case int():
+            return values[structure]
+    return structure
+
+
+class _Seen:
+    """What a trace has seen. Not an attribute of the module: export sets those back."""
+
+    structure: Structure = None
+
+
+class _Flat(nn.Module):
+    """A module between flat inputs and flat outputs; `seen` says where these belong."""
+
+    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.module = module
+        self._names = names
+        self.seen = _Seen()
+
+    def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
+        named = dict(zip(self._names, leaves, strict=True))
+        positional = [named.pop(name) for name in self._names if name.isdecimal()]
+        found: list[Tensor] = []
+        self.seen.structure = _structure(self.module(*positional, **named), found)
+        return tuple(found)
+
+
+def _structure(value: Any, found: list[Tensor]) -> Structure:
+    """Collect a tree's tensors, and return the tree with their positions; Nones are left out."""
+    if isinstance(value, Tensor):
+        found.append(value)
+        return len(found) - 1
+    if isinstance(value, Mapping):  # also transformers' outputs
+        return {
+            str(key): _structure(each, found) for key, each in value.items() if each is not None
+        }
+    if isinstance(value, tuple | list):
+        return [_structure(each, found) for each in value]
+    if value is None:
+        return None
+    raise ConfigError(
+        f"the module returns {type(value).__name__}: it has to return tensors, or tuples, lists "
+        "and dicts of them"
+    )

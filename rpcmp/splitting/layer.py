@@ -1,0 +1,108 @@
+"""A layer of a module that was cut: the programs of both modes, and the tensors that they read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rpcmp.splitting.exporting import Structure, arguments, restore
+from rpcmp.splitting.program import compiled
+from rpcmp.splitting.split import CONSTANTS, InputPlan, Split
+
+
+class SplitLayer(nn.Module):
+    """A layer of `split`; parameters and buffers have their names in the unsplit module.
+
+    The first layer takes what the module takes, as one value: a tensor, a tuple of arguments or a
+    dict of keyword arguments. The last returns what the module returns, with dicts and tuples in
+    place of classes. In between, a layer takes and returns a tuple.
+
+    Args:
+        index: its position.
+        tensors: of the module, by name; those of this layer are taken, and those that a layer
+            before it stores are copied.
+    """
+
+    def __init__(self, split: Split, index: int, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        plan = split.layers[index]
+        self._programs = {True: plan.training, False: plan.evaluation}
+        self._inputs = split.inputs if index == 0 else None
+        self._structures: dict[bool, Structure] = {}
+        if index == len(split.layers) - 1:
+            self._structures = dict(zip((True, False), split.structures, strict=True))
+        self._compiled: dict[tuple[bool, torch.device], Callable[..., tuple[Any, ...]]] = {}
+        copied = {name for names in split.tied for name in names[1:]}
+        stored = {name for program in self._programs.values() for name in program.tensors.values()}
+        for name in plan.tensors:
+            _add(self, name, _own(tensors[name], name in copied), name not in plan.passing)
+        for name in sorted(stored - {*plan.tensors}):
+            constant = split.constants[name.removeprefix(f"{CONSTANTS}.")].tensor()
+            _add(self, name, constant, is_stored=False)
+
+    def forward(self, value: Any) -> Any:
+        values = value if self._inputs is None else _checked(self._inputs, value)
+        outputs = self._run(values)(self, *values)
+        if not self._structures:
+            return outputs
+        return restore(self._structures[self.training], outputs)
+
+    def _run(self, values: Iterable[Any]) -> Callable[..., tuple[Any, ...]]:
+        """Return the mode's program for the device that the values are on."""
+        device = next((each.device for each in values if isinstance(each, Tensor)), None)
+        if device is None:
+            device = next(self.parameters()).device
+        key = self.training, device
+        if key not in self._compiled:
+            self._compiled[key] = compiled(self._programs[self.training], device)
+        return self._compiled[key]
+
+
+def _own(tensor: Tensor, is_copied: bool) -> Tensor:
+    if not is_copied:
+        return tensor
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
+    return tensor.clone()
+
+
+def _add(module: nn.Module, path: str, tensor: Tensor, is_stored: bool) -> None:
+    """Register a parameter or buffer under a dotted name; creates the modules above it."""
+    *above, name = path.split(".")
+    for part in above:
+        if part not in dict(module.named_children()):
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    if isinstance(tensor, nn.Parameter):
+        module.register_parameter(name, tensor)
+    else:
+        module.register_buffer(name, tensor, persistent=is_stored)
+
+
+def _checked(plans: list[InputPlan], value: Any) -> list[Tensor]:
+    """Return the module's inputs in order, after checking that the graph was made for such.
+
+    Raises:
+        ValueError: names, dtypes or sizes differ.
+    """
+    names, leaves = arguments(value)
+    given = dict(zip(names, leaves, strict=True))
+    expected = [plan.name for plan in plans]
+    if set(given) != set(expected):
+        raise ValueError(f"the module was cut for the inputs {expected}, not {names}")
+    for plan in plans:
+        found = given[plan.name]
+        dtype = str(found.dtype).removeprefix("torch.")
+        fits = len(plan.sizes) == found.dim() and all(
+            size in (None, real) for size, real in zip(plan.sizes, found.shape, strict=True)
+        )
+        if dtype != plan.dtype or not fits:
+            sizes = ", ".join("any" if size is None else f"{size}" for size in plan.sizes)
+            raise ValueError(
+                f"the module was cut for {plan.name!r} of {plan.dtype}[{sizes}], not "
+                f"{dtype}{list(found.shape)}"
+            )
+    return [given[name] for name in expected]

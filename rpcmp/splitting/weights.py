@@ -1,0 +1,141 @@
+"""Which layer holds which parameter or buffer, and under which name.
+
+    used in one layer                       the layer's, by its name in the module
+    used in several, and has a name each    one in each layer, tied: an embedding and a head
+    used in several, by one name            the layers become one: a cut would make two of it
+    used in none                            of the layer whose names are nearest
+
+Buffers that no state dict has are copied into each layer that reads them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, fx, nn
+
+from rpcmp.splitting.cutting import Cuts, Graph, find_torn, paths_of
+
+
+@dataclass
+class Holdings:
+    """What each layer holds.
+
+    Attributes:
+        names: per layer, the name in the module by the name in a graph.
+        unused: per layer, names of what no operation uses.
+        passing: names of buffers that no state dict has.
+        tied: names of one parameter in several layers; the first one's is stored.
+        aliases: further names of a parameter, which no layer has, by the one that is stored.
+    """
+
+    names: list[dict[str, str]]
+    unused: list[list[str]] = field(default_factory=list)
+    passing: set[str] = field(default_factory=set)
+    tied: list[list[str]] = field(default_factory=list)
+    aliases: dict[str, list[str]] = field(default_factory=dict)
+
+
+def assign(module: nn.Module, cuts: Cuts, graphs: Sequence[Graph]) -> Holdings:
+    """Decide what each layer holds; join layers of `cuts` that cannot be apart."""
+    known = _Names(module)
+    while True:
+        layers = [cuts.nodes(graph) for graph in graphs]
+        found = (find_torn(graph, nodes) for graph, nodes in zip(graphs, layers, strict=True))
+        torn = next((each for each in found if each is not None), None)
+        if torn is None:
+            holdings, torn = _hold(known, len(cuts), graphs, layers)
+            if torn is None:
+                _add_unused(known, holdings)
+                return holdings
+        cuts.join(*torn)
+
+
+class _Names:
+    """All names of a module's parameters and buffers; several may be of one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.tensors: dict[str, Tensor] = {
+            **dict(module.named_parameters(remove_duplicate=False)),
+            **dict(module.named_buffers(remove_duplicate=False)),
+        }
+        self.stored = set(module.state_dict())
+        same: defaultdict[int, list[str]] = defaultdict(list)
+        for name, tensor in self.tensors.items():
+            same[id(tensor)].append(name)
+        self._same = same
+
+    def all_of(self, name: str) -> list[str]:
+        return self._same[id(self.tensors[name])]
+
+
+def _hold(
+    known: _Names, count: int, graphs: Sequence[Graph], layers: Sequence[Sequence[list[fx.Node]]]
+) -> tuple[Holdings, tuple[int, int] | None]:
+    """Return the holdings, and two layers that cannot be apart, if there are any."""
+    holdings = Holdings([{} for _ in range(count)])
+    users: defaultdict[str, dict[int, fx.Node]] = defaultdict(dict)
+    for graph, of_layers in zip(graphs, layers, strict=True):
+        for number, nodes in enumerate(of_layers):
+            for name, user in graph.uses(nodes).items():
+                users[name].setdefault(number, user)
+    targets = {name: target for graph in graphs for name, target in graph.targets.items()}
+    owners: defaultdict[str, dict[int, str]] = defaultdict(dict)
+    for name, by_layer in users.items():
+        names = known.all_of(targets[name])
+        first = names[0]
+        for number, user in sorted(by_layer.items()):
+            if first not in known.stored:  # a buffer, which may be copied
+                holdings.names[number][name] = first
+                holdings.passing.add(first)
+                continue
+            own = owners[first].get(number) or _choose(names, owners[first].values(), user)
+            if own is None:
+                return holdings, (min(owners[first]), number)
+            owners[first][number] = holdings.names[number][name] = own
+    for first, by_number in owners.items():
+        names = [by_number[number] for number in sorted(by_number)]
+        if len(names) > 1:
+            holdings.tied.append(names)
+        if others := [each for each in known.all_of(first) if each not in names]:
+            holdings.aliases[names[0]] = others
+    return holdings, None
+
+
+def _choose(names: Sequence[str], taken: Iterable[str], user: fx.Node) -> str | None:
+    """Return the name that a layer knows a parameter by: that of the module that uses it."""
+    free = [name for name in names if name not in set(taken)]
+    paths = paths_of(user)
+    modules = {name: name.rpartition(".")[0] for name in free}
+    fits = [name for name in free if modules[name] in paths]
+    near = max(free, key=lambda name: _common(name, paths[-1] if paths else ""), default=None)
+    return max(fits, key=lambda name: len(modules[name]), default=near)
+
+
+def _add_unused(known: _Names, holdings: Holdings) -> None:
+    """Give what no operation uses, but a state dict has, to the layer with the nearest names."""
+    held = {name for names in holdings.names for name in names.values()}
+    held |= {alias for names in holdings.aliases.values() for alias in names}
+    holdings.unused = [[] for _ in holdings.names]
+    for name in sorted(known.stored - held):
+        if (first := known.all_of(name)[0]) != name:
+            holdings.aliases.setdefault(first, []).append(name)
+            continue
+        nearness = [_nearness(name, names) for names in holdings.names]
+        holdings.unused[nearness.index(max(nearness))].append(name)
+
+
+def _nearness(name: str, names: Mapping[str, str]) -> int:
+    return max((_common(name, other) for other in names.values()), default=0)
+
+
+def _common(one: str, other: str) -> int:
+    """Return how many parts of two dotted names are equal, from the left."""
+    count = 0
+    for a, b in zip(one.split("."), other.split("."), strict=False):
+        if a != b:
+            break
+        count += 1
+    return count

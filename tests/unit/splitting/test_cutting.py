@@ -1,0 +1,67 @@
+"""Where a module is cut, and what passes there."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from rpcmp.errors import ConfigError
+from rpcmp.splitting.cutting import find_blocks
+from rpcmp.splitting.split import split_module
+from tests.support.splitmodules import split_of, tokens
+from tests.zoo import unsplit
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("language", ["embed", "layers.0", "layers.1", "layers.2", "head"]),
+        ("two by two", ["left", "blocks.0", "blocks.1", "blocks.2", "first"]),
+        ("skips", ["down.0", "down.1", "middle.convolve", "up.0", "up.1", "out"]),
+        ("repeating", ["begin", "blocks.0", "end"]),
+        ("torn", ["blocks.0", "blocks.2"]),
+    ],
+)
+def test_a_layer_is_a_block_or_lies_between_two(name: str, layers: list[str]) -> None:
+    assert [layer.name for layer in split_of(name)[1].layers] == layers
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"), [("language", [2, 3, 3, 3, 1]), ("skips", [1, 2, 2, 2, 1, 1])]
+)
+def test_what_is_alive_passes_and_nothing_else(name: str, numbers: list[int]) -> None:
+    _, split = split_of(name)
+    assert [len(layer.training.inputs) for layer in split.layers] == numbers
+    assert [len(layer.evaluation.inputs) for layer in split.layers] == numbers
+
+
+def test_the_outermost_repeated_blocks_are_found() -> None:
+    module = nn.Module()
+    inner = [nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)) for _ in range(2)]
+    module.encoder = nn.Sequential(nn.Identity(), nn.ModuleList(inner))
+    module.decoder = nn.ModuleList([nn.Linear(1, 1), nn.Identity()])
+    assert find_blocks(module) == ["encoder.1.0", "encoder.1.1"]
+    assert find_blocks(module, ["decoder.*", "encoder.1"]) == [
+        "encoder.1",
+        "decoder.0",
+        "decoder.1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "text"),
+    [
+        (["layer.*"], "split: 'layer.\\*' fits no submodule of the model"),
+        (["layers.[3]"], "fits no submodule of the model"),
+        (["laiers"], "fits no submodule of the model.*layers"),
+        (["layers", "layers.1"], "split: 'layers.1' lies in 'layers': name one of them"),
+    ],
+)
+def test_patterns_that_name_no_blocks_are_refused(patterns: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        find_blocks(unsplit.Language(), patterns)
+
+
+def test_a_layer_can_be_named_by_hand() -> None:
+    split = split_module(unsplit.Language(), tokens(4, 8), ["layers.[12]"])
+    assert [layer.name for layer in split.layers] == ["embed", "layers.1", "layers.2", "head"]

@@ -1,0 +1,46 @@
+"""Exports of a module, and what cannot be exported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rpcmp.errors import ConfigError
+from rpcmp.splitting.exporting import arguments, export, restore
+from tests.support.splitmodules import rows
+from tests.zoo import unsplit
+
+
+def test_arguments_are_named_or_numbered() -> None:
+    x, y = torch.ones(1), torch.zeros(1)
+    assert arguments(x) == (["0"], [x])
+    assert arguments((x, y)) == (["0", "1"], [x, y])
+    assert arguments({"a": x, "b": y}) == (["a", "b"], [x, y])
+    with pytest.raises(ConfigError, match="input 'b' is int, not a tensor"):
+        arguments({"a": x, "b": 3})
+
+
+def test_outputs_are_restored_to_where_they_were() -> None:
+    structure = {"a": 1, "b": [0, None, {"c": 1}]}
+    assert restore(structure, ["x", "y"]) == {"a": "y", "b": ("x", None, {"c": "y"})}
+
+
+def test_what_cannot_be_exported_is_an_error_with_a_way_out() -> None:
+    with pytest.raises(ConfigError) as raised:
+        export(unsplit.Branching(), rows(4, 8), training=True)
+    text = str(raised.value)
+    assert text.startswith("Branching cannot be exported for training: ")
+    assert "unsplit.py" in text
+    assert text.endswith("cut it by hand: give `layers` in [model], or stages with a `module` each")
+
+
+class Text(torch.nn.Module):
+    def forward(self, x: Any) -> Any:
+        return {"logits": x, "note": "text"}
+
+
+def test_a_module_that_returns_something_else_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the module returns str: it has to return tensors, or"):
+        export(Text(), rows(4, 8), training=True)

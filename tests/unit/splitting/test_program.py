@@ -1,0 +1,96 @@
+"""Programs as plain data, which name operations of torch and nothing else."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rpcmp.errors import ConfigError
+from rpcmp.splitting.program import Node, Program, compiled, encode
+
+CPU = torch.device("cpu")
+
+
+def run(nodes: list[Node], *values: Any, owner: nn.Module | None = None) -> Any:
+    inputs = [f"x{index}" for index in range(len(values))]
+    tensors = {"w": "inner.weight"} if owner is not None else {}
+    program = Program(inputs=inputs, nodes=nodes, outputs=[{"of": nodes[-1].name}], tensors=tensors)
+    again = Program.model_validate_json(program.model_dump_json())
+    return compiled(again, CPU)(owner, *values)[0]
+
+
+def test_operations_read_values_tensors_and_numbers() -> None:
+    owner = nn.Sequential()
+    owner.add_module("inner", nn.Linear(2, 3, bias=False))
+    x = torch.ones(4, 2)
+    nodes = [
+        Node(name="a", calls="aten.linear.default", args=[{"of": "x0"}, {"of": "w"}]),
+        Node(name="n", calls="aten.sym_size.int", args=[{"of": "a"}, 0]),
+        Node(name="m", calls="operator.mul", args=[{"of": "n"}, 2]),
+        Node(name="b", calls="aten.add.Tensor", args=[{"of": "a"}, {"of": "m"}]),
+    ]
+    assert torch.equal(run(nodes, x, owner=owner), owner(x) + 8)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, True, 3, 2.5, -math.inf, "mean", torch.int64, torch.strided),
+        *(torch.channels_last, torch.device("cpu"), slice(1, None, 2), [1, [2.0, None]]),
+    ],
+)
+def test_every_kind_of_argument_survives_json(value: Any) -> None:
+    node = Node(name="a", calls="operator.getitem", args=[{"of": "x0"}, 0])
+    assert run([node], [value]) == value
+    passed: list[Any] = []
+
+    class Reader:
+        def __getitem__(self, key: Any) -> None:
+            passed.append(key)
+
+    run([node.model_copy(update={"args": [{"of": "x0"}, encode(value)]})], Reader())
+    assert passed == [value]
+
+
+def test_regions_hold_for_what_lies_in_them() -> None:
+    body = Program(
+        inputs=["y"],
+        nodes=[Node(name="z", calls="aten.mul.Tensor", args=[{"of": "y"}, 2.0])],
+        outputs=[{"of": "z"}],
+    )
+    x = torch.ones(2, requires_grad=True)
+    nodes = [
+        Node(name="r", calls="no_grad", args=[{"of": "x0"}], body=body),
+        Node(name="o", calls="operator.getitem", args=[{"of": "r"}, 0]),
+    ]
+    assert not run(nodes, x).requires_grad
+    nodes[0] = nodes[0].model_copy(update={"calls": "enable_grad"})
+    with torch.no_grad():
+        assert run(nodes, x).requires_grad
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        *("os.system", "load_library", "aten.linear", "aten.nothing.default", "operator.call"),
+        *("aten.from_file.default", "profiler._record_function_enter_new.default", "__class__"),
+    ],
+)
+def test_nothing_but_torchs_operations_can_be_called(calls: str) -> None:
+    with pytest.raises(ConfigError, match=f"no program may call '{calls}'"):
+        run([Node(name="a", calls=calls, args=[])])
+
+
+@pytest.mark.parametrize("value", [{"dtype": "load"}, {"format": "nn"}, {"code": "1"}])
+def test_nothing_but_values_can_be_named(value: Any) -> None:
+    with pytest.raises(ConfigError, match="is no value of a program"):
+        run([Node(name="a", calls="operator.neg", args=[value])])
+
+
+def test_an_argument_without_a_form_is_refused() -> None:
+    with pytest.raises(ConfigError, match="an operation's argument is object"):
+        encode(object())

@@ -1,0 +1,47 @@
+"""Which layer has which parameter, under which name."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.splitmodules import CASES, layers_of, split_of
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parameters_and_buffers_keep_their_names(name: str) -> None:
+    module, split = split_of(name)
+    names = [key for layer in layers_of(module, split) for key in layer.state_dict()]
+    names += [alias for aliases in split.aliases.values() for alias in aliases]
+    assert sorted(names) == sorted(module.state_dict())
+
+
+def test_tied_parameters_are_found_and_each_layer_has_its_own() -> None:
+    module, split = split_of("language")
+    assert split.tied == [["embed.weight", "head.weight"]]
+    first, *_, last = layers_of(module, split)
+    tied = (
+        dict(first.named_parameters())["embed.weight"],
+        dict(last.named_parameters())["head.weight"],
+    )
+    assert tied[0] is not tied[1]
+    assert tied[0].equal(tied[1])
+
+
+def test_a_parameter_of_one_name_is_in_one_layer() -> None:
+    _, split = split_of("repeating")
+    assert [layer.tensors for layer in split.layers] == [
+        ["begin.bias", "begin.weight"],
+        ["blocks.0.bias", "blocks.0.weight", "blocks.1.bias", "blocks.1.weight"],
+        ["end.bias", "end.weight"],
+    ]
+
+
+def test_what_no_state_dict_has_is_copied_to_where_it_is_read() -> None:
+    _, split = split_of("language")
+    assert [layer.passing for layer in split.layers] == [["table"], [], [], [], []]
+
+
+def test_what_no_operation_uses_is_kept() -> None:
+    _, split = split_of("language")
+    (owner,) = (layer.name for layer in split.layers if "unused.weight" in layer.tensors)
+    assert owner == "embed"

@@ -1,0 +1,162 @@
+"""Modules as their authors wrote them, which nobody has cut: for tests of rpcmp.splitting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    """A residual block with dropout, a mask, and a table that all blocks read."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.inner = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.2))
+
+    def forward(self, hidden: Tensor, mask: Tensor, table: Tensor) -> Tensor:
+        inner: Tensor = self.inner(self.norm(hidden) * table)
+        return hidden + inner * mask.unsqueeze(-1)
+
+
+class Language(nn.Module):
+    """A language model: tied embedding and head, a buffer that is not stored, and constants."""
+
+    table: Tensor
+    scale: Tensor
+
+    def __init__(self, blocks: int = 3, width: int = 8, vocabulary: int = 11) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+        self.unused = nn.Linear(2, 2)
+        self.register_buffer("table", torch.linspace(0.5, 1.5, width), persistent=False)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> dict[str, Any]:
+        if mask is None:
+            mask = torch.ones_like(tokens)
+        with torch.no_grad():
+            places = torch.arange(tokens.shape[1], device=tokens.device)
+            table = self.table * torch.tensor([1.0, -1.0]).repeat(4) + places.sum() / 1e3
+        hidden = self.embed(tokens) * self.scale
+        for layer in self.layers:
+            hidden = layer(hidden, mask, table)
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits = self.head(self.norm(hidden.float()))
+        return {"logits": logits, "aside": None, "states": (hidden,)}
+
+
+class TwoByTwo(nn.Module):
+    """Two inputs, two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 8), nn.Linear(6, 8)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)))
+        self.first, self.second = nn.Linear(8, 3), nn.Linear(8, 1)
+
+    def forward(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.blocks(self.left(left) + self.right(right))
+        return self.first(hidden), self.second(hidden)
+
+
+class Convolution(nn.Module):
+    """A convolution, batch normalization, and an activation in place."""
+
+    def __init__(self, channels: int, out: int) -> None:
+        super().__init__()
+        self.convolve = nn.Conv2d(channels, out, 3, padding=1)
+        self.norm = nn.BatchNorm2d(out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.convolve(x))
+        return nn.functional.relu(out, inplace=True)
+
+
+class Skipping(nn.Module):
+    """A U-Net: what goes down is read again on the way up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([Convolution(2, 4), Convolution(4, 8)])
+        self.middle = Convolution(8, 8)
+        self.up = nn.ModuleList([Convolution(16, 4), Convolution(8, 4)])
+        self.out = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for block in self.down:
+            x = block(x)
+            skips.append(x)
+            x = nn.functional.max_pool2d(x, 2)
+        x = self.middle(x)
+        for block in self.up:
+            x = torch.cat([nn.functional.interpolate(x, scale_factor=2.0), skips.pop()], 1)
+            x = block(x)
+        out: Tensor = self.out(x)
+        return out
+
+
+class Repeating(nn.Module):
+    """The same two blocks, twice: no cut between them leaves each parameter in one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.end = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.begin(x)
+        for _ in range(2):
+            for block in self.blocks:
+                x = torch.tanh(block(x))
+        out: Tensor = self.end(x)
+        return out
+
+
+class Torn(nn.Module):
+    """A block that changes, in place, what another value is a view of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first: Tensor = self.blocks[0](x) * 1.0
+        view = first.view(-1, 2, 2)
+        second = self.blocks[1](torch.tanh(first))
+        first.mul_(2.0)
+        third: Tensor = self.blocks[2](second)
+        return third + view.flatten(1)
+
+
+class Branching(nn.Module):
+    """A branch on the values of a tensor, which no graph has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner: Tensor = self.inner(x)
+        return inner if float(x.sum()) > 0 else -inner
+
+
+class Fixed(nn.Module):
+    """A number of samples that is a plain number to the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.tensor([float(index) for index in range(x.shape[0])])
+        out: Tensor = self.inner(x)
+        return out * places[:, None]
