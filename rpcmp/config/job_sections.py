@@ -244,7 +244,8 @@ class JobSettings(Strict):
     """Parameters that are one, by their names in the unsplit model, such as [["embed.weight",
     "head.weight"]]; stored under the first name."""
     init: str | None = None
-    """Safetensors file with the weights to start from, by the unsplit model's names."""
+    """Weights to start from, by the unsplit model's names: a safetensors file, or a folder of such
+    files as transformers writes it."""
     data: DataConfig | None = None
     """Needed by the command line."""
     early_stopping: EarlyStoppingConfig | None = None

@@ -19,7 +19,15 @@ from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.config.topology import Member
 from rpcmp.config.types import Factory, Strict
 from rpcmp.errors import ConfigError, one_line
-from rpcmp.pipelining import cost_model, devices, layers, optimizers, parameter_names, partition
+from rpcmp.pipelining import (
+    cost_model,
+    devices,
+    initial_weights,
+    layers,
+    optimizers,
+    parameter_names,
+    partition,
+)
 from rpcmp.pipelining.schedule import InFlightLimits
 
 
@@ -152,7 +160,7 @@ def _check_weights(
         return
     prefixes = [config.prefix_of(layer) for layer in unsplit]
     state = None if known is None else {name for one in known.values() for name in one.state}
-    layers.require_known_weights(config.init, prefixes, state)
+    initial_weights.require_known_weights(config.init, prefixes, state)
 
 
 def _layers_of_stages(config: Config) -> list[list[str]]:

@@ -5,89 +5,24 @@ come from the config's `layers` callable; a named stage is one layer of its own 
 initialized from its own stream of random numbers, so a model's parameters do not depend on where it
 is cut; see `random_streams`.
 
-A run may start from the weights in a file, `init = "model.safetensors"`, which holds the unsplit
-model's state_dict, as `rpcmp export` writes it. Each host reads only the tensors of its layers.
+A run may start from given weights: see `initial_weights`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from rpcmp.config import importing
 from rpcmp.config.schema import Config
 from rpcmp.config.types import Factory
-from rpcmp.errors import MAX_LISTED, ConfigError, FactoryError
-from rpcmp.pipelining import random_streams
-
-
-def require_known_weights(
-    path: str, prefixes: Iterable[str], names: Collection[str] | None
-) -> None:
-    """Check that every tensor of the file belongs to one of the model's layers.
-
-    Args:
-        names: all names of the model; None if not known yet.
-    """
-    prefixes = tuple(prefixes)
-    with _open_weights(path) as file:
-        stored = sorted(file.keys())
-    if names is None:
-        unknown = [name for name in stored if not name.startswith(prefixes)]
-    else:
-        unknown = [name for name in stored if name not in names]
-    if unknown:
-        raise ConfigError(
-            f"init = {path!r} has tensors of no layer: {', '.join(unknown[:MAX_LISTED])}"
-        )
-
-
-def load_weights(
-    path: str,
-    modules: Mapping[str, tuple[str, nn.Module]],
-    tied_to: Mapping[str, str],
-    owns_prefixes: bool,
-) -> None:
-    """Load the tensors of these layers from the file.
-
-    Args:
-        modules: by the layers' names, with the prefix of their tensors.
-        tied_to: first names of tied parameters, whose other names may be missing in the file.
-        owns_prefixes: whether no other layer shares a prefix, so that an unknown name with it is a
-            mistake.
-    """
-    with _open_weights(path) as file:
-        names = set(file.keys())
-        for layer, (prefix, module) in modules.items():
-            own = {prefix + name: name for name in module.state_dict()}
-            state: dict[str, Tensor] = {}
-            for whole, name in own.items():
-                stored = tied_to.get(whole, whole)
-                stored = stored if stored in names else whole
-                if stored in names:
-                    state[name] = file.get_tensor(stored)
-            try:
-                module.load_state_dict(state)
-                if owns_prefixes:
-                    unknown = {n for n in names if n.startswith(prefix)} - {*own} - {*tied_to}
-                    if unknown:
-                        raise RuntimeError(f"has no {', '.join(sorted(unknown)[:MAX_LISTED])}")
-            except RuntimeError as error:
-                raise ConfigError(f"init = {path!r}: layer {layer!r}: {error}") from error
-
-
-def _open_weights(path: str) -> Any:
-    try:
-        return safe_open(path, "pt")
-    except Exception as error:  # of the library's own kind
-        raise ConfigError(f"init = {path!r} cannot be read: {error}") from error
-
+from rpcmp.errors import ConfigError, FactoryError
+from rpcmp.pipelining import initial_weights, random_streams
 
 LayerFactory = Callable[[], nn.Module]
 
@@ -146,7 +81,7 @@ def build_layers(config: Config, stage_index: int, names: Iterable[str]) -> dict
     if config.init is not None:
         prefixed = {name: (config.prefix_of(name), module) for name, module in modules.items()}
         owns_prefixes = all(stage.prefix is None for stage in config.stages)
-        load_weights(config.init, prefixed, config.tied_to, owns_prefixes)
+        initial_weights.load_weights(config.init, prefixed, config.tied_to, owns_prefixes)
     return modules
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -171,13 +172,32 @@ def test_a_run_can_start_from_given_weights(
     assert verified.code == 0, verified.err
     result = drive(config, *given)
     assert result.losses[0] < 0.5 * whole[1].losses[0]
+    folder = split_in_two(job.folder / "model.safetensors", job.folder / "pretrained")
+    again = drive(config, "--set", f"init={folder.name}", "--steps", "2", "--fresh")
+    assert again.code == 0, again.err
+    assert again.losses == result.losses
+
+
+def split_in_two(path: Path, folder: Path) -> Path:
+    """Write a file's tensors as `save_pretrained` writes large models, and return the folder."""
+    folder.mkdir()
+    state = load_file(path)
+    places: dict[str, str] = {}
+    for number in (1, 2):
+        file = f"model-{number:05}-of-00002.safetensors"
+        part = dict(list(state.items())[number - 1 :: 2])
+        save_file(part, folder / file)
+        places |= dict.fromkeys(part, file)
+    index = {"metadata": {"total_size": 0}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ("unknown", "has tensors of no layer: other.weight"),
-        ("missing", 'Missing key(s) in state_dict: "bias"'),
+        ("missing", "does not fit the model: it lacks head.bias"),
         ("nothing", "cannot be read"),
     ],
 )

@@ -12,7 +12,7 @@ from torch import nn
 
 from rpcmp.config.loader import parse_config
 from rpcmp.errors import ConfigError
-from rpcmp.pipelining import assignment, layers, parameter_names
+from rpcmp.pipelining import assignment, initial_weights, parameter_names
 from tests.zoo import models
 
 
@@ -90,7 +90,9 @@ def test_the_only_host_with_the_weights_reports_unknown_names(tmp_path: Path) ->
     layer = nn.Linear(1, 1)
     named = {f"a.{name}": value for name, value in layer.state_dict().items()}
     save_file({**named, "a.wieght": torch.ones(1)}, path)
-    with pytest.raises(ConfigError, match=r"layer 'a': has no a.wieght"):
-        layers.load_weights(path, {"a": ("a.", layer)}, {}, owns_prefixes=True)
-    layers.load_weights(path, {"a": ("a.", layer)}, {}, owns_prefixes=False)
-    layers.load_weights(path, {"a": ("a.", layer)}, {"a.wieght": "a.weight"}, owns_prefixes=True)
+    with pytest.raises(ConfigError, match=r"it has, for no layer, a\.wieght"):
+        initial_weights.load_weights(path, {"a": ("a.", layer)}, {}, owns_prefixes=True)
+    initial_weights.load_weights(path, {"a": ("a.", layer)}, {}, owns_prefixes=False)
+    initial_weights.load_weights(
+        path, {"a": ("a.", layer)}, {"a.wieght": "a.weight"}, owns_prefixes=True
+    )
