@@ -111,14 +111,25 @@ class Graph:
         runs: list[Run] = []
         begun = 0
         for node in self.operations:
+            if runs and not node.meta.get("nn_module_stack"):  # torch's own, of what is around it
+                runs[-1].nodes.append(node)
+                continue
             block = next((path for path in paths_of(node) if path in blocks), "")
-            if block and not (runs and _last_block(runs) == block):
-                begun += 1
-            place = (begun, not block)
-            if not runs or runs[-1].place != place:
-                runs.append(Run(place, block))
+            if block and len(runs) > 1 and self._is_back(runs, block):
+                runs[-2].nodes += runs.pop().nodes
+            if not runs or runs[-1].block != block:
+                begun += bool(block)
+                runs.append(Run((begun, not block), block))
             runs[-1].nodes.append(node)
         return runs
+
+    def _is_back(self, runs: Sequence[Run], block: str) -> bool:
+        """Whether a block goes on, after operations outside of it that have no weights."""
+        outside = runs[-1]
+        return not outside.block and runs[-2].block == block and not self.weighs(outside)
+
+    def weighs(self, run: Run) -> bool:
+        return not self.weights.isdisjoint(self.uses(run.nodes))
 
     def uses(self, nodes: Iterable[fx.Node]) -> dict[str, fx.Node]:
         """Return what operations use of the module, by name in the graph, and who is the first."""
@@ -131,10 +142,6 @@ class Graph:
 
 
 Place: TypeAlias = tuple[int, bool]
-
-
-def _last_block(runs: Iterable[Run]) -> str:
-    return next((run.block for run in reversed(list(runs)) if run.block), "")
 
 
 def paths_of(node: fx.Node) -> list[str]:
@@ -150,11 +157,11 @@ class Cuts:
     def __init__(self, training: Graph) -> None:
         self._layer: dict[Place, int] = {}
         for run in training.runs:
-            is_own = bool(run.block) or _weighs(training, run)
+            is_own = bool(run.block) or training.weighs(run)
             last = max(self._layer.values(), default=-1)
             self._layer[run.place] = last + 1 if is_own or last < 0 else last
         first = training.runs[0]
-        if not first.block and len(self._layer) > 1 and not _weighs(training, first):
+        if not first.block and len(self._layer) > 1 and not training.weighs(first):
             self.join(0, 1)
 
     def __len__(self) -> int:
@@ -187,10 +194,6 @@ class Cuts:
             if run.block:
                 layers[self.of(run.place)].append(run.block)
         return layers
-
-
-def _weighs(graph: Graph, run: Run) -> bool:
-    return not graph.weights.isdisjoint(graph.uses(run.nodes))
 
 
 def alive(graph: Graph, layers: Sequence[Sequence[fx.Node]]) -> list[list[fx.Node]]:

@@ -105,9 +105,10 @@ def split_module(module: nn.Module, batch: Any, patterns: Collection[str] = ()) 
         ConfigError: the module cannot be exported or cut.
     """
     blocks = find_blocks(module, patterns)
-    was_training = module.training
+    modes = {part: part.training for part in module.modules()}
     exports = [export(module, batch, training) for training in (True, False)]
-    module.train(was_training)
+    for part, was_training in modes.items():
+        part.training = was_training
     graphs = [Graph(each, blocks) for each in exports]
     cuts = Cuts(graphs[0])
     holdings = weights.assign(module, cuts, graphs)

@@ -81,6 +81,9 @@ def _hold(
         for number, nodes in enumerate(of_layers):
             for name, user in graph.uses(nodes).items():
                 users[name].setdefault(number, user)
+        for node in graph.outputs:
+            if node.name in graph.targets:  # the module returns it as it is
+                users[node.name].setdefault(count - 1, node)
     targets = {name: target for graph in graphs for name, target in graph.targets.items()}
     owners: defaultdict[str, dict[int, str]] = defaultdict(dict)
     for name, by_layer in users.items():

@@ -41,6 +41,7 @@ CASES: dict[str, tuple[Make, Callable[[int, int], Any]]] = {
     "skips": (unsplit.Skipping, images),
     "repeating": (unsplit.Repeating, rows),
     "torn": (unsplit.Torn, rows),
+    "returning": (unsplit.Returning, rows),
     "transformer": (
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2),
         lambda samples, length: torch.randn(samples, length, 8),

@@ -121,6 +121,22 @@ class Repeating(nn.Module):
         return out
 
 
+class Returning(nn.Module):
+    """One block, twice, with a layer between; returns a parameter, and an input as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.between = nn.Linear(4, 4)
+        self.end = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = self.blocks[0](x)
+        hidden = self.blocks[0](self.between(hidden) * self.scale)
+        return self.end(self.blocks[1](hidden)), self.end.bias, x
+
+
 class Torn(nn.Module):
     """A block that changes, in place, what another value is a view of."""
 

@@ -20,6 +20,7 @@ from tests.zoo import unsplit
         ("skips", ["down.0", "down.1", "middle.convolve", "up.0", "up.1", "out"]),
         ("repeating", ["begin", "blocks.0", "end"]),
         ("torn", ["blocks.0", "blocks.2"]),
+        ("returning", ["blocks.0", "blocks.1", "end"]),
     ],
 )
 def test_a_layer_is_a_block_or_lies_between_two(name: str, layers: list[str]) -> None:

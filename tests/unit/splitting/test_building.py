@@ -1,0 +1,58 @@
+"""Modules that are built without their weights."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from rpcmp.splitting.building import build_without_weights
+from rpcmp.splitting.split import split_module
+from tests.support.splitmodules import tokens
+from tests.zoo import unsplit
+
+MIB = 2**20
+
+
+def test_parameters_cost_no_memory_until_they_are_written() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(16)))
+
+    before = psutil.Process().memory_info().rss
+    module = build_without_weights(make)
+    assert sum(p.nbytes for p in module.parameters()) > 256 * MIB
+    assert psutil.Process().memory_info().rss - before < 64 * MIB
+    with torch.no_grad():
+        for parameter in module[0].parameters():  # type: ignore[index]
+            parameter.fill_(1.0)
+    assert module[0].weight.sum() == 2048**2  # type: ignore[index]
+
+
+def test_the_module_is_otherwise_as_its_constructor_makes_it() -> None:
+    module, expected = build_without_weights(unsplit.Language), unsplit.Language()
+    assert module.get_parameter("head.weight") is module.get_parameter("embed.weight")
+    assert list(module.state_dict()) == list(expected.state_dict())
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(module.get_buffer(name), buffer)
+    for name, parameter in expected.named_parameters():
+        found = module.get_parameter(name)
+        assert (found.shape, found.dtype) == (parameter.shape, parameter.dtype)
+        assert (found.device.type, found.requires_grad) == ("cpu", parameter.requires_grad)
+
+
+def test_it_is_cut_like_the_module_with_its_weights() -> None:
+    batch = tokens(4, 8)
+    whole = split_module(unsplit.Language(), batch)
+    assert split_module(build_without_weights(unsplit.Language), batch) == whole
+
+
+def test_modules_are_built_as_usual_afterwards_also_after_an_error() -> None:
+    def fail() -> nn.Module:
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        build_without_weights(fail)
+    assert nn.Linear(1, 1).weight.device.type == "cpu"
+    frozen = build_without_weights(lambda: nn.Linear(1, 1).requires_grad_(False))
+    assert not any(parameter.requires_grad for parameter in frozen.parameters())
