@@ -37,7 +37,7 @@ def causal_lm(outputs: Any, targets: Any, ignore_index: int = IGNORED) -> Tensor
         A float32 scalar; weighted by `next_tokens`.
     """
     following = pad(_part(targets, "labels"), (0, 1), value=ignore_index)[..., 1:]
-    return _cross_entropy(outputs, following.contiguous(), ignore_index)
+    return _cross_entropy(outputs, following, ignore_index)
 
 
 def masked_lm(outputs: Any, targets: Any, ignore_index: int = IGNORED) -> Tensor:
@@ -64,8 +64,8 @@ def next_tokens(targets: Any, ignore_index: int = IGNORED) -> Tensor:
 
 def _cross_entropy(outputs: Any, labels: Tensor, ignore_index: int) -> Tensor:
     scores = _part(outputs, "logits").float()
-    flat = scores.view(-1, scores.shape[-1])
-    return cross_entropy(flat, labels.view(-1), ignore_index=ignore_index)
+    flat = scores.reshape(-1, scores.shape[-1])
+    return cross_entropy(flat, labels.reshape(-1), ignore_index=ignore_index)
 
 
 def _part(value: Any, name: str) -> Tensor:

@@ -104,6 +104,7 @@ class LoaderPool:
 
     def __init__(self, config: Config, stage: str) -> None:
         section = config.require_data("loading samples at a stage")
+        self._config = config
         self._stage = stage
         self._references = config.graph().parts(stage)
         self._all: list[_Loader] = []
@@ -140,6 +141,16 @@ class LoaderPool:
             return _unpacked(self._references, answer)
 
         self._submit(load, done)
+
+    def weigh(self, targets: Any, header: RoundHeader) -> list[LossWeight]:
+        """Weigh a mini-batch that was announced for another number of micro-batches.
+
+        Only `rpcmp tune` does so: it changes that number between two steps.
+        """
+        sliced = microbatches.split(targets, header.num_microbatches)
+        weights = loss_weights.LossWeights(self._config)
+        where = f"step {header.step}"
+        return loss_weights.shares(weights.of(sliced, where, header.is_training))
 
     def order(self, epoch: int, done: Callable[[Tensor | RpcmpError], None]) -> None:
         """Draw the order of an epoch, and call `done` from another thread."""
@@ -262,7 +273,7 @@ class StageDataLoader:
         answer: Future[Any] = Future()
         transport.when_all(
             [(NOBODY, self._needed(bundle.round).parts)],
-            lambda parts: answer.set_result(_slices(parts[0], bundle, reference)),
+            lambda parts: answer.set_result(self._slices(parts[0], bundle, reference)),
         )
         return answer
 
@@ -278,6 +289,21 @@ class StageDataLoader:
         with self._lock:
             self._aborted_round = max(last, self._aborted_round)
             self._mini_batches.clear()
+
+    def _slices(self, parts: Parts | RpcmpError, bundle: Bundle, reference: Reference) -> Any:
+        try:
+            if isinstance(parts, RpcmpError):
+                raise parts
+            count = bundle.round.num_microbatches
+            if parts.weights and reference == TARGET and len(parts.weights) != count:
+                weights = self._loaders.weigh(parts.trees[TARGET], bundle.round)
+                parts = parts._replace(weights=weights)
+            return _slices(parts, bundle, reference)
+        except StageError as error:  # raised in a process that does not know the step
+            fields = {**error.fields, "step": bundle.round.step}
+            return Raised(to_wire(StageError(**fields)))
+        except RpcmpError as error:
+            return Raised(to_wire(error))
 
     def _needed(self, header: RoundHeader) -> _MiniBatch:
         with self._lock:
@@ -300,11 +326,7 @@ class StageDataLoader:
             del self._mini_batches[number]
 
 
-def _slices(parts: Parts | RpcmpError, bundle: Bundle, reference: Reference) -> Any:
-    if isinstance(parts, StageError):  # raised in a process that does not know the step
-        parts = StageError(**{**parts.fields, "step": bundle.round.step})
-    if isinstance(parts, RpcmpError):
-        return Raised(to_wire(parts))
+def _slices(parts: Parts, bundle: Bundle, reference: Reference) -> list[StageOutputs]:
     whole, count = parts.trees[reference], bundle.round.num_microbatches
     metas = bundle.microbatches
     slices = [StageOutputs(microbatches.cut(whole, count, meta.number)) for meta in metas]

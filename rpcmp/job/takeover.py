@@ -268,7 +268,7 @@ class DriverRecord:
                 )
                 number, about = self._number, self.about
                 yield request
-                if request.has_ended:  # and written: gRPC asks for the next one afterwards
+                if request.has_ended:  # and gRPC has taken it: it asks for the next one
                     return
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(BEAT_SECONDS):

@@ -89,11 +89,11 @@ class WeightFiles:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self._what}: {path.name}: {one_line(error)}") from error
         for file in sorted(set(index.weight_map.values())):
-            if Path(file).name != file or file in (".", ".."):
+            if not file or Path(file).name != file or file == "..":
                 raise ConfigError(
                     f"{self._what}: {path.name} names {file!r}, which is no file beside it"
                 )
-            if not (path.parent / file).exists():
+            if not os.path.lexists(path.parent / file):
                 raise ConfigError(f"{self._what}: {file} is missing, which {path.name} names")
         return {name: path.parent / file for name, file in index.weight_map.items()}
 
@@ -102,7 +102,8 @@ class WeightFiles:
             try:
                 self._open[path] = safe_open(path, "pt")
             except Exception as error:  # of the library's own kind
-                text = f"{self._what} cannot be read: {one_line(error)}"
+                file = "" if path == self._path else f" ({path.name})"
+                text = f"{self._what}{file} cannot be read: {one_line(error)}"
                 if path.is_symlink():
                     text += f" ({path.name} is a link: its folder has to be in data.paths too)"
                 raise ConfigError(text) from error

@@ -106,6 +106,7 @@ class DriverMemory:
         """
         self._heard_at = time.monotonic()
         if request.has_ended:
+            self._ended.append(self.job_id)
             self.states, self.keep_seconds, self._held_until = {}, 0.0, 0.0
             return
         self.about = request.about or self.about

@@ -295,9 +295,12 @@ class StageServer:
         """Keep what the driver of the current claim records."""
         # The last words of a driver that is gone may be read after its connection has ended.
         job_id, generation = request.job_id, request.generation
-        if not (request.has_ended and self.driver.is_held(job_id, generation)):
+        is_late = request.has_ended and self.driver.is_held(job_id, generation)
+        if not is_late:
             self.claimed_by(job_id, generation)
         self.driver.record(request)
+        if is_late:
+            self._forget()
 
     def claimed_by(self, job_id: str, generation: int) -> Claim:
         """Return the current claim."""

@@ -160,6 +160,8 @@ class Cuts:
             is_own = bool(run.block) or training.weighs(run)
             last = max(self._layer.values(), default=-1)
             self._layer[run.place] = last + 1 if is_own or last < 0 else last
+        if not training.runs:
+            raise ConfigError("the module computes nothing: there is nothing to cut")
         first = training.runs[0]
         if not first.block and len(self._layer) > 1 and not training.weighs(first):
             self.join(0, 1)

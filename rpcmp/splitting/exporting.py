@@ -52,7 +52,7 @@ def export(module: nn.Module, batch: Any, training: bool) -> Exported:
     whole.train(training)
     sizes = tuple(dict.fromkeys(range(leaf.dim()), Dim.AUTO) for leaf in leaves)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")  # a size that the module fixes, such as 3 channels
             program = torch.export.export(
                 whole, tuple(leaves), dynamic_shapes={"leaves": sizes}, strict=False

@@ -29,14 +29,17 @@ class SplitLayer(nn.Module):
     def __init__(self, split: Split, index: int, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         plan = split.layers[index]
-        self._programs = {True: plan.training, False: plan.evaluation}
-        self._inputs = split.inputs if index == 0 else None
-        self._structures: dict[bool, Structure] = {}
+        # Names that no submodule of the user's has.
+        self._split_programs = {True: plan.training, False: plan.evaluation}
+        self._split_inputs = split.inputs if index == 0 else None
+        self._split_structures: dict[bool, Structure] = {}
         if index == len(split.layers) - 1:
-            self._structures = dict(zip((True, False), split.structures, strict=True))
-        self._compiled: dict[tuple[bool, torch.device], Callable[..., tuple[Any, ...]]] = {}
+            self._split_structures = dict(zip((True, False), split.structures, strict=True))
+        self._split_compiled: dict[tuple[bool, torch.device], Callable[..., tuple[Any, ...]]] = {}
         copied = {name for names in split.tied for name in names[1:]}
-        stored = {name for program in self._programs.values() for name in program.tensors.values()}
+        stored = {
+            name for program in self._split_programs.values() for name in program.tensors.values()
+        }
         for name in plan.tensors:
             _add(self, name, _own(tensors[name], name in copied), name not in plan.passing)
         for name in sorted(stored - {*plan.tensors}):
@@ -44,21 +47,21 @@ class SplitLayer(nn.Module):
             _add(self, name, constant, is_stored=False)
 
     def forward(self, value: Any) -> Any:
-        values = value if self._inputs is None else _checked(self._inputs, value)
-        outputs = self._run(values)(self, *values)
-        if not self._structures:
+        values = value if self._split_inputs is None else _checked(self._split_inputs, value)
+        outputs = self._split_run(values)(*values)
+        if not self._split_structures:
             return outputs
-        return restore(self._structures[self.training], outputs)
+        return restore(self._split_structures[self.training], outputs)
 
-    def _run(self, values: Iterable[Any]) -> Callable[..., tuple[Any, ...]]:
+    def _split_run(self, values: Iterable[Any]) -> Callable[..., tuple[Any, ...]]:
         """Return the mode's program for the device that the values are on."""
         device = next((each.device for each in values if isinstance(each, Tensor)), None)
         if device is None:
             device = next(self.parameters()).device
         key = self.training, device
-        if key not in self._compiled:
-            self._compiled[key] = compiled(self._programs[self.training], device)
-        return self._compiled[key]
+        if key not in self._split_compiled:
+            self._split_compiled[key] = compiled(self._split_programs[self.training], device, self)
+        return self._split_compiled[key]
 
 
 def _own(tensor: Tensor, is_copied: bool) -> Tensor:

@@ -11,17 +11,18 @@ numbers, strings and lists are written as a dict with one key:
 
 from __future__ import annotations
 
+import keyword
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from pydantic import BaseModel, ConfigDict, Field
-from torch import fx
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from torch import fx, nn
 
-from rpcmp.errors import ConfigError
+from rpcmp.errors import ConfigError, one_line
 
 Encoded: TypeAlias = Any
 """JSON, as above."""
@@ -32,8 +33,11 @@ REGIONS = ("no_grad", "enable_grad", "autocast")
 NAMESPACE = "aten"
 """Of torch's own operations. Those of other libraries may do anything at all."""
 
-REFUSED = ("aten.from_file.default",)
-"""Operations that open a file."""
+REFUSED = {
+    *("from_file", "save", "load", "set_grad_enabled"),
+    *("manual_seed", "seed", "initial_seed", "warn", "get_gradients"),
+}
+"""Operations that open files, or change what is not theirs; by name, in all of their forms."""
 
 _SIZES: dict[str, Callable[..., Any]] = {
     **{
@@ -56,6 +60,16 @@ _NAMES = {function: name for name, function in _SIZES.items()}
 _Operation = type(torch.ops.aten.add.Tensor)
 
 
+def _word(name: str) -> str:
+    # Names end up in source that torch makes of a graph.
+    if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
+        raise ValueError(f"{name!r} is no name")
+    return name
+
+
+Word = Annotated[str, AfterValidator(_word)]
+
+
 class Node(BaseModel):
     """One operation.
 
@@ -67,10 +81,10 @@ class Node(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str
+    name: Word
     calls: str
     args: list[Encoded] = Field(default_factory=list)
-    kwargs: dict[str, Encoded] = Field(default_factory=dict)
+    kwargs: dict[Word, Encoded] = Field(default_factory=dict)
     body: Program | None = None
     where: str = ""
 
@@ -86,10 +100,10 @@ class Program(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    inputs: list[str]
+    inputs: list[Word]
     nodes: list[Node]
     outputs: list[Encoded]
-    tensors: dict[str, str] = Field(default_factory=dict)
+    tensors: dict[Word, str] = Field(default_factory=dict)
 
 
 Node.model_rebuild()
@@ -98,8 +112,7 @@ Node.model_rebuild()
 def name_of(target: Any) -> str | None:
     """Return the name of what a node of torch's graph calls; None if no program may call it."""
     if isinstance(target, _Operation):
-        name = str(target)
-        return name if name.startswith(f"{NAMESPACE}.") and name not in REFUSED else None
+        return str(target) if _is_allowed(str(target)) else None
     return _NAMES.get(target)
 
 
@@ -143,52 +156,81 @@ def _decode(value: Encoded, values: dict[str, fx.Node], device: torch.device) ->
         case "slice":
             return slice(*(_decode(each, values, device) for each in what))
         case "dtype" | "layout" | "format":
-            found = getattr(torch, what)
+            found = getattr(torch, what, None)
             if isinstance(found, torch.dtype | torch.layout | torch.memory_format):
                 return found
     raise ConfigError(f"{value!r} is no value of a program")
 
 
-def compiled(program: Program, device: torch.device) -> Callable[..., tuple[Any, ...]]:
-    """Return the program as a function of a module with its tensors, and of its inputs.
+def compiled(
+    program: Program, device: torch.device, owner: nn.Module
+) -> Callable[..., tuple[Any, ...]]:
+    """Return the program as a function of its inputs.
+
+    Args:
+        owner: has the program's tensors.
 
     Raises:
-        ConfigError: it calls what no program may.
+        ConfigError: it calls what no program may, or is not a whole one.
     """
+    try:
+        graph = _graph(program, device, owner)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"a program that is not whole: {one_line(error)}") from error
+    run: Callable[..., tuple[Any, ...]] = fx.GraphModule(nn.Module(), graph).forward
+    return run
+
+
+def _graph(program: Program, device: torch.device, owner: nn.Module) -> fx.Graph:
     graph = fx.Graph()
-    owner = graph.placeholder("owner")
-    values = {name: graph.placeholder(name) for name in program.inputs}
+    values = {name: graph.placeholder(f"x{i}") for i, name in enumerate(program.inputs)}
     for name, path in program.tensors.items():
-        values[name] = graph.call_function(_tensor, (owner, path))
+        values[name] = graph.call_function(_Tensor(owner, path))
     for node in program.nodes:
         args = tuple(_decode(each, values, device) for each in node.args)
         kwargs = {key: _decode(each, values, device) for key, each in node.kwargs.items()}
         values[node.name] = graph.call_function(_function(node, device), args, kwargs)
     graph.output(tuple(_decode(each, values, device) for each in program.outputs))
     graph.lint()
-    run: Callable[..., tuple[Any, ...]] = fx.GraphModule(torch.nn.Module(), graph).forward
-    return run
+    return graph
 
 
-def _tensor(owner: Any, path: str) -> torch.Tensor:
-    for part in path.split("."):
-        owner = getattr(owner, part)
-    tensor: torch.Tensor = owner
-    return tensor
+class _Tensor:
+    """A parameter or buffer of a module, read when it is needed: it may be another by then."""
+
+    __name__ = __qualname__ = "tensor_of"
+
+    def __init__(self, owner: nn.Module, path: str) -> None:
+        above, _, self._name = path.rpartition(".")
+        self._module = owner.get_submodule(above)
+        tensors: dict[str, torch.Tensor] = dict(self._module.named_buffers(recurse=False))
+        tensors.update(self._module.named_parameters(recurse=False))
+        if self._name not in tensors:
+            raise ConfigError(f"a layer has no tensor {path!r}")
+
+    def __call__(self) -> torch.Tensor:
+        tensor: torch.Tensor = getattr(self._module, self._name)
+        return tensor
+
+
+def _is_allowed(name: str) -> bool:
+    """Whether "namespace.operation.overload" may be called."""
+    parts = name.split(".")
+    return len(parts) == 3 and parts[0] == NAMESPACE and parts[1] not in REFUSED
 
 
 def _function(node: Node, device: torch.device) -> Callable[..., Any]:
-    if node.body is not None:
-        return _Region(node, device)
+    if node.body is not None and node.calls in REGIONS:
+        return _Region(node.calls, node.body, device)
     if node.calls in _SIZES:
         return _SIZES[node.calls]
     if node.calls in _SPLITTABLE:
         return _SPLITTABLE[node.calls]
     found: Any = torch.ops
-    if node.calls.startswith(f"{NAMESPACE}.") and node.calls not in REFUSED:
+    if node.body is None and _is_allowed(node.calls):
         for part in node.calls.split("."):
             found = getattr(found, part, None)
-    if not isinstance(found, _Operation):
+    if not isinstance(found, _Operation) or str(found) != node.calls:
         raise ConfigError(f"no program may call {node.calls!r}")
     function: Callable[..., Any] = found
     return function
@@ -214,18 +256,17 @@ _SPLITTABLE = {
 class _Region:
     """A `with` of the module, and what is computed within it."""
 
-    def __init__(self, node: Node, device: torch.device) -> None:
-        assert node.body is not None
-        self.__name__ = self.__qualname__ = f"{node.calls}_{node.name}"
-        self.__module__ = __name__
-        self._calls, self._options, self._device = node.calls, node.kwargs, device
-        self._run = compiled(node.body, device)
+    __name__ = __qualname__ = "region"
+
+    def __init__(self, kind: str, body: Program, device: torch.device) -> None:
+        self._kind, self._device = kind, device
+        self._run = compiled(body, device, nn.Module())
 
     def __call__(self, *args: Any, **options: Any) -> tuple[Any, ...]:
         with self._context(**options):
-            return self._run(None, *args)
+            return self._run(*args)
 
     def _context(self, **options: Any) -> Any:
-        if self._calls == "autocast":
+        if self._kind == "autocast":
             return torch.autocast(self._device.type, **options)
-        return torch.set_grad_enabled(self._calls == "enable_grad")
+        return torch.set_grad_enabled(self._kind == "enable_grad")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,9 +107,11 @@ def split_module(module: nn.Module, batch: Any, patterns: Collection[str] = ()) 
     """
     blocks = find_blocks(module, patterns)
     modes = {part: part.training for part in module.modules()}
-    exports = [export(module, batch, training) for training in (True, False)]
-    for part, was_training in modes.items():
-        part.training = was_training
+    try:
+        exports = [export(module, batch, training) for training in (True, False)]
+    finally:
+        for part, was_training in modes.items():
+            part.training = was_training
     graphs = [Graph(each, blocks) for each in exports]
     cuts = Cuts(graphs[0])
     holdings = weights.assign(module, cuts, graphs)
@@ -135,7 +138,7 @@ def split_module(module: nn.Module, batch: Any, patterns: Collection[str] = ()) 
         for name, training, evaluation, tensors in zip(names, *programs, held, strict=True)
     ]
     return Split(
-        inputs=_inputs(graphs[0], exporting.arguments(batch)[0]),
+        inputs=_inputs(graphs, exporting.arguments(batch)[0]),
         layers=layers,
         structures=(exports[0].structure, exports[1].structure),
         tied=holdings.tied,
@@ -143,6 +146,8 @@ def split_module(module: nn.Module, batch: Any, patterns: Collection[str] = ()) 
         constants=constants,
     )
 
+
+TORCH = str(Path(torch.__file__).parent)
 
 MODES = ("in_training", "in_evaluation")
 """As submodules of CONSTANTS."""
@@ -220,26 +225,33 @@ def _body(graph: Graph, owner: Any, inner: Any) -> Program:
 
 
 def _where(node: fx.Node) -> str:
-    """Return the innermost line of the module's own code that an operation comes from."""
+    """Return the innermost line outside of torch that an operation comes from, "net.py:12"."""
     trace = node.meta.get("stack_trace") or ""
     lines = re.findall(r'File "([^"]+)", line (\d+)', trace)
-    return f"{lines[-1][0]}:{lines[-1][1]}" if lines else ""
+    own = [(Path(file).name, line) for file, line in lines if Path(TORCH) not in Path(file).parents]
+    return ":".join(own[-1]) if own else ""
 
 
-def _inputs(graph: Graph, names: Sequence[str]) -> list[InputPlan]:
+def _inputs(graphs: Sequence[Graph], names: Sequence[str]) -> list[InputPlan]:
+    """Return what the inputs have to be for all graphs."""
     plans = []
-    for name, node in zip(names, graph.inputs, strict=True):
-        value = node.meta["val"]
-        # A size that the forward made a plain number of is still a symbol, but has one value.
-        sizes = [int(size) if is_concrete_int(size) else None for size in value.shape]
-        plans.append(
-            InputPlan(name=name, dtype=str(value.dtype).removeprefix("torch."), sizes=sizes)
-        )
-    fixed = [plan for plan in plans if not plan.sizes or plan.sizes[0] is not None]
-    if fixed:
-        shown = ", ".join(f"{p.name!r}" for p in fixed[:MAX_LISTED])
+    for name, *nodes in zip(names, *(graph.inputs for graph in graphs), strict=True):
+        values = [node.meta["val"] for node in nodes]
+        sizes = [_size(each) for each in zip(*(value.shape for value in values), strict=True)]
+        dtype = str(values[0].dtype).removeprefix("torch.")
+        plans.append(InputPlan(name=name, dtype=dtype, sizes=sizes))
+    if scalars := [plan.name for plan in plans if not plan.sizes]:
+        raise ConfigError(f"input {scalars[0]!r} has no dimension of samples")
+    if fixed := [plan.name for plan in plans if plan.sizes[0] is not None]:
+        names_of_fixed = ", ".join(map(repr, fixed[:MAX_LISTED]))
         raise ConfigError(
-            f"the module fixes the number of samples of {shown}, which differs between "
-            "mini-batches: it must not use that number as a plain number, such as in int()"
+            f"the module fixes the number of samples of {names_of_fixed}, which differs between "
+            "mini-batches: it must not use that number as a plain number, such as in range()"
         )
     return plans
+
+
+def _size(sizes: Sequence[Any]) -> int | None:
+    """Return the only size that all graphs are for; None: any."""
+    # A size that the forward made a plain number of is still a symbol, but has one value.
+    return next((int(size) for size in sizes if is_concrete_int(size)), None)

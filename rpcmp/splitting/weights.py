@@ -68,7 +68,9 @@ class _Names:
         self._same = same
 
     def all_of(self, name: str) -> list[str]:
-        return self._same[id(self.tensors[name])]
+        """Return the names of what has this one; those that a state dict has come first."""
+        names = self._same[id(self.tensors[name])]
+        return sorted(names, key=lambda each: each not in self.stored)
 
 
 def _hold(
@@ -96,7 +98,8 @@ def _hold(
                 continue
             own = owners[first].get(number) or _choose(names, owners[first].values(), user)
             if own is None:
-                return holdings, (min(owners[first]), number)
+                taken = sorted([*owners[first], number])
+                return holdings, (taken[0], taken[-1])
             owners[first][number] = holdings.names[number][name] = own
     for first, by_number in owners.items():
         names = [by_number[number] for number in sorted(by_number)]

@@ -112,7 +112,7 @@ class LocalLoaders(LoaderPool):
     """The loaders of a stage's samples, in a thread instead of processes."""
 
     def __init__(self, config: Config, stage: str) -> None:
-        self._stage = stage
+        self._config, self._stage = config, stage
         self._references = config.graph().parts(stage)
         self._threads = ThreadPoolExecutor(1, "local-loader")
         self._loading = stage_loader._Loading(config, stage)

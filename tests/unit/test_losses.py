@@ -81,6 +81,14 @@ def test_what_has_no_scores_or_labels_is_an_error_that_says_so(value: Any) -> No
         masked_lm(scores, value)
 
 
+def test_scores_and_labels_may_have_any_strides() -> None:
+    scores, labels = batch()
+    turned = scores.transpose(1, 2).contiguous().transpose(1, 2)
+    cut = torch.cat([labels, labels], dim=1)[:, :5]
+    assert masked_lm(turned, cut) == masked_lm(scores, labels)
+    assert causal_lm(turned, cut) == causal_lm(scores, labels)
+
+
 def test_scores_of_less_precision_are_compared_as_float32() -> None:
     scores, labels = batch()
     found = causal_lm(scores.bfloat16(), labels)

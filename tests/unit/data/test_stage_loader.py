@@ -20,7 +20,7 @@ from rpcmp.data.sample_order import Key
 from rpcmp.data.stage_loader import LoaderPool, Parts, StageDataLoader
 from rpcmp.errors import ConfigError, RpcmpError, StageError, WorkerDiedError, from_wire
 from rpcmp.pipelining import microbatches
-from rpcmp.rpc.messages import BatchIndices, Bundle, LossWeight
+from rpcmp.rpc.messages import BatchIndices, Bundle, LossWeight, RoundHeader
 from rpcmp.rpc.transport import Raised
 from tests.support.processes import no_more_files, poll_for
 from tests.support.rounds import header
@@ -47,9 +47,16 @@ class Given:
 
     def __init__(self) -> None:
         self.asked: dict[int, Callable[[Parts | RpcmpError], None]] = {}
+        self.weighed: list[int] = []
 
     def load(self, drawn: BatchIndices, done: Callable[[Parts | RpcmpError], None]) -> None:
         self.asked[drawn.batch_id] = done
+
+    def weigh(self, targets: Any, header: RoundHeader) -> list[LossWeight]:
+        self.weighed.append(header.num_microbatches)
+        if header.step == 5 and header.num_samples == 6:
+            raise ConfigError("it weighs nothing")
+        return [LossWeight(1.0, 3.0)] * 3
 
 
 @pytest.fixture
@@ -100,6 +107,20 @@ def test_targets_come_with_what_the_loss_counts_in_them(
     answers = {part: feed.get(bundle(1, 1, 0, 1), part).value() for part in (INPUT, TARGET)}
     assert [outputs.weight for outputs in answers[TARGET]] == weights[:2]
     assert [outputs.weight for outputs in answers[INPUT]] == [None, None]
+
+
+def test_targets_are_weighed_again_if_there_are_other_micro_batches(
+    given: Given, feed: StageDataLoader
+) -> None:
+    feed.prefetch([drawn(1)])
+    given.asked[1](PARTS._replace(weights=[LossWeight(1.0, 2.0)] * 2))
+    (outputs,) = feed.get(bundle(1, 1, 2), TARGET).value()
+    assert (outputs.weight, given.weighed) == (LossWeight(1.0, 3.0), [3])
+    (other,) = feed.get(bundle(1, 1, 2), INPUT).value()
+    assert (other.weight, given.weighed) == (None, [3])
+    fewer = Bundle(header(1, 3, step=5, num_samples=6, batch_id=1), 0)
+    raised = feed.get(fewer, TARGET).value()
+    assert str(from_wire(raised.error)) == "it weighs nothing"
 
 
 def test_every_answer_is_its_own_copy(given: Given, feed: StageDataLoader) -> None:

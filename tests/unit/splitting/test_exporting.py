@@ -36,6 +36,13 @@ def test_what_cannot_be_exported_is_an_error_with_a_way_out() -> None:
     assert text.endswith("cut it by hand: give `layers` in [model], or stages with a `module` each")
 
 
+def test_gradients_are_recorded_whatever_the_caller_does() -> None:
+    batch = {"tokens": torch.ones(2, 4, dtype=torch.int64)}
+    with torch.no_grad():
+        graph = export(unsplit.Language(), batch, training=True).program.graph
+    assert any("wrap_with_set_grad_enabled" in str(node.target) for node in graph.nodes)
+
+
 class Text(torch.nn.Module):
     def forward(self, x: Any) -> Any:
         return {"logits": x, "note": "text"}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from rpcmp.errors import ConfigError
@@ -20,7 +21,7 @@ def run(nodes: list[Node], *values: Any, owner: nn.Module | None = None) -> Any:
     tensors = {"w": "inner.weight"} if owner is not None else {}
     program = Program(inputs=inputs, nodes=nodes, outputs=[{"of": nodes[-1].name}], tensors=tensors)
     again = Program.model_validate_json(program.model_dump_json())
-    return compiled(again, CPU)(owner, *values)[0]
+    return compiled(again, CPU, owner or nn.Module())(*values)[0]
 
 
 def test_operations_read_values_tensors_and_numbers() -> None:
@@ -78,6 +79,8 @@ def test_regions_hold_for_what_lies_in_them() -> None:
     [
         *("os.system", "load_library", "aten.linear", "aten.nothing.default", "operator.call"),
         *("aten.from_file.default", "profiler._record_function_enter_new.default", "__class__"),
+        *("aten.from_file.out", "aten.save.default", "aten.set_grad_enabled.default"),
+        *("aten.add.Tensor._overloadpacket.Tensor", "aten.add.__class__", "no_grad"),
     ],
 )
 def test_nothing_but_torchs_operations_can_be_called(calls: str) -> None:
@@ -85,10 +88,45 @@ def test_nothing_but_torchs_operations_can_be_called(calls: str) -> None:
         run([Node(name="a", calls=calls, args=[])])
 
 
-@pytest.mark.parametrize("value", [{"dtype": "load"}, {"format": "nn"}, {"code": "1"}])
+@pytest.mark.parametrize(
+    "value", [{"dtype": "load"}, {"format": "nn"}, {"code": "1"}, {"dtype": "nothing"}]
+)
 def test_nothing_but_values_can_be_named(value: Any) -> None:
     with pytest.raises(ConfigError, match="is no value of a program"):
         run([Node(name="a", calls="operator.neg", args=[value])])
+
+
+@pytest.mark.parametrize(
+    "value", [{"of": "nothing"}, {}, {"of": "x0", "float": "1"}, {"dtype": 3}, {"float": "x"}]
+)
+def test_a_program_that_is_not_whole_is_an_error(value: Any) -> None:
+    with pytest.raises(ConfigError, match="a program that is not whole"):
+        run([Node(name="a", calls="operator.neg", args=[value])])
+
+
+@pytest.mark.parametrize("name", ["x=print(1)", "a b", "lambda", "", "é", "a.b"])
+def test_a_name_is_a_word(name: str) -> None:
+    for program in (
+        {"inputs": [name], "nodes": [], "outputs": []},
+        {"inputs": [], "nodes": [], "outputs": [], "tensors": {name: "w"}},
+        {"inputs": [], "nodes": [{"name": name, "calls": "operator.neg"}], "outputs": []},
+        {
+            "inputs": [],
+            "nodes": [{"name": "a", "calls": "operator.neg", "kwargs": {name: 1}}],
+            "outputs": [],
+        },
+    ):
+        with pytest.raises(ValidationError, match="is no name"):
+            Program.model_validate(program)
+
+
+@pytest.mark.parametrize("path", ["__init__.__globals__", "training", "inner.forward", "inner.x"])
+def test_nothing_but_tensors_of_the_layer_can_be_read(path: str) -> None:
+    owner = nn.Sequential()
+    owner.add_module("inner", nn.Linear(2, 3))
+    program = Program(inputs=[], nodes=[], outputs=[{"of": "w"}], tensors={"w": path})
+    with pytest.raises(ConfigError, match=r"a layer has no tensor|is not whole"):
+        compiled(program, CPU, owner)
 
 
 def test_an_argument_without_a_form_is_refused() -> None:

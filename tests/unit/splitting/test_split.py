@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -89,13 +90,13 @@ def test_a_module_that_fixes_the_number_of_samples_is_refused() -> None:
 
 def test_a_line_of_the_module_is_kept_with_each_operation() -> None:
     _, split = split_of("two by two")
-    lines = {
-        node.where.rpartition(":")[0] for layer in split.layers for node in layer.training.nodes
-    }
-    assert any(line.endswith("unsplit.py") for line in lines)
+    nodes = [node for layer in split.layers for node in layer.training.nodes]
+    assert {node.where.partition(":")[0] for node in nodes} == {"unsplit.py"}
 
 
-def test_a_module_is_left_in_its_mode() -> None:
-    module = unsplit.TwoByTwo().eval()
-    split_module(module, CASES["two by two"][1](4, 8))
-    assert not module.training
+def test_a_module_is_left_in_its_modes_also_after_an_error() -> None:
+    for module in (unsplit.TwoByTwo().eval(), unsplit.Branching().eval()):
+        first = next(module.children()).train()
+        with contextlib.suppress(ConfigError):
+            split_module(module, CASES["two by two"][1](4, 8))
+        assert (module.training, first.training) == (False, True)
