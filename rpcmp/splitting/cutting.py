@@ -114,7 +114,7 @@ class Graph:
             if runs and not node.meta.get("nn_module_stack"):  # torch's own, of what is around it
                 runs[-1].nodes.append(node)
                 continue
-            block = next((path for path in paths_of(node) if path in blocks), "")
+            block = next((above for above in _around(paths_of(node)) if above in blocks), "")
             if block and len(runs) > 1 and self._is_back(runs, block):
                 runs[-2].nodes += runs.pop().nodes
             if not runs or runs[-1].block != block:
@@ -149,6 +149,13 @@ def paths_of(node: fx.Node) -> list[str]:
     stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
     paths = (str(path) for path, _ in stack.values())
     return [path.removeprefix(f"{OWNER}.") for path in paths if path.startswith(f"{OWNER}.")]
+
+
+def _around(paths: Iterable[str]) -> Iterator[str]:
+    """Yield submodules and what they lie in: a block's parts may be called without the block."""
+    for path in paths:
+        parts = path.split(".")
+        yield from (".".join(parts[:count]) for count in range(1, len(parts) + 1))
 
 
 class Cuts:

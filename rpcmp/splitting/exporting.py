@@ -112,7 +112,14 @@ class _Flat(nn.Module):
         named = dict(zip(self._names, leaves, strict=True))
         positional = [named.pop(name) for name in self._names if name.isdecimal()]
         found: list[Tensor] = []
+        before = dict(self.module.named_buffers())
         self.seen.structure = _structure(self.module(*positional, **named), found)
+        after = dict(self.module.named_buffers())
+        if replaced := [name for name, buffer in before.items() if after.get(name) is not buffer]:
+            raise ConfigError(
+                f"the module's forward replaces its buffer {replaced[0]!r}, which no graph shows: "
+                f"change it in place, as in `self.{replaced[0]}.copy_(...)`"
+            )
         return tuple(found)
 
 

@@ -153,6 +153,20 @@ class Torn(nn.Module):
         return third + view.flatten(1)
 
 
+class Averaging(nn.Module):
+    """A moving average, which a new tensor holds after each forward."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average = 0.9 * self.average + 0.1 * x.mean(0)
+        return x - self.average
+
+
 class Branching(nn.Module):
     """A branch on the values of a tensor, which no graph has."""
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from rpcmp.errors import ConfigError
 from rpcmp.splitting.cutting import find_blocks
 from rpcmp.splitting.split import split_module
-from tests.support.splitmodules import split_of, tokens
+from tests.support.splitmodules import rows, split_of, tokens
 from tests.zoo import unsplit
 
 
@@ -61,6 +63,25 @@ def test_the_outermost_repeated_blocks_are_found() -> None:
 def test_patterns_that_name_no_blocks_are_refused(patterns: list[str], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         find_blocks(unsplit.Language(), patterns)
+
+
+class Reaching(nn.Module):
+    """Calls parts of its blocks, and not the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            for part in cast(nn.Sequential, block):
+                x = part(x)
+        return x
+
+
+def test_a_block_whose_parts_are_called_is_a_layer() -> None:
+    split = split_module(Reaching(), rows(4, 8))
+    assert [layer.name for layer in split.layers] == ["blocks.0", "blocks.1", "blocks.2"]
 
 
 def test_a_layer_can_be_named_by_hand() -> None:

@@ -36,6 +36,11 @@ def test_what_cannot_be_exported_is_an_error_with_a_way_out() -> None:
     assert text.endswith("cut it by hand: give `layers` in [model], or stages with a `module` each")
 
 
+def test_a_buffer_that_is_replaced_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"replaces its buffer 'average'.*average\.copy_"):
+        export(unsplit.Averaging(), rows(4, 8), training=True)
+
+
 def test_gradients_are_recorded_whatever_the_caller_does() -> None:
     batch = {"tokens": torch.ones(2, 4, dtype=torch.int64)}
     with torch.no_grad():
