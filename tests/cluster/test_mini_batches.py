@@ -81,7 +81,7 @@ def require_that_loaders_load(path: str) -> None:
         for number, (key, loaded) in enumerate(zip(keys, alone.epoch(2), strict=False), start=1):
             batch = dict(zip(("input", "target"), loaded, strict=True))
             loaders.load(BatchIndices(number, "train", *key), answers.put)
-            for reference, part in answers.get(timeout=30).items():
+            for reference, part in answers.get(timeout=30).trees.items():
                 require_equal(part, pytree.select(batch[reference.producer], reference.path))
     finally:
         loaders.close()
