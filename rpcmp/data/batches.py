@@ -212,6 +212,7 @@ def _end_with_parent() -> None:
 
     torch looks every five seconds whether the parent is still the one that it had at first. If it
     was killed while this process was starting, which takes seconds, that is already another one.
+    Not `die_with_parent`, which would end this process with the thread that has started it.
     """
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()

@@ -230,8 +230,7 @@ class DriverRecord:
         self._states[state["step"]] = self._number, json.dumps(state)
         for step in [step for step in self._states if step < from_step]:
             del self._states[step]
-        for changed in self._streams:
-            changed.set()
+        self._wake_streams()
 
     async def end(self) -> None:
         """Record that the run is complete, and return when that is on its way to all servers.
@@ -240,12 +239,15 @@ class DriverRecord:
         now, would hold a job for nobody.
         """
         self._has_ended = True
-        for changed in self._streams:
-            changed.set()
+        self._wake_streams()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(BEAT_SECONDS):
                 while self._streams:
                     await asyncio.sleep(0.005)
+
+    def _wake_streams(self) -> None:
+        for changed in self._streams:
+            changed.set()
 
     async def requests(self, job_id: str, generation: int) -> AsyncIterator[pb.RecordRequest]:
         """Yield what a server of a generation has to be sent, until the run has ended."""

@@ -145,9 +145,9 @@ class TrainingWorkload(Workload[SummaryEvent]):
         except RpcmpError:
             self._report(summary)  # the training itself is complete, or its last step
             raise
-        if self._record is not None and not summary.is_cut_short:
-            await self._record.end()
         if not summary.is_cut_short:
+            if self._record is not None:
+                await self._record.end()
             await self.checkpoints.remove_left_behind(ended_well=True)
         if generation.draining and summary.is_cut_short:
             raise DrainingError(

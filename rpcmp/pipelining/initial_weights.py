@@ -60,10 +60,9 @@ class WeightFiles:
     def get(self, name: str) -> Tensor:
         """Return one tensor; reads no others."""
         path = self._places[name]
+        file = self._opened(path)
         try:
-            tensor: Tensor = self._opened(path).get_tensor(name)
-        except ConfigError:
-            raise
+            tensor: Tensor = file.get_tensor(name)
         except Exception as error:  # of the library's own kind
             raise ConfigError(
                 f"{self._what}: {path.name} has no {name!r}, or is damaged: {one_line(error)}"

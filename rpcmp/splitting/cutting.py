@@ -89,7 +89,6 @@ class Graph:
         nodes = list(exported.program.graph.nodes)
         placeholders = {node.name: node for node in nodes if node.op == "placeholder"}
         specs = {spec.arg.name: spec for spec in signature.input_specs}
-        self.exported = exported
         self.inputs = [placeholders[n] for n, s in specs.items() if s.kind is InputKind.USER_INPUT]
         self.weights = {n for n, s in specs.items() if s.kind is InputKind.PARAMETER}
         self.targets = {
@@ -191,17 +190,16 @@ class Cuts:
 
     def nodes(self, graph: Graph) -> list[list[fx.Node]]:
         """Return each layer's operations."""
-        layers: list[list[fx.Node]] = [[] for _ in range(len(self))]
-        for run in graph.runs:
-            layers[self.of(run.place)].extend(run.nodes)
-        return layers
+        return [[node for run in runs for node in run.nodes] for runs in self._runs(graph)]
 
     def blocks(self, graph: Graph) -> list[list[str]]:
         """Return the names of each layer's blocks."""
-        layers: list[list[str]] = [[] for _ in range(len(self))]
+        return [[run.block for run in runs if run.block] for runs in self._runs(graph)]
+
+    def _runs(self, graph: Graph) -> list[list[Run]]:
+        layers: list[list[Run]] = [[] for _ in range(len(self))]
         for run in graph.runs:
-            if run.block:
-                layers[self.of(run.place)].append(run.block)
+            layers[self.of(run.place)].append(run)
         return layers
 
 

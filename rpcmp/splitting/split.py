@@ -147,7 +147,7 @@ def split_module(module: nn.Module, batch: Any, patterns: Collection[str] = ()) 
     )
 
 
-TORCH = str(Path(torch.__file__).parent)
+TORCH = Path(torch.__file__).parent
 
 MODES = ("in_training", "in_evaluation")
 """As submodules of CONSTANTS."""
@@ -171,7 +171,7 @@ def _programs(graph: Graph, cuts: Cuts, holdings: Holdings, mode: str) -> list[P
     return [
         Program(
             inputs=[node.name for node in passing[number]],
-            nodes=[_node(graph, node) for node in nodes],
+            nodes=[_node(node) for node in nodes],
             outputs=[encode(node) for node in passing[number + 1]],
             tensors=_tensors(graph, [*nodes, *passing[number + 1]], holdings.names[number], mode),
         )
@@ -188,7 +188,7 @@ def _tensors(
     return held | constants
 
 
-def _node(graph: Graph, node: fx.Node) -> Node:
+def _node(node: fx.Node) -> Node:
     owner = node.graph.owning_module
     where = _where(node)
     calls, body = name_of(node.target), None
@@ -197,11 +197,11 @@ def _node(graph: Graph, node: fx.Node) -> Node:
     region = getattr(node.target, "__name__", "")
     if region == "wrap_with_set_grad_enabled":
         enabled, inner, *args = args
-        calls, body = REGIONS[bool(enabled)], _body(graph, owner, inner)
+        calls, body = REGIONS[bool(enabled)], _body(owner, inner)
     elif region == "wrap_with_autocast":
         _, dtype, enabled, cache, inner, *args = args
         kwargs = {"dtype": dtype, "enabled": enabled, "cache_enabled": cache}
-        calls, body = REGIONS[2], _body(graph, owner, inner)
+        calls, body = REGIONS[2], _body(owner, inner)
     if calls is None:
         raise ConfigError(f"{where or 'the module'} calls {node.target}, which no layer can")
     return Node(
@@ -214,12 +214,12 @@ def _node(graph: Graph, node: fx.Node) -> Node:
     )
 
 
-def _body(graph: Graph, owner: Any, inner: Any) -> Program:
+def _body(owner: Any, inner: Any) -> Program:
     nodes = list(getattr(owner, str(inner.target)).graph.nodes)
     (output,) = (node for node in nodes if node.op == "output")
     return Program(
         inputs=[node.name for node in nodes if node.op == "placeholder"],
-        nodes=[_node(graph, node) for node in nodes if node.op == "call_function"],
+        nodes=[_node(node) for node in nodes if node.op == "call_function"],
         outputs=[encode(each) for each in output.args[0]],
     )
 
@@ -228,7 +228,7 @@ def _where(node: fx.Node) -> str:
     """Return the innermost line outside of torch that an operation comes from, "net.py:12"."""
     trace = node.meta.get("stack_trace") or ""
     lines = re.findall(r'File "([^"]+)", line (\d+)', trace)
-    own = [(Path(file).name, line) for file, line in lines if Path(TORCH) not in Path(file).parents]
+    own = [(Path(file).name, line) for file, line in lines if TORCH not in Path(file).parents]
     return ":".join(own[-1]) if own else ""
 
 
