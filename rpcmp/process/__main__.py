@@ -14,6 +14,7 @@ held, or a GPU's driver, would not survive a fork.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import importlib
 import json
@@ -23,7 +24,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from setproctitle import setproctitle
@@ -70,19 +71,24 @@ class ForkServer:
 
     def _handle(self, line: socket.socket) -> None:
         try:
-            data, fds, _, _ = socket.recv_fds(line, MAX_BYTES, MAX_FDS)
+            data, fds, flags, _ = socket.recv_fds(line, MAX_BYTES, MAX_FDS)
         except ConnectionError:
-            data, fds = b"", []
+            data, fds, flags = b"", [], 0
         if not data:
             self._close(line)
             return
         message = json.loads(data)
+        if flags & socket.MSG_CTRUNC:  # the kernel has dropped descriptors, and says no more
+            _close_all(fds)
+            # Who wanted us to adopt a line sees its end: the kernel has closed ours.
+            if message["op"] == "fork":
+                _send(line, {"event": "failed", "error": os.strerror(errno.EMFILE)})
+            return
         match message["op"]:
             case "fork":
                 self._fork(line, message, fds)
             case "adopt":
-                (fd,) = fds
-                self._lines.register(socket.socket(fileno=fd), selectors.EVENT_READ)
+                self._lines.register(socket.socket(fileno=fds[0]), selectors.EVENT_READ)
             case "network":
                 here = namespace.current
                 network = {"name": here.name, "is_private": here.is_private, "reason": here.reason}
@@ -103,16 +109,14 @@ class ForkServer:
         try:
             pid = os.fork()
         except OSError as error:  # no more processes, no memory
-            for fd in fds:
-                os.close(fd)
+            _close_all(fds)
             _send(line, {"event": "failed", "error": str(error)})
             return
         if not pid:
             self._run_child(message, fds)
         with contextlib.suppress(OSError):  # the child was faster, and has done so itself
             os.setpgid(pid, pid)
-        for fd in fds:
-            os.close(fd)
+        _close_all(fds)
         self._children[pid] = line
         _send(line, {"event": "started", "pid": pid})
 
@@ -158,6 +162,11 @@ class ForkServer:
             os._exit(0)
         self._lines.unregister(line)
         line.close()
+
+
+def _close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _send(line: socket.socket, message: dict[str, Any]) -> None:

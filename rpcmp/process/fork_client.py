@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -121,6 +122,10 @@ class Forks:
                 last one of a confined child is its standard output and error.
             file_access: what the child may open, if it is confined.
             scratch: the folder for temporary files of a confined child.
+
+        Raises:
+            WorkerDiedError: the fork server is gone, or the system refuses it the process, for want
+                of memory, processes or descriptors; another try may succeed.
         """
         await self._require_server(environment)
         message = {
@@ -129,7 +134,12 @@ class Forks:
             "file_access": None if file_access is None else file_access.to_message(),
             "scratch": scratch,
         }
-        forked: Forked = await self._request(message, fds)
+        try:
+            forked: Forked = await self._request(message, fds)
+        except WorkerDiedError:
+            raise
+        except JobError as error:
+            raise WorkerDiedError(f"{FORK_SERVER} cannot fork: {error}") from error
         return forked
 
     async def network(self) -> NetworkOf:
@@ -283,15 +293,19 @@ class Forks:
 
     def _read(self, line: socket.socket) -> None:
         try:
-            data, fds, _, _ = socket.recv_fds(line, MAX_BYTES, MAX_FDS)
+            data, fds, flags, _ = socket.recv_fds(line, MAX_BYTES, MAX_FDS)
         except BlockingIOError:
             return
         except OSError:
-            data, fds = b"", []
+            data, fds, flags = b"", [], 0
         if not data:
             self._disconnect()
             return
         message = json.loads(data)
+        if flags & socket.MSG_CTRUNC:  # we may open no more files: the kernel has dropped some
+            for fd in fds:
+                os.close(fd)
+            message = {"event": "failed", "error": os.strerror(errno.EMFILE)}
         match message["event"]:
             case "started":
                 self._add_child(Forked(message["pid"]))
@@ -302,12 +316,12 @@ class Forks:
                 self._answer(fds)
             case "address":
                 self._answer(None)
-            case "socket" if fds:
+            case "socket":
                 self._answer(socket.socket(fileno=fds[0]))
-            case "socket" | "failed":
-                why = message.get("error", "too many open files")
+            case "failed":
                 request = self._requests.popleft()
                 if not request.cancelled():
+                    why = message["error"]
                     request.set_exception(JobError(f"the system refuses it: {why}"))
             case "ended":
                 self._children.pop(message["pid"]).set_returncode(message["code"])

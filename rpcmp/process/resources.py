@@ -26,9 +26,6 @@ programs that close every possible descriptor."""
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
-_UNLOCKED = "unlocked-"
-"""Prefix of a folder that is not locked yet, so that it does not look like a leftover."""
-
 _locks: dict[Path, int] = {}
 """Descriptors of the folders of this process."""
 
@@ -139,16 +136,23 @@ def remove_semaphores(pid: int) -> None:
 
 
 def create_folder(prefix: str) -> Path:
-    unlocked = Path(tempfile.mkdtemp(prefix=_UNLOCKED + prefix))
-    try:
-        fd = _lock(unlocked)
-    except OSError:  # no descriptors are left
-        unlocked.rmdir()
-        raise
-    folder = unlocked.with_name(unlocked.name.removeprefix(_UNLOCKED))
-    unlocked.rename(folder)
-    _locks[folder] = fd
-    return folder
+    """Create a temporary folder that `sweep` removes once this process is gone.
+
+    Raises:
+        OSError: the system refuses it, for want of space or descriptors.
+    """
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix))
+        try:
+            _locks[folder] = _lock(folder)
+        except (BlockingIOError, FileNotFoundError):  # `sweep` was faster, and took it for one left
+            continue
+        except OSError:  # no descriptors are left
+            folder.rmdir()
+            raise
+        if folder.exists():
+            return folder
+        os.close(_locks.pop(folder))  # as above, between opening and locking it
 
 
 def remove_folder(folder: Path) -> None:

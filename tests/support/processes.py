@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import json
 import logging
 import os
@@ -330,15 +331,18 @@ def _ended(run: Running) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_more_files() -> Iterator[None]:
-    """Let this process open no more files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    os.close(lowest_free := os.open(os.devnull, os.O_RDONLY))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+def no_more_files(process: psutil.Process | None = None) -> Iterator[None]:
+    """Let a process, this one by default, open no more files."""
+    pid = os.getpid() if process is None else process.pid
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    lowest_free = next(
+        fd for fd in itertools.count() if not os.path.lexists(f"/proc/{pid}/fd/{fd}")
+    )
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest_free, hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def runs(process: psutil.Process, what: str) -> bool:

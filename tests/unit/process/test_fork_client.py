@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rpcmp.errors import WorkerDiedError
+from rpcmp.errors import JobError, WorkerDiedError
 from rpcmp.process.child import Child
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
 from tests.support.forkedchildren import ONE_THREAD, end, forks, spawn, write_modules
-from tests.support.processes import makes_networks, poll_for, runs
+from tests.support.processes import makes_networks, no_more_files, poll_for, runs
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +109,41 @@ def test_a_fork_server_that_dies_early_is_an_error(tmp_path: Path) -> None:
                 WorkerDiedError, match="forks workers has died; its standard error says why"
             ):
                 await spawn(by)
+
+    asyncio.run(run())
+
+
+def test_a_fork_server_that_may_open_no_more_files_says_so() -> None:
+    """The kernel drops the descriptors that come with an order; a child would miss some."""
+
+    async def run() -> None:
+        async with forks() as by:
+            child, reply = await spawn(by)
+            server = psutil.Process(int(str(reply["preloaded_in"])))
+            before = server.num_fds()
+            with no_more_files(server):
+                with pytest.raises(WorkerDiedError, match=r"cannot fork: .*Too many open files"):
+                    await spawn(by)
+                (line := await by.new_line()).setblocking(False)
+                with line:
+                    assert not await asyncio.get_running_loop().sock_recv(line, 1)
+            assert server.num_fds() == before
+            another, other_reply = await spawn(by)
+            assert other_reply["preloaded_in"] == server.pid
+            for each in (child, another):
+                await end(each)
+
+    asyncio.run(run())
+
+
+def test_a_supervisor_that_may_open_no_more_files_is_told() -> None:
+    async def run() -> None:
+        async with forks() as by:
+            child, _ = await spawn(by)
+            with no_more_files(), pytest.raises(JobError, match="Too many open files"):
+                await by.connectable()
+            (await by.connectable()).close()
+            await end(child)
 
     asyncio.run(run())
 

@@ -127,3 +127,35 @@ def test_a_folder_that_cannot_be_locked_is_not_left(temporary: Path) -> None:
     with no_more_files(), pytest.raises(OSError, match="Too many open files"):
         resources.create_folder("rpcmp-x-")
     assert not list(temporary.iterdir())
+
+
+def test_a_folder_without_its_lock_yet_is_created_again_if_it_is_swept(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is killed right after it has made its folder leaves nothing behind."""
+    create, lock = tempfile.mkdtemp, resources._lock
+    swept: list[str] = []
+
+    def create_and_sweep(prefix: str) -> str:
+        folder = create(prefix=prefix)
+        if not swept:
+            resources.sweep(prefix)
+            swept.append(folder)
+            assert not Path(folder).exists()
+        return folder
+
+    def sweep_and_lock(folder: Path) -> int:
+        fd = lock(folder)
+        if len(swept) == 1:  # after the folder was opened
+            swept.append(str(folder))
+            folder.rmdir()
+        return fd
+
+    monkeypatch.setattr(tempfile, "mkdtemp", create_and_sweep)
+    monkeypatch.setattr(resources, "_lock", sweep_and_lock)
+    folder = resources.create_folder("rpcmp-x-")
+    assert len(swept) == 2
+    assert list(temporary.iterdir()) == [folder]
+    resources.sweep("rpcmp-x-")
+    assert folder.exists()  # it is in use
+    resources.remove_folder(folder)
