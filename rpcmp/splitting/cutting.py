@@ -15,7 +15,6 @@ the model: two layers would hold one parameter, or a value would no longer chang
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -25,6 +24,8 @@ from torch import fx, nn
 from torch.export.graph_signature import InputKind
 
 from rpcmp.errors import ConfigError, did_you_mean, nearest
+from rpcmp.splitting import regions
+from rpcmp.splitting.aliasing import Memory
 from rpcmp.splitting.exporting import OWNER, Exported
 
 
@@ -81,12 +82,17 @@ class Graph:
     Attributes:
         weights: names in the graph of parameters.
         targets: names in the module of parameters and buffers, by name in the graph.
-        constants: tensors that the module's forward has made of numbers, by name in the graph.
+        constants: tensors that the module's forward has made of numbers, by name in the graph;
+            `constant_names` has where it keeps them.
+        held: what the module has, not its inputs.
+        memory: which values share it.
     """
 
     def __init__(self, exported: Exported, blocks: Iterable[str]) -> None:
         signature = exported.program.graph_signature
-        nodes = list(exported.program.graph.nodes)
+        self._graph = regions.inline(exported.program)  # its nodes live as long as it does
+        self.memory = Memory(self._graph)
+        nodes = list(self._graph.nodes)
         placeholders = {node.name: node for node in nodes if node.op == "placeholder"}
         specs = {spec.arg.name: spec for spec in signature.input_specs}
         self.inputs = [placeholders[n] for n, s in specs.items() if s.kind is InputKind.USER_INPUT]
@@ -96,11 +102,15 @@ class Graph:
             for n, spec in specs.items()
             if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)
         }
-        self.constants = {
-            n: exported.program.constants[str(spec.target)]
+        self.constant_names = {
+            n: str(spec.target).removeprefix(f"{OWNER}.")
             for n, spec in specs.items()
             if spec.kind is InputKind.CONSTANT_TENSOR
         }
+        self.constants = {
+            n: exported.program.constants[str(specs[n].target)] for n in self.constant_names
+        }
+        self.held = [placeholders[n] for n in [*self.targets, *self.constants]]
         self.operations = [node for node in nodes if node.op == "call_function"]
         (output,) = (node for node in nodes if node.op == "output")
         self.outputs: list[fx.Node] = list(output.args[0])
@@ -219,33 +229,3 @@ def alive(graph: Graph, layers: Sequence[Sequence[fx.Node]]) -> list[list[fx.Nod
         for number in range(1, len(layers))
     ]
     return [graph.inputs, *later, graph.outputs]
-
-
-ALIASES = ("reshape", "contiguous", "flatten", "to", "view_as", "expand_as", "type_as", "dropout")
-"""Operations besides torch's views that may return their argument, or a view of it."""
-
-
-def find_torn(graph: Graph, layers: Sequence[Sequence[fx.Node]]) -> tuple[int, int] | None:
-    """Return two layers that have to be one, if there are any.
-
-    An operation that works in place changes all views of its argument. If two of them have passed
-    a cut before, one would not change on another host.
-    """
-    base: dict[fx.Node, fx.Node] = {}
-    changed: dict[fx.Node, int] = {}
-    for number, nodes in enumerate(layers):
-        for node in nodes:
-            name = str(node.target).split(".")
-            own = next(iter(node.all_input_nodes), None)
-            in_place = len(name) > 1 and name[-2].endswith("_") and not name[-2].endswith("__")
-            is_view = getattr(node.target, "is_view", False) or node.target is operator.getitem
-            if own is not None and (in_place or is_view or (name[1:2] and name[1] in ALIASES)):
-                base[node] = base.get(own, own)
-            if own is not None and in_place:
-                changed[base[node]] = number
-    for number, passing in enumerate(alive(graph, layers)[:-1]):
-        bases = [base.get(node, node) for node in passing]
-        for each, last in changed.items():
-            if number and last >= number and bases.count(each) > 1:
-                return number - 1, number
-    return None

@@ -6,14 +6,17 @@ are never read, so they need no values.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import GraphModule
 
 from rpcmp.errors import ConfigError, one_line
 
@@ -31,10 +34,12 @@ class Exported:
     Attributes:
         program: torch's.
         structure: where the graph's outputs stand in what the module returns.
+        guards: what has to hold for the sizes of the inputs, see `rpcmp.splitting.guards`.
     """
 
     program: ExportedProgram
     structure: Structure
+    guards: list[str]
 
 
 def export(module: nn.Module, batch: Any, training: bool) -> Exported:
@@ -52,7 +57,7 @@ def export(module: nn.Module, batch: Any, training: bool) -> Exported:
     whole.train(training)
     sizes = tuple(dict.fromkeys(range(leaf.dim()), Dim.AUTO) for leaf in leaves)
     try:
-        with warnings.catch_warnings(), torch.enable_grad():
+        with warnings.catch_warnings(), torch.enable_grad(), _counted_autocasts(whole.seen):
             warnings.simplefilter("ignore")  # a size that the module fixes, such as 3 channels
             program = torch.export.export(
                 whole, tuple(leaves), dynamic_shapes={"leaves": sizes}, strict=False
@@ -65,7 +70,63 @@ def export(module: nn.Module, batch: Any, training: bool) -> Exported:
             f"{type(module).__name__} cannot be exported for {mode}: {one_line(error)}\n"
             "cut it by hand: give `layers` in [model], or stages with a `module` each"
         ) from error
-    return Exported(program, whole.seen.structure)
+    _require_plain(program)
+    _require_all_regions(program, whole.seen.autocasts)
+    # A private name: ExportedProgram.range_constraints has no more than the least and most.
+    return Exported(program, whole.seen.structure, program._guards_code)
+
+
+TENSORS = (
+    InputKind.USER_INPUT,
+    InputKind.PARAMETER,
+    InputKind.BUFFER,
+    InputKind.CONSTANT_TENSOR,
+)
+
+
+@contextlib.contextmanager
+def _counted_autocasts(seen: _Seen) -> Iterator[None]:
+    """Count how often the module enters `torch.autocast`."""
+    enter: Callable[[torch.autocast], Any] = torch.autocast.__enter__
+
+    def counting(region: torch.autocast) -> Any:
+        seen.autocasts += 1
+        return enter(region)
+
+    setattr(torch.autocast, "__enter__", counting)  # noqa: B010  # for mypy no method is a variable
+    try:
+        yield
+    finally:
+        setattr(torch.autocast, "__enter__", enter)  # noqa: B010
+
+
+def _require_all_regions(program: ExportedProgram, autocasts: int) -> None:
+    """Refuse a graph that has lost a region, as torch's do of gradients within autocast.
+
+    The region around it then comes in several parts.
+    """
+    graphs = [
+        each.graph for each in program.graph_module.modules() if isinstance(each, GraphModule)
+    ]
+    names = [getattr(node.target, "__name__", "") for graph in graphs for node in graph.nodes]
+    if names.count("wrap_with_autocast") > autocasts:
+        raise ConfigError(
+            "the module enters torch.no_grad() or torch.enable_grad() within torch.autocast(), "
+            "which torch.export leaves out: enter torch.autocast() within it, or cut it by hand: "
+            "give `layers` in [model], or stages with a `module` each"
+        )
+
+
+def _require_plain(program: ExportedProgram) -> None:
+    """Refuse what a graph reads or writes besides tensors and its outputs."""
+    signature = program.graph_signature
+    others = [spec.kind.name for spec in signature.input_specs if spec.kind not in TENSORS]
+    others += [s.kind.name for s in signature.output_specs if s.kind is not OutputKind.USER_OUTPUT]
+    if others:
+        raise ConfigError(
+            f"the module has what no layer can: {', '.join(sorted(set(others)))}; cut it by hand: "
+            "give `layers` in [model], or stages with a `module` each"
+        )
 
 
 def arguments(batch: Any) -> tuple[list[str], list[Tensor]]:
@@ -97,6 +158,7 @@ class _Seen:
     """What a trace has seen. Not an attribute of the module: export sets those back."""
 
     structure: Structure = None
+    autocasts: int = 0
 
 
 class _Flat(nn.Module):

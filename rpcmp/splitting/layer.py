@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from rpcmp.splitting.exporting import Structure, arguments, restore
+from rpcmp.splitting.guards import holds, in_words
 from rpcmp.splitting.program import compiled
 from rpcmp.splitting.split import CONSTANTS, InputPlan, Split
+from rpcmp.splitting.weights import COPY
 
 
 class SplitLayer(nn.Module):
@@ -36,22 +38,41 @@ class SplitLayer(nn.Module):
         if index == len(split.layers) - 1:
             self._split_structures = dict(zip((True, False), split.structures, strict=True))
         self._split_compiled: dict[tuple[bool, torch.device], Callable[..., tuple[Any, ...]]] = {}
+        self._split_guards = split.guards
+        self._split_known: set[tuple[torch.Size, ...]] = set()
         copied = {name for names in split.tied for name in names[1:]}
         stored = {
             name for program in self._split_programs.values() for name in program.tensors.values()
         }
         for name in plan.tensors:
-            _add(self, name, _own(tensors[name], name in copied), name not in plan.passing)
+            original = tensors[name.partition(COPY)[0]]
+            _add(self, name, _own(original, name in copied), name not in plan.passing)
         for name in sorted(stored - {*plan.tensors}):
             constant = split.constants[name.removeprefix(f"{CONSTANTS}.")].tensor()
             _add(self, name, constant, is_stored=False)
 
     def forward(self, value: Any) -> Any:
-        values = value if self._split_inputs is None else _checked(self._split_inputs, value)
+        values = value if self._split_inputs is None else self._split_arguments(value)
         outputs = self._split_run(values)(*values)
         if not self._split_structures:
             return outputs
         return restore(self._split_structures[self.training], outputs)
+
+    def _split_arguments(self, value: Any) -> list[Tensor]:
+        """Return the module's inputs in order; see `_checked`."""
+        inputs = self._split_inputs or []
+        values = _checked(inputs, value)
+        shapes = tuple(each.shape for each in values)
+        if shapes not in self._split_known:
+            for guard in self._split_guards:
+                if not holds(guard, shapes):
+                    words = in_words(guard, [plan.name for plan in inputs])
+                    raise ValueError(
+                        f"the module was cut for inputs with {words}, not for "
+                        f"{', '.join(map(str, map(list, shapes)))}"
+                    )
+            self._split_known.add(shapes)
+        return values
 
     def _split_run(self, values: Iterable[Any]) -> Callable[..., tuple[Any, ...]]:
         """Return the mode's program for the device that the values are on."""

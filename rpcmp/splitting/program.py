@@ -266,7 +266,7 @@ class _Region:
         with self._context(**options):
             return self._run(*args)
 
-    def _context(self, **options: Any) -> Any:
+    def _context(self, device_type: str | None = None, **options: Any) -> Any:
         if self._kind == "autocast":
-            return torch.autocast(self._device.type, **options)
+            return torch.autocast(device_type or self._device.type, **options)
         return torch.set_grad_enabled(self._kind == "enable_grad")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from rpcmp.errors import MAX_LISTED, ConfigError
-from rpcmp.splitting import exporting, weights
+from rpcmp.splitting import exporting, guards, weights
 from rpcmp.splitting.cutting import Cuts, Graph, alive, find_blocks
 from rpcmp.splitting.exporting import Structure, export
-from rpcmp.splitting.program import REGIONS, Node, Program, encode, name_of
+from rpcmp.splitting.program import Node, Program, encode, name_of
+from rpcmp.splitting.regions import Region, by_region
 from rpcmp.splitting.weights import Holdings
 
 CONSTANTS = "_constants"
@@ -85,9 +86,11 @@ class Split(_Plain):
         structures: where the outputs stand in what the module returns, in training and evaluation.
         tied, aliases: see `Holdings`.
         constants: by name below CONSTANTS.
+        guards: what has to hold for the sizes of the inputs, see `rpcmp.splitting.guards`.
     """
 
     inputs: list[InputPlan]
+    guards: list[str]
     layers: list[LayerPlan]
     structures: tuple[Structure, Structure]
     tied: list[list[str]]
@@ -114,7 +117,7 @@ def split_module(module: nn.Module, batch: Any, patterns: Collection[str] = ()) 
             part.training = was_training
     graphs = [Graph(each, blocks) for each in exports]
     cuts = Cuts(graphs[0])
-    holdings = weights.assign(module, cuts, graphs)
+    holdings = weights.assign(module, cuts, graphs, blocks)
     names = _names_of_layers(cuts, graphs[0], holdings)
     by_mode = dict(zip(MODES, graphs, strict=True))
     programs = [_programs(graph, cuts, holdings, mode) for mode, graph in by_mode.items()]
@@ -139,6 +142,7 @@ def split_module(module: nn.Module, batch: Any, patterns: Collection[str] = ()) 
     ]
     return Split(
         inputs=_inputs(graphs, exporting.arguments(batch)[0]),
+        guards=list(dict.fromkeys(guards.from_torch(g) for each in exports for g in each.guards)),
         layers=layers,
         structures=(exports[0].structure, exports[1].structure),
         tied=holdings.tied,
@@ -171,7 +175,7 @@ def _programs(graph: Graph, cuts: Cuts, holdings: Holdings, mode: str) -> list[P
     return [
         Program(
             inputs=[node.name for node in passing[number]],
-            nodes=[_node(node) for node in nodes],
+            nodes=_nodes(nodes, passing[number + 1]),
             outputs=[encode(node) for node in passing[number + 1]],
             tensors=_tensors(graph, [*nodes, *passing[number + 1]], holdings.names[number], mode),
         )
@@ -188,39 +192,62 @@ def _tensors(
     return held | constants
 
 
+def _nodes(nodes: Sequence[fx.Node], read: Collection[fx.Node], depth: int = 0) -> list[Node]:
+    """Return operations as data, those of a region in a body.
+
+    Args:
+        read: values that are needed after these operations.
+        depth: of the regions that lie around all of them.
+    """
+    found: list[Node] = []
+    later = {each: index for index, node in enumerate(nodes) for each in node.all_input_nodes}
+    index = 0
+    for region, run in by_region(nodes, depth):
+        index += len(run)
+        if region is None:
+            found += map(_node, run)
+            continue
+        given = [node for node in run if node in read or later.get(node, 0) >= index]
+        found += _region(region, run, given, depth)
+    return found
+
+
+def _region(
+    region: Region, run: Sequence[fx.Node], given: Sequence[fx.Node], depth: int
+) -> Iterator[Node]:
+    """Yield a region as one operation, and one for each of the values that it gives."""
+    inside = set(run)
+    taken = dict.fromkeys(
+        each for node in run for each in node.all_input_nodes if each not in inside
+    )
+    name = f"{run[0].name}_and_on"
+    body = Program(
+        inputs=[node.name for node in taken],
+        nodes=_nodes(run, given, depth + 1),
+        outputs=[encode(node) for node in given],
+    )
+    yield Node(
+        name=name,
+        calls=region.kind,
+        args=[encode(node) for node in taken],
+        kwargs={key: encode(each) for key, each in region.options.items()},
+        body=body,
+        where=_where(run[0]),
+    )
+    for number, node in enumerate(given):
+        yield Node(name=node.name, calls="operator.getitem", args=[{"of": name}, number])
+
+
 def _node(node: fx.Node) -> Node:
-    owner = node.graph.owning_module
-    where = _where(node)
-    calls, body = name_of(node.target), None
-    args: list[Any] = list(node.args)
-    kwargs: dict[str, Any] = dict(node.kwargs)
-    region = getattr(node.target, "__name__", "")
-    if region == "wrap_with_set_grad_enabled":
-        enabled, inner, *args = args
-        calls, body = REGIONS[bool(enabled)], _body(owner, inner)
-    elif region == "wrap_with_autocast":
-        _, dtype, enabled, cache, inner, *args = args
-        kwargs = {"dtype": dtype, "enabled": enabled, "cache_enabled": cache}
-        calls, body = REGIONS[2], _body(owner, inner)
+    where, calls = _where(node), name_of(node.target)
     if calls is None:
         raise ConfigError(f"{where or 'the module'} calls {node.target}, which no layer can")
     return Node(
         name=node.name,
         calls=calls,
-        args=[encode(each) for each in args],
-        kwargs={key: encode(each) for key, each in kwargs.items()},
-        body=body,
+        args=[encode(each) for each in node.args],
+        kwargs={key: encode(each) for key, each in node.kwargs.items()},
         where=where,
-    )
-
-
-def _body(owner: Any, inner: Any) -> Program:
-    nodes = list(getattr(owner, str(inner.target)).graph.nodes)
-    (output,) = (node for node in nodes if node.op == "output")
-    return Program(
-        inputs=[node.name for node in nodes if node.op == "placeholder"],
-        nodes=[_node(node) for node in nodes if node.op == "call_function"],
-        outputs=[encode(each) for each in output.args[0]],
     )
 
 

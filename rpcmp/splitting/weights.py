@@ -2,7 +2,8 @@
 
     used in one layer                       the layer's, by its name in the module
     used in several, and has a name each    one in each layer, tied: an embedding and a head
-    used in several, by one name            the layers become one: a cut would make two of it
+    used in several, by one name            a copy in each, tied, which no state dict has; if it
+                                            is a block's, which runs twice, the layers become one
     used in none                            of the layer whose names are nearest
 
 Buffers that no state dict has are copied into each layer that reads them.
@@ -16,7 +17,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx, nn
 
-from rpcmp.splitting.cutting import Cuts, Graph, find_torn, paths_of
+from rpcmp.splitting.aliasing import find_torn
+from rpcmp.splitting.cutting import Cuts, Graph, alive, paths_of
+
+COPY = "@"
+"""In the name of a parameter's copy, before the number of the layer that has it."""
 
 
 @dataclass
@@ -24,7 +29,7 @@ class Holdings:
     """What each layer holds.
 
     Attributes:
-        names: per layer, the name in the module by the name in a graph.
+        names: per layer, the name in the module by the name in a graph; copies have COPY in it.
         unused: per layer, names of what no operation uses.
         passing: names of buffers that no state dict has.
         tied: names of one parameter in several layers; the first one's is stored.
@@ -38,13 +43,16 @@ class Holdings:
     aliases: dict[str, list[str]] = field(default_factory=dict)
 
 
-def assign(module: nn.Module, cuts: Cuts, graphs: Sequence[Graph]) -> Holdings:
+def assign(
+    module: nn.Module, cuts: Cuts, graphs: Sequence[Graph], blocks: Sequence[str]
+) -> Holdings:
     """Decide what each layer holds; join layers of `cuts` that cannot be apart."""
-    known = _Names(module)
+    known = _Names(module, blocks)
     while True:
         layers = [cuts.nodes(graph) for graph in graphs]
-        found = (find_torn(graph, nodes) for graph, nodes in zip(graphs, layers, strict=True))
-        torn = next((each for each in found if each is not None), None)
+        torn = None
+        for graph, nodes in zip(graphs, layers, strict=True):
+            torn = torn or find_torn(graph, nodes, alive(graph, nodes))
         if torn is None:
             holdings, torn = _hold(known, len(cuts), graphs, layers)
             if torn is None:
@@ -56,7 +64,8 @@ def assign(module: nn.Module, cuts: Cuts, graphs: Sequence[Graph]) -> Holdings:
 class _Names:
     """All names of a module's parameters and buffers; several may be of one."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, blocks: Sequence[str]) -> None:
+        self._blocks = tuple(f"{block}." for block in blocks)
         self.tensors: dict[str, Tensor] = {
             **dict(module.named_parameters(remove_duplicate=False)),
             **dict(module.named_buffers(remove_duplicate=False)),
@@ -71,6 +80,11 @@ class _Names:
         """Return the names of what has this one; those that a state dict has come first."""
         names = self._same[id(self.tensors[name])]
         return sorted(names, key=lambda each: each not in self.stored)
+
+    def may_be_copied(self, name: str) -> bool:
+        """Whether it is a parameter, and of no block: a block that runs twice stays whole."""
+        is_parameter = isinstance(self.tensors[name], nn.Parameter)
+        return is_parameter and not name.startswith(self._blocks)
 
 
 def _hold(
@@ -97,6 +111,8 @@ def _hold(
                 holdings.passing.add(first)
                 continue
             own = owners[first].get(number) or _choose(names, owners[first].values(), user)
+            if own is None and known.may_be_copied(first):
+                own = f"{first}{COPY}{number}"
             if own is None:
                 taken = sorted([*owners[first], number])
                 return holdings, (taken[0], taken[-1])

@@ -42,6 +42,8 @@ CASES: dict[str, tuple[Make, Callable[[int, int], Any]]] = {
     "repeating": (unsplit.Repeating, rows),
     "torn": (unsplit.Torn, rows),
     "returning": (unsplit.Returning, rows),
+    "half frozen": (unsplit.HalfFrozen, tokens),
+    "counting": (unsplit.Counting, rows),
     "transformer": (
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2),
         lambda samples, length: torch.randn(samples, length, 8),

@@ -190,3 +190,92 @@ class Fixed(nn.Module):
         places = torch.tensor([float(index) for index in range(x.shape[0])])
         out: Tensor = self.inner(x)
         return out * places[:, None]
+
+
+class Sized(nn.Module):
+    """A forward that depends on sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if x.shape[1] > 6:
+            x = x * 2
+        if x.shape[1] % 2 == 0:
+            x = x + y
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class HalfFrozen(nn.Module):
+    """An encoder without gradients, then half precision; the head is the embedding by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.encoder = nn.ModuleList(Block(8) for _ in range(2))
+        self.decoder = nn.ModuleList(Block(8) for _ in range(2))
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        hidden: Tensor = self.embed(tokens)
+        table = torch.ones(8)
+        with torch.no_grad():
+            for block in self.encoder:
+                hidden = block(hidden, mask, table)
+            with torch.autocast(hidden.device.type, torch.bfloat16):
+                table = table + hidden.mean((0, 1))
+        with torch.autocast(hidden.device.type, torch.bfloat16):
+            for block in self.decoder:
+                hidden = block(hidden, mask, table)
+        return nn.functional.linear(hidden.float() + self.embed(tokens), self.embed.weight)
+
+
+class Losing(nn.Module):
+    """No gradients within half precision, which a graph of torch's does not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            out: Tensor = self.inner(x)
+            with torch.no_grad():
+                scale: Tensor = self.inner(x)
+        return out * scale
+
+
+class Counting(nn.Module):
+    """Blocks that all change one buffer, by a view of it, which no state dict has."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.register_buffer("seen", torch.zeros(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.begin(x)
+        for block in self.blocks:
+            x = block(x)
+            with torch.no_grad():
+                self.seen[1:] += x.mean(0)[1:]
+        return x * self.seen.sum()
+
+
+class Remembering(nn.Module):
+    """Changes a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.last = torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        self.last.copy_(out.detach().mean(0))
+        return out + self.last

@@ -23,6 +23,8 @@ from tests.zoo import unsplit
         ("repeating", ["begin", "blocks.0", "end"]),
         ("torn", ["blocks.0", "blocks.2"]),
         ("returning", ["blocks.0", "blocks.1", "end"]),
+        ("half frozen", ["embed", "encoder.0", "encoder.1", "decoder.0", "decoder.1", "embed+"]),
+        ("counting", ["begin", "blocks.0"]),
     ],
 )
 def test_a_layer_is_a_block_or_lies_between_two(name: str, layers: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rpcmp.splitting.weights import COPY
 from tests.support.splitmodules import CASES, layers_of, split_of
 
 
@@ -11,6 +12,7 @@ from tests.support.splitmodules import CASES, layers_of, split_of
 def test_parameters_and_buffers_keep_their_names(name: str) -> None:
     module, split = split_of(name)
     names = [key for layer in layers_of(module, split) for key in layer.state_dict()]
+    names = [name for name in names if COPY not in name]
     names += [alias for aliases in split.aliases.values() for alias in aliases]
     assert sorted(names) == sorted(module.state_dict())
 
@@ -27,7 +29,14 @@ def test_tied_parameters_are_found_and_each_layer_has_its_own() -> None:
     assert tied[0].equal(tied[1])
 
 
-def test_a_parameter_of_one_name_is_in_one_layer() -> None:
+def test_a_parameter_that_stands_in_several_layers_by_one_name_is_copied() -> None:
+    module, split = split_of("half frozen")
+    assert split.tied == [["embed.weight", "embed.weight@5"]]
+    assert [layer.name for layer in split.layers if "embed.weight@5" in layer.tensors] == ["embed+"]
+    assert "embed.weight@5" in layers_of(module, split)[-1].state_dict()
+
+
+def test_a_block_that_runs_twice_is_in_one_layer() -> None:
     _, split = split_of("repeating")
     assert [layer.tensors for layer in split.layers] == [
         ["begin.bias", "begin.weight"],
