@@ -17,6 +17,7 @@ from rpcmp.checkpoint.files import check, write_durably
 from rpcmp.checkpoint.folder import MANIFEST, FoundCheckpoint, look, newest_in, step_of
 from rpcmp.checkpoint.manifest import Manifest, StageFile
 from rpcmp.checkpoint.safetensors_header import Header, TensorRange
+from rpcmp.config.types import COPY
 from rpcmp.errors import CheckpointError, ConfigError
 
 MODEL = "model."
@@ -171,7 +172,19 @@ def _tied_to(manifest: Manifest, sources: Mapping[str, _Source]) -> dict[str, st
     for group in groups:
         names = [name for name in group if isinstance(name, str)] if isinstance(group, list) else []
         found |= {name: names[0] for name in names[1:] if names[0] in sources}
-    return {name: first for name, first in found.items() if name not in sources}
+    found |= _aliases(manifest, found)
+    return {n: first for n, first in found.items() if n not in sources and COPY not in n}
+
+
+def _aliases(manifest: Manifest, tied: Mapping[str, str]) -> dict[str, str]:
+    """Return the stored name of what a `module` has by further names, which no layer has."""
+    cut = manifest.config.get("cut")
+    aliases = cut.get("aliases") if isinstance(cut, dict) else None
+    found: dict[str, str] = {}
+    for own, names in (aliases if isinstance(aliases, dict) else {}).items():
+        given = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+        found |= dict.fromkeys(given, tied.get(own, own))
+    return found
 
 
 def _tensors(path: Path, stage: str, stack: contextlib.ExitStack) -> Iterator[tuple[str, _Source]]:

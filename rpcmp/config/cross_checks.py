@@ -31,6 +31,7 @@ def check(config: Config) -> None:
     _check_loss_scaling(config)
     _check_loss_weight(config)
     _check_count(config)
+    _check_module(config)
 
 
 def warnings(config: Config) -> list[str]:
@@ -81,7 +82,7 @@ def _counted(what: str, numbers: list[int]) -> str:
 
 def _check_stages(config: Config) -> None:
     if config.model is None and not config.stages:
-        raise ValueError("a job needs [model] with layers, or [[stages]] with modules")
+        raise ValueError("a job needs [model] with a module, or [[stages]] with a module each")
     names = config.stage_names
     for name in names:
         if names.count(name) > 1 or name in (*topology.SOURCES, DRIVER):
@@ -197,3 +198,19 @@ def _check_count(config: Config) -> None:
         raise ValueError(
             'balance = "auto" needs the number of stages: give num_stages or [[stages]]'
         )
+
+
+def _check_module(config: Config) -> None:
+    if config.model is None or config.model.module is None:
+        return
+    if config.tied and config.cut is None:
+        raise ValueError(
+            "`tied` follows from the model's `module`: leave it out, and let the module's own "
+            "parameters be one"
+        )
+    for index, name in enumerate(config.stage_names):
+        if config.stage(index).autocast is not None:
+            raise ValueError(
+                f"stage {name!r}: `autocast` does not go with the model's `module`, which is cut "
+                "for one precision: give it to the job"
+            )

@@ -39,17 +39,56 @@ from rpcmp.config.types import (
 
 
 class ModelConfig(Strict):
-    """A model given as a list of layers."""
+    """A model: an nn.Module as it is, which is cut, or a list of layers."""
 
-    layers: str = Field(pattern=CALLABLE)
-    """The "module:callable" that returns (name, zero-argument factory) pairs, a dict of them, or an
-    nn.Sequential."""
+    module: str | None = Field(default=None, pattern=CALLABLE)
+    """The "module:callable" that returns an nn.Module, which is cut into layers."""
+    layers: str | None = Field(default=None, pattern=CALLABLE)
+    """Instead of `module`: the "module:callable" that returns (name, zero-argument factory) pairs,
+    a dict of them, or an nn.Sequential."""
     kwargs: Arguments = Field(default_factory=dict)
-    """Arguments of `layers`."""
+    """Arguments of `module` or `layers`."""
+    split: list[str] = Field(default_factory=list)
+    """Names of the submodules of `module` that become layers, such as ["encoder.layer.*", "head"];
+    the outermost repeated blocks when omitted."""
+    inputs: list[str] | None = None
+    """Parts of a batch that is a dict which `module` is called with; all that it takes, without
+    "labels", when omitted."""
     balance: Balance | None = None
     """Layers of each stage; "auto": measured on the hosts; by parameter count when omitted."""
     num_stages: Positive | None = None
     """Number of stages, if `balance` does not give it."""
+
+    @property
+    def source(self) -> str:
+        """The callable: `module` or `layers`."""
+        return self.module or self.layers or ""
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        if (self.module is None) == (self.layers is None):
+            raise ValueError("give `module`, an nn.Module that is cut, or `layers`: one of them")
+        given = {"split": bool(self.split), "inputs": self.inputs is not None}
+        for key, is_given in given.items():
+            if self.module is None and is_given:
+                raise ValueError(f"`{key}` goes with `module`, and this model has `layers`")
+        return self
+
+
+class ModelCut(Strict):
+    """How the `module` of a [model] is cut: found before a run, and never written into a config.
+
+    Attributes:
+        layers: names of the layers.
+        tied: names of one parameter in several layers.
+        aliases: further names of a tensor, which no layer has, by the one that is stored.
+        split: a `rpcmp.splitting.split.Split`, packed.
+    """
+
+    layers: list[str]
+    tied: list[list[str]] = Field(default_factory=list)
+    aliases: dict[str, list[str]] = Field(default_factory=dict)
+    split: str
 
 
 class StageConfig(Strict):
@@ -218,7 +257,7 @@ class JobSettings(Strict):
     ship_code: bool = True
     """Send the Python files beside the config to the stage servers."""
     model: ModelConfig | None = None
-    """A model as a list of layers."""
+    """The model, unless each of the `[[stages]]` has a module of its own."""
     stages: list[StageConfig] = Field(default_factory=list)
     """The stages, in order (`[[stages]]`)."""
     loss: FactoryOrName

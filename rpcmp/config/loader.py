@@ -27,6 +27,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from rpcmp.config.files import MIB, read_bytes
+from rpcmp.config.job_sections import JobSettings
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError, KeyConfigError, nearest
 
@@ -68,6 +69,8 @@ def parse_config(data: dict[str, Any], source: str = "the config") -> Config:
     Raises:
         KeyConfigError: every problem of the data, a line each.
     """
+    if "cut" in data:  # only a run's own
+        raise KeyConfigError(f"{source} has errors:\n  cut: unknown key; {_nearest('cut', [])}")
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
@@ -183,7 +186,7 @@ def _nearest(key: str, place: Sequence[int | str]) -> str:
 
 
 def _keys(place: Sequence[int | str]) -> Iterable[str]:
-    level = Level(Config)
+    level = Level(JobSettings)
     for part in place:
         level = level.below(str(part))
     return level.fields

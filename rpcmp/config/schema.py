@@ -15,9 +15,10 @@ from typing import Literal, Self
 from pydantic import PrivateAttr, model_validator
 
 from rpcmp.config import cross_checks
-from rpcmp.config.job_sections import DataConfig, JobSettings, StageConfig
+from rpcmp.config.job_sections import DataConfig, JobSettings, ModelCut, StageConfig
 from rpcmp.config.topology import Graph, Member, ReplicaAssignment, build_graph
 from rpcmp.config.types import (
+    COPY,
     Autocast,
     Factory,
     OptimizerFactory,
@@ -35,6 +36,13 @@ WEIGHS = {
 
 
 class Config(JobSettings):
+    """A job.
+
+    Attributes:
+        cut: of the `module` of its [model], once it was cut; no file has it.
+    """
+
+    cut: ModelCut | None = None
     _folder: Path = PrivateAttr(default_factory=Path.cwd)
 
     @property
@@ -93,6 +101,15 @@ class Config(JobSettings):
         model = self.model.model_copy(update={"balance": balance})
         return self.model_copy(update={"model": model})
 
+    @property
+    def is_to_be_cut(self) -> bool:
+        """Whether the model is an nn.Module that has not been cut yet."""
+        return self.model is not None and self.model.module is not None and self.cut is None
+
+    def with_cut(self, cut: ModelCut) -> Self:
+        """Return a copy whose `module` is cut like this; its tied parameters are known then."""
+        return self.model_copy(update={"cut": cut, "tied": [*self.tied, *cut.tied]})
+
     def with_shares(self, shares: Mapping[int, list[int]]) -> Self:
         """Return a copy whose stages give their replicas these shares of the micro-batches."""
         stages = [
@@ -143,6 +160,15 @@ class Config(JobSettings):
         return {name: first for first, *others in self.tied for name in others}
 
     @property
+    def other_names(self) -> dict[str, str]:
+        """The stored name of what a state dict of the unsplit model has by other names, too."""
+        names = {name: first for name, first in self.tied_to.items() if COPY not in name}
+        aliases = {} if self.cut is None else self.cut.aliases
+        return names | {
+            name: self.tied_to.get(own, own) for own in aliases for name in aliases[own]
+        }
+
+    @property
     def shares(self) -> dict[str, list[int]]:
         """The shares of the replicas, by the name of each stage that has several."""
         pairs = zip(self.stage_names, self.stages, strict=False)
@@ -173,7 +199,7 @@ class Config(JobSettings):
         names = [factory.callable for factory in factories if factory is not None]
         names += [stage.module for stage in self.stages if stage.module is not None]
         if self.model is not None:
-            names.append(self.model.layers)
+            names.append(self.model.source)
         return {name.partition(":")[0] for name in names}
 
     @property
@@ -274,6 +300,8 @@ class Config(JobSettings):
 
     def prefix_of(self, layer: str) -> str:
         """Return the prefix of a layer's, or named stage's, parameters in the unsplit model."""
+        if self.cut is not None:
+            return ""
         if self.model is None:
             prefix = self.stage(self.stage_names.index(layer)).prefix
             if prefix is not None:

@@ -27,6 +27,10 @@ from pydantic import (
 from rpcmp.config import addresses
 from rpcmp.errors import ConfigError
 
+COPY = "@"
+"""In the name of a parameter's copy, before the number of the layer that has it: a parameter that
+stands in several layers of a `module` by one name. No state dict has such a name."""
+
 UNITS = {
     "B": 1,
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("kMGT", start=1)},

@@ -233,7 +233,7 @@ class StageGroup:
         if self._config.is_replicated:
             worker_refs.require_equal_parameters(self.workers)
         lines = self.workers.merge(Stage.digests)
-        for name, first in self._config.tied_to.items():
+        for name, first in self._config.other_names.items():
             lines[name] = tensors.renamed_line(lines[first], name)
         return tensors.combine_digests(lines)
 
@@ -243,7 +243,7 @@ class StageGroup:
         Raises:
             ConfigError: a name is missing or unknown, or a shape differs.
         """
-        state = {n: value for n, value in state.items() if n not in self._config.tied_to}
+        state = {n: value for n, value in state.items() if n not in self._config.other_names}
         names: dict[str, list[str]] = self.workers.on_firsts(Stage.state_names)
         known = {name for of_stage in names.values() for name in of_stage}
         if known != set(state):

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rpcmp.checkpoint.folder import newest_in
+from rpcmp.config.job_sections import ModelCut
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import ReplicaAssignment, shares_by_speed
 from rpcmp.errors import ConfigError
@@ -209,11 +210,12 @@ def _shares(config: Config, index: int, busy: dict[str, float]) -> list[int]:
 async def balanced(
     config: Config, connect: Sequence[str] | None, forks: Forks
 ) -> tuple[Config, Prediction | None]:
-    """Measure what the config leaves open: the model's balance, the shares of replicas.
+    """Find what the config leaves open: layers of a module, the balance, the shares of replicas.
 
     Returns the config with both, and the prediction of a step if the balance was measured.
     """
     prediction = None
+    config = await with_cut(config, forks)
     if config.is_balanced_by_measurement:
         cost_model.limits(config)  # raises for configs that it does not support
         full = with_full_microbatches(config)
@@ -221,6 +223,15 @@ async def balanced(
         balance = choose_balance(hosts)
         config, prediction = config.with_balance(balance), predict(full, hosts, balance)
     return await with_shares(config, connect, forks), prediction
+
+
+async def with_cut(config: Config, forks: Forks) -> Config:
+    """Return the job with the layers of its model's `module`, if it has one."""
+    if not config.is_to_be_cut:
+        return config
+    order = {"op": "cut", "config": config.model_dump_json(), "folder": str(config.folder)}
+    answer = await run_task(order, compute_environment(threads=1), forks)
+    return config.with_cut(ModelCut.model_validate(answer["cut"]))
 
 
 def with_full_microbatches(config: Config) -> Config:

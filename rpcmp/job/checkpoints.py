@@ -405,7 +405,7 @@ def _driver_state(progress: Message) -> Message:
 
 def _saved_config(config: Config) -> Any:
     """Return a config as a manifest has it; the destinations of the log do not affect results."""
-    return redacted(config.model_dump(mode="json", exclude={"log"}))
+    return redacted(config.model_dump(mode="json", exclude={"log": True, "cut": {"split"}}))
 
 
 def differences(before: Any, now: Any, place: str = "") -> list[str]:

@@ -78,7 +78,7 @@ class Pipeline:
 
     def __init__(self, config: Config, connect: Sequence[str] | None = None) -> None:
         self.optimizer = PipelineOptimizer(self)
-        self._tied_to = config.tied_to
+        self._other_names = config.other_names
         self._recovers = config.recovery.enabled
         self._history = CallHistory(is_kept=self._recovers)
         self._broken: RpcmpError | None = None
@@ -167,7 +167,7 @@ class Pipeline:
         under each of its names, as in the model's own `state_dict`; so are shapes and dtypes.
         """
         state = self._call(Operations.state_dict)
-        return parameter_names.under_all_names(state, self._tied_to)
+        return parameter_names.under_all_names(state, self._other_names)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load parameters and buffers of the unsplit model.

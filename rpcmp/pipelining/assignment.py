@@ -159,7 +159,9 @@ def _check_weights(
     if config.init is None or (config.addresses and not Path(config.init).exists()):
         return
     prefixes = [config.prefix_of(layer) for layer in unsplit]
-    state = None if known is None else {name for one in known.values() for name in one.state}
+    state = None
+    if known is not None:
+        state = {*config.other_names} | {name for one in known.values() for name in one.state}
     initial_weights.require_known_weights(config.init, prefixes, state)
 
 

@@ -22,6 +22,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from rpcmp.config.files import MIB, read_bytes
+from rpcmp.config.types import COPY
 from rpcmp.errors import MAX_LISTED, ConfigError, one_line
 
 INDEX = "model.safetensors.index.json"
@@ -132,6 +133,7 @@ def load_weights(
     modules: Mapping[str, tuple[str, nn.Module]],
     tied_to: Mapping[str, str],
     owns_prefixes: bool,
+    other_names: Mapping[str, str] | None = None,
 ) -> None:
     """Load the tensors of these layers from `init`.
 
@@ -140,21 +142,23 @@ def load_weights(
         tied_to: first names of tied parameters, whose other names may be missing.
         owns_prefixes: whether no other layer shares a prefix, so that an unknown name with it is a
             mistake.
+        other_names: the stored name of what the file may have by other names.
 
     Raises:
         ConfigError: a tensor is missing, has another shape, or is unknown; names all of them.
     """
     files = WeightFiles(path)
     names = files.names
+    under = {first: name for name, first in (other_names or {}).items() if name in names}
     wrong: defaultdict[str, list[str]] = defaultdict(list)
     for layer, (prefix, module) in modules.items():  # one at a time: it is in memory twice
         own, state = module.state_dict(), dict[str, Tensor]()
         for name, value in own.items():
             whole = prefix + name
-            stored = tied_to.get(whole, whole)
-            stored = stored if stored in names else whole
-            if stored not in names:
-                wrong["lacks"].append(whole)
+            first = tied_to.get(whole, whole)
+            stored = next((n for n in (first, whole, under.get(first, "")) if n in names), None)
+            if stored is None:
+                wrong["lacks"].append(first if COPY in whole else whole)
                 continue
             state[name] = files.get(stored)
             if isinstance(value, Tensor) and state[name].shape != value.shape:

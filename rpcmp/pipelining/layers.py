@@ -1,7 +1,8 @@
 """Build the model's layers: each host its own, with the same bits on every host.
 
 A layer is the unit of a balance, of the names of parameters and of random streams. A chain's layers
-come from the config's `layers` callable; a named stage is one layer of its own name. Each layer is
+come from the config's `layers` callable, or are cut out of its `module`; a named stage is one layer
+of its own name. Each layer is
 initialized from its own stream of random numbers, so a model's parameters do not depend on where it
 is cut; see `random_streams`.
 
@@ -31,15 +32,19 @@ def chain_layers(config: Config) -> dict[str, LayerFactory]:
     """Return the factories of the layers of a `[model]`, by name, in order."""
     if config.model is None:
         raise ConfigError("only a job with [model] has a list of layers")
+    if config.model.module is not None:
+        from rpcmp.pipelining import split_layers  # torch.export takes a while to import
+
+        return split_layers.layer_factories(config)
     random_streams.seed_all(config.seed, "layers")
     model = config.model
-    value = importing.create(Factory(callable=model.layers, kwargs=model.kwargs), "model.layers")
+    value = importing.create(Factory(callable=model.source, kwargs=model.kwargs), "model.layers")
     layers: dict[str, LayerFactory] = {}
-    for name, layer in _pairs(value, model.layers):
+    for name, layer in _pairs(value, model.source):
         if name in layers:
-            raise ConfigError(f"{model.layers} names two layers {name!r}")
+            raise ConfigError(f"{model.source} names two layers {name!r}")
         layers[name] = layer
-    _check_names(list(layers), model.layers)
+    _check_names(list(layers), model.source)
     ready = {name: layer() for name, layer in layers.items() if isinstance(layer, _Ready)}
     _refuse_shared_parameters(ready)
     return layers
@@ -80,8 +85,10 @@ def build_layers(config: Config, stage_index: int, names: Iterable[str]) -> dict
     _refuse_shared_parameters(modules)
     if config.init is not None:
         prefixed = {name: (config.prefix_of(name), module) for name, module in modules.items()}
-        owns_prefixes = all(stage.prefix is None for stage in config.stages)
-        initial_weights.load_weights(config.init, prefixed, config.tied_to, owns_prefixes)
+        owns_prefixes = config.cut is None and all(stage.prefix is None for stage in config.stages)
+        initial_weights.load_weights(
+            config.init, prefixed, config.tied_to, owns_prefixes, config.other_names
+        )
     return modules
 
 

@@ -63,6 +63,8 @@ def _count(num_samples: int, num_microbatches: int, smallest: int = 1) -> int:
 def smallest_for(modules: Iterable[nn.Module]) -> int:
     """Return the fewest samples of a micro-batch that `modules` can be trained with."""
     for module in modules:
+        if getattr(module, "needs_two_samples", False):  # a layer that was cut out of a module
+            return 2
         for part in module.modules():
             # In evaluation mode, a layer with running statistics needs only one.
             if isinstance(part, NEEDS_TWO) and (

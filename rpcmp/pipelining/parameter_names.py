@@ -137,6 +137,8 @@ def require_equal_ties(tied: Sequence[Sequence[str]], kinds: Mapping[str, str]) 
                 )
 
 
-def under_all_names(state: Mapping[str, Tensor], tied_to: Mapping[str, str]) -> dict[str, Tensor]:
+def under_all_names(
+    state: Mapping[str, Tensor], other_names: Mapping[str, str]
+) -> dict[str, Tensor]:
     """Return the unsplit model's state_dict, which has tied parameters under all their names."""
-    return {**state, **{name: state[first] for name, first in tied_to.items()}}
+    return {**state, **{name: state[first] for name, first in other_names.items()}}

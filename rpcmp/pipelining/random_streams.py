@@ -2,7 +2,7 @@
 
 A stream's seed is derived from the config's and the purpose:
 
-    (seed, "init", layer)                        parameters
+    (seed, "init", layer)                        parameters; of a module that is cut: seed itself
     (seed, "train", step, micro-batch, layer)    dropout
     (seed, "epoch", epoch)                       shuffling
     (seed, "optimizer", step, stage)             what a stage's optimizer draws, some add noise
@@ -28,7 +28,11 @@ def derive_seed(*parts: int | str) -> int:
 
 def seed_all(*parts: int | str) -> None:
     """Seed every generator that a model may draw from: torch's, Python's and numpy's."""
-    seed = derive_seed(*parts)
+    seed_plainly(derive_seed(*parts))
+
+
+def seed_plainly(seed: int) -> None:
+    """Seed every generator with this number, as `torch.manual_seed` does torch's."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)

@@ -22,6 +22,7 @@ from rpcmp.process.fork_client import Forks
 from rpcmp.process.sandbox.confinement import FileAccess
 
 TASKS = {
+    "cut": "rpcmp.driver.module_cut:cut",
     "sample": "rpcmp.worker.profiler:sample",
     "profile": "rpcmp.worker.profiler:profile",
     "examine": "rpcmp.server.host_facts:check_devices_and_code",

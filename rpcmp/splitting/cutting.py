@@ -203,8 +203,8 @@ class Cuts:
         return [[node for run in runs for node in run.nodes] for runs in self._runs(graph)]
 
     def blocks(self, graph: Graph) -> list[list[str]]:
-        """Return the names of each layer's blocks."""
-        return [[run.block for run in runs if run.block] for runs in self._runs(graph)]
+        """Return the names of each layer's blocks, as they run; empty for what lies between."""
+        return [[run.block for run in runs] for runs in self._runs(graph)]
 
     def _runs(self, graph: Graph) -> list[list[Run]]:
         layers: list[list[Run]] = [[] for _ in range(len(self))]

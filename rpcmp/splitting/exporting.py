@@ -42,12 +42,15 @@ class Exported:
     guards: list[str]
 
 
-def export(module: nn.Module, batch: Any, training: bool) -> Exported:
+def export(
+    module: nn.Module, batch: Any, training: bool, autocast: torch.dtype | None = None
+) -> Exported:
     """Return the graph of a module.
 
     Args:
         batch: what the module is called with: a tensor; a tuple of arguments; or a dict of keyword
             arguments. Two samples at least; sizes that are equal by chance may be taken to be one.
+        autocast: the dtype of the `torch.autocast` that will be around the call.
 
     Raises:
         ConfigError: it cannot be exported, or takes or returns something else than tensors.
@@ -57,7 +60,12 @@ def export(module: nn.Module, batch: Any, training: bool) -> Exported:
     whole.train(training)
     sizes = tuple(dict.fromkeys(range(leaf.dim()), Dim.AUTO) for leaf in leaves)
     try:
-        with warnings.catch_warnings(), torch.enable_grad(), _counted_autocasts(whole.seen):
+        with (
+            warnings.catch_warnings(),
+            torch.enable_grad(),
+            torch.autocast("cpu", autocast, enabled=autocast is not None),
+            _counted_autocasts(whole.seen),
+        ):
             warnings.simplefilter("ignore")  # a size that the module fixes, such as 3 channels
             program = torch.export.export(
                 whole, tuple(leaves), dynamic_shapes={"leaves": sizes}, strict=False
@@ -185,15 +193,26 @@ class _Flat(nn.Module):
         return tuple(found)
 
 
+TREES = (Tensor, Mapping, tuple, list)
+
+
+def plain(value: Any) -> Any:
+    """Return what a module returns as a layer does that was cut out of it."""
+    found: list[Tensor] = []
+    return restore(_structure(value, found), found)
+
+
 def _structure(value: Any, found: list[Tensor]) -> Structure:
-    """Collect a tree's tensors, and return the tree with their positions; Nones are left out."""
+    """Collect a tree's tensors, and return the tree with their positions.
+
+    Of a dict, what is no tensor and has none is left out.
+    """
     if isinstance(value, Tensor):
         found.append(value)
         return len(found) - 1
-    if isinstance(value, Mapping):  # also transformers' outputs
-        return {
-            str(key): _structure(each, found) for key, each in value.items() if each is not None
-        }
+    if isinstance(value, Mapping):  # also transformers' outputs; some have a cache, of a class
+        kept = {key: each for key, each in value.items() if isinstance(each, TREES)}
+        return {str(key): _structure(each, found) for key, each in kept.items()}
     if isinstance(value, tuple | list):
         return [_structure(each, found) for each in value]
     if value is None:

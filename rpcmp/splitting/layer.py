@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rpcmp.config.types import COPY
 from rpcmp.splitting.exporting import Structure, arguments, restore
 from rpcmp.splitting.guards import holds, in_words
 from rpcmp.splitting.program import compiled
 from rpcmp.splitting.split import CONSTANTS, InputPlan, Split
-from rpcmp.splitting.weights import COPY
+
+BATCH_NORM, IN_TRAINING = "aten.batch_norm.default", 5
+"""torch's batch normalization, and which of its arguments says that it uses its samples."""
 
 
 class SplitLayer(nn.Module):
@@ -57,6 +60,12 @@ class SplitLayer(nn.Module):
         if not self._split_structures:
             return outputs
         return restore(self._split_structures[self.training], outputs)
+
+    @property
+    def needs_two_samples(self) -> bool:
+        """Whether it normalizes by the statistics of its samples, in its present mode."""
+        nodes = self._split_programs[self.training].nodes
+        return any(node.calls == BATCH_NORM and node.args[IN_TRAINING] is True for node in nodes)
 
     def _split_arguments(self, value: Any) -> list[Tensor]:
         """Return the module's inputs in order; see `_checked`."""
@@ -109,12 +118,16 @@ def _add(module: nn.Module, path: str, tensor: Tensor, is_stored: bool) -> None:
 def _checked(plans: list[InputPlan], value: Any) -> list[Tensor]:
     """Return the module's inputs in order, after checking that the graph was made for such.
 
+    Further parts of a dict are left out.
+
     Raises:
         ValueError: names, dtypes or sizes differ.
     """
+    expected = [plan.name for plan in plans]
+    if isinstance(value, Mapping):
+        value = {name: value[name] for name in expected if name in value}
     names, leaves = arguments(value)
     given = dict(zip(names, leaves, strict=True))
-    expected = [plan.name for plan in plans]
     if set(given) != set(expected):
         raise ValueError(f"the module was cut for the inputs {expected}, not {names}")
     for plan in plans:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+import zlib
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from rpcmp.splitting.exporting import Structure, export
 from rpcmp.splitting.program import Node, Program, encode, name_of
 from rpcmp.splitting.regions import Region, by_region
 from rpcmp.splitting.weights import Holdings
+
+MAX_SPLIT = 2**28
+"""Bytes of a split as JSON. A layer has some 20,000."""
 
 CONSTANTS = "_constants"
 """The submodule of a layer that has the constants of its programs."""
@@ -70,9 +74,11 @@ class LayerPlan(_Plain):
         training, evaluation: what it computes in each mode.
         tensors: names in the module of its parameters and buffers.
         passing: those of them that no state dict has.
+        runs: names of the blocks that run in it, in order; empty ones are what lies between.
     """
 
     name: str
+    runs: list[str]
     training: Program
     evaluation: Program
     tensors: list[str]
@@ -97,13 +103,35 @@ class Split(_Plain):
     aliases: dict[str, list[str]]
     constants: dict[str, Constant]
 
+    def pack(self) -> str:
+        """Return it as text for a config."""
+        return base64.b64encode(zlib.compress(self.model_dump_json().encode())).decode()
 
-def split_module(module: nn.Module, batch: Any, patterns: Collection[str] = ()) -> Split:
+    @classmethod
+    def unpack(cls, text: str) -> Split:
+        """Return what `pack` has packed; raises ValueError if it is something else."""
+        try:
+            unzip = zlib.decompressobj()
+            data = unzip.decompress(base64.b64decode(text), MAX_SPLIT)
+        except zlib.error as error:
+            raise ValueError(f"no split: {error}") from error
+        if unzip.unconsumed_tail:
+            raise ValueError(f"a split of more than {MAX_SPLIT} bytes")
+        return cls.model_validate_json(data)
+
+
+def split_module(
+    module: nn.Module,
+    batch: Any,
+    patterns: Collection[str] = (),
+    autocast: torch.dtype | None = None,
+) -> Split:
     """Export a module and cut it into layers; its parameters are not read.
 
     Args:
         batch: see `rpcmp.splitting.exporting.export`.
         patterns: of the submodules that are layers; see `find_blocks`.
+        autocast: what the layers will be run in, since a module may look at its tensors' dtypes.
 
     Raises:
         ConfigError: the module cannot be exported or cut.
@@ -111,7 +139,7 @@ def split_module(module: nn.Module, batch: Any, patterns: Collection[str] = ()) 
     blocks = find_blocks(module, patterns)
     modes = {part: part.training for part in module.modules()}
     try:
-        exports = [export(module, batch, training) for training in (True, False)]
+        exports = [export(module, batch, training, autocast) for training in (True, False)]
     finally:
         for part, was_training in modes.items():
             part.training = was_training
@@ -133,12 +161,15 @@ def split_module(module: nn.Module, batch: Any, patterns: Collection[str] = ()) 
     layers = [
         LayerPlan(
             name=name,
+            runs=runs,
             training=training,
             evaluation=evaluation,
             tensors=tensors,
             passing=[each for each in tensors if each in holdings.passing],
         )
-        for name, training, evaluation, tensors in zip(names, *programs, held, strict=True)
+        for name, runs, training, evaluation, tensors in zip(
+            names, cuts.blocks(graphs[0]), *programs, held, strict=True
+        )
     ]
     return Split(
         inputs=_inputs(graphs, exporting.arguments(batch)[0]),

@@ -17,11 +17,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx, nn
 
+from rpcmp.config.types import COPY
 from rpcmp.splitting.aliasing import find_torn
 from rpcmp.splitting.cutting import Cuts, Graph, alive, paths_of
-
-COPY = "@"
-"""In the name of a parameter's copy, before the number of the layer that has it."""
 
 
 @dataclass

@@ -212,7 +212,8 @@ def _names(*groups: Callables) -> dict[str, str]:
 
 def _model(config: Config, index: int) -> Callables:
     if config.model is not None:
-        return {"model.layers": config.model.layers}
+        key = "model.layers" if config.model.module is None else "model.module"
+        return {key: config.model.source}
     return {f"stages.{index}.module": config.stage(index).module}
 
 

@@ -16,6 +16,7 @@ a pipelined run:
   seeded by (seed, "optimizer", step, stage).
 - There is a region of autocast per call of a layer, and one for the loss.
 
+A `module` that the job cuts is not cut here: see `rpcmp.tools.reference_module`.
 `rpcmp.tools.reference_parts` has the rules for loss scaling, replicas and tied parameters.
 """
 
@@ -41,6 +42,7 @@ from rpcmp.errors import JobError, RpcmpError
 from rpcmp.pipelining import assignment, devices, layers, microbatches, optimizers, random_streams
 from rpcmp.process.channel import Message
 from rpcmp.rpc.tensors import save_tensors
+from rpcmp.tools.reference_module import EagerModule
 from rpcmp.tools.reference_parts import ReferenceSteps, ReferenceTies, Replicas, autocast
 
 
@@ -86,6 +88,13 @@ class UnsplitModel:
         for index, stage in enumerate(config.stage_names):
             self._modules[stage] = layers.build_layers(config, index, layer_names[stage])
             self._add_optimizer(index, stage)
+        self._eager: EagerModule | None = None
+        if config.cut is not None:
+            every = {n: m for modules in self._modules.values() for n, m in modules.items()}
+            self._eager = EagerModule(
+                config, every, self._seed_layer, functools.partial(_map, _between_layers)
+            )
+        self._place = (0, 0)  # step, micro-batch
         self._autocast = {
             stage: autocast(config, index) for index, stage in enumerate(config.stage_names)
         }
@@ -117,6 +126,8 @@ class UnsplitModel:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return parameters and buffers by name; tied ones under each of their names."""
+        if self._eager is not None:
+            return dict(self._eager.module.state_dict())
         return {
             self._config.prefix_of(layer) + name: value
             for modules in self._modules.values()
@@ -191,20 +202,27 @@ class UnsplitModel:
         return float(loss.item())
 
     def _forward(self, inputs: Any, targets: Any, step: int, index: int) -> Any:
+        self._place = step, index
+        if self._eager is not None:
+            with self._autocast[self._graph.sink]:
+                return self._eager(_map(_clone, inputs))
         values: dict[str, Any] = {"input": inputs, "target": targets}
         for stage, references in self._graph.inputs.items():
             read = [_map(_clone, _part(values, reference)) for reference in references]
-            values[stage] = self._run_stage(stage, read, step, index)
+            values[stage] = self._run_stage(stage, read)
         return values[self._graph.sink]
 
-    def _run_stage(self, stage: str, read: list[Any], step: int, index: int) -> Any:
+    def _run_stage(self, stage: str, read: list[Any]) -> Any:
         for position, (layer, module) in enumerate(self._modules[stage].items()):
             if position:
                 read = [_map(_between_layers, read[0])]
-            random_streams.seed_all(self._config.seed, "train", step, index, layer)
+            self._seed_layer(layer)
             with self._autocast[stage]:
                 read = [module(*read)]
         return read[0]
+
+    def _seed_layer(self, layer: str) -> None:
+        random_streams.seed_all(self._config.seed, "train", *self._place, layer)
 
     def _slices(self, batch: Any) -> list[Any]:
         samples = _first(batch).shape[0]

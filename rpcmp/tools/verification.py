@@ -177,7 +177,7 @@ async def _run_pipelined(
     job = config.without_recovery()
     summary = await drive(job, handle, connect, evaluate=False, save_state=path, forks=forks)
     skipped = summary.skipped_steps or 0
-    state = parameter_names.under_all_names(load_tensors(path), config.tied_to)
+    state = parameter_names.under_all_names(load_tensors(path), config.other_names)
     return ComparedRun(losses, state, summary.hosts, skipped)
 
 

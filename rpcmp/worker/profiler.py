@@ -90,7 +90,13 @@ def measure(order: ProfileOrder, inputs: Any, targets: Any) -> HostProfile:
     _warm_up_torch(order)
     base, available = devices.base_bytes(device), devices.available_bytes(device)
     measure_layers = _measure_graph if order.config.model is None else _measure_chain
-    profiles = measure_layers(order, inputs, targets)
+    if order.config.cut is None:
+        profiles = measure_layers(order, inputs, targets)
+    else:
+        from rpcmp.pipelining import split_layers  # torch.export takes a while to import
+
+        with split_layers.any_values():
+            profiles = measure_layers(order, inputs, targets)
     return HostProfile(layers=profiles, base_bytes=base, available_bytes=available)
 
 

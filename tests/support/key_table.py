@@ -9,8 +9,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from rpcmp.config.job_sections import JobSettings
 from rpcmp.config.loader import descriptions, level_of, union_members
-from rpcmp.config.schema import Config
 from rpcmp.config.types import Factory, OptimizerFactory
 
 
@@ -19,7 +19,7 @@ def table() -> str:
     sections.
     """
     rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
-    rows += _rows(Config, "")
+    rows += _rows(JobSettings, "")
     return "\n".join(rows)
 
 

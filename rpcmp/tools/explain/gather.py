@@ -16,7 +16,7 @@ from rpcmp.checkpoint.folder import require_none_asked_for
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER
 from rpcmp.errors import ConfigError
-from rpcmp.job.autobalance import stage_hosts, with_full_microbatches
+from rpcmp.job.autobalance import stage_hosts, with_cut, with_full_microbatches
 from rpcmp.job.server_calls import collect_code, dialer_for, require_addresses
 from rpcmp.job.server_pool import connected, forks_for
 from rpcmp.net.peer_connection import Dialer
@@ -166,6 +166,7 @@ async def explain(
             notes.append(
                 f"a mini-batch has {count} samples: {count} micro-batches, not {configured}"
             )
+        config = await with_cut(config, forks)
         if config.is_balanced_by_measurement:
             hosts = await stage_hosts(config, connect, forks)
             config = config.with_balance(choose_balance(hosts))

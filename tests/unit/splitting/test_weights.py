@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rpcmp.splitting.weights import COPY
+from rpcmp.config.types import COPY
 from tests.support.splitmodules import CASES, layers_of, split_of
 
 

@@ -1,0 +1,187 @@
+"""Cut the `module` of a [model] into layers, before a run: a task for a process of its own.
+
+    first mini-batch ──two samples or so──> rpcmp.splitting ──> ModelCut, for the config
+                                                 └──────────> the user's cache folder
+
+What the module is called with is known from the data. An export takes seconds and depends on the
+code, the arguments, the versions of what is imported, and the sample: with the same it is done
+once. The folder may be removed at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rpcmp.config import files
+from rpcmp.config.job_sections import ModelConfig, ModelCut
+from rpcmp.config.schema import Config
+from rpcmp.data.batches import Loaded, load_batches
+from rpcmp.errors import ConfigError, suggest
+from rpcmp.pipelining import pytree
+from rpcmp.pipelining.split_layers import build_skeleton
+from rpcmp.process.channel import Message
+from rpcmp.splitting.split import Split, split_module
+from rpcmp.worker.model import AUTOCAST_DTYPES
+
+MAX_CACHED = 64
+"""Cuts that are kept; the oldest goes first."""
+
+LABELS = ("labels", "label", "label_ids")
+"""Parts of a batch that a model could take, and would compute a loss of its own with."""
+
+SAMPLES = (3, 5, 7, 2, 4, 6)
+"""Numbers of samples to cut with: one that no other size has, which would be taken for the same."""
+
+
+def cut(message: Message) -> Iterator[Message]:
+    """Task: cut the module."""
+    folder = Path(message["folder"])
+    sys.path.insert(0, str(folder))
+    config = Config.model_validate_json(message["config"]).with_folder(folder)
+    yield {"event": "cut", "cut": cut_module(config).model_dump()}
+
+
+def cut_module(config: Config) -> ModelCut:
+    """Cut the config's module; takes it from the cache if the same was cut before.
+
+    Raises:
+        ConfigError: it cannot be built or cut, or does not take the batch.
+    """
+    model = config.model
+    assert model is not None
+    section = config.require_data("cutting the model's `module`")
+    batches = load_batches(section.train, "data.train", section, config.seed, training=True)
+    try:
+        loaded = batches.first()
+    finally:
+        batches.close()
+    module = build_skeleton(config)
+    sample = few_samples(inputs_of(module, model, loaded))
+    cached = cache_folder() / f"{_key(config, model, sample)}.json"
+    if (found := _read(cached)) is not None:
+        return found
+    split = split_module(module, sample, model.split, AUTOCAST_DTYPES.get(config.autocast or ""))
+    cut = as_cut(split)
+    _write(cached, cut)
+    return cut
+
+
+def as_cut(split: Split) -> ModelCut:
+    return ModelCut(
+        layers=[layer.name for layer in split.layers],
+        tied=split.tied,
+        aliases=split.aliases,
+        split=split.pack(),
+    )
+
+
+def inputs_of(module: nn.Module, model: ModelConfig, loaded: Loaded) -> Any:
+    """Return what the module is called with: of a dict, the parts that its forward takes.
+
+    Raises:
+        ConfigError: the batch lacks a part, or has one that the forward does not take.
+    """
+    inputs = loaded.inputs
+    if not isinstance(inputs, Mapping):
+        if model.inputs is not None:
+            raise ConfigError(
+                f"model.inputs names parts of a dict, but the batch is {pytree.describe(inputs)}"
+            )
+        return inputs
+    parameters = inspect.signature(module.forward).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    names = model.inputs
+    if names is None:
+        # A batch that is a dict and no pair is inputs and targets at once.
+        is_both = loaded.inputs is loaded.targets
+        names = [name for name in inputs if not (is_both and name in LABELS)]
+        if is_both and not takes_any:
+            names = [name for name in names if name in parameters]
+    for name in names:
+        if name not in inputs:
+            raise ConfigError(f"the batch has no {name!r}{suggest(name, inputs)}")
+        if not takes_any and name not in parameters:
+            raise ConfigError(
+                f"{model.source}: forward takes no {name!r}, which the batch has"
+                f"{suggest(name, parameters)}; name what it takes in model.inputs"
+            )
+    return {name: inputs[name] for name in names}
+
+
+def few_samples(inputs: Any) -> Any:
+    """Return a few samples of a mini-batch, repeated if it has less."""
+    tensors = pytree.tensors(inputs)
+    sizes = {size for tensor in tensors for size in tensor.shape[1:]}
+    count = next((each for each in SAMPLES if each not in sizes), SAMPLES[0])
+
+    def few(tensor: Tensor) -> Tensor:
+        return tensor[torch.arange(count) % max(1, tensor.shape[0])] if tensor.dim() else tensor
+
+    return pytree.map_tensors(few, inputs)
+
+
+def cache_folder() -> Path:
+    """Return the user's folder for what can be computed again."""
+    own = os.environ.get("XDG_CACHE_HOME")
+    return (Path(own) if own else Path.home() / ".cache") / "rpcmp" / "cuts"
+
+
+def _key(config: Config, model: ModelConfig, sample: Any) -> str:
+    """Return a name for all that a cut depends on; the module has been built, so all is imported.
+
+    All packages that the user's code has imported count, whatever imports them.
+    """
+    shapes = [(path, pytree.describe(leaf)) for path, leaf in pytree.leaves_with_path(sample)]
+    known = {
+        "versions": [torch.__version__, platform.python_version(), _own_version()],
+        "code": files.code_versions({model.source.partition(":")[0], *_packages()}),
+        "model": [model.source, model.kwargs, model.split],
+        "precision": config.autocast,
+        "sample": shapes,
+    }
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _own_version() -> str:
+    return files.sha256_of("rpcmp")
+
+
+def _packages() -> set[str]:
+    """Return the installed packages with models that a module may be made of."""
+    return {"transformers", "timm", "peft", "torchvision"} & {*sys.modules}
+
+
+def _read(path: Path) -> ModelCut | None:
+    try:
+        found = ModelCut.model_validate_json(path.read_bytes())
+        Split.unpack(found.split)
+    except (OSError, ValueError):  # there is none, or it is damaged
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(path)  # it is in use
+    return found
+
+
+def _write(path: Path, cut: ModelCut) -> None:
+    """Keep a cut; a folder that cannot be written to costs the next run an export."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(cut.model_dump_json().encode())
+        os.replace(file.name, path)
+        kept = sorted(path.parent.iterdir(), key=lambda each: each.stat().st_mtime)
+        for old in kept[:-MAX_CACHED]:
+            old.unlink()
