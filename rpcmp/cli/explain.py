@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from rpcmp.config.types import format_size
 
 if TYPE_CHECKING:
     from rpcmp.cli.console import Cell
-    from rpcmp.tools.explain.gather import Explanation
+    from rpcmp.tools.explain.gather import Cut, Explanation
     from rpcmp.tools.explain.model_summary import ExplainedStage
     from rpcmp.tools.job_links import StageLink
 
@@ -97,6 +98,15 @@ def _print(explanation: Explanation) -> None:
     ]
     console.print(table(heads, rows, right=("parameters",), pad_edge=False))
 
+    if explanation.cuts:
+        print_section("Where the module can be cut")
+        heads = ("after", "before", "used", "a sample carries", "of")
+        cuts = [
+            (one.after, one.before, "yes" if one.is_used else "", *_carried(one))
+            for one in explanation.cuts
+        ]
+        console.print(table(heads, cuts, right=("a sample carries",), pad_edge=False))
+
     print_section("Memory of each worker")
     sizes = ("process", "parameters", "gradients", "optimizer", "activations", "together")
     heads = ("stage", *sizes, "may have", "snapshots")
@@ -134,6 +144,13 @@ def _print(explanation: Explanation) -> None:
     ]
     console.print(table(("what", "where", "use"), files, pad_edge=False))
     print_lines(f"note: {note}" for note in explanation.notes)
+
+
+def _carried(cut: Cut) -> tuple[str, str]:
+    """Return how much passes, and of what: equal values once, with their number."""
+    counts = Counter(cut.values)
+    values = (f"{number} x {value}" if number > 1 else value for value, number in counts.items())
+    return format_size(cut.sample_bytes), ", ".join(values)
 
 
 def _head(explanation: Explanation) -> Iterator[str]:

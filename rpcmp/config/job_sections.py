@@ -75,17 +75,31 @@ class ModelConfig(Strict):
         return self
 
 
+class Passing(Strict):
+    """What passes from a layer to the next.
+
+    Attributes:
+        values: such as "float32[*, *, 32]", sizes that vary as "*".
+        sample_bytes: of all, per sample.
+    """
+
+    values: list[str]
+    sample_bytes: int
+
+
 class ModelCut(Strict):
     """How the `module` of a [model] is cut: found before a run, and never written into a config.
 
     Attributes:
         layers: names of the layers.
+        passing: into each layer but the first.
         tied: names of one parameter in several layers.
         aliases: further names of a tensor, which no layer has, by the one that is stored.
         split: a `rpcmp.splitting.split.Split`, packed.
     """
 
     layers: list[str]
+    passing: list[Passing] = Field(default_factory=list)
     tied: list[list[str]] = Field(default_factory=list)
     aliases: dict[str, list[str]] = Field(default_factory=dict)
     split: str

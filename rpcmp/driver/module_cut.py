@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from rpcmp.config import files
-from rpcmp.config.job_sections import ModelConfig, ModelCut
+from rpcmp.config.job_sections import ModelConfig, ModelCut, Passing
 from rpcmp.config.schema import Config
 from rpcmp.data.batches import Loaded, load_batches
 from rpcmp.errors import ConfigError, suggest
@@ -82,6 +82,10 @@ def cut_module(config: Config) -> ModelCut:
 def as_cut(split: Split) -> ModelCut:
     return ModelCut(
         layers=[layer.name for layer in split.layers],
+        passing=[
+            Passing(values=layer.receives, sample_bytes=layer.received_bytes)
+            for layer in split.layers[1:]
+        ],
         tied=split.tied,
         aliases=split.aliases,
         split=split.pack(),

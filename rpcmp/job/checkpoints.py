@@ -405,7 +405,9 @@ def _driver_state(progress: Message) -> Message:
 
 def _saved_config(config: Config) -> Any:
     """Return a config as a manifest has it; the destinations of the log do not affect results."""
-    return redacted(config.model_dump(mode="json", exclude={"log": True, "cut": {"split"}}))
+    return redacted(
+        config.model_dump(mode="json", exclude={"log": True, "cut": {"split", "passing"}})
+    )
 
 
 def differences(before: Any, now: Any, place: str = "") -> list[str]:

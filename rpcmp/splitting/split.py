@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import re
 import zlib
 from collections.abc import Collection, Iterator, Sequence
@@ -75,10 +76,14 @@ class LayerPlan(_Plain):
         tensors: names in the module of its parameters and buffers.
         passing: those of them that no state dict has.
         runs: names of the blocks that run in it, in order; empty ones are what lies between.
+        receives: what passes into it, such as "float32[*, *, 32]" or "size".
+        received_bytes: of that, per sample, at the lengths that it was cut with.
     """
 
     name: str
     runs: list[str]
+    receives: list[str]
+    received_bytes: int
     training: Program
     evaluation: Program
     tensors: list[str]
@@ -158,17 +163,21 @@ def split_module(
         sorted({*names.values(), *unused})
         for names, unused in zip(holdings.names, holdings.unused, strict=True)
     ]
+    passing = alive(graphs[0], cuts.nodes(graphs[0]))
+    samples = exporting.arguments(batch)[1][0].shape[0]
     layers = [
         LayerPlan(
             name=name,
             runs=runs,
+            receives=[_kind(node) for node in received],
+            received_bytes=round(sum(map(_bytes, received)) / samples),
             training=training,
             evaluation=evaluation,
             tensors=tensors,
             passing=[each for each in tensors if each in holdings.passing],
         )
-        for name, runs, training, evaluation, tensors in zip(
-            names, cuts.blocks(graphs[0]), *programs, held, strict=True
+        for name, runs, training, evaluation, tensors, received in zip(
+            names, cuts.blocks(graphs[0]), *programs, held, passing[:-1], strict=True
         )
     ]
     return Split(
@@ -307,6 +316,23 @@ def _inputs(graphs: Sequence[Graph], names: Sequence[str]) -> list[InputPlan]:
             "mini-batches: it must not use that number as a plain number, such as in range()"
         )
     return plans
+
+
+def _kind(node: fx.Node) -> str:
+    value = node.meta["val"]
+    if not isinstance(value, Tensor):
+        return "size"
+    sizes = (str(int(size)) if is_concrete_int(size) else "*" for size in value.shape)
+    return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
+
+
+def _bytes(node: fx.Node) -> int:
+    value = node.meta["val"]
+    if not isinstance(value, Tensor):
+        return 0
+    # A size that may vary knows what it was in the sample.
+    sizes = (size if isinstance(size, int) else int(size.node.hint) for size in value.shape)
+    return math.prod(sizes) * value.element_size()
 
 
 def _size(sizes: Sequence[Any]) -> int | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import transformers
+import transformers as hub
 from torch import Tensor, nn
 
 from tests.zoo import unsplit
@@ -27,46 +27,47 @@ ATTENTION = {
 CAUSAL = {**ATTENTION, "num_key_value_heads": 2, "attention_dropout": 0.1}
 
 
-def llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**CAUSAL))
+def llama() -> Any:
+    return hub.LlamaForCausalLM(hub.LlamaConfig(**CAUSAL))
 
 
-def qwen3() -> nn.Module:
-    config = transformers.Qwen3Config(**CAUSAL, head_dim=8, tie_word_embeddings=True)
-    return transformers.Qwen3ForCausalLM(config)
+def qwen3() -> Any:
+    config = hub.Qwen3Config(**CAUSAL, head_dim=8, tie_word_embeddings=True)
+    return hub.Qwen3ForCausalLM(config)
 
 
-def gpt2() -> nn.Module:
+def gpt2() -> Any:
     sizes = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=TOKENS, **sizes))
+    ends = {"bos_token_id": 1, "eos_token_id": 2}
+    return hub.GPT2LMHeadModel(hub.GPT2Config(vocab_size=TOKENS, **sizes, **ends))
 
 
-def bert() -> nn.Module:
-    config = transformers.BertConfig(**ATTENTION, num_labels=CLASSES)
-    return transformers.BertForSequenceClassification(config)
+def bert() -> Any:
+    config = hub.BertConfig(**ATTENTION, num_labels=CLASSES)
+    return hub.BertForSequenceClassification(config)
 
 
-def vit() -> nn.Module:
+def vit() -> Any:
     sizes = {key: value for key, value in ATTENTION.items() if key != "vocab_size"}
-    config = transformers.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=CLASSES)
-    return transformers.ViTForImageClassification(config)
+    config = hub.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=CLASSES)
+    return hub.ViTForImageClassification(config)
 
 
 DEPTHS = {"hidden_sizes": [8, 16, 24, 32], "depths": [2, 2, 2, 2], "num_labels": CLASSES}
 
 
-def resnet() -> nn.Module:
-    config = transformers.ResNetConfig(embedding_size=8, **DEPTHS)
-    return transformers.ResNetForImageClassification(config)
+def resnet() -> Any:
+    config = hub.ResNetConfig(embedding_size=8, **DEPTHS)
+    return hub.ResNetForImageClassification(config)
 
 
-def convnext() -> nn.Module:
-    config = transformers.ConvNextConfig(image_size=32, drop_path_rate=0.1, **DEPTHS)
-    return transformers.ConvNextForImageClassification(config)
+def convnext() -> Any:
+    config = hub.ConvNextConfig(image_size=32, drop_path_rate=0.1, **DEPTHS)
+    return hub.ConvNextForImageClassification(config)
 
 
-def t5() -> nn.Module:
-    config = transformers.T5Config(
+def t5() -> Any:
+    config = hub.T5Config(
         vocab_size=TOKENS,
         d_model=32,
         d_kv=8,
@@ -76,11 +77,11 @@ def t5() -> nn.Module:
         num_heads=4,
         decoder_start_token_id=0,
     )
-    return transformers.T5ForConditionalGeneration(config)
+    return hub.T5ForConditionalGeneration(config)
 
 
-def whisper() -> nn.Module:
-    config = transformers.WhisperConfig(
+def whisper() -> Any:
+    config = hub.WhisperConfig(
         vocab_size=TOKENS,
         d_model=32,
         encoder_layers=2,
@@ -97,16 +98,16 @@ def whisper() -> nn.Module:
         eos_token_id=2,
         decoder_start_token_id=1,
     )
-    return transformers.WhisperForConditionalGeneration(config)
+    return hub.WhisperForConditionalGeneration(config)
 
 
-def mamba() -> nn.Module:
+def mamba() -> Any:
     sizes = {"hidden_size": 32, "num_hidden_layers": 4, "state_size": 4}
-    return transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=TOKENS, **sizes))
+    return hub.MambaForCausalLM(hub.MambaConfig(vocab_size=TOKENS, **sizes))
 
 
-def mixture() -> nn.Module:
-    config = transformers.Qwen2MoeConfig(
+def mixture() -> Any:
+    config = hub.Qwen2MoeConfig(
         **CAUSAL,
         moe_intermediate_size=24,
         shared_expert_intermediate_size=24,
@@ -114,10 +115,10 @@ def mixture() -> nn.Module:
         num_experts_per_tok=2,
         experts_implementation="batched_mm",  # every expert computes for every token
     )
-    return transformers.Qwen2MoeForCausalLM(config)
+    return hub.Qwen2MoeForCausalLM(config)
 
 
-def encoder() -> nn.Module:
+def encoder() -> Any:
     layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True)
     return nn.TransformerEncoder(layer, 4)
 
@@ -208,7 +209,10 @@ def data(name: str) -> list[tuple[Any, Tensor]]:
 def error(outputs: Any, targets: Tensor) -> Tensor:
     """Mean square of all that the module returns, apart from the target."""
     first, *others = outputs if isinstance(outputs, tuple) else (outputs,)
-    return (first - targets).square().mean() + sum(other.square().mean() for other in others)
+    loss: Tensor = (first - targets).square().mean()
+    for other in others:
+        loss = loss + other.square().mean()
+    return loss
 
 
 def job(name: str, num_stages: int, schedule: str) -> str:

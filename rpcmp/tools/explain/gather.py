@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any
 
 from rpcmp.checkpoint.folder import require_none_asked_for
@@ -100,6 +101,24 @@ def _checkpoints(config: Config) -> File:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """A place where a `module` can be cut.
+
+    Attributes:
+        after, before: names of the layers around it.
+        is_used: whether a stage ends there.
+        values: what passes, such as "float32[*, *, 32]".
+        sample_bytes: of all values, per sample.
+    """
+
+    after: str
+    before: str
+    is_used: bool
+    values: list[str]
+    sample_bytes: int
+
+
+@dataclass(frozen=True)
 class Explanation:
     """Forecast of a run.
 
@@ -112,6 +131,7 @@ class Explanation:
         runs: the actions of each stage in one step by itself, simulated.
         prediction: from measurements; None if nothing was measured. Then in `runs` forwards, input
             gradients and weight gradients all take the same time.
+        cuts: where a `module` can be cut, see `Cut`; empty if it is given as layers or stages.
     """
 
     name: str
@@ -131,6 +151,7 @@ class Explanation:
     links: list[StageLink]
     files: list[File]
     notes: list[str]
+    cuts: list[Cut]
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data; times in seconds, memory in bytes."""
@@ -198,7 +219,21 @@ async def explain(
         links=stage_links(config, places, summary.tied),
         files=job_files(config),
         notes=[*notes, *_unknowns(config, summary, stages)],
+        cuts=_cuts(config, balance),
     )
+
+
+def _cuts(config: Config, balance: Sequence[int]) -> list[Cut]:
+    if config.cut is None:
+        return []
+    ends = set(accumulate(balance))
+    names = config.cut.layers
+    return [
+        Cut(before, after, number in ends, passing.values, passing.sample_bytes)
+        for number, (before, after, passing) in enumerate(
+            zip(names, names[1:], config.cut.passing, strict=False), start=1
+        )
+    ]
 
 
 async def _summarize_model(config: Config, forks: Forks, is_here: bool) -> ModelSummary:

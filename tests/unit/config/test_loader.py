@@ -183,10 +183,13 @@ def test_an_override_that_does_not_fit_is_refused(path: Path, override: str, mes
         ("[[stages]]\nthread = 2", "stages.0.thread: .* did you mean 'threads'"),
         ("[metrics.a]\nkwarg = {}", "metrics.a.kwarg: .* did you mean 'kwargs'"),
         ("batchsize = 3", "batchsize: unknown key; did you mean 'batch_size' in .data."),
-        ("[model]\nzzz = 1", "model.zzz: unknown key; valid keys: layers, kwargs, balance, num_st"),
+        (
+            "[model]\nzzz = 1",
+            "model.zzz: unknown key; valid keys: module, layers, kwargs, split, i",
+        ),
         ("[data]", "data.train: missing"),
         ("epochs = 1", "loss: missing"),
-        ("[model]", "model.layers: missing"),
+        ("[model]", "model: give `module`, an nn.Module that is cut, or `layers`: one of them"),
         ("data = 3", "data: .*got 3"),
     ],
 )

@@ -13,7 +13,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 
 from rpcmp.config import topology
-from rpcmp.config.job_sections import DataConfig, ModelConfig, StageConfig
+from rpcmp.config.job_sections import DataConfig, JobSettings, ModelConfig, ModelCut, StageConfig
 from rpcmp.config.loader import descriptions, level_of, parse_config
 from rpcmp.config.run_sections import (
     CheckpointConfig,
@@ -52,7 +52,7 @@ def branches(index: int, **stage: Any) -> dict[str, Any]:
 
 
 SECTIONS: list[type[BaseModel]] = [
-    Config,
+    JobSettings,
     ModelConfig,
     StageConfig,
     DataConfig,
@@ -65,6 +65,26 @@ SECTIONS: list[type[BaseModel]] = [
     Factory,
     OptimizerFactory,
 ]
+
+
+MODULE = {"loss": "m:loss", "model": {"module": "m:Net"}}
+
+
+def test_a_cut_names_the_parameters_of_a_module() -> None:
+    config = parse_config(MODULE)
+    assert config.is_to_be_cut
+    cut = ModelCut(
+        layers=["a", "b", "c"],
+        tied=[["a.w", "c.w", "a.w@1"]],
+        aliases={"a.w": ["d.w"], "c.w": ["e.w"], "b.x": ["b.y"]},
+        split="",
+    )
+    whole = config.with_cut(cut)
+    assert not whole.is_to_be_cut
+    assert whole.tied_to == {"c.w": "a.w", "a.w@1": "a.w"}
+    assert whole.other_names == {"c.w": "a.w", "d.w": "a.w", "e.w": "a.w", "b.y": "b.x"}
+    assert whole.prefix_of("b") == ""
+    assert Config.model_validate_json(whole.model_dump_json()) == whole
 
 
 def test_the_defaults_are_as_documented() -> None:
@@ -84,7 +104,15 @@ def test_the_defaults_are_as_documented() -> None:
         "evaluate_every": None,
         "evaluate_every_steps": None,
         "ship_code": True,
-        "model": {"layers": "m:layers", "kwargs": {}, "balance": None, "num_stages": None},
+        "model": {
+            "module": None,
+            "layers": "m:layers",
+            "kwargs": {},
+            "split": [],
+            "inputs": None,
+            "balance": None,
+            "num_stages": None,
+        },
         "stages": [],
         "loss": {"callable": "m:loss", "kwargs": {}},
         "loss_weight": None,
@@ -102,6 +130,7 @@ def test_the_defaults_are_as_documented() -> None:
         "security": {"certs": None, "insecure": False, "confine": None},
         "recovery": RecoveryConfig().model_dump(),
         "log": {"folder": "runs", "tensorboard": None, "loggers": []},
+        "cut": None,
     }
 
 
@@ -379,7 +408,10 @@ def test_a_stage_may_have_a_scheduler_without_one_in_the_job() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"loss": "m:loss"}, r"needs \[model\] with layers, or \[\[stages\]\] with modules"),
+        (
+            {"loss": "m:loss"},
+            r"needs \[model\] with a module, or \[\[stages\]\] with a module each",
+        ),
         (
             layers(balance="auto"),
             r'"auto" needs the number of stages: give num_stages or \[\[',
@@ -466,6 +498,28 @@ def test_a_stage_may_have_a_scheduler_without_one_in_the_job() -> None:
             "factor: must be less than 1",
         ),
         ({**LAYERS, "loss_scaling": {"growth_interval": 0}}, "growth_interval: must be 1 or more"),
+        ({**LAYERS, "model": {}}, "model: give `module`, an nn.Module that is cut, or `layers`"),
+        (
+            {**LAYERS, "model": {"module": "m:Net", "layers": "m:layers"}},
+            "model: give `module`, an nn.Module that is cut, or `layers`: one of them",
+        ),
+        (
+            {**LAYERS, "model": {"layers": "m:layers", "split": ["a"]}},
+            "model: `split` goes with `module`, and this model has `layers`",
+        ),
+        (
+            {**LAYERS, "model": {"layers": "m:layers", "inputs": []}},
+            "model: `inputs` goes with `module`, and this model has `layers`",
+        ),
+        (
+            {**MODULE, "tied": [["a", "b"]]},
+            "`tied` follows from the model's `module`: leave it out",
+        ),
+        (
+            {**MODULE, "stages": [{"autocast": "bfloat16"}]},
+            "stage 'stage0': `autocast` does not go with the model's `module`",
+        ),
+        ({**MODULE, "cut": None}, "cut: unknown key"),
     ],
 )
 def test_options_that_exclude_each_other_are_refused(data: dict[str, Any], message: str) -> None:
@@ -544,7 +598,7 @@ def test_a_config_without_evaluation_is_valid() -> None:
 
 def keys_with_wrong_values() -> list[tuple[str, object]]:
     """Yield every key of a job with a value of a type that no key takes."""
-    wrong: dict[str, object] = dict.fromkeys(Config.model_fields, 1.5)
+    wrong: dict[str, object] = dict.fromkeys(JobSettings.model_fields, 1.5)
     wrong["max_grad_norm"] = "1.5"
     return list(wrong.items())
 
@@ -562,8 +616,8 @@ def test_numbers_strings_and_booleans_are_not_converted(key: str, value: object)
 
 
 def test_every_section_refuses_unknown_keys() -> None:
-    kinds = [level_of(field).section for field in Config.model_fields.values()]
-    sections: set[type[BaseModel]] = {Config, *(kind for kind in kinds if kind is not None)}
+    kinds = [level_of(field).section for field in JobSettings.model_fields.values()]
+    sections: set[type[BaseModel]] = {JobSettings, *(kind for kind in kinds if kind is not None)}
     assert sections == set(SECTIONS)
     assert all(section.model_config["extra"] == "forbid" for section in sections)
 

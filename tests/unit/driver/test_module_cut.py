@@ -1,0 +1,128 @@
+"""A module is cut before a run, once for the same code, arguments and data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rpcmp.config.job_sections import Passing
+from rpcmp.config.loader import parse_config
+from rpcmp.config.schema import Config
+from rpcmp.data.batches import Loaded
+from rpcmp.driver import module_cut
+from rpcmp.driver.module_cut import cut_module, few_samples, inputs_of
+from rpcmp.errors import ConfigError
+from rpcmp.splitting.split import Split
+from tests.zoo import unsplit
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "rpcmp" / "cuts"
+
+
+def job(name: str = "two by two", **model: Any) -> Config:
+    kwargs = {"name": name}
+    return parse_config(
+        {
+            "loss": "tests.zoo.architectures:error",
+            "model": {"module": "tests.zoo.architectures:module", "kwargs": kwargs, **model},
+            "data": {"train": {"callable": "tests.zoo.architectures:data", "kwargs": kwargs}},
+        }
+    )
+
+
+def test_the_same_module_is_cut_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = cut_module(job())
+    assert cut.layers == ["left", "blocks.0", "blocks.1", "blocks.2", "first"]
+    assert cut.passing[0] == Passing(values=["float32[*, 8]"], sample_bytes=32)
+    assert [layer.name for layer in Split.unpack(cut.split).layers] == cut.layers
+    (kept,) = cache.iterdir()
+    assert cache.stat().st_mode & 0o777 == 0o700
+
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("cut again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module_cut, "split_module", refuse)
+        assert cut_module(job()) == cut
+        with pytest.raises(AssertionError, match="cut again"):
+            cut_module(job(split=["blocks.1"]))
+        kept.write_text("damaged")
+        with pytest.raises(AssertionError, match="cut again"):
+            cut_module(job())
+    assert cut_module(job()) == cut
+
+
+def test_a_cache_that_cannot_be_written_to_is_done_without(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.parent.parent.joinpath("file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent.parent / "file"))
+    assert cut_module(job()).layers[0] == "left"
+
+
+def test_the_oldest_cuts_are_removed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_cut, "MAX_CACHED", 1)
+    cut_module(job())
+    (first,) = cache.iterdir()
+    cut_module(job(split=["blocks.1"]))
+    (second,) = cache.iterdir()
+    assert first != second
+
+
+def test_a_module_needs_data_to_be_cut() -> None:
+    config = job().model_copy(update={"data": None})
+    with pytest.raises(ConfigError, match=r"no \[data\] section, which cutting the model's `modu"):
+        cut_module(config)
+
+
+TOKENS = torch.ones(4, 6, dtype=torch.int64)
+
+
+class Open(nn.Module):
+    def forward(self, tokens: torch.Tensor, **others: Any) -> torch.Tensor:
+        return tokens
+
+
+def model(**keys: Any) -> Any:
+    section = job(**keys).model
+    assert section is not None
+    return section
+
+
+def test_a_module_is_called_with_the_parts_that_it_takes() -> None:
+    both = {"tokens": TOKENS, "labels": TOKENS, "weights": TOKENS}
+    module = unsplit.Language()
+    assert inputs_of(module, model(), Loaded(both, both)).keys() == {"tokens"}
+    assert inputs_of(Open(), model(), Loaded(both, both)).keys() == {"tokens", "weights"}
+    assert inputs_of(Open(), model(), Loaded(both, TOKENS)).keys() == both.keys()
+    chosen = inputs_of(Open(), model(inputs=["labels"]), Loaded(both, both))
+    assert chosen.keys() == {"labels"}
+    assert inputs_of(module, model(), Loaded(TOKENS, TOKENS)) is TOKENS
+
+
+@pytest.mark.parametrize(
+    ("inputs", "keys", "text"),
+    [
+        ({"tokens": TOKENS, "musk": TOKENS}, {}, "forward takes no 'musk', .*did you mean 'mask'"),
+        ({"tokens": TOKENS}, {"inputs": ["token"]}, "has no 'token'; did you mean 'tokens'"),
+        (TOKENS, {"inputs": ["tokens"]}, r"parts of a dict, but the batch is int64\[4, 6\]"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_refused(inputs: Any, keys: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        inputs_of(unsplit.Language(), model(**keys), Loaded(inputs, TOKENS))
+
+
+def test_a_sample_has_a_number_of_samples_that_no_other_size_has() -> None:
+    assert few_samples(torch.ones(9, 8)).shape == (3, 8)
+    assert few_samples(torch.ones(1, 3, 5)).shape == (7, 3, 5)
+    first, second = few_samples((torch.arange(2.0), torch.ones(2, 3)))
+    assert first.tolist() == [0, 1, 0, 1, 0]
+    assert second.shape == (5, 3)
