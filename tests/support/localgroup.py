@@ -223,7 +223,7 @@ class LocalGroup:
         scaler = self.training.progress.scaler
         skipped = 0 if scaler is None else scaler.skipped
         merged = self.group.workers.merge(Stage.state_dict)
-        state = parameter_names.under_all_names(merged, self.config.tied_to)
+        state = parameter_names.under_all_names(merged, self.config.other_names)
         return ComparedRun(losses, state, skipped=skipped)
 
     def committed(self) -> Committed:

@@ -21,7 +21,7 @@ class LocalPipeline(Pipeline):
 
     def __init__(self, config: Config, operations: Operations) -> None:
         self.optimizer = PipelineOptimizer(self)
-        self._tied_to = config.tied_to
+        self._other_names = config.other_names
         self._operations = operations
         self._version = 0
         self._closed = True  # there is nothing to close

@@ -279,3 +279,14 @@ class Remembering(nn.Module):
         out: Tensor = self.inner(x)
         self.last.copy_(out.detach().mean(0))
         return out + self.last
+
+
+def sentences(count: int = 23, length: int = 8) -> list[tuple[dict[str, Tensor], Tensor]]:
+    """Return samples for Language and HalfFrozen: tokens, a mask, and what is to be learnt."""
+    torch.manual_seed(1)
+    samples = []
+    for _ in range(count):
+        tokens, mask = torch.randint(11, (length,)), torch.ones(length)
+        mask[length - int(torch.randint(3, (1,))) :] = 0
+        samples.append(({"tokens": tokens, "mask": mask}, torch.where(mask > 0, tokens, -100)))
+    return samples

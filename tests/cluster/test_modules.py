@@ -1,0 +1,99 @@
+"""Unmodified modules on real workers; tests/group/test_modules.py compares every kind of job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.processes import JobFolder, rpcmp
+from tests.zoo import unsplit
+
+LANGUAGE = """
+loss = "rpcmp.losses:masked_lm"
+num_microbatches = 3
+schedule = "zero-bubble"
+steps = 6
+[model]
+module = "unsplit:Language"
+balance = [1, 3, 1]
+[data]
+train = "unsplit:sentences"
+batch_size = 9
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.getbasetemp() / "cuts"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
+
+
+def test_a_module_gives_its_own_bits(job: JobFolder) -> None:
+    result = rpcmp("verify", job.config(LANGUAGE), "--steps", "4")
+    assert result.code == 0, result.err
+    assert "identical: 4 losses" in result.out
+
+
+def test_a_module_is_balanced_saved_resumed_under_another_balance_and_exported(
+    job: JobFolder,
+) -> None:
+    saved = '[checkpoint]\ndir = "saved"\n'
+    config = job.config(LANGUAGE + saved)
+    whole = rpcmp("drive", config, "--json", "--set", "checkpoint.dir=whole")
+    first = rpcmp("drive", config, "--json", "--set", "steps=3")
+    assert first.code == 0, first.err
+    measured = ("--set", 'model.balance="auto"', "--set", "model.num_stages=2")
+    second = rpcmp("drive", config, "--json", "--resume", *measured)
+    assert second.code == 0, second.err
+    ends = [run.event("summary")["parameters_sha256"] for run in (whole, second)]
+    assert ends[0] == ends[1]
+    exported = job.folder / "model.safetensors"
+    assert rpcmp("export", job.folder / "saved", exported).code == 0
+    module = unsplit.Language()
+    module.load_state_dict(load_file(exported), strict=True)
+    assert torch.equal(module.head.weight, module.embed.weight)
+    begin = ("--set", "steps=1", "--set", f'init="{exported}"', "--set", "checkpoint.dir=again")
+    again = rpcmp("drive", config, "--json", *begin)
+    assert again.code == 0, again.err
+
+
+def test_explain_shows_where_a_module_can_be_cut(job: JobFolder) -> None:
+    result = rpcmp("explain", job.config(LANGUAGE), "--no-measure", "--json")
+    cuts = json.loads(result.out)["cuts"]
+    assert [(cut["after"], cut["before"], cut["is_used"]) for cut in cuts] == [
+        ("embed", "layers.0", True),
+        ("layers.0", "layers.1", False),
+        ("layers.1", "layers.2", False),
+        ("layers.2", "head", True),
+    ]
+    assert sorted(cuts[0]["values"]) == ["float32[*, *, 8]", "float32[*, *]", "float32[8]"]
+    shown = rpcmp("explain", job.config(LANGUAGE), "--no-measure").out
+    assert "Where the module can be cut" in shown
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (['model.split=["layer.*"]'], "split: 'layer.*' fits no submodule of the model; did you"),
+        (["model.balance=[1,1,1,1,1,1]"], "the model has 5"),
+        (['model.inputs=["tokens","musk"]'], "the batch has no 'musk'; did you mean 'mask'?"),
+        (['model.module="unsplit:Branching"'], "forward takes no 'tokens', which the batch has"),
+        (['model.module="unsplit:Lost"'], "has no attribute 'Lost'; did you mean"),
+        (['model.module="unsplit:sentences"'], "returns list, not an nn.Module"),
+        (["model.kwargs={ blocs = 3 }"], "unexpected keyword argument 'blocs'"),
+        (['tied=[["embed.weight","head.weight"]]'], "`tied` follows from the model's `module`"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_before_anything_starts(
+    job: JobFolder, overrides: list[str], text: str
+) -> None:
+    options = [part for override in overrides for part in ("--set", override)]
+    result = rpcmp("drive", job.config(LANGUAGE), *options)
+    assert result.code == 2, result.err
+    assert text in result.err
+    assert "stages" not in result.out
