@@ -67,7 +67,7 @@ RUN_BY = {
     "test_docs.py::test_the_model_and_config_run_as_they_stand": [
         "rpcmp drive mlp.toml",
         "rpcmp verify mlp.toml --steps 5",
-        "rpcmp drive mlp.toml --set 'model.balance=[1, 1, 2]' --set data.batch_size=128",
+        "rpcmp drive mlp.toml --set model.num_stages=3 --set data.batch_size=128",
     ],
     "cluster/test_servers.py::test_the_default_ports_are_what_a_bare_connect_uses": [
         "rpcmp serve --stage 0",
@@ -192,6 +192,7 @@ CHECKED_BY = {
     "test_docs.py::test_paths_and_modules_that_pages_name_exist": [
         "pytest -n0 -q tests/unit/worker",
         "pytest -n0 -q tests/test_architecture.py tests/test_layout.py tests/test_docs.py",
+        "python -m tests.benchmarks.anymodel",
         "python -m tests.benchmarks.health",
         "python -m tests.benchmarks.looking",
         "python -m tests.benchmarks.screenshot",

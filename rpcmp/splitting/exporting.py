@@ -55,21 +55,13 @@ def export(
     Raises:
         ConfigError: it cannot be exported, or takes or returns something else than tensors.
     """
-    names, leaves = arguments(batch)
-    whole = _Flat(module, names)
-    whole.train(training)
-    sizes = tuple(dict.fromkeys(range(leaf.dim()), Dim.AUTO) for leaf in leaves)
     try:
-        with (
-            warnings.catch_warnings(),
-            torch.enable_grad(),
-            torch.autocast("cpu", autocast, enabled=autocast is not None),
-            _counted_autocasts(whole.seen),
-        ):
-            warnings.simplefilter("ignore")  # a size that the module fixes, such as 3 channels
-            program = torch.export.export(
-                whole, tuple(leaves), dynamic_shapes={"leaves": sizes}, strict=False
-            )
+        try:
+            return _export(module, batch, training, autocast, tells=False)
+        except ConfigError:
+            raise
+        except Exception:  # it may have another way for an export, which it has to be told of
+            return _export(module, batch, training, autocast, tells=True)
     except ConfigError:
         raise
     except Exception as error:
@@ -78,10 +70,46 @@ def export(
             f"{type(module).__name__} cannot be exported for {mode}: {one_line(error)}\n"
             "cut it by hand: give `layers` in [model], or stages with a `module` each"
         ) from error
+
+
+def _export(
+    module: nn.Module, batch: Any, training: bool, autocast: torch.dtype | None, tells: bool
+) -> Exported:
+    """Export a module; `tells` says whether it may know that it is exported."""
+    names, leaves = arguments(batch)
+    whole = _Flat(module, names, tells)
+    whole.train(training)
+    sizes = tuple(dict.fromkeys(range(leaf.dim()), Dim.AUTO) for leaf in leaves)
+    with (
+        warnings.catch_warnings(),
+        torch.enable_grad(),
+        torch.autocast("cpu", autocast, enabled=autocast is not None),
+        _counted_autocasts(whole.seen),
+    ):
+        warnings.simplefilter("ignore")  # a size that the module fixes, such as 3 channels
+        program = torch.export.export(
+            whole, tuple(leaves), dynamic_shapes={"leaves": sizes}, strict=False
+        )
     _require_plain(program)
     _require_all_regions(program, whole.seen.autocasts)
     # A private name: ExportedProgram.range_constraints has no more than the least and most.
     return Exported(program, whole.seen.structure, program._guards_code)
+
+
+@contextlib.contextmanager
+def _untold() -> Iterator[None]:
+    """Let a module not know that it is exported: some compute otherwise then, in other bits.
+
+    Attention of transformers, for one, makes a mask that it does without when it is run.
+    """
+    known = {name: getattr(torch.compiler, name) for name in ("is_compiling", "is_exporting")}
+    for name in known:
+        setattr(torch.compiler, name, lambda: False)
+    try:
+        yield
+    finally:
+        for name, function in known.items():
+            setattr(torch.compiler, name, function)
 
 
 TENSORS = (
@@ -172,10 +200,10 @@ class _Seen:
 class _Flat(nn.Module):
     """A module between flat inputs and flat outputs; `seen` says where these belong."""
 
-    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+    def __init__(self, module: nn.Module, names: Sequence[str], tells: bool) -> None:
         super().__init__()
         self.module = module
-        self._names = names
+        self._names, self._tells = names, tells
         self.seen = _Seen()
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -183,7 +211,9 @@ class _Flat(nn.Module):
         positional = [named.pop(name) for name in self._names if name.isdecimal()]
         found: list[Tensor] = []
         before = dict(self.module.named_buffers())
-        self.seen.structure = _structure(self.module(*positional, **named), found)
+        with contextlib.nullcontext() if self._tells else _untold():
+            outputs = self.module(*positional, **named)
+        self.seen.structure = _structure(outputs, found)
         after = dict(self.module.named_buffers())
         if replaced := [name for name, buffer in before.items() if after.get(name) is not buffer]:
             raise ConfigError(

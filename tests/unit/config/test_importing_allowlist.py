@@ -90,7 +90,7 @@ def test_a_name_that_an_allowed_module_defines_is_unpickled(package: str, attrib
         *(
             "rpcmp.config.importing:create",
             "rpcmp.metrics:keeps_state",
-            "rpcmp.examples.llama:layers",
+            "rpcmp.examples.llama:net",
         ),
         "rpcmp.examples.encoder_decoder:text_of",
     ],

@@ -48,9 +48,41 @@ def test_gradients_are_recorded_whatever_the_caller_does() -> None:
     assert any("wrap_with_set_grad_enabled" in str(node.target) for node in graph.nodes)
 
 
+class Telling(torch.nn.Module):
+    """Computes otherwise if it knows that it is exported; `needs` says whether it has to know."""
+
+    def __init__(self, needs: bool) -> None:
+        super().__init__()
+        self.needs = needs
+
+    def forward(self, x: Any) -> Any:
+        if torch.compiler.is_exporting() and torch.compiler.is_compiling():
+            return x * 2
+        return x if not self.needs or float(x.sum()) > 0 else -x
+
+
+@pytest.mark.parametrize(("needs", "operations"), [(False, 0), (True, 1)])
+def test_a_module_is_followed_as_it_runs_unless_that_cannot_be(
+    needs: bool, operations: int
+) -> None:
+    graph = export(Telling(needs), rows(4, 8), training=True).program.graph
+    assert sum(node.op == "call_function" for node in graph.nodes) == operations
+    assert not torch.compiler.is_exporting()
+
+
 class Text(torch.nn.Module):
     def forward(self, x: Any) -> Any:
-        return {"logits": x, "note": "text"}
+        return x, "text"
+
+
+class Notes(torch.nn.Module):
+    def forward(self, x: Any) -> Any:
+        return {"logits": x, "note": "text", "parts": (x,)}
+
+
+def test_of_a_dict_what_is_no_tensor_is_left_out() -> None:
+    """Such as a cache of transformers, which a forward returns beside the logits."""
+    assert export(Notes(), rows(4, 8), training=True).structure == {"logits": 0, "parts": [1]}
 
 
 def test_a_module_that_returns_something_else_is_refused() -> None:
