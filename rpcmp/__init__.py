@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rpcmp.errors import RpcmpError
     from rpcmp.job.pipeline import Pipeline, launch
     from rpcmp.rpc.tensors import parameters_sha256
+    from rpcmp.splitting.building import from_init
     from rpcmp.worker.weight_grad import splittable
 
 __version__ = "0.1.0"
@@ -31,6 +32,7 @@ __all__ = [
     "Evaluation",
     "Pipeline",
     "RpcmpError",
+    "from_init",
     "launch",
     "load_config",
     "parameters_sha256",
@@ -42,6 +44,7 @@ _HOME = {
     "Evaluation": ("rpcmp.driver.evaluation", "Evaluation"),
     "Pipeline": ("rpcmp.job.pipeline", "Pipeline"),
     "RpcmpError": ("rpcmp.errors", "RpcmpError"),
+    "from_init": ("rpcmp.splitting.building", "from_init"),
     "launch": ("rpcmp.job.pipeline", "launch"),
     "load_config": ("rpcmp.config.loader", "load_config"),
     "parameters_sha256": ("rpcmp.rpc.tensors", "parameters_sha256"),

@@ -172,7 +172,7 @@ def _tied_to(manifest: Manifest, sources: Mapping[str, _Source]) -> dict[str, st
     for group in groups:
         names = [name for name in group if isinstance(name, str)] if isinstance(group, list) else []
         found |= {name: names[0] for name in names[1:] if names[0] in sources}
-    found |= _aliases(manifest, found)
+    found |= {n: own for n, own in _aliases(manifest, found).items() if own in sources}
     return {n: first for n, first in found.items() if n not in sources and COPY not in n}
 
 

@@ -95,6 +95,9 @@ class ModelCut(Strict):
         passing: into each layer but the first.
         tied: names of one parameter in several layers.
         aliases: further names of a tensor, which no layer has, by the one that is stored.
+        in_init: the names in the file of `init`, by names in the module, of what
+            `rpcmp.from_init` builds; empty if that is all.
+        base: of these, the frozen ones, which only `init` has: no snapshot and no checkpoint.
         split: a `rpcmp.splitting.split.Split`, packed.
     """
 
@@ -102,6 +105,8 @@ class ModelCut(Strict):
     passing: list[Passing] = Field(default_factory=list)
     tied: list[list[str]] = Field(default_factory=list)
     aliases: dict[str, list[str]] = Field(default_factory=dict)
+    in_init: dict[str, list[str]] = Field(default_factory=dict)
+    base: list[str] = Field(default_factory=list)
     split: str
 
 

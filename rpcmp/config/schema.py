@@ -160,13 +160,21 @@ class Config(JobSettings):
         return {name: first for first, *others in self.tied for name in others}
 
     @property
+    def base(self) -> frozenset[str]:
+        """Frozen parameters that only the file of `init` has: no snapshot and no checkpoint."""
+        if self.cut is None or self.init is None:
+            return frozenset()
+        return frozenset(self.cut.base)
+
+    @property
     def other_names(self) -> dict[str, str]:
         """The stored name of what a state dict of the unsplit model has by other names, too."""
         names = {name: first for name, first in self.tied_to.items() if COPY not in name}
         aliases = {} if self.cut is None else self.cut.aliases
-        return names | {
-            name: self.tied_to.get(own, own) for own in aliases for name in aliases[own]
-        }
+        for own, others in aliases.items():
+            names |= dict.fromkeys(others, self.tied_to.get(own, own))
+        base = self.base
+        return {name: first for name, first in names.items() if first not in base}
 
     @property
     def shares(self) -> dict[str, list[int]]:

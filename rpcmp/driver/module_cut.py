@@ -28,11 +28,13 @@ from torch import Tensor, nn
 from rpcmp.config import files
 from rpcmp.config.job_sections import ModelConfig, ModelCut, Passing
 from rpcmp.config.schema import Config
+from rpcmp.config.types import COPY
 from rpcmp.data.batches import Loaded, load_batches
 from rpcmp.errors import ConfigError, suggest
 from rpcmp.pipelining import pytree
-from rpcmp.pipelining.split_layers import build_skeleton
+from rpcmp.pipelining.split_layers import build_skeleton, tensors_of
 from rpcmp.process.channel import Message
+from rpcmp.splitting.building import names_in_init
 from rpcmp.splitting.split import Split, split_module
 from rpcmp.worker.model import AUTOCAST_DTYPES
 
@@ -74,13 +76,22 @@ def cut_module(config: Config) -> ModelCut:
     if (found := _read(cached)) is not None:
         return found
     split = split_module(module, sample, model.split, AUTOCAST_DTYPES.get(config.autocast or ""))
-    cut = as_cut(split)
+    cut = as_cut(split, module)
     _write(cached, cut)
     return cut
 
 
-def as_cut(split: Split) -> ModelCut:
+def as_cut(split: Split, module: nn.Module) -> ModelCut:
+    """Return how a module is cut, for a config."""
+    tensors = tensors_of(module)
+    held = {name for layer in split.layers for name in layer.tensors if COPY not in name}
+    in_init = {name: names for name in sorted(held) if (names := names_in_init(tensors[name]))}
+    frozen = (
+        n for n in in_init if isinstance(t := tensors[n], nn.Parameter) and not t.requires_grad
+    )
     return ModelCut(
+        in_init=in_init,
+        base=list(frozen),
         layers=[layer.name for layer in split.layers],
         passing=[
             Passing(values=layer.receives, sample_bytes=layer.received_bytes)

@@ -160,7 +160,9 @@ def _check_weights(
         return
     prefixes = [config.prefix_of(layer) for layer in unsplit]
     state = None
-    if known is not None:
+    if config.cut is not None and config.cut.in_init:
+        state = {name for names in config.cut.in_init.values() for name in names}
+    elif known is not None:
         state = {*config.other_names} | {name for one in known.values() for name in one.state}
     initial_weights.require_known_weights(config.init, prefixes, state)
 

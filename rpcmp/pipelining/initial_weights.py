@@ -134,6 +134,7 @@ def load_weights(
     tied_to: Mapping[str, str],
     owns_prefixes: bool,
     other_names: Mapping[str, str] | None = None,
+    in_init: Mapping[str, list[str]] | None = None,
 ) -> None:
     """Load the tensors of these layers from `init`.
 
@@ -143,6 +144,7 @@ def load_weights(
         owns_prefixes: whether no other layer shares a prefix, so that an unknown name with it is a
             mistake.
         other_names: the stored name of what the file may have by other names.
+        in_init: the names in the file of what is in it; all else keeps its values.
 
     Raises:
         ConfigError: a tensor is missing, has another shape, or is unknown; names all of them.
@@ -156,7 +158,11 @@ def load_weights(
         for name, value in own.items():
             whole = prefix + name
             first = tied_to.get(whole, whole)
-            stored = next((n for n in (first, whole, under.get(first, "")) if n in names), None)
+            if in_init and first not in in_init:
+                state[name] = value
+                continue
+            known = in_init[first] if in_init else [first, whole, under.get(first, "")]
+            stored = next((each for each in known if each in names), None)
             if stored is None:
                 wrong["lacks"].append(first if COPY in whole else whole)
                 continue

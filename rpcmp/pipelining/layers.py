@@ -86,8 +86,9 @@ def build_layers(config: Config, stage_index: int, names: Iterable[str]) -> dict
     if config.init is not None:
         prefixed = {name: (config.prefix_of(name), module) for name, module in modules.items()}
         owns_prefixes = config.cut is None and all(stage.prefix is None for stage in config.stages)
+        in_init = None if config.cut is None else config.cut.in_init
         initial_weights.load_weights(
-            config.init, prefixed, config.tied_to, owns_prefixes, config.other_names
+            config.init, prefixed, config.tied_to, owns_prefixes, config.other_names, in_init
         )
     return modules
 

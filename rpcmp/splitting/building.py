@@ -6,32 +6,118 @@
                            somebody does
 
 Buffers are computed as usual: many are in no file, such as the frequencies of rotary embeddings.
+
+A module may have parts that are in no file, such as adapters around a model that is. Then
+`from_init` builds what is in the file, by the file's own names; all else gets its first values.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+Module = TypeVar("Module", bound=nn.Module)
+
+_NAMES = "rpcmp_names_in_init"
+"""Attribute of a tensor: its names in the module that `from_init` has built."""
 
 
-def build_without_weights(make: Callable[[], nn.Module]) -> nn.Module:
+@dataclass
+class _Build:
+    """A build without weights that is under way.
+
+    Attributes:
+        parts: whether only the parts that `from_init` builds go without.
+        has_parts: whether there are any.
+    """
+
+    parts: bool = False
+    has_parts: bool = False
+
+
+_builds: list[_Build] = []
+
+
+def from_init(make: Callable[[], Module]) -> Module:
+    """Return what `make` builds: the part of a job's `module` that `init` has the weights of.
+
+    The names in `init` are those of this part, whatever is put around it. Where a host loads its
+    weights, they get no memory here; parameters that `make` builds and that are frozen later are
+    in no snapshot and in no checkpoint, because they are in `init`.
+
+        def net(folder):
+            config = AutoConfig.from_pretrained(folder)
+            model = rpcmp.from_init(lambda: AutoModelForCausalLM.from_config(config))
+            return peft.get_peft_model(model, peft.LoraConfig(r=8))
+    """
+    with contextlib.ExitStack() as registers:
+        if _builds:
+            _builds[-1].has_parts = True
+            if _builds[-1].parts:
+                registers.enter_context(_on_meta())
+        module = make()
+    if _builds:
+        _give_memory(module)
+    for name, tensor in _named_tensors(module):
+        setattr(tensor, _NAMES, [*names_in_init(tensor), name])
+    return module
+
+
+def names_in_init(tensor: Tensor) -> list[str]:
+    """Return a parameter's or buffer's names in what `from_init` has built; empty if in none."""
+    names: list[str] = getattr(tensor, _NAMES, [])
+    return names
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    stored = module.state_dict().keys()
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        if name in stored:
+            yield name, buffer
+
+
+def build_without_weights(make: Callable[[], Module]) -> Module:
     """Return the module that `make` builds; the values of its parameters are not defined.
 
-    Parameters that are one stay one.
+    Parameters that are one stay one. If it calls `from_init`, this is so for what that builds, and
+    `make` is called twice.
     """
-    with _on_meta():
+    build = _Build()
+    with _under_way(build), _on_meta():
         module = make()
+    if build.has_parts:  # what is around them needs values, also if it came before
+        with _under_way(_Build(parts=True)):
+            return make()
+    _give_memory(module)
+    return module
+
+
+@contextlib.contextmanager
+def _under_way(build: _Build) -> Iterator[None]:
+    _builds.append(build)
+    try:
+        yield
+    finally:
+        _builds.pop()
+
+
+def _give_memory(module: nn.Module) -> None:
+    """Give the parameters that are on the meta device memory that nobody has written to."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter.device.type != "meta":
+                continue
             if parameter not in made:
                 empty = torch.empty_like(parameter, device="cpu")
                 made[parameter] = nn.Parameter(empty, parameter.requires_grad)
             setattr(part, name, made[parameter])
-    return module
 
 
 @contextlib.contextmanager

@@ -81,6 +81,7 @@ class StageModel:
         self._prefixes = {layer: config.prefix_of(layer) for layer in self._modules}
         own = {name for layer in self._modules for name, _ in self._named_in(layer)}
         self.foreign = own & set(config.tied_to)
+        self._elsewhere = self.foreign | (own & config.base)  # what this stage does not store
         for module in self._modules.values():
             module.to(self.device)
             if settings.frozen:
@@ -149,7 +150,7 @@ class StageModel:
             for layer, module in self._modules.items()
             for name, value in module.state_dict().items()
             if isinstance(value, Tensor)
-            and (whole := self._prefixes[layer] + name) not in self.foreign
+            and (whole := self._prefixes[layer] + name) not in self._elsewhere
         }
 
     def smallest_microbatch(self) -> int:
@@ -178,8 +179,8 @@ class StageModel:
         """Load this stage's parameters and buffers, by their names in the unsplit model."""
         for layer, module in self._modules.items():
             prefix = self._prefixes[layer]
-            new = {  # tied parameters of another owner stay
-                name: value if prefix + name in self.foreign else state.get(prefix + name)
+            new = {  # tied parameters of another owner stay, and those that `init` has
+                name: value if prefix + name in self._elsewhere else state.get(prefix + name)
                 for name, value in module.state_dict().items()
             }
             try:

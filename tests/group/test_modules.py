@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file, save_model
 
 from rpcmp.config import loader
 from rpcmp.config.schema import Config
 from rpcmp.driver.module_cut import cut_module
+from rpcmp.errors import StageConfigError
 from tests.support.localgroup import require_same_bits
 from tests.support.processes import JobFolder
-from tests.zoo import architectures
+from tests.zoo import architectures, unsplit
 
 
 @pytest.fixture(autouse=True)
@@ -50,3 +53,23 @@ def test_a_module_is_trained_with_its_own_bits(job: JobFolder, name: str, schedu
 )
 def test_a_module_goes_with_everything_else(job: JobFolder, overrides: list[str]) -> None:
     require_same_bits(cut(job, "language", *overrides, schedule="zero-bubble"))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_a_frozen_part_comes_from_init_and_is_stored_nowhere_else(
+    job: JobFolder, schedule: str
+) -> None:
+    torch.manual_seed(5)
+    weights = job.folder / "base.safetensors"
+    save_model(unsplit.Language(), str(weights))
+    run = require_same_bits(cut(job, "adapted", f'init="{weights}"', schedule=schedule))
+    assert set(run.state) == {"before", "after.weight", "after.bias", "base.scale"}
+
+
+def test_what_init_lacks_of_its_part_is_named(job: JobFolder) -> None:
+    weights = job.folder / "base.safetensors"
+    state = unsplit.Language().state_dict()
+    del state["head.weight"], state["embed.weight"], state["scale"]
+    save_file(state, str(weights))
+    with pytest.raises(StageConfigError, match=r"lacks base\.scale, base\.embed\.weight"):
+        require_same_bits(cut(job, "adapted", f'init="{weights}"'))

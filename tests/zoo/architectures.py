@@ -198,6 +198,7 @@ ARCHITECTURES = {
         unsplit.Skipping, lambda: (torch.randn(2, 16, 16), torch.randn(2, 16, 16)), OWN
     ),
     "language": Architecture(unsplit.Language, own_language),
+    "adapted": Architecture(unsplit.Adapted, own_language),
     "half frozen": Architecture(unsplit.HalfFrozen, own_language),
     "two by two": Architecture(
         unsplit.TwoByTwo, lambda: ((torch.randn(4), torch.randn(6)), torch.randn(3)), OWN

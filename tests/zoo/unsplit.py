@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import rpcmp
+
 
 class Block(nn.Module):
     """A residual block with dropout, a mask, and a table that all blocks read."""
@@ -50,6 +52,22 @@ class Language(nn.Module):
         with torch.autocast(hidden.device.type, enabled=False):
             logits = self.head(self.norm(hidden.float()))
         return {"logits": logits, "aside": None, "states": (hidden,)}
+
+
+class Adapted(nn.Module):
+    """A frozen language model that `init` has, and what is trained before and after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Parameter(torch.randn(8))
+        self.base = rpcmp.from_init(Language)
+        self.base.requires_grad_(False)
+        self.after = nn.Linear(11, 11)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        shift = self.before.mean()
+        logits: Tensor = self.base(tokens, mask * (1 + shift))["logits"]
+        return {"logits": self.after(logits)}
 
 
 class TwoByTwo(nn.Module):

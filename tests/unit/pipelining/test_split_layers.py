@@ -22,7 +22,7 @@ CLASSES = {"language": "Language", "skips": "Skipping"}
 
 def job(name: str = "language", **keys: Any) -> Config:
     data = {"loss": "m:loss", "seed": 7, "model": {"module": f"tests.zoo.unsplit:{CLASSES[name]}"}}
-    return parse_config({**data, **keys}).with_cut(as_cut(split_of(name)[1]))
+    return parse_config({**data, **keys}).with_cut(as_cut(split_of(name)[1], split_of(name)[0]))
 
 
 def test_every_host_has_the_values_of_the_constructor_under_the_seed() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from rpcmp.splitting import building
 from rpcmp.splitting.building import build_without_weights
 from rpcmp.splitting.split import split_module
 from tests.support.splitmodules import tokens
@@ -56,3 +57,24 @@ def test_modules_are_built_as_usual_afterwards_also_after_an_error() -> None:
     assert nn.Linear(1, 1).weight.device.type == "cpu"
     frozen = build_without_weights(lambda: nn.Linear(1, 1).requires_grad_(False))
     assert not any(parameter.requires_grad for parameter in frozen.parameters())
+
+
+def test_what_is_around_the_part_that_init_has_gets_its_values() -> None:
+    module = building.build_without_weights(unsplit.Adapted)
+    assert module.before.abs().max() > 0
+    assert module.after.weight.abs().max() > 0
+    assert module.base.head.weight is module.base.embed.weight
+    assert not module.base.embed.weight.requires_grad
+
+
+def test_parameters_keep_their_names_in_init() -> None:
+    for module in (unsplit.Adapted(), building.build_without_weights(unsplit.Adapted)):
+        known = dict(module.base.named_parameters())
+        assert building.names_in_init(known["layers.1.norm.bias"]) == ["layers.1.norm.bias"]
+        assert building.names_in_init(module.base.embed.weight) == ["embed.weight", "head.weight"]
+        assert building.names_in_init(module.base.scale) == ["scale"]
+        assert building.names_in_init(module.base.table) == []  # no state dict has it
+        assert building.names_in_init(module.after.weight) == []
+    assert (
+        building.from_init(unsplit.Adapted).after.weight.abs().max() > 0
+    )  # where nothing is left out

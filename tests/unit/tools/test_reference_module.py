@@ -21,7 +21,7 @@ from tests.zoo import unsplit
 
 def cut_job(make: Any, split: Any) -> Config:
     data = {"loss": "m:loss", "model": {"module": f"tests.zoo.unsplit:{make.__name__}"}}
-    return parse_config(data).with_cut(as_cut(split))
+    return parse_config(data).with_cut(as_cut(split, make()))
 
 
 def eager(config: Config) -> tuple[EagerModule, dict[str, nn.Module], list[str]]:
