@@ -9,7 +9,9 @@ import os
 
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MKL_CBWR": "AUTO,STRICT"}
 
+import shutil
 import subprocess
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +39,17 @@ ALLOWED_SKIPS: dict[str, str] = {}
 """Tests that may be skipped, by node id, and why. Any other skip fails the run."""
 
 _unexpected_skips: list[str] = []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let all tests of a run share a cache folder, which is not the user's: a cut takes seconds."""
+    if not hasattr(config, "workerinput"):  # a worker of xdist has its parent's
+        os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="rpcmp-tests-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -188,6 +188,7 @@ CHECKED_BY = {
     "test_ci.py::test_commits_that_blame_passes_over_are_written_in_full": [
         "git config blame.ignoreRevsFile .git-blame-ignore-revs",
     ],
+    "cli/test_new.py::test_a_job_may_start_as_an_example": ["rpcmp new tune --like finetune"],
     "test_docs.py::test_the_tiers_equal_the_markers_of_pytest": ["pytest -m long"],
     "test_docs.py::test_paths_and_modules_that_pages_name_exist": [
         "pytest -n0 -q tests/unit/worker",

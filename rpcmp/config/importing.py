@@ -37,14 +37,15 @@ BUILT_IN = {
     "rpcmp.examples.hybrid_devices": _MODELS | {"Module"},
     "rpcmp.examples.residual_ddp": _MODELS | {"Module"},
     "rpcmp.examples.resnet50": _MODELS,
-    "rpcmp.examples.spirals": _MODELS,
+    "rpcmp.examples.spirals": _MODELS | {"Module"},
     "rpcmp.examples.stdlib_gpt": _MODELS,
     "rpcmp.examples.two_parts": _MODELS | {"Module"},
     "rpcmp.examples.two_towers": _MODELS | {"Module"},
     "rpcmp.examples.unet": _MODELS | {"Module"},
 }
 """What every host allows, by module: names, and base classes of allowed classes. None of it
-opens a file that its arguments name, or runs a program; `rpcmp.examples.llama` may do both."""
+opens a file that its arguments name, or runs a program; `rpcmp.examples.llama` and `finetune`
+may do both."""
 
 
 class AllowList:

@@ -1,9 +1,7 @@
 """A model and its data: a small network that classifies points on three spirals in the plane.
 
-`rpcmp` calls the functions that the config beside this file names. Replace them by your own.
+The config beside this file names what is here. Replace it by your own.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -12,24 +10,30 @@ from torch.utils.data import TensorDataset
 NUM_CLASSES = 3
 
 
-def layers(width: int = 64, dropout: float = 0.1) -> list[tuple[str, Callable[[], nn.Module]]]:
-    """Return the layers in order, each a name and a factory; `[model] kwargs` are the arguments.
+class Net(nn.Module):
+    """An ordinary module; `[model] kwargs` are its arguments.
 
-    The model may be cut into stages between any two layers. A stage calls the factories of its own
-    layers only. A layer gets what the one before it returns: a tensor, or any tree of tuples, lists
-    and dicts of tensors. The names of parameters start with the layer's name, in every file.
+    It may be cut into stages before and after each of its `blocks`: `rpcmp explain` shows where.
+    Parameters have their names here in every file.
 
     Input: points `(N, 2)` float32. Output: logits `(N, 3)` float32.
     """
-    return [
-        ("embed", lambda: nn.Linear(2, width)),
-        ("hidden1", lambda: hidden(width, dropout)),
-        ("hidden2", lambda: hidden(width, dropout)),
-        ("head", lambda: nn.Linear(width, NUM_CLASSES)),
-    ]
+
+    def __init__(self, width: int = 64, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.embed = nn.Linear(2, width)
+        self.blocks = nn.ModuleList(block(width, dropout) for _ in range(2))
+        self.head = nn.Linear(width, NUM_CLASSES)
+
+    def forward(self, points: Tensor) -> Tensor:
+        hidden: Tensor = self.embed(points)
+        for part in self.blocks:
+            hidden = part(hidden)
+        logits: Tensor = self.head(hidden)
+        return logits
 
 
-def hidden(width: int, dropout: float) -> nn.Sequential:
+def block(width: int, dropout: float) -> nn.Sequential:
     """Return a block from `(N, width)` to `(N, width)`, float32."""
     return nn.Sequential(nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Dropout(dropout))
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections import OrderedDict
 from pathlib import Path
 
 import pytest
-from torch import nn
 
 from rpcmp import metrics
 from rpcmp.cli.new import EXAMPLES, create, examples
 from rpcmp.config import loader
 from rpcmp.data.batches import load_batches
+from rpcmp.driver.module_cut import cut_module
 from rpcmp.errors import ConfigError
 from tests.support.localgroup import unsplit
 from tests.support.processes import rpcmp
@@ -49,11 +48,11 @@ def test_the_new_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert config.data.test is not None
     assert config.model is not None
     batches = load_batches(config.data.train, "data.train", config.data, config.seed, training=True)
-    whole = unsplit(loader.load_config(path, [f"steps={config.epochs * len(batches)}"]))
+    job = loader.load_config(path, [f"steps={config.epochs * len(batches)}"])
+    whole = unsplit(job.with_cut(cut_module(job)))
     written = importlib.import_module("learning")
     del sys.modules["learning"]
-    made = {name: make() for name, make in written.layers(**config.model.kwargs)}
-    model = nn.Sequential(OrderedDict(made))
+    model = written.Net(**config.model.kwargs)
     model.load_state_dict(whole.state)
     points, spirals = written.dataset(**config.data.test.kwargs).tensors
     assert metrics.accuracy(model.eval()(points), spirals) > 0.9
@@ -96,7 +95,7 @@ def test_new_overwrites_no_file(tmp_path: Path) -> None:
 
 def test_a_name_may_be_any_that_python_takes(tmp_path: Path) -> None:
     assert create("größe", tmp_path) == [tmp_path / "größe.py", tmp_path / "größe.toml"]
-    assert 'layers = "größe:layers"' in (tmp_path / "größe.toml").read_text()
+    assert 'module = "größe:Net"' in (tmp_path / "größe.toml").read_text()
     config = loader.load_config(tmp_path / "größe.toml", ["epochs=1"])
     assert config.name == "gr--e"  # what files and hosts are called by is plain
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import save_file, save_model
@@ -15,14 +13,6 @@ from rpcmp.errors import StageConfigError
 from tests.support.localgroup import require_same_bits
 from tests.support.processes import JobFolder
 from tests.zoo import architectures, unsplit
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One folder for all tests: a module is cut once for each worker of pytest."""
-    folder = tmp_path_factory.getbasetemp() / "cuts"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    return folder
 
 
 def cut(job: JobFolder, name: str, *overrides: str, schedule: str = "1f1b") -> Config:

@@ -20,10 +20,7 @@ SHORT = ("t5",)
         for name in architectures.ARCHITECTURES
     ],
 )
-def test_a_model_gives_its_own_bits(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_a_model_gives_its_own_bits(name: str, tmp_path: Path) -> None:
     config = tmp_path / "job.toml"
     config.write_text(architectures.job(name, 4, "zero-bubble"))
     result = rpcmp("verify", config, "--steps", "3")
