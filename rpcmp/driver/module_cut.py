@@ -16,6 +16,7 @@ import inspect
 import json
 import os
 import platform
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rpcmp.config import files
+from rpcmp.config import files, importing
 from rpcmp.config.job_sections import ModelConfig, ModelCut, Passing
 from rpcmp.config.schema import Config
 from rpcmp.config.types import COPY
@@ -35,6 +36,7 @@ from rpcmp.pipelining import pytree
 from rpcmp.pipelining.split_layers import build_skeleton, tensors_of
 from rpcmp.process.channel import Message
 from rpcmp.splitting.building import names_in_init
+from rpcmp.splitting.exporting import restore
 from rpcmp.splitting.split import Split, split_module
 from rpcmp.worker.model import AUTOCAST_DTYPES
 
@@ -71,14 +73,52 @@ def cut_module(config: Config) -> ModelCut:
     finally:
         batches.close()
     module = build_skeleton(config)
-    sample = few_samples(inputs_of(module, model, loaded))
+    inputs = inputs_of(module, model, loaded)
+    count = _sample_count(inputs)
+    sample = few_samples(inputs, count)
     cached = cache_folder() / f"{_key(config, model, sample)}.json"
-    if (found := _read(cached)) is not None:
-        return found
-    split = split_module(module, sample, model.split, AUTOCAST_DTYPES.get(config.autocast or ""))
-    cut = as_cut(split, module)
-    _write(cached, cut)
+    cut = _read(cached)
+    if cut is None:
+        autocast = AUTOCAST_DTYPES.get(config.autocast or "")
+        cut = as_cut(split_module(module, sample, model.split, autocast), module)
+        _write(cached, cut)
+    require_loss(config, Split.unpack(cut.split), few_samples(loaded.targets, count))
     return cut
+
+
+def require_loss(config: Config, split: Split, targets: Any) -> None:
+    """Check that the loss takes what the module returns, by shapes alone.
+
+    A loss that needs numbers, or has tensors of its own, is first called in the first step.
+
+    Args:
+        targets: of the samples that the module was cut with.
+
+    Raises:
+        ConfigError: the loss wants something else.
+    """
+    returned = [
+        torch.empty(sizes, dtype=getattr(torch, dtype), device="meta")
+        for dtype, sizes in split.outputs
+    ]
+    outputs = restore(split.structures[0], returned)
+    loss = importing.load_function(config.loss, "loss")
+    try:
+        loss(outputs, pytree.map_tensors(lambda tensor: tensor.to("meta"), targets))
+    except (NotImplementedError, RuntimeError) as error:
+        if isinstance(error, NotImplementedError) or re.search(r"meta|device", str(error)):
+            return
+        raise _loss_error(config, outputs, targets, error) from error
+    except (TypeError, LookupError, AttributeError, ValueError) as error:
+        raise _loss_error(config, outputs, targets, error) from error
+
+
+def _loss_error(config: Config, outputs: Any, targets: Any, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"loss = {config.loss.callable!r} does not take what the module returns, "
+        f"{pytree.describe(outputs)}, with the targets {pytree.describe(targets)}: "
+        f"{importing.explain_error(error)}"
+    )
 
 
 def as_cut(split: Split, module: nn.Module) -> ModelCut:
@@ -136,16 +176,18 @@ def inputs_of(module: nn.Module, model: ModelConfig, loaded: Loaded) -> Any:
     return {name: inputs[name] for name in names}
 
 
-def few_samples(inputs: Any) -> Any:
-    """Return a few samples of a mini-batch, repeated if it has less."""
-    tensors = pytree.tensors(inputs)
-    sizes = {size for tensor in tensors for size in tensor.shape[1:]}
-    count = next((each for each in SAMPLES if each not in sizes), SAMPLES[0])
+def _sample_count(inputs: Any) -> int:
+    sizes = {size for tensor in pytree.tensors(inputs) for size in tensor.shape[1:]}
+    return next((each for each in SAMPLES if each not in sizes), SAMPLES[0])
+
+
+def few_samples(batch: Any, count: int) -> Any:
+    """Return `count` samples of a mini-batch, repeated if it has less."""
 
     def few(tensor: Tensor) -> Tensor:
         return tensor[torch.arange(count) % max(1, tensor.shape[0])] if tensor.dim() else tensor
 
-    return pytree.map_tensors(few, inputs)
+    return pytree.map_tensors(few, batch)
 
 
 def cache_folder() -> Path:

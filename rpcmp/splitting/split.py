@@ -95,6 +95,7 @@ class Split(_Plain):
 
     Attributes:
         structures: where the outputs stand in what the module returns, in training and evaluation.
+        outputs: dtypes and sizes of the outputs in training, for the samples that it was cut with.
         tied, aliases: see `Holdings`.
         constants: by name below CONSTANTS.
         guards: what has to hold for the sizes of the inputs, see `rpcmp.splitting.guards`.
@@ -104,6 +105,7 @@ class Split(_Plain):
     guards: list[str]
     layers: list[LayerPlan]
     structures: tuple[Structure, Structure]
+    outputs: list[tuple[str, list[int]]]
     tied: list[list[str]]
     aliases: dict[str, list[str]]
     constants: dict[str, Constant]
@@ -185,6 +187,7 @@ def split_module(
         guards=list(dict.fromkeys(guards.from_torch(g) for each in exports for g in each.guards)),
         layers=layers,
         structures=(exports[0].structure, exports[1].structure),
+        outputs=[_sizes(node) for node in graphs[0].outputs],
         tied=holdings.tied,
         aliases=holdings.aliases,
         constants=constants,
@@ -326,13 +329,16 @@ def _kind(node: fx.Node) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
 
 
+def _sizes(node: fx.Node) -> tuple[str, list[int]]:
+    """Return the dtype and the sizes of a tensor, in the samples that the module was cut with."""
+    value = node.meta["val"]
+    sizes = [size if isinstance(size, int) else int(size.node.hint) for size in value.shape]
+    return str(value.dtype).removeprefix("torch."), sizes
+
+
 def _bytes(node: fx.Node) -> int:
     value = node.meta["val"]
-    if not isinstance(value, Tensor):
-        return 0
-    # A size that may vary knows what it was in the sample.
-    sizes = (size if isinstance(size, int) else int(size.node.hint) for size in value.shape)
-    return math.prod(sizes) * value.element_size()
+    return math.prod(_sizes(node)[1]) * value.element_size() if isinstance(value, Tensor) else 0
 
 
 def _size(sizes: Sequence[Any]) -> int | None:

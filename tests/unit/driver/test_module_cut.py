@@ -12,6 +12,7 @@ from torch import nn
 from rpcmp.config.job_sections import Passing
 from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
+from rpcmp.config.types import Factory
 from rpcmp.data.batches import Loaded
 from rpcmp.driver import module_cut
 from rpcmp.driver.module_cut import cut_module, few_samples, inputs_of
@@ -121,8 +122,37 @@ def test_a_batch_that_does_not_fit_is_refused(inputs: Any, keys: dict[str, Any],
 
 
 def test_a_sample_has_a_number_of_samples_that_no_other_size_has() -> None:
-    assert few_samples(torch.ones(9, 8)).shape == (3, 8)
-    assert few_samples(torch.ones(1, 3, 5)).shape == (7, 3, 5)
-    first, second = few_samples((torch.arange(2.0), torch.ones(2, 3)))
+    for shape, count in (((9, 8), 3), ((1, 3, 5), 7), ((4, 3), 5)):
+        assert module_cut._sample_count(torch.ones(shape)) == count
+    first, second = few_samples((torch.arange(2.0), torch.ones(2, 3)), 5)
     assert first.tolist() == [0, 1, 0, 1, 0]
     assert second.shape == (5, 3)
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        ("torch.nn:MSELoss", "does not take what the module returns, .*float32.*'tuple'"),
+        ("rpcmp.losses:masked_lm", "a tensor, or a dict with one as 'logits', is needed"),
+        (f"{__name__}:picky", r"\(float32\[3, 3\], float32\[3, 1\]\), .*float32\[3, 3\]: .*expand"),
+    ],
+)
+def test_a_loss_that_wants_something_else_is_refused(loss: str, text: str) -> None:
+    config = job().model_copy(update={"loss": Factory(callable=loss)})
+    with pytest.raises(ConfigError, match=text):
+        cut_module(config)
+
+
+def test_a_loss_that_needs_numbers_is_not_called_without() -> None:
+    config = job().model_copy(update={"loss": Factory(callable=f"{__name__}:reading")})
+    assert cut_module(config).layers
+
+
+def picky(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    difference: torch.Tensor = outputs[0].expand(3, 4) - targets
+    return difference.sum()
+
+
+def reading(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    total: torch.Tensor = outputs[0].sum()
+    return total / float(targets.sum())
