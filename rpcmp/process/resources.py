@@ -128,11 +128,18 @@ def _semaphores(pid: int) -> str:
     return f"rpcmp-{os.stat('/proc/self/ns/pid').st_ino}-{pid}"
 
 
+_swept_later: set[int] = set()
+"""Processes whose semaphores could not be looked for."""
+
+
 def remove_semaphores(pid: int) -> None:
     """Remove the semaphores of a process that has called `name_leftovers`."""
-    for semaphore in Path("/dev/shm").glob(f"sem.{_semaphores(pid)}-*"):
-        with contextlib.suppress(OSError):
-            semaphore.unlink()
+    _swept_later.add(pid)
+    with contextlib.suppress(OSError):  # no descriptors are left: the next call does it
+        for each in list(_swept_later):
+            for semaphore in Path("/dev/shm").glob(f"sem.{_semaphores(each)}-*"):
+                semaphore.unlink(missing_ok=True)
+            _swept_later.discard(each)
 
 
 def create_folder(prefix: str) -> Path:
@@ -167,7 +174,10 @@ def remove_folder(folder: Path) -> None:
 
 def sweep(prefix: str) -> None:
     """Remove the unlocked folders with this prefix, which killed processes have left."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+    folders: list[Path] = []
+    with contextlib.suppress(OSError):  # no descriptors are left: a later sweep finds them
+        folders += Path(tempfile.gettempdir()).glob(f"{prefix}*")
+    for folder in folders:
         with contextlib.suppress(OSError):  # in use, or not a folder
             fd = _lock(folder)
             if os.fstat(fd).st_uid == os.geteuid():  # root could remove another user's, too

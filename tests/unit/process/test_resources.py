@@ -123,6 +123,23 @@ def test_a_folder_is_removed_without_a_free_descriptor(temporary: Path) -> None:
     assert not list(temporary.iterdir())
 
 
+def test_what_cannot_be_looked_for_is_removed_later(temporary: Path) -> None:
+    """A driver that may open no more files went down in the middle of a run: it killed a worker."""
+    pid, other = 2**22 + 1, 2**22 + 2  # no process has them
+    semaphore = Path("/dev/shm") / f"sem.{resources._semaphores(pid)}-test"
+    semaphore.touch()
+    (temporary / "rpcmp-x-left").mkdir()
+    with no_more_files():
+        resources.remove_semaphores(pid)
+        resources.sweep("rpcmp-x-")
+    assert semaphore.exists()
+    assert list(temporary.iterdir())
+    resources.remove_semaphores(other)
+    resources.sweep("rpcmp-x-")
+    assert not semaphore.exists()
+    assert not list(temporary.iterdir())
+
+
 def test_a_folder_that_cannot_be_locked_is_not_left(temporary: Path) -> None:
     with no_more_files(), pytest.raises(OSError, match="Too many open files"):
         resources.create_folder("rpcmp-x-")
