@@ -134,10 +134,12 @@ async def _tune(
     budget: float,
 ) -> tuple[Tuned | None, int]:
     from rpcmp.cli.progress_output import measuring
+    from rpcmp.job.autobalance import with_cut
     from rpcmp.job.generation import Segments
     from rpcmp.tools import tuning
     from rpcmp.tools.measurement import StoppedError, TimeLimits
 
+    config = await with_cut(config)
     segments = Segments(tuning.plain_training(config), connect, swept.settings)
     measure, tuned = functools.partial(tuning.measure, segments), None
     with measuring(config.name) as now:

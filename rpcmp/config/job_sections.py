@@ -48,7 +48,7 @@ class ModelConfig(Strict):
     a dict of them, or an nn.Sequential."""
     kwargs: Arguments = Field(default_factory=dict)
     """Arguments of `module` or `layers`."""
-    split: list[str] = Field(default_factory=list)
+    split: list[str] | None = None
     """Names of the submodules of `module` that become layers, such as ["encoder.layer.*", "head"];
     the outermost repeated blocks when omitted."""
     inputs: list[str] | None = None
@@ -68,7 +68,7 @@ class ModelConfig(Strict):
     def _check_source(self) -> Self:
         if (self.module is None) == (self.layers is None):
             raise ValueError("give `module`, an nn.Module that is cut, or `layers`: one of them")
-        given = {"split": bool(self.split), "inputs": self.inputs is not None}
+        given = {"split": self.split is not None, "inputs": self.inputs is not None}
         for key, is_given in given.items():
             if self.module is None and is_given:
                 raise ValueError(f"`{key}` goes with `module`, and this model has `layers`")

@@ -161,10 +161,12 @@ class Config(JobSettings):
 
     @property
     def base(self) -> frozenset[str]:
-        """Frozen parameters that only the file of `init` has: no snapshot and no checkpoint."""
+        """All names of frozen parameters that only `init` has: no snapshot and no checkpoint."""
         if self.cut is None or self.init is None:
             return frozenset()
-        return frozenset(self.cut.base)
+        known = set(self.cut.base)
+        known |= {name for name, first in self.tied_to.items() if first in known}
+        return frozenset(known.union(*(self.cut.aliases.get(name, []) for name in known)))
 
     @property
     def other_names(self) -> dict[str, str]:

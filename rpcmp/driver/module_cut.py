@@ -76,12 +76,14 @@ def cut_module(config: Config) -> ModelCut:
     inputs = inputs_of(module, model, loaded)
     count = _sample_count(inputs)
     sample = few_samples(inputs, count)
-    cached = cache_folder() / f"{_key(config, model, sample)}.json"
-    cut = _read(cached)
+    folder = cache_folder()
+    cached = None if folder is None else folder / f"{_key(config, model, module, sample)}.json"
+    cut = None if cached is None else _read(cached)
     if cut is None:
         autocast = AUTOCAST_DTYPES.get(config.autocast or "")
-        cut = as_cut(split_module(module, sample, model.split, autocast), module)
-        _write(cached, cut)
+        cut = as_cut(split_module(module, sample, model.split or (), autocast), module)
+        if cached is not None:
+            _write(cached, cut)
     require_loss(config, Split.unpack(cut.split), few_samples(loaded.targets, count))
     return cut
 
@@ -105,20 +107,16 @@ def require_loss(config: Config, split: Split, targets: Any) -> None:
     loss = importing.load_function(config.loss, "loss")
     try:
         loss(outputs, pytree.map_tensors(lambda tensor: tensor.to("meta"), targets))
-    except (NotImplementedError, RuntimeError) as error:
-        if isinstance(error, NotImplementedError) or re.search(r"meta|device", str(error)):
+    except (NotImplementedError, AssertionError):  # it needs numbers
+        return
+    except (TypeError, LookupError, AttributeError, ValueError, RuntimeError) as error:
+        if re.search(r"\bmeta\b|device", str(error)):
             return
-        raise _loss_error(config, outputs, targets, error) from error
-    except (TypeError, LookupError, AttributeError, ValueError) as error:
-        raise _loss_error(config, outputs, targets, error) from error
-
-
-def _loss_error(config: Config, outputs: Any, targets: Any, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"loss = {config.loss.callable!r} does not take what the module returns, "
-        f"{pytree.describe(outputs)}, with the targets {pytree.describe(targets)}: "
-        f"{importing.explain_error(error)}"
-    )
+        raise ConfigError(
+            f"loss = {config.loss.callable!r} does not take what the module returns, "
+            f"{pytree.describe(outputs)}, with the targets {pytree.describe(targets)}: "
+            f"{importing.explain_error(error)}"
+        ) from error
 
 
 def as_cut(split: Split, module: nn.Module) -> ModelCut:
@@ -190,26 +188,61 @@ def few_samples(batch: Any, count: int) -> Any:
     return pytree.map_tensors(few, batch)
 
 
-def cache_folder() -> Path:
-    """Return the user's folder for what can be computed again."""
+def cache_folder() -> Path | None:
+    """Return the user's folder for what can be computed again; None: this user has none."""
     own = os.environ.get("XDG_CACHE_HOME")
-    return (Path(own) if own else Path.home() / ".cache") / "rpcmp" / "cuts"
+    try:
+        return (Path(own) if own else Path.home() / ".cache") / "rpcmp" / "cuts"
+    except RuntimeError:  # no home
+        return None
 
 
-def _key(config: Config, model: ModelConfig, sample: Any) -> str:
-    """Return a name for all that a cut depends on; the module has been built, so all is imported.
+def _key(config: Config, model: ModelConfig, module: nn.Module, sample: Any) -> str:
+    """Return a name for all that a cut depends on.
 
-    All packages that the user's code has imported count, whatever imports them.
+    The module has been built: what it is made of counts, wherever that comes from.
     """
     shapes = [(path, pytree.describe(leaf)) for path, leaf in pytree.leaves_with_path(sample)]
+    own = files.python_files(config.folder)
     known = {
         "versions": [torch.__version__, platform.python_version(), _own_version()],
         "code": files.code_versions({model.source.partition(":")[0], *_packages()}),
+        "files": [hashlib.sha256(path.read_bytes()).hexdigest() for path in own],
         "model": [model.source, model.kwargs, model.split],
+        "module": _described(module),
         "precision": config.autocast,
         "sample": shapes,
     }
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
+
+
+PLAIN = (str, int, float, bool, tuple, type(None))
+
+
+def _described(module: nn.Module) -> list[Any]:
+    """Return the settings of a module's parts and the code of their classes."""
+    kinds = {kind for part in module.modules() for kind in type(part).__mro__}
+    sources = {inspect.getsourcefile(kind) for kind in kinds if kind.__module__ != "builtins"}
+    settings: dict[str, Any] = getattr(
+        getattr(module, "config", None), "to_dict", dict
+    )()  # of transformers
+    parts = [
+        (
+            name,
+            type(part).__qualname__,
+            sorted((k, repr(v)) for k, v in vars(part).items() if isinstance(v, PLAIN)),
+        )
+        for name, part in module.named_modules()
+    ]
+    tensors = [
+        (name, str(tensor.dtype), list(tensor.shape), tensor.requires_grad)
+        for name, tensor in tensors_of(module).items()
+    ]
+    hashes = [
+        hashlib.sha256(Path(source).read_bytes()).hexdigest()
+        for source in sorted(filter(None, sources))
+    ]
+    return [repr(sorted(settings.items())), parts, tensors, hashes]
 
 
 def _own_version() -> str:

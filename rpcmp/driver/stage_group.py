@@ -243,7 +243,8 @@ class StageGroup:
         Raises:
             ConfigError: a name is missing or unknown, or a shape differs.
         """
-        state = {n: value for n, value in state.items() if n not in self._config.other_names}
+        others = {*self._config.other_names, *self._config.base}
+        state = {n: value for n, value in state.items() if n not in others}
         names: dict[str, list[str]] = self.workers.on_firsts(Stage.state_names)
         known = {name for of_stage in names.values() for name in of_stage}
         if known != set(state):

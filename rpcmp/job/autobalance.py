@@ -50,7 +50,7 @@ from rpcmp.pipelining.partition import (
     merge_profiles,
     profile_seconds,
 )
-from rpcmp.process.fork_client import Forks
+from rpcmp.process.fork_client import DRIVERS, Forks
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.task import run_task
 from rpcmp.v1 import control_pb2 as pb
@@ -225,10 +225,17 @@ async def balanced(
     return await with_shares(config, connect, forks), prediction
 
 
-async def with_cut(config: Config, forks: Forks) -> Config:
-    """Return the job with the layers of its model's `module`, if it has one."""
+async def with_cut(config: Config, forks: Forks | None = None) -> Config:
+    """Return the job with the layers of its model's `module`, if it has one.
+
+    Args:
+        forks: what forks the process that cuts it; None: what is started and ended for it.
+    """
     if not config.is_to_be_cut:
         return config
+    if forks is None:
+        async with Forks([DRIVERS]) as own:
+            return await with_cut(config, own)
     order = {"op": "cut", "config": config.model_dump_json(), "folder": str(config.folder)}
     answer = await run_task(order, compute_environment(threads=1), forks)
     return config.with_cut(ModelCut.model_validate(answer["cut"]))

@@ -78,7 +78,6 @@ class Pipeline:
 
     def __init__(self, config: Config, connect: Sequence[str] | None = None) -> None:
         self.optimizer = PipelineOptimizer(self)
-        self._other_names = config.other_names
         self._recovers = config.recovery.enabled
         self._history = CallHistory(is_kept=self._recovers)
         self._broken: RpcmpError | None = None
@@ -89,6 +88,7 @@ class Pipeline:
         try:
             with theirs:
                 self._service = self._background.run(_start(config, connect, self._history, theirs))
+                self._other_names = self._service.config.other_names  # of a module as it was cut
         except BaseException:
             self._handoff.close()
             self._close_threads()
@@ -163,7 +163,8 @@ class Pipeline:
     def state_dict(self) -> dict[str, Tensor]:
         """Return copies of the unsplit model's parameters and buffers, by name, on the host.
 
-        The model's `load_state_dict(strict=True)` takes them. A `tied` parameter is one tensor
+        The model's `load_state_dict(strict=True)` takes them, but for the frozen parameters of
+        `rpcmp.from_init`, which are in the file of `init`. A `tied` parameter is one tensor
         under each of its names, as in the model's own `state_dict`; so are shapes and dtypes.
         """
         state = self._call(Operations.state_dict)

@@ -138,10 +138,14 @@ class CallHistory:
 
 
 class Service(Workload[int]):
-    """Serves a pipeline's calls; the result of a generation is the call that it starts after."""
+    """Serves a pipeline's calls; the result of a generation is the call that it starts after.
+
+    Attributes:
+        config: of the job, whose balance is known.
+    """
 
     def __init__(self, config: Config, connect: Sequence[str] | None, history: CallHistory) -> None:
-        self._config = config
+        self.config = config
         self._history = history
         self._pool = ServerPool(config, connect)
         self._loop = RecoveryLoop(config.recovery, self._pool, self)
@@ -196,7 +200,7 @@ class Service(Workload[int]):
             raise AssertionError("a group takes its calls from a connection")
         self._number += 1
         return Generation(
-            self._config,
+            self.config,
             self._pool,
             self._number,
             load_data=False,
@@ -223,7 +227,7 @@ class Service(Workload[int]):
     async def _choose(
         self, assignments: list[str], holdings: dict[str, HeldSnapshots]
     ) -> RestorePoint:
-        workers, states = self._config.workers, self._history.states
+        workers, states = self.config.workers, self._history.states
         common = newest_common(workers, holdings, states)
         if common is not None:
             return RestorePoint.in_memory(common, workers, self._pool.addresses)

@@ -160,9 +160,7 @@ def _check_weights(
         return
     prefixes = [config.prefix_of(layer) for layer in unsplit]
     state = None
-    if config.cut is not None and config.cut.in_init:
-        state = {name for names in config.cut.in_init.values() for name in names}
-    elif known is not None:
+    if known is not None and not (config.cut and config.cut.in_init):  # some may be left out
         state = {*config.other_names} | {name for one in known.values() for name in one.state}
     initial_weights.require_known_weights(config.init, prefixes, state)
 

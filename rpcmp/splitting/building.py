@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -64,8 +64,20 @@ def from_init(make: Callable[[], Module]) -> Module:
     if _builds:
         _give_memory(module)
     for name, tensor in _named_tensors(module):
-        setattr(tensor, _NAMES, [*names_in_init(tensor), name])
+        _name(tensor, [*names_in_init(tensor), name])
     return module
+
+
+def _name(tensor: Tensor, names: list[str]) -> None:
+    """Remember the names of a tensor, and of the copies that `copy.deepcopy` makes of it."""
+
+    def copy(memo: dict[int, Any]) -> Tensor:
+        made: Tensor = type(tensor).__deepcopy__(tensor, memo)
+        _name(made, names)
+        return made
+
+    setattr(tensor, _NAMES, names)
+    setattr(tensor, "__deepcopy__", copy)  # noqa: B010  # of this one, not of its class
 
 
 def names_in_init(tensor: Tensor) -> list[str]:
@@ -87,14 +99,20 @@ def build_without_weights(make: Callable[[], Module]) -> Module:
 
     Parameters that are one stay one. If it calls `from_init`, this is so for what that builds, and
     `make` is called twice.
+
+    Raises:
+        ValueError: a buffer is computed from parameters.
     """
     build = _Build()
     with _under_way(build), _on_meta():
         module = make()
     if build.has_parts:  # what is around them needs values, also if it came before
         with _under_way(_Build(parts=True)):
-            return make()
-    _give_memory(module)
+            module = make()
+    else:
+        _give_memory(module)
+    if without := [name for name, buffer in module.named_buffers() if buffer.is_meta]:
+        raise ValueError(f"the buffer {without[0]!r} is computed from parameters")
     return module
 
 

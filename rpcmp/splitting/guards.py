@@ -38,6 +38,9 @@ _COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.GtE: operator.ge,
 }
 
+MAX_LENGTH = 4096
+"""Characters of a condition."""
+
 _CALLED: dict[str, Callable[..., Any]] = {"min": min, "max": max}
 
 
@@ -49,6 +52,8 @@ def from_torch(code: str) -> str:
     """
     guard = _SIZE.sub(r"size(\1, \2)", code)
     try:
+        if len(guard) > MAX_LENGTH:
+            raise ValueError("it is too long")
         _evaluate(ast.parse(guard, mode="eval").body, lambda of, dimension: 1)
     except ArithmeticError:  # with other sizes than these
         pass
@@ -66,10 +71,12 @@ def holds(guard: str, shapes: Sequence[Sequence[int]]) -> bool:
     Raises:
         ValueError: it is none.
     """
+    if len(guard) > MAX_LENGTH:
+        raise ValueError(f"a condition of {len(guard)} characters")
     try:
         body = ast.parse(guard, mode="eval").body
         return bool(_evaluate(body, lambda of, dimension: shapes[of][dimension]))
-    except (SyntaxError, IndexError) as error:
+    except (SyntaxError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"{guard!r} is no condition") from error
 
 

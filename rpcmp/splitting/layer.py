@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rpcmp.config.types import COPY
 from rpcmp.splitting.exporting import Structure, arguments, restore
 from rpcmp.splitting.guards import holds, in_words
-from rpcmp.splitting.program import compiled
+from rpcmp.splitting.program import Program, compiled
 from rpcmp.splitting.split import CONSTANTS, InputPlan, Split
 
 BATCH_NORM, IN_TRAINING = "aten.batch_norm.default", 5
@@ -64,8 +64,7 @@ class SplitLayer(nn.Module):
     @property
     def needs_two_samples(self) -> bool:
         """Whether it normalizes by the statistics of its samples, in its present mode."""
-        nodes = self._split_programs[self.training].nodes
-        return any(node.calls == BATCH_NORM and node.args[IN_TRAINING] is True for node in nodes)
+        return _normalizes(self._split_programs[self.training])
 
     def _split_arguments(self, value: Any) -> list[Tensor]:
         """Return the module's inputs in order; see `_checked`."""
@@ -92,6 +91,14 @@ class SplitLayer(nn.Module):
         if key not in self._split_compiled:
             self._split_compiled[key] = compiled(self._split_programs[self.training], device, self)
         return self._split_compiled[key]
+
+
+def _normalizes(program: Program) -> bool:
+    return any(
+        (node.calls == BATCH_NORM and node.args[IN_TRAINING] is True)
+        or (node.body is not None and _normalizes(node.body))
+        for node in program.nodes
+    )
 
 
 def _own(tensor: Tensor, is_copied: bool) -> Tensor:

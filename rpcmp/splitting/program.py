@@ -35,9 +35,29 @@ NAMESPACE = "aten"
 
 REFUSED = {
     *("from_file", "save", "load", "set_grad_enabled"),
-    *("manual_seed", "seed", "initial_seed", "warn", "get_gradients"),
+    *("set_", "manual_seed", "seed", "initial_seed", "warn", "get_gradients"),
 }
 """Operations that open files, or change what is not theirs; by name, in all of their forms."""
+
+REFUSED_PARTS = ("unsafe", "_nested", "_sparse", "_reshape_alias", "_from_buffer")
+"""In the names of operations that trust their arguments, and could reach beyond a tensor."""
+
+MAX_EXPONENT = 64
+
+
+def _of_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return arithmetic that takes numbers only: not texts, and no powers without end."""
+
+    def call(*values: Any) -> Any:
+        if not all(isinstance(value, int | float | torch.SymInt) for value in values):
+            raise TypeError(f"{function.__name__} of what is no number")
+        if function is operator.pow and abs(values[1]) > MAX_EXPONENT:
+            raise ValueError(f"a power of {values[1]}")
+        return function(*values)
+
+    call.__name__ = call.__qualname__ = function.__name__
+    return call
+
 
 _SIZES: dict[str, Callable[..., Any]] = {
     **{
@@ -216,14 +236,18 @@ class _Tensor:
 def _is_allowed(name: str) -> bool:
     """Whether "namespace.operation.overload" may be called."""
     parts = name.split(".")
-    return len(parts) == 3 and parts[0] == NAMESPACE and parts[1] not in REFUSED
+    if len(parts) != 3 or parts[0] != NAMESPACE or parts[1] in REFUSED:
+        return False
+    return not any(part in parts[1] for part in REFUSED_PARTS)
 
 
 def _function(node: Node, device: torch.device) -> Callable[..., Any]:
     if node.body is not None and node.calls in REGIONS:
         return _Region(node.calls, node.body, device)
     if node.calls in _SIZES:
-        return _SIZES[node.calls]
+        of_sizes = _SIZES[node.calls]
+        is_arithmetic = node.calls.startswith("operator.") and of_sizes is not operator.getitem
+        return _of_numbers(of_sizes) if is_arithmetic else of_sizes
     if node.calls in _SPLITTABLE:
         return _SPLITTABLE[node.calls]
     found: Any = torch.ops

@@ -23,7 +23,7 @@ from rpcmp.splitting.program import Node, Program, encode, name_of
 from rpcmp.splitting.regions import Region, by_region
 from rpcmp.splitting.weights import Holdings
 
-MAX_SPLIT = 2**28
+MAX_SPLIT = 2**26
 """Bytes of a split as JSON. A layer has some 20,000."""
 
 CONSTANTS = "_constants"
@@ -62,7 +62,9 @@ class Constant(_Plain):
 
     def tensor(self) -> Tensor:
         raw = bytearray(base64.b64decode(self.data))
-        dtype = getattr(torch, self.dtype)
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype) or math.prod(self.shape) * dtype.itemsize != len(raw):
+            raise ConfigError(f"a constant of {self.dtype}{self.shape} has {len(raw)} bytes")
         if not raw:
             return torch.empty(self.shape, dtype=dtype)
         return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(self.shape).clone()

@@ -127,13 +127,7 @@ class UnsplitModel:
     def state_dict(self) -> dict[str, Tensor]:
         """Return parameters and buffers by name; tied ones under each of their names."""
         if self._eager is not None:
-            state = self._eager.module.state_dict()
-            base = self._config.base | {
-                name
-                for names in self._config.tied
-                if names[0] in self._config.base
-                for name in names
-            }
+            base, state = self._config.base, self._eager.module.state_dict()
             return {name: value for name, value in state.items() if name not in base}
         return {
             self._config.prefix_of(layer) + name: value

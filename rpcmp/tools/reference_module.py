@@ -51,7 +51,6 @@ class EagerModule:
         self.module = build_module(config).train()
         self._tied = _take_over(self.module, layers, config, draws=config.init is None)
         self._runs = _Runs(self._split.layers)
-        self._inside = False
         for path, part in self.module.named_modules():
             if path:
                 self._watch(path, part)
@@ -75,19 +74,13 @@ class EagerModule:
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             # Within a block that is called as a whole, its parts are no news.
-            if block == self._runs.current and (self._inside or block):
-                return None
-            entered = self._runs.move_to(block)
-            self._inside = path == block
-            if entered is None:
+            if block == self._runs.current or (entered := self._runs.move_to(block)) is None:
                 return None
             self._enter(entered)
             return self._between(tuple(args)), self._between(dict(kwargs))
 
         def after(module: nn.Module, args: Any, outputs: Any) -> Any:
-            self._inside = False
-            entered = self._runs.leave(block)
-            if entered is None:
+            if (entered := self._runs.leave()) is None:
                 return None
             self._enter(entered)
             return self._between(outputs)
@@ -138,8 +131,8 @@ class _Runs:
             return None
         return self._advance_to(block)
 
-    def leave(self, block: str) -> int | None:
-        """Return the layer that begins behind a block."""
+    def leave(self) -> int | None:
+        """Return the layer that begins behind a block, where no other block follows at once."""
         self.current = None
         following = self._runs[self._position + 1 : self._position + 2]
         if not following or following[0][1]:
@@ -194,6 +187,10 @@ def _take_over(
             kind[attribute] = first  # type: ignore[assignment]
         if len(copies) > 1:
             tied.append((holders, copies))  # type: ignore[arg-type]
+    if not draws:  # a constructor that draws no parameters draws other buffers, too
+        buffers = {name: each for part in layers.values() for name, each in part.named_buffers()}
+        for name, buffer in module.named_buffers():
+            buffer.copy_(buffers.get(name, buffer))
     return tied
 
 

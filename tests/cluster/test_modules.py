@@ -89,3 +89,16 @@ def test_what_cannot_be_cut_is_refused_before_anything_starts(
     assert result.code == 2, result.err
     assert text in result.err
     assert "stages" not in result.out
+
+
+def test_a_module_is_tuned(job: JobFolder) -> None:
+    options = ("--rounds", "1", "--steps", "1", "--microbatches", "3", "--schedules", "1f1b,gpipe")
+    result = rpcmp("tune", job.config(LANGUAGE), "--json", *options)
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["best"]["schedule"] in ("1f1b", "gpipe")
+
+
+def test_a_module_with_tied_parameters_is_not_compared_with_others(job: JobFolder) -> None:
+    result = rpcmp("bench", job.config(LANGUAGE))
+    assert result.code == 2
+    assert "`module` has tied parameters, which the other contestants do not know" in result.err

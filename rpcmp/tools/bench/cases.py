@@ -6,6 +6,7 @@ is measured, which every contestant can do.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from rpcmp.config import loader
 from rpcmp.config.schema import Config
 from rpcmp.config.types import Arguments, Positive, Strict
 from rpcmp.errors import ConfigError
+from rpcmp.job.autobalance import with_cut
 from rpcmp.pipelining.simulation import ActionTimes
 
 
@@ -153,6 +155,12 @@ def _own_case(
         data["model"] = {**data["model"], "num_stages": num_stages, "balance": None}
     parsed = loader.parse_config(_plain_training(data), str(path)).with_folder(job.folder)
     config = parsed.without_schedulers().without_mixed_precision()
+    config = asyncio.run(with_cut(config))
+    if config.tied:
+        raise ConfigError(
+            f"{path}: the model's `module` has tied parameters, which the other contestants do not "
+            "know: compare it without them"
+        )
     return Case(str(path), config, config, None, is_frozen=False, notes=_features_left_out(job))
 
 

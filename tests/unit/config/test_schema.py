@@ -108,7 +108,7 @@ def test_the_defaults_are_as_documented() -> None:
             "module": None,
             "layers": "m:layers",
             "kwargs": {},
-            "split": [],
+            "split": None,
             "inputs": None,
             "balance": None,
             "num_stages": None,

@@ -60,6 +60,22 @@ def test_the_same_module_is_cut_once(cache: Path, monkeypatch: pytest.MonkeyPatc
     assert cut_module(job()) == cut
 
 
+def test_another_setting_of_a_part_is_another_module(cache: Path) -> None:
+    """Wherever it comes from, such as a file that the constructor has read."""
+    module, sample = unsplit.Language(), torch.ones(3, 4)
+    config = job()
+
+    def key() -> str:
+        return module_cut._key(config, model(), module, sample)
+
+    first = key()
+    assert key() == first
+    module.layers[0].inner[2].p = 0.5  # type: ignore[index,union-attr]
+    second = key()
+    module.head.weight.requires_grad_(False)
+    assert len({first, second, key()}) == 3
+
+
 def test_a_cache_that_cannot_be_written_to_is_done_without(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +167,16 @@ def test_a_loss_that_needs_numbers_is_not_called_without() -> None:
 def picky(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
     difference: torch.Tensor = outputs[0].expand(3, 4) - targets
     return difference.sum()
+
+
+def test_a_loss_that_asserts_is_not_refused() -> None:
+    config = job().model_copy(update={"loss": Factory(callable=f"{__name__}:asserting")})
+    assert cut_module(config).layers
+
+
+def asserting(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    assert not targets.is_meta
+    return targets
 
 
 def reading(outputs: Any, targets: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import psutil
 import pytest
 import torch
@@ -65,6 +67,25 @@ def test_what_is_around_the_part_that_init_has_gets_its_values() -> None:
     assert module.after.weight.abs().max() > 0
     assert module.base.head.weight is module.base.embed.weight
     assert not module.base.embed.weight.requires_grad
+
+
+def test_a_copy_of_a_part_that_init_has_is_in_init_as_well() -> None:
+    part = building.from_init(lambda: nn.Linear(2, 2))
+    for copied in (copy.deepcopy(part), copy.deepcopy(copy.deepcopy(part))):
+        assert copied.weight is not part.weight
+        assert building.names_in_init(copied.weight) == ["weight"]
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("first", self.inner.weight.detach().clone())
+
+
+def test_a_buffer_that_is_computed_from_parameters_needs_them() -> None:
+    with pytest.raises(ValueError, match="the buffer 'first' is computed from parameters"):
+        build_without_weights(Remembering)
 
 
 def test_parameters_keep_their_names_in_init() -> None:

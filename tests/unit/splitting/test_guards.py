@@ -69,6 +69,12 @@ def test_nothing_else_is_understood(code: str) -> None:
         guards.holds(code, [[1, 2]])
 
 
+@pytest.mark.parametrize("guard", ["size(0, 0) % 0 == 0", "(" * 5000, "-" * 3000 + "1"])
+def test_a_condition_without_end_or_value_is_none(guard: str) -> None:
+    with pytest.raises(ValueError, match="condition"):
+        guards.holds(guard, [[1]])
+
+
 def test_an_input_that_does_not_exist_is_no_condition() -> None:
     with pytest.raises(ValueError, match="is no condition"):
         guards.holds("size(7, 0) == 1", [[1]])

@@ -80,6 +80,7 @@ def test_regions_hold_for_what_lies_in_them() -> None:
         *("os.system", "load_library", "aten.linear", "aten.nothing.default", "operator.call"),
         *("aten.from_file.default", "profiler._record_function_enter_new.default", "__class__"),
         *("aten.from_file.out", "aten.save.default", "aten.set_grad_enabled.default"),
+        *("aten._reshape_alias.default", "aten._unsafe_view.default", "aten.set_.source_Tensor"),
         *("aten.add.Tensor._overloadpacket.Tensor", "aten.add.__class__", "no_grad"),
     ],
 )
@@ -94,6 +95,20 @@ def test_nothing_but_torchs_operations_can_be_called(calls: str) -> None:
 def test_nothing_but_values_can_be_named(value: Any) -> None:
     with pytest.raises(ConfigError, match="is no value of a program"):
         run([Node(name="a", calls="operator.neg", args=[value])])
+
+
+@pytest.mark.parametrize(
+    ("calls", "args", "text"),
+    [
+        ("operator.mul", ["a", 3], "mul of what is no number"),
+        ("operator.mod", ["%9999999d", 3], "mod of what is no number"),
+        ("operator.pow", [10, 10**9], "a power of 1000000000"),
+    ],
+)
+def test_sizes_are_reckoned_with_numbers(calls: str, args: list[Any], text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=text):
+        run([Node(name="a", calls=calls, args=args)])
+    assert run([Node(name="a", calls="operator.pow", args=[2, 5])]) == 32
 
 
 @pytest.mark.parametrize(

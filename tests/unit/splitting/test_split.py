@@ -88,6 +88,21 @@ def test_a_constant_survives_json(tensor: Tensor) -> None:
     assert torch.equal(found, tensor)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("float32", [3]), ("float32", [2**40]), ("load", [2]), ("nothing", [2])]
+)
+def test_a_constant_has_the_bytes_of_its_shape(dtype: str, shape: list[int]) -> None:
+    data = Constant.of(torch.ones(2)).data
+    with pytest.raises(ConfigError, match=rf"a constant of {dtype}.* has 8 bytes"):
+        Constant(dtype=dtype, shape=shape, data=data).tensor()
+
+
+@pytest.mark.parametrize("text", ["", "AAAA", "eJw="])
+def test_what_is_no_split_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"no split|validation error|padding"):
+        Split.unpack(text)
+
+
 def test_a_module_that_fixes_the_number_of_samples_is_refused() -> None:
     with pytest.raises(ConfigError, match="fixes the number of samples of '0'"):
         split_module(unsplit.Fixed(), rows(4, 8))
