@@ -52,7 +52,6 @@ class WeightFiles:
     def __init__(self, path: str) -> None:
         self._what = f"init = {path!r}"
         self._path = Path(path)
-        self._open: dict[Path, Any] = {}
 
     @property
     def names(self) -> set[str]:
@@ -61,9 +60,12 @@ class WeightFiles:
     def get(self, name: str) -> Tensor:
         """Return one tensor; reads no others."""
         path = self._places[name]
-        file = self._opened(path)
         try:
-            tensor: Tensor = file.get_tensor(name)
+            # Opened for each, because what was read counts as memory for as long as a file is open.
+            with self._opened(path) as file:
+                tensor: Tensor = file.get_tensor(name)
+        except ConfigError:
+            raise
         except Exception as error:  # of the library's own kind
             raise ConfigError(
                 f"{self._what}: {path.name} has no {name!r}, or is damaged: {one_line(error)}"
@@ -81,7 +83,8 @@ class WeightFiles:
             path = found[0]
         if path.suffix == ".json":
             return self._indexed(path)
-        return dict.fromkeys(self._opened(path).keys(), path)
+        with self._opened(path) as file:
+            return dict.fromkeys(file.keys(), path)
 
     def _indexed(self, path: Path) -> dict[str, Path]:
         try:
@@ -98,16 +101,14 @@ class WeightFiles:
         return {name: path.parent / file for name, file in index.weight_map.items()}
 
     def _opened(self, path: Path) -> Any:
-        if path not in self._open:
-            try:
-                self._open[path] = safe_open(path, "pt")
-            except Exception as error:  # of the library's own kind
-                file = "" if path == self._path else f" ({path.name})"
-                text = f"{self._what}{file} cannot be read: {one_line(error)}"
-                if path.is_symlink():
-                    text += f" ({path.name} is a link: its folder has to be in data.paths too)"
-                raise ConfigError(text) from error
-        return self._open[path]
+        try:
+            return safe_open(path, "pt")
+        except Exception as error:  # of the library's own kind
+            file = "" if path == self._path else f" ({path.name})"
+            text = f"{self._what}{file} cannot be read: {one_line(error)}"
+            if path.is_symlink():
+                text += f" ({path.name} is a link: its folder has to be in data.paths too)"
+            raise ConfigError(text) from error
 
 
 def require_known_weights(
