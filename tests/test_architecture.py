@@ -18,7 +18,8 @@ from tests.support.places import PACKAGE, TESTS
 PROTOS = PACKAGE.parent / "protos"
 
 LAYERS = """
-    __init__ errors losses metrics v1 examples
+    __init__ errors losses metrics v1
+    examples
     config
     splitting
     pipelining

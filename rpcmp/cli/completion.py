@@ -49,12 +49,12 @@ def configs(ctx: click.Context, param: click.Parameter, incomplete: str) -> Item
 
 def keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
     """Complete keys of a config, such as "data.batch_size=", and values from a short list."""
+    from rpcmp.config.job_sections import JobSettings
     from rpcmp.config.loader import Level
-    from rpcmp.config.schema import Config
 
     key, separator, _ = incomplete.partition("=")
     *parents, last = key.split(".")
-    level = Level(Config)
+    level = Level(JobSettings)
     given = _given()
     for part in parents:
         level = level.below(part)

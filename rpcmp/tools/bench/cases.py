@@ -22,7 +22,6 @@ from rpcmp.config import loader
 from rpcmp.config.schema import Config
 from rpcmp.config.types import Arguments, Positive, Strict
 from rpcmp.errors import ConfigError
-from rpcmp.job.autobalance import with_cut
 from rpcmp.pipelining.simulation import ActionTimes
 
 
@@ -155,13 +154,19 @@ def _own_case(
         data["model"] = {**data["model"], "num_stages": num_stages, "balance": None}
     parsed = loader.parse_config(_plain_training(data), str(path)).with_folder(job.folder)
     config = parsed.without_schedulers().without_mixed_precision()
-    config = asyncio.run(with_cut(config))
+    config = asyncio.run(_with_cut(config))
     if config.tied:
         raise ConfigError(
             f"{path}: the model's `module` has tied parameters, which the other contestants do not "
             "know: compare it without them"
         )
     return Case(str(path), config, config, None, is_frozen=False, notes=_features_left_out(job))
+
+
+async def _with_cut(config: Config) -> Config:
+    from rpcmp.job.autobalance import with_cut  # gRPC takes a while to import
+
+    return await with_cut(config)
 
 
 def _features_left_out(job: Config) -> tuple[str, ...]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from rpcmp.config.job_sections import DataConfig, StageConfig
+from rpcmp.config.job_sections import DataConfig, JobSettings, StageConfig
 from rpcmp.config.loader import Level, union_members
-from rpcmp.config.schema import Config
 from rpcmp.config.types import Factory, OptimizerFactory
 
 
 def level_at(key: str) -> Level:
-    level = Level(Config)
+    level = Level(JobSettings)
     for part in filter(None, key.split(".")):
         level = level.below(part)
     return level
@@ -20,7 +19,7 @@ def level_at(key: str) -> Level:
 @pytest.mark.parametrize(
     ("key", "level"),
     [
-        ("", Level(Config)),
+        ("", Level(JobSettings)),
         ("data", Level(DataConfig)),
         ("stages", Level(StageConfig, list)),
         ("stages.0", Level(StageConfig)),

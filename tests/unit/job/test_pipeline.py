@@ -20,6 +20,7 @@ NAMES = [
     "Evaluation",
     "Pipeline",
     "RpcmpError",
+    "from_init",
     "launch",
     "load_config",
     "parameters_sha256",

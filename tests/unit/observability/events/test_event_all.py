@@ -39,7 +39,7 @@ MESSAGES = {
     *("beat", "ready", "joined", "left", "built", "failed", "error", "done"),  # a child
     *("planned", "segment", "progress", "store"),  # the driver process
     *("snapshot", "saved", "draining"),  # a worker and its server
-    *("sampled", "profiled", "examined", "counted", "ran", "refused"),  # other children
+    *("cut", "sampled", "profiled", "examined", "counted", "ran", "refused"),  # other children
     *("log", "step"),  # process.logging.records, and the reference of `rpcmp verify`
 }
 """The messages that a child process sends to its supervisor, as dicts."""
