@@ -95,7 +95,7 @@ def test_a_module_is_tuned(job: JobFolder) -> None:
     options = ("--rounds", "1", "--steps", "1", "--microbatches", "3", "--schedules", "1f1b,gpipe")
     result = rpcmp("tune", job.config(LANGUAGE), "--json", *options)
     assert result.code == 0, result.err
-    assert json.loads(result.out)["best"]["schedule"] in ("1f1b", "gpipe")
+    assert json.loads(result.out)["best"]["num_microbatches"] == 3
 
 
 def test_a_module_with_tied_parameters_is_not_compared_with_others(job: JobFolder) -> None:
