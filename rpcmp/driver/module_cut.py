@@ -33,11 +33,12 @@ from rpcmp.config.types import COPY
 from rpcmp.data.batches import Loaded, load_batches
 from rpcmp.errors import ConfigError, suggest
 from rpcmp.pipelining import pytree
-from rpcmp.pipelining.split_layers import build_skeleton, tensors_of
+from rpcmp.pipelining.split_layers import build_skeleton, unpacked
 from rpcmp.process.channel import Message
 from rpcmp.splitting.building import names_in_init
 from rpcmp.splitting.exporting import restore
 from rpcmp.splitting.split import Split, split_module
+from rpcmp.splitting.weights import tensors_of
 from rpcmp.worker.model import AUTOCAST_DTYPES
 
 MAX_CACHED = 64
@@ -84,7 +85,7 @@ def cut_module(config: Config) -> ModelCut:
         cut = as_cut(split_module(module, sample, model.split or (), autocast), module)
         if cached is not None:
             _write(cached, cut)
-    require_loss(config, Split.unpack(cut.split), few_samples(loaded.targets, count))
+    require_loss(config, unpacked(cut), few_samples(loaded.targets, count))
     return cut
 
 
@@ -257,7 +258,7 @@ def _packages() -> set[str]:
 def _read(path: Path) -> ModelCut | None:
     try:
         found = ModelCut.model_validate_json(path.read_bytes())
-        Split.unpack(found.split)
+        unpacked(found)
     except (OSError, ValueError):  # there is none, or it is damaged
         return None
     with contextlib.suppress(OSError):

@@ -60,16 +60,14 @@ class WeightFiles:
     def get(self, name: str) -> Tensor:
         """Return one tensor; reads no others."""
         path = self._places[name]
-        try:
-            # Opened for each, because what was read counts as memory for as long as a file is open.
-            with self._opened(path) as file:
+        # Opened for each, because what was read counts as memory for as long as a file is open.
+        with self._opened(path) as file:
+            try:
                 tensor: Tensor = file.get_tensor(name)
-        except ConfigError:
-            raise
-        except Exception as error:  # of the library's own kind
-            raise ConfigError(
-                f"{self._what}: {path.name} has no {name!r}, or is damaged: {one_line(error)}"
-            ) from error
+            except Exception as error:  # of the library's own kind
+                raise ConfigError(
+                    f"{self._what}: {path.name} has no {name!r}, or is damaged: {one_line(error)}"
+                ) from error
         return tensor
 
     @cached_property

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rpcmp.config import importing
+from rpcmp.config.job_sections import ModelCut
 from rpcmp.config.schema import Config
 from rpcmp.config.types import Factory
 from rpcmp.errors import ConfigError, FactoryError
@@ -24,6 +25,7 @@ from rpcmp.pipelining import random_streams
 from rpcmp.splitting.building import build_without_weights
 from rpcmp.splitting.layer import SplitLayer
 from rpcmp.splitting.split import Split
+from rpcmp.splitting.weights import tensors_of
 
 _draws_values = True
 
@@ -43,12 +45,17 @@ def layer_factories(config: Config) -> dict[str, Callable[[], nn.Module]]:
     """Return the factories of the layers of a module that was cut, by name, in order."""
     if config.cut is None:
         raise ConfigError("the model's `module` has not been cut")
-    split = _unpacked(config.cut.split)
+    split = unpacked(config.cut)
     source = _Source(config)
     return {
         layer.name: functools.partial(source.build, split, index)
         for index, layer in enumerate(split.layers)
     }
+
+
+def unpacked(cut: ModelCut) -> Split:
+    """Return a cut's split, which a process unpacks once; raises ValueError if it is none."""
+    return _unpacked(cut.split)
 
 
 @functools.lru_cache(maxsize=2)
@@ -115,14 +122,6 @@ class _Source:
         with torch.device("cpu"):
             layer = SplitLayer(split, index, tensors)
         return layer.to("meta") if is_meta else layer
-
-
-def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers under all of their names."""
-    return {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
 
 
 def _filled(tensor: Tensor) -> Any:

@@ -30,11 +30,15 @@ WRITES_NO_VALUES = ("detach_", "requires_grad_", "set_data")
 
 
 class Memory:
-    """Which values of a graph share memory, and which operations write to it."""
+    """Which values of a graph share memory.
+
+    Attributes:
+        written: the operations that write to a value's memory, by `of` of the value.
+    """
 
     def __init__(self, graph: fx.Graph) -> None:
         self._above: dict[fx.Node, fx.Node] = {}
-        self._written: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
+        self.written: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
         storages: dict[int, tuple[Any, fx.Node]] = {}  # with the storage: no id may come twice
         for node in graph.nodes:
             for storage in map(Tensor.untyped_storage, _tensors_of(node)):
@@ -43,17 +47,13 @@ class Memory:
                 self._join(node, other)
         for node in graph.nodes:
             for written in _writes(node):
-                self._written[self.of(written)].append(node)
+                self.written[self.of(written)].append(node)
 
     def of(self, node: fx.Node) -> fx.Node:
         """Return one of the values that share this one's memory, the same for all of them."""
         while node in self._above:
             node = self._above[node]
         return node
-
-    def written(self) -> dict[fx.Node, list[fx.Node]]:
-        """Return the operations that write to a value's memory, by `of` of the value."""
-        return self._written
 
     def _join(self, one: fx.Node, other: fx.Node) -> None:
         one, other = self.of(one), self.of(other)
@@ -122,7 +122,7 @@ def find_torn(
     """
     number_of = {node: number for number, nodes in enumerate(layers) for node in nodes}
     memory = graph.memory
-    written = memory.written()
+    written = memory.written
     held: defaultdict[fx.Node, set[int]] = defaultdict(set)
     for node in graph.held:
         if (base := memory.of(node)) in written:

@@ -20,6 +20,9 @@ from torch.fx import GraphModule
 
 from rpcmp.errors import ConfigError, one_line
 
+BY_HAND = "cut it by hand: give `layers` in [model], or stages with a `module` each"
+"""What is left to the author of a module that cannot be cut."""
+
 Structure: TypeAlias = Any
 """A tree of numbers: which output stands where. None stands for itself."""
 
@@ -67,8 +70,7 @@ def export(
     except Exception as error:
         mode = "training" if training else "evaluation"
         raise ConfigError(
-            f"{type(module).__name__} cannot be exported for {mode}: {one_line(error)}\n"
-            "cut it by hand: give `layers` in [model], or stages with a `module` each"
+            f"{type(module).__name__} cannot be exported for {mode}: {one_line(error)}\n{BY_HAND}"
         ) from error
 
 
@@ -148,8 +150,7 @@ def _require_all_regions(program: ExportedProgram, autocasts: int) -> None:
     if names.count("wrap_with_autocast") > autocasts:
         raise ConfigError(
             "the module enters torch.no_grad() or torch.enable_grad() within torch.autocast(), "
-            "which torch.export leaves out: enter torch.autocast() within it, or cut it by hand: "
-            "give `layers` in [model], or stages with a `module` each"
+            f"which torch.export leaves out: enter torch.autocast() within it, or {BY_HAND}"
         )
 
 
@@ -160,8 +161,7 @@ def _require_plain(program: ExportedProgram) -> None:
     others += [s.kind.name for s in signature.output_specs if s.kind is not OutputKind.USER_OUTPUT]
     if others:
         raise ConfigError(
-            f"the module has what no layer can: {', '.join(sorted(set(others)))}; cut it by hand: "
-            "give `layers` in [model], or stages with a `module` each"
+            f"the module has what no layer can: {', '.join(sorted(set(others)))}; {BY_HAND}"
         )
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rpcmp.errors import ConfigError
+from rpcmp.splitting.exporting import BY_HAND
 
 _SIZE = re.compile(r"L\['leaves'\]\[(\d+)\]\.size\(\)\[(\d+)\]")
 
@@ -59,8 +60,7 @@ def from_torch(code: str) -> str:
         pass
     except (SyntaxError, ValueError) as error:
         raise ConfigError(
-            f"the module asks its inputs something that no host can see to: {code}; cut it by "
-            "hand: give `layers` in [model], or stages with a `module` each"
+            f"the module asks its inputs something that no host can see to: {code}; {BY_HAND}"
         ) from error
     return guard
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rpcmp.config.types import COPY
 from rpcmp.splitting.exporting import Structure, arguments, restore
 from rpcmp.splitting.guards import holds, in_words
-from rpcmp.splitting.program import Program, compiled
+from rpcmp.splitting.program import Program, compiled, name_of_kind
 from rpcmp.splitting.split import CONSTANTS, InputPlan, Split
 
 BATCH_NORM, IN_TRAINING = "aten.batch_norm.default", 5
@@ -139,7 +139,7 @@ def _checked(plans: list[InputPlan], value: Any) -> list[Tensor]:
         raise ValueError(f"the module was cut for the inputs {expected}, not {names}")
     for plan in plans:
         found = given[plan.name]
-        dtype = str(found.dtype).removeprefix("torch.")
+        dtype = name_of_kind(found.dtype)
         fits = len(plan.sizes) == found.dim() and all(
             size in (None, real) for size, real in zip(plan.sizes, found.shape, strict=True)
         )

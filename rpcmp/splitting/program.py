@@ -136,6 +136,11 @@ def name_of(target: Any) -> str | None:
     return _NAMES.get(target)
 
 
+def name_of_kind(kind: torch.dtype | torch.layout | torch.memory_format) -> str:
+    """Return "float32" of torch.float32."""
+    return str(kind).removeprefix("torch.")
+
+
 def encode(value: Any) -> Encoded:
     """Return an argument of a node of torch's graph as JSON."""
     match value:
@@ -146,11 +151,11 @@ def encode(value: Any) -> Encoded:
         case float():
             return value if math.isfinite(value) else {"float": str(value)}
         case torch.dtype():
-            return {"dtype": str(value).removeprefix("torch.")}
+            return {"dtype": name_of_kind(value)}
         case torch.layout():
-            return {"layout": str(value).removeprefix("torch.")}
+            return {"layout": name_of_kind(value)}
         case torch.memory_format():
-            return {"format": str(value).removeprefix("torch.")}
+            return {"format": name_of_kind(value)}
         case torch.device():
             return {"device": ""}
         case slice():

@@ -19,7 +19,7 @@ from rpcmp.errors import MAX_LISTED, ConfigError
 from rpcmp.splitting import exporting, guards, weights
 from rpcmp.splitting.cutting import Cuts, Graph, alive, find_blocks
 from rpcmp.splitting.exporting import Structure, export
-from rpcmp.splitting.program import Node, Program, encode, name_of
+from rpcmp.splitting.program import Node, Program, encode, name_of, name_of_kind
 from rpcmp.splitting.regions import Region, by_region
 from rpcmp.splitting.weights import Holdings
 
@@ -57,7 +57,7 @@ class Constant(_Plain):
     @classmethod
     def of(cls, tensor: Tensor) -> Constant:
         raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        name = str(tensor.dtype).removeprefix("torch.")
+        name = name_of_kind(tensor.dtype)
         return cls(dtype=name, shape=list(tensor.shape), data=base64.b64encode(raw).decode())
 
     def tensor(self) -> Tensor:
@@ -310,7 +310,7 @@ def _inputs(graphs: Sequence[Graph], names: Sequence[str]) -> list[InputPlan]:
     for name, *nodes in zip(names, *(graph.inputs for graph in graphs), strict=True):
         values = [node.meta["val"] for node in nodes]
         sizes = [_size(each) for each in zip(*(value.shape for value in values), strict=True)]
-        dtype = str(values[0].dtype).removeprefix("torch.")
+        dtype = name_of_kind(values[0].dtype)
         plans.append(InputPlan(name=name, dtype=dtype, sizes=sizes))
     if scalars := [plan.name for plan in plans if not plan.sizes]:
         raise ConfigError(f"input {scalars[0]!r} has no dimension of samples")
@@ -328,14 +328,14 @@ def _kind(node: fx.Node) -> str:
     if not isinstance(value, Tensor):
         return "size"
     sizes = (str(int(size)) if is_concrete_int(size) else "*" for size in value.shape)
-    return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
+    return f"{name_of_kind(value.dtype)}[{', '.join(sizes)}]"
 
 
 def _sizes(node: fx.Node) -> tuple[str, list[int]]:
     """Return the dtype and the sizes of a tensor, in the samples that the module was cut with."""
     value = node.meta["val"]
     sizes = [size if isinstance(size, int) else int(size.node.hint) for size in value.shape]
-    return str(value.dtype).removeprefix("torch."), sizes
+    return name_of_kind(value.dtype), sizes
 
 
 def _bytes(node: fx.Node) -> int:

@@ -59,15 +59,20 @@ def assign(
         cuts.join(*torn)
 
 
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers under all of their names."""
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
 class _Names:
     """All names of a module's parameters and buffers; several may be of one."""
 
     def __init__(self, module: nn.Module, blocks: Sequence[str]) -> None:
         self._blocks = tuple(f"{block}." for block in blocks)
-        self.tensors: dict[str, Tensor] = {
-            **dict(module.named_parameters(remove_duplicate=False)),
-            **dict(module.named_buffers(remove_duplicate=False)),
-        }
+        self.tensors = tensors_of(module)
         self.stored = set(module.state_dict())
         same: defaultdict[int, list[str]] = defaultdict(list)
         for name, tensor in self.tensors.items():

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from rpcmp.config.schema import Config
-from rpcmp.config.types import COPY
 from rpcmp.errors import JobError
-from rpcmp.pipelining.split_layers import build_module
+from rpcmp.pipelining.split_layers import build_module, unpacked
 from rpcmp.splitting.exporting import plain
-from rpcmp.splitting.split import LayerPlan, Split
+from rpcmp.splitting.split import LayerPlan
+from rpcmp.splitting.weights import tensors_of
 
 Between = Callable[[Any], Any]
 """What a value goes through that passes from layer to layer."""
@@ -46,8 +46,8 @@ class EagerModule:
         between: Between,
     ) -> None:
         assert config.cut is not None
-        self._split = Split.unpack(config.cut.split)
-        self._layers, self._seed, self._between = layers, seed, between
+        self._split = unpacked(config.cut)
+        self._seed, self._between = seed, between
         self.module = build_module(config).train()
         self._tied = _take_over(self.module, layers, config, draws=config.init is None)
         self._runs = _Runs(self._split.layers)
@@ -168,8 +168,8 @@ def _take_over(
     own: dict[str, tuple[str, Tensor]] = {}
     for layer, part in layers.items():
         stored = part.state_dict().keys()
-        tensors = {**dict(part.named_parameters()), **dict(part.named_buffers())}
-        own |= {name: (layer, each) for name, each in tensors.items() if name in stored}
+        tensors = tensors_of(part).items()
+        own |= {name: (layer, each) for name, each in tensors if name in stored}
     groups = {name: group for group in config.tied for name in group}
     tied: list[tuple[Holders, dict[str, nn.Parameter]]] = []
     for original, names in _names(module).items():
@@ -180,7 +180,7 @@ def _take_over(
             if draws:
                 with torch.no_grad():
                     copy.copy_(original)
-        holders = [_holder(module, name) for name in names if COPY not in name]
+        holders = [_holder(module, name) for name in names]
         for holder, attribute in holders if copies else []:
             first = next(iter(copies.values()))
             kind = holder._parameters if isinstance(original, nn.Parameter) else holder._buffers
@@ -196,10 +196,7 @@ def _take_over(
 
 def _names(module: nn.Module) -> dict[Tensor, list[str]]:
     names: dict[Tensor, list[str]] = {}
-    for name, tensor in (
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ):
+    for name, tensor in tensors_of(module).items():
         names.setdefault(tensor, []).append(name)
     return names
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rpcmp.splitting.layer import SplitLayer
 from rpcmp.splitting.split import Split, split_module
+from rpcmp.splitting.weights import tensors_of
 from tests.zoo import unsplit
 
 Make = Callable[[], nn.Module]
@@ -62,9 +63,5 @@ def split_of(name: str) -> tuple[nn.Module, Split]:
 
 
 def layers_of(module: nn.Module, split: Split) -> list[SplitLayer]:
-    own = copy.deepcopy(module)
-    tensors = {
-        **dict(own.named_parameters(remove_duplicate=False)),
-        **dict(own.named_buffers(remove_duplicate=False)),
-    }
+    tensors = tensors_of(copy.deepcopy(module))
     return [SplitLayer(split, index, tensors) for index in range(len(split.layers))]

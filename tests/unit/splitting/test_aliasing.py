@@ -48,7 +48,7 @@ def test_every_way_to_write_is_seen() -> None:
     assert "einsum" in around("add")
     assert "dropout" in around("add_1")  # in evaluation it returns its argument
     assert sum(name.startswith(("split", "getitem")) for name in around("add_2")) == 3
-    written = {name for base in memory.written() for name in groups[base.name]}
+    written = {name for base in memory.written for name in groups[base.name]}
     assert {"add", "add_2", "gt"} <= written
     assert written.isdisjoint({"x", "leaves_0", "add_1", "dropout"})
 
