@@ -50,9 +50,15 @@ MAX_HELD = 96 * 2**20
 MAX_AHEAD = 2**20
 """Tensors that were announced and have not arrived."""
 
+MAX_ENDED = 4096
+"""Connections of pipes that have ended, and that may still be under way."""
+
 _LENGTH = struct.Struct("<Q")
 
 Steps = Generator[None, None, None]
+
+Key = tuple[bool, str, int]
+"""Of a further connection: whether we opened its pipe, its peer, and the number in the answer."""
 
 
 class Frames:
@@ -108,9 +114,19 @@ class Pipes:
 
     def __init__(self, on_refused: Callable[[SecurityError], None]) -> None:
         self.on_refused = on_refused
-        # By whether we opened the pipe, its peer, and the number in the answer; None: the reply's.
-        self.channels: dict[tuple[bool, str, int], Lengths | None] = {}
+        self.channels: dict[Key, Lengths | None] = {}  # None: the reply's
+        self._ended: deque[Key] = deque(maxlen=MAX_ENDED)
         self._held: Counter[str] = Counter()
+
+    def end(self, key: Key) -> None:
+        """Forget a further connection of a pipe that has ended."""
+        if key in self.channels:
+            del self.channels[key]
+            self._ended.append(key)
+
+    def has_ended(self, key: Key) -> bool:
+        """Return whether the pipe of a further connection was there, and has ended."""
+        return key in self._ended
 
     def hold(self, peer: str, count: int) -> bool:
         """Count bytes of a peer that are held; return False if there are too many."""
@@ -142,7 +158,7 @@ class Inspection:
         self._asked: dict[bytes, int] = {}  # types of requests without an answer, by their ids
         self._kind = 0
         self._is_followed = True
-        self._registered: list[tuple[bool, str, int]] = []
+        self._registered: list[Key] = []
         self._lengths: Lengths | None = None
         self.is_held = False
         self.resume: Callable[[], None] = lambda: None
@@ -188,7 +204,7 @@ class Inspection:
     def close(self) -> None:
         """Release everything of a connection that has ended."""
         for key in self._registered:
-            self._pipes.channels.pop(key, None)
+            self._pipes.end(key)
         if self._lengths is not None:
             self._lengths.arrived = lambda: None
         self._pipes.hold(self._peer, -len(self._buffer))
@@ -295,10 +311,14 @@ class Inspection:
                 raise rpc_format.FormatError(f"{rpc_format.name_of(kind)} that was not asked for")
 
     def _channel(self, number: int) -> Steps:
-        try:
-            lengths = self._pipes.channels[self._is_ours, self._peer, number]
-        except KeyError:
-            raise self._error("a connection of a pipe that it does not have") from None
+        key = self._is_ours, self._peer, number
+        if key not in self._pipes.channels:
+            # A pipe's connections travel apart: one may arrive after its pipe was closed, as when
+            # a worker is killed while it connects.
+            if not self._pipes.has_ended(key):
+                raise self._error("a connection of a pipe that it does not have")
+            yield from self._discard()
+        lengths = self._pipes.channels[key]
         if lengths is None:
             yield from self._require_silence("data on a connection that carries none")
             return
@@ -313,6 +333,12 @@ class Inspection:
             if length != expected:
                 raise self._error(f"{length} bytes for a tensor of {expected}")
             yield from self._tensor(length)
+
+    def _discard(self) -> Steps:
+        while True:
+            self._passed.clear()
+            self._at = len(self._buffer)
+            yield
 
     def _tensor(self, length: int) -> Steps:
         here = min(length, len(self._buffer) - self._at - _LENGTH.size)

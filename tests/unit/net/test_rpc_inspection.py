@@ -24,6 +24,7 @@ from rpcmp.net import rpc_format, rpc_pickle
 from rpcmp.net.rpc_format import FormatError
 from rpcmp.net.rpc_inspection import (
     MAX_AHEAD,
+    MAX_HELD,
     MAX_PAYLOAD,
     Inspection,
     Lengths,
@@ -486,6 +487,26 @@ def test_a_pipe_serves_only_its_peer() -> None:
     reply = requested(pipes, "stage1:0", 5)
     with pytest.raises(SecurityError, match="data on a connection that carries none"):
         reply.received(b"\0")
+
+
+def test_a_connection_of_a_pipe_that_has_ended_reaches_nobody() -> None:
+    """As when a worker is killed while it connects: no reason to call its host a stranger."""
+    refused: list[SecurityError] = []
+    pipes = Pipes(refused.append)
+    established(pipes, "stage1:0", 4).close()
+    for number in (4, 5):
+        late = Inspection(pipes, "stage1:0", "stage 1 at host-b")
+        assert not late.received(joined([b"\xb8\x01\xb9\x01" + bytes([number])]))
+        assert not late.received(bytes(MAX_HELD // 2))
+        assert not late.received(bytes(MAX_HELD))
+        assert not late.is_held
+    assert not refused
+    established(pipes, "stage1:0", 4)
+    channel = requested(pipes, "stage1:0", 4)
+    channel.received(struct.pack("<Q", 96))
+    assert channel.is_held
+    with pytest.raises(SecurityError, match="a pipe that it does not have"):
+        requested(pipes, "stage1:0", 6)
 
 
 @pytest.mark.parametrize(
