@@ -190,7 +190,7 @@ class StageConfig(Strict):
 
 
 class DataConfig(Strict):
-    """Map-style datasets of samples, and how they become mini-batches."""
+    """Datasets of samples, with indices or streams, and how they become mini-batches."""
 
     train: FactoryOrName
     """The training dataset."""
@@ -199,7 +199,7 @@ class DataConfig(Strict):
     batch_size: Positive = 32
     """Samples a mini-batch (optimizer step)."""
     shuffle: bool = True
-    """A new seeded order in every epoch."""
+    """A new seeded order in every epoch; a stream has its own."""
     drop_last: bool = False
     """Leave out an incomplete mini-batch."""
     sampler: FactoryOrName | None = None
@@ -212,7 +212,7 @@ class DataConfig(Strict):
     """Samples that a micro-batch has at least: fewer micro-batches are made where there are not
     enough; 2 where a stage trains batch normalization, else 1, when omitted."""
     num_workers: int = Field(default=0, ge=0)
-    """Processes that load samples; at a stage one at least."""
+    """Processes that load samples; at a stage one at least. They share a stream."""
     at: Literal["driver", "stage"] = "driver"
     """Who loads them: the driver, or on its own host each stage that reads the batch."""
 

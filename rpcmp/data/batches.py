@@ -79,7 +79,7 @@ class Batches:
             # fork() would copy the threads and sockets of torch RPC into the loader.
             multiprocessing_context="spawn" if data.num_workers else None,
             persistent_workers=data.num_workers > 0,
-            worker_init_fn=_start_loader,
+            worker_init_fn=start_loader,
             # Its own: a loader draws from it even if nothing uses what it draws.
             generator=torch.Generator().manual_seed(random_streams.derive_seed(seed, "loader")),
         )
@@ -107,21 +107,11 @@ class Batches:
         transforms are seeded if they draw from the default generators of torch, Python or numpy.
         """
         self._order.start_epoch(epoch, first)
-        try:
-            batches = iter(self._loader)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            raise JobError(
-                "there is no room in /dev/shm for what data.num_workers processes share: make some "
-                "(containers have 64 MiB by default), or set data.num_workers = 0"
-            ) from error
+        batches = received(self._loader)
         for _ in range(first, len(self._loader)):
             # A dataset's own StopIteration must not end the epoch in silence.
             batch = next(batches)
-            if isinstance(batch, Unsent):
-                raise JobError(f"a loader process cannot send a mini-batch: {batch.reason}")
-            yield _pair(pickle.loads(batch) if self._sends_bytes else batch)
+            yield pair(pickle.loads(batch) if self._sends_bytes else batch)
 
 
 class Collate:
@@ -167,32 +157,67 @@ class Samples(Dataset[Any]):
 
     def load(self, key: Key) -> Loaded:
         """Load a mini-batch, with the same bits as Batches."""
-        loaded = _pair(self._collate(self[key]))
+        loaded = pair(self._collate(self[key]))
         if loaded.num_samples != len(key[2]):
             raise ConfigError(f"{len(key[2])} samples made a mini-batch of {loaded.num_samples}")
         return loaded
 
 
-def load_batches(
-    source: Factory, what: str, data: DataConfig, seed: int, training: bool
+def map_batches(
+    dataset: Dataset[Any], what: str, data: DataConfig, seed: int, training: bool
 ) -> Batches:
-    dataset = create_dataset(source, what, seed)
+    """Return the mini-batches of a map-style dataset, which has to make one at least."""
     require_enough(len(require_sized(dataset)), what, data, training)
     return Batches(dataset, data, seed, training)
 
 
 def create_dataset(source: Factory, what: str, seed: int) -> Dataset[Any]:
+    """Build a dataset: map-style, or a stream."""
     random_streams.seed_all(seed, "dataset", what)
     dataset: Dataset[Any] = importing.create(source, what)
-    is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if not is_map_style or isinstance(dataset, IterableDataset):  # which has a __getitem__ too
-        raise ConfigError(f"{what} = {source.callable!r} is not a map-style dataset")
+    if isinstance(dataset, DataLoader):
+        raise ConfigError(
+            f"{what} = {source.callable!r} is a DataLoader: return its dataset, and set "
+            "data.batch_size and what else it was made with"
+        )
+    if not is_stream(dataset) and not _is_map_style(dataset):
+        raise ConfigError(
+            f"{what} = {source.callable!r} is {pytree.describe(dataset)}, and no dataset: that has "
+            "`__getitem__` and `__len__`, or `__iter__`"
+        )
     return dataset
+
+
+def is_stream(dataset: Dataset[Any]) -> bool:
+    if isinstance(dataset, IterableDataset):  # which has a __getitem__ too
+        return True
+    return not _is_map_style(dataset) and hasattr(dataset, "__iter__")
+
+
+def _is_map_style(dataset: Dataset[Any]) -> bool:
+    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
 
 
 def require_enough(samples: int, what: str, data: DataConfig, training: bool) -> None:
     if samples < (data.batch_size if data.drop_last and training else 1):
         raise ConfigError(f"{what}: {samples} samples make no mini-batch")
+
+
+def received(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Yield what torch's loader yields; raises JobError if its processes cannot hand it over."""
+    try:
+        items = iter(loader)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise JobError(
+            "there is no room in /dev/shm for what data.num_workers processes share: make some "
+            "(containers have 64 MiB by default), or set data.num_workers = 0"
+        ) from error
+    for item in items:
+        if isinstance(item, Unsent):
+            raise JobError(f"a loader process cannot send a mini-batch: {item.reason}")
+        yield item
 
 
 class Unsent(NamedTuple):
@@ -201,7 +226,7 @@ class Unsent(NamedTuple):
     reason: str
 
 
-def _start_loader(worker: int) -> None:
+def start_loader(worker: int) -> None:
     """Prepare a loader process for what torch's own loop does not foresee."""
     threading.Thread(target=_end_with_parent, name="rpcmp-parent", daemon=True).start()
     _report_unsent()
@@ -237,8 +262,8 @@ def _to_bytes(collate: Callable[[Any], Any], samples: Any) -> bytes:
     return pickle.dumps(collate(samples))
 
 
-def _pair(batch: Any) -> Loaded:
-    """Return inputs and targets, which are the same object unless the mini-batch is a pair."""
+def pair(batch: Any) -> Loaded:
+    """Return the inputs and targets of a mini-batch, the same object unless it is a pair."""
     batch = pytree.plain(batch)  # a collate function may return any mapping
     if isinstance(batch, torch.Tensor | dict):
         # A model that reconstructs its input, or a loss that picks its targets from a dict.

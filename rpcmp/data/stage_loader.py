@@ -41,8 +41,9 @@ from rpcmp.config.importing import explain_error
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import SOURCES, Reference
 from rpcmp.data import batches, loss_weights
-from rpcmp.data.batches import Collate, Samples
+from rpcmp.data.batches import Collate, Loaded, Samples
 from rpcmp.data.sample_order import OwnSampler, sampler_of
+from rpcmp.data.streams import PassReader, StreamReader
 from rpcmp.errors import (
     ConfigError,
     JobError,
@@ -83,10 +84,12 @@ class Parts(NamedTuple):
     Attributes:
         trees: a tree of tensors per reference.
         weights: what the loss counts in the targets of each micro-batch; empty: samples.
+        position: of a stream, after this mini-batch, as text.
     """
 
     trees: dict[Reference, Any]
     weights: list[LossWeight]
+    position: str
 
 
 END_SECONDS = 1.0
@@ -120,7 +123,20 @@ class LoaderPool:
         for answer in answers:
             if "error" in answer:
                 raise from_wire(answer["error"])
-        return DatasetInfo(platform.node(), answers[0]["sizes"])
+        info = DatasetInfo(platform.node(), answers[0]["sizes"], answers[0]["streams"])
+        if info.streams:
+            self._keep_one()
+        return info
+
+    def _keep_one(self) -> None:
+        """Keep one process, which reads mini-batch after mini-batch, with processes of its own."""
+        while len(self._all) > 1:
+            loader = self._all.pop()
+            loader.handoff.close()
+            loader.process.join(END_SECONDS)
+        self._idle = queue.SimpleQueue()
+        self._idle.put(self._all[0])
+        self._threads = ThreadPoolExecutor(1, "rpcmp-loader")  # so that they are read in order
 
     @property
     def pids(self) -> list[int]:
@@ -259,11 +275,29 @@ class StageDataLoader:
         self._loaders.order(epoch, done)
         return answer
 
-    def prefetch(self, drawn: Sequence[BatchIndices]) -> None:
+    def prefetch(self, drawn: Sequence[BatchIndices]) -> Future[Any]:
+        """Load mini-batches; return a future of a stream's position after the last of them.
+
+        For a dataset with indices it is ready at once.
+        """
         for batch in drawn:
             with self._lock:
                 mini_batch = self._mini_batch(batch.batch_id)
             self._loaders.load(batch, mini_batch.parts.set_result)
+        answer: Future[Any] = Future()
+        if self.holding is None or drawn[-1].dataset not in self.holding.streams:
+            answer.set_result("")
+            return answer
+
+        def loaded(parts: list[Parts | RpcmpError]) -> None:
+            (last,) = parts
+            if isinstance(last, RpcmpError):
+                answer.set_result(Raised(to_wire(last)))
+            else:
+                answer.set_result(last.position)
+
+        transport.when_all([(NOBODY, mini_batch.parts)], loaded)
+        return answer
 
     def get(self, bundle: Bundle, reference: Reference) -> Future[Any]:
         """Return StageOutputs per micro-batch of a bundle, or a Raised; copies at every call.
@@ -368,7 +402,7 @@ def _unpacked(references: Sequence[Reference], answer: Message) -> Parts:
     trees = pickle.loads(bytes.fromhex(answer["trees"]))
     parts = pytree.map_leaves(lambda _: next(leaves), trees)
     weights = loss_weights.shares(answer["weights"])
-    return Parts(dict(zip(references, parts, strict=True)), weights)
+    return Parts(dict(zip(references, parts, strict=True)), weights, answer["position"])
 
 
 class _Loading:
@@ -376,21 +410,31 @@ class _Loading:
         self._config = config
         self._stage = stage
         self._references = config.graph().parts(stage)
-        self._samples: dict[str, Samples] = {}
+        self._samples: dict[str, Samples | StreamReader | PassReader] = {}
         self._weights: loss_weights.LossWeights | None = None
 
     def build(self) -> Message:
-        section, sizes = self._config.require_data("loading samples at a stage"), {}
+        section = self._config.require_data("loading samples at a stage")
+        sizes: dict[str, int] = {}
+        streams = []
         try:
             if self._config.weighing and self._config.graph().sink == self._stage:
                 self._weights = loss_weights.LossWeights(self._config)
             for name, source in section.factories.items():
                 dataset = batches.create_dataset(source, f"data.{name}", self._config.seed)
-                self._samples[name] = Samples(dataset, self._config.seed, Collate(section.collate))
-                sizes[name] = len(self._samples[name])
+                made: Samples | StreamReader | PassReader
+                if not batches.is_stream(dataset):
+                    made = Samples(dataset, self._config.seed, Collate(section.collate))
+                elif name == "train":
+                    made = StreamReader(self._config)
+                else:
+                    made = PassReader(dataset, self._config)
+                self._samples[name], sizes[name] = made, len(made)
+                if batches.is_stream(dataset):
+                    streams.append(name)
         except Exception as error:
             return _config_error(error)
-        return {"sizes": sizes}
+        return {"sizes": sizes, "streams": streams}
 
     def order(self, epoch: int) -> Message:
         try:
@@ -403,30 +447,49 @@ class _Loading:
     def _sampler(self) -> OwnSampler:
         # Created on first use, since only one process of a job draws an order.
         section = self._config.require_data("sampling")
-        sampler = sampler_of(self._samples["train"].dataset, section, self._config.seed)
+        train = self._samples["train"]
+        dataset = train.dataset if isinstance(train, Samples) else None
+        sampler = None if dataset is None else sampler_of(dataset, section, self._config.seed)
         if sampler is None:
             raise ConfigError("the job has no data.sampler")
         return sampler
 
     def load(
-        self, dataset: str, epoch: int, index: int, samples: list[int], num_microbatches: int
+        self,
+        dataset: str,
+        epoch: int,
+        index: int,
+        samples: list[int],
+        num_microbatches: int,
+        position: str,
     ) -> Message:
-        """Load a mini-batch, which will be cut into `num_microbatches`."""
+        """Load a mini-batch, which will be cut into `num_microbatches`.
+
+        Args:
+            position: where a stream has to go on, if not after the mini-batch before.
+        """
         weights: list[float] = []
         try:
-            loaded = self._samples[dataset].load((epoch, index, samples))
-            if self._weights is not None:
+            source = self._samples[dataset]
+            if isinstance(source, StreamReader) and position:
+                source.seek(position)
+            loaded = source.load((epoch, index, samples))
+            if self._weights is not None and loaded is not None:
                 where = f"data.{dataset}, mini-batch {index + 1} of epoch {epoch}"
                 targets = microbatches.split(loaded.targets, num_microbatches)
                 weights = self._weights.of(targets, where, dataset == "train")
-            batch = dict(zip(SOURCES, loaded, strict=True))
-            parts = [_select(batch, reference) for reference in self._references]
+            parts = [_select(loaded, reference) for reference in self._references]
             trees = pickle.dumps(pytree.map_leaves(lambda _: None, parts)).hex()
         except RpcmpError as error:
             return {"error": to_wire(error)}
         except BaseException as error:  # also sys.exit() in the user's code
             return {"error": to_wire(_stage_error(self._stage, error))}
-        return {"trees": trees, "leaves": list(pytree.leaves(parts)), "weights": weights}
+        return {
+            "trees": trees,
+            "leaves": list(pytree.leaves(parts)),
+            "weights": weights,
+            "position": source.position if isinstance(source, StreamReader) else "",
+        }
 
 
 def _config_error(error: Exception) -> Message:
@@ -439,7 +502,11 @@ def _stage_error(stage: str, error: BaseException) -> StageError:
     return StageError(stage, "data", one_line(error), text)
 
 
-def _select(batch: dict[str, Any], reference: Reference) -> Any:
+def _select(loaded: Loaded | None, reference: Reference) -> Any:
+    """Return the part of a mini-batch that a stage reads; nothing of one that was read before."""
+    if loaded is None:
+        return ()
+    batch = dict(zip(SOURCES, loaded, strict=True))
     try:
         return pytree.select(batch[reference.producer], reference.path)
     except LookupError as error:

@@ -20,8 +20,12 @@ from typing import TypeAlias
 import torch
 
 from rpcmp.config.schema import Config
-from rpcmp.data.batches import Batches, load_batches, require_enough
+from rpcmp.data.batches import require_enough
+from rpcmp.data.loading import EvaluationBatches, TrainBatches, evaluation_batches, training_batches
 from rpcmp.data.sample_order import Key, SampleOrder
+from rpcmp.data.stream_shares import Position
+from rpcmp.data.streams import StreamBatches
+from rpcmp.driver.remote_stream import RemoteStream
 from rpcmp.driver.rounds import Batch
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.errors import ConfigError
@@ -69,7 +73,7 @@ class IndexBatches:
         self,
         dataset: str,
         order: SampleOrder,
-        announce: Callable[[Sequence[BatchIndices]], None],
+        announce: Callable[[Sequence[BatchIndices]], object],
         num_ahead: int,
         numbers: Iterator[int],
         total: int = 0,
@@ -129,7 +133,8 @@ class IndexBatches:
             epoch, first = epoch + 1, 0
 
 
-MiniBatches: TypeAlias = Batches | IndexBatches
+TrainData: TypeAlias = TrainBatches | IndexBatches | RemoteStream
+EvaluationData: TypeAlias = EvaluationBatches | IndexBatches
 """The mini-batches of one dataset, loaded here or at the stages."""
 
 
@@ -137,17 +142,13 @@ MiniBatches: TypeAlias = Batches | IndexBatches
 class Datasets:
     """The mini-batches of a job."""
 
-    train: MiniBatches
-    test: MiniBatches | None
+    train: TrainData
+    test: EvaluationData | None
 
     @classmethod
     def load(cls, config: Config) -> Datasets:
         """Load the datasets of `[data]` in this process."""
-        section, seed = config.require_data("training"), config.seed
-        train = load_batches(section.train, "data.train", section, seed, training=True)
-        if section.test is None:
-            return cls(train, None)
-        return cls(train, load_batches(section.test, "data.test", section, seed, training=False))
+        return cls(training_batches(config), evaluation_batches(config))
 
     @classmethod
     def at_stages(cls, config: Config, group: StageGroup) -> Datasets:
@@ -156,13 +157,21 @@ class Datasets:
         num_ahead = AHEAD * section.num_loaders
         announces = group.prefetch, num_ahead, itertools.count(1)
         orders = {}
-        for name, samples in _common_sizes(group.dataset_infos()).items():
+        infos = group.dataset_infos()
+        is_stream = any("train" in info.streams for info in infos.values())
+        for name, samples in _common_sizes(infos).items():
+            if name == "train" and is_stream:
+                continue
             training = name == "train"
             require_enough(samples, f"data.{name}", section, training)
             sampler = RemoteSampler(group.epoch_order) if training and section.sampler else None
             orders[name] = SampleOrder(range(samples), section, seed, training, sampler)
-        total = total_steps(config, len(orders["train"]))
-        train = IndexBatches("train", orders["train"], *announces, total)
+        train: TrainData
+        if is_stream:
+            train = RemoteStream(config, group.prefetch, num_ahead, announces[2])
+        else:
+            total = total_steps(config, len(orders["train"]))
+            train = IndexBatches("train", orders["train"], *announces, total)
         test = IndexBatches("test", orders["test"], *announces) if "test" in orders else None
         return cls(train, test)
 
@@ -177,7 +186,7 @@ def total_steps(config: Config, per_epoch: int) -> int:
     return config.steps if config.steps is not None else (config.epochs or 1) * per_epoch
 
 
-def fewest_samples(config: Config, train: MiniBatches) -> int:
+def fewest_samples(config: Config, train: TrainData) -> int:
     """Return the size of the smallest mini-batch that the run trains with.
 
     A run that is shorter than an epoch does not reach the last one, which may be smaller.
@@ -219,10 +228,32 @@ class Step:
 class StepStream:
     """The steps of a run; `activity` records when their mini-batches are loaded."""
 
-    def __init__(self, config: Config, data: MiniBatches, activity: Activity) -> None:
+    def __init__(self, config: Config, data: TrainData, activity: Activity) -> None:
         self._data = data
         self._activity = activity
         self.total = total_steps(config, len(data))
+
+    def seek(self, position: str) -> str:
+        """Let a stream go on from its position of an earlier generation or run.
+
+        Returns:
+            A warning that it has to be read again up to there, and for how long; "" if it has not.
+        """
+        if not isinstance(self._data, StreamBatches | RemoteStream) or not position:
+            return ""
+        start = self._data.seek(position, self._skipped)
+        if not start.is_read_again:
+            return ""
+        return (
+            f"data.train has no state_dict: its first {start.read} mini-batches are read again, "
+            f"which takes about {max(1, round(start.seconds))} s"
+        )
+
+    def position_after(self, step: int) -> Position | None:
+        """Return where a stream is after a step; None for other datasets."""
+        if isinstance(self._data, StreamBatches | RemoteStream):
+            return self._data.position_after(step)
+        return None
 
     def ends_epoch(self, batch: int) -> bool:
         """Return whether mini-batch `batch` of an epoch, counted from 1, is its last."""
@@ -241,6 +272,10 @@ class StepStream:
                 if number == self.total:
                     return
                 started = self._start_loading(number + 1)
+
+    def _skipped(self, index: int) -> None:
+        """Show that something moves while a stream is read again."""
+        self._activity.start("data", index)
 
     def _start_loading(self, step: int) -> float:
         self._activity.start("data", step)

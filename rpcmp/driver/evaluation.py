@@ -28,6 +28,7 @@ from torch import Tensor
 from rpcmp.config import importing
 from rpcmp.config.schema import Config
 from rpcmp.config.types import Factory
+from rpcmp.data.streams import StreamPass
 from rpcmp.errors import (
     ConfigError,
     FactoryError,
@@ -41,7 +42,7 @@ from rpcmp.pipelining import microbatches, pytree
 from rpcmp.process.activity import Activity
 
 if TYPE_CHECKING:
-    from rpcmp.driver.datasets import MiniBatches
+    from rpcmp.driver.datasets import EvaluationData
     from rpcmp.driver.rounds import Batch
     from rpcmp.driver.stage_group import StageGroup
 
@@ -163,7 +164,7 @@ class Evaluator:
     def __init__(
         self,
         config: Config,
-        test: MiniBatches | None,
+        test: EvaluationData | None,
         group: StageGroup,
         metrics: Metrics,
         stop: threading.Event,
@@ -207,7 +208,7 @@ class Evaluator:
                 f"{reason}; tried on one mini-batch of data.test before the first step. If it "
                 "fails on the whole of data.test as well, the first evaluation ends the run"
             )
-        if self._test.fewest < first.num_samples:
+        if not isinstance(self._test, StreamPass) and self._test.fewest < first.num_samples:
             self._activity.start("evaluation", 0, 1)
             rest: Iterator[Batch] = self._test.epoch(1, len(self._test) - 1)
             self._try("last", next(rest))

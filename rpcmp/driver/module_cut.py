@@ -30,7 +30,8 @@ from rpcmp.config import files, importing
 from rpcmp.config.job_sections import ModelConfig, ModelCut, Passing
 from rpcmp.config.schema import Config
 from rpcmp.config.types import COPY
-from rpcmp.data.batches import Loaded, load_batches
+from rpcmp.data.batches import Loaded
+from rpcmp.data.loading import training_batches
 from rpcmp.errors import ConfigError, suggest
 from rpcmp.pipelining import pytree
 from rpcmp.pipelining.split_layers import build_skeleton, unpacked
@@ -67,8 +68,7 @@ def cut_module(config: Config) -> ModelCut:
     """
     model = config.model
     assert model is not None
-    section = config.require_data("cutting the model's `module`")
-    batches = load_batches(section.train, "data.train", section, config.seed, training=True)
+    batches = training_batches(config, "cutting the model's `module`")
     try:
         loaded = batches.first()
     finally:

@@ -98,6 +98,7 @@ class TrainingProgress:
         has_ended_epoch: whether the schedulers have stepped for the end of the epoch.
         evaluated_after: the step before the last evaluation; 0: there was none.
         scaler: state of the loss scaler; None: the loss is not scaled.
+        stream: the Position of a `data.train` that is a stream, as text.
     """
 
     step: int = 0
@@ -113,8 +114,16 @@ class TrainingProgress:
     has_ended_epoch: bool = False
     evaluated_after: int = 0
     scaler: ScalerState | None = None
+    stream: str = ""
 
-    def after(self, step: int, epoch: int, loss: float, scaler: ScalerState | None = None) -> Self:
+    def after(
+        self,
+        step: int,
+        epoch: int,
+        loss: float,
+        scaler: ScalerState | None = None,
+        stream: str = "",
+    ) -> Self:
         """Return the progress after one more step."""
         is_same_epoch = epoch == self.epoch
         return replace(
@@ -127,6 +136,7 @@ class TrainingProgress:
             is_saved=False,
             has_ended_epoch=False,
             scaler=scaler,
+            stream=stream,
         )
 
     def for_config(self, config: Config) -> Self:

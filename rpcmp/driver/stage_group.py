@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.futures import Future
 
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER
@@ -269,16 +270,22 @@ class StageGroup:
         order: torch.Tensor = self.workers.rpc_sync(self._readers[0], Stage.epoch_order, epoch)
         return order
 
-    def prefetch(self, batches: Sequence[BatchIndices]) -> None:
-        """Make the stages that read the batch load mini-batches of coming rounds; do not wait."""
+    def prefetch(self, batches: Sequence[BatchIndices]) -> list[tuple[str, Future[Any]]]:
+        """Make the stages that read the batch load mini-batches of coming rounds; do not wait.
+
+        Returns:
+            For each worker that reads it, its label, and a future of `Stage.prefetch`.
+        """
         counted = [
             batch._replace(
                 num_microbatches=self._rounds.count(batch.num_samples, batch.dataset == "train")
             )
             for batch in batches
         ]
-        for worker in self._readers:
-            self.workers.rpc_async(worker, Stage.prefetch, counted)
+        return [
+            (worker.label, self.workers.rpc_async(worker, Stage.prefetch, counted))
+            for worker in self._readers
+        ]
 
     def live_state(self) -> dict[str, dict[str, int]]:
         """For each stage and the driver, counts of what a step must not leave behind."""

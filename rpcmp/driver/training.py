@@ -92,6 +92,7 @@ class Training:
         self.total_steps = self._steps.total
         self.progress = (resumed or TrainingProgress()).for_config(config)
         saved = self.progress.step if self.progress.is_saved else 0
+        again = self._steps.seek(self.progress.stream)
         self.saves = CheckpointCadence(config, self.total_steps, saved, self.progress.since_saved)
         self._stop = stop
         self._tracers = tracers
@@ -108,7 +109,8 @@ class Training:
         self._segment: list[float] | None = None
         self._endless = self._steps.after(self.progress.step)
         group.require_enough(fewest_samples(config, datasets.train))
-        for text in group.warnings():
+        self._notes = {""}
+        for text in filter(None, [again, *group.warnings()]):
             report(WarningEvent(text=text))
 
     def run(self, evaluate: bool) -> None:
@@ -237,7 +239,8 @@ class Training:
                 skipped_steps=scaler.state.skipped,
             )
         state = None if scaler is None else scaler.state
-        self.progress = self.progress.after(step.number, step.epoch, trained.loss, state)
+        stream = self._position_after(step.number)
+        self.progress = self.progress.after(step.number, step.epoch, trained.loss, state, stream)
         self._last = self._unreported = event
         self._report_progress()
         self._ended = now
@@ -247,6 +250,16 @@ class Training:
             self._segment.append(trained.loss)
         for tracer in self._tracers:
             tracer.after_step(step.number)
+
+    def _position_after(self, step: int) -> str:
+        """Return where a stream of samples is after a step, and report what is new about it."""
+        position = self._steps.position_after(step)
+        if position is None:
+            return ""
+        if (note := position.last.note) not in self._notes:
+            self._notes.add(note)
+            self._report(WarningEvent(text=note))
+        return position.dump()
 
     def _report_step(self, stages: dict[str, StepReport]) -> None:
         """Emit the event of the last step that has ended, with the stages' reports on it."""

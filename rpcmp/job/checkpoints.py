@@ -55,6 +55,7 @@ DRIVER_STATE = {
     "has_ended_epoch",
     "evaluated_after",
     "scaler",
+    "stream",
 }
 """The keys of a progress event that are the driver's state; see TrainingProgress."""
 

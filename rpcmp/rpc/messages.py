@@ -151,6 +151,7 @@ class BatchIndices(NamedTuple):
         epoch: counted from 1.
         batch: index in the epoch; random transforms draw from (seed, epoch, batch).
         num_microbatches: into how many it will be cut; 0 if no loader has to know.
+        stream: where a stream has to go on with this mini-batch; "": after the one before.
     """
 
     batch_id: int
@@ -159,6 +160,7 @@ class BatchIndices(NamedTuple):
     batch: int
     samples: list[int]
     num_microbatches: int = 0
+    stream: str = ""
 
     @property
     def num_samples(self) -> int:
@@ -173,11 +175,13 @@ class DatasetInfo(NamedTuple):
     """The datasets that a stage has built.
 
     Attributes:
-        sizes: samples in each dataset, by "train" and "test".
+        sizes: samples in each dataset, by "train" and "test"; 0: it is a stream.
+        streams: which of them are read in order, and not by indices.
     """
 
     host: str
     sizes: dict[str, int]
+    streams: list[str]
 
 
 class StepReport(NamedTuple):

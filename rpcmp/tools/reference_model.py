@@ -37,7 +37,7 @@ from rpcmp.config import importing
 from rpcmp.config.importing import explain_error
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Reference
-from rpcmp.data.batches import Batches, load_batches
+from rpcmp.data.loading import TrainBatches, training_batches
 from rpcmp.errors import JobError, RpcmpError
 from rpcmp.pipelining import assignment, devices, layers, microbatches, optimizers, random_streams
 from rpcmp.process.channel import Message
@@ -60,8 +60,7 @@ def _train(message: Message) -> Iterator[Message]:
     folder = Path(message["folder"])
     sys.path.insert(0, str(folder))
     config = Config.model_validate_json(message["config"]).with_folder(folder)
-    section = config.require_data("training the unsplit model")
-    batches = load_batches(section.train, "data.train", section, config.seed, training=True)
+    batches = training_batches(config, "training the unsplit model")
     model = UnsplitModel(
         config, {part.stage_name: part.layers for part in assignment.assign(config)}
     )
@@ -106,7 +105,7 @@ class UnsplitModel:
             if worker.num_replicas > 1 and worker.replica == 0
         ]
 
-    def train(self, batches: Batches, steps: int) -> Iterator[float]:
+    def train(self, batches: TrainBatches, steps: int) -> Iterator[float]:
         for modules in self._modules.values():
             for module in modules.values():
                 module.train()

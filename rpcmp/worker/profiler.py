@@ -25,7 +25,7 @@ from rpcmp.config import importing
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import SOURCES, Reference
 from rpcmp.config.types import format_size
-from rpcmp.data.batches import load_batches
+from rpcmp.data.loading import training_batches
 from rpcmp.errors import ConfigError, JobError, RpcmpError
 from rpcmp.pipelining import devices, layers, microbatches, optimizers, pytree
 from rpcmp.pipelining.assignment import Assignment
@@ -54,8 +54,7 @@ def sample(message: Message) -> Iterator[Message]:
     sys.path.insert(0, str(folder))
     config = Config.model_validate_json(message["config"]).with_folder(folder)
     count = config.num_stages if config.model is None else len(layers.chain_layers(config))
-    section = config.require_data("measuring layers")
-    batches = load_batches(section.train, "data.train", section, config.seed, training=True)
+    batches = training_batches(config, "measuring layers")
     batch = next(batches.epoch(1))
     batches.close()
     encoded = tensors.dump_message(microbatches.split(batch, config.num_microbatches)[0])

@@ -277,10 +277,15 @@ class Stage(ComputeThreadOwner):
             raise RuntimeError("this stage loads no samples")
         return self._loader.order(epoch)
 
-    def prefetch(self, batches: Sequence[BatchIndices]) -> None:
-        """Load mini-batches of coming rounds, if this stage loads samples itself."""
-        if self._loader is not None:
-            self._loader.prefetch(batches)
+    def prefetch(self, batches: Sequence[BatchIndices]) -> Future[Any]:
+        """Load mini-batches of coming rounds, if this stage loads samples itself.
+
+        Returns:
+            A future, of a stream's position after the last of them.
+        """
+        if self._loader is None:
+            raise RuntimeError("this stage loads no samples")
+        return self._loader.prefetch(batches)
 
     # Calls of the driver: the stage's state.
 

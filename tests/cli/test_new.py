@@ -12,7 +12,7 @@ import pytest
 from rpcmp import metrics
 from rpcmp.cli.new import EXAMPLES, create, examples
 from rpcmp.config import loader
-from rpcmp.data.batches import load_batches
+from rpcmp.data.loading import training_batches
 from rpcmp.driver.module_cut import cut_module
 from rpcmp.errors import ConfigError
 from tests.support.localgroup import unsplit
@@ -47,7 +47,7 @@ def test_the_new_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert config.data is not None
     assert config.data.test is not None
     assert config.model is not None
-    batches = load_batches(config.data.train, "data.train", config.data, config.seed, training=True)
+    batches = training_batches(config)
     job = loader.load_config(path, [f"steps={config.epochs * len(batches)}"])
     whole = unsplit(job.with_cut(cut_module(job)))
     written = importlib.import_module("learning")

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from rpcmp.config import loader
-from rpcmp.data import batches
 from rpcmp.data.stage_loader import LoaderPool
 from rpcmp.pipelining import pytree
 from rpcmp.rpc.messages import BatchIndices
+from tests.support import minibatches
 from tests.support.forkedcall import in_a_fork
 from tests.support.places import ZOO
 from tests.support.processes import JobFolder, rpcmp
@@ -67,7 +67,7 @@ def require_that_loaders_load(path: str) -> None:
     config = loader.load_config(Path(path))
     section = config.require_data("training")
     here = section.model_copy(update={"at": "driver", "num_workers": 0})
-    alone = batches.load_batches(here.train, "data.train", here, config.seed, training=True)
+    alone = minibatches.load_batches(here.train, "data.train", here, config.seed, training=True)
     loaders = LoaderPool(config, "stage0")
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     try:

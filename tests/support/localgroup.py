@@ -34,7 +34,8 @@ from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER
 from rpcmp.data import stage_loader
 from rpcmp.data.batch_server import BatchServer
-from rpcmp.data.batches import Samples, load_batches
+from rpcmp.data.batches import Samples
+from rpcmp.data.loading import training_batches
 from rpcmp.data.sample_order import OwnSampler
 from rpcmp.data.stage_loader import LoaderPool
 from rpcmp.driver.datasets import Datasets
@@ -118,7 +119,8 @@ class LocalLoaders(LoaderPool):
         self._loading = stage_loader._Loading(config, stage)
 
     def holding(self) -> DatasetInfo:
-        return DatasetInfo(self._stage, _answered(self._loading.build())["sizes"])
+        built = _answered(self._loading.build())
+        return DatasetInfo(self._stage, built["sizes"], built["streams"])
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -298,8 +300,7 @@ def local_group(
 
 def unsplit(config: Config) -> ComparedRun:
     """Train the same job in one process, with code that shares nothing with the stages."""
-    section = config.require_data("training the unsplit model")
-    batches = load_batches(section.train, "data.train", section, config.seed, training=True)
+    batches = training_batches(config)
     model = UnsplitModel(
         config, {part.stage_name: part.layers for part in assignment.assign(config)}
     )

@@ -18,7 +18,15 @@ from torch.utils.data import Dataset
 
 from rpcmp.config.job_sections import DataConfig
 from rpcmp.config.types import Factory
-from rpcmp.data.batches import Batches
+from rpcmp.data.batches import Batches, create_dataset, map_batches
+
+
+def load_batches(
+    source: Factory, what: str, data: DataConfig, seed: int, training: bool
+) -> Batches:
+    """Build a map-style dataset, and return its mini-batches."""
+    dataset = create_dataset(source, what, seed)
+    return map_batches(dataset, what, data, seed, training)
 
 
 class Transformed(Dataset[tuple[Tensor, int]]):

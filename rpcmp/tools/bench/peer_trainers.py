@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from rpcmp.config import importing, topology
 from rpcmp.config.schema import Config
-from rpcmp.data.batches import load_batches
+from rpcmp.data.loading import training_batches
 from rpcmp.errors import UnsupportedJobError
 from rpcmp.pipelining import devices, layers, optimizers
 from rpcmp.pipelining.assignment import assign
@@ -103,8 +103,7 @@ def slice_loss(config: Config, num_slices: int) -> Callable[[Tensor, Tensor], Te
 
 def endless_batches(config: Config) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the job's mini-batches, epoch after epoch."""
-    section = config.require_data("a benchmark")
-    batches = load_batches(section.train, "data.train", section, config.seed, training=True)
+    batches = training_batches(config, "a benchmark")
     for epoch in itertools.count(1):
         for inputs, targets in batches.epoch(epoch):
             if not isinstance(inputs, Tensor) or not isinstance(targets, Tensor):

@@ -11,7 +11,7 @@ process of the command need not wait for that.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -153,7 +153,7 @@ def summarize_model(config: Config, is_here: bool = True) -> ModelSummary:
     if datasets is not None:
         steps = total_steps(config, len(datasets.train))
         both = {"train": datasets.train, "test": datasets.test}
-        batches = {name: len(one) for name, one in both.items() if one is not None}
+        batches = {name: len(one) for name, one in both.items() if isinstance(one, Sized)}
         datasets.close()
     stages = [summarize_stage(part) for part in first_replicas]
     return ModelSummary(

@@ -6,7 +6,6 @@ import random
 import subprocess
 import sys
 from collections import UserDict
-from collections.abc import Iterator
 from contextlib import closing
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -17,11 +16,17 @@ import psutil
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    TensorDataset,
+)
 
 from rpcmp.config.job_sections import DataConfig
 from rpcmp.config.types import Factory
-from rpcmp.data.batches import Batches, Loaded, load_batches
+from rpcmp.data.batches import Batches, Loaded
 from rpcmp.errors import ConfigError, JobError
 from rpcmp.pipelining import random_streams
 from tests.support.minibatches import (
@@ -30,6 +35,7 @@ from tests.support.minibatches import (
     Unpicklable,
     WithoutDescriptors,
     batches_of,
+    load_batches,
     require_tails,
     values,
 )
@@ -232,24 +238,11 @@ def load_returned(monkeypatch: pytest.MonkeyPatch, dataset: object) -> Batches:
     return load_batches(train, "data.train", DataConfig(train=train), 0, training=False)
 
 
-class Stream(IterableDataset[tuple[int, int]]):
-    """A dataset with a length, but without `__getitem__`."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return iter([(1, 1)] * 4)
-
-
-@pytest.mark.parametrize("dataset", [3, iter([1]), {1}, Stream()])
-def test_a_dataset_without_length_or_items_is_refused(
-    monkeypatch: pytest.MonkeyPatch, dataset: object
-) -> None:
-    with pytest.raises(
-        ConfigError, match=r"'tests.zoo.models:returned' is not a map-style dataset"
-    ):
-        load_returned(monkeypatch, dataset)
+def test_what_is_no_dataset_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"'tests.zoo.models:returned' is int, and no dataset"):
+        load_returned(monkeypatch, 3)
+    with pytest.raises(ConfigError, match="is a DataLoader: return its dataset"):
+        load_returned(monkeypatch, DataLoader(TensorDataset(torch.ones(4))))
 
 
 def test_a_list_of_pairs_is_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,13 @@ from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Reference
 from rpcmp.data import stage_loader
-from rpcmp.data.batches import load_batches
 from rpcmp.data.sample_order import Key
 from rpcmp.data.stage_loader import LoaderPool, Parts, StageDataLoader
 from rpcmp.errors import ConfigError, RpcmpError, StageError, WorkerDiedError, from_wire
 from rpcmp.pipelining import microbatches
 from rpcmp.rpc.messages import BatchIndices, Bundle, LossWeight, RoundHeader
 from rpcmp.rpc.transport import Raised
+from tests.support.minibatches import load_batches
 from tests.support.processes import no_more_files, poll_for
 from tests.support.rounds import header
 
@@ -69,7 +69,7 @@ def feed(given: Given) -> StageDataLoader:
     return StageDataLoader(cast(LoaderPool, given))
 
 
-PARTS = Parts({INPUT: {"x": torch.arange(14).reshape(7, 2)}, TARGET: torch.arange(7)}, [])
+PARTS = Parts({INPUT: {"x": torch.arange(14).reshape(7, 2)}, TARGET: torch.arange(7)}, [], "")
 
 
 def values(answer: Any) -> list[Any]:
@@ -222,7 +222,7 @@ def test_an_error_of_a_dataset_names_the_host(
         ConfigError, match=r"^on .*: data.train = 'tests.zoo.models:raising' failed"
     ):
         loaders(train="tests.zoo.models:raising").holding()
-    with pytest.raises(ConfigError, match=r"^on .*: data.test = 'tests.zoo.models:Sum' is not a"):
+    with pytest.raises(ConfigError, match=r"^on .*: data.test = 'tests.zoo.models:Sum' is Sum"):
         loaders(test="tests.zoo.models:Sum").holding()
 
 

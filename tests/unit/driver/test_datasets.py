@@ -137,7 +137,10 @@ def job(**more: Any) -> Config:
 def datasets(config: Config, *sizes: dict[str, int]) -> Datasets:
     """Return the datasets of stages "a", "b", ... on hosts "host-a", "host-b", ..."""
     stages = Stages(
-        **{name: DatasetInfo(f"host-{name}", size) for name, size in zip("ab", sizes, strict=False)}
+        **{
+            name: DatasetInfo(f"host-{name}", size, [])
+            for name, size in zip("ab", sizes, strict=False)
+        }
     )
     return Datasets.at_stages(config, cast(StageGroup, stages))
 

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
-from rpcmp.data.batches import Batches, load_batches
+from rpcmp.data.batches import Batches
 from rpcmp.pipelining import assignment, layers, random_streams
 from rpcmp.tools.reference_model import UnsplitModel
 from rpcmp.tools.verification import ComparedRun, first_difference
+from tests.support.minibatches import load_batches
 from tests.support.nearness import assert_near
 
 STEPS = 5  # more than one epoch of 3 mini-batches; the last one is smaller
