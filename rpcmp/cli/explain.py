@@ -186,6 +186,7 @@ def _place(stage: ExplainedStage) -> str:
     settings += [f"{stage.threads} threads"] if stage.threads > 1 else []
     settings += [stage.autocast] if stage.autocast else []
     settings += ["recompute"] if stage.recompute else []
+    settings += ["compiled"] if stage.compiles else []
     return f"{place} ({', '.join(settings)})"
 
 

@@ -149,6 +149,8 @@ class StageConfig(Strict):
     """Compute activations again in the backward instead of keeping them."""
     autocast: Literal["bfloat16", "float16", "float32"] | None = None
     """Instead of the job's `autocast`; "float32": none."""
+    compile: bool | None = None
+    """Instead of the job's `compile`."""
 
     @property
     def num_replicas(self) -> int:
@@ -267,6 +269,8 @@ class JobSettings(Strict):
     """Float32 activations and gradients travel between stages as this."""
     autocast: Autocast | None = None
     """Compute in this what `torch.autocast` computes in it; parameters stay as they are."""
+    compile: bool = False
+    """Compile each layer by `torch.compile`; its host needs a C++ compiler."""
     max_grad_norm: float | None = Field(default=None, gt=0)
     """Clip the gradient's norm over all stages."""
     evaluate_every: int | None = Field(default=None, ge=0)

@@ -329,6 +329,11 @@ class Config(JobSettings):
         own = self.stage(index).autocast or self.autocast
         return None if own == "float32" else own
 
+    def compiles(self, index: int) -> bool:
+        """Return whether a stage compiles its layers: its own choice, or else the job's."""
+        own = self.stage(index).compile
+        return self.compile if own is None else own
+
     def turns_of(self, stage_name: str) -> ReplicaAssignment:
         return self.stage(self.stage_names.index(stage_name)).turns
 

@@ -66,6 +66,7 @@ class Claim:
     Args:
         request: the driver's Prepare request, for `group`.
         allowed, show, file_access: see StageServer.
+        compiled: folder for the code that its workers compile, of all generations.
 
     Attributes:
         relay: carries the worker's connections to other networks.
@@ -83,6 +84,7 @@ class Claim:
         allowed: Sequence[str] | None,
         show: Callable[[Entry], None],
         file_access: FileAccess | None,
+        compiled: Path,
     ) -> None:
         self.job, self.job_id = request.job, request.job_id
         self.generation = request.generation
@@ -113,6 +115,7 @@ class Claim:
         self._store: StoreProxy | None = None
         self._pulse = HeartbeatMonitor(request.heartbeat_timeout)
         self._threads = request.threads
+        self._compiled = compiled
         self._folder: Path | None = None
         self._child: Child | None = None
         self._start: Message | None = None
@@ -144,6 +147,7 @@ class Claim:
     async def _spawn(self) -> None:
         checkpoints = self._snapshot_store.folder  # the server's word for it, not the job's
         file_access = self._file_access and self._file_access.reading(self._folder, checkpoints)
+        file_access = file_access and file_access.writing(self._compiled)
         self._finds_files = file_access is None or bool(checkpoints and checkpoints.is_dir())
         self._child = await Child.spawn(
             WORKERS,
@@ -189,6 +193,7 @@ class Claim:
             "assignment": request.assignment,
             "allowed": self._allowed,
             "code_folder": str(self._folder) if self._folder else "",
+            "compiled": str(self._compiled),
             "rank": request.rank,
             "members": list(request.members),
         }

@@ -28,6 +28,7 @@ from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import Security
 from rpcmp.process import resources
 from rpcmp.process.activity import resident_bytes
+from rpcmp.process.compiler import COMPILED
 from rpcmp.process.fork_client import WORKERS, Forks
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.logging.collector import RecordSource
@@ -37,6 +38,7 @@ from rpcmp.process.task import run_task
 from rpcmp.server import claim_log, services
 from rpcmp.server.access import GroupMembers
 from rpcmp.server.claim import Claim, State
+from rpcmp.server.compile_cache import CompileCache
 from rpcmp.server.connection import differences, machine, versions
 from rpcmp.server.driver_memory import DriverMemory
 from rpcmp.server.host_facts import CheckRequest, examine
@@ -66,7 +68,8 @@ log = logging.getLogger(__name__)
 
 def sweep_leftovers() -> None:
     """Remove the temporary folders of servers that were killed, and of their workers."""
-    for prefix in (services.PREFIX, tunnel.PREFIX, claim_log.PREFIX, SCRATCH):
+    of_servers = (services.PREFIX, tunnel.PREFIX, claim_log.PREFIX, COMPILED)
+    for prefix in (*of_servers, SCRATCH):
         resources.sweep(prefix)
 
 
@@ -116,6 +119,7 @@ class StageServer:
         self.security = security or Security()
         self.dialer = Dialer(self.security)
         self.snapshot_store = SnapshotStore(self.dialer)
+        self._compiled = CompileCache()
         self.driver = DriverMemory()
         self._accept_code = accept_code and allowed is None  # code could take any name of the list
         self._allowed = None if allowed is None else list(allowed)
@@ -151,6 +155,7 @@ class StageServer:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), seconds)
         await self.release(self.claim)
+        self._compiled.clear()
         await self._endpoints.close()
         await self.forks.close()
 
@@ -244,6 +249,7 @@ class StageServer:
                 self._allowed,
                 self._show,
                 self._file_access,
+                self._compiled.folder(request.job_id),
             )
             self._idle.clear()
             try:
@@ -289,7 +295,7 @@ class StageServer:
             if self.claim is not None or self.snapshot_store.job_id != job_id:
                 await self._release(self.claimed_by(job_id, generation), is_stopped=True)
             self.driver.end()
-            await self.snapshot_store.clear()
+            await self._clear()
 
     def record(self, request: pb.RecordRequest) -> None:
         """Keep what the driver of the current claim records."""
@@ -440,7 +446,12 @@ class StageServer:
             if self.driver.states:
                 log.info("job %r is held no longer: no driver has come for it", self.driver.job)
             self.driver.clear()
-            self._releasing = asyncio.ensure_future(self.snapshot_store.clear())
+            self._releasing = asyncio.ensure_future(self._clear())
+
+    async def _clear(self) -> None:
+        """Drop what is kept of a job from one generation to the next."""
+        self._compiled.clear()
+        await self.snapshot_store.clear()
 
     def _release_unwatched(self, claim: Claim) -> None:
         if not claim.watched:

@@ -18,6 +18,9 @@ BATCH_NORM, IN_TRAINING = "aten.batch_norm.default", 5
 """torch's batch normalization, and which of its arguments says that it uses its samples."""
 
 
+Run = Callable[..., tuple[Any, ...]]
+
+
 class SplitLayer(nn.Module):
     """A layer of `split`; parameters and buffers have their names in the unsplit module.
 
@@ -40,7 +43,8 @@ class SplitLayer(nn.Module):
         self._split_structures: dict[bool, Structure] = {}
         if index == len(split.layers) - 1:
             self._split_structures = dict(zip((True, False), split.structures, strict=True))
-        self._split_compiled: dict[tuple[bool, torch.device], Callable[..., tuple[Any, ...]]] = {}
+        self._split_compiled: dict[tuple[bool, torch.device], Run] = {}
+        self._split_compile: Callable[[Run], Run] = lambda run: run
         self._split_guards = split.guards
         self._split_known: set[tuple[torch.Size, ...]] = set()
         copied = {name for names in split.tied for name in names[1:]}
@@ -60,6 +64,10 @@ class SplitLayer(nn.Module):
         if not self._split_structures:
             return outputs
         return restore(self._split_structures[self.training], outputs)
+
+    def compile_programs(self, compile_: Callable[[Run], Run]) -> None:
+        """Compile the programs of both modes, by a function such as `torch.compile`."""
+        self._split_compile = compile_
 
     @property
     def needs_two_samples(self) -> bool:
@@ -82,14 +90,15 @@ class SplitLayer(nn.Module):
             self._split_known.add(shapes)
         return values
 
-    def _split_run(self, values: Iterable[Any]) -> Callable[..., tuple[Any, ...]]:
+    def _split_run(self, values: Iterable[Any]) -> Run:
         """Return the mode's program for the device that the values are on."""
         device = next((each.device for each in values if isinstance(each, Tensor)), None)
         if device is None:
             device = next(self.parameters()).device
         key = self.training, device
         if key not in self._split_compiled:
-            self._split_compiled[key] = compiled(self._split_programs[self.training], device, self)
+            run = compiled(self._split_programs[self.training], device, self)
+            self._split_compiled[key] = self._split_compile(run)
         return self._split_compiled[key]
 
 

@@ -40,10 +40,17 @@ from rpcmp.config.topology import Reference
 from rpcmp.data.loading import TrainBatches, training_batches
 from rpcmp.errors import JobError, RpcmpError
 from rpcmp.pipelining import assignment, devices, layers, microbatches, optimizers, random_streams
+from rpcmp.process import compiler
 from rpcmp.process.channel import Message
 from rpcmp.rpc.tensors import save_tensors
 from rpcmp.tools.reference_module import EagerModule
-from rpcmp.tools.reference_parts import ReferenceSteps, ReferenceTies, Replicas, autocast
+from rpcmp.tools.reference_parts import (
+    ReferenceSteps,
+    ReferenceTies,
+    Replicas,
+    autocast,
+    compiled_call,
+)
 
 
 def train(message: Message) -> Iterator[Message]:
@@ -88,7 +95,13 @@ class UnsplitModel:
             self._modules[stage] = layers.build_layers(config, index, layer_names[stage])
             self._add_optimizer(index, stage)
         self._eager: EagerModule | None = None
-        if config.cut is not None:
+        self._calls: dict[nn.Module, Callable[..., Any]] = {}
+        for index in range(config.num_stages):
+            if config.compiles(index):
+                compiler.prepare()
+                compiled = self._modules[config.stage_names[index]].values()
+                self._calls |= {module: compiled_call(module) for module in compiled}
+        if config.cut is not None and not self._calls:
             every = {n: m for modules in self._modules.values() for n, m in modules.items()}
             self._eager = EagerModule(
                 config, every, self._seed_layer, functools.partial(_map, _between_layers)
@@ -218,7 +231,7 @@ class UnsplitModel:
                 read = [_map(_between_layers, read[0])]
             self._seed_layer(layer)
             with self._autocast[stage]:
-                read = [module(*read)]
+                read = [self._calls.get(module, module)(*read)]
         return read[0]
 
     def _seed_layer(self, layer: str) -> None:

@@ -18,7 +18,7 @@ and stored.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -29,6 +29,18 @@ from torch.amp import GradScaler
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import ReplicaAssignment
 from rpcmp.pipelining import random_streams
+from rpcmp.splitting.layer import SplitLayer
+
+
+def compiled_call(layer: Any) -> Callable[..., Any]:
+    """Return the call of a layer by compiled code, with the options that a stage uses."""
+    options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "isolate_recompiles": True}
+    options["recompile_limit"] = 64  # a stage's as well; torch's own limit is 8
+    if isinstance(layer, SplitLayer):
+        layer.compile_programs(lambda run: torch.compile(run, **options))
+        return layer
+    call: Callable[..., Any] = torch.compile(lambda *inputs: layer(*inputs), **options)
+    return call
 
 
 def autocast(config: Config, stage_index: int) -> AbstractContextManager[object]:

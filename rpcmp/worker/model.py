@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,7 +32,9 @@ from rpcmp.config.types import Autocast
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import devices, layers, microbatches, pytree, random_streams
 from rpcmp.pipelining.assignment import Assignment
+from rpcmp.process import compiler
 from rpcmp.rpc.messages import Evaluated, LossWeight, MicrobatchMeta
+from rpcmp.worker import compiling
 from rpcmp.worker.loss import SinkLoss
 
 HOST = "host"
@@ -77,6 +79,9 @@ class StageModel:
         self.device = _device(settings.device)
         dtype = config.autocast_of(assignment.stage_index)
         self._autocast = _autocast(self.device, dtype)
+        self._compiles = config.compiles(assignment.stage_index)
+        if self._compiles:
+            compiler.prepare()
         self._modules = layers.build_layers(config, assignment.stage_index, assignment.layers)
         self._prefixes = {layer: config.prefix_of(layer) for layer in self._modules}
         own = {name for layer in self._modules for name, _ in self._named_in(layer)}
@@ -86,6 +91,9 @@ class StageModel:
             module.to(self.device)
             if settings.frozen:
                 module.requires_grad_(False)
+        self._calls: dict[str, Callable[..., Any]] = dict(self._modules)
+        if self._compiles:
+            self._calls = {n: compiling.compiled(layer) for n, layer in self._modules.items()}
         self.returns_outputs = self.is_sink and bool(assignment.driver_metrics)
         self._loss: SinkLoss | None = None
         if self.is_sink:
@@ -94,13 +102,21 @@ class StageModel:
     def forward(self, inputs: list[Any], meta: MicrobatchMeta) -> Any:
         header = meta.round
         self._set_mode(header.is_training)
-        for index, (name, module) in enumerate(self._modules.items()):
+        for index, (name, call) in enumerate(self._calls.items()):
             random_streams.seed_all(self._seed, header.mode.value, header.step, meta.draw, name)
             with self._autocast:
-                inputs = [module(*inputs)]  # stage.py [7]
+                inputs = [self._call(name, call, inputs)]  # stage.py [7]
             if index + 1 < len(self._modules):
                 inputs = [pytree.map_tensors(_seam, inputs[0])]
         return inputs[0]
+
+    def _call(self, name: str, call: Callable[..., Any], inputs: list[Any]) -> Any:
+        if not self._compiles:
+            return call(*inputs)
+        try:
+            return call(*inputs)
+        except Exception as error:
+            raise compiling.explain(name, error) from error
 
     def _set_mode(self, training: bool) -> None:
         """Call `train` whenever the mode changes, as a plain training loop does."""

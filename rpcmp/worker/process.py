@@ -33,6 +33,7 @@ from rpcmp.errors import (
     to_wire,
 )
 from rpcmp.pipelining.assignment import Assignment
+from rpcmp.process import compiler
 from rpcmp.process.activity import start_heartbeat
 from rpcmp.process.channel import ChildContext, Message, connect_to_supervisor
 from rpcmp.rpc import transport, unpickler
@@ -85,7 +86,8 @@ class WorkerProcess:
         unpickler.allow(importing.filter_allowed(assignment.config.modules), files)
         loaders = _loaders(assignment)  # before there are threads
         transport.reserve_threads(assignment.in_flight)
-        if any(limits.splits for limits in assignment.all_limits):
+        compiles = assignment.config.compiles(assignment.stage_index)
+        if any(limits.splits for limits in assignment.all_limits) and not compiles:
             weight_grad.install()
         threading.Thread(target=self._listen, daemon=True).start()
         start_heartbeat(self._channel, self._vitals)
@@ -126,6 +128,8 @@ class WorkerProcess:
             group = Transport()
             peer = functools.partial(RemoteStage, group)
             rehearses = self._start["rehearses"]
+            if assignment.config.compiles(assignment.stage_index):
+                compiler.prepare(self._start["compiled"])
             stage = Stage(assignment, group, peer, self._activity, loader, rehearses)
             if loader is not None:
                 loader.wait()

@@ -192,7 +192,8 @@ def splittable(operation: Operation) -> Operation:
 
     @functools.wraps(operation)
     def split(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        gradients = _watched.gradients
+        # A compiled backward computes all gradients at once.
+        gradients = None if torch.compiler.is_compiling() else _watched.gradients
         if gradients is None:
             return operation(input, *args, **kwargs)
         parameters = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
@@ -222,7 +223,7 @@ def _split_linear(operation: Operation) -> Operation:
 
     @functools.wraps(operation)
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        gradients = _watched.gradients
+        gradients = None if torch.compiler.is_compiling() else _watched.gradients
         if gradients is None:
             return operation(input, weight, bias)
         if not _is_one_product(input, weight):

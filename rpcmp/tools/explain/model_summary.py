@@ -313,6 +313,7 @@ class ExplainedStage:
     threads: int
     frozen: bool
     recompute: bool
+    compiles: bool
     autocast: str | None
     addresses: list[str]
     layers: list[LayerFacts]
@@ -352,6 +353,7 @@ def explain_stages(
                 threads=settings.threads,
                 frozen=settings.frozen,
                 recompute=settings.recompute,
+                compiles=config.compiles(index),
                 autocast=config.autocast_of(index),
                 addresses=[at for worker, at in pairs if worker.stage_index == index],
                 layers=facts.layers,

@@ -100,6 +100,7 @@ def test_the_defaults_are_as_documented() -> None:
         "balance_replicas": False,
         "wire_dtype": None,
         "autocast": None,
+        "compile": False,
         "max_grad_norm": None,
         "evaluate_every": None,
         "evaluate_every_steps": None,
@@ -183,6 +184,7 @@ def test_the_defaults_of_a_stage_are_as_documented() -> None:
         "frozen": False,
         "recompute": False,
         "autocast": None,
+        "compile": None,
     }
 
 
