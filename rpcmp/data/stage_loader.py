@@ -124,7 +124,7 @@ class LoaderPool:
             if "error" in answer:
                 raise from_wire(answer["error"])
         info = DatasetInfo(platform.node(), answers[0]["sizes"], answers[0]["streams"])
-        if info.streams:
+        if "train" in info.streams:
             self._keep_one()
         return info
 
@@ -282,7 +282,8 @@ class StageDataLoader:
         """
         for batch in drawn:
             with self._lock:
-                mini_batch = self._mini_batch(batch.batch_id)
+                # No round needs what has no samples: a stream that is read again.
+                mini_batch = self._mini_batch(batch.batch_id) if batch.samples else _MiniBatch()
             self._loaders.load(batch, mini_batch.parts.set_result)
         answer: Future[Any] = Future()
         if self.holding is None or drawn[-1].dataset not in self.holding.streams:
@@ -488,7 +489,7 @@ class _Loading:
             "trees": trees,
             "leaves": list(pytree.leaves(parts)),
             "weights": weights,
-            "position": source.position if isinstance(source, StreamReader) else "",
+            "position": "" if isinstance(source, Samples) else source.position,
         }
 
 

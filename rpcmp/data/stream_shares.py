@@ -16,19 +16,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
+from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from torch.utils.data import IterableDataset, get_worker_info
 
 from rpcmp.config import importing
 from rpcmp.config.schema import Config
 from rpcmp.data.batches import Collate, create_dataset
-from rpcmp.errors import ConfigError
+from rpcmp.errors import ConfigError, one_line
 from rpcmp.pipelining import pytree, random_streams
 from rpcmp.rpc.tensors import dump_message, load_message, tensor_line
 
-MAX_STATE = 32 * 1024
-"""Characters of the states of all processes, which go with the driver's record of each step."""
+MAX_POSITION = 48 * 1024
+"""Characters of a position, which goes with the driver's record of each step."""
+
+MAX_REST = 256
+"""Characters of a Share without its state."""
 
 COMPARED = 65536
 """Elements of a tensor that its digest is of, evenly spaced: it finds other samples, no attack."""
@@ -52,11 +56,11 @@ class Share(NamedTuple):
         note: what the user should know about it; empty: nothing.
     """
 
-    passes: int = 0
-    stride: int = 1
+    passes: NonNegativeInt = 0
+    stride: PositiveInt = 1
     state: str = ""
     digest: str = ""
-    seconds: float = 0.0
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     note: str = ""
 
 
@@ -69,21 +73,24 @@ class Position(NamedTuple):
         shares: one for each process; None before its first mini-batch.
     """
 
-    read: int
-    batch_size: int
-    shares: list[Share | None]
+    read: NonNegativeInt
+    batch_size: PositiveInt
+    shares: Annotated[list[Share | None], Field(min_length=1)]
 
     @classmethod
     def parse(cls, text: str, batch_size: int, num_shares: int) -> Self:
         """Return the position of which `text` is the `dump`; empty: the beginning.
 
         Raises:
-            ConfigError: the stream was divided otherwise.
+            ConfigError: it is none, or the stream was divided otherwise.
         """
         if not text:
             return cls(0, batch_size, [None] * num_shares)
-        read, size, shares = json.loads(text)
-        position = cls(read, size, [None if each is None else Share(*each) for each in shares])
+        try:
+            position: Self = TypeAdapter(cls).validate_json(text[: MAX_POSITION + 1])
+        except ValidationError as error:
+            raise ConfigError(f"no position in the stream data.train: {one_line(error)}") from error
+        read, size, shares = position
         if len(shares) != num_shares:
             raise ConfigError(
                 f"data.train was read by {len(shares)} processes up to step {read}, and would be "
@@ -124,8 +131,8 @@ class Position(NamedTuple):
 class ShareReader(IterableDataset[Any]):
     """Reads the mini-batches of one process's share of `data.train`, for torch's DataLoader.
 
-    Yields (mini-batch, Share as a tuple) pairs. The mini-batch is None if it only takes the place
-    of one before `start`.
+    Yields (whether it is new, mini-batch, Share as a tuple). One that is not new only takes the
+    place of a mini-batch before `start`.
 
     Args:
         start: of all processes.
@@ -137,7 +144,7 @@ class ShareReader(IterableDataset[Any]):
         self._start = start
         self._sends_bytes = sends_bytes
 
-    def __iter__(self) -> Iterator[tuple[Any, tuple[Any, ...] | None]]:
+    def __iter__(self) -> Iterator[tuple[bool, Any, tuple[Any, ...] | None]]:
         info, start = get_worker_info(), self._start
         own, num_shares = (0, 1) if info is None else (info.id, info.num_workers)
         before, again = start.shares[own], start.is_read_again
@@ -146,24 +153,24 @@ class ShareReader(IterableDataset[Any]):
         first = own if again else own + start.read - start.read % num_shares
         for index in itertools.count(first, num_shares):
             if index >= start.read:
-                yield self._mini_batch(samples, index)
+                yield True, *self._mini_batch(samples, index)
             elif again:
                 is_last = index + num_shares >= start.read
-                yield None, self._read_again(samples, index, before if is_last else None)
+                yield False, None, self._read_again(samples, index, before if is_last else None)
             else:  # done before; the processes take turns from the first one on
-                yield None, before
+                yield False, None, before
 
     def _mini_batch(self, samples: _Samples, index: int) -> tuple[Any, tuple[Any, ...]]:
         with samples.clock:
             batch = samples.collate(samples.take(index))
-        share = samples.share()._replace(digest=_digest(batch))
+        share = samples.share()._replace(digest=digest_of(batch))
         return pickle.dumps(batch) if self._sends_bytes else batch, tuple(share)
 
     def _read_again(self, samples: _Samples, index: int, last: Share | None) -> tuple[Any, ...]:
         """Read a mini-batch that was read before; compare it if it is the `last` one of these."""
         with samples.clock:
             drawn = samples.take(index)
-            is_another = last is not None and _digest(samples.collate(drawn)) != last.digest
+            is_another = last is not None and digest_of(samples.collate(drawn)) != last.digest
         share = samples.share()
         return tuple(share._replace(note=_ANOTHER) if is_another else share)
 
@@ -189,17 +196,22 @@ class _Samples:
         with self._watch:
             self._dataset: Any = create_dataset(section.train, "data.train", config.seed)
         self._iterator: Any = None
+        self._index = 0
         self._samples = self._endless()
 
     def take(self, index: int) -> list[Any]:
         """Return the samples of a mini-batch, whose random numbers are seeded by its index."""
-        random_streams.seed_all(self._seed, "stream", index)
+        self._index = index
+        self._seed_samples()
         return list(itertools.islice(self._samples, self._batch_size))
 
     def share(self) -> Share:
         """Return where this process is now."""
         state, note = self._state()
         return Share(self._passes, self._stride, state, "", self.clock.seconds, note)
+
+    def _seed_samples(self) -> None:
+        random_streams.seed_all(self._seed, "stream", self._index, self._passes)
 
     def _endless(self) -> Iterator[Any]:
         while True:
@@ -214,6 +226,9 @@ class _Samples:
     def _one_pass(self) -> Iterator[Any]:
         start, self._start = self._start, None
         dataset = self._dataset
+        if start is None:
+            random_streams.seed_all(self._seed, "pass", self._own, self._passes)
+        # Else the iterator may draw the next sample at once, as torchdata's does: under its seed.
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(self._passes)
         of_dataset, of_iterator = (None, None) if start is None else _unpacked(start.state)
@@ -221,6 +236,8 @@ class _Samples:
         with self._watch:
             self._iterator = iter(dataset)
             _load(self._iterator, of_iterator)
+            if start is None:
+                self._seed_samples()
             first = list(itertools.islice(self._iterator, 1))
         samples = itertools.chain(first, self._iterator)
         skipped = self._stride - 1
@@ -239,7 +256,7 @@ class _Samples:
             text = base64.b64encode(dump_message(found)).decode()
         except TypeError as error:
             return "", f"data.train: its state_dict cannot be kept: {error}"
-        if len(text) > (most := MAX_STATE // self._num_shares):
+        if len(text) > (most := MAX_POSITION // self._num_shares - MAX_REST):
             return "", f"data.train: its state_dict of {len(text)} bytes is more than {most}"
         return text, ""
 
@@ -302,7 +319,7 @@ def _unpacked(text: str) -> tuple[Any, Any]:
     return of_dataset, of_iterator
 
 
-def _digest(batch: Any) -> str:
+def digest_of(batch: Any) -> str:
     """Return a hash of the tensors of a mini-batch, the same on every host."""
     digest = hashlib.sha256()
     for tensor in pytree.tensors(pytree.plain(batch)):

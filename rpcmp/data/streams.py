@@ -19,6 +19,7 @@ import gc
 import itertools
 import pickle
 from collections.abc import Callable, Iterator
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from rpcmp.config.schema import Config
 from rpcmp.data import batches
 from rpcmp.data.batches import Collate, Loaded, pair
 from rpcmp.data.sample_order import Key
-from rpcmp.data.stream_shares import Position, Share, ShareReader
+from rpcmp.data.stream_shares import Position, Share, ShareReader, digest_of
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import random_streams
 from rpcmp.process.sandbox.confinement import is_confined
@@ -57,7 +58,7 @@ class StreamBatches:
         self._sends_bytes = num_workers > 0 and is_confined()
         self._positions: dict[int, Position] = {}
         self._items: Iterator[tuple[Loaded | None, Position]] = iter(())
-        self.seek("", lambda index: None)
+        self.seek("", lambda position: None)
 
     def __len__(self) -> int:
         return self._config.steps or 0
@@ -66,16 +67,19 @@ class StreamBatches:
     def fewest(self) -> int:
         return self._batch_size
 
-    def seek(self, text: str, skipped: Callable[[int], None]) -> Position:
+    def parse(self, text: str) -> Position:
+        """Return the position in this stream that `text` has."""
+        return Position.parse(text, self._batch_size, self._num_shares)
+
+    def seek(self, text: str, skipped: Callable[[Position], None]) -> None:
         """Go on from the position of an earlier generation or run; "": from the beginning.
 
         Args:
-            skipped: called with the index of each mini-batch that is read again.
+            skipped: called with the position after each mini-batch that is read again.
         """
-        self._start = Position.parse(text, self._batch_size, self._num_shares)
+        self._start = self.parse(text)
         self._skipped = skipped
         self._next = -1  # index of the mini-batch that `_items` yields next
-        return self._start
 
     def position_after(self, number: int) -> Position | None:
         """Return the position after the first `number` mini-batches, if it is not long ago."""
@@ -99,7 +103,7 @@ class StreamBatches:
         while self._next < len(self):
             loaded, position = self.read()
             if self._next <= first or loaded is None:
-                self._skipped(self._next)
+                self._skipped(position)
                 continue
             if len(self._positions) >= MAX_POSITIONS:  # nobody asks
                 self._positions.clear()
@@ -116,7 +120,7 @@ class StreamBatches:
         self.close()
         begin = self._start._replace(read=self._start.read - self._start.read % self._num_shares)
         if self._start.is_read_again:
-            begin = Position.parse("", self._batch_size, self._num_shares)
+            begin = self.parse("")
         self._items, self._next = self._read(begin), begin.read
         return begin.read
 
@@ -133,12 +137,12 @@ class StreamBatches:
                 random_streams.derive_seed(self._config.seed, "loader")
             ),
         )
-        for batch, share in batches.received(loader):
+        for is_new, batch, share in batches.received(loader):
             position = position.after(None if share is None else Share(*share))
-            if batch is None:
-                yield None, position
-            else:
+            if is_new:
                 yield pair(pickle.loads(batch) if self._sends_bytes else batch), position
+            else:
+                yield None, position
 
 
 class StreamPass:
@@ -146,6 +150,11 @@ class StreamPass:
 
     def __init__(self, dataset: Dataset[Any], config: Config) -> None:
         section = config.require_data("evaluating")
+        if isinstance(dataset, GeneratorType):
+            raise ConfigError(
+                "data.test is a generator, which can be read only once: return an object whose "
+                "`__iter__` begins anew"
+            )
         self._dataset, self._seed, self._batch_size = dataset, config.seed, section.batch_size
         self._collate = Collate(section.collate)
 
@@ -161,10 +170,12 @@ class StreamPass:
 
     def count(self) -> int:
         """Return the number of samples, by reading them all."""
+        self._begin(1)
         return sum(1 for _ in iter(self._dataset))
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[Loaded]:
         """Yield the mini-batches from the one with index `first`; those before are only read."""
+        self._begin(epoch)
         samples = iter(self._dataset)
         for index in itertools.count():
             random_streams.seed_all(self._seed, "batch", epoch, index)
@@ -176,12 +187,16 @@ class StreamPass:
             if index >= first:
                 yield pair(self._collate(drawn))
 
+    def _begin(self, epoch: int) -> None:
+        """Seed what a pass draws at its begin, such as an order."""
+        random_streams.seed_all(self._seed, "pass", epoch)
+
 
 class StreamReader:
     """A stream that a stage's loader reads, mini-batch after mini-batch, to train on it.
 
     Attributes:
-        position: after the last mini-batch, as text.
+        position: after the mini-batch that was loaded last, as text.
     """
 
     def __init__(self, config: Config) -> None:
@@ -191,13 +206,14 @@ class StreamReader:
         self.position = ""
         self._next = self._batches.begin()
         self._early: dict[int, tuple[Loaded | None, Position]] = {}
+        self._failure: Exception | None = None
 
     def __len__(self) -> int:
         return 0  # nobody knows
 
     def seek(self, text: str) -> None:
         """Go on from a position."""
-        self._batches.seek(text, lambda index: None)
+        self._batches.seek(text, lambda position: None)
         self._next = self._batches.begin()
 
     def load(self, key: Key) -> Loaded | None:
@@ -206,12 +222,17 @@ class StreamReader:
         The requests for some mini-batches may have overtaken each other, so some are kept.
         """
         _, index, samples = key
-        while self._next <= index:
-            self._early[self._next] = self._batches.read()
+        while self._next <= index and self._failure is None:
+            try:
+                self._early[self._next] = self._batches.read()
+            except Exception as error:
+                self._failure = error
             self._next += 1
+        if index not in self._early and self._failure is not None:
+            raise self._failure
         loaded, position = self._early.pop(index)
-        for old in [early for early in self._early if self._early[early][0] is None]:
-            del self._early[old]
+        if not samples:  # it is only read again
+            loaded = None
         if loaded is not None and loaded.num_samples != len(samples):
             raise ConfigError(f"{len(samples)} samples made a mini-batch of {loaded.num_samples}")
         self.position = position.dump()
@@ -219,23 +240,30 @@ class StreamReader:
 
 
 class PassReader:
-    """A stream that a stage's loader reads for evaluations, each of which is one pass over it."""
+    """A stream that a stage's loader reads for evaluations, each of which is one pass over it.
+
+    Attributes:
+        position: a digest of the mini-batch that was loaded last.
+    """
 
     def __init__(self, dataset: Dataset[Any], config: Config) -> None:
         self._pass = StreamPass(dataset, config)
         self._samples = self._pass.count()
-        self._next = (0, 0)
+        self._epoch = self._next = 0
         self._batches: Iterator[Loaded] = iter(())
+        self.position = ""
 
     def __len__(self) -> int:
         return self._samples
 
     def load(self, key: Key) -> Loaded:
         epoch, index, samples = key
-        if self._next != (epoch, index):
-            self._batches = self._pass.epoch(epoch, index)
-        self._next = epoch, index + 1
-        loaded = next(self._batches, None)
+        if self._epoch != epoch or index < self._next:
+            self._batches, self._epoch, self._next = self._pass.epoch(epoch), epoch, 0
+        # Another process may have loaded some.
+        loaded = next(itertools.islice(self._batches, index - self._next, None), None)
+        self._next = index + 1
+        self.position = "" if loaded is None else digest_of(loaded)
         if loaded is None or loaded.num_samples != len(samples):
             raise ConfigError(f"data.test does not yield its {self._samples} samples each time")
         return loaded

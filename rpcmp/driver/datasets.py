@@ -10,7 +10,9 @@ announces AHEAD mini-batches per loader process before they are needed:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,12 +27,13 @@ from rpcmp.data.loading import EvaluationBatches, TrainBatches, evaluation_batch
 from rpcmp.data.sample_order import Key, SampleOrder
 from rpcmp.data.stream_shares import Position
 from rpcmp.data.streams import StreamBatches
-from rpcmp.driver.remote_stream import RemoteStream
+from rpcmp.driver.remote_stream import Announce, Answers, RemoteStream, require_same
 from rpcmp.driver.rounds import Batch
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.errors import ConfigError
 from rpcmp.process.activity import Activity
 from rpcmp.rpc.messages import BatchIndices, DatasetInfo
+from rpcmp.rpc.transport import results
 
 AHEAD = 2
 """Mini-batches per loader process that are loaded before they are needed."""
@@ -62,9 +65,10 @@ class IndexBatches:
 
     Args:
         dataset: "train" or "test".
-        announce: announces mini-batches to the stages.
+        announce: announces mini-batches to the stages; a stream's are compared.
         num_ahead: how many are announced before they are needed.
         numbers: yields the number of each mini-batch that is drawn, of all datasets.
+        is_stream: whether stages read it in order, so that their samples have to be compared.
         total: number of mini-batches in all epochs, so that an epoch's first ones are loaded while
             the one before ends; 0: epochs do not follow on each other.
     """
@@ -73,12 +77,15 @@ class IndexBatches:
         self,
         dataset: str,
         order: SampleOrder,
-        announce: Callable[[Sequence[BatchIndices]], object],
+        announce: Announce,
         num_ahead: int,
         numbers: Iterator[int],
         total: int = 0,
+        is_stream: bool = False,
     ) -> None:
         self._dataset = dataset
+        self._is_stream = is_stream
+        self._answers: dict[int, Answers] = {}
         self._order = order
         self._announce = announce
         self._num_ahead = num_ahead
@@ -101,7 +108,7 @@ class IndexBatches:
         """Return the first mini-batch of the first epoch, and load no other."""
         self._announced.clear()
         (drawn,) = itertools.islice(self._draw(1, 0), 1)
-        self._announce([drawn])
+        self._send([drawn])
         return drawn
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[BatchIndices]:
@@ -111,13 +118,29 @@ class IndexBatches:
             self._coming = self._draw(epoch, first)
         for _ in range(first, len(self)):
             self._announce_next()
-            yield self._announced.popleft()
+            batch = self._announced.popleft()
+            yield batch
+            self._require_same(batch)
+
+    def _require_same(self, batch: BatchIndices) -> None:
+        """Check that all stages have read the same mini-batch, if it is a stream's."""
+        answers = self._answers.pop(batch.batch_id, [])
+        digests = dict(zip((label for label, _ in answers), results(answers), strict=True))
+        if digests:
+            what = f"data.{self._dataset} yields other samples in mini-batch {batch.batch + 1}"
+            require_same(digests, what)
+
+    def _send(self, drawn: Sequence[BatchIndices]) -> None:
+        if not self._is_stream:
+            self._announce(drawn)
+            return
+        self._answers |= {batch.batch_id: self._announce([batch]) for batch in drawn}
 
     def _announce_next(self) -> None:
         """Announce the mini-batch that is needed now and some after it, unless done before."""
         missing = 1 + self._num_ahead - len(self._announced)
         if drawn := list(itertools.islice(self._coming, missing)):
-            self._announce(drawn)
+            self._send(drawn)
             self._announced.extend(drawn)
 
     def _draw(self, epoch: int, first: int) -> Iterator[BatchIndices]:
@@ -172,7 +195,10 @@ class Datasets:
         else:
             total = total_steps(config, len(orders["train"]))
             train = IndexBatches("train", orders["train"], *announces, total)
-        test = IndexBatches("test", orders["test"], *announces) if "test" in orders else None
+        test = None
+        if "test" in orders:
+            is_stream = any("test" in info.streams for info in infos.values())
+            test = IndexBatches("test", orders["test"], *announces, is_stream=is_stream)
         return cls(train, test)
 
     def close(self) -> None:
@@ -225,29 +251,59 @@ class Step:
     data_seconds: float
 
 
-class StepStream:
-    """The steps of a run; `activity` records when their mini-batches are loaded."""
+class _StoppedError(Exception):
+    """The run ends before a stream was read again."""
 
-    def __init__(self, config: Config, data: TrainData, activity: Activity) -> None:
+
+class StepStream:
+    """The steps of a run.
+
+    Args:
+        activity: records when their mini-batches are loaded.
+        stop: ends the stream of steps while a stream of samples is read again.
+    """
+
+    def __init__(
+        self, config: Config, data: TrainData, activity: Activity, stop: threading.Event
+    ) -> None:
         self._data = data
+        self._stop = stop
         self._activity = activity
         self.total = total_steps(config, len(data))
 
-    def seek(self, position: str) -> str:
-        """Let a stream go on from its position of an earlier generation or run.
+    def seek(self, step: int, text: str, tell: Callable[[str], None]) -> None:
+        """Let a stream go on from its position after `step`, of an earlier generation or run.
 
-        Returns:
-            A warning that it has to be read again up to there, and for how long; "" if it has not.
+        Args:
+            text: the position.
+            tell: called with warnings: that it has to be read again, and for how long; that it is
+                not the same any more.
+
+        Raises:
+            ConfigError: the run has not trained on this stream up to there.
         """
-        if not isinstance(self._data, StreamBatches | RemoteStream) or not position:
-            return ""
-        start = self._data.seek(position, self._skipped)
-        if not start.is_read_again:
-            return ""
-        return (
-            f"data.train has no state_dict: its first {start.read} mini-batches are read again, "
-            f"which takes about {max(1, round(start.seconds))} s"
-        )
+        data = self._data
+        if not isinstance(data, StreamBatches | RemoteStream) or not step:
+            return
+        start = data.parse(text)
+        if start.read != step:
+            raise ConfigError(
+                f"the run has {step} steps, of which {start.read} are known to be of the stream "
+                "data.train: begin anew with --fresh, or give it the dataset that it had"
+            )
+        if start.is_read_again and step < self.total:
+            tell(
+                f"data.train has no state_dict: its first {step} mini-batches are read again, "
+                f"which takes about {max(1, round(start.seconds))} s"
+            )
+
+        def skipped(position: Position) -> None:
+            if self._stop.is_set():
+                raise _StoppedError
+            self._activity.start("data", position.read)  # so that it does not look stuck
+            tell(position.last.note)
+
+        data.seek(text, skipped)
 
     def position_after(self, step: int) -> Position | None:
         """Return where a stream is after a step; None for other datasets."""
@@ -261,6 +317,10 @@ class StepStream:
 
     def after(self, number: int) -> Iterator[Step]:
         """Yield the steps after step `number`, to the end of the run."""
+        with contextlib.suppress(_StoppedError):
+            yield from self._after(number)
+
+    def _after(self, number: int) -> Iterator[Step]:
         per_epoch = len(self._data)
         while number < self.total:
             epoch, first = 1 + number // per_epoch, number % per_epoch
@@ -272,10 +332,6 @@ class StepStream:
                 if number == self.total:
                     return
                 started = self._start_loading(number + 1)
-
-    def _skipped(self, index: int) -> None:
-        """Show that something moves while a stream is read again."""
-        self._activity.start("data", index)
 
     def _start_loading(self, step: int) -> float:
         self._activity.start("data", step)

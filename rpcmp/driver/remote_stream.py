@@ -12,7 +12,7 @@ word, so the digests are compared before a step counts as done.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.futures import Future
@@ -20,11 +20,14 @@ from torch.futures import Future
 from rpcmp.config.schema import Config
 from rpcmp.data.stream_shares import Position
 from rpcmp.data.streams import require_stream_settings
-from rpcmp.errors import ConfigError
+from rpcmp.errors import ConfigError, JobError
 from rpcmp.rpc.messages import BatchIndices
 from rpcmp.rpc.transport import results
 
-Announce = Callable[[Sequence[BatchIndices]], list[tuple[str, Future[Any]]]]
+Answers = list[tuple[str, Future[Any]]]
+"""Labels of stages, and futures of what they answer."""
+
+Announce = Callable[[Sequence[BatchIndices]], Answers]
 
 AGAIN_AT_ONCE = 8
 """Mini-batches that are announced at once while a stream is read again."""
@@ -51,8 +54,10 @@ class RemoteStream:
         self._num_shares = section.num_loaders
         self._announce, self._num_ahead, self._numbers = announce, num_ahead, numbers
         self._next = 0  # index of the mini-batch that is announced next
+        self._start = ""
+        self._skipped: Callable[[Position], None] = lambda position: None
         self._announced: deque[BatchIndices] = deque()
-        self._answers: dict[int, list[tuple[str, Future[Any]]]] = {}
+        self._answers: dict[int, Answers] = {}
 
     def __len__(self) -> int:
         return self._steps
@@ -64,28 +69,23 @@ class RemoteStream:
     def close(self) -> None:
         pass  # the stages read
 
-    def seek(self, text: str, skipped: Callable[[int], None]) -> Position:
+    def parse(self, text: str) -> Position:
+        """Return the position in this stream that `text` has."""
+        return Position.parse(text, self._batch_size, self._num_shares)
+
+    def seek(self, text: str, skipped: Callable[[Position], None]) -> None:
         """Let the stages go on from a position of an earlier generation or run.
 
         Args:
-            skipped: called with the index of each mini-batch that is read again.
+            skipped: called with the position after each mini-batch that is read again.
         """
-        start = Position.parse(text, self._batch_size, self._num_shares)
-        # Alone: messages overtake each other, and this one has to be the first.
-        if not start.is_read_again:
-            self._next = start.read
-            results(self._send(text))
-        while self._next < start.read:
-            at_once = 1 if self._next == 0 else min(AGAIN_AT_ONCE, start.read - self._next)
-            sent = [self._send(text if self._next == 0 else "") for _ in range(at_once)]
-            for answers in sent:
-                results(answers)
-                self._announced.popleft()
-            skipped(self._next)
-        return start
+        self._start, self._skipped = text, skipped
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[BatchIndices]:
         """Yield the mini-batches from the one with index `first`; there is but one epoch."""
+        if self._start:
+            text, self._start = self._start, ""
+            self._go_on(text)
         while self._announced and self._announced[0].batch < first:
             self._announced.popleft()
         for index in range(first, self._steps):
@@ -101,29 +101,68 @@ class RemoteStream:
         """
         for old in [index for index in self._answers if index < number]:
             del self._answers[old]
-        answers = self._answers.pop(number)
-        positions = [
-            Position.parse(text, self._batch_size, self._num_shares) for text in results(answers)
-        ]
-        labels = [label for label, _ in answers]
-        for label, position in zip(labels, positions, strict=True):
-            if position.last.digest != positions[0].last.digest:
-                raise ConfigError(
-                    f"data.train yields other samples in step {number} at stage {labels[0]!r} than "
-                    f"at stage {label!r}: it has to be the same stream on all hosts, with the same "
-                    "files in the same order, and draw from torch's, Python's or numpy's default "
-                    'generator; or set data.at = "driver"'
-                )
-        return positions[0]
+        return self._common(self._answers.pop(number), number)
 
-    def _send(self, position: str) -> list[tuple[str, Future[Any]]]:
-        """Announce the next mini-batch; return each stage's label, and a future of its position."""
-        index = self._next
+    def _common(self, answers: Answers, number: int) -> Position:
+        """Return the position that all stages answer after the first `number` mini-batches."""
+        positions = {label: self._parsed(label, text) for label, text in _by_label(answers).items()}
+        digests = {label: position.last.digest for label, position in positions.items()}
+        require_same(digests, f"data.train yields other samples in step {number}")
+        return next(iter(positions.values()))
+
+    def _parsed(self, label: str, text: str) -> Position:
+        try:
+            return self.parse(text)
+        except ConfigError as error:
+            raise JobError(f"stage {label!r} answers with {error}") from error
+
+    def _go_on(self, text: str) -> None:
+        """Let the stages go on from a position, which is done before anything else is announced.
+
+        The first message goes alone, since others could overtake it.
+        """
+        start = self.parse(text)
+        if not start.is_read_again:
+            self._next = start.read
+            results(self._send(text))
+        while self._next < start.read:
+            at_once = 1 if self._next == 0 else min(AGAIN_AT_ONCE, start.read - self._next)
+            sent = [self._send(text if self._next == 0 else "", again=True) for _ in range(at_once)]
+            for number, answers in enumerate(sent, self._next - at_once + 1):
+                self._skipped(self._common(answers, number))
+
+    def _send(self, position: str, again: bool = False) -> Answers:
+        """Announce the next mini-batch; return each stage's label, and a future of its position.
+
+        Args:
+            again: whether it is only read again.
+        """
         # A stage reads the samples in order: only their number counts.
-        samples = list(range(self._batch_size))
-        drawn = BatchIndices(next(self._numbers), "train", 1, index, samples, stream=position)
+        samples = [] if again else list(range(self._batch_size))
+        drawn = BatchIndices(next(self._numbers), "train", 1, self._next, samples, stream=position)
         answers = self._announce([drawn])
         self._next += 1
-        self._announced.append(drawn)
-        self._answers[self._next] = answers
+        if not again:
+            self._announced.append(drawn)
+            self._answers[self._next] = answers
         return answers
+
+
+def require_same(digests: Mapping[str, str], what: str) -> None:
+    """Check that all stages have read the same mini-batch, by its digest at each.
+
+    Raises:
+        ConfigError: says `what` happened, and where.
+    """
+    (first, expected), *others = digests.items()
+    for label, digest in others:
+        if digest != expected:
+            raise ConfigError(
+                f"{what} at stage {first!r} than at stage {label!r}: it has to be the same stream "
+                "on all hosts, with the same files in the same order, and draw from torch's, "
+                "Python's or numpy's default generator; or set data.at = \"driver\""
+            )
+
+
+def _by_label(answers: Answers) -> dict[str, str]:
+    return dict(zip((label for label, _ in answers), results(answers), strict=True))

@@ -280,6 +280,8 @@ class StageGroup:
             batch._replace(
                 num_microbatches=self._rounds.count(batch.num_samples, batch.dataset == "train")
             )
+            if batch.samples
+            else batch
             for batch in batches
         ]
         return [

@@ -88,11 +88,12 @@ class Training:
         self._report = report
         self._send_progress = send_progress
         self._activity = activity or Activity()
-        self._steps = StepStream(config, datasets.train, self._activity)
+        self._steps = StepStream(config, datasets.train, self._activity, stop)
         self.total_steps = self._steps.total
         self.progress = (resumed or TrainingProgress()).for_config(config)
         saved = self.progress.step if self.progress.is_saved else 0
-        again = self._steps.seek(self.progress.stream)
+        self._told = {""}
+        self._steps.seek(self.progress.step, self.progress.stream, self._tell)
         self.saves = CheckpointCadence(config, self.total_steps, saved, self.progress.since_saved)
         self._stop = stop
         self._tracers = tracers
@@ -109,8 +110,7 @@ class Training:
         self._segment: list[float] | None = None
         self._endless = self._steps.after(self.progress.step)
         group.require_enough(fewest_samples(config, datasets.train))
-        self._notes = {""}
-        for text in filter(None, [again, *group.warnings()]):
+        for text in group.warnings():
             report(WarningEvent(text=text))
 
     def run(self, evaluate: bool) -> None:
@@ -252,14 +252,18 @@ class Training:
             tracer.after_step(step.number)
 
     def _position_after(self, step: int) -> str:
-        """Return where a stream of samples is after a step, and report what is new about it."""
+        """Return where a stream of samples is after a step, and report what is odd about it."""
         position = self._steps.position_after(step)
         if position is None:
             return ""
-        if (note := position.last.note) not in self._notes:
-            self._notes.add(note)
-            self._report(WarningEvent(text=note))
+        self._tell(position.last.note)
         return position.dump()
+
+    def _tell(self, warning: str) -> None:
+        """Report a warning once; an empty one not at all."""
+        if warning not in self._told:
+            self._told.add(warning)
+            self._report(WarningEvent(text=warning))
 
     def _report_step(self, stages: dict[str, StepReport]) -> None:
         """Emit the event of the last step that has ended, with the stages' reports on it."""

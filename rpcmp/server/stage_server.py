@@ -249,7 +249,7 @@ class StageServer:
                 self._allowed,
                 self._show,
                 self._file_access,
-                self._compiled.folder(request.job_id),
+                await asyncio.to_thread(self._compiled.folder, request.job_id),
             )
             self._idle.clear()
             try:
@@ -450,7 +450,7 @@ class StageServer:
 
     async def _clear(self) -> None:
         """Drop what is kept of a job from one generation to the next."""
-        self._compiled.clear()
+        await asyncio.to_thread(self._compiled.clear)
         await self.snapshot_store.clear()
 
     def _release_unwatched(self, claim: Claim) -> None:

@@ -52,6 +52,7 @@ def from_torch(code: str) -> str:
         ConfigError: it says something else than of sizes.
     """
     guard = _SIZE.sub(r"size(\1, \2)", code)
+    guard = guard.replace("torch.sym_max(", "max(").replace("torch.sym_min(", "min(")
     try:
         if len(guard) > MAX_LENGTH:
             raise ValueError("it is too long")

@@ -39,8 +39,14 @@ def compiled_call(layer: Any) -> Callable[..., Any]:
     if isinstance(layer, SplitLayer):
         layer.compile_programs(lambda run: torch.compile(run, **options))
         return layer
-    call: Callable[..., Any] = torch.compile(lambda *inputs: layer(*inputs), **options)
-    return call
+
+    def call(*inputs: Any) -> Any:
+        return layer(*inputs)
+
+    # As many code objects as layers: torch limits how often each is compiled.
+    call.__code__ = call.__code__.replace(co_name=f"call_{id(layer)}")
+    compiled: Callable[..., Any] = torch.compile(call, **options)
+    return compiled
 
 
 def autocast(config: Config, stage_index: int) -> AbstractContextManager[object]:

@@ -8,6 +8,7 @@ are compiled alike, under every balance, and after a fault as well.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ MAX_SHAPES = 64
 """Shapes and modes that one layer is compiled for. More are an error: torch would go on without
 compiling, and round otherwise from there on."""
 
+_numbers = itertools.count()
+
 _TORCHS_OWN = ("torch._dynamo", "torch._inductor", "torch._functorch")
 
 
@@ -29,6 +32,8 @@ def compiled(layer: nn.Module) -> Callable[..., Any]:
     def call(*inputs: Any) -> Any:
         return layer(*inputs)
 
+    # Of its own for each layer: torch also limits how often one code object is compiled in all.
+    call.__code__ = call.__code__.replace(co_name=f"call_{next(_numbers)}")
     compile_ = functools.partial(
         torch.compile,
         fullgraph=True,
@@ -46,6 +51,11 @@ def explain(layer: str, error: Exception) -> Exception:
     """Return an error that says how to go on if a layer could not be compiled; else `error`."""
     if not type(error).__module__.startswith(_TORCHS_OWN):
         return error
+    if "RecompileLimit" in type(error).__name__:
+        return RuntimeError(
+            f"layer {layer!r} had inputs of more than {MAX_SHAPES} shapes, and is compiled for "
+            "each: pad them to a few lengths, or leave `compile` out"
+        )
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return RuntimeError(
         f"layer {layer!r} cannot be compiled: {lines[0] if lines else type(error).__name__}. "

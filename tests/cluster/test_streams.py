@@ -102,6 +102,24 @@ def test_a_run_goes_on_where_its_stream_was(job: JobFolder) -> None:
     assert "leave data.num_workers as it was" in refused.err
 
 
+def test_a_stream_that_is_another_after_a_fault_is_told(job: JobFolder) -> None:
+    faults = Faults(job).fail_at(0, 4, "backward", "SIGKILL")
+    result = drive(faults.config(BY_STEP, stages=2, sections=data('"streams:Unsteady"')))
+    assert result.code == 0, result.err
+    assert "data.train yields other samples than before the run was interrupted" in warnings(result)
+
+
+def test_a_run_of_another_dataset_is_not_gone_on_with_on_a_stream(job: JobFolder) -> None:
+    saved = '[checkpoint]\ndir = "saved"\nevery_steps = 1'
+    sections = data('"zoo:regression"') + saved
+    before = rpcmp("drive", Faults(job).config(BY_STEP, stages=2, sections=sections), "--json")
+    assert before.code == 0, before.err
+    config = Faults(job).config(BY_STEP, stages=2, sections=data('"streams:Plain"') + saved)
+    refused = rpcmp("drive", config, "--json", "--resume", "--steps", "9")
+    assert refused.code == 2
+    assert "the run has 6 steps, of which 0 are known to be of the stream" in refused.err
+
+
 def test_hosts_whose_streams_differ_are_named(job: JobFolder) -> None:
     result = rpcmp("drive", job_of(job, data('"streams:Unsteady"', "stage")), "--json")
     assert result.code == 2

@@ -16,7 +16,7 @@ def config(name: str = "Plain", test: str | None = None, **more: Any) -> Config:
     data: dict[str, Any] = {"train": f"tests.zoo.streams:{name}", "batch_size": SIZE}
     if test is not None:
         data["test"] = f"tests.zoo.streams:{test}"
-    for key in ("num_workers", "sampler", "batch_size"):
+    for key in ("num_workers", "sampler", "batch_size", "collate"):
         if key in more:
             data[key] = more.pop(key)
     model = {"layers": "m:layers", "num_stages": 2}

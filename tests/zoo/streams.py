@@ -75,6 +75,21 @@ class Kept(IterableDataset[Pair]):
         self._epoch, self._read = state["epoch"], state["read"]
 
 
+class Shuffled(Plain):
+    """A stream without a state that draws the order of a pass where it begins."""
+
+    def __iter__(self) -> Iterator[Pair]:
+        return map(_pair, torch.randperm(self._samples).tolist())
+
+
+class Failing(Plain):
+    """A stream that fails at its first sample."""
+
+    def __iter__(self) -> Iterator[Pair]:
+        yield from ()
+        raise ValueError("a broken file")
+
+
 class Iterated(IterableDataset[Pair]):
     """A stream whose iterator has the state."""
 
@@ -124,6 +139,10 @@ class Unsteady(IterableDataset[Pair]):
         system = random.SystemRandom()
         while True:
             yield _pair(system.randrange(1000))
+
+
+def nothing(samples: list[Pair]) -> None:
+    """Make no mini-batch."""
 
 
 def once() -> Iterator[Pair]:

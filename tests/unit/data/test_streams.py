@@ -13,6 +13,7 @@ from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
 from rpcmp.data.batches import Loaded, create_dataset
 from rpcmp.data.loading import evaluation_batches, training_batches
+from rpcmp.data.stream_shares import Position
 from rpcmp.data.streams import PassReader, StreamPass, StreamReader
 from rpcmp.errors import ConfigError
 from tests.support.forkedcall import in_a_fork
@@ -30,7 +31,7 @@ def whole(config: Config) -> list[list[float]]:
         return [ends(batch) for batch in batches.epoch(1)]
 
 
-KINDS = ["Plain", "Shared", "Kept", "Iterated", "Unkept"]
+KINDS = ["Plain", "Shared", "Kept", "Iterated", "Unkept", "Shuffled"]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -57,12 +58,12 @@ def require_that_it_goes_on(name: str, num_workers: str) -> None:
             list(itertools.islice(before.epoch(1), done))
             position = before.position_after(done)
         assert position is not None
-        skipped: list[int] = []
+        skipped: list[Position] = []
         with closing(stream(job)) as after:
-            start = after.seek(position.dump(), skipped.append)
+            after.seek(position.dump(), skipped.append)
             assert [ends(batch) for batch in after.epoch(1, done)] == expected[done:]
-        assert start.is_read_again == (name not in ("Kept", "Iterated"))
-        assert len(skipped) == (done if start.is_read_again else done % max(1, int(num_workers)))
+        assert position.is_read_again == (name not in ("Kept", "Iterated"))
+        assert len(skipped) == (done if position.is_read_again else done % max(1, int(num_workers)))
 
 
 class Numbers(torch.utils.data.IterableDataset[tuple[int, int]]):
@@ -183,3 +184,21 @@ def test_an_evaluation_is_one_pass() -> None:
         assert ends(reader.load((1, index, samples))) == ends(found[index])
     with pytest.raises(ConfigError, match="does not yield its 50 samples each time"):
         reader.load((1, 3, [0]))
+    shuffled = evaluation_batches(config(test="Shuffled"))
+    assert shuffled is not None
+    assert [ends(one) for one in shuffled.epoch(2)] == [ends(one) for one in shuffled.epoch(2)]
+    with pytest.raises(ConfigError, match=r"data.test is a generator, which can be read only once"):
+        evaluation_batches(config(test="once"))
+
+
+def test_a_collate_function_that_makes_nothing_is_told() -> None:
+    job = config(collate="tests.zoo.streams:nothing")
+    with pytest.raises(ConfigError, match="a mini-batch is NoneType"):
+        next(stream(job).epoch(1))
+
+
+def test_a_failure_is_the_same_for_all_later_mini_batches() -> None:
+    reader = StreamReader(config("Failing"))
+    for index in (1, 0, 2):
+        with pytest.raises(ValueError, match="a broken file"):
+            reader.load((1, index, list(range(SIZE))))

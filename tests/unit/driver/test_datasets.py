@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.futures import Future
 
 from rpcmp.config.job_sections import DataConfig
 from rpcmp.config.loader import parse_config
@@ -40,9 +41,10 @@ class RecordedMessages:
         self.drawn: list[BatchIndices] = []
         self.messages: list[list[BatchIndices]] = []
 
-    def announce(self, drawn: Sequence[BatchIndices]) -> None:
+    def announce(self, drawn: Sequence[BatchIndices]) -> list[tuple[str, Future[Any]]]:
         self.drawn += drawn
         self.messages.append(list(drawn))
+        return []
 
     def draws(self, dataset: str = "train", total: int = 0, **options: Any) -> IndexBatches:
         order = SampleOrder(range(SAMPLES), section(**options), 0, dataset == "train")

@@ -11,7 +11,7 @@ from torch.futures import Future
 
 from rpcmp.data.stream_shares import Position, Share
 from rpcmp.driver.remote_stream import RemoteStream
-from rpcmp.errors import ConfigError
+from rpcmp.errors import ConfigError, JobError
 from rpcmp.rpc.messages import BatchIndices
 from tests.support.streamjobs import SIZE, config
 
@@ -33,7 +33,8 @@ class Stages:
 
     def announce(self, drawn: Sequence[BatchIndices]) -> list[tuple[str, Future[Any]]]:
         ((_, dataset, epoch, index, samples, _, text),) = drawn
-        assert (dataset, epoch, len(samples)) == ("train", 1, SIZE)
+        assert (dataset, epoch) == ("train", 1)
+        assert len(samples) in (0, SIZE)
         self.announced.append((index, text))
         answers = []
         for number, label in enumerate(("first", "last")):
@@ -74,12 +75,35 @@ def test_stages_go_on_from_a_position(state: str) -> None:
     later = Stages(state)
     skipped: list[int] = []
     stream = made(later)
-    assert stream.seek(text, skipped.append).is_read_again == (not state)
+    stream.seek(text, lambda position: skipped.append(position.read))
+    assert not later.announced
+    (batch,) = itertools.islice(stream.epoch(1, 4), 1)
+    assert (batch.batch, batch.num_samples) == (4, SIZE)
+    del later.announced[1 + 3 * (not state) :]
     begun = [0, 1, 2, 3] if not state else [4]
     assert later.announced == [(begun[0], text), *((index, "") for index in begun[1:])]
-    assert skipped == ([1, 4] if not state else [])
-    assert [batch.batch for batch in stream.epoch(1, 4)] == [4, 5]
+    assert skipped == ([1, 2, 3, 4] if not state else [])
+    assert [batch.batch for batch in stream.epoch(1, 5)] == [5]
     assert stream.position_after(6).read == 6
+    assert not stream._answers
+
+
+def test_a_stage_that_answers_with_no_position_is_named() -> None:
+    stages = Stages()
+    for text in ("nonsense", "[1, 8, []]", '[1, 8, [[0, 0, "", "", 1.0, ""]]]', "9" * 60_000):
+
+        def answer(
+            drawn: Sequence[BatchIndices], text: str = text
+        ) -> list[tuple[str, Future[Any]]]:
+            future: Future[Any] = Future()
+            future.set_result(text)
+            return [("first", future)]
+
+        stages.announce = answer  # type: ignore[method-assign]
+        stream = made(stages)
+        next(stream.epoch(1))
+        with pytest.raises(JobError, match="stage 'first' answers with no position in the stream"):
+            stream.position_after(1)
 
 
 def test_stages_that_read_different_samples_are_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import stat
@@ -22,6 +23,10 @@ class Branching(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + 1 if x.sum().item() > 0 else x
+
+
+KEPT = (".so", ".pch")
+"""What a later process finds: code, and headers that were compiled before."""
 
 
 def counting_compiler(folder: Path) -> tuple[Path, Path]:
@@ -58,8 +63,35 @@ def test_what_was_compiled_is_found_by_the_next_process(tmp_path: Path) -> None:
     assert calls
     in_a_fork(compile_and_train, str(counted), str(folder))
     more = log.read_text().splitlines()[len(calls) :]
-    assert [call for call in more if ".so" in call or ".pch" in call] == []
-    assert any(folder.glob("torchinductor_*/precompiled_headers/*.pch"))
+    assert [word for call in more for word in call.split() if word.endswith(KEPT)] == []
+    written = [Path(word) for call in calls for word in call.split() if word.endswith(KEPT)]
+    assert written
+    assert all(path.is_relative_to(folder) for path in written)
+
+
+def require_many_layers() -> None:
+    torch._dynamo.config.accumulated_recompile_limit = 4
+    plain = torch.compile
+    torch.compile = functools.partial(plain, backend="eager")
+    for _ in range(6):
+        call = compiling.compiled(nn.Linear(2, 2))
+        assert call(torch.ones(3, 2)).shape == (3, 2)
+    for samples in range(1, 4):
+        call(torch.ones(samples, 2))
+    torch.compile = functools.partial(plain, backend="eager")
+    compiling.MAX_SHAPES = 2
+    call = compiling.compiled(nn.Linear(2, 2))
+    told = ""
+    for samples in range(1, 5):
+        try:
+            call(torch.ones(samples, 2))
+        except Exception as error:
+            told = str(compiling.explain("head", error))
+    assert told.startswith("layer 'head' had inputs of more than 2 shapes")
+
+
+def test_each_layer_has_a_limit_of_its_own() -> None:
+    in_a_fork(require_many_layers)
 
 
 def require_named_break() -> None:
