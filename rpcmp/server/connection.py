@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import platform
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from rpcmp.errors import RpcmpError, UnreachableError
+from rpcmp.errors import ConfigError, RpcmpError, UnreachableError
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.tunnel import Tunnel
 from rpcmp.v1 import control_pb2 as pb
@@ -62,12 +63,29 @@ PEERS_OPTIONS = list(
 )
 
 
+TORCH = ((2, 13), (2, 16))
+"""The releases of torch that rpcmp was proven with, from the first up to below the second."""
+
+
 def versions() -> pb.Versions:
-    """Return the versions on this host. Reads package metadata, so torch is not imported."""
+    """Return the versions on this host. Reads package metadata, so torch is not imported.
+
+    Raises:
+        ConfigError: torch is none of the releases that rpcmp works with.
+    """
     major, minor, _ = platform.python_version_tuple()
+    torch = metadata.version("torch")
+    first, end = TORCH
+    release = tuple(int(part) for part in re.findall(r"\d+", torch)[:2])
+    if not first <= release < end:
+        needed = f"torch>={first[0]}.{first[1]},<{end[0]}.{end[1]}"
+        raise ConfigError(
+            f"torch {torch} is installed on {platform.node()}, and rpcmp was not proven with it: "
+            f"pip install '{needed}'"
+        )
     return pb.Versions(
         rpcmp=metadata.version("rpcmp"),
-        torch=metadata.version("torch"),
+        torch=torch,
         python=f"{major}.{minor}",
         protocol=PROTOCOL,
     )

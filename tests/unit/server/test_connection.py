@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib import metadata
 
 import pytest
 
+from rpcmp.errors import ConfigError
 from rpcmp.server import connection
 from rpcmp.v1 import control_pb2 as pb
+from tests.support.places import ROOT
 
 
 def host(**changed: str | int) -> pb.Versions:
@@ -22,6 +25,21 @@ def test_versions_lists_the_installed_packages() -> None:
     assert (found.rpcmp, found.torch) == (metadata.version("rpcmp"), metadata.version("torch"))
     assert found.python == f"{sys.version_info.major}.{sys.version_info.minor}"
     assert found.protocol == connection.PROTOCOL
+
+
+def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("2.12.1", "2.16.0+cpu", "3.0"):
+        monkeypatch.setattr(metadata, "version", lambda name, version=version: version)
+        with pytest.raises(ConfigError, match=f"torch {re.escape(version)} is installed .*pip"):
+            connection.versions()
+    for version in ("2.13.0", "2.14.1", "2.15.0+cu132"):
+        monkeypatch.setattr(metadata, "version", lambda name, version=version: version)
+        assert connection.versions().torch == version
+
+
+def test_the_releases_of_torch_are_those_of_the_package() -> None:
+    first, end = (".".join(map(str, release)) for release in connection.TORCH)
+    assert f'"torch>={first},<{end}"' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_equal_hosts_have_no_differences() -> None:
