@@ -417,7 +417,6 @@ class _Loading:
     def build(self) -> Message:
         section = self._config.require_data("loading samples at a stage")
         sizes: dict[str, int] = {}
-        streams = []
         try:
             if self._config.weighing and self._config.graph().sink == self._stage:
                 self._weights = loss_weights.LossWeights(self._config)
@@ -431,10 +430,9 @@ class _Loading:
                 else:
                     made = PassReader(dataset, self._config)
                 self._samples[name], sizes[name] = made, len(made)
-                if batches.is_stream(dataset):
-                    streams.append(name)
         except Exception as error:
             return _config_error(error)
+        streams = [name for name, made in self._samples.items() if not isinstance(made, Samples)]
         return {"sizes": sizes, "streams": streams}
 
     def order(self, epoch: int) -> Message:

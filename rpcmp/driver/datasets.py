@@ -27,13 +27,18 @@ from rpcmp.data.loading import EvaluationBatches, TrainBatches, evaluation_batch
 from rpcmp.data.sample_order import Key, SampleOrder
 from rpcmp.data.stream_shares import Position
 from rpcmp.data.streams import StreamBatches
-from rpcmp.driver.remote_stream import Announce, Answers, RemoteStream, require_same
+from rpcmp.driver.remote_stream import (
+    Announce,
+    Answers,
+    RemoteStream,
+    by_label,
+    require_same,
+)
 from rpcmp.driver.rounds import Batch
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.errors import ConfigError
 from rpcmp.process.activity import Activity
 from rpcmp.rpc.messages import BatchIndices, DatasetInfo
-from rpcmp.rpc.transport import results
 
 AHEAD = 2
 """Mini-batches per loader process that are loaded before they are needed."""
@@ -125,8 +130,7 @@ class IndexBatches:
     def _require_same(self, batch: BatchIndices) -> None:
         """Check that all stages have read the same mini-batch, if it is a stream's."""
         answers = self._answers.pop(batch.batch_id, [])
-        digests = dict(zip((label for label, _ in answers), results(answers), strict=True))
-        if digests:
+        if digests := by_label(answers):
             what = f"data.{self._dataset} yields other samples in mini-batch {batch.batch + 1}"
             require_same(digests, what)
 
@@ -181,23 +185,23 @@ class Datasets:
         announces = group.prefetch, num_ahead, itertools.count(1)
         orders = {}
         infos = group.dataset_infos()
-        is_stream = any("train" in info.streams for info in infos.values())
+        streams = {name for info in infos.values() for name in info.streams}
         for name, samples in _common_sizes(infos).items():
-            if name == "train" and is_stream:
+            if name == "train" and name in streams:
                 continue
             training = name == "train"
             require_enough(samples, f"data.{name}", section, training)
             sampler = RemoteSampler(group.epoch_order) if training and section.sampler else None
             orders[name] = SampleOrder(range(samples), section, seed, training, sampler)
         train: TrainData
-        if is_stream:
-            train = RemoteStream(config, group.prefetch, num_ahead, announces[2])
+        if "train" in streams:
+            train = RemoteStream(config, *announces)
         else:
             total = total_steps(config, len(orders["train"]))
             train = IndexBatches("train", orders["train"], *announces, total)
         test = None
         if "test" in orders:
-            is_stream = any("test" in info.streams for info in infos.values())
+            is_stream = "test" in streams
             test = IndexBatches("test", orders["test"], *announces, is_stream=is_stream)
         return cls(train, test)
 

@@ -105,7 +105,7 @@ class RemoteStream:
 
     def _common(self, answers: Answers, number: int) -> Position:
         """Return the position that all stages answer after the first `number` mini-batches."""
-        positions = {label: self._parsed(label, text) for label, text in _by_label(answers).items()}
+        positions = {label: self._parsed(label, text) for label, text in by_label(answers).items()}
         digests = {label: position.last.digest for label, position in positions.items()}
         require_same(digests, f"data.train yields other samples in step {number}")
         return next(iter(positions.values()))
@@ -164,5 +164,6 @@ def require_same(digests: Mapping[str, str], what: str) -> None:
             )
 
 
-def _by_label(answers: Answers) -> dict[str, str]:
+def by_label(answers: Answers) -> dict[str, str]:
+    """Wait for what the stages answer."""
     return dict(zip((label for label, _ in answers), results(answers), strict=True))
