@@ -31,6 +31,7 @@ from setproctitle import setproctitle
 
 from rpcmp.process.channel import die_with_parent
 from rpcmp.process.interpreter import STOP_SIGNALS, kill_group
+from rpcmp.process.resources import MULTIPROCESSING, sweep
 from rpcmp.process.sandbox import confinement, namespace
 from rpcmp.process.sandbox.confinement import FileAccess
 
@@ -154,11 +155,18 @@ class ForkServer:
             _send(line, {"event": "ended", "pid": pid, "code": code})
 
     def _close(self, line: socket.socket) -> None:
-        """Kill the children of a supervisor that is gone; exit if it was the first one."""
+        """Kill the children of a supervisor that is gone; exit if it was the first one.
+
+        Nobody else sweeps after the children of a supervisor that was killed.
+        """
+        is_last = line is self._first
         for pid, owner in self._children.items():
-            if line in (owner, self._first):
+            if is_last or line is owner:
                 kill_group(pid)
-        if line is self._first:
+        if is_last:
+            for pid in self._children:
+                os.waitpid(pid, 0)
+            sweep(MULTIPROCESSING)
             os._exit(0)
         self._lines.unregister(line)
         line.close()

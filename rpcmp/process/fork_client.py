@@ -29,6 +29,9 @@ MAX_BYTES = 64 * 1024
 MAX_FDS = 2
 MAX_PENDING_SOCKETS = 16
 
+END_SECONDS = 1.0
+"""For the fork server to end by itself, with its children."""
+
 FORK_SERVER = f"the process on {platform.node()} that imports torch and forks workers"
 
 GONE = f"{FORK_SERVER} has died; its standard error says why"
@@ -205,10 +208,14 @@ class Forks:
 
     async def close(self) -> None:
         """End all children, and the fork server if it is our own."""
+        is_busy = bool(self._requests)  # it still imports
         self._disconnect()
         if self._watching is not None:
             self._watching.cancel()
         if self._server is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0 if is_busy else END_SECONDS):
+                    await self._server.wait()  # it removes what its children leave
             with contextlib.suppress(ProcessLookupError):
                 self._server.kill()
             await self._server.wait()

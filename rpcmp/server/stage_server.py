@@ -69,7 +69,7 @@ log = logging.getLogger(__name__)
 def sweep_leftovers() -> None:
     """Remove the temporary folders of servers that were killed, and of their workers."""
     of_servers = (services.PREFIX, tunnel.PREFIX, claim_log.PREFIX, COMPILED)
-    for prefix in (*of_servers, SCRATCH):
+    for prefix in (*of_servers, SCRATCH, resources.MULTIPROCESSING):
         resources.sweep(prefix)
 
 

@@ -16,6 +16,7 @@ from rpcmp.errors import JobError, WorkerDiedError
 from rpcmp.process.child import Child
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
+from rpcmp.process.resources import MULTIPROCESSING
 from tests.support.forkedchildren import ONE_THREAD, end, forks, spawn, write_modules
 from tests.support.processes import makes_networks, no_more_files, poll_for, runs
 
@@ -175,6 +176,28 @@ def test_children_end_with_the_line_that_forked_them() -> None:
             again, other_reply = await spawn(borrowed)  # by a fork server of its own
             assert reply["preloaded_in"] != other_reply["preloaded_in"]
             await end(again)
+
+    asyncio.run(run())
+
+
+def test_a_fork_server_removes_what_its_last_children_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else does it for a supervisor that was killed, as `borrowed` stands for one."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+    async def run() -> None:
+        async with forks() as by:
+            borrowed = Forks(["preloaded"], await by.new_line())
+            theirs, _ = await spawn(borrowed)
+            theirs.send({"op": "hang"})
+            assert len(left()) == 1
+            await by.close()
+            assert left() == []
+            await theirs.kill()
+
+    def left() -> list[Path]:
+        return list(tmp_path.glob(f"{MULTIPROCESSING}*"))
 
     asyncio.run(run())
 
