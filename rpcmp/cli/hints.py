@@ -31,7 +31,7 @@ import click
 
 from rpcmp import errors
 from rpcmp.config import addresses, loader
-from rpcmp.config.files import redacted
+from rpcmp.config.stored import redacted
 from rpcmp.errors import ConfigError, RpcmpError, SecurityError
 
 if TYPE_CHECKING:

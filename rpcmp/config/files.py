@@ -1,10 +1,7 @@
-"""Read files of unknown origin, identify the user's code, and hide secrets of a stored config.
+"""Read files of unknown origin, and identify the user's code.
 
 Files are read without waiting, and up to a limit of memory. Code is identified by hashes of its
-Python files, or by the version of an installed package. In a stored config, the strings among the
-arguments of the user's code are replaced by hashes, which still show whether a string has changed.
-Such a hash hides a token, which cannot be guessed, but not a password that is on a list of common
-ones.
+Python files, or by the version of an installed package.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ import contextlib
 import hashlib
 import importlib.util
 import os
-import re
 import stat
 import sys
 from collections.abc import Iterable, Iterator
@@ -21,7 +17,7 @@ from importlib import metadata
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 MIB = 2**20
 
@@ -162,43 +158,3 @@ def _add(digest: hashlib._Hash, name: str, path: Path) -> None:
     content = path.read_bytes()
     digest.update(f"{name}\0{len(content)}\0".encode())
     digest.update(content)
-
-
-DIGITS = 16
-
-_HASHED = re.compile(rf"sha256:[0-9a-f]{{{DIGITS}}}")
-
-
-def redacted(config: Any, is_given: bool = False) -> Any:
-    """Return a config with the hash of every text among arguments in its place; idempotent.
-
-    Args:
-        is_given: whether this part is among the arguments of a callable: `kwargs`, or the arguments
-            in a stage's `optimizer` or `scheduler`.
-    """
-    if isinstance(config, dict):
-        return {
-            key: redacted(item, is_given or _holds_arguments(key, item))
-            for key, item in config.items()
-        }
-    if isinstance(config, list):
-        return [redacted(item, is_given) for item in config]
-    if isinstance(config, str) and is_given and not _HASHED.fullmatch(config):
-        return f"sha256:{hashlib.sha256(config.encode()).hexdigest()[:DIGITS]}"
-    return config
-
-
-def _holds_arguments(key: str, item: Any) -> bool:
-    is_factory = isinstance(item, dict) and "callable" in item
-    return key == "kwargs" or (key in ("optimizer", "scheduler") and not is_factory)
-
-
-def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested tables by dotted key; lists without tables are leaves."""
-    if isinstance(values, list) and any(isinstance(item, dict) for item in values):
-        values = dict(enumerate(values))
-    if not isinstance(values, dict):
-        yield prefix, values
-        return
-    for key, value in values.items():
-        yield from flat(value, f"{prefix}.{key}" if prefix else str(key))

@@ -25,8 +25,8 @@ from typing import Any
 from rpcmp.checkpoint.folder import CheckpointFolder, RunCheckpoints, left_behind, look, remove
 from rpcmp.checkpoint.manifest import BestMark, Cursor, Manifest, StageFile
 from rpcmp.checkpoint.slots import CommonSnapshot, newest_common
-from rpcmp.config.files import redacted
 from rpcmp.config.schema import Config
+from rpcmp.config.stored import changes, stored
 from rpcmp.config.topology import Member
 from rpcmp.errors import CheckpointError, RpcmpError, SavingError
 from rpcmp.job.server_pool import ServerPool
@@ -156,14 +156,14 @@ class Checkpoints:
         best = manifest.driver.get("best")
         state = {**manifest.driver, "best": None if self._is_best_gone(best) else best}
         self._progress[manifest.step] = {**state, "told": None, "awaits_save": False}
-        return differences(redacted(manifest.config), _saved_config(self._config))
+        return changes(manifest.config, self._config)
 
     def take_over(self, lost: LostJob) -> list[str]:
         """Go on with another driver's run; returns the keys of the config that have changed."""
         self.run = lost.about.run
         for step, state in lost.states.items():
             self._progress[step] = {**state, "told": None, "awaits_save": False}
-        return differences(redacted(lost.about.config), _saved_config(self._config))
+        return changes(lost.about.config, self._config)
 
     def about(self) -> About:
         """Return what another driver has to know of this run, besides its steps."""
@@ -174,7 +174,7 @@ class Checkpoints:
             addresses=self._pool.addresses,
             layers=self.layers,
             shares=shares,
-            config=_saved_config(self._config),
+            config=stored(self._config),
         )
 
     def resume_at(self, step: int, saved: int) -> None:
@@ -297,7 +297,7 @@ class Checkpoints:
             is_asked_for=self._config.checkpoint is not None and not self._is_leaving,
             rng={"seed": self._config.seed, **RNG},
             versions=self._software,
-            config=_saved_config(self._config),
+            config=stored(self._config),
             written=datetime.now(UTC).isoformat(timespec="seconds"),
             stages=[
                 StageFile(
@@ -402,24 +402,3 @@ def software_versions() -> dict[str, str]:
 
 def _driver_state(progress: Message) -> Message:
     return {key: value for key, value in progress.items() if key in DRIVER_STATE}
-
-
-def _saved_config(config: Config) -> Any:
-    """Return a config as a manifest has it; the destinations of the log do not affect results."""
-    return redacted(
-        config.model_dump(mode="json", exclude={"log": True, "cut": {"split", "passing"}})
-    )
-
-
-def differences(before: Any, now: Any, place: str = "") -> list[str]:
-    """Return the dotted keys in which two configs differ, such as "optimizer.kwargs.lr"."""
-    if not isinstance(before, dict) or not isinstance(now, dict):
-        return [] if before == now else [place]
-    keys = [*before, *(key for key in now if key not in before)]
-    return [
-        name
-        for key in keys
-        for name in differences(
-            before.get(key), now.get(key), f"{place}.{key}" if place else str(key)
-        )
-    ]

@@ -25,11 +25,14 @@ from pydantic import Field, JsonValue
 
 from rpcmp.checkpoint.folder import RUN_NAME
 from rpcmp.config.schema import Config
+from rpcmp.config.stored import changes
 from rpcmp.config.types import Address, Positive, Strict
 from rpcmp.driver.progress import TrainingProgress
 from rpcmp.errors import BusyError, RpcmpError
 from rpcmp.job.server_calls import ANSWER_SECONDS
 from rpcmp.job.server_pool import ServerPool
+from rpcmp.observability.events import SummaryEvent
+from rpcmp.observability.events.event import dumps
 from rpcmp.process.channel import Message
 from rpcmp.server.driver_memory import SILENT_SECONDS
 from rpcmp.v1 import control_pb2 as pb
@@ -64,6 +67,30 @@ class About(Strict):
     shares: dict[int, list[Positive]]
     config: dict[str, JsonValue]
 
+    def apply_to(self, config: Config) -> Config:
+        """Return the config with what the run has measured instead of what it would measure.
+
+        If its stages are others now, they are measured anew.
+        """
+        if list(self.layers) != config.stage_names:
+            return config
+        if config.model is not None and config.model.balance == "auto":
+            config = config.with_balance([len(layers) for layers in self.layers.values()])
+        return config.with_measured_shares(self.shares) if config.balance_replicas else config
+
+
+@dataclass(frozen=True)
+class CompletedRun:
+    """A run that came to its end not long ago, as its servers remember it."""
+
+    job_id: str
+    about: About
+    summary: SummaryEvent
+
+    def is_of(self, config: Config) -> bool:
+        """Return whether a run of that config would be the same."""
+        return not changes(self.about.config, self.about.apply_to(config))
+
 
 @dataclass(frozen=True)
 class LostJob:
@@ -91,22 +118,12 @@ class LostJob:
             return True
         return then.get("dir") == config.checkpoint.dir
 
-    def apply_to(self, config: Config) -> Config:
-        """Return the config with what the run has measured instead of what it would measure.
 
-        If its stages are others now, they are measured anew.
-        """
-        if list(self.about.layers) != config.stage_names:
-            return config
-        if config.model is not None and config.model.balance == "auto":
-            config = config.with_balance([len(layers) for layers in self.about.layers.values()])
-        shares = self.about.shares
-        return config.with_measured_shares(shares) if config.balance_replicas else config
+async def find(config: Config, pool: ServerPool) -> LostJob | CompletedRun | None:
+    """Return the newest job of the config's name that servers hold, or its run that is complete.
 
-
-async def find(config: Config, pool: ServerPool) -> LostJob | None:
-    """Return the job of the config's name that servers hold, the newest one; None: there is none.
-
+    A run with checkpoints goes on from the last one of them, so only others count as complete.
+    None: there is neither.
     Waits for a moment while its driver still counts as alive at some server: hosts do not notice
     at the same time that it is gone. Servers that do not answer are left out: a claim will say why.
     A job that its driver was ending when it was lost is ended at the servers that still hold it.
@@ -120,7 +137,9 @@ async def find(config: Config, pool: ServerPool) -> LostJob | None:
         await _end_everywhere(config, pool, answers)
         job = _newest(config, answers)
         alive = [a for a, each in answers.items() if each.has_driver and _is_of(job, each)]
-        if job is None or not alive:
+        if job is None:
+            return None if config.checkpoint is not None else _completed(config, answers)
+        if not alive:
             return job
         if time.monotonic() > ends:
             raise BusyError(
@@ -181,6 +200,23 @@ def _newest(config: Config, answers: Mapping[str, pb.RecallResponse]) -> LostJob
     return max(jobs, key=lambda job: (job.generation, max(job.states)), default=None)
 
 
+def _completed(config: Config, answers: Mapping[str, pb.RecallResponse]) -> CompletedRun | None:
+    """Return the run that servers remember, if it is what the config asks for."""
+    for address, answer in answers.items():
+        run = answer.completed
+        if run.job != config.name:
+            continue
+        try:
+            about = About.model_validate_json(run.about)
+            summary = SummaryEvent.from_json(json.loads(run.summary), complete=True)
+        except (ValueError, RecursionError) as error:
+            _warn_unreadable(address, run.job, error)
+            continue
+        if (found := CompletedRun(run.job_id, about, summary)).is_of(config):
+            return found
+    return None
+
+
 def _lost_job(answers: Mapping[str, pb.RecallResponse]) -> LostJob | None:
     """Return a job as its servers hold it; None if none of them has all that it takes."""
     about: About | None = None
@@ -191,13 +227,17 @@ def _lost_job(answers: Mapping[str, pb.RecallResponse]) -> LostJob | None:
                 about = About.model_validate_json(answer.about)
             states |= {each.step: _state(each) for each in answer.states}
         except (ValueError, RecursionError) as error:  # pydantic's error is a ValueError
-            text = "what the server at %s holds of job %r cannot be read, and is not used: %s"
-            log.warning(text, address, answer.job, error)
+            _warn_unreadable(address, answer.job, error)
     if about is None or not states:
         return None
     newest = max(answers.values(), key=lambda answer: answer.generation)
     drivers = sorted({answer.driver_id for answer in answers.values()})
     return LostJob(newest.job_id, newest.generation, drivers, about, states)
+
+
+def _warn_unreadable(address: str, job: str, error: Exception) -> None:
+    text = "what the server at %s holds of job %r cannot be read, and is not used: %s"
+    log.warning(text, address, job, error)
 
 
 def _state(recorded: pb.DriverState) -> Message:
@@ -222,7 +262,7 @@ class DriverRecord:
         self._states: dict[int, tuple[int, str]] = {}
         self._number = 0
         self._streams: set[asyncio.Event] = set()
-        self._has_ended = False
+        self._summary = ""
 
     def add(self, state: Mapping[str, Any], from_step: int) -> None:
         """Record the state after a step, which may have changed since; forget earlier ones."""
@@ -232,13 +272,13 @@ class DriverRecord:
             del self._states[step]
         self._wake_streams()
 
-    async def end(self) -> None:
+    async def end(self, summary: SummaryEvent) -> None:
         """Record that the run is complete, and return when that is on its way to all servers.
 
         A server whose Stop does not arrive, since it is stopped itself or this process is killed
         now, would hold a job for nobody.
         """
-        self._has_ended = True
+        self._summary = dumps(summary.to_json())
         self._wake_streams()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(BEAT_SECONDS):
@@ -266,7 +306,8 @@ class DriverRecord:
                         for step, (when, text) in self._states.items()
                         if when > number
                     ],
-                    has_ended=self._has_ended,
+                    has_ended=bool(self._summary),
+                    summary=self._summary,
                 )
                 number, about = self._number, self.about
                 yield request

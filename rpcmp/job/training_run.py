@@ -23,8 +23,8 @@ from typing import Any
 
 from rpcmp.checkpoint.files import require_place
 from rpcmp.checkpoint.folder import newest_in
-from rpcmp.config.files import redacted
 from rpcmp.config.schema import Config
+from rpcmp.config.stored import redacted
 from rpcmp.errors import InterruptedJobError, TakenOverError, WorkerDiedError, WorkerHungError
 from rpcmp.job import takeover
 from rpcmp.job.autobalance import balanced, with_saved_shares
@@ -32,7 +32,7 @@ from rpcmp.job.checkpoints import software_versions
 from rpcmp.job.recovery import RecoveryLoop
 from rpcmp.job.restore_point import Start
 from rpcmp.job.server_pool import ServerPool, forks_for
-from rpcmp.job.takeover import LostJob
+from rpcmp.job.takeover import CompletedRun, LostJob
 from rpcmp.job.training_workload import TrainingWorkload
 from rpcmp.job.vitals import VITALS_SECONDS, Vitals
 from rpcmp.net.security import INSECURE, WARN_SECONDS, Security, watch
@@ -40,6 +40,7 @@ from rpcmp.observability.events import (
     Event,
     PlanEvent,
     PlanOutcome,
+    ResumedEvent,
     RunEvent,
     SharesEvent,
     SummaryEvent,
@@ -194,16 +195,26 @@ class TrainingRun:
         if resumes and (before := newest_in(config.checkpoint_folder, config.name)) is not None:
             pool.run_folder = before.name
         lost = await takeover.find(config, pool) if resumes else None
+        if isinstance(lost, CompletedRun):
+            return self._repeat(config, lost)
         if lost is not None:
             pool.take_over(lost.job_id, lost.drivers, lost.about.addresses)
             pool.run_folder = lost.about.run_folder
-            config = lost.apply_to(config)
+            config = lost.about.apply_to(config)
         self._report(run_event(config, pool.job_id, pool.addresses))
         async with (
             _in_background(self._report_vitals()),
             _in_background(self._warn_of_security(pool.dialer.security)),
         ):
             return await self._train(config, pool, order, lost)
+
+    def _repeat(self, config: Config, run: CompletedRun) -> SummaryEvent:
+        """Report a run that was complete before its driver was lost, or ended, as it did."""
+        self._report(run_event(config, run.job_id, run.about.addresses))
+        step = run.summary.steps
+        self._report(ResumedEvent(step=step, run=run.about.run, changed=[], is_complete=True))
+        self._report(run.summary)
+        return run.summary
 
     async def _train(
         self, config: Config, pool: ServerPool, order: Message, lost: LostJob | None

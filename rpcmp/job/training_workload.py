@@ -147,7 +147,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
             raise
         if not summary.is_cut_short:
             if self._record is not None:
-                await self._record.end()
+                await self._record.end(summary)
             await self.checkpoints.remove_left_behind(ended_well=True)
         if generation.draining and summary.is_cut_short:
             raise DrainingError(

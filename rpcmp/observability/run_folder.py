@@ -24,8 +24,8 @@ from typing import IO, Any, Final, Literal
 
 from pydantic import BaseModel, Field
 
-from rpcmp.config.files import redacted
 from rpcmp.config.schema import Config
+from rpcmp.config.stored import redacted
 from rpcmp.observability import events
 from rpcmp.observability.events.event import dumps
 

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from rpcmp.config.files import MIB, flat, open_regular, read_bytes
+from rpcmp.config.files import MIB, open_regular, read_bytes
+from rpcmp.config.stored import flat
 from rpcmp.config.types import format_size
 from rpcmp.errors import ConfigError
 from rpcmp.observability.events import (

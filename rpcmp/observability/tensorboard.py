@@ -22,8 +22,8 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from rpcmp.config.files import flat, redacted
 from rpcmp.config.schema import Config
+from rpcmp.config.stored import flat, redacted
 from rpcmp.errors import ConfigError
 from rpcmp.observability import events
 from rpcmp.observability.run_folder import make_folder

@@ -4,6 +4,9 @@
     the driver is lost ──> snapshots and states are held for `recovery.keep_after_driver`
     another driver, `--resume` ──Recall──> Prepare: a higher generation, "supersedes" the lost one
 
+A driver may also be lost after the last step of its run, or a moment before it would have ended
+well. So its summary is kept for as long, for another one to repeat instead of the whole training.
+
 A job never has two drivers. Each start of a driver has an id, and a server lets only the last one
 claim it again. Another one has to name that one as its predecessor, which must be gone, or silent:
 a driver sends a beat each second. So a driver that was only suspended, or cut off, is refused when
@@ -41,6 +44,8 @@ class DriverMemory:
 
     def __init__(self) -> None:
         self._ended: deque[str] = deque(maxlen=REMEMBERED)
+        self._completed = pb.CompletedRun()
+        self._completed_until = 0.0
         self.clear()
 
     def clear(self) -> None:
@@ -92,6 +97,8 @@ class DriverMemory:
         """Remember who has claimed the server."""
         if request.job_id != self.job_id:
             self.clear()
+        if request.job == self._completed.job:  # it has begun anew
+            self._completed_until = 0.0
         self.job, self.job_id, self.generation = request.job, request.job_id, request.generation
         self._driver_id, self.keep_seconds = request.driver_id, request.keep_s
         self._heard_at, self._held_until = time.monotonic(), 0.0
@@ -107,6 +114,10 @@ class DriverMemory:
         self._heard_at = time.monotonic()
         if request.has_ended:
             self._ended.append(self.job_id)
+            self._completed = pb.CompletedRun(
+                job=self.job, job_id=self.job_id, about=self.about, summary=request.summary
+            )
+            self._completed_until = time.monotonic() + self.keep_seconds
             self.states, self.keep_seconds, self._held_until = {}, 0.0, 0.0
             return
         self.about = request.about or self.about
@@ -139,6 +150,7 @@ class DriverMemory:
             states=[pb.DriverState(step=step, state=text) for step, text in self.states.items()],
             has_driver=is_claimed and not self._is_silent,
             ended=self._ended,
+            completed=self._completed if time.monotonic() < self._completed_until else None,
         )
 
     def _held(self) -> str:

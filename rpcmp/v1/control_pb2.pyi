@@ -1344,6 +1344,7 @@ class RecordRequest(_message.Message):
     STATES_FIELD_NUMBER: _builtins.int
     FROM_STEP_FIELD_NUMBER: _builtins.int
     HAS_ENDED_FIELD_NUMBER: _builtins.int
+    SUMMARY_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     about: _builtins.str
@@ -1352,6 +1353,8 @@ class RecordRequest(_message.Message):
     """states of earlier steps are no longer needed"""
     has_ended: _builtins.bool
     """the run is complete: nobody will go on with it"""
+    summary: _builtins.str
+    """JSON, the event; with has_ended"""
     @_builtins.property
     def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___DriverState]: ...
     def __init__(
@@ -1363,10 +1366,11 @@ class RecordRequest(_message.Message):
         states: _abc.Iterable[Global___DriverState] | None = ...,
         from_step: _builtins.int = ...,
         has_ended: _builtins.bool = ...,
+        summary: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "from_step", b"from_step", "generation", b"generation", "has_ended", b"has_ended", "job_id", b"job_id", "states", b"states"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "from_step", b"from_step", "generation", b"generation", "has_ended", b"has_ended", "job_id", b"job_id", "states", b"states", "summary", b"summary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1439,6 +1443,7 @@ class RecallResponse(_message.Message):
     STATES_FIELD_NUMBER: _builtins.int
     HAS_DRIVER_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
+    COMPLETED_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """empty: nothing is here"""
     job_id: _builtins.str
@@ -1455,6 +1460,10 @@ class RecallResponse(_message.Message):
     def ended(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """ids of the last jobs that were ended here"""
 
+    @_builtins.property
+    def completed(self) -> Global___CompletedRun:
+        """the last run that came to its end here; missing: none lately"""
+
     def __init__(
         self,
         *,
@@ -1466,14 +1475,43 @@ class RecallResponse(_message.Message):
         states: _abc.Iterable[Global___DriverState] | None = ...,
         has_driver: _builtins.bool = ...,
         ended: _abc.Iterable[_builtins.str] | None = ...,
+        completed: Global___CompletedRun | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["completed", b"completed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "driver_id", b"driver_id", "ended", b"ended", "generation", b"generation", "has_driver", b"has_driver", "job", b"job", "job_id", b"job_id", "states", b"states"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "completed", b"completed", "driver_id", b"driver_id", "ended", b"ended", "generation", b"generation", "has_driver", b"has_driver", "job", b"job", "job_id", b"job_id", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RecallResponse: _TypeAlias = RecallResponse  # noqa: Y015
+
+@_typing.final
+class CompletedRun(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    ABOUT_FIELD_NUMBER: _builtins.int
+    SUMMARY_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    job_id: _builtins.str
+    about: _builtins.str
+    summary: _builtins.str
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        about: _builtins.str = ...,
+        summary: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "job", b"job", "job_id", b"job_id", "summary", b"summary"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompletedRun: _TypeAlias = CompletedRun  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):

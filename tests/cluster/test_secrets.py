@@ -18,7 +18,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from rpcmp.config.files import redacted
+from rpcmp.config.stored import redacted
 from rpcmp.net.authority import CA_KEY
 from rpcmp.net.identity import KEY
 from tests.support.faults import Faults

@@ -246,13 +246,29 @@ def test_a_server_that_is_stopped_when_a_run_ends_does_not_hold_it_afterwards(
 
 
 def test_a_driver_that_is_killed_after_its_summary_leaves_nothing_held(
-    job: JobFolder, servers: Servers
+    job: JobFolder, fault_free: Committed, servers: Servers
 ) -> None:
-    config = slow_config(job)
-    with running("drive", config, "--json", "--connect", connect(servers)) as run:
+    """And nothing is trained a second time, unless it is another run."""
+    config, where = slow_config(job), ("--connect", connect(servers), "--json")
+    with running("drive", config, *where) as run:
         run.wait_for_line('"event": "summary"')
         os.killpg(run.pid, signal.SIGKILL)
+        run.process.wait()
+        before = run.wait()
     assert_idle(config, servers)
+    again = rpcmp("drive", config, "--resume", *where)
+    assert (again.code, again.event("resumed")["is_complete"]) == (0, True)
+    assert again.event("run")["job_id"] == before.event("run")["job_id"]
+    assert committed(again) == ([], fault_free[1])
+    first, second = (
+        {key: value for key, value in result.event("summary").items() if key != "time"}
+        for result in (before, again)
+    )
+    assert first == second
+    longer = rpcmp("drive", config, "--resume", *where, "--steps", "21")
+    assert (longer.event("resumed")["step"], longer.event("summary")["steps"]) == (0, 21)
+    fresh = rpcmp("drive", config, "--fresh", *where)
+    assert committed(fresh) == fault_free
 
 
 def assert_idle(config: Path, servers: Servers) -> None:

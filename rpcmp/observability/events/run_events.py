@@ -119,12 +119,14 @@ class ResumedEvent(Event):
         run: `job_id` of the run that the checkpoint is from; missing if there was none
         changed: keys of the config that have changed since then
         from_memory: true if it goes on from what the stage servers held, since the driver was lost
+        is_complete: true if the run had ended after that step, so that there is nothing left to do
     """
 
     step: int
     run: str | None = None
     changed: list[str]
     from_memory: bool | None = None
+    is_complete: bool | None = None
 
 
 @event_type("warning")

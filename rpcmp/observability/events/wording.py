@@ -113,6 +113,8 @@ def describe(event: events.Event, run: RunContext) -> str:
         case events.ResumedEvent():
             if not event.step:
                 return "no checkpoint to resume from: starting from the beginning"
+            if event.is_complete:
+                return f"the run had ended, after step {event.step}; --fresh starts another one"
             changed = f" (changed since: {', '.join(event.changed)})" if event.changed else ""
             where = ", from what the stage servers hold" if event.from_memory else ""
             return f"resuming after step {event.step}{where}{changed}"

@@ -12,11 +12,15 @@ from typing import Any, cast
 
 import pytest
 
+from rpcmp.config.schema import Config
+from rpcmp.config.stored import stored
 from rpcmp.driver.progress import TrainingProgress
 from rpcmp.errors import BusyError, UnreachableError
 from rpcmp.job import takeover
 from rpcmp.job.server_pool import ServerPool
-from rpcmp.job.takeover import About, DriverRecord, LostJob
+from rpcmp.job.takeover import About, CompletedRun, DriverRecord, LostJob
+from rpcmp.observability.events import SummaryEvent
+from rpcmp.observability.events.event import dumps
 from rpcmp.v1 import control_pb2 as pb
 from tests.support.graphs import chain_of
 
@@ -49,6 +53,15 @@ def answer(*states: dict[str, Any], **more: Any) -> pb.RecallResponse:
 def find(
     *answers: pb.RecallResponse | Exception, stopped: list[Any] | None = None
 ) -> LostJob | None:
+    """Return the lost job of a config, which the servers hold; see `recalled`."""
+    found = recalled(chain_of(2), *answers, stopped=stopped)
+    assert not isinstance(found, CompletedRun)
+    return found
+
+
+def recalled(
+    config: Config, *answers: pb.RecallResponse | Exception, stopped: list[Any] | None = None
+) -> LostJob | CompletedRun | None:
     """Let servers answer; an exception is what asking one raises.
 
     Args:
@@ -74,7 +87,47 @@ def find(
         yield SimpleNamespace(recall=recall, connect=connect, stop=stop)
 
     pool = SimpleNamespace(addresses=[str(i) for i in range(len(answers))], client=client)
-    return asyncio.run(takeover.find(chain_of(2), cast(ServerPool, pool)))
+    return asyncio.run(takeover.find(config, cast(ServerPool, pool)))
+
+
+SUMMARY = SummaryEvent(
+    steps=9,
+    is_cut_short=False,
+    loss=float("nan"),
+    metrics={},
+    parameters_sha256="00",
+    hosts={},
+    memory={},
+)
+
+
+def completed(**more: str) -> pb.RecallResponse:
+    """What a server answers that remembers a complete run of `chain_of(2)`."""
+    about = ABOUT.model_copy(update={"config": stored(chain_of(2))}).model_dump_json()
+    fields = {"job": "job", "job_id": "a", "about": about, "summary": dumps(SUMMARY.to_json())}
+    return pb.RecallResponse(completed=pb.CompletedRun(**{**fields, **more}))
+
+
+def test_a_run_that_is_complete_is_found_if_it_is_what_the_config_asks_for() -> None:
+    run = recalled(chain_of(2), pb.RecallResponse(), UnreachableError("gone"), completed())
+    assert isinstance(run, CompletedRun)
+    assert (run.job_id, run.summary.steps, run.summary.parameters_sha256) == ("a", 9, "00")
+    assert recalled(chain_of(2, steps=10), completed()) is None
+    assert recalled(chain_of(2, checkpoint={"dir": "x"}), completed()) is None
+    assert recalled(chain_of(2), completed(job="another")) is None
+
+
+def test_a_lost_job_is_newer_than_a_run_that_is_complete() -> None:
+    assert isinstance(recalled(chain_of(2), completed(), answer(state(3))), LostJob)
+
+
+@pytest.mark.parametrize("broken", [{"about": "{}"}, {"summary": "[" * 100_000}, {"summary": "{}"}])
+def test_a_complete_run_that_cannot_be_read_is_named(
+    broken: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert recalled(chain_of(2), completed(**broken)) is None
+    assert "what the server at 0 holds of job 'job' cannot be read" in caplog.text
+    assert recalled(chain_of(2), completed(**broken), completed()) is not None
 
 
 def test_servers_that_hold_nothing_have_no_job_to_take_over() -> None:
@@ -172,20 +225,20 @@ def test_measured_layers_and_shares_are_those_of_the_lost_run() -> None:
         balance_replicas=True,
     )
     about = ABOUT.model_copy(update={"shares": {0: [3, 1], 1: [1, 3]}})
-    config = LostJob("a", 3, [], about, {}).apply_to(auto)
+    config = about.apply_to(auto)
     assert config.model is not None
     assert config.model.balance == [2, 1]
     assert [stage.shares for stage in config.stages] == [[3, 1], [1, 1]]
-    assert LostJob("a", 3, [], about, {}).apply_to(chain_of(2)) == chain_of(2)
+    assert about.apply_to(chain_of(2)) == chain_of(2)
     more = auto.model_copy(update={"stages": [stage.model_copy() for stage in auto.stages]})
-    unequal = LostJob("a", 3, [], about.model_copy(update={"shares": {0: [1, 1, 1]}}), {})
+    unequal = about.model_copy(update={"shares": {0: [1, 1, 1]}})
     assert unequal.apply_to(more).stages[0].shares is None
 
 
 def test_what_was_measured_for_other_stages_is_measured_anew() -> None:
     auto = chain_of(2, model={"layers": "m:layers", "balance": "auto", "num_stages": 2})
     about = ABOUT.model_copy(update={"layers": {"a": ["x"], "b": ["y"], "c": ["z"]}})
-    assert LostJob("a", 3, [], about, {}).apply_to(auto) is auto
+    assert about.apply_to(auto) is auto
 
 
 def requests_of(record: DriverRecord, changes: list[Any]) -> list[pb.RecordRequest]:

@@ -153,3 +153,25 @@ def test_a_driver_counts_as_alive_while_it_claims_the_server_and_speaks(
     assert not memory.recall(is_claimed=False).has_driver
     clock.now += SILENT_SECONDS
     assert not memory.recall(is_claimed=True).has_driver
+
+
+def test_a_run_that_was_completed_is_remembered_for_as_long_as_a_lost_one(
+    memory: DriverMemory, clock: SimpleNamespace
+) -> None:
+    memory.record(pb.RecordRequest(has_ended=True, summary="summary"))
+    run = pb.CompletedRun(job="job", job_id="a", about="about", summary="summary")
+    assert memory.hold() == 0.0
+    assert memory.recall(is_claimed=False).completed == run
+    memory.end()
+    clock.now += 59.0
+    memory.claim(prepare(job="other", job_id="b"))
+    assert memory.recall(is_claimed=True).completed == run
+    clock.now += 1.0
+    assert not memory.recall(is_claimed=True).HasField("completed")
+
+
+def test_a_job_that_has_begun_anew_is_not_remembered_as_complete(memory: DriverMemory) -> None:
+    memory.record(pb.RecordRequest(has_ended=True, summary="summary"))
+    memory.end()
+    memory.claim(prepare(job_id="b"))
+    assert not memory.recall(is_claimed=True).HasField("completed")
