@@ -31,7 +31,7 @@ from setproctitle import setproctitle
 
 from rpcmp.process.channel import die_with_parent
 from rpcmp.process.interpreter import STOP_SIGNALS, kill_group
-from rpcmp.process.resources import MULTIPROCESSING, sweep
+from rpcmp.process.resources import MULTIPROCESSING, remove_semaphores, sweep
 from rpcmp.process.sandbox import confinement, namespace
 from rpcmp.process.sandbox.confinement import FileAccess
 
@@ -150,6 +150,7 @@ class ForkServer:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 return
+            remove_semaphores(pid)  # the supervisor does so too, unless it has no descriptors left
             line = self._children.pop(pid)
             code = os.waitstatus_to_exitcode(status)
             _send(line, {"event": "ended", "pid": pid, "code": code})

@@ -202,6 +202,22 @@ def test_a_fork_server_removes_what_its_last_children_leave(
     asyncio.run(run())
 
 
+def test_a_fork_server_removes_semaphores_that_its_supervisor_could_not() -> None:
+    """Such as one that may open no more files, and ends for it."""
+
+    async def run() -> None:
+        async with forks() as by:
+            child, _ = await spawn(by)
+            left = Path(f"/dev/shm/sem.rpcmp-{os.stat('/proc/self/ns/pid').st_ino}-{child.pid}-x")
+            left.touch()
+            child.send({"op": "exit", "code": 3})
+            assert await child.wait() == 3
+            assert not left.exists()
+            await child.kill()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 def test_one_new_fork_server_replaces_a_lost_one_for_all(signum: signal.Signals) -> None:
     async def run() -> None:
