@@ -156,13 +156,13 @@ class _EventThread(threading.Thread):
         super().__init__(name=f"rpcmp-{name}", daemon=True)
         self.events: SimpleQueue[Event | None] = SimpleQueue()
         self.error: Exception | SystemExit | None = None
-        self._handle = handle
+        self._on_event = handle
         self.start()
 
     def run(self) -> None:
         try:
             while (event := self.events.get()) is not None:
-                self._handle(event)
+                self._on_event(event)
         except (Exception, SystemExit) as error:
             self.error = error
 

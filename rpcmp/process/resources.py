@@ -137,9 +137,14 @@ def remove_semaphores(pid: int) -> None:
     _swept_later.add(pid)
     with contextlib.suppress(OSError):  # no descriptors are left: the next call does it
         for each in list(_swept_later):
-            for semaphore in Path("/dev/shm").glob(f"sem.{_semaphores(each)}-*"):
+            for semaphore in _starting_with("/dev/shm", f"sem.{_semaphores(each)}-"):
                 semaphore.unlink(missing_ok=True)
             _swept_later.discard(each)
+
+
+def _starting_with(folder: str, prefix: str) -> list[Path]:
+    """Return what lies in a folder. Since Python 3.13, `Path.glob` would hide an OSError."""
+    return [Path(folder) / name for name in os.listdir(folder) if name.startswith(prefix)]
 
 
 def create_folder(prefix: str) -> Path:
@@ -176,7 +181,7 @@ def sweep(prefix: str) -> None:
     """Remove the unlocked folders with this prefix, which killed processes have left."""
     folders: list[Path] = []
     with contextlib.suppress(OSError):  # no descriptors are left: a later sweep finds them
-        folders += Path(tempfile.gettempdir()).glob(f"{prefix}*")
+        folders += _starting_with(tempfile.gettempdir(), prefix)
     for folder in folders:
         with contextlib.suppress(OSError):  # in use, or not a folder
             fd = _lock(folder)

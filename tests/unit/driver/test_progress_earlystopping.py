@@ -128,7 +128,7 @@ def test_progress_drops_state_of_other_metrics_under_a_changed_config() -> None:
         )
 
     stopping, best = EarlyStopping("loss", "min", 0.5, 10, 2, 30), Best("f1", "max", 0.5, 20)
-    before = TrainingProgress(step=30, stopping=stopping, best=best)
+    before = TrainingProgress(step=30, loss=0.0, stopping=stopping, best=best)
     same = config(early_stopping={}, checkpoint={"dir": "d", "best": "f1"})
     assert before.for_config(same) == before
     none = before.for_config(config(checkpoint={"dir": "d"}))
