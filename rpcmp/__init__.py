@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rpcmp.errors import RpcmpError
     from rpcmp.job.pipeline import Pipeline, launch
     from rpcmp.rpc.tensors import parameters_sha256
-    from rpcmp.splitting.building import from_init
+    from rpcmp.splitting.building import from_init, init_path
     from rpcmp.worker.weight_grad import splittable
 
 __version__ = "0.1.0"
@@ -33,6 +33,7 @@ __all__ = [
     "Pipeline",
     "RpcmpError",
     "from_init",
+    "init_path",
     "launch",
     "load_config",
     "parameters_sha256",
@@ -45,6 +46,7 @@ _HOME = {
     "Pipeline": ("rpcmp.job.pipeline", "Pipeline"),
     "RpcmpError": ("rpcmp.errors", "RpcmpError"),
     "from_init": ("rpcmp.splitting.building", "from_init"),
+    "init_path": ("rpcmp.splitting.building", "init_path"),
     "launch": ("rpcmp.job.pipeline", "launch"),
     "load_config": ("rpcmp.config.loader", "load_config"),
     "parameters_sha256": ("rpcmp.rpc.tensors", "parameters_sha256"),

@@ -4,7 +4,8 @@
     optimizer.<parameter>.<key>      the optimizer's state for a parameter
     aside.<key>                      its state besides the parameters'
     metadata "rpcmp"                 step, stage, options and scheduler, now and as they were
-                                     built, values that are not tensors, and memory layouts
+                                     built, values that are not tensors, memory layouts, and
+                                     checksums of what is only in `init`
 
 Names start with the layer's, so a stage with other cuts finds its tensors in several files. There
 is no random state: every random number is derived from the seed and its use
@@ -22,7 +23,7 @@ import math
 import mmap
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -77,6 +78,7 @@ class StageState:
         built: "groups" and "scheduler" as they were built from the config, and "asked", the
             config's own values; None without an optimizer.
         aside: the optimizer's state besides its parameters'; see worker.optimizer_state.
+        base: the checksum of the frozen weights that only `init` has, by layer.
     """
 
     step: int
@@ -87,6 +89,7 @@ class StageState:
     scheduler: Any
     built: Any = None
     aside: Any = None
+    base: dict[str, str] = field(default_factory=dict)
 
 
 def pack(state: StageState) -> tuple[dict[str, Tensor], str]:
@@ -95,6 +98,7 @@ def pack(state: StageState) -> tuple[dict[str, Tensor], str]:
     metadata: dict[str, Any] = {
         "step": state.step,
         "stage": state.stage,
+        "base": state.base,
         **{
             key: encode_tree(getattr(state, key), tensors, prefix)
             for key, prefix in ENCODED_TREES.items()
@@ -124,15 +128,17 @@ def unpack(
     parts = [_read(path, set(model), set(trained)) for path in paths]
     merged: dict[str, Tensor] = {}
     optimizer: dict[str, Any] = {}
+    base: dict[str, str] = {}
     for part in parts:
         merged |= part.model
         optimizer |= part.state
+        base |= part.base
     if missing := sorted(set(model) - set(merged)):
         raise CheckpointError(f"stage {stage!r} misses {', '.join(missing)} in {', '.join(paths)}")
     training = [part for part in parts if part.groups is not None]
     _require_agreement(training, stage, set(trained))
     first = (training or parts)[0]
-    return replace(first, step=parts[0].step, stage=stage, model=merged, state=optimizer)
+    return replace(first, step=parts[0].step, stage=stage, model=merged, state=optimizer, base=base)
 
 
 def _read(path: str, model: set[str], trained: set[str]) -> StageState:
@@ -163,6 +169,7 @@ def decoded(
             for name, spec in about["state"].items()
             if name in trained
         },
+        base=about.get("base", {}),
         **trees,
     )
 

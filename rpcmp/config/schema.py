@@ -267,9 +267,19 @@ class Config(JobSettings):
 
     @property
     def data_paths(self) -> list[str]:
-        """Paths that the job's code reads besides its own files: `data.paths` and `init`."""
+        """Absolute paths that the job's code reads besides its own files and `init`."""
         own = [] if self.data is None else self.data.paths
-        return [str(self._absolute(path)) for path in [*own, *([self.init] if self.init else [])]]
+        return [str(self._absolute(path)) for path in own]
+
+    @property
+    def init_path(self) -> str:
+        """The absolute path of `init`; empty: there is none."""
+        return str(self._absolute(self.init) or "")
+
+    @property
+    def paths_read(self) -> list[str]:
+        """All that the job's code reads on a host that has it, besides its own files."""
+        return [*self.data_paths, *filter(None, [self.init_path])]
 
     @property
     def certs_folder(self) -> Path | None:

@@ -151,7 +151,8 @@ class DriverProcess:
         transport.reserve_threads(max(map(cost_model.in_flight, configs)))
         planned = plan_job(config, settings, message["load_data"])
         assignments = [part.model_dump_json() for part in planned.assignments]
-        self._channel.send({"event": "planned", "assignments": assignments})
+        weights = [part.weights for part in planned.assignments]
+        self._channel.send({"event": "planned", "assignments": assignments, "weights": weights})
         return config, planned
 
     def _train(self, config: Config, planned: Planned, group: StageGroup, order: Message) -> None:

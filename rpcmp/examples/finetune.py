@@ -5,7 +5,6 @@
 """
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,17 +20,16 @@ except ImportError as error:
     raise ImportError(f"{error}: pip install 'rpcmp[examples]'") from error
 
 
-def net(folder: str, rank: int = 0) -> nn.Module:
-    """Return the model of a folder, without its weights: `init` has them.
+def net(rank: int = 0) -> nn.Module:
+    """Return the model of the folder `init`, without its weights.
 
     Input: a dict with "input_ids" `(N, T)` int64. Output: a dict with "logits" of the token after
     each, `(N, T, vocabulary)` float32.
 
     Args:
-        folder: has transformers' config.json.
         rank: of the adapters that are trained (LoRA); 0: everything is trained.
     """
-    config = AutoConfig.from_pretrained(Path(folder).expanduser())
+    config = AutoConfig.from_pretrained(rpcmp.init_path())
     model = rpcmp.from_init(lambda: AutoModelForCausalLM.from_config(config))
     if rank:
         lora = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")

@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.config.topology import DRIVER
@@ -55,6 +56,13 @@ DRIVER_MESSAGES = ("planned", "joined", "progress", "segment", "done")
 
 EXPLAIN_SECONDS = 2.0
 """How long to wait for a server to explain a lost connection, which by itself says little."""
+
+
+class Plan(NamedTuple):
+    """What each worker gets, in the config's order; see WorkerGroup.start."""
+
+    assignments: list[str]
+    weights: list[list[str] | None]
 
 
 class Generation:
@@ -113,19 +121,19 @@ class Generation:
         self.restore_point = RestorePoint()
 
     async def start(self) -> None:
-        assignments = await self.failure.unless_failed(self._plan_and_claim())
+        plan = await self.failure.unless_failed(self._plan_and_claim())
         self.failure.supervise(self._watchdog.run())
-        await self.failure.unless_failed(self._join(assignments))
+        await self.failure.unless_failed(self._join(plan))
 
-    async def _plan_and_claim(self) -> list[str]:
+    async def _plan_and_claim(self) -> Plan:
         code = shipped_code(self._config)
         async with task_group() as tasks:
             plan = tasks.create_task(self._plan())
             tasks.create_task(self.workers.claim(code))
         return plan.result()
 
-    async def _plan(self) -> list[str]:
-        """Start the driver process; returns the assignment of every worker."""
+    async def _plan(self) -> Plan:
+        """Start the driver process, and let it plan."""
         environment = compute_environment(threads=1)
         driver = await Child.spawn(
             DRIVERS,
@@ -149,8 +157,7 @@ class Generation:
         )
         planned = await self._expect("planned")
         self._heartbeat.begin()
-        assignments: list[str] = planned["assignments"]
-        return assignments
+        return Plan(planned["assignments"], planned["weights"])
 
     @property
     def driver_place(self) -> ProcessPlace:
@@ -219,14 +226,15 @@ class Generation:
             await self._store.close()
         await self.workers.close()
 
-    async def _join(self, assignments: list[str]) -> None:
-        self.restore_point = await self._choose(assignments, self.workers.holdings)
-        await self.workers.start(assignments, self.restore_point)
+    async def _join(self, plan: Plan) -> None:
+        self.restore_point = await self._choose(plan.assignments, self.workers.holdings)
+        await self.workers.start(*plan, self.restore_point)
         self._store = StoreProxy(
             self.workers.rendezvous, self._pool.dialer, self._pool.job_id, self.number, self.send
         )
-        await self._pool.forks.add_address(len(assignments))
-        self.send({"op": "join", **self.workers.membership(rank=len(assignments))})
+        rank = len(plan.assignments)
+        await self._pool.forks.add_address(rank)
+        self.send({"op": "join", **self.workers.membership(rank)})
         joined = await self._expect("joined")
         self._vitals.add_driver_address(joined["address"])
         await self.workers.wait_until_running()

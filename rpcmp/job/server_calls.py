@@ -100,6 +100,7 @@ def prepare_request(
         threads=config.stage(worker.stage_index).threads,
         code=code,
         data_paths=config.data_paths,
+        init=config.init_path,
         **fields,
     )
 

@@ -150,7 +150,7 @@ def serve_options(config: Config) -> list[str]:
     options = ["--checkpoints", str(config.checkpoint_folder)]
     if config.security.confine:
         options.append("--confine")
-        for path in config.data_paths:
+        for path in config.paths_read:
             if not Path(path).exists():
                 raise ConfigError(
                     f"there is no {path} on this machine; see `data.paths` and `init`"
@@ -237,7 +237,7 @@ class ServerPool:
         if confine is False or (confine is None and self._local is not None):
             return None
         hidden = hidden_by(config.certs_folder, needed=config.folder)
-        return FileAccess(hidden=hidden).reading(config.folder, *config.data_paths)
+        return FileAccess(hidden=hidden).reading(config.folder, *config.paths_read)
 
     async def open(self) -> None:
         if self._local is not None and not self.addresses:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -23,11 +23,13 @@ from rpcmp.job.server_calls import gather_all, prepare_request
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.job.takeover import DriverRecord
 from rpcmp.job.vitals import Vitals
+from rpcmp.job.weight_transfer import WeightTransfer
+from rpcmp.job.worker_logs import LogCollector
 from rpcmp.net.relay import RelayPeer
 from rpcmp.observability.events import WorkerPlace
 from rpcmp.process.activity import HeartbeatMonitor
 from rpcmp.process.channel import Message
-from rpcmp.process.logging.records import Entry, Line, entry_of
+from rpcmp.process.logging.records import Entry
 from rpcmp.server.client import StageClient
 from rpcmp.server.connection import machine
 from rpcmp.v1 import control_pb2 as pb
@@ -180,12 +182,19 @@ class WorkerGroup:
         )
         return [peer for other, peer in workers if other != network]
 
-    async def start(self, assignments: Sequence[str], restore_point: RestorePoint) -> None:
+    async def start(
+        self,
+        assignments: Sequence[str],
+        weights: Sequence[Sequence[str] | None],
+        restore_point: RestorePoint,
+    ) -> None:
         """Give every worker its stage, which it builds before it joins the group.
 
         Args:
             assignments: of each worker, JSON of rpcmp.pipelining.assignment.Assignment.
+            weights: the names of each worker's tensors in `init`; None if they are not known here.
         """
+        sent = await self._send_weights(weights)
         machines = [claim.machine for claim in self._claims]
         mirrors = mirrors_of(self._config, machines)
         await gather_all(
@@ -200,6 +209,7 @@ class WorkerGroup:
                     is_mirrored=mirror is not None and machines[mirror] != machines[rank],
                     mirrored_by=None if mirror is None else self._workers[mirror].stage_index,
                     saves=self._workers[rank].replica == 0,
+                    reads_sent_init=sent[rank],
                 )
             )
             for rank, (client, mirror) in enumerate(zip(self._clients, mirrors, strict=True))
@@ -208,6 +218,18 @@ class WorkerGroup:
             self._clients[mirror].mirror(self._mirror_request(rank, restore_point.step))
             for rank, mirror in enumerate(mirrors)
             if mirror is not None
+        )
+
+    async def _send_weights(self, weights: Sequence[Sequence[str] | None]) -> list[bool]:
+        """Send the parts of `init` that hosts lack; returns who has to read what was sent."""
+
+        def say(label: str, text: str) -> None:
+            self._logs.add_own(label, text, "INFO")
+
+        transfer = WeightTransfer(self._config.init or "", **self._identity, say=say)
+        return await gather_all(
+            _naming_stage(client, transfer.send, client, claim, names)
+            for (client, claim), names in zip(self._claimed(), weights, strict=True)
         )
 
     async def wait_until_running(self) -> None:
@@ -350,41 +372,6 @@ class WorkerGroup:
     async def _release_when_ended(self, client: StageClient) -> None:
         await self._may_drain.wait()
         await client.close()
-
-
-class LogCollector:
-    """Passes the log lines of a generation's workers on, in order, and reports gaps.
-
-    A stage server numbers its worker's lines and keeps only the newest ones.
-    """
-
-    def __init__(self, generation: int, log: Callable[[Entry], None]) -> None:
-        self._numbers: defaultdict[str, int] = defaultdict(int)
-        self._generation = generation
-        self._log = log
-        self._added = asyncio.Condition()
-
-    async def add(self, label: str, lines: Iterable[pb.LogLine]) -> None:
-        """Log lines of a worker, and a warning for each gap in their numbers."""
-        for line in lines:
-            missed = line.number - self._numbers[label] - 1
-            if missed > 0:
-                self.add_own(label, f"{missed:,} lines are missing here: they were too many")
-            self._numbers[label] = line.number
-            self._log_line(label, Line(line.level, line.logger, line.text, line.step, line.count))
-        async with self._added:
-            self._added.notify_all()
-
-    def add_own(self, label: str, text: str) -> None:
-        """Log a warning about a worker or its server."""
-        self._log_line(label, Line("WARNING", "rpcmp.job", text))
-
-    async def wait_for_line(self, label: str, number: int) -> None:
-        async with self._added:
-            await self._added.wait_for(lambda: self._numbers[label] >= number)
-
-    def _log_line(self, label: str, line: Line) -> None:
-        self._log(entry_of(line, label, self._generation))
 
 
 async def _naming_stage(

@@ -29,6 +29,7 @@ from rpcmp.pipelining import (
     partition,
 )
 from rpcmp.pipelining.schedule import InFlightLimits
+from rpcmp.pipelining.weight_files import WeightFiles
 
 
 class TiedParameter(Strict):
@@ -45,6 +46,8 @@ class Assignment(Strict):
         settings: further schedule options that the job may change to between steps.
         driver_metrics: names of the metrics that the driver computes.
         loads_data: whether the stages load their part of the batch themselves.
+        weights: the names of its tensors in `init`, for the driver alone; None if only the worker
+            can know them, or if the driver has no copy of `init`.
     """
 
     config: Config
@@ -55,6 +58,7 @@ class Assignment(Strict):
     driver_metrics: list[str] = Field(default_factory=list)
     loads_data: bool = False
     tied: list[list[TiedParameter]] = Field(default_factory=list)
+    weights: list[str] | None = Field(default=None, exclude=True)
 
     @property
     def stage_name(self) -> str:
@@ -110,7 +114,7 @@ def assign(
     known = None
     if config.refers_to_parameters or config.init is not None:
         known = parameter_names.named_parameters_of(config, layers_of_stages)
-    _check_weights(config, stage_of, known)
+    weights = _weights_of_layers(config, stage_of, known)
     names_of = dict.fromkeys(stage_of) if known is None else known
 
     def stage_with(parameter: str) -> str:
@@ -132,6 +136,11 @@ def assign(
             driver_metrics=list(driver_metrics),
             loads_data=loads_data,
             tied=tied,
+            weights=None
+            if weights is None
+            else [
+                name for layer in layers_of_stages[worker.stage_index] for name in weights[layer]
+            ],
         )
         for worker in config.workers
     ]
@@ -152,17 +161,25 @@ def _check_names(
     optimizers.require_matches(config, of_stages)
 
 
-def _check_weights(
+def _weights_of_layers(
     config: Config, unsplit: Iterable[str], known: Mapping[str, parameter_names.Named] | None
-) -> None:
-    """Check the file of `init`, unless only the stages' hosts have it."""
-    if config.init is None or (config.addresses and not Path(config.init).exists()):
-        return
+) -> dict[str, list[str]] | None:
+    """Return the names in `init` of each layer's tensors; None if they are not known here.
+
+    Raises ConfigError if `init` has more than the model. Only the stages' hosts may have it.
+    """
+    if config.init is None or not Path(config.init).exists():
+        return None
     prefixes = [config.prefix_of(layer) for layer in unsplit]
     state = None
     if known is not None and not (config.cut and config.cut.in_init):  # some may be left out
         state = {*config.other_names} | {name for one in known.values() for name in one.state}
-    initial_weights.require_known_weights(config.init, prefixes, state)
+    files = WeightFiles(config.init)
+    initial_weights.require_known_weights(files, prefixes, state)
+    if known is None:
+        return None
+    stored = initial_weights.StoredNames.of(config, files)
+    return {layer: stored.needed(named.state) for layer, named in known.items()}
 
 
 def _layers_of_stages(config: Config) -> list[list[str]]:

@@ -23,7 +23,10 @@ from rpcmp.config import importing
 from rpcmp.config.schema import Config
 from rpcmp.config.types import Factory
 from rpcmp.errors import ConfigError, FactoryError
-from rpcmp.pipelining import initial_weights, random_streams
+from rpcmp.pipelining import random_streams
+from rpcmp.pipelining.initial_weights import StoredNames, load_weights
+from rpcmp.pipelining.weight_files import WeightFiles
+from rpcmp.splitting.building import init_at
 
 LayerFactory = Callable[[], nn.Module]
 
@@ -38,7 +41,9 @@ def chain_layers(config: Config) -> dict[str, LayerFactory]:
         return split_layers.layer_factories(config)
     random_streams.seed_all(config.seed, "layers")
     model = config.model
-    value = importing.create(Factory(callable=model.source, kwargs=model.kwargs), "model.layers")
+    with init_at(config.init):
+        source = Factory(callable=model.source, kwargs=model.kwargs)
+        value = importing.create(source, "model.layers")
     layers: dict[str, LayerFactory] = {}
     for name, layer in _pairs(value, model.source):
         if name in layers:
@@ -66,11 +71,14 @@ def layer_sizes(layers: Mapping[str, LayerFactory]) -> list[int]:
     return sizes
 
 
-def build_layers(config: Config, stage_index: int, names: Iterable[str]) -> dict[str, nn.Module]:
+def build_layers(
+    config: Config, stage_index: int, names: Iterable[str], loads: bool = True
+) -> dict[str, nn.Module]:
     """Build and initialize the modules of one stage, by layer name, on the CPU.
 
     Args:
         names: the stage's layers; for a named stage, its own name.
+        loads: whether to load the weights of `init`, if there is one.
     """
     stage = config.stage(stage_index)
     if config.model is not None:
@@ -81,15 +89,15 @@ def build_layers(config: Config, stage_index: int, names: Iterable[str]) -> dict
         source = Factory(callable=stage.module or "", kwargs=stage.kwargs)
         create = functools.partial(importing.create, source, f"stage {name!r}: module")
         factories = {name: create}
-    modules = {name: _build_layer(config.seed, name, make) for name, make in factories.items()}
+    with init_at(config.init):
+        modules = {name: _build_layer(config.seed, name, make) for name, make in factories.items()}
     _refuse_shared_parameters(modules)
-    if config.init is not None:
+    if loads and config.init is not None:
         prefixed = {name: (config.prefix_of(name), module) for name, module in modules.items()}
         owns_prefixes = config.cut is None and all(stage.prefix is None for stage in config.stages)
-        in_init = None if config.cut is None else config.cut.in_init
-        initial_weights.load_weights(
-            config.init, prefixed, config.tied_to, owns_prefixes, config.other_names, in_init
-        )
+        weights = WeightFiles(config.init)
+        stored = StoredNames.of(config, weights)
+        load_weights(weights, prefixed, stored, owns_prefixes)
     return modules
 
 

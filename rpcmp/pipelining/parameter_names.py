@@ -45,12 +45,11 @@ def named_parameters_of(
     config: Config, layers_of_stages: Sequence[Sequence[str]]
 ) -> dict[str, Named] | None:
     """Return the names of every layer; None if one cannot be built on the meta device here."""
-    plain = config.model_copy(update={"init": None})  # weights change no names
     known: dict[str, Named] = {}
     try:
         for index, names in enumerate(layers_of_stages):
             with torch.device("meta"):
-                built = layers.build_layers(plain, index, names)
+                built = layers.build_layers(config, index, names, loads=False)
             for layer, module in built.items():
                 known[layer] = _named(module, config.prefix_of(layer), config.stage(index).frozen)
     except Exception as error:  # it needs its host, or says there what is wrong with it

@@ -22,7 +22,7 @@ from rpcmp.config.schema import Config
 from rpcmp.config.types import Factory
 from rpcmp.errors import ConfigError, FactoryError
 from rpcmp.pipelining import random_streams
-from rpcmp.splitting.building import build_without_weights
+from rpcmp.splitting.building import build_without_weights, init_at
 from rpcmp.splitting.layer import SplitLayer
 from rpcmp.splitting.split import Split
 from rpcmp.splitting.weights import tensors_of
@@ -74,9 +74,9 @@ def build_module(config: Config) -> nn.Module:
         raise ConfigError("the job has no [model] with a `module`")
     random_streams.seed_plainly(config.seed)
     try:
-        module = importing.create(
-            Factory(callable=model.module, kwargs=model.kwargs), "model.module"
-        )
+        with init_at(config.init):
+            source = Factory(callable=model.module, kwargs=model.kwargs)
+            module = importing.create(source, "model.module")
     except MemoryError as error:
         raise FactoryError(
             f"{model.module}: there is no memory for the whole model, whose constructor draws all "

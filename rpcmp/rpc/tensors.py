@@ -58,6 +58,29 @@ def parameters_sha256(state_dict: Mapping[str, torch.Tensor]) -> str:
     return combine_digests({name: tensor_line(name, tensor) for name, tensor in state_dict.items()})
 
 
+SUMS = 64
+"""Parts of a tensor that `checksum` adds up."""
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """Return what tells tensors from others of the same shapes, as fast as memory is read.
+
+    That is the hash of sums, so it notices what training or another file changes, and not what
+    somebody has chosen to have the same sums. A SHA-256 of the bytes takes ten times as long.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        if flat.storage_offset() % 8:  # else it cannot be viewed as wider numbers
+            flat = flat.clone()
+        whole = flat.numel() // 8 * 8
+        # Sums of integers wrap around, so their order does not matter.
+        sums = [int(part.sum()) for part in flat[:whole].view(torch.int64).chunk(SUMS)]
+        text = f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0{sums}\0{flat[whole:].tolist()}\0"
+        digest.update(text.encode())
+    return digest.hexdigest()
+
+
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether both have the same dtype, shape and bits, on any devices.
 

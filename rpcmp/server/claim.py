@@ -35,6 +35,7 @@ from rpcmp.process.sandbox.confinement import FileAccess
 from rpcmp.server import claim_log
 from rpcmp.server.access import GroupMembers
 from rpcmp.server.claim_log import LogBuffer, WorkerVitals
+from rpcmp.server.job_folder import JobFiles
 from rpcmp.server.rendezvous import KeyValueStore, StoreProxy
 from rpcmp.server.snapshot_store import SnapshotStore
 from rpcmp.v1 import control_pb2 as pb
@@ -66,7 +67,8 @@ class Claim:
     Args:
         request: the driver's Prepare request, for `group`.
         allowed, show, file_access: see StageServer.
-        compiled: folder for the code that its workers compile, of all generations.
+        files: what is kept of the job from one generation to the next.
+        has_init: whether the weights to start from are on this host.
 
     Attributes:
         relay: carries the worker's connections to other networks.
@@ -84,7 +86,8 @@ class Claim:
         allowed: Sequence[str] | None,
         show: Callable[[Entry], None],
         file_access: FileAccess | None,
-        compiled: Path,
+        files: JobFiles,
+        has_init: bool,
     ) -> None:
         self.job, self.job_id = request.job, request.job_id
         self.generation = request.generation
@@ -115,7 +118,8 @@ class Claim:
         self._store: StoreProxy | None = None
         self._pulse = HeartbeatMonitor(request.heartbeat_timeout)
         self._threads = request.threads
-        self._compiled = compiled
+        self.files, self.has_init = files, has_init
+        self._init = request.init if has_init else str(files.weights)
         self._folder: Path | None = None
         self._child: Child | None = None
         self._start: Message | None = None
@@ -147,7 +151,8 @@ class Claim:
     async def _spawn(self) -> None:
         checkpoints = self._snapshot_store.folder  # the server's word for it, not the job's
         file_access = self._file_access and self._file_access.reading(self._folder, checkpoints)
-        file_access = file_access and file_access.writing(self._compiled)
+        file_access = file_access and file_access.reading(self._init)
+        file_access = file_access and file_access.writing(self.files.compiled)
         self._finds_files = file_access is None or bool(checkpoints and checkpoints.is_dir())
         self._child = await Child.spawn(
             WORKERS,
@@ -193,7 +198,8 @@ class Claim:
             "assignment": request.assignment,
             "allowed": self._allowed,
             "code_folder": str(self._folder) if self._folder else "",
-            "compiled": str(self._compiled),
+            "compiled": str(self.files.compiled),
+            "init": str(self.files.weights) if request.reads_sent_init else "",
             "rank": request.rank,
             "members": list(request.members),
         }

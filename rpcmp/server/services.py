@@ -71,6 +71,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             exposed=network.reason,
             host=platform.node(),
             keeps_nothing=snapshot_store.keeps_nothing,
+            has_init=claim.has_init,
+            weights_key=claim.files.weights_key,
         )
 
     async def Start(self, request: pb.StartRequest, grpc_context: GrpcContext) -> pb.StartResponse:

@@ -270,8 +270,13 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
         self, requests: AsyncIterator[pb.PutRequest], grpc_context: GrpcContext
     ) -> pb.PutResponse:
         head = await anext(requests, pb.PutRequest())
-        path = self._store_of(head.job_id).require_ours(head.file.path)
-        await receive_file((request.data async for request in requests), path, head.file.size)
+        data = (request.data async for request in requests)
+        if head.is_init:
+            kept = self._server.claimed_by(head.job_id, head.generation).files
+            await kept.receive_weights(head.file, data)
+        else:
+            path = self._store_of(head.job_id).require_ours(head.file.path)
+            await receive_file(data, path, head.file.size)
         return pb.PutResponse()
 
     async def Remove(

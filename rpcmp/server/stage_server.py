@@ -35,13 +35,13 @@ from rpcmp.process.logging.collector import RecordSource
 from rpcmp.process.logging.records import Entry, pass_on
 from rpcmp.process.sandbox.confinement import SCRATCH, FileAccess
 from rpcmp.process.task import run_task
-from rpcmp.server import claim_log, services
+from rpcmp.server import claim_log, job_folder, services
 from rpcmp.server.access import GroupMembers
 from rpcmp.server.claim import Claim, State
-from rpcmp.server.compile_cache import CompileCache
 from rpcmp.server.connection import differences, machine, versions
 from rpcmp.server.driver_memory import DriverMemory
 from rpcmp.server.host_facts import CheckRequest, examine
+from rpcmp.server.job_folder import JobFolder
 from rpcmp.server.services import NOT_SERVING, Endpoints
 from rpcmp.server.snapshot_store import NO_FOLDER, FolderOrReason, SnapshotStore
 from rpcmp.v1 import control_pb2 as pb
@@ -68,7 +68,7 @@ log = logging.getLogger(__name__)
 
 def sweep_leftovers() -> None:
     """Remove the temporary folders of servers that were killed, and of their workers."""
-    of_servers = (services.PREFIX, tunnel.PREFIX, claim_log.PREFIX, COMPILED)
+    of_servers = (services.PREFIX, tunnel.PREFIX, claim_log.PREFIX, job_folder.PREFIX, COMPILED)
     for prefix in (*of_servers, SCRATCH, resources.MULTIPROCESSING):
         resources.sweep(prefix)
 
@@ -119,7 +119,7 @@ class StageServer:
         self.security = security or Security()
         self.dialer = Dialer(self.security)
         self.snapshot_store = SnapshotStore(self.dialer)
-        self._compiled = CompileCache()
+        self._job_folder = JobFolder()
         self.driver = DriverMemory()
         self._accept_code = accept_code and allowed is None  # code could take any name of the list
         self._allowed = None if allowed is None else list(allowed)
@@ -155,7 +155,7 @@ class StageServer:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), seconds)
         await self.release(self.claim)
-        self._compiled.clear()
+        self._job_folder.clear()
         await self._endpoints.close()
         await self.forks.close()
 
@@ -249,7 +249,8 @@ class StageServer:
                 self._allowed,
                 self._show,
                 self._file_access,
-                await asyncio.to_thread(self._compiled.folder, request.job_id),
+                await asyncio.to_thread(self._job_folder.open, request.job_id),
+                await asyncio.to_thread(os.path.exists, request.init),
             )
             self._idle.clear()
             try:
@@ -401,7 +402,8 @@ class StageServer:
                 f"was started with {option} and refuses {len(request.code)} Python files; "
                 "install the model's package on the host and set ship_code = false"
             )
-        for path in request.data_paths:
+        init = [request.init] if os.path.exists(request.init) else []  # else it is sent
+        for path in [*request.data_paths, *init]:
             if self._file_access is not None and not self._file_access.may_read(path):
                 raise ConfigError(
                     f"does not let jobs read {path}, which is one of `data.paths` or `init`: start "
@@ -450,7 +452,7 @@ class StageServer:
 
     async def _clear(self) -> None:
         """Drop what is kept of a job from one generation to the next."""
-        await asyncio.to_thread(self._compiled.clear)
+        await asyncio.to_thread(self._job_folder.clear)
         await self.snapshot_store.clear()
 
     def _release_unwatched(self, claim: Claim) -> None:

@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from rpcmp.errors import ConfigError
+
 Module = TypeVar("Module", bound=nn.Module)
 
 _NAMES = "rpcmp_names_in_init"
@@ -42,6 +44,34 @@ class _Build:
 
 _builds: list[_Build] = []
 
+_init_paths: list[str] = []
+
+
+def init_path() -> str:
+    """Return where `init` lies on this host: for a job's own code, while it builds its modules.
+
+    That is the path in the config, or a folder with what the driver has sent to a host without a
+    copy: the weights of the layers there, and `config.json`.
+
+    Raises:
+        ConfigError: the job has no `init`, or no module is being built.
+    """
+    if not _init_paths or not _init_paths[-1]:
+        raise ConfigError(
+            "rpcmp.init_path() is for modules of a job with `init`, as it builds them"
+        )
+    return _init_paths[-1]
+
+
+@contextlib.contextmanager
+def init_at(path: str | None) -> Iterator[None]:
+    """Let `init_path` return a path."""
+    _init_paths.append(path or "")
+    try:
+        yield
+    finally:
+        _init_paths.pop()
+
 
 def from_init(make: Callable[[], Module]) -> Module:
     """Return what `make` builds: the part of a job's `module` that `init` has the weights of.
@@ -50,8 +80,8 @@ def from_init(make: Callable[[], Module]) -> Module:
     weights, they get no memory here; parameters that `make` builds and that are frozen later are
     in no snapshot and in no checkpoint, because they are in `init`.
 
-        def net(folder):
-            config = AutoConfig.from_pretrained(folder)
+        def net():
+            config = AutoConfig.from_pretrained(rpcmp.init_path())
             model = rpcmp.from_init(lambda: AutoModelForCausalLM.from_config(config))
             return peft.get_peft_model(model, peft.LoraConfig(r=8))
     """

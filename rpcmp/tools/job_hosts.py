@@ -117,6 +117,7 @@ class HostSurvey:
                     threads=settings.threads,
                     code=self._code,
                     data_paths=self._config.data_paths,
+                    init=self._config.init_path,
                 ),
                 order=request.model_dump_json(),
             )

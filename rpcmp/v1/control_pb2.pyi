@@ -236,6 +236,7 @@ class PrepareRequest(_message.Message):
     SUPERSEDES_FIELD_NUMBER: _builtins.int
     KEEP_S_FIELD_NUMBER: _builtins.int
     DROPS_HELD_FIELD_NUMBER: _builtins.int
+    INIT_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """the name that people see"""
     job_id: _builtins.str
@@ -261,6 +262,8 @@ class PrepareRequest(_message.Message):
     """how long to hold the job's state if its driver is lost"""
     drops_held: _builtins.bool
     """takes the server even if it holds a lost driver's job"""
+    init: _builtins.str
+    """absolute; weights to start from, on this host or sent by Put"""
     @_builtins.property
     def versions(self) -> Global___Versions: ...
     @_builtins.property
@@ -299,10 +302,11 @@ class PrepareRequest(_message.Message):
         supersedes: _abc.Iterable[_builtins.str] | None = ...,
         keep_s: _builtins.float = ...,
         drops_held: _builtins.bool = ...,
+        init: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_folder", b"checkpoint_folder", "checkpoint_run", b"checkpoint_run", "code", b"code", "data_paths", b"data_paths", "driver_id", b"driver_id", "drops_held", b"drops_held", "generation", b"generation", "group", b"group", "heartbeat_timeout", b"heartbeat_timeout", "job", b"job", "job_id", b"job_id", "keep_s", b"keep_s", "may_keep_nothing", b"may_keep_nothing", "relative_checkpoint_folder", b"relative_checkpoint_folder", "replica", b"replica", "stage_index", b"stage_index", "supersedes", b"supersedes", "threads", b"threads", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_folder", b"checkpoint_folder", "checkpoint_run", b"checkpoint_run", "code", b"code", "data_paths", b"data_paths", "driver_id", b"driver_id", "drops_held", b"drops_held", "generation", b"generation", "group", b"group", "heartbeat_timeout", b"heartbeat_timeout", "init", b"init", "job", b"job", "job_id", b"job_id", "keep_s", b"keep_s", "may_keep_nothing", b"may_keep_nothing", "relative_checkpoint_folder", b"relative_checkpoint_folder", "replica", b"replica", "stage_index", b"stage_index", "supersedes", b"supersedes", "threads", b"threads", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -348,6 +352,8 @@ class PrepareResponse(_message.Message):
     EXPOSED_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     KEEPS_NOTHING_FIELD_NUMBER: _builtins.int
+    HAS_INIT_FIELD_NUMBER: _builtins.int
+    WEIGHTS_KEY_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     worker_pid: _builtins.int
     machine: _builtins.str
@@ -360,6 +366,10 @@ class PrepareResponse(_message.Message):
     """the host's name"""
     keeps_nothing: _builtins.str
     """why its checkpoints cannot lie there; empty: they can"""
+    has_init: _builtins.bool
+    """whether `init` is on this host"""
+    weights_key: _builtins.str
+    """of what Put has sent of it for this job; empty: nothing"""
     @_builtins.property
     def holdings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holding]: ...
     @_builtins.property
@@ -382,10 +392,12 @@ class PrepareResponse(_message.Message):
         exposed: _builtins.str = ...,
         host: _builtins.str = ...,
         keeps_nothing: _builtins.str = ...,
+        has_init: _builtins.bool = ...,
+        weights_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exposed", b"exposed", "generation", b"generation", "holdings", b"holdings", "host", b"host", "keeps_nothing", b"keeps_nothing", "machine", b"machine", "network", b"network", "snapshot_fds", b"snapshot_fds", "snapshot_inodes", b"snapshot_inodes", "supervisor_pid", b"supervisor_pid", "worker_pid", b"worker_pid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exposed", b"exposed", "generation", b"generation", "has_init", b"has_init", "holdings", b"holdings", "host", b"host", "keeps_nothing", b"keeps_nothing", "machine", b"machine", "network", b"network", "snapshot_fds", b"snapshot_fds", "snapshot_inodes", b"snapshot_inodes", "supervisor_pid", b"supervisor_pid", "weights_key", b"weights_key", "worker_pid", b"worker_pid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -482,6 +494,7 @@ class StartRequest(_message.Message):
     IS_MIRRORED_FIELD_NUMBER: _builtins.int
     SAVES_FIELD_NUMBER: _builtins.int
     MIRRORED_BY_FIELD_NUMBER: _builtins.int
+    READS_SENT_INIT_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     stage_name: _builtins.str
@@ -496,6 +509,8 @@ class StartRequest(_message.Message):
     """whether it writes the stage's file of a checkpoint"""
     mirrored_by: _builtins.int
     """Index of the stage whose server holds this stage's snapshots as well; absent: none does."""
+    reads_sent_init: _builtins.bool
+    """reads what Put has sent of `init`, which this host lacks"""
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """RPC names, by rank"""
@@ -518,10 +533,11 @@ class StartRequest(_message.Message):
         is_mirrored: _builtins.bool = ...,
         saves: _builtins.bool = ...,
         mirrored_by: _builtins.int | None = ...,
+        reads_sent_init: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_mirrored_by", b"_mirrored_by", "mirrored_by", b"mirrored_by", "restore", b"restore"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mirrored_by", b"_mirrored_by", "assignment", b"assignment", "generation", b"generation", "is_mirrored", b"is_mirrored", "job_id", b"job_id", "members", b"members", "mirrored_by", b"mirrored_by", "rank", b"rank", "rendezvous", b"rendezvous", "restore", b"restore", "saves", b"saves", "stage_name", b"stage_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mirrored_by", b"_mirrored_by", "assignment", b"assignment", "generation", b"generation", "is_mirrored", b"is_mirrored", "job_id", b"job_id", "members", b"members", "mirrored_by", b"mirrored_by", "rank", b"rank", "reads_sent_init", b"reads_sent_init", "rendezvous", b"rendezvous", "restore", b"restore", "saves", b"saves", "stage_name", b"stage_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__mirrored_by: _TypeAlias = _typing.Literal["mirrored_by"]  # noqa: Y015
     _WhichOneofArgType__mirrored_by: _TypeAlias = _typing.Literal["_mirrored_by", b"_mirrored_by"]  # noqa: Y015
@@ -1263,8 +1279,14 @@ class PutRequest(_message.Message):
     JOB_ID_FIELD_NUMBER: _builtins.int
     FILE_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    IS_INIT_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     data: _builtins.bytes
+    is_init: _builtins.bool
+    """of the job that claims the server; `file` has a plain name"""
+    generation: _builtins.int
+    """with is_init"""
     @_builtins.property
     def file(self) -> Global___CheckpointFile: ...
     def __init__(
@@ -1273,10 +1295,12 @@ class PutRequest(_message.Message):
         job_id: _builtins.str = ...,
         file: Global___CheckpointFile | None = ...,
         data: _builtins.bytes = ...,
+        is_init: _builtins.bool = ...,
+        generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["file", b"file"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "file", b"file", "job_id", b"job_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "file", b"file", "generation", b"generation", "is_init", b"is_init", "job_id", b"job_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

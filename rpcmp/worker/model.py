@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,6 +34,7 @@ from rpcmp.pipelining import devices, layers, microbatches, pytree, random_strea
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.process import compiler
 from rpcmp.rpc.messages import Evaluated, LossWeight, MicrobatchMeta
+from rpcmp.rpc.tensors import checksum
 from rpcmp.worker import compiling
 from rpcmp.worker.loss import SinkLoss
 
@@ -65,6 +66,7 @@ class StageModel:
 
     Attributes:
         foreign: names of parameters that another one is tied to, which alone is stored and trained.
+        base: checksums of the frozen weights that only `init` has, by layer.
         returns_outputs: whether the driver computes metrics from the outputs.
     """
 
@@ -87,6 +89,7 @@ class StageModel:
         own = {name for layer in self._modules for name, _ in self._named_in(layer)}
         self.foreign = own & set(config.tied_to)
         self._elsewhere = self.foreign | (own & config.base)  # what this stage does not store
+        self.base = self._checksums(config.base)
         for module in self._modules.values():
             module.to(self.device)
             if settings.frozen:
@@ -155,6 +158,13 @@ class StageModel:
         for name, parameter in self._modules[layer].named_parameters():
             yield self._prefixes[layer] + name, parameter
 
+    def _checksums(self, base: Collection[str]) -> dict[str, str]:
+        of_layers = {
+            layer: {name: value for name, value in self._named_in(layer) if name in base}
+            for layer in self._modules
+        }
+        return {layer: checksum(named) for layer, named in of_layers.items() if named}
+
     def modules(self) -> Iterator[nn.Module]:
         for layer in self._modules.values():
             yield from layer.modules()
@@ -182,7 +192,8 @@ class StageModel:
         }
         for name, value in self.named_parameters():
             described[name] += ", trained" if value.requires_grad else ", frozen"
-        return {HOST: platform.node(), **described, **self._code}
+        base = {f"`init` for layer {layer!r}": checksum for layer, checksum in self.base.items()}
+        return {HOST: platform.node(), **described, **base, **self._code}
 
     @cached_property
     def _code(self) -> dict[str, str]:

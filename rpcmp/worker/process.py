@@ -78,6 +78,9 @@ class WorkerProcess:
     def run(self) -> None:
         """Serve from the build to the end of the group, and end the process."""
         assignment = Assignment.model_validate_json(self._start["assignment"])
+        if init := self._start["init"]:  # the driver has sent its part of it
+            config = assignment.config.model_copy(update={"init": init})
+            assignment = assignment.model_copy(update={"config": config})
         importing.set_allow_list(self._start["allowed"])
         files: list[str] = []
         if folder := self._start["code_folder"]:

@@ -100,12 +100,21 @@ class StageSnapshots:
 
     def _state(self) -> StageState:
         model, optimizer = self._model.state_dict(), self._optimizer
-        return StageState(optimizer.steps, optimizer.stage, model, *optimizer.parts())
+        return StageState(
+            optimizer.steps, optimizer.stage, model, *optimizer.parts(), base=self._model.base
+        )
 
 
 def restore(paths: Sequence[str], model: StageModel, optimizer: StageOptimizer) -> None:
     """Restore the state of a new stage from files or a slot, before the group starts."""
     state = unpack(paths, optimizer.stage, list(model.state_dict()), optimizer.names)
+    for layer, checksum in model.base.items():
+        if state.base.get(layer, checksum) != checksum:
+            raise CheckpointError(
+                f"stage {optimizer.stage!r}: `init` has other frozen weights for layer {layer!r} "
+                f"than when step {state.step} was trained, and its state goes with those only: "
+                "give the former `init`, or start afresh (--fresh)"
+            )
     try:
         model.load_state_dict(state.model)
         optimizer.restore(state)

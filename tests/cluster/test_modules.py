@@ -6,10 +6,10 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_model
 
 from tests.support.processes import JobFolder, rpcmp
-from tests.zoo import unsplit
+from tests.zoo import architectures, unsplit
 
 LANGUAGE = """
 loss = "rpcmp.losses:masked_lm"
@@ -52,6 +52,30 @@ def test_a_module_is_balanced_saved_resumed_under_another_balance_and_exported(
     begin = ("--set", "steps=1", "--set", f'init="{exported}"', "--set", "checkpoint.dir=again")
     again = rpcmp("drive", config, "--json", *begin)
     assert again.code == 0, again.err
+
+
+def test_frozen_weights_that_have_changed_in_init_are_noticed(job: JobFolder) -> None:
+    weights = job.folder / "base.safetensors"
+    config = job.config(f"{architectures.job('adapted', 2, '1f1b')}\n[checkpoint]\ndir = 'saved'")
+    options = ("--json", "--set", f'init="{weights}"')
+    torch.manual_seed(5)
+    module = unsplit.Language()
+    save_model(module, str(weights))
+    whole = rpcmp("drive", config, *options, "--set", "checkpoint.dir=whole")
+    assert rpcmp("drive", config, *options, "--steps", "2").code == 0
+    with torch.no_grad():
+        module.get_parameter("layers.1.norm.weight")[0] += 1e-6
+    save_model(module, str(weights))
+    refused = rpcmp("drive", config, *options, "--resume")
+    assert refused.code != 0
+    assert (
+        "`init` has other frozen weights for layer 'base.layers.1' than when step 2" in refused.err
+    )
+    torch.manual_seed(5)
+    save_model(unsplit.Language(), str(weights))
+    resumed = rpcmp("drive", config, *options, "--resume", "--set", "model.num_stages=3")
+    ends = [run.event("summary")["parameters_sha256"] for run in (whole, resumed)]
+    assert ends[0] == ends[1]
 
 
 def test_explain_shows_where_a_module_can_be_cut(job: JobFolder) -> None:

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import save_model
 
 from tests.support.faults import Committed, committed
 from tests.support.hosts import LOSING, assert_went_on, committed_without_fault, slow_config
 from tests.support.needs import needs, needs_root
-from tests.support.processes import JobFolder, Server, connect, rpcmp, running, running_server
+from tests.support.processes import (
+    JobFolder,
+    Server,
+    connect,
+    describe,
+    rpcmp,
+    running,
+    running_server,
+)
 from tests.support.runs import checkpoints_in
+from tests.zoo import architectures, unsplit
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +37,13 @@ def fault_free(tmp_path_factory: pytest.TempPathFactory) -> Committed:
 
 @contextlib.contextmanager
 def server(
-    stage: int, address: str = "127.0.0.1:0", under: tuple[str, ...] = ()
+    stage: int,
+    address: str = "127.0.0.1:0",
+    under: tuple[str, ...] = (),
+    options: tuple[str, ...] = (),
 ) -> Iterator[Server]:
     """Start a stage server; only the server accesses files, so its workers may run anywhere."""
-    which = ("--stage", str(stage), "--listen", address)
+    which = ("--stage", str(stage), "--listen", address, *options)
     with running_server(*which, owner=f"stage {stage}", under=under) as started:
         yield started
 
@@ -93,6 +109,67 @@ def test_machines_with_empty_disks_get_the_drivers_files(
         where = ("--connect", connect([first, second]))
         result = rpcmp("drive", config, "--resume", "--json", *saves, *where)
     assert committed(result) == (fault_free[0][10:], fault_free[1])
+
+
+CONFIGURED = """
+import json
+from pathlib import Path
+import rpcmp
+from tests.zoo import architectures
+
+def net():
+    return architectures.module(**json.loads((Path(rpcmp.init_path()) / "config.json").read_text()))
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--confine",)], ids=["", "confined"])
+def test_machines_without_the_weights_get_those_of_their_layers_from_the_driver(
+    job: JobFolder, options: tuple[str, ...]
+) -> None:
+    """Frozen ones: a worker that is started again reads them again, a new server is sent them."""
+    needs_root("mount")
+    hidden, place = job.folder / "hidden", job.folder / "place"
+    (hidden / "base").mkdir(parents=True)
+    place.mkdir()
+    torch.manual_seed(5)
+    save_model(unsplit.Language(), str(hidden / "base" / "model.safetensors"))
+    (hidden / "base" / "config.json").write_text('{"name": "adapted"}')
+    (job.folder / "net.py").write_text(CONFIGURED)
+    text = architectures.job("adapted", 2, "1f1b")
+    own = ('module = "tests.zoo.architectures:module"\nkwargs = { name = "adapted" }\n', "")
+    config = job.config(text.replace(*own).replace("[model]", '[model]\nmodule = "net:net"'))
+    long = ("--json", "--steps", "60")
+    whole = rpcmp("drive", config, *long, "--set", f'init="{hidden / "base"}"')
+    script = f'{needs("mount")} --bind {hidden} {place} && exec "$@"'
+    drives = (needs("unshare"), "--mount", "sh", "-c", script, "sh")
+    with server(0, options=options) as here, server(1, options=options) as there:
+        init = ("--set", f'init="{place / "base"}"', "--connect", connect([here, there]))
+        with running("drive", config, *long, *init, under=drives) as run:
+            run.wait_for_line('"event": "step", "step": 3,')
+            worker = describe(there).worker_pid
+            os.kill(worker, signal.SIGKILL)
+            run.wait_for_line('"recovered"')
+            psutil.Process(there.pid).kill()
+            run.wait_for_line('"waiting"')
+            with server(1, there.address, options=options):
+                result = run.wait()
+    assert committed(result) == committed(whole)
+    sent = [
+        event["stage"]
+        for event in result.events
+        if event["event"] == "log" and "it is sent" in event["text"]
+    ]
+    assert sorted(sent) == ["stage0", "stage1", "stage1"]
+
+
+def test_weights_that_no_machine_has_are_an_error(job: JobFolder) -> None:
+    config = job.config(architectures.job("language", 2, "1f1b"))
+    with server(0) as here, server(1) as there:
+        where = ("--connect", connect([here, there]))
+        result = rpcmp("drive", config, "--set", 'init="nowhere"', *where)
+    assert result.code == 2
+    assert "there is no init = " in result.err
+    assert "nor on the driver's host: put it on one of them" in result.err
 
 
 def test_machines_may_share_a_disk(

@@ -58,7 +58,9 @@ class File:
 def job_files(config: Config) -> list[File]:
     files = [_code(config)] if config.ship_code else []
     if config.init is not None:
-        files.append(File("weights", config.init, "read by each stage, on its host"))
+        files.append(
+            File("weights", config.init, "read by each stage on its host, or sent by the driver")
+        )
     if (folder := config.log_folder) is not None:
         text = "a folder for this run: config, versions, metrics, events, log, last steps' trace"
         files.append(File("run folder", str(folder), text))

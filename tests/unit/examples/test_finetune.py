@@ -28,7 +28,7 @@ def test_a_model_is_fine_tuned_from_its_folder(
     overrides = [
         "steps=2",
         f'init="{folder}"',
-        f'model.kwargs={{ folder = "{folder}", rank = {rank} }}',
+        f"model.kwargs={{ rank = {rank} }}",
         "data.train.kwargs.windows=32",
         "data.batch_size=11",
     ]

@@ -21,6 +21,7 @@ NAMES = [
     "Pipeline",
     "RpcmpError",
     "from_init",
+    "init_path",
     "launch",
     "load_config",
     "parameters_sha256",

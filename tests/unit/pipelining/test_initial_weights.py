@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining.initial_weights import (
-    INDEX,
-    SINGLE,
-    WeightFiles,
+    StoredNames,
     load_weights,
+    read_tensor,
     require_known_weights,
 )
+from rpcmp.pipelining.weight_files import INDEX, SINGLE, WeightFiles
 
 WEIGHTS = {
     "a.weight": torch.full((2, 2), 1.0),
@@ -62,6 +62,16 @@ def model() -> dict[str, tuple[str, nn.Module]]:
     return {name: (f"{name}.", nn.Linear(2, 2)) for name in ("a", "b")}
 
 
+def load(
+    path: str,
+    modules: dict[str, tuple[str, nn.Module]],
+    tied_to: dict[str, str],
+    owns_prefixes: bool = True,
+) -> None:
+    files = WeightFiles(path)
+    load_weights(files, modules, StoredNames(files.names, tied_to), owns_prefixes)
+
+
 def state(modules: dict[str, tuple[str, nn.Module]]) -> dict[str, Tensor]:
     pairs = modules.values()
     return {p + name: value for p, module in pairs for name, value in module.state_dict().items()}
@@ -71,9 +81,9 @@ def state(modules: dict[str, tuple[str, nn.Module]]) -> dict[str, Tensor]:
 def test_each_layer_gets_its_tensors(tmp_path: Path, write: Callable[[Path], Path]) -> None:
     path = str(write(tmp_path))
     modules = model()
-    require_known_weights(path, ["a.", "b."], None)
-    require_known_weights(path, [], set(WEIGHTS))
-    load_weights(path, modules, {}, owns_prefixes=True)
+    require_known_weights(WeightFiles(path), ["a.", "b."], None)
+    require_known_weights(WeightFiles(path), [], set(WEIGHTS))
+    load(path, modules, {}, owns_prefixes=True)
     assert all(torch.equal(value, WEIGHTS[name]) for name, value in state(modules).items())
 
 
@@ -83,16 +93,16 @@ def test_a_host_opens_only_the_files_that_its_layers_are_in(tmp_path: Path) -> N
         (tmp_path / f"model-0000{part}-of-00004.safetensors").write_text("damaged")
     files = WeightFiles(str(tmp_path))
     assert files.names == set(WEIGHTS)
-    assert torch.equal(files.get("b.bias"), WEIGHTS["b.bias"])
+    assert torch.equal(read_tensor(files, "b.bias"), WEIGHTS["b.bias"])
     with pytest.raises(ConfigError, match=r"\(model-00002-of-00004\.safetensors\) cannot be read"):
-        files.get("a.bias")
+        read_tensor(files, "a.bias")
 
 
 def test_a_tied_parameter_may_be_stored_once(tmp_path: Path) -> None:
     modules = model()
     stored = {name: value for name, value in WEIGHTS.items() if name != "b.weight"}
     save_file(stored, tmp_path / SINGLE)
-    load_weights(str(tmp_path), modules, {"b.weight": "a.weight"}, owns_prefixes=True)
+    load(str(tmp_path), modules, {"b.weight": "a.weight"}, owns_prefixes=True)
     assert torch.equal(state(modules)["b.weight"], WEIGHTS["a.weight"])
 
 
@@ -101,13 +111,13 @@ def test_all_that_does_not_fit_is_named(tmp_path: Path) -> None:
     wrong |= {"a.weight": torch.ones(3, 2), "b.scale": torch.ones(1)}
     save_file(wrong, tmp_path / SINGLE)
     with pytest.raises(ConfigError) as raised:
-        load_weights(str(tmp_path), model(), {}, owns_prefixes=True)
+        load(str(tmp_path), model(), {}, owns_prefixes=True)
     assert str(raised.value) == (
         f"init = {str(tmp_path)!r} does not fit the model: it has another shape of a.weight "
         "([3, 2], not [2, 2]); it lacks a.bias, b.bias; it has, for no layer, b.scale"
     )
     with pytest.raises(ConfigError, match=r"has tensors of no layer: b\.scale"):
-        require_known_weights(str(tmp_path), [], set(WEIGHTS))
+        require_known_weights(WeightFiles(str(tmp_path)), [], set(WEIGHTS))
 
 
 def break_name(folder: Path) -> None:
@@ -148,11 +158,11 @@ def test_a_damaged_folder_is_an_error_that_names_the_file(
 ) -> None:
     damage(several(tmp_path))
     with pytest.raises(ConfigError, match=text):
-        load_weights(str(tmp_path), model(), {}, owns_prefixes=True)
+        load(str(tmp_path), model(), {}, owns_prefixes=True)
 
 
 @pytest.mark.parametrize("part", ["", SINGLE])
 def test_a_link_that_cannot_be_read_says_what_a_link_needs(tmp_path: Path, part: str) -> None:
     (tmp_path / SINGLE).symlink_to(tmp_path / "blobs" / "1")
     with pytest.raises(ConfigError, match=r"is a link: its folder has to be in data\.paths too"):
-        load_weights(str(tmp_path / part), model(), {}, owns_prefixes=True)
+        load(str(tmp_path / part), model(), {}, owns_prefixes=True)

@@ -13,6 +13,7 @@ from torch import nn
 from rpcmp.config.loader import parse_config
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import assignment, initial_weights, parameter_names
+from rpcmp.pipelining.weight_files import WeightFiles
 from tests.zoo import models
 
 
@@ -90,9 +91,13 @@ def test_the_only_host_with_the_weights_reports_unknown_names(tmp_path: Path) ->
     layer = nn.Linear(1, 1)
     named = {f"a.{name}": value for name, value in layer.state_dict().items()}
     save_file({**named, "a.wieght": torch.ones(1)}, path)
+
+    def load(tied_to: dict[str, str], owns_prefixes: bool) -> None:
+        files = WeightFiles(path)
+        stored = initial_weights.StoredNames(files.names, tied_to)
+        initial_weights.load_weights(files, {"a": ("a.", layer)}, stored, owns_prefixes)
+
     with pytest.raises(ConfigError, match=r"it has, for no layer, a\.wieght"):
-        initial_weights.load_weights(path, {"a": ("a.", layer)}, {}, owns_prefixes=True)
-    initial_weights.load_weights(path, {"a": ("a.", layer)}, {}, owns_prefixes=False)
-    initial_weights.load_weights(
-        path, {"a": ("a.", layer)}, {"a.wieght": "a.weight"}, owns_prefixes=True
-    )
+        load({}, owns_prefixes=True)
+    load({}, owns_prefixes=False)
+    load({"a.wieght": "a.weight"}, owns_prefixes=True)

@@ -209,10 +209,10 @@ def test_a_fork_server_removes_semaphores_that_its_supervisor_could_not() -> Non
         async with forks() as by:
             child, _ = await spawn(by)
             left = Path(f"/dev/shm/sem.rpcmp-{os.stat('/proc/self/ns/pid').st_ino}-{child.pid}-x")
-            left.touch()
+            await asyncio.to_thread(left.touch)
             child.send({"op": "exit", "code": 3})
             assert await child.wait() == 3
-            assert not left.exists()
+            assert not await asyncio.to_thread(left.exists)
             await child.kill()
 
     asyncio.run(run())

@@ -97,3 +97,24 @@ def test_negative_zero_is_not_zero() -> None:
     assert tensors.tensor_line("w", torch.tensor(-0.0)) != tensors.tensor_line(
         "w", torch.tensor(0.0)
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 1000])
+def test_any_element_changes_the_checksum(dtype: torch.dtype, size: int) -> None:
+    tensor = torch.arange(size).to(dtype)
+    before = tensors.checksum({"a": tensor})
+    assert tensors.checksum({"a": tensor.clone()}) == before
+    assert tensors.checksum({"b": tensor}) != before
+    assert tensors.checksum({"a": tensor.reshape(1, size)}) != before
+    for place in {0, size // 2, size - 1} if size else ():
+        changed = tensor.clone()
+        changed[place] = not changed[place]
+        assert tensors.checksum({"a": changed}) != before
+
+
+def test_the_checksum_ignores_where_a_tensor_lies() -> None:
+    tensor = torch.arange(24, dtype=torch.int8)
+    assert tensors.checksum({"a": tensor[3:20]}) == tensors.checksum({"a": tensor[3:20].clone()})
+    matrix = torch.randn(3, 5)
+    assert tensors.checksum({"a": matrix.T}) == tensors.checksum({"a": matrix.T.contiguous()})

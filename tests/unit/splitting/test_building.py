@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+import rpcmp
+from rpcmp.errors import ConfigError
 from rpcmp.splitting import building
 from rpcmp.splitting.building import build_without_weights
 from rpcmp.splitting.split import split_module
@@ -99,3 +101,14 @@ def test_parameters_keep_their_names_in_init() -> None:
     assert (
         building.from_init(unsplit.Adapted).after.weight.abs().max() > 0
     )  # where nothing is left out
+
+
+def test_the_place_of_init_is_known_while_modules_are_built() -> None:
+    with building.init_at("/models/a"):
+        with building.init_at("/models/b"):
+            assert rpcmp.init_path() == "/models/b"
+        assert rpcmp.init_path() == "/models/a"
+        with building.init_at(None), pytest.raises(ConfigError, match="of a job with `init`"):
+            rpcmp.init_path()
+    with pytest.raises(ConfigError, match="of a job with `init`"):
+        rpcmp.init_path()

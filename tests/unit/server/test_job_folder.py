@@ -1,0 +1,65 @@
+"""The folder of what a server keeps of a job."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from rpcmp.errors import ConfigError, UnreachableError
+from rpcmp.server.job_folder import JobFolder
+from rpcmp.v1 import control_pb2 as pb
+
+
+def test_a_job_has_one_folder_and_no_other_job_has_it() -> None:
+    jobs = JobFolder()
+    first = jobs.open("one")
+    (first.compiled / "code").touch()
+    first.weights_key = "key"
+    assert jobs.open("one") == first
+    assert (first.compiled / "code").exists()
+    second = jobs.open("two")
+    assert second.folder != first.folder
+    assert not first.folder.exists()
+    assert second.weights_key == ""
+    assert not list(second.compiled.iterdir())
+    assert second.weights.is_dir()
+    jobs.clear()
+    assert not second.folder.exists()
+    jobs.clear()
+    again = jobs.open("two")
+    assert again.compiled.is_dir()
+    jobs.clear()
+
+
+def test_weights_count_once_all_of_them_have_arrived() -> None:
+    async def data(*parts: bytes) -> AsyncIterator[bytes]:
+        for part in parts:
+            yield part
+
+    def file(path: str, **more: str) -> pb.CheckpointFile:
+        return pb.CheckpointFile(path=path, size=4, **more)
+
+    async def run() -> None:
+        files = jobs.open("one")
+        await files.receive_weights(file("config.json"), data(b"{", b"  }"))
+        assert files.weights_key == ""
+        await files.receive_weights(file("model.safetensors", sha256="key"), data(b"abcd"))
+        assert files.weights_key == "key"
+        with pytest.raises(UnreachableError, match="only 2 of 4 bytes"):
+            await files.receive_weights(file("model.safetensors", sha256="other"), data(b"ab"))
+        assert files.weights_key == ""
+        assert {path.name for path in files.weights.iterdir()} == {
+            "config.json",
+            "model.safetensors",
+        }
+        for path in ("../x", "", "other.json"):
+            with pytest.raises(ConfigError, match="is no file of weights"):
+                await files.receive_weights(file(path), data(b"abcd"))
+
+    jobs = JobFolder()
+    try:
+        asyncio.run(run())
+    finally:
+        jobs.clear()
