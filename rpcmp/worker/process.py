@@ -20,7 +20,8 @@ from pathlib import Path
 from rpcmp.checkpoint.slots import Slots
 from rpcmp.config import importing
 from rpcmp.config.importing import explain_error
-from rpcmp.data.stage_loader import LoaderPool, StageDataLoader
+from rpcmp.data.loader_pool import LoaderPool
+from rpcmp.data.stage_loader import StageDataLoader
 from rpcmp.errors import (
     CheckpointError,
     ConfigError,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rpcmp.config import loader
-from rpcmp.data.stage_loader import LoaderPool
+from rpcmp.data.loader_pool import LoaderPool
 from rpcmp.pipelining import pytree
 from rpcmp.rpc.messages import BatchIndices
 from tests.support import minibatches

@@ -32,12 +32,12 @@ import torch.nn.functional as F  # noqa: N812
 from rpcmp.checkpoint.slots import Slots
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER
-from rpcmp.data import stage_loader
+from rpcmp.data import loader_process
 from rpcmp.data.batch_server import BatchServer
 from rpcmp.data.batches import Samples
+from rpcmp.data.loader_pool import LoaderPool
 from rpcmp.data.loading import training_batches
 from rpcmp.data.sample_order import OwnSampler
-from rpcmp.data.stage_loader import LoaderPool
 from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.evaluation import Metrics
 from rpcmp.driver.process import Planned, plan_job
@@ -116,7 +116,7 @@ class LocalLoaders(LoaderPool):
         self._config, self._stage = config, stage
         self._references = config.graph().parts(stage)
         self._threads = ThreadPoolExecutor(1, "local-loader")
-        self._loading = stage_loader._Loading(config, stage)
+        self._loading = loader_process.Loading(config, stage)
 
     def holding(self) -> DatasetInfo:
         built = _answered(self._loading.build())
