@@ -134,12 +134,14 @@ async def _tune(
     budget: float,
 ) -> tuple[Tuned | None, int]:
     from rpcmp.cli.progress_output import measuring
-    from rpcmp.job.autobalance import with_cut
+    from rpcmp.job.autobalance import balanced
     from rpcmp.job.generation import Segments
+    from rpcmp.job.server_pool import forks_for
     from rpcmp.tools import tuning
     from rpcmp.tools.measurement import StoppedError, TimeLimits
 
-    config = await with_cut(config)
+    async with forks_for(config, connect) as forks:  # what it leaves open is not tuned
+        config, _ = await balanced(config, connect, forks)
     segments = Segments(tuning.plain_training(config), connect, swept.settings)
     measure, tuned = functools.partial(tuning.measure, segments), None
     with measuring(config.name) as now:

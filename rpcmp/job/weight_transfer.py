@@ -21,6 +21,7 @@ from rpcmp.config.types import format_size
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining.weight_files import CONFIG, SINGLE, WeightFiles
 from rpcmp.server.client import StageClient
+from rpcmp.server.connection import machine
 from rpcmp.v1 import control_pb2 as pb
 
 TELL_SECONDS = 5.0
@@ -56,7 +57,8 @@ class WeightTransfer:
             return False
         missing = f"there is no init = {self._init!r} on {claim.host}"
         if not await asyncio.to_thread(Path(self._init).exists):
-            raise ConfigError(f"{missing}, nor on the driver's host: put it on one of them")
+            nor = "" if claim.machine == machine() else ", nor on the driver's host"
+            raise ConfigError(f"{missing}{nor}")
         if names is None:
             raise ConfigError(
                 f"{missing}, and only there it is known which tensors the stage has, since its "

@@ -198,7 +198,7 @@ def split_in_two(path: Path, folder: Path) -> Path:
     [
         ("unknown", "has tensors of no layer: other.weight"),
         ("missing", "does not fit the model: it lacks head.bias"),
-        ("nothing", "cannot be read"),
+        ("nothing", "there is no init = "),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import tarfile
 from pathlib import Path
 
@@ -126,6 +127,25 @@ def test_hosts_whose_streams_differ_are_named(job: JobFolder) -> None:
     assert "data.train yields other samples in step 1 at stage 'stage0' than at stage 'stage1'" in (
         " ".join(result.err.split())
     )
+
+
+@pytest.mark.parametrize("at", ["driver", "stage"])
+def test_what_is_measured_before_a_run_reads_a_stream_too(job: JobFolder, at: str) -> None:
+    config = job_of(job, data('"streams:Plain"', at))
+    whole = drive(config)
+    auto = ("--set", "model.balance=auto", "--set", "model.num_stages=2")
+    assert committed(drive(config, *auto)) == committed(whole)
+    small = (
+        "--set",
+        "optimizer={ callable = 'torch.optim:SGD', kwargs = { lr = 1e-9 } }",
+        "--microbatches",
+        "2,3",
+        "--schedules",
+        "1f1b",
+    )
+    tuned = rpcmp("tune", config, *auto, *small, "--budget", "5", "--json")
+    assert tuned.code == 0, tuned.err
+    assert {each["num_microbatches"] for each in json.loads(tuned.out)["settings"]} == {2, 3}
 
 
 def test_a_stream_needs_steps(job: JobFolder) -> None:

@@ -162,14 +162,16 @@ def test_machines_without_the_weights_get_those_of_their_layers_from_the_driver(
     assert sorted(sent) == ["stage0", "stage1", "stage1"]
 
 
-def test_weights_that_no_machine_has_are_an_error(job: JobFolder) -> None:
+def test_weights_that_no_machine_has_are_an_error(
+    job: JobFolder, another_machine: tuple[str, ...]
+) -> None:
     config = job.config(architectures.job("language", 2, "1f1b"))
-    with server(0) as here, server(1) as there:
+    with server(0, under=another_machine) as here, server(1, under=another_machine) as there:
         where = ("--connect", connect([here, there]))
         result = rpcmp("drive", config, "--set", 'init="nowhere"', *where)
     assert result.code == 2
     assert "there is no init = " in result.err
-    assert "nor on the driver's host: put it on one of them" in result.err
+    assert "nor on the driver's host" in result.err
 
 
 def test_machines_may_share_a_disk(

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from rpcmp.job import weight_transfer
 from rpcmp.job.weight_transfer import WeightTransfer
 from rpcmp.pipelining.weight_files import CONFIG, SINGLE
 from rpcmp.server.client import StageClient
+from rpcmp.server.connection import machine
 from rpcmp.v1 import control_pb2 as pb
 
 WEIGHTS = {"a": torch.randn(3), "b": torch.randn(2**19), "c": torch.randn(2)}
@@ -39,7 +40,7 @@ class Server:
 
         self.config = b""
 
-    def send(self, init: str, names: list[str] | None, has_init: bool = False) -> bool:
+    def send(self, init: str, names: list[str] | None, **claim: Any) -> bool:
         async def put(requests: AsyncIterator[pb.PutRequest]) -> None:
             head = await anext(requests)
             assert (head.job_id, head.generation, head.is_init) == ("job", 2, True)
@@ -54,7 +55,7 @@ class Server:
 
         client = cast(StageClient, SimpleNamespace(name="one", put=put))
         transfer = WeightTransfer(init, "job", 2, lambda label, text: self.lines.append(text))
-        answer = pb.PrepareResponse(host="far", weights_key=self.key, has_init=has_init)
+        answer = pb.PrepareResponse(host="far", weights_key=self.key, **claim)
         return asyncio.run(transfer.send(client, answer, names))
 
 
@@ -97,8 +98,10 @@ def test_a_long_transfer_is_told(init: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_weights_that_are_nowhere_are_an_error(init: str) -> None:
-    with pytest.raises(ConfigError, match=r"no init = '.*none' on far, nor on the driver's host"):
+    with pytest.raises(ConfigError, match=r"no init = '.*none' on far, nor on the driver's host$"):
         Server().send(f"{init}none", None)
+    with pytest.raises(ConfigError, match=r"no init = '.*none' on far$"):
+        Server().send(f"{init}none", None, machine=machine())
 
 
 def test_names_that_only_the_host_knows_are_an_error(init: str) -> None:
