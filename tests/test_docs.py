@@ -191,7 +191,7 @@ CHECKED_BY = {
     "cli/test_new.py::test_a_job_may_start_as_an_example": ["rpcmp new tune --like finetune"],
     "test_docs.py::test_the_tiers_equal_the_markers_of_pytest": ["pytest -m long"],
     "unit/server/test_connection.py::test_the_releases_of_torch_are_those_of_the_package": [
-        "python3 -m venv /tmp/other",
+        "python3.13 -m venv /tmp/other",
         ". /tmp/other/bin/activate",
         'pip install "torch==2.15.*" -e ".[test]"',
         'pytest -m long -k "compile or recovery"',
