@@ -33,7 +33,6 @@ ELSEWHERE = {
     "cluster/test_run_log.py": "job/worker_group",
     "cluster/test_servers.py": """
         cli/drain cli/serve cli/status job/generation server/claim server/lifecycle
-        server/stage_server
     """,
     "cluster/test_verify.py": "cli/verify",
     "group/test_bits.py": "driver/stage_group",

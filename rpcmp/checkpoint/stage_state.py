@@ -23,7 +23,7 @@ import math
 import mmap
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,7 +78,8 @@ class StageState:
         built: "groups" and "scheduler" as they were built from the config, and "asked", the
             config's own values; None without an optimizer.
         aside: the optimizer's state besides its parameters'; see worker.optimizer_state.
-        base: the checksum of the frozen weights that only `init` has, by layer.
+        base: the checksum of the frozen weights that only `init` has, by layer; None in files that
+            were written before there were any.
     """
 
     step: int
@@ -89,7 +90,7 @@ class StageState:
     scheduler: Any
     built: Any = None
     aside: Any = None
-    base: dict[str, str] = field(default_factory=dict)
+    base: dict[str, str] | None = None
 
 
 def pack(state: StageState) -> tuple[dict[str, Tensor], str]:
@@ -129,16 +130,24 @@ def unpack(
     merged: dict[str, Tensor] = {}
     optimizer: dict[str, Any] = {}
     base: dict[str, str] = {}
+    has_base = all(part.base is not None for part in parts)
     for part in parts:
         merged |= part.model
         optimizer |= part.state
-        base |= part.base
+        base |= part.base or {}
     if missing := sorted(set(model) - set(merged)):
         raise CheckpointError(f"stage {stage!r} misses {', '.join(missing)} in {', '.join(paths)}")
     training = [part for part in parts if part.groups is not None]
     _require_agreement(training, stage, set(trained))
     first = (training or parts)[0]
-    return replace(first, step=parts[0].step, stage=stage, model=merged, state=optimizer, base=base)
+    return replace(
+        first,
+        step=parts[0].step,
+        stage=stage,
+        model=merged,
+        state=optimizer,
+        base=base if has_base else None,
+    )
 
 
 def _read(path: str, model: set[str], trained: set[str]) -> StageState:
@@ -169,7 +178,7 @@ def decoded(
             for name, spec in about["state"].items()
             if name in trained
         },
-        base=about.get("base", {}),
+        base=about.get("base"),
         **trees,
     )
 

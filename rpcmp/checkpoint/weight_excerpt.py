@@ -27,7 +27,10 @@ class Excerpt:
 
     def __init__(self, files: WeightFiles, names: Iterable[str]) -> None:
         self._files, self.config = files, files.config()
-        paths = {name: files.places[name] for name in sorted(set(names))}
+        wanted = sorted(set(names))
+        if missing := [name for name in wanted if name not in files.places]:
+            raise ConfigError(f"{files.what} has no {missing[0]!r} any more")
+        paths = {name: files.places[name] for name in wanted}
         of_files = {path: self._ranges_in(path) for path in set(paths.values())}
         for name, path in paths.items():
             if name not in of_files[path]:
@@ -60,5 +63,5 @@ class Excerpt:
         digest = hashlib.sha256(self._header + self.config)
         for path in sorted({path for path, _ in self._parts}):
             status = path.stat()
-            digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+            digest.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
         return digest.hexdigest()

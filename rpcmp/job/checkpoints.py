@@ -40,7 +40,7 @@ from rpcmp.observability.events import (
     WarningEvent,
 )
 from rpcmp.process.channel import Message
-from rpcmp.server.connection import versions
+from rpcmp.server.connection import software_versions
 from rpcmp.v1 import control_pb2 as pb
 
 DRIVER_STATE = {
@@ -393,11 +393,6 @@ def mark_of(progress: Mapping[str, Any]) -> BestMark | None:
     if best is None or best["step"] != progress["step"]:
         return None
     return BestMark(metric=best["metric"], value=best["value"])
-
-
-def software_versions() -> dict[str, str]:
-    software = versions()
-    return {name: getattr(software, name) for name in ("rpcmp", "torch", "python")}
 
 
 def _driver_state(progress: Message) -> Message:

@@ -21,7 +21,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+
+from pydantic import BaseModel
 
 from rpcmp.config.schema import Config, ScheduleOptions
 from rpcmp.config.topology import DRIVER
@@ -58,7 +59,7 @@ EXPLAIN_SECONDS = 2.0
 """How long to wait for a server to explain a lost connection, which by itself says little."""
 
 
-class Plan(NamedTuple):
+class Plan(BaseModel):
     """What each worker gets, in the config's order; see WorkerGroup.start."""
 
     assignments: list[str]
@@ -157,7 +158,13 @@ class Generation:
         )
         planned = await self._expect("planned")
         self._heartbeat.begin()
-        return Plan(planned["assignments"], planned["weights"])
+        try:
+            plan = Plan.model_validate(planned)
+            if not len(plan.assignments) == len(plan.weights) == len(self._config.workers):
+                raise ValueError("a plan for another number of workers")
+        except ValueError as error:  # pydantic's is one; the job's code runs there
+            raise driver.garbled_message_error(error, "the driver process") from error
+        return plan
 
     @property
     def driver_place(self) -> ProcessPlace:
@@ -228,7 +235,7 @@ class Generation:
 
     async def _join(self, plan: Plan) -> None:
         self.restore_point = await self._choose(plan.assignments, self.workers.holdings)
-        await self.workers.start(*plan, self.restore_point)
+        await self.workers.start(plan.assignments, plan.weights, self.restore_point)
         self._store = StoreProxy(
             self.workers.rendezvous, self._pool.dialer, self._pool.job_id, self.number, self.send
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import logging
 import time
@@ -25,15 +26,16 @@ from pydantic import Field, JsonValue
 
 from rpcmp.checkpoint.folder import RUN_NAME
 from rpcmp.config.schema import Config
-from rpcmp.config.stored import changes
+from rpcmp.config.stored import stored
 from rpcmp.config.types import Address, Positive, Strict
 from rpcmp.driver.progress import TrainingProgress
 from rpcmp.errors import BusyError, RpcmpError
-from rpcmp.job.server_calls import ANSWER_SECONDS
+from rpcmp.job.server_calls import ANSWER_SECONDS, shipped_code
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.observability.events import SummaryEvent
 from rpcmp.observability.events.event import dumps
 from rpcmp.process.channel import Message
+from rpcmp.server.connection import software_versions
 from rpcmp.server.driver_memory import SILENT_SECONDS
 from rpcmp.v1 import control_pb2 as pb
 
@@ -79,6 +81,17 @@ class About(Strict):
         return config.with_measured_shares(self.shares) if config.balance_replicas else config
 
 
+def identity_of(config: Config) -> str:
+    """Return the hash of what decides a run's results, so far as it is known before the run.
+
+    That is the config as it was given, the Python files beside it, and the versions of software.
+    """
+    digest = hashlib.sha256(json.dumps([stored(config), software_versions()]).encode())
+    for file in shipped_code(config):
+        digest.update(f"{file.path}\0{len(file.content)}\0".encode() + file.content)
+    return digest.hexdigest()
+
+
 @dataclass(frozen=True)
 class CompletedRun:
     """A run that came to its end not long ago, as its servers remember it."""
@@ -86,10 +99,6 @@ class CompletedRun:
     job_id: str
     about: About
     summary: SummaryEvent
-
-    def is_of(self, config: Config) -> bool:
-        """Return whether a run of that config would be the same."""
-        return not changes(self.about.config, self.about.apply_to(config))
 
 
 @dataclass(frozen=True)
@@ -119,11 +128,13 @@ class LostJob:
         return then.get("dir") == config.checkpoint.dir
 
 
-async def find(config: Config, pool: ServerPool) -> LostJob | CompletedRun | None:
+async def find(
+    config: Config, pool: ServerPool, identity: str = ""
+) -> LostJob | CompletedRun | None:
     """Return the newest job of the config's name that servers hold, or its run that is complete.
 
-    A run with checkpoints goes on from the last one of them, so only others count as complete.
-    None: there is neither.
+    A run with checkpoints goes on from the last one of them, so only others count as complete, and
+    only those with the same identity. None: there is neither.
     Waits for a moment while its driver still counts as alive at some server: hosts do not notice
     at the same time that it is gone. Servers that do not answer are left out: a claim will say why.
     A job that its driver was ending when it was lost is ended at the servers that still hold it.
@@ -138,7 +149,8 @@ async def find(config: Config, pool: ServerPool) -> LostJob | CompletedRun | Non
         job = _newest(config, answers)
         alive = [a for a, each in answers.items() if each.has_driver and _is_of(job, each)]
         if job is None:
-            return None if config.checkpoint is not None else _completed(config, answers)
+            is_sought = identity and config.checkpoint is None
+            return _completed(config, answers, identity) if is_sought else None
         if not alive:
             return job
         if time.monotonic() > ends:
@@ -200,21 +212,26 @@ def _newest(config: Config, answers: Mapping[str, pb.RecallResponse]) -> LostJob
     return max(jobs, key=lambda job: (job.generation, max(job.states)), default=None)
 
 
-def _completed(config: Config, answers: Mapping[str, pb.RecallResponse]) -> CompletedRun | None:
-    """Return the run that servers remember, if it is what the config asks for."""
+def _completed(
+    config: Config, answers: Mapping[str, pb.RecallResponse], identity: str
+) -> CompletedRun | None:
+    """Return the run that servers remember, if it is what was asked for and they agree on it."""
+    found: dict[bytes, CompletedRun] = {}
     for address, answer in answers.items():
         run = answer.completed
-        if run.job != config.name:
+        if run.job != config.name or run.identity != identity:
             continue
         try:
             about = About.model_validate_json(run.about)
+            if len(about.addresses) != len(config.workers):
+                raise ValueError("addresses of another number of workers")
             summary = SummaryEvent.from_json(json.loads(run.summary), complete=True)
         except (ValueError, RecursionError) as error:
             _warn_unreadable(address, run.job, error)
             continue
-        if (found := CompletedRun(run.job_id, about, summary)).is_of(config):
-            return found
-    return None
+        key = run.SerializeToString(deterministic=True)
+        found[key] = CompletedRun(run.job_id, about, summary)
+    return next(iter(found.values())) if len(found) == 1 else None
 
 
 def _lost_job(answers: Mapping[str, pb.RecallResponse]) -> LostJob | None:
@@ -262,7 +279,7 @@ class DriverRecord:
         self._states: dict[int, tuple[int, str]] = {}
         self._number = 0
         self._streams: set[asyncio.Event] = set()
-        self._summary = ""
+        self._summary = self._identity = ""
 
     def add(self, state: Mapping[str, Any], from_step: int) -> None:
         """Record the state after a step, which may have changed since; forget earlier ones."""
@@ -272,13 +289,13 @@ class DriverRecord:
             del self._states[step]
         self._wake_streams()
 
-    async def end(self, summary: SummaryEvent) -> None:
+    async def end(self, summary: SummaryEvent, identity: str) -> None:
         """Record that the run is complete, and return when that is on its way to all servers.
 
         A server whose Stop does not arrive, since it is stopped itself or this process is killed
         now, would hold a job for nobody.
         """
-        self._summary = dumps(summary.to_json())
+        self._summary, self._identity = dumps(summary.to_json()), identity
         self._wake_streams()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(BEAT_SECONDS):
@@ -308,6 +325,7 @@ class DriverRecord:
                     ],
                     has_ended=bool(self._summary),
                     summary=self._summary,
+                    identity=self._identity,
                 )
                 number, about = self._number, self.about
                 yield request

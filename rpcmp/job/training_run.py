@@ -28,7 +28,6 @@ from rpcmp.config.stored import redacted
 from rpcmp.errors import InterruptedJobError, TakenOverError, WorkerDiedError, WorkerHungError
 from rpcmp.job import takeover
 from rpcmp.job.autobalance import balanced, with_saved_shares
-from rpcmp.job.checkpoints import software_versions
 from rpcmp.job.recovery import RecoveryLoop
 from rpcmp.job.restore_point import Start
 from rpcmp.job.server_pool import ServerPool, forks_for
@@ -51,6 +50,7 @@ from rpcmp.pipelining.cost_model import Prediction
 from rpcmp.process.channel import Message
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import count_stop_requests, handle_stop_signals
+from rpcmp.server.connection import software_versions
 
 Report = Callable[[Event], None]
 
@@ -178,6 +178,7 @@ class TrainingRun:
         self._loop: RecoveryLoop[SummaryEvent] | None = None
         self._vitals = Vitals()
         self._is_taken_over = False
+        self._identity = ""
         self._events = EventStream(report, self._generation_number)
         self._report = self._events.emit
         self.signals: list[int] = []
@@ -194,7 +195,10 @@ class TrainingRun:
         pool.drops_held = self._start == "fresh"
         if resumes and (before := newest_in(config.checkpoint_folder, config.name)) is not None:
             pool.run_folder = before.name
-        lost = await takeover.find(config, pool) if resumes else None
+        self._identity = await asyncio.to_thread(takeover.identity_of, self._config)
+        # What is to be written, only training can give.
+        asked = "" if order["trace"] or order["save_state"] else self._identity
+        lost = await takeover.find(config, pool, asked) if resumes else None
         if isinstance(lost, CompletedRun):
             return self._repeat(config, lost)
         if lost is not None:
@@ -227,7 +231,9 @@ class TrainingRun:
         if config.balance_replicas:
             self._report(SharesEvent(shares=config.shares))
         workload = self._workload = TrainingWorkload(
-            *(config, pool, self._events, self._vitals, self._start, order, self.signals), lost
+            *(config, pool, self._events, self._vitals, self._start, order, self.signals),
+            lost,
+            self._identity,
         )
         if config.checkpoint is not None:
             await asyncio.to_thread(require_place, config.checkpoint_folder)

@@ -48,6 +48,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
     Args:
         signals: those that have been received; grows.
         lost: the run to go on with, whose driver was lost; None: there is none.
+        identity: see rpcmp.job.takeover.identity_of.
 
     Attributes:
         is_training: whether the driver process trains just now.
@@ -64,6 +65,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
         order: Message,
         signals: Sequence[int],
         lost: LostJob | None = None,
+        identity: str = "",
     ) -> None:
         self._pool = pool
         self._config = config
@@ -72,6 +74,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
         self._vitals = vitals
         self._order = order
         self._signals = signals
+        self._identity = identity
         self.checkpoints = Checkpoints(config, pool, events.emit)
         if lost is not None:
             self.checkpoints.generation = lost.generation + 1
@@ -147,7 +150,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
             raise
         if not summary.is_cut_short:
             if self._record is not None:
-                await self._record.end(summary)
+                await self._record.end(summary, self._identity)
             await self.checkpoints.remove_left_behind(ended_well=True)
         if generation.draining and summary.is_cut_short:
             raise DrainingError(

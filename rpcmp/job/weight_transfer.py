@@ -66,14 +66,15 @@ class WeightTransfer:
             )
         excerpt = await asyncio.to_thread(Excerpt, WeightFiles(self._init), names)
         if excerpt.key != claim.weights_key:
-            if excerpt.config:
-                await client.put(self._config(excerpt))
+            await client.put(self._config(excerpt))
             await client.put(self._weights(excerpt, client.name, claim.host))
         return True
 
     async def _config(self, excerpt: Excerpt) -> AsyncIterator[pb.PutRequest]:
+        """Send the file, or nothing instead of one that was sent before."""
         yield self._head(CONFIG, len(excerpt.config))
-        yield pb.PutRequest(data=excerpt.config)
+        if excerpt.config:
+            yield pb.PutRequest(data=excerpt.config)
 
     async def _weights(
         self, excerpt: Excerpt, label: str, host: str

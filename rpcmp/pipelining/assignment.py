@@ -30,6 +30,7 @@ from rpcmp.pipelining import (
 )
 from rpcmp.pipelining.schedule import InFlightLimits
 from rpcmp.pipelining.weight_files import WeightFiles
+from rpcmp.splitting.building import init_at
 
 
 class TiedParameter(Strict):
@@ -190,7 +191,9 @@ def _layers_of_stages(config: Config) -> list[list[str]]:
     if balance == "auto":
         raise ConfigError('balance = "auto" has to be measured before stages can be planned')
     if balance is None:
-        balance = partition.balance_by_size(layers.layer_sizes(available), config.num_stages)
+        with init_at(config.init):
+            sizes = layers.layer_sizes(available)
+        balance = partition.balance_by_size(sizes, config.num_stages)
     return partition.cut_layers(list(available), balance)
 
 

@@ -158,7 +158,7 @@ class ForkServer:
     def _close(self, line: socket.socket) -> None:
         """Kill the children of a supervisor that is gone; exit if it was the first one.
 
-        Nobody else sweeps after the children of a supervisor that was killed.
+        Nobody else sweeps after the children of one that has borrowed a line and was killed.
         """
         is_last = line is self._first
         for pid, owner in self._children.items():

@@ -119,7 +119,6 @@ class Claim:
         self._pulse = HeartbeatMonitor(request.heartbeat_timeout)
         self._threads = request.threads
         self.files, self.has_init = files, has_init
-        self._init = request.init if has_init else str(files.weights)
         self._folder: Path | None = None
         self._child: Child | None = None
         self._start: Message | None = None
@@ -151,7 +150,8 @@ class Claim:
     async def _spawn(self) -> None:
         checkpoints = self._snapshot_store.folder  # the server's word for it, not the job's
         file_access = self._file_access and self._file_access.reading(self._folder, checkpoints)
-        file_access = file_access and file_access.reading(self._init)
+        # Nothing that a request names: a link there may be another one by now.
+        file_access = file_access and file_access.reading(self.files.weights)
         file_access = file_access and file_access.writing(self.files.compiled)
         self._finds_files = file_access is None or bool(checkpoints and checkpoints.is_dir())
         self._child = await Child.spawn(

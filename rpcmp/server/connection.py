@@ -91,6 +91,12 @@ def versions() -> pb.Versions:
     )
 
 
+def software_versions() -> dict[str, str]:
+    """Return what a manifest and the event `run` say of the software."""
+    software = versions()
+    return {name: getattr(software, name) for name in ("rpcmp", "torch", "python")}
+
+
 def machine() -> str:
     """Return an id shared by all processes on one kernel, and so on the same cores and memory."""
     try:

@@ -115,7 +115,11 @@ class DriverMemory:
         if request.has_ended:
             self._ended.append(self.job_id)
             self._completed = pb.CompletedRun(
-                job=self.job, job_id=self.job_id, about=self.about, summary=request.summary
+                job=self.job,
+                job_id=self.job_id,
+                about=self.about,
+                summary=request.summary,
+                identity=request.identity,
             )
             self._completed_until = time.monotonic() + self.keep_seconds
             self.states, self.keep_seconds, self._held_until = {}, 0.0, 0.0

@@ -43,13 +43,17 @@ class JobFiles:
         return self.folder / "weights"
 
     async def receive_weights(self, file: pb.CheckpointFile, data: AsyncIterator[bytes]) -> None:
-        """Write one of the files that the driver sends; the last one has a key."""
+        """Write one of the files that the driver sends; an empty one is removed.
+
+        The caller sets `weights_key` with the last one.
+        """
         if file.path not in (SINGLE, CONFIG):
             raise ConfigError(f"{file.path!r} is no file of weights")
-        self.weights_key = ""  # until all of it is here
+        self.weights_key = ""
         place = Inside(self.weights, (file.path,), PurePath(self.weights / file.path))
         await receive_file(data, place, file.size)
-        self.weights_key = file.sha256
+        if not file.size:
+            place.real.unlink()
 
 
 class JobFolder:
@@ -63,12 +67,13 @@ class JobFolder:
         """Return the job's folder, which is empty if the job is a new one."""
         if self._files is None or job_id != self._job_id:
             self.clear()
-            self._files, self._job_id = JobFiles(resources.create_folder(PREFIX)), job_id
-            for folder in (self._files.compiled, self._files.weights):
+            files = JobFiles(resources.create_folder(PREFIX))
+            for folder in (files.compiled, files.weights):
                 folder.mkdir(mode=0o700)
+            self._files, self._job_id = files, job_id
         return self._files
 
     def clear(self) -> None:
-        if self._files is not None:
-            resources.remove_folder(self._files.folder)
-            self._files = None
+        files, self._files = self._files, None
+        if files is not None:
+            resources.remove_folder(files.folder)

@@ -274,6 +274,8 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
         if head.is_init:
             kept = self._server.claimed_by(head.job_id, head.generation).files
             await kept.receive_weights(head.file, data)
+            self._server.claimed_by(head.job_id, head.generation)  # it may have taken long
+            kept.weights_key = head.file.sha256
         else:
             path = self._store_of(head.job_id).require_ours(head.file.path)
             await receive_file(data, path, head.file.size)

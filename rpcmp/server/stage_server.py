@@ -155,7 +155,7 @@ class StageServer:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), seconds)
         await self.release(self.claim)
-        self._job_folder.clear()
+        await asyncio.to_thread(self._job_folder.clear)
         await self._endpoints.close()
         await self.forks.close()
 
@@ -204,7 +204,7 @@ class StageServer:
         Yields the folder of the job's Python files, if it has any, and what its code may open.
         """
         async with self._changing:
-            self._check(job)
+            self._check(job, await asyncio.to_thread(os.path.exists, job.init))
             if self.claim is not None:  # not even for its own job's next generation
                 raise BusyError(f"busy with job {self.claim.job!r}")
             self._examined = job.job
@@ -228,7 +228,8 @@ class StageServer:
         """
         async with self._changing:
             self.driver.require_may_claim(request, self.claim is not None)
-            self._check(request)
+            has_init = await asyncio.to_thread(os.path.exists, request.init)
+            self._check(request, has_init)
             group = GroupMembers.of(request)
             folder = self._folder_of(request)
             is_first = request.generation == 1
@@ -250,7 +251,7 @@ class StageServer:
                 self._show,
                 self._file_access,
                 await asyncio.to_thread(self._job_folder.open, request.job_id),
-                await asyncio.to_thread(os.path.exists, request.init),
+                has_init,
             )
             self._idle.clear()
             try:
@@ -284,7 +285,7 @@ class StageServer:
         seconds = max(self.driver.hold(), KEEP_SECONDS)
         if self._forgetting is not None:
             self._forgetting.cancel()
-        self._forgetting = asyncio.get_running_loop().call_later(seconds, self._forget)
+        self._forgetting = asyncio.get_running_loop().call_later(seconds, self._start_forgetting)
         self._idle.set()
 
     async def end(self, request: pb.StopRequest) -> None:
@@ -307,7 +308,7 @@ class StageServer:
             self.claimed_by(job_id, generation)
         self.driver.record(request)
         if is_late:
-            self._forget()
+            self._start_forgetting()
 
     def claimed_by(self, job_id: str, generation: int) -> Claim:
         """Return the current claim."""
@@ -385,7 +386,7 @@ class StageServer:
             answer.worker_memory = resident_bytes(claim.worker_pid)
         return answer
 
-    def _check(self, request: pb.PrepareRequest) -> None:
+    def _check(self, request: pb.PrepareRequest, has_init: bool) -> None:
         if self.draining:
             raise DrainingError("the server is being stopped")
         own = self.stage_index, self.replica
@@ -402,8 +403,7 @@ class StageServer:
                 f"was started with {option} and refuses {len(request.code)} Python files; "
                 "install the model's package on the host and set ship_code = false"
             )
-        init = [request.init] if os.path.exists(request.init) else []  # else it is sent
-        for path in [*request.data_paths, *init]:
+        for path in [*request.data_paths, *([request.init] if has_init else [])]:  # else it is sent
             if self._file_access is not None and not self._file_access.may_read(path):
                 raise ConfigError(
                     f"does not let jobs read {path}, which is one of `data.paths` or `init`: start "
@@ -442,13 +442,18 @@ class StageServer:
         if not self.works_for:
             log.info("job %r %s", claim.job[:NAME_CHARACTERS], event)
 
-    def _forget(self) -> None:
+    def _start_forgetting(self) -> None:
+        self._releasing = asyncio.ensure_future(self._forget())
+
+    async def _forget(self) -> None:
         """Drop the snapshots of a driver that has not come back."""
-        if self.claim is None:
+        async with self._changing:  # another job may claim the server while a lot is removed
+            if self.claim is not None or self.driver.holds_seconds:
+                return
             if self.driver.states:
                 log.info("job %r is held no longer: no driver has come for it", self.driver.job)
             self.driver.clear()
-            self._releasing = asyncio.ensure_future(self._clear())
+            await self._clear()
 
     async def _clear(self) -> None:
         """Drop what is kept of a job from one generation to the next."""

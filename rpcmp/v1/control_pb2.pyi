@@ -1369,6 +1369,7 @@ class RecordRequest(_message.Message):
     FROM_STEP_FIELD_NUMBER: _builtins.int
     HAS_ENDED_FIELD_NUMBER: _builtins.int
     SUMMARY_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     about: _builtins.str
@@ -1379,6 +1380,8 @@ class RecordRequest(_message.Message):
     """the run is complete: nobody will go on with it"""
     summary: _builtins.str
     """JSON, the event; with has_ended"""
+    identity: _builtins.str
+    """hash of what decides the run's results; with has_ended"""
     @_builtins.property
     def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___DriverState]: ...
     def __init__(
@@ -1391,10 +1394,11 @@ class RecordRequest(_message.Message):
         from_step: _builtins.int = ...,
         has_ended: _builtins.bool = ...,
         summary: _builtins.str = ...,
+        identity: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "from_step", b"from_step", "generation", b"generation", "has_ended", b"has_ended", "job_id", b"job_id", "states", b"states", "summary", b"summary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "from_step", b"from_step", "generation", b"generation", "has_ended", b"has_ended", "identity", b"identity", "job_id", b"job_id", "states", b"states", "summary", b"summary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1517,10 +1521,12 @@ class CompletedRun(_message.Message):
     JOB_ID_FIELD_NUMBER: _builtins.int
     ABOUT_FIELD_NUMBER: _builtins.int
     SUMMARY_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     job_id: _builtins.str
     about: _builtins.str
     summary: _builtins.str
+    identity: _builtins.str
     def __init__(
         self,
         *,
@@ -1528,10 +1534,11 @@ class CompletedRun(_message.Message):
         job_id: _builtins.str = ...,
         about: _builtins.str = ...,
         summary: _builtins.str = ...,
+        identity: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "job", b"job", "job_id", b"job_id", "summary", b"summary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "identity", b"identity", "job", b"job", "job_id", b"job_id", "summary", b"summary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

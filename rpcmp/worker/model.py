@@ -64,13 +64,16 @@ class LossScale:
 class StageModel:
     """One stage's layers, and for the sink the loss and the metrics.
 
+    Args:
+        loads: whether to load the weights of `init`.
+
     Attributes:
         foreign: names of parameters that another one is tied to, which alone is stored and trained.
         base: checksums of the frozen weights that only `init` has, by layer.
         returns_outputs: whether the driver computes metrics from the outputs.
     """
 
-    def __init__(self, assignment: Assignment) -> None:
+    def __init__(self, assignment: Assignment, loads: bool = True) -> None:
         config = assignment.config
         settings = config.stage(assignment.stage_index)
         self._seed = config.seed
@@ -84,7 +87,9 @@ class StageModel:
         self._compiles = config.compiles(assignment.stage_index)
         if self._compiles:
             compiler.prepare()
-        self._modules = layers.build_layers(config, assignment.stage_index, assignment.layers)
+        self._modules = layers.build_layers(
+            config, assignment.stage_index, assignment.layers, loads
+        )
         self._prefixes = {layer: config.prefix_of(layer) for layer in self._modules}
         own = {name for layer in self._modules for name, _ in self._named_in(layer)}
         self.foreign = own & set(config.tied_to)

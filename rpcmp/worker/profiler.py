@@ -11,6 +11,7 @@ are modules of their own, each of them counts as one layer.
 from __future__ import annotations
 
 import base64
+import platform
 import statistics
 import sys
 import time
@@ -153,8 +154,13 @@ def _measure_layer(
     try:
         layer = Layer(order.config, name, inputs, targets, stage_index)
         return layer.measure(), pytree.map_tensors(as_input, layer.outputs)
-    except RpcmpError:
-        raise
+    except RpcmpError as error:
+        if (init := order.config.init) is None or Path(init).exists():
+            raise
+        raise ConfigError(
+            f"{error}\nthere is no init = {init!r} on {platform.node()}, and it is not sent for "
+            "measurements: copy it there, or give a list as `balance`"
+        ) from error
     except BaseException as error:  # sys.exit() in a layer as well
         text = f"measuring the layer {name!r} failed: {importing.explain_error(error)}"
         raise JobError(
@@ -188,7 +194,7 @@ class Layer:
         self, config: Config, name: str, inputs: list[Any], targets: Any, stage_index: int = 0
     ) -> None:
         own = Assignment(config=config, stage_index=stage_index, layers=[name])
-        self._model = StageModel(own)
+        self._model = StageModel(own, loads=False)  # no value changes how long it takes
         self._inputs, self._targets = inputs, targets
         samples = next((tensor.shape[0] for tensor in pytree.tensors(inputs) if tensor.dim()), 1)
         count = config.num_microbatches

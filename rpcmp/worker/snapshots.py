@@ -109,11 +109,12 @@ def restore(paths: Sequence[str], model: StageModel, optimizer: StageOptimizer) 
     """Restore the state of a new stage from files or a slot, before the group starts."""
     state = unpack(paths, optimizer.stage, list(model.state_dict()), optimizer.names)
     for layer, checksum in model.base.items():
-        if state.base.get(layer, checksum) != checksum:
+        if state.base is not None and state.base.get(layer) != checksum:
             raise CheckpointError(
                 f"stage {optimizer.stage!r}: `init` has other frozen weights for layer {layer!r} "
-                f"than when step {state.step} was trained, and its state goes with those only: "
-                "give the former `init`, or start afresh (--fresh)"
+                f"than when step {state.step} was trained, or others were frozen then, and its "
+                "state goes with those only: give the former `init` and freeze the same, or start "
+                "afresh (--fresh)"
             )
     try:
         model.load_state_dict(state.model)

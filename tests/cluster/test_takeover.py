@@ -34,6 +34,7 @@ from tests.support.processes import (
     running_servers,
     status,
 )
+from tests.zoo import architectures
 
 Servers = list[Server]
 
@@ -265,10 +266,25 @@ def test_a_driver_that_is_killed_after_its_summary_leaves_nothing_held(
         for result in (before, again)
     )
     assert first == second
+    traced = rpcmp("drive", config, "--resume", *where, "--trace", job.folder / "trace.json")
+    assert committed(traced) == fault_free
+    (job.folder / "another.py").write_text("")
+    assert committed(rpcmp("drive", config, "--resume", *where)) == fault_free
     longer = rpcmp("drive", config, "--resume", *where, "--steps", "21")
     assert (longer.event("resumed")["step"], longer.event("summary")["steps"]) == (0, 21)
     fresh = rpcmp("drive", config, "--fresh", *where)
     assert committed(fresh) == fault_free
+
+
+def test_a_complete_run_of_a_module_that_was_cut_is_known_again(
+    job: JobFolder, servers: Servers
+) -> None:
+    config = job.config(architectures.job("language", 2, "1f1b"))
+    where = ("--connect", connect(servers), "--json")
+    before = rpcmp("drive", config, *where)
+    again = rpcmp("drive", config, "--resume", *where)
+    assert again.event("resumed")["is_complete"]
+    assert committed(again) == ([], before.event("summary")["parameters_sha256"])
 
 
 def assert_idle(config: Path, servers: Servers) -> None:

@@ -122,11 +122,9 @@ def net():
 """
 
 
-@pytest.mark.parametrize("options", [(), ("--confine",)], ids=["", "confined"])
-def test_machines_without_the_weights_get_those_of_their_layers_from_the_driver(
-    job: JobFolder, options: tuple[str, ...]
-) -> None:
-    """Frozen ones: a worker that is started again reads them again, a new server is sent them."""
+@pytest.fixture
+def only_here(job: JobFolder) -> tuple[Path, Path, tuple[str, ...]]:
+    """Weights of "adapted", their path as a driver sees them, and a command to run that under."""
     needs_root("mount")
     hidden, place = job.folder / "hidden", job.folder / "place"
     (hidden / "base").mkdir(parents=True)
@@ -135,15 +133,30 @@ def test_machines_without_the_weights_get_those_of_their_layers_from_the_driver(
     save_model(unsplit.Language(), str(hidden / "base" / "model.safetensors"))
     (hidden / "base" / "config.json").write_text('{"name": "adapted"}')
     (job.folder / "net.py").write_text(CONFIGURED)
+    script = f'{needs("mount")} --bind {hidden} {place} && exec "$@"'
+    return (
+        hidden / "base",
+        place / "base",
+        (needs("unshare"), "--mount", "sh", "-c", script, "sh"),
+    )
+
+
+def adapted(job: JobFolder) -> Path:
     text = architectures.job("adapted", 2, "1f1b")
     own = ('module = "tests.zoo.architectures:module"\nkwargs = { name = "adapted" }\n', "")
-    config = job.config(text.replace(*own).replace("[model]", '[model]\nmodule = "net:net"'))
-    long = ("--json", "--steps", "60")
-    whole = rpcmp("drive", config, *long, "--set", f'init="{hidden / "base"}"')
-    script = f'{needs("mount")} --bind {hidden} {place} && exec "$@"'
-    drives = (needs("unshare"), "--mount", "sh", "-c", script, "sh")
+    return job.config(text.replace(*own).replace("[model]", '[model]\nmodule = "net:net"'))
+
+
+@pytest.mark.parametrize("options", [(), ("--confine",)], ids=["", "confined"])
+def test_machines_without_the_weights_get_those_of_their_layers_from_the_driver(
+    job: JobFolder, only_here: tuple[Path, Path, tuple[str, ...]], options: tuple[str, ...]
+) -> None:
+    """Frozen ones: a worker that is started again reads them again, a new server is sent them."""
+    config, long = adapted(job), ("--json", "--steps", "60")
+    weights, seen, drives = only_here
+    whole = rpcmp("drive", config, *long, "--set", f'init="{weights}"')
     with server(0, options=options) as here, server(1, options=options) as there:
-        init = ("--set", f'init="{place / "base"}"', "--connect", connect([here, there]))
+        init = ("--set", f'init="{seen}"', "--connect", connect([here, there]))
         with running("drive", config, *long, *init, under=drives) as run:
             run.wait_for_line('"event": "step", "step": 3,')
             worker = describe(there).worker_pid
@@ -160,6 +173,24 @@ def test_machines_without_the_weights_get_those_of_their_layers_from_the_driver(
         if event["event"] == "log" and "it is sent" in event["text"]
     ]
     assert sorted(sent) == ["stage0", "stage1", "stage1"]
+
+
+def test_layers_are_measured_without_the_weights(
+    job: JobFolder, only_here: tuple[Path, Path, tuple[str, ...]]
+) -> None:
+    """Unless what builds them reads them; the error says then that they are not sent for this."""
+    weights, seen, drives = only_here
+    options = ("--json", "--set", "model.balance=auto", "--set", f'init="{seen}"')
+    plain = job.config(architectures.job("adapted", 2, "1f1b"), "plain.toml")
+    whole = rpcmp("drive", plain, "--json", "--set", f'init="{weights}"')
+    with server(0) as here, server(1) as there:
+        where = ("--connect", connect([here, there]))
+        with running("drive", plain, *options, *where, under=drives) as run:
+            assert committed(run.wait()) == committed(whole)
+        with running("drive", adapted(job), *options, *where, under=drives) as run:
+            refused = run.wait()
+    assert refused.code == 2
+    assert "and it is not sent for measurements: copy it there" in refused.err
 
 
 def test_weights_that_no_machine_has_are_an_error(

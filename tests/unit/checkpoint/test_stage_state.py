@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -667,3 +668,13 @@ def check_that_training_goes_on(
     left, right = pack(here.state(9)), pack(there.state(9))
     assert bits_of(left[0]) == bits_of(right[0])
     assert json.loads(left[1]) == json.loads(right[1])
+
+
+def test_checksums_of_what_only_init_has_are_those_of_all_files(memory: Memory) -> None:
+    def kept(step: int, base: dict[str, str] | None) -> str:
+        return memory.keep(replace(state(step=step, model={f"w{step}": torch.ones(1)}), base=base))
+
+    paths = [kept(1, {"a": "1"}), kept(2, {"b": "2"})]
+    assert unpack(paths, "stage0", ["w1", "w2"], []).base == {"a": "1", "b": "2"}
+    assert unpack([kept(1, {})], "stage0", ["w1"], []).base == {}
+    assert unpack([kept(1, None)], "stage0", ["w1"], []).base is None

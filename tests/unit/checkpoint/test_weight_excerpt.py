@@ -65,6 +65,11 @@ def test_a_tensor_that_its_file_lacks_is_named(tmp_path: Path) -> None:
         Excerpt(files, ["a"])
 
 
+def test_a_tensor_that_is_in_no_file_any_more_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"init = '.*' has no 'gone' any more"):
+        Excerpt(several(tmp_path), ["a", "gone"])
+
+
 def test_a_file_that_is_cut_off_meanwhile_is_named(tmp_path: Path) -> None:
     files = several(tmp_path)
     excerpt = Excerpt(files, ["d"])

@@ -7,13 +7,13 @@ import contextlib
 import json
 import threading
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from rpcmp.config.schema import Config
-from rpcmp.config.stored import stored
 from rpcmp.driver.progress import TrainingProgress
 from rpcmp.errors import BusyError, UnreachableError
 from rpcmp.job import takeover
@@ -23,6 +23,7 @@ from rpcmp.observability.events import SummaryEvent
 from rpcmp.observability.events.event import dumps
 from rpcmp.v1 import control_pb2 as pb
 from tests.support.graphs import chain_of
+from tests.support.places import ZOO
 
 ABOUT = About(
     run="a",
@@ -32,6 +33,10 @@ ABOUT = About(
     shares={},
     config={},
 )
+
+
+def small_job(**more: Any) -> Config:
+    return chain_of(2, **more).with_folder(ZOO)
 
 
 def state(step: int, **more: Any) -> dict[str, Any]:
@@ -54,7 +59,7 @@ def find(
     *answers: pb.RecallResponse | Exception, stopped: list[Any] | None = None
 ) -> LostJob | None:
     """Return the lost job of a config, which the servers hold; see `recalled`."""
-    found = recalled(chain_of(2), *answers, stopped=stopped)
+    found = recalled(small_job(), *answers, stopped=stopped)
     assert not isinstance(found, CompletedRun)
     return found
 
@@ -87,7 +92,8 @@ def recalled(
         yield SimpleNamespace(recall=recall, connect=connect, stop=stop)
 
     pool = SimpleNamespace(addresses=[str(i) for i in range(len(answers))], client=client)
-    return asyncio.run(takeover.find(config, cast(ServerPool, pool)))
+    identity = takeover.identity_of(config)
+    return asyncio.run(takeover.find(config, cast(ServerPool, pool), identity))
 
 
 SUMMARY = SummaryEvent(
@@ -102,32 +108,56 @@ SUMMARY = SummaryEvent(
 
 
 def completed(**more: str) -> pb.RecallResponse:
-    """What a server answers that remembers a complete run of `chain_of(2)`."""
-    about = ABOUT.model_copy(update={"config": stored(chain_of(2))}).model_dump_json()
-    fields = {"job": "job", "job_id": "a", "about": about, "summary": dumps(SUMMARY.to_json())}
+    """What a server answers that remembers a complete run of `small_job()`."""
+    fields = {
+        "job": "job",
+        "job_id": "a",
+        "about": ABOUT.model_dump_json(),
+        "summary": dumps(SUMMARY.to_json()),
+        "identity": takeover.identity_of(small_job()),
+    }
     return pb.RecallResponse(completed=pb.CompletedRun(**{**fields, **more}))
 
 
-def test_a_run_that_is_complete_is_found_if_it_is_what_the_config_asks_for() -> None:
-    run = recalled(chain_of(2), pb.RecallResponse(), UnreachableError("gone"), completed())
+def test_a_run_that_is_complete_is_found_if_it_is_what_was_asked_for() -> None:
+    run = recalled(small_job(), pb.RecallResponse(), UnreachableError("gone"), completed())
     assert isinstance(run, CompletedRun)
     assert (run.job_id, run.summary.steps, run.summary.parameters_sha256) == ("a", 9, "00")
-    assert recalled(chain_of(2, steps=10), completed()) is None
-    assert recalled(chain_of(2, checkpoint={"dir": "x"}), completed()) is None
-    assert recalled(chain_of(2), completed(job="another")) is None
+    assert recalled(small_job(steps=10), completed()) is None
+    with_checkpoint = small_job(checkpoint={"dir": "x"})
+    same = completed(identity=takeover.identity_of(with_checkpoint))
+    assert recalled(with_checkpoint, same) is None
+    assert recalled(small_job(), completed(job="another")) is None
+
+
+def test_servers_have_to_agree_on_a_run_that_is_complete() -> None:
+    assert recalled(small_job(), completed(), completed()) is not None
+    assert recalled(small_job(), completed(), completed(job_id="b")) is None
+    few = completed(about=ABOUT.model_copy(update={"addresses": []}).model_dump_json())
+    assert recalled(small_job(), few) is None
+
+
+def test_another_file_beside_the_config_makes_another_run(tmp_path: Path) -> None:
+    config = chain_of(2).with_folder(tmp_path)
+    before = takeover.identity_of(config)
+    assert takeover.identity_of(config.with_balance([1, 1])) != before
+    (tmp_path / "net.py").write_text("x = 1")
+    changed = takeover.identity_of(config)
+    assert changed != before
+    assert takeover.identity_of(config) == changed
 
 
 def test_a_lost_job_is_newer_than_a_run_that_is_complete() -> None:
-    assert isinstance(recalled(chain_of(2), completed(), answer(state(3))), LostJob)
+    assert isinstance(recalled(small_job(), completed(), answer(state(3))), LostJob)
 
 
 @pytest.mark.parametrize("broken", [{"about": "{}"}, {"summary": "[" * 100_000}, {"summary": "{}"}])
 def test_a_complete_run_that_cannot_be_read_is_named(
     broken: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert recalled(chain_of(2), completed(**broken)) is None
+    assert recalled(small_job(), completed(**broken)) is None
     assert "what the server at 0 holds of job 'job' cannot be read" in caplog.text
-    assert recalled(chain_of(2), completed(**broken), completed()) is not None
+    assert recalled(small_job(), completed(**broken), completed()) is not None
 
 
 def test_servers_that_hold_nothing_have_no_job_to_take_over() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -193,3 +194,20 @@ def test_a_worker_knows_the_limits_of_all_possible_settings() -> None:
     first, _ = assign(config, [setting(9, "gpipe"), setting(9, "1f1b", 5)])
     arrived = Assignment.model_validate_json(first.model_dump_json())
     assert [limits.open for limits in arrived.all_limits] == [2, 9, 5]
+
+
+def test_factories_know_the_place_of_init_when_they_are_sized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sized_by_init.py").write_text("""
+import rpcmp
+from torch import nn
+
+def layers():
+    return [(name, lambda: nn.Linear(len(rpcmp.init_path()), 1)) for name in "ab"]
+""")
+    monkeypatch.syspath_prepend(tmp_path)
+    given = {"model": {"layers": "sized_by_init:layers", "num_stages": 2}, "init": "nowhere"}
+    loss = {"loss": "torch.nn:MSELoss", "optimizer": {"callable": "torch.optim:SGD"}}
+    found = assign(parse_config({**loss, **given}))
+    assert [one.layers for one in found] == [["a"], ["b"]]

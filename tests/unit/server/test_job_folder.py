@@ -38,22 +38,23 @@ def test_weights_count_once_all_of_them_have_arrived() -> None:
         for part in parts:
             yield part
 
-    def file(path: str, **more: str) -> pb.CheckpointFile:
-        return pb.CheckpointFile(path=path, size=4, **more)
+    def file(path: str) -> pb.CheckpointFile:
+        return pb.CheckpointFile(path=path, size=4)
 
     async def run() -> None:
         files = jobs.open("one")
         await files.receive_weights(file("config.json"), data(b"{", b"  }"))
-        assert files.weights_key == ""
-        await files.receive_weights(file("model.safetensors", sha256="key"), data(b"abcd"))
-        assert files.weights_key == "key"
+        await files.receive_weights(file("model.safetensors"), data(b"abcd"))
+        files.weights_key = "key"
         with pytest.raises(UnreachableError, match="only 2 of 4 bytes"):
-            await files.receive_weights(file("model.safetensors", sha256="other"), data(b"ab"))
+            await files.receive_weights(file("model.safetensors"), data(b"ab"))
         assert files.weights_key == ""
         assert {path.name for path in files.weights.iterdir()} == {
             "config.json",
             "model.safetensors",
         }
+        await files.receive_weights(pb.CheckpointFile(path="config.json"), data())
+        assert [path.name for path in files.weights.iterdir()] == ["model.safetensors"]
         for path in ("../x", "", "other.json"):
             with pytest.raises(ConfigError, match="is no file of weights"):
                 await files.receive_weights(file(path), data(b"abcd"))
