@@ -19,11 +19,12 @@ from rpcmp.config import importing
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.data.batches import Loaded
-from rpcmp.driver.datasets import Datasets, Step, StepStream, fewest_samples
+from rpcmp.driver.datasets import Datasets, fewest_samples
 from rpcmp.driver.evaluation import Evaluator, Metrics
 from rpcmp.driver.progress import Best, CheckpointCadence, EarlyStopping, TrainingProgress
 from rpcmp.driver.rounds import RoundHandle
 from rpcmp.driver.stage_group import StageGroup
+from rpcmp.driver.step_stream import Step, StepStream
 from rpcmp.driver.tracing import StepSampler, Tracer
 from rpcmp.errors import FactoryError
 from rpcmp.observability.events import (
