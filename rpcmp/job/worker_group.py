@@ -226,7 +226,7 @@ class WorkerGroup:
         def say(label: str, text: str) -> None:
             self._logs.add_own(label, text, "INFO")
 
-        transfer = WeightTransfer(self._config.init or "", **self._identity, say=say)
+        transfer = WeightTransfer(self._config.init_path, **self._identity, say=say)
         return await gather_all(
             _naming_stage(client, transfer.send, client, claim, names)
             for (client, claim), names in zip(self._claimed(), weights, strict=True)

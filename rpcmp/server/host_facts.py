@@ -54,6 +54,7 @@ class CheckRequest(Strict):
             absolute. A server may keep it relative to the folder that it was started in.
         marker: name of a file that is in `folder` if it is the driver's own folder; empty if it
             need not be.
+        init: absolute path of the weights to start from; empty if there are none.
     """
 
     callables: dict[str, str]
@@ -62,6 +63,7 @@ class CheckRequest(Strict):
     folder: str = ""
     relative_folder: str = ""
     marker: str = ""
+    init: str = ""
 
 
 class Device(Strict):
@@ -128,6 +130,7 @@ class HostFacts(Strict):
         code: SHA-256 of the code that is installed or was sent along, by top-level module.
         problems: why a callable does not import, by config key.
         driver_metrics: keys of the request's metrics that keep a state.
+        has_init: whether the weights to start from are there.
     """
 
     host: str
@@ -146,6 +149,7 @@ class HostFacts(Strict):
     code: dict[str, str]
     problems: dict[str, str]
     driver_metrics: list[str] = Field(default_factory=list)
+    has_init: bool = False
 
 
 async def examine(
@@ -198,6 +202,7 @@ async def examine(
         code=checked["code"],
         problems=checked["problems"],
         driver_metrics=checked["driver_metrics"],
+        has_init=await asyncio.to_thread(os.path.exists, request.init),
     )
 
 

@@ -113,6 +113,8 @@ def _host(
     yield from _devices(report, facts)
     if facts.folder is not None:
         yield _folder(config, report.name, facts.folder, reference)
+    if config.init is not None:
+        yield _init(config.init_path, report.name, facts, reference)
     yield from _listeners(report, facts)
     yield from _confinement(report.name, facts)
 
@@ -228,6 +230,18 @@ def _folder(config: Config, where: str, folder: Folder, driver: HostFacts | None
             where, "checkpoints", Status.OK, f"{path}, {format_size(folder.free_bytes)} free"
         )
     return Finding(where, "checkpoints", Status.FAILED, text)
+
+
+def _init(path: str, where: str, facts: HostFacts, driver: HostFacts | None) -> Finding:
+    if facts.has_init:
+        return Finding(where, "init", Status.OK, f"{path} is there")
+    if facts is driver:
+        text = f"there is no {path}: it has to be on every other host"
+        return Finding(where, "init", Status.WARNING, text)
+    if driver is not None and driver.has_init:
+        text = f"there is no {path}: the driver sends the weights of the layers there"
+        return Finding(where, "init", Status.OK, text)
+    return Finding(where, "init", Status.FAILED, f"there is no {path}, nor on the driver's host")
 
 
 def _listeners(report: HostReport, facts: HostFacts) -> Iterator[Finding]:

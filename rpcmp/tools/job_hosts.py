@@ -253,4 +253,5 @@ def _request(
         folder=str(config.checkpoint_folder) if config.checkpoint is not None else "",
         relative_folder=config.relative_checkpoint_folder,
         marker=marker,
+        init=config.init_path,
     )

@@ -232,6 +232,26 @@ def test_a_missing_marker_is_ignored_if_the_driver_cannot_write() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("there", "here", "status", "text"),
+    [
+        (True, False, Status.OK, "/models/a is there"),
+        (False, True, Status.OK, "the driver sends the weights of the layers there"),
+        (False, False, Status.FAILED, "there is no /models/a, nor on the driver's host"),
+    ],
+)
+def test_weights_may_be_on_the_drivers_host_or_on_the_stages(
+    there: bool, here: bool, status: Status, text: str
+) -> None:
+    home = replace(driver(), facts=FACTS.model_copy(update={"has_init": here}))
+    found = diagnose(config(init="/models/a"), home, [having(has_init=there)], [], [], NOW)
+    own = {one.where: one for one in found if one.check == "init"}
+    assert own["stage0"].status is status
+    assert text in own["stage0"].text
+    assert own["driver"].status is (Status.OK if here else Status.WARNING)
+    assert not [one for one in diagnose(config(), home, [], [], [], NOW) if one.check == "init"]
+
+
 def test_more_than_one_listener_is_a_failure() -> None:
     stage = having(listens=["0.0.0.0:4711", "10.0.0.1:50051"])
     assert judged(stage, "listeners")[0] is Status.FAILED
