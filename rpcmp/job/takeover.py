@@ -25,12 +25,13 @@ from typing import Annotated, Any
 from pydantic import Field, JsonValue
 
 from rpcmp.checkpoint.folder import RUN_NAME
+from rpcmp.config.files import python_files
 from rpcmp.config.schema import Config
 from rpcmp.config.stored import stored
 from rpcmp.config.types import Address, Positive, Strict
 from rpcmp.driver.progress import TrainingProgress
 from rpcmp.errors import BusyError, RpcmpError
-from rpcmp.job.server_calls import ANSWER_SECONDS, shipped_code
+from rpcmp.job.server_calls import ANSWER_SECONDS
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.observability.events import SummaryEvent
 from rpcmp.observability.events.event import dumps
@@ -87,8 +88,11 @@ def identity_of(config: Config) -> str:
     That is the config as it was given, the Python files beside it, and the versions of software.
     """
     digest = hashlib.sha256(json.dumps([stored(config), software_versions()]).encode())
-    for file in shipped_code(config):
-        digest.update(f"{file.path}\0{len(file.content)}\0".encode() + file.content)
+    for path in python_files(config.folder):
+        content = b""
+        with contextlib.suppress(OSError):  # who needs the file says why
+            content = path.read_bytes()
+        digest.update(f"{path.relative_to(config.folder)}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()
 
 

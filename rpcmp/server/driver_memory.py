@@ -112,6 +112,7 @@ class DriverMemory:
         Nothing is held of a run that has ended, if the driver is gone before it says Stop.
         """
         self._heard_at = time.monotonic()
+        self.about = request.about or self.about
         if request.has_ended:
             self._ended.append(self.job_id)
             self._completed = pb.CompletedRun(
@@ -124,7 +125,6 @@ class DriverMemory:
             self._completed_until = time.monotonic() + self.keep_seconds
             self.states, self.keep_seconds, self._held_until = {}, 0.0, 0.0
             return
-        self.about = request.about or self.about
         for each in request.states:
             if len(each.state) <= MAX_STATE:
                 self.states[each.step] = each.state

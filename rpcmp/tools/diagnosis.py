@@ -238,7 +238,7 @@ def _init(path: str, where: str, facts: HostFacts, driver: HostFacts | None) -> 
     if facts is driver:
         text = f"there is no {path}: it has to be on every other host"
         return Finding(where, "init", Status.WARNING, text)
-    if driver is not None and driver.has_init:
+    if driver is None or driver.has_init:
         text = f"there is no {path}: the driver sends the weights of the layers there"
         return Finding(where, "init", Status.OK, text)
     return Finding(where, "init", Status.FAILED, f"there is no {path}, nor on the driver's host")

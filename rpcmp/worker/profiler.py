@@ -11,6 +11,7 @@ are modules of their own, each of them counts as one layer.
 from __future__ import annotations
 
 import base64
+import os
 import platform
 import statistics
 import sys
@@ -101,7 +102,11 @@ def measure(order: ProfileOrder, inputs: Any, targets: Any) -> HostProfile:
 
 
 def _measure_chain(order: ProfileOrder, inputs: Any, targets: Any) -> list[LayerProfile]:
-    names = list(layers.chain_layers(order.config))
+    try:
+        names = list(layers.chain_layers(order.config))
+    except RpcmpError as error:
+        _blame_missing_init(order.config, error)
+        raise
     profiles = []
     for name in names:
         layer_targets = targets if name == names[-1] else None
@@ -155,16 +160,21 @@ def _measure_layer(
         layer = Layer(order.config, name, inputs, targets, stage_index)
         return layer.measure(), pytree.map_tensors(as_input, layer.outputs)
     except RpcmpError as error:
-        if (init := order.config.init) is None or Path(init).exists():
-            raise
-        raise ConfigError(
-            f"{error}\nthere is no init = {init!r} on {platform.node()}, and it is not sent for "
-            "measurements: copy it there, or give a list as `balance`"
-        ) from error
+        _blame_missing_init(order.config, error)
+        raise
     except BaseException as error:  # sys.exit() in a layer as well
         text = f"measuring the layer {name!r} failed: {importing.explain_error(error)}"
         raise JobError(
             f"{text}\nit had received {', '.join(map(pytree.describe, inputs))}"
+        ) from error
+
+
+def _blame_missing_init(config: Config, error: RpcmpError) -> None:
+    """Raise another error for one that may come from what this host has no copy of."""
+    if config.init is not None and not os.path.exists(config.init):
+        raise ConfigError(
+            f"{error}\nthere is no init = {config.init!r} on {platform.node()}, and it is not sent "
+            "for measurements: if that is why, copy it there, or give a list as `balance`"
         ) from error
 
 
@@ -194,7 +204,8 @@ class Layer:
         self, config: Config, name: str, inputs: list[Any], targets: Any, stage_index: int = 0
     ) -> None:
         own = Assignment(config=config, stage_index=stage_index, layers=[name])
-        self._model = StageModel(own, loads=False)  # no value changes how long it takes
+        # Other values take as long, and what is not on this host is not sent to measure it.
+        self._model = StageModel(own, loads=os.path.exists(config.init or ""))
         self._inputs, self._targets = inputs, targets
         samples = next((tensor.shape[0] for tensor in pytree.tensors(inputs) if tensor.dim()), 1)
         count = config.num_microbatches

@@ -190,7 +190,7 @@ def test_layers_are_measured_without_the_weights(
         with running("drive", adapted(job), *options, *where, under=drives) as run:
             refused = run.wait()
     assert refused.code == 2
-    assert "and it is not sent for measurements: copy it there" in refused.err
+    assert "and it is not sent for measurements: if that is why" in refused.err
 
 
 def test_weights_that_no_machine_has_are_an_error(

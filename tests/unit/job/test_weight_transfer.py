@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load, save_file
 from torch import Tensor
 
+from rpcmp.checkpoint.weight_excerpt import Excerpt
 from rpcmp.errors import ConfigError
 from rpcmp.job import weight_transfer
 from rpcmp.job.weight_transfer import WeightTransfer
@@ -41,22 +43,22 @@ class Server:
         self.config = b""
 
     def send(self, init: str, names: list[str] | None, **claim: Any) -> bool:
-        async def put(requests: AsyncIterator[pb.PutRequest]) -> None:
-            head = await anext(requests)
-            assert (head.job_id, head.generation, head.is_init) == ("job", 2, True)
-            data = b"".join([part.data async for part in requests])
-            assert len(data) == head.file.size
-            if head.file.path == CONFIG:
-                self.config = data
-                return
-            assert head.file.path == SINGLE
-            self.key, self.tensors = head.file.sha256, load(data)
-            self.put_of += 1
-
-        client = cast(StageClient, SimpleNamespace(name="one", put=put))
+        client = cast(StageClient, SimpleNamespace(name="one", put=self.put))
         transfer = WeightTransfer(init, "job", 2, lambda label, text: self.lines.append(text))
         answer = pb.PrepareResponse(host="far", weights_key=self.key, **claim)
         return asyncio.run(transfer.send(client, answer, names))
+
+    async def put(self, requests: AsyncIterator[pb.PutRequest]) -> None:
+        head = await anext(requests)
+        assert (head.job_id, head.generation, head.is_init) == ("job", 2, True)
+        data = b"".join([part.data async for part in requests])
+        assert len(data) == head.file.size
+        if head.file.path == CONFIG:
+            self.config = data
+            return
+        assert head.file.path == SINGLE
+        self.key, self.tensors = head.file.sha256, load(data)
+        self.put_of += 1
 
 
 def test_a_host_without_a_copy_is_sent_the_tensors_of_its_layers_once(init: str) -> None:
@@ -95,6 +97,26 @@ def test_a_long_transfer_is_told(init: str, monkeypatch: pytest.MonkeyPatch) -> 
     server = Server()
     server.send(init, ["b"])
     assert server.lines[-1] == "2.0 MiB of 2.0 MiB have been sent"
+
+
+def test_what_cannot_be_read_any_more_is_named(init: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC cancels a call whose messages cannot be read, and says no more."""
+
+    class Cancelling(Server):
+        async def put(self, requests: AsyncIterator[pb.PutRequest]) -> None:
+            try:
+                await super().put(requests)
+            except Exception:
+                raise asyncio.CancelledError from None
+
+    class Cut(Excerpt):
+        def blocks(self) -> Iterator[bytes]:
+            os.truncate(init, 0)
+            return super().blocks()
+
+    monkeypatch.setattr(weight_transfer, "Excerpt", Cut)
+    with pytest.raises(ConfigError, match=r"init = '.*' cannot be read: .* was cut off"):
+        Cancelling().send(init, ["b"])
 
 
 def test_weights_that_are_nowhere_are_an_error(init: str) -> None:

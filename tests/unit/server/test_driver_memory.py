@@ -158,8 +158,8 @@ def test_a_driver_counts_as_alive_while_it_claims_the_server_and_speaks(
 def test_a_run_that_was_completed_is_remembered_for_as_long_as_a_lost_one(
     memory: DriverMemory, clock: SimpleNamespace
 ) -> None:
-    memory.record(pb.RecordRequest(has_ended=True, summary="summary"))
-    run = pb.CompletedRun(job="job", job_id="a", about="about", summary="summary")
+    memory.record(pb.RecordRequest(has_ended=True, about="later", summary="summary"))
+    run = pb.CompletedRun(job="job", job_id="a", about="later", summary="summary")
     assert memory.hold() == 0.0
     assert memory.recall(is_claimed=False).completed == run
     memory.end()
