@@ -101,7 +101,11 @@ class Generation:
         self._pool = pool
         self.failure = FirstFailure()
         self._relay = Relay(
-            *(pool.job_id, number, DRIVER), pool.forks, pool.dialer, self.failure.fail
+            *(pool.job_id, number, DRIVER),
+            forks=pool.forks,
+            dialer=pool.dialer,
+            on_refused=self.failure.fail,
+            on_unreachable=self.failure.fail,
         )
         self._store: StoreProxy | None = None
         self._settings = settings

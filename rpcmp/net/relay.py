@@ -97,6 +97,8 @@ class Relay:
         dialer: opens connections to servers.
         on_refused: called, before the connection ends, when a peer has sent a message that the
             protocol does not allow: the job must end.
+        on_unreachable: called when a connection of the member cannot be carried, for which its
+            torch RPC may wait forever: the group must end.
     """
 
     def __init__(
@@ -107,11 +109,13 @@ class Relay:
         forks: Forks,
         dialer: Dialer,
         on_refused: Callable[[SecurityError], None],
+        on_unreachable: Callable[[UnreachableError], None],
     ) -> None:
         self._greeting = {"job_id": job_id, "generation": generation}
         self._name = name
         self._forks, self._dialer = forks, dialer
         self._pipes = Pipes(on_refused)
+        self._on_unreachable = on_unreachable
         self._own = ""
         self._peers: dict[str, RelayPeer] = {}
         self._parked: asyncio.Queue[PeerConnection] = asyncio.Queue(MAX_PARKED)
@@ -242,8 +246,11 @@ class Relay:
             try:
                 there = await self._connect_to_host(peer)
             except (RpcmpError, OSError, EOFError) as error:
-                log.warning("cannot carry to %s: %s", peer.server or "the driver", error)
+                why = error if str(error) else f"no answer within {2 * OPEN_SECONDS:.0f} s"
+                text = f"{self._name} cannot reach {peer.server or 'the driver'}: {why}"
+                log.warning("%s", text)
                 here.abort()
+                self._on_unreachable(UnreachableError(text))
                 return
         self._carried[there] = peer.listens
         try:
@@ -261,6 +268,18 @@ class Relay:
         return await self._reach(peer)
 
     async def _reach(self, peer: RelayPeer) -> PeerConnection:
+        """Connect to a peer's worker, in a second try if all of this machine stood still meanwhile.
+
+        Raises UnreachableError, RelayError, OSError or EOFError.
+        """
+        try:
+            return await self._reach_in_time(peer)
+        except ssl.SSLError:  # it does not accept our certificate
+            raise
+        except (UnreachableError, RelayError, OSError, EOFError):
+            return await self._reach_in_time(peer)
+
+    async def _reach_in_time(self, peer: RelayPeer) -> PeerConnection:
         """Connect to a peer's worker, again if the connection breaks before it gets there.
 
         A server that strangers overwhelm ends connections before it knows whose they are.

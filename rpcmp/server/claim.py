@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rpcmp.config.topology import DRIVER, Member
-from rpcmp.errors import SecurityError, WorkerDiedError, from_wire, to_wire
+from rpcmp.errors import SecurityError, UnreachableError, WorkerDiedError, from_wire, to_wire
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.relay import Relay, RelayPeer
 from rpcmp.process import resources
@@ -113,7 +113,7 @@ class Claim:
         self._allowed, self._file_access, self._show = allowed, file_access, show
         self.group = group
         identity = (request.job_id, request.generation, member.name)
-        self.relay = Relay(*identity, forks, dialer, self._refused)
+        self.relay = Relay(*identity, forks, dialer, self._refused, self._cannot_reach)
         self.mirrored_by: int | None = None
         self._store: StoreProxy | None = None
         self._pulse = HeartbeatMonitor(request.heartbeat_timeout)
@@ -331,6 +331,12 @@ class Claim:
         if self._child is not None:
             self._tasks.append(asyncio.create_task(self._child.kill()))
         self._tasks.append(asyncio.create_task(self.notify()))
+
+    def _cannot_reach(self, error: UnreachableError) -> None:
+        """Let the driver form another group, unless it does so already."""
+        if not self.error and self.state != State.SERVER_STATE_ENDED:
+            self.error = to_wire(error)
+            self._tasks.append(asyncio.create_task(self.notify()))
 
     def _add_line(self, line: Line) -> None:
         self.lines.add(line)

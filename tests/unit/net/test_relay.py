@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from rpcmp.errors import JobError, SecurityError, WorkerDiedError
+from rpcmp.errors import JobError, SecurityError, UnreachableError, WorkerDiedError
 from rpcmp.net.peer_connection import HEADER, Dialer, PeerConnection
 from rpcmp.net.port import IncomingConnection, PortMultiplexer
 from rpcmp.net.relay import Relay, RelayPeer
@@ -37,7 +37,9 @@ class InOneNetwork:
 
 
 def open_relay_to(peer: RelayPeer) -> None:
-    relay = Relay("job", 1, "a:0", cast("Forks", OnTheHostsLoopback()), Dialer(Security()), print)
+    relay = Relay(
+        "job", 1, "a:0", cast("Forks", OnTheHostsLoopback()), Dialer(Security()), print, print
+    )
     asyncio.run(relay.open("127.0.0.1:40000", [peer]))
 
 
@@ -53,7 +55,9 @@ def test_a_port_that_is_taken_asks_for_fresh_processes() -> None:
 
 
 def test_round_trips_are_measured_to_the_other_host() -> None:
-    relay = Relay("job", 1, "a:0", cast("Forks", OnTheHostsLoopback()), Dialer(Security()), print)
+    relay = Relay(
+        "job", 1, "a:0", cast("Forks", OnTheHostsLoopback()), Dialer(Security()), print, print
+    )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         there = PeerConnection(socket.create_connection(listener.getsockname()))
         assert relay.round_trips == {}
@@ -71,8 +75,12 @@ def free_address() -> str:
     return f"{host}:{port}"
 
 
-async def carried_after(num_broken: int) -> tuple[bytes, int]:
-    """Send a message to a peer whose server breaks the first connections; return what arrives."""
+async def carried_after(num_broken: int, unreachable: list[UnreachableError]) -> tuple[bytes, int]:
+    """Send a message to a peer whose server breaks the first connections; return what arrives.
+
+    Args:
+        unreachable: gets the errors that the relay reports.
+    """
     greetings, arrived = 0, b""
 
     async def serve(incoming: IncomingConnection) -> None:
@@ -88,7 +96,10 @@ async def carried_after(num_broken: int) -> tuple[bytes, int]:
         await incoming.end.write(HEADER.pack(0))
 
     port = PortMultiplexer(Security(), serve, serve)
-    relay = Relay("job", 1, "a:0", cast("Forks", InOneNetwork()), Dialer(Security()), print)
+    relay = Relay(
+        *("job", 1, "a:0", cast("Forks", InOneNetwork()), Dialer(Security()), print),
+        on_unreachable=unreachable.append,
+    )
     try:
         server = f"127.0.0.1:{await port.start('127.0.0.1', 0)}"
         peer = RelayPeer("b:0", free_address(), server, 1)
@@ -108,7 +119,32 @@ def test_a_connection_that_breaks_before_it_reaches_the_worker_is_opened_again(
 ) -> None:
     """The worker at this end cannot: for torch RPC, a lost connection is the end of the group."""
     monkeypatch.setattr("rpcmp.net.relay.RETRY_SECONDS", 0.01)
-    assert asyncio.run(carried_after(num_broken=2)) == (b"hello", 3)
+    errors: list[UnreachableError] = []
+    assert asyncio.run(carried_after(2, errors)) == (b"hello", 3)
+    assert errors == []
+
+
+def test_there_is_a_second_try_after_a_time_in_which_all_may_have_stood_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after a laptop's sleep: its processes see at once that all their time is over."""
+    monkeypatch.setattr("rpcmp.net.relay.OPEN_SECONDS", 0.0)
+    monkeypatch.setattr("rpcmp.net.relay.RETRY_SECONDS", 0.0)
+    dialled: list[RelayPeer] = []
+
+    async def dial(relay: Relay, peer: RelayPeer, op: str) -> str:
+        dialled.append(peer)
+        if len(dialled) == 1:
+            raise TimeoutError
+        return "connection"
+
+    monkeypatch.setattr(Relay, "_dial", dial)
+    relay = Relay(
+        *("job", 1, "a:0", cast("Forks", InOneNetwork()), Dialer(Security()), print, print)
+    )
+    peer = RelayPeer("b:0", "127.0.0.1:1", "host-b:50052", 1)
+    assert str(asyncio.run(relay._reach(peer))) == "connection"
+    assert dialled == [peer, peer]
 
 
 def test_a_server_that_breaks_every_connection_is_given_up(
@@ -116,6 +152,9 @@ def test_a_server_that_breaks_every_connection_is_given_up(
 ) -> None:
     monkeypatch.setattr("rpcmp.net.relay.RETRY_SECONDS", 0.05)
     monkeypatch.setattr("rpcmp.net.relay.OPEN_SECONDS", 0.2)
+    errors: list[UnreachableError] = []
     with pytest.raises(ConnectionError):
-        asyncio.run(carried_after(num_broken=1_000_000))
-    assert "cannot carry to 127.0.0.1:" in caplog.text
+        asyncio.run(carried_after(1_000_000, errors))
+    (error,) = errors  # torch RPC need not notice that its connection has ended
+    assert str(error).startswith("a:0 cannot reach 127.0.0.1:")
+    assert str(error) in caplog.text
