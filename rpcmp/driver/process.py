@@ -124,9 +124,10 @@ class DriverProcess:
             address = transport.join(order["members"], order["rank"], self._store, source)
         self._channel.send({"event": "joined", "address": address})
         work = self._messages.get()
-        group = StageGroup(config, source, Transport())
-        if planned.loads_at_stages:
-            planned = planned._replace(datasets=Datasets.at_stages(config, group))
+        with self._activity.during("join"):  # it may wait for what the network has lost
+            group = StageGroup(config, source, Transport())
+            if planned.loads_at_stages:
+                planned = planned._replace(datasets=Datasets.at_stages(config, group))
         match work["op"]:
             case "serve":
                 state, kept = work["state"], work["kept"]
