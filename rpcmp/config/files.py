@@ -77,9 +77,9 @@ def sha256_of(module: str) -> str:
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     for folder in filter(Path.is_dir, folders):  # it may be an archive
         for path in python_files(folder):
-            _add(digest, path.relative_to(folder).as_posix(), path)
+            add_file(digest, path.relative_to(folder).as_posix(), path)
     if not folders and spec.origin and Path(spec.origin).exists():
-        _add(digest, Path(spec.origin).name, Path(spec.origin))
+        add_file(digest, Path(spec.origin).name, Path(spec.origin))
     return digest.hexdigest()
 
 
@@ -154,7 +154,8 @@ def _used_by(packages: set[str]) -> set[str]:
     return _tops(name for name in names if name and isinstance(name, str))
 
 
-def _add(digest: hashlib._Hash, name: str, path: Path) -> None:
+def add_file(digest: hashlib._Hash, name: str, path: Path) -> None:
+    """Add a file to a hash; raises OSError before it adds anything."""
     content = path.read_bytes()
     digest.update(f"{name}\0{len(content)}\0".encode())
     digest.update(content)

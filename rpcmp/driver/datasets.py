@@ -22,13 +22,7 @@ from rpcmp.config.schema import Config
 from rpcmp.data.batches import require_enough
 from rpcmp.data.loading import EvaluationBatches, TrainBatches, evaluation_batches, training_batches
 from rpcmp.data.sample_order import Key, SampleOrder
-from rpcmp.driver.remote_stream import (
-    Announce,
-    Answers,
-    RemoteStream,
-    by_label,
-    require_same,
-)
+from rpcmp.driver.remote_stream import Announce, Answers, RemoteStream, by_label, require_same
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.errors import ConfigError
 from rpcmp.rpc.messages import BatchIndices, DatasetInfo

@@ -270,14 +270,7 @@ class RestorePlanner:
 
     async def _send(self, file: pb.CheckpointFile, address: str) -> None:
         async with self._pool.client(address) as client:
-            try:
-                await client.put(_parts(self._pool.job_id, file))
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
-                    raise
-                # gRPC cancels a call if reading its messages fails.
-                raise CheckpointError(f"cannot read {file.path} any more") from None
+            await client.put(_parts(self._pool.job_id, file))
 
 
 async def _check_on_this_host(path: Path, file: StageFile) -> str:
@@ -289,5 +282,8 @@ async def _check_on_this_host(path: Path, file: StageFile) -> str:
 
 async def _parts(job_id: str, file: pb.CheckpointFile) -> AsyncIterator[pb.PutRequest]:
     yield pb.PutRequest(job_id=job_id, file=file)
-    async for data in files.parts(Path(file.path)):
-        yield pb.PutRequest(data=data)
+    try:
+        async for data in files.parts(Path(file.path)):
+            yield pb.PutRequest(data=data)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file.path} any more") from error

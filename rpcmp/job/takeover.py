@@ -25,7 +25,7 @@ from typing import Annotated, Any
 from pydantic import Field, JsonValue
 
 from rpcmp.checkpoint.folder import RUN_NAME
-from rpcmp.config.files import python_files
+from rpcmp.config.files import add_file, python_files
 from rpcmp.config.schema import Config
 from rpcmp.config.stored import stored
 from rpcmp.config.types import Address, Positive, Strict
@@ -89,10 +89,8 @@ def identity_of(config: Config) -> str:
     """
     digest = hashlib.sha256(json.dumps([stored(config), software_versions()]).encode())
     for path in python_files(config.folder):
-        content = b""
         with contextlib.suppress(OSError):  # who needs the file says why
-            content = path.read_bytes()
-        digest.update(f"{path.relative_to(config.folder)}\0{len(content)}\0".encode() + content)
+            add_file(digest, path.relative_to(config.folder).as_posix(), path)
     return digest.hexdigest()
 
 

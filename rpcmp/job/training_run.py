@@ -195,7 +195,8 @@ class TrainingRun:
         pool.drops_held = self._start == "fresh"
         if resumes and (before := newest_in(config.checkpoint_folder, config.name)) is not None:
             pool.run_folder = before.name
-        self._identity = await asyncio.to_thread(takeover.identity_of, self._config)
+        if not pool.is_local:  # own servers end with the driver, and remember nothing
+            self._identity = await asyncio.to_thread(takeover.identity_of, self._config)
         # What is to be written, only training can give.
         asked = "" if order["trace"] or order["save_state"] else self._identity
         lost = await takeover.find(config, pool, asked) if resumes else None

@@ -66,28 +66,9 @@ class WeightTransfer:
             )
         excerpt = await asyncio.to_thread(Excerpt, WeightFiles(self._init), names)
         if excerpt.key != claim.weights_key:
-            await self._put(client, self._config(excerpt))
-            await self._put(client, self._weights(excerpt, client.name, claim.host))
+            await client.put(self._config(excerpt))
+            await client.put(self._weights(excerpt, client.name, claim.host))
         return True
-
-    async def _put(self, client: StageClient, requests: AsyncIterator[pb.PutRequest]) -> None:
-        """Send a file; raises what reading it raises, for which gRPC only cancels the call."""
-        raised: list[Exception] = []
-
-        async def watched() -> AsyncIterator[pb.PutRequest]:
-            try:
-                async for request in requests:
-                    yield request
-            except Exception as error:
-                raised.append(error)
-                raise
-
-        try:
-            await client.put(watched())
-        except asyncio.CancelledError:
-            if raised:
-                raise raised[0] from None
-            raise
 
     async def _config(self, excerpt: Excerpt) -> AsyncIterator[pb.PutRequest]:
         """Send the file, or nothing instead of one that was sent before."""

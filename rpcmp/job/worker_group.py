@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -223,9 +224,7 @@ class WorkerGroup:
     async def _send_weights(self, weights: Sequence[Sequence[str] | None]) -> list[bool]:
         """Send the parts of `init` that hosts lack; returns who has to read what was sent."""
 
-        def say(label: str, text: str) -> None:
-            self._logs.add_own(label, text, "INFO")
-
+        say = functools.partial(self._logs.add_own, level="INFO")
         transfer = WeightTransfer(self._config.init_path, **self._identity, say=say)
         return await gather_all(
             _naming_stage(client, transfer.send, client, claim, names)

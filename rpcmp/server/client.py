@@ -163,8 +163,27 @@ class StageClient:
         return list(answer.states)
 
     async def put(self, requests: AsyncIterator[pb.PutRequest]) -> None:
-        """Write a checkpoint's file to the server's disk; no time limit."""
-        await self._call(self._snapshots.Put(requests))
+        """Write a checkpoint's file, or weights, to the server's disk; no time limit.
+
+        Raises what `requests` raises, for which gRPC only cancels the call.
+        """
+        raised: list[Exception] = []
+
+        async def watched() -> AsyncIterator[pb.PutRequest]:
+            try:
+                async for request in requests:
+                    yield request
+            except Exception as error:
+                raised.append(error)
+                raise
+
+        try:
+            await self._call(self._snapshots.Put(watched()))
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not raised or task is None or task.cancelling():
+                raise
+            raise raised[0]  # noqa: B904  # it has its own cause
 
     async def remove(self, request: pb.RemoveRequest) -> None:
         """Remove a checkpoint from the server's disk."""

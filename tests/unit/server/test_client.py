@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import grpc
 import pytest
 
-from rpcmp.errors import UnreachableError
+from rpcmp.errors import CheckpointError, UnreachableError
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import Security
 from rpcmp.server.client import StageClient
@@ -38,6 +38,22 @@ DESCRIBING = grpc.method_handlers_generic_handler(
     {
         "Describe": grpc.unary_unary_rpc_method_handler(
             describe, pb.DescribeRequest.FromString, pb.DescribeResponse.SerializeToString
+        )
+    },
+)
+
+
+async def put(requests: AsyncIterator[pb.PutRequest], context: object) -> pb.PutResponse:
+    async for _ in requests:
+        pass
+    return pb.PutResponse()
+
+
+PUTTING = grpc.method_handlers_generic_handler(
+    "rpcmp.v1.Snapshots",
+    {
+        "Put": grpc.stream_unary_rpc_method_handler(
+            put, pb.PutRequest.FromString, pb.PutResponse.SerializeToString
         )
     },
 )
@@ -82,3 +98,29 @@ def test_connect_waits_for_a_server_that_is_starting(address: str) -> None:
                 await server.stop(None)
 
     assert asyncio.run(connect()) == "mine"
+
+
+def test_what_cannot_be_read_for_a_server_is_the_error(address: str) -> None:
+    """gRPC cancels a call whose messages cannot be read, and says no more."""
+
+    async def parts(is_readable: bool) -> AsyncIterator[pb.PutRequest]:
+        yield pb.PutRequest(data=b"first")
+        if not is_readable:
+            raise CheckpointError("cannot read it any more")
+        yield pb.PutRequest(data=b"second")
+
+    async def run() -> None:
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers((DESCRIBING, PUTTING))
+        server.add_insecure_port(address)
+        await server.start()
+        try:
+            async with StageClient("a", address, Dialer(Security(None))) as client:
+                await client.connect(LONG)
+                await client.put(parts(is_readable=True))
+                with pytest.raises(CheckpointError, match="cannot read it any more"):
+                    await client.put(parts(is_readable=False))
+        finally:
+            await server.stop(None)
+
+    asyncio.run(run())
