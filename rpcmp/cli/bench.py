@@ -62,10 +62,11 @@ def bench(
 
     CASE is sleep, overhead, transformer, activations, or your own config.toml. Trains the same job
     with rpcmp, with torch.distributed.pipelining and in one process, in turns, and prints how long
-    a step takes, how the times compare, and how short a step could be at best. Nine pairs are the
-    fewest whose 95 % interval leaves out the extremes, five the fewest with any significance. Each
-    CASE has its own budget, which includes the start, and gets as many pairs as fit, at least one.
-    A Ctrl-C shows the results so far. All contestants stay in memory; keep the machine quiet.
+    a step takes, how the times compare, how short a step could be at best, and the CPU time of all
+    processes of each. Nine pairs are the fewest whose 95 % interval leaves out the extremes, five
+    the fewest with any significance. Each CASE has its own budget, which includes the start, and
+    gets as many pairs as fit, at least one. A Ctrl-C shows the results so far. All contestants stay
+    in memory; keep the machine quiet: a note says if it was not.
 
     \b
     Example:
@@ -122,8 +123,12 @@ def table(result: BenchmarkResult) -> Table:
     rows = [(*_times(result.ours), "", "")]
     rows += [(*_times(one), *_ratio(ratios[one.name])) for one in result.peers]
     if result.bound_s:
-        rows.append(("bound", "", f"{result.bound_s * 1e3:.1f}", "", *_ratio(ratios["bound"])))
-    heads = ("contestant", "settings", "ms a step", "quartiles", "ours / it", "interval")
+        bound = f"{result.bound_s * 1e3:.1f}"
+        rows.append(("bound", "", bound, "", "", *_ratio(ratios["bound"])))
+    heads = (
+        *("contestant", "settings", "ms a step", "quartiles", "CPU ms a step"),
+        *("ours / it", "interval"),
+    )
     made = console.table(heads, rows)
     made.title, made.title_justify = title, "left"
     return made
@@ -138,6 +143,7 @@ def _times(one: ContestantTimes) -> tuple[str, ...]:
         ", ".join(f"{key} {value}" for key, value in one.settings.items()),
         f"{times.median * 1e3:.1f}",
         f"{times.lower_quartile * 1e3:.1f} to {times.upper_quartile * 1e3:.1f}",
+        f"{spread(one.cpu_seconds).median * 1e3:.1f}",
     )
 
 

@@ -21,6 +21,7 @@ class Pretender:
     ) -> None:
         self.name = name
         self.settings: dict[str, str | int] = {}
+        self.pids: list[int] = []
         self._log, self._seconds, self._drift, self._why = log, seconds, drift, why
         self._segments = self._steps = 0
 

@@ -3,24 +3,44 @@ and not among those of every change."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shlex
+import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 from rpcmp.tools.bench import contestants
 from tests.benchmarks import replicas
 from tests.support.docs import PAGES, blocks, commands
-from tests.support.processes import JobFolder, rpcmp
+from tests.support.processes import JobFolder, rpcmp, rpcmp_process
 
 
 def test_bench_prints_ours_beside_a_peer() -> None:
-    small = ("--stages", "2", "--microbatches", "4", "--pairs", "1", "--steps", "2")
-    result = rpcmp("bench", "sleep", *small, "--peers", "torch-1f1b", "--json")
+    small = ("--stages", "2", "--microbatches", "4", "--pairs", "1", "--steps", "4", "--json")
+    # In a process of its own, so that what this one starts is none of the benchmark's.
+    with busy_loops(len(os.sched_getaffinity(0)) // 8 + 1):
+        result = rpcmp_process("bench", "sleep", *small, "--peers", "torch-1f1b")
     assert result.code == 0, result.err
     found = json.loads(result.out)
     assert (found["case"], list(found["peers"])) == ("sleep", ["torch-1f1b"])
+    assert found["cpu_s"] > found["driver_cpu_s"] > 0
+    assert found["peers_cpu_s"]["torch-1f1b"] > 0
+    assert found["cpu_ratios"]["torch-1f1b"]["median"] > 0
+    assert any(note.startswith("the machine was not quiet") for note in found["notes"])
+
+
+@contextlib.contextmanager
+def busy_loops(count: int) -> Iterator[None]:
+    """Keep CPUs busy with processes."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            loop = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            stack.callback(loop.kill)
+        yield
 
 
 def test_bench_compares_the_users_job(job: JobFolder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from rpcmp.errors import MismatchError, UnsupportedJobError
 from rpcmp.pipelining.simulation import ActionTimes
 from rpcmp.tools.bench.cases import Case
 from rpcmp.tools.bench.contestants import Contestant, stage_times
+from rpcmp.tools.bench.cpu_usage import CpuMeter, MachineTimes, disturbance
 from rpcmp.tools.measurement import (
     Estimate,
     Progress,
@@ -49,11 +50,16 @@ LOSS_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class ContestantTimes:
-    """Measurements of one contestant: the times of a step in each round, and all its losses."""
+    """Measurements of one contestant: the times of a step in each round, and all its losses.
+
+    Attributes:
+        cpu_seconds: of all processes that work for it, what prepares a round's steps included.
+    """
 
     name: str
     settings: Mapping[str, str | int]
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     driver_cpu_seconds: list[float] = field(default_factory=list)
 
@@ -66,11 +72,13 @@ class ComparisonRounds:
         times: one per contestant that could take part.
         steps: steps per round.
         unsupported: why the others could not take part, by name.
+        disturbance: what else the machine was busy with during the rounds; empty: with little.
     """
 
     times: list[ContestantTimes]
     steps: int
     unsupported: dict[str, str]
+    disturbance: str
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,16 @@ class BenchmarkResult:
         return ratios
 
     @property
+    def cpu_ratios(self) -> dict[str, Estimate]:
+        """Our CPU time / theirs, by name."""
+        ours = self.ours.cpu_seconds
+        return {
+            one.name: paired_ratio(ours, one.cpu_seconds)
+            for one in self.peers
+            if all(one.cpu_seconds)
+        }
+
+    @property
     def driver_cpu_s(self) -> float | None:
         """The driver's CPU time per step; None if no process drives the others."""
         measured = self.ours.driver_cpu_seconds
@@ -114,11 +132,14 @@ class BenchmarkResult:
             "num_microbatches": self.case.config.num_microbatches,
             "step_s": spread(self.ours.seconds).median,
             "bound_s": self.bound_s,
+            "cpu_s": spread(self.ours.cpu_seconds).median,
             "driver_cpu_s": self.driver_cpu_s,
             "peers": {one.name: spread(one.seconds).median for one in self.peers},
+            "peers_cpu_s": {one.name: spread(one.cpu_seconds).median for one in self.peers},
             "pairs": self.pairs,
             "steps": self.steps,
             "ratios": {name: asdict(ratio) for name, ratio in self.ratios.items()},
+            "cpu_ratios": {name: asdict(ratio) for name, ratio in self.cpu_ratios.items()},
             "spreads": {one.name: asdict(spread(one.seconds)) for one in everyone},
             "settings": {one.name: dict(one.settings) for one in everyone},
             "notes": self.notes,
@@ -156,6 +177,8 @@ async def benchmark(
         require_equal_losses(done.times)
     elif difference := loss_difference(done.times):
         notes.append(f"losses differ (does the model draw random numbers?): {difference}")
+    if done.disturbance:
+        notes.append(done.disturbance)
     if limits.is_stopped:
         notes.append("stopped: these are the results so far")
     ours, *peers = done.times
@@ -211,6 +234,8 @@ class _Rounds:
         self._unsupported: dict[str, str] = {}
         self._times: dict[str, ContestantTimes] = {}
         self._step_s: dict[str, float] = {}
+        self._meter = CpuMeter()
+        self._disturbance = ""
 
     async def start(self, stack: contextlib.AsyncExitStack) -> None:
         """Start the contestants, which `stack` closes, and drop those that cannot take part."""
@@ -253,10 +278,14 @@ class _Rounds:
         if self._cost(self._contestants, WARMUP_STEPS - 1) <= share:
             await self._round(0, WARMUP_STEPS - 1)
         self._steps = self.steps
-        for number in range(1, self._pairs + 1):
-            if number > 1 and self._limits.left < self._cost(self._contestants, self.steps):
-                break
-            await self._round(number, self.steps)
+        before = MachineTimes.read(self._meter)
+        try:
+            for number in range(1, self._pairs + 1):
+                if number > 1 and self._limits.left < self._cost(self._contestants, self.steps):
+                    break
+                await self._round(number, self.steps)
+        finally:
+            self._disturbance = disturbance(before, MachineTimes.read(self._meter))
 
     async def _round(self, number: int, steps: int) -> None:
         """Let each contestant train once; round 0 is the warm-up."""
@@ -270,13 +299,18 @@ class _Rounds:
             await self._measure(one, steps, number)
 
     async def _measure(self, one: Contestant, steps: int, number: int) -> None:
+        # Others' processes are idle now. They do not count, though this process has started them.
+        without = [pid for other in self._contestants if other is not one for pid in other.pids]
+        cpu_before = self._meter.read(one.pids, without)
         segment = await self._limits.run(one.run(steps), is_needed=number <= 1)
+        cpu_seconds = max(0.0, self._meter.read(one.pids, without) - cpu_before)
         self._step_s[one.name] = segment.seconds_per_step
         times = self._times[one.name]
         times.losses.extend(segment.losses)
         if number == 0:  # a warm-up's losses count, its time does not
             return
         times.seconds.append(segment.seconds_per_step)
+        times.cpu_seconds.append(cpu_seconds / steps)
         if segment.driver_cpu_seconds is not None:
             times.driver_cpu_seconds.append(segment.driver_cpu_seconds)
 
@@ -295,8 +329,10 @@ class _Rounds:
         if times and not rounds:
             raise StoppedError
         for one in times:
-            del one.seconds[rounds:], one.driver_cpu_seconds[rounds:], one.losses[steps:]
-        return ComparisonRounds(times, self.steps, self._unsupported)
+            for series in (one.seconds, one.cpu_seconds, one.driver_cpu_seconds):
+                del series[rounds:]
+            del one.losses[steps:]
+        return ComparisonRounds(times, self.steps, self._unsupported, self._disturbance)
 
 
 def _steps(fastest: float, whole: float, budget: float) -> int:

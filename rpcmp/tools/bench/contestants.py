@@ -85,6 +85,10 @@ class Contestant(Protocol):
     def settings(self) -> Mapping[str, str | int]:
         """Such as {"schedule": "zbv"}; complete once it is started."""
 
+    @property
+    def pids(self) -> Sequence[int]:
+        """The processes that work for it, besides those that these have started."""
+
     async def start(self) -> None:
         """Start its processes and choose its best settings; no other contestant runs meanwhile.
 
@@ -113,6 +117,11 @@ class OwnPipeline:
         }
         self._config = config
         self._segments: Segments | None = None
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """This process, which is the supervisor of the driver process and starts the servers."""
+        return [os.getpid()]
 
     async def start(self) -> None:
         # Here, since it imports gRPC, which peers' processes do not need.
@@ -162,6 +171,10 @@ class PeerGroup:
         self._children: list[Child] = []
         self._messages: list[AsyncIterator[Message]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def pids(self) -> Sequence[int]:
+        return [child.pid for child in self._children]
 
     async def start(self) -> None:
         """Try every way for a few steps, and build the model for the fastest; see Contestant."""

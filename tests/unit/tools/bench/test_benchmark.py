@@ -7,7 +7,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
@@ -23,6 +23,12 @@ from rpcmp.tools.bench.cases import Case
 from rpcmp.tools.bench.contestants import Contestant, TimedSegment
 from rpcmp.tools.measurement import TimeLimits
 from tests.support.contestants import Pretender, compare
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the machine for a quiet one, whatever else runs on it."""
+    monkeypatch.setattr(benchmark, "disturbance", lambda before, after: "")
 
 
 class Broken(Pretender):
@@ -79,6 +85,45 @@ def test_different_losses_name_the_contestant_and_the_step() -> None:
     assert measure(case, Pretender("rpcmp", log), last_bits).notes == []
 
 
+class PretendedMeter:
+    """Has each contestant take as many CPU seconds per segment as the number of its process."""
+
+    read_without: dict[int, list[int]]
+
+    def __init__(self) -> None:
+        self._total, PretendedMeter.read_without = 0.0, {}
+
+    def read(self, roots: Iterable[int], without: Iterable[int] = ()) -> float:
+        (root,) = roots
+        if without:
+            PretendedMeter.read_without[root] = [*without]
+            self._total += root
+        return self._total
+
+
+def test_each_contestant_is_charged_for_its_own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "CpuMeter", PretendedMeter)
+    names = {"rpcmp": 6, "a": 2, "b": 3}
+    contestants = [Pretender(name, []) for name in names]
+    for one in contestants:
+        one.pids = [names[one.name]]
+    result = measure(cases.load("sleep"), *contestants)
+    assert PretendedMeter.read_without == {6: [2, 3], 2: [6, 3], 3: [6, 2]}
+    found = result.as_json()
+    assert found["cpu_s"] == 3.0  # for each of a segment's two steps
+    assert found["peers_cpu_s"] == {"a": 1.0, "b": 1.5}
+    assert {name: ratio["median"] for name, ratio in found["cpu_ratios"].items()} == {
+        "a": 3.0,
+        "b": 2.0,
+    }
+
+
+def test_a_result_notes_that_the_machine_was_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "disturbance", lambda before, after: "not quiet")
+    both = Pretender("rpcmp", []), Pretender("torch", [])
+    assert measure(cases.load("sleep"), *both).notes == ["not quiet"]
+
+
 def test_a_job_that_rpcmp_does_not_support_is_an_error() -> None:
     with pytest.raises(UnsupportedJobError, match="rpcmp: no chain"):
         measure(cases.load("sleep"), Pretender("rpcmp", [], why="no chain"), Pretender("b", []))
@@ -118,6 +163,9 @@ def test_json_is_one_object_per_case_with_documented_keys(monkeypatch: pytest.Mo
         "step_s": pytest.approx(0.3 * 4),
         "bound_s": pytest.approx(0.550),
         "peers": {"torch-1f1b": pytest.approx(0.4 * 4)},
+        "cpu_s": 0.0,  # pretenders have no processes
+        "peers_cpu_s": {"torch-1f1b": 0.0},
+        "cpu_ratios": {},
         "pairs": 5,
     }
     assert {key: first[key] for key in promised} == promised
@@ -153,8 +201,8 @@ def test_the_table_has_contestants_times_and_intervals() -> None:
     console.print(bench.table(result))
     shown = [line.split() for line in console.export_text().splitlines()]
     assert shown[0][:5] == ["sleep:", "4", "stages,", "16", "micro-batches,"]
-    assert shown[2] == ["rpcmp", "max_in_flight", "5", "1200.0", "900.0", "to", "1500.0"]
-    assert shown[3][-6:] == ["2000.0", "0.750", "0.750", "to", "0.750", "(94%)"]
+    assert shown[2] == ["rpcmp", "max_in_flight", "5", "1200.0", "900.0", "to", "1500.0", "0.0"]
+    assert shown[3][-7:] == ["2000.0", "0.0", "0.750", "0.750", "to", "0.750", "(94%)"]
     assert shown[4][:2] == ["bound", "510.0"]
 
 
