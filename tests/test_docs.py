@@ -145,6 +145,9 @@ RUN_BY = {
         "rpcmp bench sleep --stages 8 --microbatches 16",
         "rpcmp bench transformer --json --peers torch-1f1b",
     ],
+    "system/test_benchmarks.py::test_scale_prints_a_table_of_real_runs": [
+        "python -m tests.benchmarks.scale",
+    ],
     "system/test_benchmarks.py::test_bench_compares_the_users_job": [
         "rpcmp bench config.toml",
         "rpcmp bench config.toml --peers torch-best --json",

@@ -10,11 +10,13 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from rpcmp.tools.bench import contestants
-from tests.benchmarks import replicas
+from tests.benchmarks import replicas, scale
 from tests.support.docs import PAGES, blocks, commands
 from tests.support.processes import JobFolder, rpcmp, rpcmp_process
 
@@ -65,3 +67,14 @@ def test_benchmarks_of_replicas_take_the_options_of_their_page(
     for line in lines:
         monkeypatch.setattr(sys, "argv", shlex.split(line.removeprefix("python -m ")))
         replicas._options()
+
+
+def test_scale_prints_a_table_of_real_runs(tmp_path: Path) -> None:
+    plot = tmp_path / "growth.svg"
+    small = ("2", "--steps", "2", "--kills", "1", "--plot", str(plot))
+    out = CliRunner().invoke(scale.main, small, catch_exceptions=False).output
+    head, line, figures = (row.strip("| ").split(" | ") for row in out.splitlines())
+    assert len(head) == len(line) == len(figures)
+    assert figures[0] == "2"
+    assert all(float(figure) > 0 for figure in figures)
+    assert "<svg" in plot.read_text()
