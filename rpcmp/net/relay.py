@@ -34,6 +34,7 @@ from rpcmp.errors import (
     SecurityError,
     UnreachableError,
     WorkerDiedError,
+    one_line,
 )
 from rpcmp.net.connection_limits import connections
 from rpcmp.net.identity import RELAY, Role
@@ -227,19 +228,32 @@ class Relay:
     async def _is_ours(self, connection: socket.socket, peer: RelayPeer) -> bool:
         """Return whether our own user has opened a connection; close it otherwise."""
         try:
-            async with asyncio.timeout(ASK_SECONDS):
-                await require_same_user(connection)
-        except (SecurityError, TimeoutError) as error:
+            await self._require_ours(connection)
+        except SecurityError as error:
             connection.close()
             if not self._has_warned:  # once, or any user could fill the log
                 self._has_warned = True
                 where = peer.server or "the driver"
                 log.warning("refused a connection on this host to reach %s: %s", where, error)
             return False
+        except OSError as error:  # such as too many open files: it may well be our worker's
+            connection.close()
+            why = one_line(error)
+            self._fail(f"{self._name} cannot reach {peer.server or 'the driver'}: {why}")
+            return False
         except BaseException:
             connection.close()
             raise
         return True
+
+    async def _require_ours(self, connection: socket.socket) -> None:
+        """Raise SecurityError unless our own user has opened a connection, or OSError."""
+        try:
+            async with asyncio.timeout(ASK_SECONDS):
+                await require_same_user(connection)
+        except TimeoutError:  # once more: all of this machine may have stood still meanwhile
+            async with asyncio.timeout(ASK_SECONDS):
+                await require_same_user(connection)
 
     async def _pass_on(self, here: PeerConnection, peer: RelayPeer) -> None:
         with _aborted_on_error(here):
@@ -247,16 +261,18 @@ class Relay:
                 there = await self._connect_to_host(peer)
             except (RpcmpError, OSError, EOFError) as error:
                 why = error if str(error) else f"no answer within {2 * OPEN_SECONDS:.0f} s"
-                text = f"{self._name} cannot reach {peer.server or 'the driver'}: {why}"
-                log.warning("%s", text)
                 here.abort()
-                self._on_unreachable(UnreachableError(text))
+                self._fail(f"{self._name} cannot reach {peer.server or 'the driver'}: {why}")
                 return
         self._carried[there] = peer.listens
         try:
             await _carry(here, there, Inspection(self._pipes, peer.name, peer.label, peer.listens))
         finally:
             del self._carried[there]
+
+    def _fail(self, text: str) -> None:
+        log.warning("%s", text)
+        self._on_unreachable(UnreachableError(text))
 
     async def _connect_to_host(self, peer: RelayPeer) -> PeerConnection:
         while not peer.server:
@@ -334,14 +350,23 @@ class Relay:
         self, there: PeerConnection, peer: RelayPeer, is_awaited: bool = False
     ) -> None:
         """Carry a connection from another host to our own worker; tell the host if it waits."""
-        with _aborted_on_error(there):
-            here = PeerConnection(await self._forks.connectable())
-            with _aborted_on_error(here):
-                # First, as the host may have given up: an agent that listens does not survive a
-                # connection that ends before its first byte.
-                if is_awaited:
-                    await there.write_message({"go": True})
-                await asyncio.get_running_loop().sock_connect(here.socket, parse(self._own))
+        is_counted_on = not is_awaited
+        try:
+            with _aborted_on_error(there):
+                here = PeerConnection(await self._forks.connectable())
+                with _aborted_on_error(here):
+                    # First, as the host may have given up: an agent that listens does not survive a
+                    # connection that ends before its first byte.
+                    if is_awaited:
+                        await there.write_message({"go": True})
+                        is_counted_on = True
+                    await asyncio.get_running_loop().sock_connect(here.socket, parse(self._own))
+        except (ConnectionError, WorkerDiedError):  # a process is gone, which is noticed anyway
+            raise
+        except (OSError, RpcmpError) as error:  # such as too many open files
+            if is_counted_on:
+                self._fail(f"{peer.label} cannot reach {self._name} from here: {one_line(error)}")
+            raise
         await _carry(here, there, Inspection(self._pipes, peer.name, peer.label))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 from typing import cast
 
@@ -122,6 +124,37 @@ def test_a_connection_that_breaks_before_it_reaches_the_worker_is_opened_again(
     errors: list[UnreachableError] = []
     assert asyncio.run(carried_after(2, errors)) == (b"hello", 3)
     assert errors == []
+
+
+class WithoutDescriptors(InOneNetwork):
+    """A fork server whose socket cannot be received, as this process may open no more files."""
+
+    async def connectable(self) -> socket.socket:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_a_connection_that_another_host_counts_on_ends_the_group_if_it_fails_here(
+    is_awaited: bool,
+) -> None:
+    """A driver's parked connection is the worker's as soon as it is used; others are awaited."""
+    errors: list[UnreachableError] = []
+
+    async def connect() -> None:
+        relay = Relay(
+            *("job", 1, "driver", cast("Forks", WithoutDescriptors()), Dialer(Security()), print),
+            on_unreachable=errors.append,
+        )
+        peer = RelayPeer("a:0", "127.77.0.2:40001", "host-a:50052", 0)
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs, pytest.raises(OSError, match="Too many open files"):
+            await relay._connect_to_worker(PeerConnection(ours), peer, is_awaited)
+        await relay.close()
+
+    asyncio.run(connect())
+    expected = "a:0 at host-a:50052 cannot reach driver from here: OSError: [Errno 24] Too many"
+    assert [str(error).startswith(expected) for error in errors] == [True] * (not is_awaited)
 
 
 def test_there_is_a_second_try_after_a_time_in_which_all_may_have_stood_still(
