@@ -13,12 +13,15 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
 from torch.futures import Future
 
 from rpcmp.config.topology import DRIVER, SOURCES, ReplicaShare
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import pytree
 from rpcmp.rpc.messages import Bundle, LossWeight, StageOutputs
+from rpcmp.rpc.shared_memory import SharedTensor
 from rpcmp.rpc.transport import NOBODY, Raised, Transport, attempt, outcome, when_all
 
 GROUP = 8
@@ -58,18 +61,37 @@ class BatchServer:
                 del self._slices[key]
 
     def slices(
-        self, round_number: int, kind: str, path: tuple[str, ...], microbatches: list[int]
+        self,
+        round_number: int,
+        kind: str,
+        path: tuple[str, ...],
+        microbatches: list[int],
+        shares_memory: bool = False,
     ) -> list[StageOutputs]:
-        """Return the inputs or targets of some micro-batches, or the part of them at `path`."""
+        """Return the inputs or targets of some micro-batches, or the part of them at `path`.
+
+        Args:
+            shares_memory: whether the stage can take tensors from this process's memory.
+        """
         with self._lock:
             found = [self._slices.get((round_number, kind, index)) for index in microbatches]
         slices = [part for part in found if part is not None]
         if len(slices) < len(found):
             raise ConfigError(f"the batch of round {round_number} has no {kind}s")
         try:
-            return [part._replace(value=pytree.select(part.value, path)) for part in slices]
+            values = [pytree.select(part.value, path) for part in slices]
         except LookupError as error:
             raise ConfigError(f"a stage reads {'.'.join((kind, *path))!r}: {error}") from error
+        if shares_memory:
+            values = [pytree.map_tensors(_shared, value) for value in values]
+        return [part._replace(value=value) for part, value in zip(slices, values, strict=True)]
+
+
+def _shared(tensor: Tensor) -> Tensor | SharedTensor:
+    """Place what is dense; torch RPC keeps the order of other memory, on which bits may depend."""
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return tensor
+    return Transport().memory.place(tensor).lend()
 
 
 class _Key(NamedTuple):
@@ -149,7 +171,11 @@ class SliceFetcher:
 
         def ask() -> None:
             # stage.py [5]
-            called = attempt(lambda: self._peers.call(DRIVER, BatchServer.slices, *request))
+            called = attempt(
+                lambda: self._peers.call(
+                    DRIVER, BatchServer.slices, *request, self._peers.shares_memory(DRIVER)
+                )
+            )
             if isinstance(called, Raised):
                 answer.set_result(called)
             else:

@@ -16,8 +16,13 @@ Path: TypeAlias = tuple[str | int, ...]
 
 def leaves(tree: Any) -> Iterator[Any]:
     """Yield the leaves of `tree`, depth first, dicts in insertion order."""
-    for _, leaf in leaves_with_path(tree):
-        yield leaf
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, tuple | list):
+        yield tree
+        return
+    for child in tree:
+        yield from leaves(child)
 
 
 def leaves_with_path(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.futures import Future
 
-from rpcmp.pipelining import microbatches
+from rpcmp.pipelining import microbatches, pytree
+from rpcmp.rpc.shared_memory import SharedTensor
 
 
 class Mode(Enum):
@@ -207,14 +208,16 @@ class StageOutputs(NamedTuple):
 
     Attributes:
         value: the output, or the part of it that the port reads: a tree of host tensors.
-        token: in training, an empty differentiable tensor if `value` has none: distributed
-            autograd must find its way to every stage.
+        token: in training, an empty differentiable tensor if torch RPC carries none of `value`:
+            distributed autograd must find its way to every stage.
         narrowed: which tensors of `value` are float32 at both ends and travel as the config's
             `wire_dtype`.
         weight: with targets, what the loss counts; None: samples.
         reports: with the first micro-batch of a step, the reports of the step before by this stage
             and all that it reads, by stage. So the driver gets any number of stages' results in
             one message.
+        shared: the tensors of `value`, in order, if they lie in shared memory, where their
+            gradients go as well. While the answer travels they are in `value` themselves.
     """
 
     value: Any
@@ -222,6 +225,22 @@ class StageOutputs(NamedTuple):
     narrowed: tuple[int, ...] = ()
     reports: dict[str, StepReport] | None = None
     weight: LossWeight | None = None
+    shared: tuple[SharedTensor, ...] = ()
+
+    def opened(self) -> StageOutputs:
+        """Return an answer that has arrived, with plain tensors in `value`."""
+        if isinstance(self.value, torch.Tensor):
+            return self
+        shared: list[SharedTensor] = []
+
+        def tensor_of(leaf: Any) -> Any:
+            if not isinstance(leaf, SharedTensor):
+                return leaf
+            shared.append(leaf)
+            return leaf.tensor.requires_grad_(leaf.requires_grad)
+
+        value = pytree.map_leaves(tensor_of, self.value)
+        return self._replace(value=value, shared=tuple(shared)) if shared else self
 
 
 class Trained(NamedTuple):
@@ -259,10 +278,29 @@ class GradientPart(NamedTuple):
     Attributes:
         values: flat, on the host, of one dtype.
         has: whether each parameter has a gradient.
+        shared: where `values` lie in shared memory, if they do.
     """
 
     values: torch.Tensor
     has: tuple[bool, ...]
+    shared: SharedTensor | None = None
+
+    def sent(self, elements: slice = slice(None)) -> GradientPart:
+        """Return what torch RPC carries of some elements."""
+        return GradientPart(self.values[elements], self.has)
+
+    def lend(self, elements: slice = slice(None)) -> GradientPart:
+        """Return what a reader that shares memory gets of some elements."""
+        if self.shared is None:
+            return self.sent(elements)
+        lent = self.shared.lend(elements)
+        if isinstance(lent, torch.Tensor):
+            return GradientPart(lent, self.has)
+        return GradientPart(torch.empty(0), self.has, lent)
+
+    def opened(self) -> GradientPart:
+        """Return a part that has arrived, with its values."""
+        return self if self.shared is None else self._replace(values=self.shared.tensor)
 
 
 TensorKey = tuple[int, str]
@@ -279,7 +317,8 @@ class Peer(Protocol):
     @property
     def name(self) -> str: ...
 
-    def forward(self, bundle: Bundle, port: int) -> Future[Any]: ...
+    def forward(self, bundle: Bundle, port: int) -> Future[Any]:
+        """Return the answer to one reader; `Stage.forward` is also told if memory is shared."""
 
     def mark_none_gradients(
         self, round_number: int, microbatch: int, port: int, tensors: list[int]

@@ -11,7 +11,8 @@ well. tests/unit/test_torch_contract.py pins down what this module relies on in 
 - Its "cma" channel copies tensors from one process's memory to another's, without the kernel's TCP,
   where both may: one host, one user, the same namespaces, as both sides find out when they connect.
   Where Yama restricts ptrace it lets other processes of the same user attach to a worker. "basic"
-  sends them over the socket: elsewhere, and if a process is confined.
+  sends them over the socket: elsewhere, and if a process is confined. An empty tensor takes
+  neither, and with `rpcmp.rpc.shared_memory` all tensors of the graph are empty.
 - Messages are unpickled by `torch.distributed.rpc.internal._unpickler`, which we replace.
 - A handler's exception comes back garbled and `Future.set_exception` as a successful value, so
   nothing ever raises into torch: a `Raised` value carries the error, and every callback catches.
@@ -35,12 +36,13 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch._C._distributed_autograd import _init as _init_autograd
 from torch._C._distributed_autograd import backward as _backward
 from torch._C._distributed_rpc import TensorPipeAgent
@@ -66,6 +68,7 @@ from rpcmp.process.sandbox.confinement import is_confined
 from rpcmp.process.sandbox.namespace import address_of
 from rpcmp.process.sockets import PeerTraffic, listeners
 from rpcmp.rpc import unpickler
+from rpcmp.rpc.shared_memory import OwnMemory, PeerMemory, SharedTensor
 from rpcmp.rpc.unpickler import Method
 
 
@@ -81,11 +84,14 @@ class Payload:
         self._sent = Counter[str]()
         self._received = Counter[str]()
 
-    def count(self, peer: str, answer: Any) -> None:
-        """Count the tensors of an answer, and the gradients that go back unless a round aborts."""
+    def count(self, peer: str, tensors: Iterable[Tensor | SharedTensor]) -> None:
+        """Count an answer's tensors, and the gradients that go back unless a round aborts."""
         with self._lock:
-            for tensor in pytree.tensors(answer):
-                size = tensor.numel() * tensor.element_size()  # `nbytes` raises for sparse ones
+            for tensor in tensors:
+                if isinstance(tensor, SharedTensor):
+                    size = tensor.nbytes
+                else:
+                    size = tensor.numel() * tensor.element_size()  # `nbytes` raises for sparse ones
                 self._received[peer] += size
                 self._sent[peer] += size if tensor.requires_grad else 0
 
@@ -166,11 +172,18 @@ def _text(value: bytes | str) -> str:
 
 @dataclass
 class _Served:
-    """The object that this process serves to its group, and the group's store."""
+    """The object that this process serves to its group, the group's store, and shared memory.
+
+    Attributes:
+        memory: what this process places for others of its host.
+        memories: of other members, by name; None: they have to send tensors by RPC.
+    """
 
     service: Any = None
     store: Any = None
     num_members: int = 0
+    memory: OwnMemory | None = None
+    memories: dict[str, PeerMemory | None] = field(default_factory=dict)
 
 
 _served = _Served()
@@ -199,6 +212,8 @@ def join(members: Sequence[str], rank: int, store: Store, service: object) -> st
         service: the object whose methods the others may call.
     """
     _served.service, _served.store, _served.num_members = service, store, len(members)
+    _served.memory = OwnMemory(members[rank])
+    store.set(f"memory of {members[rank]}", _served.memory.address)
     os.environ["TP_SOCKET_IFNAME"] = namespace.current.interface(rank)
     before = listeners()
     namespace.current.run(lambda: _start_agent(members, rank, store))
@@ -249,6 +264,19 @@ class Transport:
 
     Stages and the driver use nothing else to reach each other.
     """
+
+    @property
+    def memory(self) -> OwnMemory:
+        """Where this process places tensors for members that share memory with it."""
+        assert _served.memory is not None, "this process has not joined a group"
+        return _served.memory
+
+    def shares_memory(self, member: str) -> bool:
+        """Whether `member` may answer with a SharedTensor; asks the store the first time."""
+        if member not in _served.memories:
+            address = _served.store.get(f"memory of {member}").decode()
+            _served.memories[member] = PeerMemory.open(address)
+        return _served.memories[member] is not None
 
     def call(self, member: str, method: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run `method(service, *args)` in the process called `member`."""
@@ -332,9 +360,26 @@ def outcome(future: Future[Any], member: str) -> Any:
     except RuntimeError as error:
         lost = WorkerDiedError(f"lost the connection to {member!r}: {one_line(error)}")
         return Raised(to_wire(lost))
-    if member != NOBODY:
-        answered.count(member, value)
-    return value
+    if member == NOBODY:
+        return value
+    try:
+        return _received(value, member)
+    except RpcmpError as error:
+        return Raised(to_wire(error))
+
+
+def _received(answer: Any, member: str) -> Any:
+    """Attach the tensors that lie in the memory of `member`, and count all."""
+    kinds = (Tensor, SharedTensor)
+    tensors = [leaf for leaf in pytree.leaves(answer) if isinstance(leaf, kinds)]
+    for tensor in tensors:
+        if isinstance(tensor, SharedTensor):
+            memory = _served.memories.get(member)
+            if memory is None:
+                raise SecurityError(f"{member!r} answers with memory that it does not share")
+            tensor.attach(memory)
+    answered.count(member, tensors)
+    return answer
 
 
 def when_all(

@@ -29,6 +29,7 @@ _ENTRANCES = {"_dispatch", "_dispatch_rref", "_get_service", "_get_part"}
 
 _DATA = {
     "rpcmp.rpc.messages",
+    "rpcmp.rpc.shared_memory",
     "rpcmp.pipelining.schedule",
     "rpcmp.observability.trace.spans",
     "rpcmp.rpc.transport",

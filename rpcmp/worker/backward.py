@@ -29,6 +29,7 @@ from torch import Tensor
 from rpcmp.errors import RpcmpError, StageError, from_wire, one_line, to_wire
 from rpcmp.pipelining.schedule import Action
 from rpcmp.rpc.messages import Bundle, MicrobatchMeta
+from rpcmp.rpc.shared_memory import SharedTensor
 from rpcmp.rpc.transport import Raised
 from rpcmp.worker import boundary
 from rpcmp.worker.boundary import Gradients, LocalTape
@@ -93,6 +94,7 @@ class SavedForward:
         dtypes: of the tensors that the stage produced.
         read: for each port, the positions of the tensors that it reads.
         has_token: for each port, whether its answer had a token.
+        shared: these tensors of each port whose reader gets them in shared memory.
     """
 
     meta: MicrobatchMeta
@@ -101,6 +103,11 @@ class SavedForward:
     dtypes: list[torch.dtype] = field(default_factory=list)
     read: list[list[int]] = field(default_factory=list)
     has_token: list[bool] = field(default_factory=list)
+    shared: dict[int, list[SharedTensor]] = field(default_factory=dict)
+
+    def num_sent(self, port: int) -> int:
+        """Return how many tensors torch RPC carries to the reader of a port."""
+        return (0 if port in self.shared else len(self.read[port])) + self.has_token[port]
 
 
 class BackwardResult(NamedTuple):
@@ -248,8 +255,12 @@ class Backwards:
             marks = self._none_gradients.pop(key, {})
         for port, positions in enumerate(forward.read):
             none = marks.get(port, ())
-            for index, position in enumerate(positions):
-                gradient = next(remaining)
+            arrived = (
+                [tensor.take_gradient() for tensor in forward.shared[port]]
+                if port in forward.shared
+                else [next(remaining) for _ in positions]
+            )
+            for index, (position, gradient) in enumerate(zip(positions, arrived, strict=True)):
                 if gradient is not None and index not in none:
                     contributions[position].append(gradient.to(forward.dtypes[position]))
             if forward.has_token[port]:
@@ -262,5 +273,5 @@ def _by_microbatch(saved: SavedBundle, gradients: Gradients) -> Iterator[Gradien
     regrouped: list[list[Tensor | None]] = [[] for _ in saved.forwards]
     for port in range(len(saved.forwards[0].read)):
         for forward, own in zip(saved.forwards, regrouped, strict=True):
-            own += itertools.islice(remaining, len(forward.read[port]) + forward.has_token[port])
+            own += itertools.islice(remaining, forward.num_sent(port))
     return iter(regrouped)

@@ -24,6 +24,7 @@ from torch.autograd.function import FunctionCtx
 
 from rpcmp.pipelining import pytree
 from rpcmp.rpc.messages import StageOutputs
+from rpcmp.rpc.shared_memory import OwnMemory, SharedTensor
 
 Gradients = Sequence[Tensor | None]
 
@@ -44,6 +45,7 @@ class LocalTape:
         self._outputs: list[Tensor] = []
         self._received = [pytree.tensors(outputs.value) for outputs in received]
         self._has_token = [outputs.token is not None for outputs in received]
+        self._shared = [outputs.shared for outputs in received]
         tensors = [tensor for outputs in received for tensor in from_wire_dtype(outputs, device)]
         needed = [tensor.requires_grad for of_input in self._received for tensor in of_input]
         entered = iter(self._enter(tensors, needed))
@@ -58,12 +60,12 @@ class LocalTape:
         return self._outputs
 
     def backward(self, gradients: Gradients) -> Differentiated:
-        """Differentiate the stage.
+        """Differentiate the stage, and write the gradients of inputs in shared memory there.
 
         Returns:
-            The gradient of each received tensor, tokens included, contiguous on the host, or None.
-            And for each input, by its index, which of its tensors should have got a gradient and
-            did not.
+            The gradient of each other received tensor, tokens included, contiguous on the host, or
+            None. And for each input of those, by its index, which of its tensors should have got a
+            gradient and did not.
         """
         pairs = [
             (output, gradient.to(self._device))
@@ -79,9 +81,14 @@ class LocalTape:
         arrived = iter(self._gradients)
         result: list[Tensor | None] = []
         none: dict[int, list[int]] = {}
-        for index, (received, has_token) in enumerate(
-            zip(self._received, self._has_token, strict=True)
+        for index, (received, has_token, shared) in enumerate(
+            zip(self._received, self._has_token, self._shared, strict=True)
         ):
+            for place in shared:
+                if place.requires_grad:
+                    place.give_gradient(next(arrived, None))
+            if shared:
+                received = []
             grads = [
                 _to_host(next(arrived, None), tensor.dtype) if tensor.requires_grad else None
                 for tensor in received
@@ -97,6 +104,7 @@ class LocalTape:
 
     def free(self) -> None:
         self._received.clear()
+        self._shared.clear()
         self._gradients.clear()
         self._outputs.clear()
         self.inputs.clear()
@@ -205,12 +213,12 @@ def connect(
 
 
 def tensors_of(answers: Iterable[StageOutputs]) -> list[Tensor]:
-    """Return all tensors of some answers, with each one's token last."""
+    """Return the tensors of some answers that torch RPC carries, with each one's token last."""
     return [
         tensor
         for outputs in answers
         for tensor in (
-            *pytree.tensors(outputs.value),
+            *(() if outputs.shared else pytree.tensors(outputs.value)),
             *(() if outputs.token is None else (outputs.token,)),
         )
     ]
@@ -233,20 +241,25 @@ def _to_host(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if gradient is None else gradient.to("cpu", dtype).contiguous()
 
 
-def to_wire_dtype(outputs: Any, dtype: torch.dtype | None) -> StageOutputs:
+def to_wire_dtype(
+    outputs: Any, dtype: torch.dtype | None, memory: OwnMemory | None = None
+) -> StageOutputs:
     """Copy a tree of tensors to contiguous host memory that no other code writes to.
 
     Args:
         dtype: of float32 tensors on their way between stages; None: unchanged.
+        memory: shared with the reader; None: torch RPC sends the copies.
     """
     tensors = pytree.tensors(outputs)
     narrowed = tuple(i for i, t in enumerate(tensors) if dtype and t.dtype is torch.float32)
-    copies = iter(
-        torch.empty(
-            tensor.shape, dtype=dtype if index in narrowed else tensor.dtype, device="cpu"
-        ).copy_(tensor.detach())
-        for index, tensor in enumerate(tensors)
-    )
+
+    def copy(index: int, tensor: Tensor) -> Tensor | SharedTensor:
+        kind = dtype if index in narrowed else tensor.dtype
+        if memory is not None:
+            return memory.place(tensor, kind, tensor.requires_grad and torch.is_grad_enabled())
+        return torch.empty(tensor.shape, dtype=kind, device="cpu").copy_(tensor.detach())
+
+    copies = iter([copy(*each) for each in enumerate(tensors)])
     return StageOutputs(pytree.map_tensors(lambda _: next(copies), outputs), narrowed=narrowed)
 
 

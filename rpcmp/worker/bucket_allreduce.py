@@ -30,6 +30,7 @@ from torch.futures import Future
 from rpcmp.errors import JobError, RpcmpError, from_wire, one_line, to_wire
 from rpcmp.rpc import transport
 from rpcmp.rpc.messages import GradientPart, Peer
+from rpcmp.rpc.shared_memory import OwnMemory
 from rpcmp.rpc.transport import Raised
 from rpcmp.worker import buckets
 
@@ -73,11 +74,17 @@ class BucketAllReduce:
     Args:
         parameters: those that the members share, in the same order at each.
         members: by rank; of this member's own only the place counts.
+        memory_of: returns the memory that this process shares with others, once it has any.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], rank: int, members: Sequence[Peer]
+        self,
+        parameters: Sequence[nn.Parameter],
+        rank: int,
+        members: Sequence[Peer],
+        memory_of: Callable[[], OwnMemory | None] = lambda: None,
     ) -> None:
+        self._memory_of = memory_of
         self.parameters = list(parameters)
         self.rank = rank
         self._is_pair = len(members) == 2
@@ -108,7 +115,7 @@ class BucketAllReduce:
         gradients = [self.parameters[index].grad for index in bucket.indices]
 
         def pack() -> None:
-            self._exchange(reduction, bucket.flatten(gradients))
+            self._exchange(reduction, bucket.flatten(gradients, self._memory_of()))
 
         if computes:
             self._thread.submit(self._attempt, reduction, pack)
@@ -133,20 +140,28 @@ class BucketAllReduce:
 
     # Requests of the other members.
 
-    def part(self, rank: int, round_number: int, number: int) -> Future[Any]:
+    def part(
+        self, rank: int, round_number: int, number: int, shares_memory: bool = False
+    ) -> Future[Any]:
         """Return a future of this member's part of the chunk that `rank` sums."""
         elements = self._chunk_of(rank, number)
 
         def chunk(own: GradientPart) -> GradientPart:
-            return GradientPart(own.values[elements], own.has)
+            return own.lend(elements) if shares_memory else own.sent(elements)
 
         reduction = self._reductions(round_number)[number]
         return self._answer(reduction, reduction.own, chunk)
 
-    def chunk_total(self, round_number: int, number: int) -> Future[Any]:
+    def chunk_total(
+        self, round_number: int, number: int, shares_memory: bool = False
+    ) -> Future[Any]:
         """Return a future of the sum of the chunk that this member sums."""
+
+        def whole(chunk: GradientPart) -> GradientPart:
+            return chunk.lend() if shares_memory else chunk.sent()
+
         reduction = self._reductions(round_number)[number]
-        return self._answer(reduction, reduction.chunk, lambda chunk: chunk)
+        return self._answer(reduction, reduction.chunk, whole)
 
     # The course of a sum, mostly on the thread for it.
 
@@ -172,10 +187,9 @@ class BucketAllReduce:
         if self._is_pair:
             reduction.total.set_result(buckets.add([*others, own], bucket, elements.start))
             return
-        # A copy: the sum is still being sent when an optimizer may already change the gradients.
-        copy = GradientPart(own.values[elements].clone(), own.has)
-        parts = [*others[: self.rank], copy, *others[self.rank :]]
-        chunk = buckets.add(parts, bucket, elements.start)
+        # The sum is not in `own`: it is still being read when an optimizer may already change that.
+        parts = [*others[: self.rank], own.sent(elements), *others[self.rank :]]
+        chunk = buckets.add(parts, bucket, elements.start, self._memory_of())
         own.values[elements] = chunk.values
         reduction.chunk.set_result(chunk)
         reduction.add_chunk(chunk)
@@ -200,7 +214,7 @@ class BucketAllReduce:
                 for answer in answers:
                     if isinstance(answer, Raised):
                         raise from_wire(answer.error)
-                then(reduction, answers)
+                then(reduction, [answer.opened() for answer in answers])
 
             self._thread.submit(self._attempt, reduction, resume)
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rpcmp.rpc.messages import GradientPart
+from rpcmp.rpc.shared_memory import OwnMemory
 from rpcmp.worker.weight_grad import AccumulateGradHook
 
 BUCKET_BYTES = 25 * 2**20
@@ -41,8 +42,14 @@ class Bucket:
     def num_elements(self) -> int:
         return sum(self.sizes)
 
-    def flatten(self, gradients: Sequence[Tensor | None]) -> GradientPart:
-        """Return its gradients as one contiguous host tensor, with zeros for None."""
+    def flatten(
+        self, gradients: Sequence[Tensor | None], memory: OwnMemory | None = None
+    ) -> GradientPart:
+        """Return its gradients as one contiguous host tensor, with zeros for None.
+
+        Args:
+            memory: where it lies, if others are to have it without a copy.
+        """
         if any(gradient is not None and gradient.is_sparse for gradient in gradients):
             raise ValueError(
                 "sparse gradients cannot be summed over workers; make the layer with sparse=False"
@@ -53,7 +60,11 @@ class Bucket:
             else gradient.detach().reshape(-1).cpu()
             for gradient, size in zip(gradients, self.sizes, strict=True)
         ]
-        return GradientPart(torch.cat(flat), tuple(gradient is not None for gradient in gradients))
+        has = tuple(gradient is not None for gradient in gradients)
+        if memory is None:
+            return GradientPart(torch.cat(flat), has)
+        shared = memory.allocate((self.num_elements,), self.dtype)
+        return GradientPart(torch.cat(flat, out=shared.tensor), has, shared)
 
     def unflatten(self, part: GradientPart, parameters: Sequence[nn.Parameter]) -> None:
         """Assign the bucket's gradients to the parameters' `.grad`, as views if strides allow."""
@@ -111,13 +122,24 @@ def chunks(bucket: Bucket, num_members: int, number: int) -> list[tuple[int, int
     return [(first, last) if first < last else None for first, last in bounds]
 
 
-def add(parts: Sequence[GradientPart], bucket: Bucket, start: int) -> GradientPart:
-    """Return the sum of the members' parts of one chunk, in their order; overwrites the first.
+def add(
+    parts: Sequence[GradientPart], bucket: Bucket, start: int, memory: OwnMemory | None = None
+) -> GradientPart:
+    """Return the sum of the members' parts of one chunk, in their order.
 
     Missing gradients are left out, not added as zeros: minus zero plus zero is zero.
+
+    Args:
+        memory: where the sum lies, if others are to have it without a copy.
     """
-    total, total_has = parts[0]
-    for values, has in parts[1:]:
+    (one, total_has, _), *rest = parts
+    shared = None if memory is None else memory.allocate(tuple(one.shape), one.dtype)
+    total = torch.empty_like(one) if shared is None else shared.tensor
+    if all(total_has) and all(rest[0].has):  # by far the most frequent, and one pass less
+        torch.add(one, rest.pop(0).values, out=total)
+    else:
+        total.copy_(one)
+    for values, has, _ in rest:
         if all(has) and all(total_has):
             total += values
         else:
@@ -130,7 +152,7 @@ def add(parts: Sequence[GradientPart], bucket: Bucket, start: int) -> GradientPa
                 elif in_part:
                     total[span] = values[span]
         total_has = tuple(one or other for one, other in zip(total_has, has, strict=True))
-    return GradientPart(total, total_has)
+    return GradientPart(total, total_has, shared)
 
 
 class GradientReadyTracker:

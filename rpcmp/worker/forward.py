@@ -7,7 +7,7 @@ of the distributed graph. All of it runs on the stage's compute thread.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from rpcmp.config.topology import DRIVER, Port, Reference
 from rpcmp.pipelining import pytree
 from rpcmp.rpc.messages import Bundle, MicrobatchMeta, Mode, StageOutputs
+from rpcmp.rpc.shared_memory import OwnMemory, SharedTensor
 from rpcmp.worker import boundary
 from rpcmp.worker.backward import Backwards, SavedBundle, SavedForward, stage_error
 from rpcmp.worker.boundary import LocalTape
@@ -32,18 +33,24 @@ class Computed:
     Attributes:
         answers: for each port, StageOutputs that are not in any graph yet. Evaluated instead, from
             the sink in an evaluation.
+        sharing: ports whose readers share memory with this process.
         constants: tensors of the answers that depend on nothing that is trained.
         saved: for its backward; None outside of training.
     """
 
     received: list[StageOutputs]
     answers: list[Any]
+    sharing: Set[int] = frozenset()
     constants: list[Tensor] = field(default_factory=list)
     saved: SavedForward | None = None
 
 
 class Execution:
-    """The forwards of one stage."""
+    """The forwards of one stage.
+
+    Args:
+        memory_of: returns the memory that this process shares with others, once it has any.
+    """
 
     def __init__(
         self,
@@ -55,7 +62,9 @@ class Execution:
         recompute: bool,
         wire_dtype: torch.dtype | None,
         loss_scale: LossScale | None = None,
+        memory_of: Callable[[], OwnMemory | None] = lambda: None,
     ) -> None:
+        self._memory_of = memory_of
         self._stage = stage
         self._model = model
         self._references = references
@@ -66,16 +75,22 @@ class Execution:
         self._loss_scale = loss_scale
         self._buffers = Buffers(model.modules()) if recompute else None
 
-    def forward(self, meta: MicrobatchMeta, answers: list[StageOutputs]) -> Computed:
-        """Compute one micro-batch of its inputs, which the targets follow if a sink needs them."""
+    def forward(
+        self, meta: MicrobatchMeta, answers: list[StageOutputs], sharing: Set[int] = frozenset()
+    ) -> Computed:
+        """Compute one micro-batch of its inputs, which the targets follow if a sink needs them.
+
+        Args:
+            sharing: ports whose readers share memory with this process.
+        """
         received = answers[: len(self._references)]
         targets = answers[-1]
         try:
             if meta.round.is_training:
                 with torch.enable_grad():
-                    return self._train(meta, received, targets)
+                    return self._train(meta, received, targets, sharing)
             with torch.no_grad():
-                return Computed(received, self._infer(meta, received, targets))
+                return Computed(received, self._infer(meta, received, targets, sharing), sharing)
         except BaseException as error:  # sys.exit() in a layer must not end a worker either
             sources = zip(self._references, received, strict=False)
             inputs = ", ".join(
@@ -90,9 +105,12 @@ class Execution:
         In training these are results of one node of the distributed graph. Runs no user code.
         """
         answers = [list(port) for port in zip(*(one.answers for one in computed), strict=True)]
+        for port in computed[0].sharing:
+            answers[port] = [_lent(outputs) for outputs in answers[port]]
         forwards = [one.saved for one in computed if one.saved is not None]
         if not forwards:
             return answers
+        _add_tokens(answers, forwards)
         saved = SavedBundle(bundle, forwards)
         tensors = [tensor for answer in answers for tensor in boundary.tensors_of(answer)]
         received = [tensor for one in computed for tensor in boundary.tensors_of(one.received)]
@@ -112,7 +130,11 @@ class Execution:
         return self._loss_scale is not None or all(bool(torch.isfinite(loss)) for loss in losses)
 
     def _train(
-        self, meta: MicrobatchMeta, received: list[StageOutputs], targets: StageOutputs
+        self,
+        meta: MicrobatchMeta,
+        received: list[StageOutputs],
+        targets: StageOutputs,
+        sharing: Set[int],
     ) -> Computed:
         weights = self._splitter.next_microbatch(self._backwards.splits)
         compute = functools.partial(self._compute, meta, targets)
@@ -128,7 +150,7 @@ class Execution:
             with weights.watch():
                 outputs = compute(local.inputs)
             self._splitter.calibrate(local.leave(outputs))
-        return self._computed(SavedForward(meta, tape, weights), outputs, received)
+        return self._computed(SavedForward(meta, tape, weights), outputs, received, sharing)
 
     def _compute(self, meta: MicrobatchMeta, targets: StageOutputs, inputs: list[Any]) -> Any:
         outputs = self._model.forward(inputs, meta)
@@ -137,25 +159,33 @@ class Execution:
         return self._model.loss(outputs, targets.value, meta, targets.weight)
 
     def _computed(
-        self, saved: SavedForward, outputs: Any, received: list[StageOutputs]
+        self,
+        saved: SavedForward,
+        outputs: Any,
+        received: list[StageOutputs],
+        sharing: Set[int],
     ) -> Computed:
         produced = pytree.tensors(outputs)
         parts = [pytree.select(outputs, port.path) for port in self._ports]
         positions = {id(tensor): position for position, tensor in enumerate(produced)}
         constants: list[Tensor] = []
         answers = [
-            self._outputs(port, part, constants)
-            for port, part in zip(self._ports, parts, strict=True)
+            self._outputs(index, part, constants, index in sharing)
+            for index, part in enumerate(parts)
         ]
         saved.dtypes = [tensor.dtype for tensor in produced]
         saved.read = [[positions[id(tensor)] for tensor in pytree.tensors(part)] for part in parts]
+        saved.shared = {p: shared for p in sharing if (shared := _shared_in(answers[p]))}
         saved.has_token = [outputs.token is not None for outputs in answers]
-        return Computed(received, answers, constants, saved)
+        return Computed(received, answers, sharing, constants, saved)
 
-    def _outputs(self, port: Port, part: Any, constants: list[Tensor]) -> StageOutputs:
+    def _outputs(
+        self, index: int, part: Any, constants: list[Tensor], is_sharing: bool
+    ) -> StageOutputs:
         """Copies for one reader: its answer is still being sent while the stage computes on."""
-        outputs = self._copied(port, part)
-        if port.reader == DRIVER:  # the loss, which always has a gradient
+        outputs = self._copied(index, part, is_sharing)
+        # The loss always has a gradient. What lies in shared memory gets one token per bundle.
+        if self._ports[index].reader == DRIVER or _shared_in(outputs):
             return outputs
         pairs = list(zip(pytree.tensors(part), pytree.tensors(outputs.value), strict=True))
         fixed = [copy for tensor, copy in pairs if not tensor.requires_grad]
@@ -163,13 +193,17 @@ class Execution:
         is_all = len(fixed) == len(pairs)
         return outputs._replace(token=torch.empty(0)) if is_all else outputs
 
-    def _copied(self, port: Port, part: Any) -> StageOutputs:
+    def _copied(self, index: int, part: Any, is_sharing: bool) -> StageOutputs:
         _check_plain(part)
-        dtype = None if port.reader == DRIVER else self._wire_dtype
-        return boundary.to_wire_dtype(part, dtype)
+        dtype = None if self._ports[index].reader == DRIVER else self._wire_dtype
+        return boundary.to_wire_dtype(part, dtype, self._memory_of() if is_sharing else None)
 
     def _infer(
-        self, meta: MicrobatchMeta, received: list[StageOutputs], targets: StageOutputs
+        self,
+        meta: MicrobatchMeta,
+        received: list[StageOutputs],
+        targets: StageOutputs,
+        sharing: Set[int],
     ) -> list[Any]:
         tape = LocalTape(received, self._model.device)
         outputs = self._model.forward(tape.inputs, meta)
@@ -177,11 +211,14 @@ class Execution:
             evaluated = self._model.evaluate(outputs, targets.value, meta, targets.weight)
             if self._model.returns_outputs:
                 evaluated = evaluated._replace(
-                    outputs=self._copied(self._ports[0], outputs).value,
+                    outputs=self._copied(0, outputs, 0 in sharing).value,
                     targets=targets.value if meta.round.batch_id else None,
                 )
             return [evaluated]
-        return [self._copied(port, pytree.select(outputs, port.path)) for port in self._ports]
+        return [
+            self._copied(index, pytree.select(outputs, port.path), index in sharing)
+            for index, port in enumerate(self._ports)
+        ]
 
 
 def _replaced(outputs: StageOutputs, tensors: Iterator[Tensor]) -> StageOutputs:
@@ -189,6 +226,27 @@ def _replaced(outputs: StageOutputs, tensors: Iterator[Tensor]) -> StageOutputs:
         value=pytree.map_tensors(lambda _: next(tensors), outputs.value),
         token=None if outputs.token is None else next(tensors),
     )
+
+
+def _shared_in(outputs: StageOutputs) -> list[SharedTensor]:
+    return [leaf for leaf in pytree.leaves(outputs.value) if isinstance(leaf, SharedTensor)]
+
+
+def _lent(outputs: StageOutputs) -> StageOutputs:
+    value = pytree.map_leaves(
+        lambda leaf: leaf.lend() if isinstance(leaf, SharedTensor) else leaf, outputs.value
+    )
+    return outputs._replace(value=value)
+
+
+def _add_tokens(answers: list[list[Any]], forwards: Sequence[SavedForward]) -> None:
+    """Connect each reader that gets no tensor by torch RPC, by its bundle's first answer."""
+    for port, answer in enumerate(answers):
+        for index, forward in enumerate(forwards):
+            if port in forward.shared:
+                answer[index] = answer[index]._replace(token=torch.empty(0))
+                forward.has_token[port] = True
+                break
 
 
 def _check_plain(outputs: Any) -> None:

@@ -20,6 +20,7 @@ from rpcmp.config.topology import member_name
 from rpcmp.errors import JobError, RpcmpError, StageError, WorkerDiedError, one_line
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.rpc.messages import Peer
+from rpcmp.rpc.shared_memory import OwnMemory
 from rpcmp.worker.bucket_allreduce import BucketAllReduce
 from rpcmp.worker.buckets import GradientReadyTracker
 from rpcmp.worker.mailbox import ReplicaBroadcast, TensorMailbox, TiedParameters
@@ -35,7 +36,11 @@ class GradientSync:
     """
 
     def __init__(
-        self, assignment: Assignment, model: StageModel, peer: Callable[[str], Peer]
+        self,
+        assignment: Assignment,
+        model: StageModel,
+        peer: Callable[[str], Peer],
+        memory_of: Callable[[], OwnMemory],
     ) -> None:
         self._own = own = assignment.member
         config = assignment.config
@@ -47,7 +52,7 @@ class GradientSync:
         trained = [value for _, value in model.named_parameters() if value.requires_grad]
         self.mailbox = TensorMailbox()
         self.all_reduce = BucketAllReduce(
-            trained if len(replicas) > 1 else [], own.replica, replicas
+            trained if len(replicas) > 1 else [], own.replica, replicas, memory_of
         )
         self._tracker = GradientReadyTracker(
             self.all_reduce.parameters,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 from torch.futures import Future
@@ -163,7 +163,7 @@ class ForwardRequests:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def ask(self, bundle: Bundle, port: int) -> Future[Any]:
+    def ask(self, bundle: Bundle, port: int, shares_memory: bool = False) -> Future[Any]:
         """Return a future of the answer for one reader; see `Stage.forward`."""
         with self._lock:
             if bundle.round.number <= self._aborted_round:  # the abort has overtaken the request
@@ -174,7 +174,7 @@ class ForwardRequests:
             is_first = pending is None
             if pending is None:
                 pending = self._pending[bundle] = _PendingForward(bundle, self._num_ports)
-            answer = pending.ask(port)
+            answer = pending.ask(port, shares_memory)
             self._forget_if_served(pending)
         if is_first:
             self._compute.start_round(bundle.round)  # stage.py [4]
@@ -197,13 +197,13 @@ class ForwardRequests:
             return
         bundle = pending.bundle
         metas = bundle.microbatches
-        received = [list(inputs) for inputs in zip(*answers, strict=True)]
+        received = [[each.opened() for each in inputs] for inputs in zip(*answers, strict=True)]
+        sharing = frozenset(pending.sharing)
         parts = [
-            functools.partial(self._forward, pending, meta, inputs, meta is metas[-1])
+            functools.partial(self._forward, pending, meta, inputs, sharing, meta is metas[-1])
             for meta, inputs in zip(metas, received, strict=True)
         ]
-        aborted = [self._aborted(bundle)] * self._num_ports
-        task = Task(parts, metas[0].number, functools.partial(self._answer, pending, aborted))
+        task = Task(parts, metas[0].number, functools.partial(self._cancel, pending))
         # stage.py [6]
         self._compute.submit(bundle.round.number, Action.FORWARD, bundle.number, task)
 
@@ -212,6 +212,7 @@ class ForwardRequests:
         pending: _PendingForward,
         meta: MicrobatchMeta,
         received: list[StageOutputs],
+        sharing: Set[int],
         is_last: bool,
     ) -> None:
         """Compute one micro-batch. The last one answers, or the first one that fails."""
@@ -220,7 +221,7 @@ class ForwardRequests:
         try:
             if self._failures.broken is not None:
                 raise self._failures.broken
-            pending.computed.append(self._execution.forward(meta, received))
+            pending.computed.append(self._execution.forward(meta, received, sharing))
         except RpcmpError as error:
             raised = self._failures.add(meta.round.number, error)
             self._answer(pending, [raised] * self._num_ports)
@@ -245,6 +246,9 @@ class ForwardRequests:
             return answers
         return [[first._replace(reports=reports), *rest] for first, *rest in answers]
 
+    def _cancel(self, pending: _PendingForward) -> None:
+        self._answer(pending, [self._aborted(pending.bundle)] * self._num_ports)
+
     def _answer(self, pending: _PendingForward, values: list[Any]) -> None:
         with self._lock:
             pending.is_answered = True
@@ -263,15 +267,22 @@ class ForwardRequests:
 
 
 class _PendingForward:
-    """A bundle that is not computed yet, or that some reader has not asked for yet."""
+    """A bundle that is not computed yet, or that some reader has not asked for yet.
+
+    Attributes:
+        sharing: ports whose readers share memory with this process, as far as they have asked.
+    """
 
     def __init__(self, bundle: Bundle, num_ports: int) -> None:
         self.bundle = bundle
         self.answers: list[Future[Any]] = [Future() for _ in range(num_ports)]
         self.unasked_ports = set(range(num_ports))
+        self.sharing: set[int] = set()
         self.computed: list[Computed] = []
         self.is_answered = False
 
-    def ask(self, port: int) -> Future[Any]:
+    def ask(self, port: int, shares_memory: bool) -> Future[Any]:
         self.unasked_ports.discard(port)
+        if shares_memory:
+            self.sharing.add(port)
         return self.answers[port]

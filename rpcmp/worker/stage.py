@@ -88,6 +88,7 @@ from rpcmp.rpc.messages import (
     StepReport,
     TensorKey,
 )
+from rpcmp.rpc.shared_memory import OwnMemory
 from rpcmp.rpc.transport import Raised, Transport
 from rpcmp.worker.backward import Backwards, Failures
 from rpcmp.worker.executor import ComputeThread, ComputeThreadOwner, on_compute_thread
@@ -147,6 +148,10 @@ class Stage(ComputeThreadOwner):
         self._backwards = Backwards(
             self.name, self._compute, self._inputs.mark_none_gradients, self._failures
         )
+
+        def memory_of() -> OwnMemory:  # the stage is built before its process joins the group
+            return transport.memory
+
         scaling = config.loss_scaling
         scale = None if scaling is None else LossScale(scaling.initial)
         execution = Execution(
@@ -158,8 +163,9 @@ class Stage(ComputeThreadOwner):
             recompute=assignment.stage.recompute,
             wire_dtype=_WIRE_DTYPES[config.wire_dtype],
             loss_scale=scale,
+            memory_of=memory_of,
         )
-        self._grad_sync = GradientSync(assignment, self.model, peer)
+        self._grad_sync = GradientSync(assignment, self.model, peer, memory_of)
         self.optimizer = StageOptimizer(
             self.model, assignment, self._compute, self._grad_sync.after_step, scale, rehearses
         )
@@ -188,23 +194,28 @@ class Stage(ComputeThreadOwner):
 
     # Calls of other stages; see rpcmp.rpc.messages.Peer.
 
-    def forward(self, bundle: Bundle, port: int) -> Future[Any]:
+    def forward(self, bundle: Bundle, port: int, shares_memory: bool = False) -> Future[Any]:
         """Return a future of the answer for one reader, or a Raised.
 
         The answer has one StageOutputs per micro-batch; from the sink in an evaluation, Evaluated.
+
+        Args:
+            shares_memory: whether the reader can take tensors from this process's memory.
         """
-        return self._requests.ask(bundle, port)
+        return self._requests.ask(bundle, port, shares_memory)
 
     def mark_none_gradients(
         self, round_number: int, microbatch: int, port: int, tensors: list[int]
     ) -> None:
         self._backwards.mark_none_gradients(round_number, microbatch, port, tensors)
 
-    def gradient_part(self, rank: int, round_number: int, bucket: int) -> Future[Any]:
-        return self._grad_sync.all_reduce.part(rank, round_number, bucket)
+    def gradient_part(
+        self, rank: int, round_number: int, bucket: int, shares_memory: bool
+    ) -> Future[Any]:
+        return self._grad_sync.all_reduce.part(rank, round_number, bucket, shares_memory)
 
-    def gradient_total(self, round_number: int, bucket: int) -> Future[Any]:
-        return self._grad_sync.all_reduce.chunk_total(round_number, bucket)
+    def gradient_total(self, round_number: int, bucket: int, shares_memory: bool) -> Future[Any]:
+        return self._grad_sync.all_reduce.chunk_total(round_number, bucket, shares_memory)
 
     def get_tensors(self, key: TensorKey) -> Future[Any]:
         return self._grad_sync.mailbox.get(key)
@@ -404,14 +415,22 @@ def _digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 class RemoteStage:
-    """A stage of another worker; see `rpcmp.rpc.messages.Peer`."""
+    """A stage of another worker; see `rpcmp.rpc.messages.Peer`.
+
+    What has tensors in its answer is told whether this process can read them from the other's
+    memory.
+    """
 
     def __init__(self, transport: Transport, name: str) -> None:
         self.name = name
         self._transport = transport
 
+    @property
+    def _shares_memory(self) -> bool:
+        return self._transport.shares_memory(self.name)
+
     def forward(self, bundle: Bundle, port: int) -> Future[Any]:
-        return self._transport.call(self.name, Stage.forward, bundle, port)
+        return self._transport.call(self.name, Stage.forward, bundle, port, self._shares_memory)
 
     def mark_none_gradients(
         self, round_number: int, microbatch: int, port: int, tensors: list[int]
@@ -420,10 +439,12 @@ class RemoteStage:
         return self._transport.call(self.name, method, round_number, microbatch, port, tensors)
 
     def gradient_part(self, rank: int, round_number: int, bucket: int) -> Future[Any]:
-        return self._transport.call(self.name, Stage.gradient_part, rank, round_number, bucket)
+        arguments = rank, round_number, bucket, self._shares_memory
+        return self._transport.call(self.name, Stage.gradient_part, *arguments)
 
     def gradient_total(self, round_number: int, bucket: int) -> Future[Any]:
-        return self._transport.call(self.name, Stage.gradient_total, round_number, bucket)
+        arguments = round_number, bucket, self._shares_memory
+        return self._transport.call(self.name, Stage.gradient_total, *arguments)
 
     def get_tensors(self, key: TensorKey) -> Future[Any]:
         return self._transport.call(self.name, Stage.get_tensors, key)

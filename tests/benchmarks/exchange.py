@@ -100,7 +100,7 @@ class Sum(Exchange):
         self._parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
         names = [f"rank:{rank}" for rank in range(self._world_size)]
         peers = [cast(Peer, _Peer(name)) for name in names]
-        self._summing = BucketAllReduce(self._parameters, rank, peers)
+        self._summing = BucketAllReduce(self._parameters, rank, peers, lambda: RPC.memory)
         self._key = 0
         unpickler._CALLED.add((__name__, Served.__name__))
         store = FileStore(self._job["store"], self._world_size)
@@ -130,11 +130,11 @@ class Served:
 
     def part(self, asking: int, key: int, bucket: int) -> Future[Any]:
         """See BucketAllReduce."""
-        return self._summing.part(asking, key, bucket)
+        return self._summing.part(asking, key, bucket, shares_memory=True)
 
     def total(self, key: int, bucket: int) -> Future[Any]:
         """See BucketAllReduce."""
-        return self._summing.chunk_total(key, bucket)
+        return self._summing.chunk_total(key, bucket, shares_memory=True)
 
 
 class _Peer:
@@ -144,6 +144,8 @@ class _Peer:
         self.name = name
 
     def gradient_part(self, rank: int, round_number: int, bucket: int) -> Future[Any]:
+        if not RPC.shares_memory(self.name):
+            raise RuntimeError(f"{self.name} is not on this host")
         return RPC.call(self.name, Served.part, rank, round_number, bucket)
 
     def gradient_total(self, round_number: int, bucket: int) -> Future[Any]:

@@ -84,6 +84,9 @@ class Driver:
             self._heard.notify_all()
         return future
 
+    def shares_memory(self, member: str) -> bool:
+        return False
+
     def reader(self) -> SliceFetcher:
         """Return the slices of a stage that sends its requests to this driver."""
         return SliceFetcher(ALL, cast(Transport, self))
@@ -97,7 +100,7 @@ class Driver:
         with self._heard:
             assert self._heard.wait_for(lambda: self.asked[-1][2][0] == LAST, SECONDS)
         self.asked.pop()
-        return [args for _, _, args, _ in self.asked]
+        return [args[:-1] for _, _, args, _ in self.asked]
 
     def answer(self, index: int = -1) -> None:
         _, method, args, future = self.asked[index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from rpcmp.pipelining import pytree
 from rpcmp.rpc.messages import StageOutputs
+from rpcmp.rpc.shared_memory import OwnMemory, PeerMemory, SharedTensor
 from rpcmp.worker.boundary import LocalTape, connect, sum_gradients, tensors_of
 from tests.support.gradients import lists
 
@@ -41,7 +43,42 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def shared(*tensors: Tensor) -> tuple[list[SharedTensor], StageOutputs]:
+    """Return what the producer keeps, and what the reader gets, of tensors in shared memory."""
+    own = OwnMemory()
+    memory = PeerMemory.open(own.address)
+    assert memory is not None
+    placed = [own.place(tensor, requires_grad=tensor.requires_grad) for tensor in tensors]
+    arrived = [pickle.loads(pickle.dumps(tensor.lend())) for tensor in placed]
+    for tensor in arrived:
+        tensor.attach(memory)
+    return placed, StageOutputs(tuple(arrived), token()).opened()
+
+
 # LocalTape: the part of the stage.
+
+
+def test_gradients_of_inputs_in_shared_memory_go_there_and_torch_rpc_carries_the_token() -> None:
+    x, unused = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
+    placed, received = shared(x, torch.arange(2), unused)
+    assert [len(tensor) for tensor in tensors_of([received])] == [0]
+    other = torch.ones(2, requires_grad=True)
+    tape = LocalTape([received, StageOutputs(other)], CPU)
+    (value, index, _), same = tape.inputs
+    tape.leave(value * index * same * 3)
+    found, missing = tape.backward([torch.ones(2)])
+    assert lists(found) == [None, [0, 3]]  # of the token, and of the other input
+    assert missing == {}
+    assert lists([placed[0].take_gradient(), placed[2].take_gradient()]) == [[0, 3], None]
+
+
+def test_answers_open_once_and_leave_what_torch_rpc_has_sent() -> None:
+    _, received = shared(torch.ones(2))
+    assert received.opened() is received
+    plain = StageOutputs({"x": torch.ones(1), "n": 3})
+    assert plain.opened() is plain
+    assert lists([received.value[0]]) == [[1, 1]]
+    assert len(received.shared) == 1
 
 
 def test_a_stage_computes_the_gradients_of_plain_autograd() -> None:

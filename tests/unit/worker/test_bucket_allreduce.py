@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from rpcmp.errors import JobError
+from rpcmp.rpc import transport
 from rpcmp.rpc.messages import GradientPart
+from rpcmp.rpc.shared_memory import OwnMemory, PeerMemory
 from rpcmp.worker import buckets, weight_grad
 from rpcmp.worker.bucket_allreduce import BucketAllReduce
 from rpcmp.worker.buckets import GradientReadyTracker
@@ -31,9 +34,14 @@ class Members:
     Args:
         num_members: number of members.
         dtypes: dtypes of the parameters, in turn.
+
+    Every second member shares memory with the others.
     """
 
     def __init__(self, num_members: int, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> None:
+        self.memory = OwnMemory()
+        memory = PeerMemory.open(self.memory.address)
+        transport._served.memories = {f"member {n}": memory for n in range(num_members)}
         self.parameters = [
             [
                 nn.Parameter(torch.zeros(shape, dtype=dtypes[n % len(dtypes)]))
@@ -45,7 +53,7 @@ class Members:
         self.summing: list[BucketAllReduce] = []
         for rank, mine in enumerate(self.parameters):
             peers = [_Peer(self, member) for member in range(num_members)]
-            self.summing.append(BucketAllReduce(mine, rank, cast(Any, peers)))
+            self.summing.append(BucketAllReduce(mine, rank, cast(Any, peers), lambda: self.memory))
 
     def later(self, future: Future[Any], answer: Future[Any]) -> None:
         def pass_on(done: Future[Any]) -> None:
@@ -85,10 +93,12 @@ class _Peer:
         self._members, self._member = members, member
 
     def gradient_part(self, rank: int, round_number: int, bucket: int) -> Future[Any]:
-        return self._passed(self._called.part(rank, round_number, bucket))
+        shares_memory = self._member % 2 == 0
+        return self._passed(self._called.part(rank, round_number, bucket, shares_memory))
 
     def gradient_total(self, round_number: int, bucket: int) -> Future[Any]:
-        return self._passed(self._called.chunk_total(round_number, bucket))
+        shares_memory = self._member % 2 == 0
+        return self._passed(self._called.chunk_total(round_number, bucket, shares_memory))
 
     @property
     def _called(self) -> BucketAllReduce:
@@ -108,7 +118,11 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _sent(value: Any) -> Any:
     """Copy a message, because a received message does not share the sender's memory."""
-    return value._replace(values=value.values.clone()) if isinstance(value, GradientPart) else value
+    if not isinstance(value, GradientPart):
+        return value
+    if value.shared is None:
+        return value._replace(values=value.values.clone())
+    return value._replace(shared=pickle.loads(pickle.dumps(value.shared)))
 
 
 def same(one: Tensor | None, other: Tensor | None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, cast
 
 import pytest
@@ -26,6 +26,7 @@ class _Around:
         self.asked: list[Callable[[list[Any]], None]] = []
         self.begun: list[RoundHeader] = []
         self.computed: list[MicrobatchMeta] = []
+        self.sharing: list[Set[int]] = []
         self.tasks: list[Any] = []
         self.exchange = ForwardRequests(
             "stage1",
@@ -56,8 +57,11 @@ class _Around:
 
     # Execution
 
-    def forward(self, meta: MicrobatchMeta, received: list[StageOutputs]) -> Computed:
+    def forward(
+        self, meta: MicrobatchMeta, received: list[StageOutputs], sharing: Set[int]
+    ) -> Computed:
         self.computed.append(meta)
+        self.sharing.append(sharing)
         return Computed(received, [meta.number])
 
     def answer(self, _: Bundle, computed: list[Computed]) -> list[list[StageOutputs]]:
@@ -85,6 +89,14 @@ def bundle(round_number: int = 1) -> Bundle:
 
 def answer_to(port: int) -> list[StageOutputs]:
     return [StageOutputs((port, microbatch)) for microbatch in range(2)]
+
+
+def test_tensors_are_shared_with_the_readers_that_have_asked_for_it(around: _Around) -> None:
+    around.exchange.ask(bundle(), 1, shares_memory=True)
+    around.arrive()
+    late = around.exchange.ask(bundle(), 0, shares_memory=True)
+    assert around.sharing == [{1}, {1}]
+    assert late.value() == answer_to(0)  # which torch RPC sends
 
 
 @pytest.mark.parametrize("arrives_after", [1, 2])

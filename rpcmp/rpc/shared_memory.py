@@ -1,0 +1,268 @@
+"""Tensors between processes of one host: in memory that both have mapped, while RPC carries places.
+
+    producer                        memfd of the producer                       reader
+    place    ────────copies────> [ header | data | gradient ] <──────── attach, reads the data
+    take_gradient  <──────────────────────── gradient  <──────────────────────── give_gradient
+    the block is free again  <────────── a mark  <──────────── its last view of the block is gone
+
+Through a socket, a tensor is copied into the kernel and out of it, and takes several messages
+besides. Here it is written once where its reader finds it, and so is its gradient.
+
+The reader opens the memory by the producer's entry in /proc. The kernel allows that to processes
+of the same user on the same host that could read the whole memory of the producer anyway, and not
+to a confined one. All others get their tensors by RPC. The memory has a random name, which the
+group's members exchange by their store, so no member can lead another one to a stranger's memory.
+
+A block belongs to one tensor. Views of it count, not messages: a layer may keep its input, and an
+optimizer a gradient, for as long as it likes. A block whose views are gone at all ends is used
+again for the next tensor of about its size, so the memory holds what is in flight.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import fcntl
+import json
+import math
+import mmap
+import os
+import secrets
+import threading
+import weakref
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rpcmp.errors import SecurityError
+
+HEADER = 64
+"""Bytes before the data, a cache line. Data and gradient begin at multiples of it."""
+
+HAS_GRADIENT = 0
+"""The first byte of the header: whether `give_gradient` had one. The others are marks, one for each
+reader that may still look at the block."""
+
+MAX_READERS = HEADER - 1
+
+NOT_READ = bytes(MAX_READERS)
+
+MAX_NAME = 128
+"""Of the 249 bytes that the name of such memory may have."""
+
+MIN_BLOCK = mmap.PAGESIZE
+
+
+def _aligned(size: int) -> int:
+    return -(-size // HEADER) * HEADER
+
+
+@dataclass(eq=False)
+class SharedTensor:
+    """A dense, contiguous host tensor in a block.
+
+    The producer's own has no reader; what it lends is what a message carries.
+
+    Attributes:
+        offset, capacity: the block, in bytes.
+        requires_grad: whether it has room for a gradient, of the same dtype and shape.
+        start: bytes of the block's data before it.
+        reader: from 1, among those to whom the block was lent.
+    """
+
+    offset: int
+    capacity: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    requires_grad: bool = False
+    start: int = 0
+    reader: int = 0
+    _block: Any = field(default=None, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        tensor = (self.dtype, self.shape, self.requires_grad)
+        return SharedTensor, (self.offset, self.capacity, *tensor, self.start, self.reader)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def needed(self) -> int:
+        """Bytes of a block that has room for it."""
+        return HEADER + self.start + _aligned(self.nbytes) * (1 + self.requires_grad)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The data, without a copy."""
+        return self._view(HEADER + self.start)
+
+    def lend(self, elements: slice | None = None) -> SharedTensor | Tensor:
+        """Return it for one more reader, as part of a message that is sent for certain.
+
+        Args:
+            elements: of a flat tensor, those that the reader gets; None: all.
+
+        Returns:
+            A copy of the tensor instead if it has MAX_READERS.
+        """
+        lent = dataclasses.replace(self, reader=self.reader + 1)
+        if elements is not None:
+            first, last, _ = elements.indices(*self.shape)
+            lent.start = self.start + first * self.dtype.itemsize
+            lent.shape = (last - first,)
+        if lent.reader > MAX_READERS:
+            return lent.tensor.clone()
+        self.reader = lent.reader
+        self._block[lent.reader] = 1
+        return lent
+
+    def attach(self, memory: PeerMemory) -> None:
+        """Find it at its reader; when all views of it are gone, the block is the producer's again.
+
+        Raises:
+            SecurityError: it lies outside of the memory, or of its block.
+        """
+        is_inside = self.needed <= self.capacity and 1 <= self.reader <= MAX_READERS
+        if not is_inside or min(self.start, *self.shape, 0) < 0:
+            raise SecurityError(f"a tensor of {self.needed} bytes in a block of {self.capacity}")
+        memory_map = memory.map(self.offset, self.capacity)
+        self._block = _block(memory_map, self.capacity)
+        weakref.finalize(self._block, memory_map.__setitem__, self.reader, 0)
+
+    def give_gradient(self, gradient: Tensor | None) -> None:
+        """Write its gradient, at the reader."""
+        self._block[HAS_GRADIENT] = gradient is not None
+        if gradient is not None:
+            self._view(HEADER + _aligned(self.nbytes)).copy_(gradient)
+
+    def take_gradient(self) -> Tensor | None:
+        """Return what `give_gradient` has written, at the producer, without a copy."""
+        if not self._block[HAS_GRADIENT]:
+            return None
+        return self._view(HEADER + _aligned(self.nbytes))
+
+    def _view(self, offset: int) -> Tensor:
+        count = math.prod(self.shape)
+        if not count:  # which `frombuffer` refuses
+            return torch.empty(self.shape, dtype=self.dtype)
+        flat = torch.frombuffer(self._block, dtype=self.dtype, count=count, offset=offset)
+        return flat.view(self.shape)
+
+
+class OwnMemory:
+    """What this process has placed for others. Thread-safe.
+
+    Args:
+        owner: the process's name, which other processes see with its mapped files.
+    """
+
+    def __init__(self, owner: str = "") -> None:
+        self._name = f"rpcmp-tensors-{owner[:MAX_NAME]}-{secrets.token_hex(16)}"
+        self._fd = os.memfd_create(self._name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        # Readers have it mapped: memory that shrinks would end them by a signal.
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        self._lock = threading.Lock()
+        self._size = 0
+        self._maps: dict[int, mmap.mmap] = {}
+        self._unused: defaultdict[int, deque[int]] = defaultdict(deque)
+        self._returned: deque[tuple[int, int]] = deque()
+
+    @property
+    def address(self) -> str:
+        """How another process of this host finds it."""
+        return json.dumps([os.getpid(), self._fd, self._name])
+
+    @property
+    def size(self) -> int:
+        """Bytes of all blocks; only pages that have been written to count as memory."""
+        return self._size
+
+    def place(
+        self, tensor: Tensor, dtype: torch.dtype | None = None, requires_grad: bool = False
+    ) -> SharedTensor:
+        """Copy a tensor, on any device, to a block.
+
+        Args:
+            dtype: of the copy; None: that of `tensor`.
+        """
+        placed = self.allocate(tuple(tensor.shape), dtype or tensor.dtype, requires_grad)
+        placed.tensor.copy_(tensor.detach())
+        return placed
+
+    def allocate(
+        self, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool = False
+    ) -> SharedTensor:
+        """Return a tensor in a block, as `torch.empty` does."""
+        placed = SharedTensor(0, 0, dtype, shape, requires_grad)
+        placed.capacity = max(MIN_BLOCK, 1 << (placed.needed - 1).bit_length())
+        placed.offset = self._take(placed.capacity)
+        placed._block = _block(self._maps[placed.offset], placed.capacity)
+        # A finalizer may run in the middle of `_take`, so it does no more than this.
+        weakref.finalize(placed._block, self._returned.append, (placed.capacity, placed.offset))
+        return placed
+
+    def _take(self, capacity: int) -> int:
+        """Return the offset of a free block: of one that nobody has a view of, or of a new one."""
+        with self._lock:
+            while self._returned:
+                size, offset = self._returned.popleft()
+                self._unused[size].append(offset)
+            unused = self._unused[capacity]
+            for index, offset in enumerate(unused):  # the first ones have waited longest
+                if self._maps[offset][1:HEADER] == NOT_READ:
+                    del unused[index]
+                    return offset
+            offset, self._size = self._size, self._size + capacity
+            os.ftruncate(self._fd, self._size)
+            self._maps[offset] = mmap.mmap(self._fd, capacity, offset=offset)
+            return offset
+
+
+class PeerMemory:
+    """The memory of another process of this host. Thread-safe."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._maps: dict[int, mmap.mmap] = {}
+
+    @classmethod
+    def open(cls, address: str) -> PeerMemory | None:
+        """Open it by its `OwnMemory.address`; None if that is not possible from here."""
+        pid, fd, name = json.loads(address)
+        path = f"/proc/{int(pid)}/fd/{int(fd)}"
+        expected = f"/memfd:{name} (deleted)"
+        try:
+            # Before it is opened: in another pid namespace this is something else, and to open
+            # that may have an effect.
+            if os.readlink(path) != expected:
+                return None
+            own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:  # another host, another user, or one of the two is confined
+            return None
+        is_sealed = fcntl.fcntl(own, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+        if os.readlink(f"/proc/self/fd/{own}") != expected or not is_sealed:
+            os.close(own)
+            return None
+        return cls(own)
+
+    def map(self, offset: int, capacity: int) -> mmap.mmap:
+        """Return a block's memory; raises SecurityError if there is no such block."""
+        found = self._maps.get(offset)
+        if found is not None and len(found) == capacity:
+            return found
+        if offset < 0 or capacity <= 0 or offset + capacity > os.fstat(self._fd).st_size:
+            raise SecurityError(f"a message names memory that does not exist, at byte {offset}")
+        try:
+            found = self._maps[offset] = mmap.mmap(self._fd, capacity, offset=offset)
+        except OSError as error:  # no multiple of a page
+            raise SecurityError(f"a message names memory that is no block: {error}") from error
+        return found
+
+
+def _block(memory: mmap.mmap, capacity: int) -> ctypes.Array[ctypes.c_ubyte]:
+    """Return an object that each view of a block keeps alive; finalizers may watch it."""
+    return (ctypes.c_ubyte * capacity).from_buffer(memory)

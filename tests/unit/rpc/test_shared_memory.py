@@ -1,0 +1,261 @@
+"""Memory that processes of one host share: places, lifetimes, and what nobody may be led to."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rpcmp.errors import SecurityError
+from rpcmp.rpc import unpickler
+from rpcmp.rpc.shared_memory import (
+    MAX_READERS,
+    MIN_BLOCK,
+    OwnMemory,
+    PeerMemory,
+    SharedTensor,
+)
+from rpcmp.rpc.tensors import same_bits
+
+X = torch.arange(12.0).reshape(3, 4)
+
+
+@pytest.fixture
+def own() -> OwnMemory:
+    return OwnMemory()
+
+
+@pytest.fixture
+def peer(own: OwnMemory) -> PeerMemory:
+    memory = PeerMemory.open(own.address)
+    assert memory is not None
+    return memory
+
+
+def sent(tensor: SharedTensor, peer: PeerMemory, elements: slice | None = None) -> SharedTensor:
+    """Lend a tensor, and return what its reader gets by a message."""
+    lent = tensor.lend(elements)
+    arrived = pickle.loads(pickle.dumps(lent))
+    assert isinstance(arrived, SharedTensor)
+    arrived.attach(peer)
+    return arrived
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        X,
+        X.t(),
+        X[:, 1:3],
+        torch.tensor(2.5),
+        torch.empty(0, 3),
+        torch.tensor([True, False]),
+        torch.tensor([-0.0, float("nan")], dtype=torch.bfloat16),
+        torch.tensor([1 + 2j]),
+        torch.arange(5, dtype=torch.uint8),
+        torch.randn(1000, 1000),
+    ],
+    ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}",
+)
+def test_a_reader_has_the_bits_of_a_tensor(
+    tensor: Tensor, own: OwnMemory, peer: PeerMemory
+) -> None:
+    found = sent(own.place(tensor), peer).tensor
+    assert same_bits(found, tensor)
+    assert found.is_contiguous()
+
+
+def test_another_dtype_may_travel(own: OwnMemory, peer: PeerMemory) -> None:
+    found = sent(own.place(X, torch.bfloat16), peer).tensor
+    assert same_bits(found, X.to(torch.bfloat16))
+
+
+def test_a_gradient_returns_beside_the_data(own: OwnMemory, peer: PeerMemory) -> None:
+    placed = own.place(X, requires_grad=True)
+    arrived = sent(placed, peer)
+    arrived.give_gradient((X * 2).t().contiguous().t())
+    gradient = placed.take_gradient()
+    assert gradient is not None
+    assert same_bits(gradient, X * 2)
+    assert same_bits(arrived.tensor, X)
+
+
+def test_no_gradient_is_not_zeros(own: OwnMemory, peer: PeerMemory) -> None:
+    placed = own.place(X, requires_grad=True)
+    sent(placed, peer).give_gradient(None)
+    assert placed.take_gradient() is None
+
+
+def test_a_block_is_used_again_once_both_ends_have_lost_it(
+    own: OwnMemory, peer: PeerMemory
+) -> None:
+    for _ in range(10):
+        placed = own.place(X, requires_grad=True)
+        arrived = sent(placed, peer)
+        arrived.give_gradient(X)
+        del placed, arrived
+    assert own.size == MIN_BLOCK
+
+
+@pytest.mark.parametrize("end", ["reader", "producer"])
+def test_a_view_that_is_kept_keeps_its_bits(end: str, own: OwnMemory, peer: PeerMemory) -> None:
+    """A layer may keep its input, and `.grad` may be the very gradient that has arrived."""
+    placed = own.place(X, requires_grad=True)
+    arrived = sent(placed, peer)
+    arrived.give_gradient(X)
+    kept = placed.take_gradient() if end == "producer" else arrived.tensor
+    del placed, arrived
+    for _ in range(5):
+        sent(own.place(torch.zeros(3, 4), requires_grad=True), peer).give_gradient(
+            torch.zeros(3, 4)
+        )
+    assert kept is not None
+    assert same_bits(kept, X)
+    assert own.size == 2 * MIN_BLOCK
+
+
+def test_a_block_that_was_lent_waits_for_its_reader(own: OwnMemory, peer: PeerMemory) -> None:
+    """The answer may still be on its way when the producer has forgotten it."""
+    message = pickle.dumps(own.place(X).lend())
+    own.place(torch.zeros(3, 4))
+    arrived: SharedTensor = pickle.loads(message)
+    arrived.attach(peer)
+    assert same_bits(arrived.tensor, X)
+
+
+def test_a_block_that_was_not_lent_is_free(own: OwnMemory) -> None:
+    for _ in range(3):  # such as those of a bundle whose last micro-batch has failed
+        own.place(X)
+    assert own.size == MIN_BLOCK
+
+
+def test_several_readers_get_parts_of_one_block(own: OwnMemory, peer: PeerMemory) -> None:
+    placed = own.place(torch.arange(10.0))
+    parts = [sent(placed, peer, slice(first, first + 5)).tensor for first in (0, 5)]
+    del placed
+    assert [part.tolist() for part in parts] == [list(range(5)), list(range(5, 10))]
+    del parts[0]
+    own.place(torch.zeros(10))
+    assert parts[0].tolist() == list(range(5, 10))
+    del parts
+    own.place(torch.zeros(10))
+    assert own.size == 2 * MIN_BLOCK
+
+
+def test_too_many_readers_get_copies(own: OwnMemory) -> None:
+    placed = own.place(X)
+    lent = [placed.lend() for _ in range(MAX_READERS + 2)]
+    assert all(isinstance(one, SharedTensor) for one in lent[:MAX_READERS])
+    assert [same_bits(one, X) for one in lent[MAX_READERS:] if isinstance(one, Tensor)] == [
+        True
+    ] * 2
+
+
+def test_sizes_that_change_share_blocks(own: OwnMemory, peer: PeerMemory) -> None:
+    for length in range(1500, 2000):  # of sequences, for example
+        sent(own.place(torch.ones(length)), peer)
+    assert own.size == 8192
+
+
+def test_the_unpickler_knows_what_a_message_names(own: OwnMemory, peer: PeerMemory) -> None:
+    import io
+
+    data = pickle.dumps(own.place(X).lend())
+    arrived = unpickler.Unpickler(io.BytesIO(data)).load()
+    arrived.attach(peer)
+    assert same_bits(arrived.tensor, X)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        SharedTensor(0, 1 << 40, torch.float32, (2,), reader=1),
+        SharedTensor(1 << 40, 4096, torch.float32, (2,), reader=1),
+        SharedTensor(-4096, 4096, torch.float32, (2,), reader=1),
+        SharedTensor(64, 4096 - 64, torch.float32, (2,), reader=1),
+        SharedTensor(0, 4096, torch.float32, (5000,), reader=1),
+        SharedTensor(0, 4096, torch.float32, (-2, -2), reader=1),
+        SharedTensor(0, 4096, torch.float32, (2,), start=-128, reader=1),
+        SharedTensor(0, 4096, torch.float32, (2,), start=4096, reader=1),
+        SharedTensor(0, 4096, torch.float32, (2,), reader=0),
+        SharedTensor(0, 4096, torch.float32, (2,), reader=64),
+        SharedTensor(0, 0, torch.float32, (0,), reader=1),
+    ],
+    ids=repr,
+)
+def test_a_message_cannot_name_what_is_no_block(
+    forged: SharedTensor, own: OwnMemory, peer: PeerMemory
+) -> None:
+    own.place(X)
+    with pytest.raises(SecurityError):
+        forged.attach(peer)
+
+
+def test_memory_cannot_shrink_under_its_readers(own: OwnMemory) -> None:
+    own.place(X)
+    _, fd, _ = json.loads(own.address)
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 0)
+
+
+@pytest.fixture
+def other() -> Iterator[str]:
+    """Return the address of another process's memory that holds [1, 2]."""
+    code = (
+        "import torch, sys; from rpcmp.rpc.shared_memory import OwnMemory; own = OwnMemory();"
+        "placed = own.place(torch.tensor([1.0, 2.0])); print(own.address, flush=True);"
+        "sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline()
+        process.kill()
+
+
+def test_another_process_is_found_by_its_address_and_no_other_file_is(
+    other: str, tmp_path: Path
+) -> None:
+    memory = PeerMemory.open(other)
+    assert memory is not None
+    first = SharedTensor(0, MIN_BLOCK, torch.float32, (2,), reader=1)
+    first.attach(memory)
+    assert first.tensor.tolist() == [1, 2]
+    pid, fd, name = json.loads(other)
+    assert PeerMemory.open(json.dumps([pid, fd, "rpcmp-tensors-guessed"])) is None
+    assert PeerMemory.open(json.dumps([pid, 0, name])) is None
+    assert PeerMemory.open(json.dumps([2**22 + 1, fd, name])) is None
+    with open(tmp_path / "file", "w") as file:
+        address = json.dumps([os.getpid(), file.fileno(), str(tmp_path / "file")])
+        assert PeerMemory.open(address) is None
+
+
+def test_memory_that_may_shrink_is_not_opened() -> None:
+    fd = os.memfd_create("rpcmp-tensors-unsealed")
+    try:
+        address = json.dumps([os.getpid(), fd, "rpcmp-tensors-unsealed"])
+        assert PeerMemory.open(address) is None
+    finally:
+        os.close(fd)
+
+
+def test_nothing_of_a_block_is_left_for_the_garbage_collector(
+    own: OwnMemory, peer: PeerMemory
+) -> None:
+    gc.disable()
+    try:
+        for _ in range(3):
+            sent(own.place(X), peer)
+        assert own.size == MIN_BLOCK
+    finally:
+        gc.enable()
