@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import importlib
 import io
 import logging
@@ -78,7 +79,10 @@ def cli() -> None:
 
 
 def main() -> None:
-    sys.exit(_run())
+    try:
+        sys.exit(_run())
+    finally:
+        gc.freeze()  # all memory goes now: to search it for garbage would take longer than its use
 
 
 def _run() -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +19,9 @@ from rpcmp.cli.options import (
     require_writable,
     ui_option,
 )
-from rpcmp.config import loader
+from rpcmp.process.fork_client import DRIVERS, WORKERS, Forks
 from rpcmp.process.logging.collector import Display
+from rpcmp.process.resources import raise_descriptor_limit
 
 if TYPE_CHECKING:
     from rpcmp.job.restore_point import Start
@@ -75,21 +78,6 @@ def drive(
     Example:
       rpcmp drive config.toml --steps 100 --set data.batch_size=64
     """
-    from rpcmp.cli.observing import (
-        create_observers,
-        report_run_folder,
-        run_folder_path,
-        serve_metrics,
-        serve_page,
-        timeline_interval,
-    )
-    from rpcmp.cli.progress_output import event_printer, logged
-    from rpcmp.job.training_run import drive as run
-    from rpcmp.observability.events import LogEvent
-    from rpcmp.observability.observers import in_background, watching
-    from rpcmp.observability.run_folder import TRACE
-    from rpcmp.process.resources import raise_descriptor_limit
-
     if resume and fresh:
         raise click.UsageError("--resume continues a run, --fresh starts one: give one of them")
     start: Start = "resume" if resume else "fresh" if fresh else "either"
@@ -97,25 +85,60 @@ def drive(
         overrides = (*overrides, f"steps={steps}")
     if trace is not None:
         require_writable(trace)
-    job = loader.load_config(config, overrides)
-    servers = addresses_of(connect, job)
     raise_descriptor_limit()
-    watchers: list[Observer] = []
-    with (
-        event_printer(as_json, verbose, quiet) as show,
-        serve_metrics(job, metrics, watchers),
-        in_background(logged(show, display)) as shown,
-        serve_page(job, ui, watchers, shown),
-        watching(watchers := [*watchers, *create_observers(job)], shown) as notify,
-        report_run_folder(watchers, notify) as report,
-        display.reporting(lambda entry: report(LogEvent.from_entry(entry))),
-    ):
-        folder = run_folder_path(watchers)
-        training = run(
-            *(job, report, servers),
-            trace=trace,
-            start=start,
-            timeline=timeline_interval(watchers),
-            last_steps=None if folder is None else folder / TRACE,
+    with _importing_torch() as (runner, forks):
+        from rpcmp.cli.observing import (
+            create_observers,
+            report_run_folder,
+            run_folder_path,
+            serve_metrics,
+            serve_page,
+            timeline_interval,
         )
-        asyncio.run(training)
+        from rpcmp.cli.progress_output import event_printer, logged
+        from rpcmp.config import loader
+
+        job = loader.load_config(config, overrides)
+        servers = addresses_of(connect, job)
+        from rpcmp.job.training_run import drive as run
+        from rpcmp.observability.events import LogEvent
+        from rpcmp.observability.observers import in_background, watching
+        from rpcmp.observability.run_folder import TRACE
+
+        watchers: list[Observer] = []
+        with (
+            event_printer(as_json, verbose, quiet) as show,
+            serve_metrics(job, metrics, watchers),
+            in_background(logged(show, display)) as shown,
+            serve_page(job, ui, watchers, shown),
+            watching(watchers := [*watchers, *create_observers(job)], shown) as notify,
+            report_run_folder(watchers, notify) as report,
+            display.reporting(lambda entry: report(LogEvent.from_entry(entry))),
+        ):
+            folder = run_folder_path(watchers)
+            training = run(
+                *(job, report, servers),
+                trace=trace,
+                start=start,
+                timeline=timeline_interval(watchers),
+                last_steps=None if folder is None else folder / TRACE,
+                forks=forks,
+            )
+            runner.run(training)
+
+
+@contextlib.contextmanager
+def _importing_torch() -> Iterator[tuple[asyncio.Runner, Forks]]:
+    """Start the fork server first of all: what it imports takes longer than all else here."""
+    with asyncio.Runner() as runner:
+        forks = runner.run(_started_forks())
+        try:
+            yield runner, forks
+        finally:
+            runner.run(forks.close())
+
+
+async def _started_forks() -> Forks:
+    forks = Forks([WORKERS, DRIVERS])
+    await forks.start()
+    return forks

@@ -103,10 +103,15 @@ class Forks:
         self._server: asyncio.subprocess.Process | None = None
         self._watching: asyncio.Task[None] | None = None
         self._line: socket.socket | None = None
+        self._is_used = True
         self._children: dict[int, Forked] = {}
         self._requests: deque[asyncio.Future[Any]] = deque()
         if line is not None:
             self._connect(line)
+
+    async def start(self) -> None:
+        """Start the server now: until it is asked for something, it imports meanwhile."""
+        await self._require_server(self._environment)
 
     async def fork(
         self,
@@ -208,13 +213,13 @@ class Forks:
 
     async def close(self) -> None:
         """End all children, and the fork server if it is our own."""
-        is_busy = bool(self._requests)  # it still imports
+        may_import = bool(self._requests) or not self._is_used  # then it leaves nothing
         self._disconnect()
         if self._watching is not None:
             self._watching.cancel()
         if self._server is not None:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0 if is_busy else END_SECONDS):
+                async with asyncio.timeout(0 if may_import else END_SECONDS):
                     await self._server.wait()  # it removes what its children leave
             with contextlib.suppress(ProcessLookupError):
                 self._server.kill()
@@ -249,6 +254,7 @@ class Forks:
                 {**environment, "SPT_NOENV": "1"},
                 [theirs.fileno(), *namespaces],
             )
+        self._is_used = False
         self._watching = asyncio.create_task(kill_if_stopped(self._server, FORK_SERVER))
         self._connect(ours)
 
@@ -293,6 +299,7 @@ class Forks:
 
     def _send(self, message: dict[str, Any], fds: Sequence[int]) -> None:
         assert self._line is not None
+        self._is_used = True
         try:
             socket.send_fds(self._line, [json.dumps(message).encode()], fds)
         except OSError:  # it has died

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, fx, nn
-from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from rpcmp.errors import MAX_LISTED, ConfigError
 from rpcmp.splitting import exporting, guards, weights
@@ -327,7 +326,7 @@ def _kind(node: fx.Node) -> str:
     value = node.meta["val"]
     if not isinstance(value, Tensor):
         return "size"
-    sizes = (str(int(size)) if is_concrete_int(size) else "*" for size in value.shape)
+    sizes = ("*" if (size := _concrete(each)) is None else str(size) for each in value.shape)
     return f"{name_of_kind(value.dtype)}[{', '.join(sizes)}]"
 
 
@@ -345,5 +344,12 @@ def _bytes(node: fx.Node) -> int:
 
 def _size(sizes: Sequence[Any]) -> int | None:
     """Return the only size that all graphs are for; None: any."""
+    return next((size for each in sizes if (size := _concrete(each)) is not None), None)
+
+
+def _concrete(size: Any) -> int | None:
+    """Return a size as a number; None if it is a symbol without a value."""
+    from torch.fx.experimental.symbolic_shapes import is_concrete_int  # sympy: half of all imports
+
     # A size that the forward made a plain number of is still a symbol, but has one value.
-    return next((int(size) for size in sizes if is_concrete_int(size)), None)
+    return int(size) if is_concrete_int(size) else None
