@@ -219,6 +219,29 @@ print([name for name in ("torch", "numpy") if name in sys.modules])
     assert subprocess.check_output(command, text=True, timeout=60).strip() == "[]"
 
 
+@pytest.mark.parametrize(
+    ("used", "unused"),
+    [
+        # Each of the stage servers that a run starts here imports anew.
+        (
+            ["rpcmp.cli.serve", "rpcmp.server.lifecycle", "rpcmp.server.stage_server"],
+            ["pydantic", "rich", "safetensors", "torch"],
+        ),
+        # A run waits for what its fork server imports, which starts with `import torch`.
+        (
+            ["rpcmp.worker.process", "rpcmp.driver.process"],
+            ["grpc", "networkx", "rich", "sympy", "torch._dynamo", "torch._inductor"],
+        ),
+        # The fork server starts before the config is read.
+        (["rpcmp.cli.drive"], ["grpc", "pydantic", "rich"]),
+    ],
+)
+def test_the_start_of_a_run_imports_only_what_it_uses(used: list[str], unused: list[str]) -> None:
+    code = f"import sys, {', '.join(used)}; print([m for m in {unused} if m in sys.modules])"
+    command = [sys.executable, "-c", code]
+    assert subprocess.check_output(command, text=True, timeout=60).strip() == "[]"
+
+
 STAMPS = {
     "certificates, valid from a day before": ("cli.certs", "net.authority", "net.security"),
     "the age of checkpoints, in days": ("job.checkpoints",),

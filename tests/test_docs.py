@@ -207,6 +207,7 @@ CHECKED_BY = {
         "python -m tests.benchmarks.health",
         "python -m tests.benchmarks.looking",
         "python -m tests.benchmarks.screenshot",
+        "python -m tests.benchmarks.start",
         "python -m tests.benchmarks.strangers",
     ],
     "system/test_chaos.py::test_what_random_faults_have_found_stays_mended": [

@@ -21,11 +21,14 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rpcmp.checkpoint.files import FOLDER, Where, folder_of, sync, write_durably
-from rpcmp.checkpoint.manifest import Manifest, dumps, loads
 from rpcmp.config.files import MIB, read_bytes
 from rpcmp.errors import CheckpointConflictError, CheckpointError
+
+if TYPE_CHECKING:
+    from rpcmp.checkpoint.manifest import Manifest  # pydantic: servers read no manifests
 
 MANIFEST = "manifest.json"
 
@@ -58,6 +61,8 @@ class CheckpointFolder:
 
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest, which makes a checkpoint of the stages' files."""
+        from rpcmp.checkpoint.manifest import dumps
+
         path = self.path_of(manifest.step) / MANIFEST
         try:
             write_durably(path, [dumps(manifest).encode()])
@@ -100,6 +105,8 @@ class CheckpointFolder:
 
 def look(step_folder: Path) -> FoundCheckpoint | None:
     """Return the checkpoint in a step folder of any name; None if it has no manifest."""
+    from rpcmp.checkpoint.manifest import loads
+
     path = step_folder / MANIFEST
     try:
         manifest = loads(read_bytes(path, MAX_MANIFEST), path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -147,12 +148,15 @@ def serve(
     async def run() -> int:
         # gRPC's core would print a line for each invalid header.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+        gc.disable()  # what is imported stays
         # Imported late: `rpcmp --help` needs no gRPC.
         from rpcmp.process.fork_client import WORKERS, Forks
         from rpcmp.process.resources import raise_descriptor_limit
         from rpcmp.server.lifecycle import serve as run_server
         from rpcmp.server.stage_server import StageServer
 
+        gc.freeze()
+        gc.enable()
         raise_descriptor_limit()
         lines = [None if fd is None else socket.socket(fileno=fd) for fd in (forks, lender)]
         # A server that the job itself has started here need not be confined: its author started it.

@@ -14,7 +14,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 
-from rpcmp.config.importing import explain_error
 from rpcmp.errors import JobError, RpcmpError, to_wire
 from rpcmp.process.channel import Channel, Message, connect_to_supervisor
 from rpcmp.process.child import Child, log_as
@@ -70,6 +69,8 @@ def main() -> None:
         for answer in _function(message["op"])(message):
             channel.send(answer)
     except Exception as error:
+        from rpcmp.config.importing import explain_error  # pydantic, which a supervisor lacks
+
         known = error if isinstance(error, RpcmpError) else JobError(explain_error(error))
         channel.send({"event": "error", "error": to_wire(known)})
     os._exit(0)

@@ -15,7 +15,6 @@ from pathlib import Path, PurePath
 
 from rpcmp.checkpoint.files import Inside
 from rpcmp.errors import ConfigError
-from rpcmp.pipelining.weight_files import CONFIG, SINGLE
 from rpcmp.process import resources
 from rpcmp.server.snapshot_transfer import receive_file
 from rpcmp.v1 import control_pb2 as pb
@@ -47,6 +46,8 @@ class JobFiles:
 
         The caller sets `weights_key` with the last one.
         """
+        from rpcmp.pipelining.weight_files import CONFIG, SINGLE  # pydantic
+
         if file.path not in (SINGLE, CONFIG):
             raise ConfigError(f"{file.path!r} is no file of weights")
         self.weights_key = ""

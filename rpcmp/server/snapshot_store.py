@@ -26,7 +26,6 @@ from pathlib import Path
 from rpcmp.checkpoint import files
 from rpcmp.checkpoint.files import Inside, require_plain
 from rpcmp.checkpoint.folder import name_of
-from rpcmp.checkpoint.safetensors_header import read_metadata
 from rpcmp.checkpoint.slots import Slots, Snapshot
 from rpcmp.errors import CheckpointError, JobError, one_line
 from rpcmp.net.peer_connection import Dialer
@@ -305,6 +304,8 @@ def save_snapshot(
     slots: Slots, snapshot: Snapshot, stage_name: str, folder: FolderOrReason
 ) -> pb.Saved:
     """Write a snapshot into the checkpoint of its step in `folder`, and unpin it."""
+    from rpcmp.checkpoint.safetensors_header import read_metadata  # pydantic
+
     saved = pb.Saved(step=snapshot.step, file=file_of(stage_name), host=platform.node())
     path = f"{folder}/{name_of(snapshot.step)}/{saved.file}"
     try:

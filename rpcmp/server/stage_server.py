@@ -40,7 +40,6 @@ from rpcmp.server.access import GroupMembers
 from rpcmp.server.claim import Claim, State
 from rpcmp.server.connection import differences, machine, versions
 from rpcmp.server.driver_memory import DriverMemory
-from rpcmp.server.host_facts import CheckRequest, examine
 from rpcmp.server.job_folder import JobFolder
 from rpcmp.server.services import NOT_SERVING, Endpoints
 from rpcmp.server.snapshot_store import NO_FOLDER, FolderOrReason, SnapshotStore
@@ -181,6 +180,8 @@ class StageServer:
 
     async def examine(self, request: doctor_pb2.ExamineRequest) -> str:
         """Collect facts about this host for a stage of a job; JSON of HostFacts."""
+        from rpcmp.server.host_facts import CheckRequest, examine  # pydantic
+
         order = CheckRequest.model_validate_json(request.order)
         async with self._reserved(request.job) as (folder, file_access):
             facts = await examine(

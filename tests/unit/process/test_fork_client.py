@@ -63,6 +63,36 @@ def test_preloaded_modules_are_imported_once() -> None:
     asyncio.run(run())
 
 
+def test_a_fork_server_may_start_before_it_is_needed() -> None:
+    async def run() -> None:
+        async with forks() as by:
+            server = await started(by)
+            child, reply = await spawn(by)
+            assert reply["preloaded_in"] == server
+            await end(child)
+
+    asyncio.run(run())
+
+
+def test_a_fork_server_that_was_not_used_is_killed(tmp_path: Path) -> None:
+    """It may import for seconds before it sees that its line has ended."""
+    (tmp_path / "slow.py").write_text("import time\nwhile True:\n    time.sleep(1)\n")
+
+    async def run() -> int:
+        async with Forks(["slow"]) as by:
+            return await started(by)
+
+    assert not psutil.pid_exists(asyncio.run(run()))
+
+
+async def started(by: Forks) -> int:
+    """Start a fork server before it is needed; return its process id."""
+    before = psutil.Process().children()
+    await by.start()
+    (server,) = {*psutil.Process().children()} - {*before}
+    return server.pid
+
+
 @pytest.mark.parametrize(
     ("order", "code"), [({"op": "exit", "code": 7}, 7), ({"op": "raise"}, 1), (None, -9)]
 )
