@@ -107,6 +107,7 @@ class DriverProcess:
     def __init__(self, bond: ChildContext) -> None:
         self._channel = bond.channel
         self._activity = bond.activity
+        self._memory = bond.memory
         self._fds = bond.fds
         self._messages: queue.Queue[Message] = queue.Queue()
         self._stop = threading.Event()
@@ -121,7 +122,8 @@ class DriverProcess:
         start_heartbeat(self._channel, lambda: {"tensors": transport.answered.read()})
         order, source = self._messages.get(), BatchServer()
         with self._activity.during("join"):
-            address = transport.join(order["members"], order["rank"], self._store, source)
+            place = order["members"], order["rank"]
+            address = transport.join(*place, self._store, source, self._memory.find)
         self._channel.send({"event": "joined", "address": address})
         work = self._messages.get()
         with self._activity.during("join"):  # it may wait for what the network has lost

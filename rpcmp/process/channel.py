@@ -18,6 +18,7 @@ from rpcmp.process.activity import Activity, enable_stack_dumps
 from rpcmp.process.interpreter import STOP_SIGNALS
 from rpcmp.process.logging import capture
 from rpcmp.process.logging.capture import Sender
+from rpcmp.process.memory_access import MemoryFinder
 from rpcmp.process.resources import name_leftovers
 
 Message = dict[str, Any]
@@ -58,12 +59,14 @@ class ChildContext(NamedTuple):
     Attributes:
         activity: where this process records what it is doing.
         log: sends what its Python code prints and logs.
+        memory: finds the memory of other processes.
         fds: further inherited descriptors.
     """
 
     channel: Channel
     activity: Activity
     log: Sender
+    memory: MemoryFinder
     fds: list[int]
 
 
@@ -88,8 +91,8 @@ def connect_to_supervisor() -> ChildContext:
     The supervisor decides when a child ends. So the child ignores a Ctrl-C or a `systemctl stop`
     that reaches all processes, and the kernel ends it if the supervisor dies without a word.
     """
-    fd, parent_pid, stacks, memory, log_socket, held, *fds = map(int, sys.argv[1:])
-    for inherited in (fd, stacks, memory, log_socket, held):
+    fd, parent_pid, stacks, memory, log_socket, held, lender, *fds = map(int, sys.argv[1:])
+    for inherited in (fd, stacks, memory, log_socket, held, lender):
         os.set_inheritable(inherited, False)
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
@@ -99,7 +102,7 @@ def connect_to_supervisor() -> ChildContext:
     activity = Activity(memory)
     log = Sender(log_socket, held, lambda: activity.read().step)
     capture.start(log)
-    return ChildContext(Channel(fd), activity, log, fds)
+    return ChildContext(Channel(fd), activity, log, MemoryFinder(lender), fds)
 
 
 def die_with_parent(parent_pid: int, signum: signal.Signals) -> None:

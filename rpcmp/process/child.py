@@ -35,6 +35,7 @@ from rpcmp.process.channel import Message, parse
 from rpcmp.process.fork_client import Forked, Forks
 from rpcmp.process.logging.collector import LineHandler, Output, Receiver
 from rpcmp.process.logging.records import Line, entry_of, pass_on
+from rpcmp.process.memory_access import MemoryLender
 from rpcmp.process.resources import (
     MULTIPROCESSING,
     create_folder,
@@ -64,6 +65,7 @@ class Child:
 
     Attributes:
         log: receives what its Python code prints and logs.
+        lender: opens the memory of other processes for it.
         scratch: its folder for temporary files if it is confined; removed with it.
     """
 
@@ -75,6 +77,7 @@ class Child:
         stacks: Stacks,
         activity: Activity,
         log: Receiver,
+        lender: MemoryLender,
         scratch: Path | None = None,
         output: Output | None = None,
     ) -> None:
@@ -84,6 +87,7 @@ class Child:
         self.stacks = stacks
         self.activity = activity
         self.log = log
+        self.lender = lender
         self.scratch = scratch
         self._output = output
         self._hang: asyncio.Task[WorkerHungError] | None = None
@@ -101,7 +105,7 @@ class Child:
         file_access: FileAccess | None = None,
         max_message_bytes: int = MAX_MESSAGE,
     ) -> Child:
-        """Start `python -m module CHANNEL PARENT_PID STACKS ACTIVITY LOG HELD FDS...`.
+        """Start `python -m module CHANNEL PARENT_PID STACKS ACTIVITY LOG HELD MEMORY FDS...`.
 
         Args:
             forks: where to fork it; None to start an interpreter, which imports everything anew.
@@ -114,11 +118,12 @@ class Child:
         stacks, memory = Stacks(), shared_memory("rpcmp-activity", mmap.PAGESIZE)
         activity = Activity(memory)
         on_line = on_line or log_as(module)
-        log = Receiver(on_line)
+        log, lender = Receiver(on_line), MemoryLender()
         with contextlib.ExitStack() as on_error, theirs, os.fdopen(memory):
             on_error.enter_context(ours)  # a child without an owner ends when this is closed
             on_error.callback(log.close)
-            inherited = (theirs.fileno(), stacks.fd, memory, *log.fds, *fds)
+            on_error.callback(lender.close)
+            inherited = (theirs.fileno(), stacks.fd, memory, *log.fds, lender.fd, *fds)
             folder, output = None, None
             if file_access is not None:
                 folder, output = create_folder(SCRATCH), Output(on_line)
@@ -137,10 +142,11 @@ class Child:
                 )
             reader, writer = await asyncio.open_connection(sock=ours, limit=max_message_bytes)
             log.start(loop)
+            lender.start()
             if output is not None:
                 output.start(loop)
             on_error.pop_all()
-        return cls(process, reader, writer, stacks, activity, log, folder, output)
+        return cls(process, reader, writer, stacks, activity, log, lender, folder, output)
 
     @property
     def pid(self) -> int:
@@ -254,6 +260,7 @@ class Child:
         if self._output is not None:
             self._output.close()
         self.log.close()
+        self.lender.close()
         self._writer.close()
         if self.scratch is not None:  # on a thread: there may be much in it
             await asyncio.to_thread(remove_folder, self.scratch)

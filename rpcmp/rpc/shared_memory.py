@@ -8,10 +8,8 @@
 Through a socket, a tensor is copied into the kernel and out of it, and takes several messages
 besides. Here it is written once where its reader finds it, and so is its gradient.
 
-The reader opens the memory by the producer's entry in /proc. The kernel allows that to processes
-of the same user on the same host that could read the whole memory of the producer anyway, and not
-to a confined one. All others get their tensors by RPC. The memory has a random name, which the
-group's members exchange by their store, so no member can lead another one to a stranger's memory.
+A reader's supervisor opens the memory for it, see `rpcmp.process.memory_access`. Where it cannot,
+because it is another host or user, torch RPC sends the tensors.
 
 A block belongs to one tensor. Views of it count, not messages: a layer may keep its input, and an
 optimizer a gradient, for as long as it likes. A block whose views are gone at all ends is used
@@ -22,12 +20,9 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import fcntl
-import json
 import math
 import mmap
 import os
-import secrets
 import threading
 import weakref
 from collections import defaultdict, deque
@@ -38,6 +33,7 @@ import torch
 from torch import Tensor
 
 from rpcmp.errors import SecurityError
+from rpcmp.process.memory_access import create_memory
 
 HEADER = 64
 """Bytes before the data, a cache line. Data and gradient begin at multiples of it."""
@@ -49,9 +45,6 @@ reader that may still look at the block."""
 MAX_READERS = HEADER - 1
 
 NOT_READ = bytes(MAX_READERS)
-
-MAX_NAME = 128
-"""Of the 249 bytes that the name of such memory may have."""
 
 MIN_BLOCK = mmap.PAGESIZE
 
@@ -157,24 +150,20 @@ class OwnMemory:
     """What this process has placed for others. Thread-safe.
 
     Args:
-        owner: the process's name, which other processes see with its mapped files.
+        owner: name of this process.
+
+    Attributes:
+        address: where others of its host find it; see `rpcmp.process.memory_access`.
     """
 
     def __init__(self, owner: str = "") -> None:
-        self._name = f"rpcmp-tensors-{owner[:MAX_NAME]}-{secrets.token_hex(16)}"
-        self._fd = os.memfd_create(self._name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        # Readers have it mapped: memory that shrinks would end them by a signal.
-        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        self.address = create_memory(owner)
+        self._fd = self.address.fd
         self._lock = threading.Lock()
         self._size = 0
         self._maps: dict[int, mmap.mmap] = {}
         self._unused: defaultdict[int, deque[int]] = defaultdict(deque)
         self._returned: deque[tuple[int, int]] = deque()
-
-    @property
-    def address(self) -> str:
-        """How another process of this host finds it."""
-        return json.dumps([os.getpid(), self._fd, self._name])
 
     @property
     def size(self) -> int:
@@ -223,31 +212,11 @@ class OwnMemory:
 
 
 class PeerMemory:
-    """The memory of another process of this host. Thread-safe."""
+    """The memory of another process of this host, by its descriptor. Thread-safe."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._maps: dict[int, mmap.mmap] = {}
-
-    @classmethod
-    def open(cls, address: str) -> PeerMemory | None:
-        """Open it by its `OwnMemory.address`; None if that is not possible from here."""
-        pid, fd, name = json.loads(address)
-        path = f"/proc/{int(pid)}/fd/{int(fd)}"
-        expected = f"/memfd:{name} (deleted)"
-        try:
-            # Before it is opened: in another pid namespace this is something else, and to open
-            # that may have an effect.
-            if os.readlink(path) != expected:
-                return None
-            own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # another host, another user, or one of the two is confined
-            return None
-        is_sealed = fcntl.fcntl(own, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-        if os.readlink(f"/proc/self/fd/{own}") != expected or not is_sealed:
-            os.close(own)
-            return None
-        return cls(own)
 
     def map(self, offset: int, capacity: int) -> mmap.mmap:
         """Return a block's memory; raises SecurityError if there is no such block."""

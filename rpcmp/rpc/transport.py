@@ -63,6 +63,7 @@ from rpcmp.errors import (
 )
 from rpcmp.pipelining import pytree
 from rpcmp.process.channel import Message
+from rpcmp.process.memory_access import open_memory
 from rpcmp.process.sandbox import namespace
 from rpcmp.process.sandbox.confinement import is_confined
 from rpcmp.process.sandbox.namespace import address_of
@@ -107,6 +108,8 @@ ACKNOWLEDGED_SECONDS = 1.0
 """How long to wait for the acknowledgement of a reference."""
 
 RRef = rpc.RRef
+
+FindMemory = Callable[[str], int | None]
 
 NOBODY = ""
 """In place of a member's name: the answer comes from this process."""
@@ -176,6 +179,7 @@ class _Served:
 
     Attributes:
         memory: what this process places for others of its host.
+        find_memory: returns a descriptor of memory at an address, or None.
         memories: of other members, by name; None: they have to send tensors by RPC.
     """
 
@@ -183,6 +187,7 @@ class _Served:
     store: Any = None
     num_members: int = 0
     memory: OwnMemory | None = None
+    find_memory: FindMemory = open_memory
     memories: dict[str, PeerMemory | None] = field(default_factory=dict)
 
 
@@ -199,7 +204,13 @@ def reserve_threads(in_flight: int) -> None:
     torch.set_num_interop_threads(in_flight + 2)
 
 
-def join(members: Sequence[str], rank: int, store: Store, service: object) -> str:
+def join(
+    members: Sequence[str],
+    rank: int,
+    store: Store,
+    service: object,
+    find_memory: FindMemory = open_memory,
+) -> str:
     """Join the group; return the address that this process listens on.
 
     A member must not be called before this has returned there: the driver waits until its
@@ -210,10 +221,13 @@ def join(members: Sequence[str], rank: int, store: Store, service: object) -> st
         rank: of this process.
         store: through which the members exchange addresses.
         service: the object whose methods the others may call.
+        find_memory: returns a descriptor of another member's memory, by its address; None if it is
+            on another host.
     """
     _served.service, _served.store, _served.num_members = service, store, len(members)
     _served.memory = OwnMemory(members[rank])
-    store.set(f"memory of {members[rank]}", _served.memory.address)
+    _served.find_memory = find_memory
+    store.set(f"memory of {members[rank]}", str(_served.memory.address))
     os.environ["TP_SOCKET_IFNAME"] = namespace.current.interface(rank)
     before = listeners()
     namespace.current.run(lambda: _start_agent(members, rank, store))
@@ -275,7 +289,8 @@ class Transport:
         """Whether `member` may answer with a SharedTensor; asks the store the first time."""
         if member not in _served.memories:
             address = _served.store.get(f"memory of {member}").decode()
-            _served.memories[member] = PeerMemory.open(address)
+            fd = _served.find_memory(address)
+            _served.memories[member] = None if fd is None else PeerMemory(fd)
         return _served.memories[member] is not None
 
     def call(self, member: str, method: Callable[..., Any], *args: Any) -> Future[Any]:

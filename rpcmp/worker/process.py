@@ -70,6 +70,7 @@ class WorkerProcess:
         self._channel = bond.channel
         self._activity = bond.activity
         self._log = bond.log
+        self._memory = bond.memory
         self._slots = Slots(bond.fds)  # the memory of the stage's snapshots
         self._start = start
         self._snapshots: StageSnapshots | None = None
@@ -100,9 +101,8 @@ class WorkerProcess:
             if (source := self._start["restore"]) is not None:
                 self._restore(stage, source["step"], source["files"])
         with self._activity.during("join"):
-            address = transport.join(
-                self._start["members"], self._start["rank"], self._store, stage
-            )
+            place = self._start["members"], self._start["rank"]
+            address = transport.join(*place, self._store, stage, self._memory.find)
         self._channel.send({"event": "joined", "address": address})
         stage.finished.wait()
         self._log.flush()

@@ -151,7 +151,8 @@ class LocalWorker:
         self._loaders = LocalLoaders(part.config, part.stage_name) if loads else None
         start = {"rehearses": False, "is_mirrored": False, "saves": False}
         bond = ChildContext(
-            cast(Any, _Supervisor()), Activity(), cast(Any, None), list(self.slots.fds)
+            *(cast(Any, _Supervisor()), Activity(), cast(Any, None), cast(Any, None)),
+            list(self.slots.fds),
         )
         worker = process.WorkerProcess(bond, start)
         self.stage = worker._build(part, self._loaders)

@@ -41,8 +41,7 @@ class LocalTransport(Transport):
         self._contexts = itertools.count(1)
         served = transport._served
         served.memory = served.memory or OwnMemory()
-        self._peer_memory = PeerMemory.open(served.memory.address)
-        assert self._peer_memory is not None
+        self._peer_memory = PeerMemory(served.memory.address.fd)
 
     def shares_memory(self, member: str) -> bool:
         if list(self._services).index(member) % 2 == 0:

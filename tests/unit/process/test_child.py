@@ -10,6 +10,7 @@ import sys
 from rpcmp.process.activity import Activity, Stacks
 from rpcmp.process.child import Child
 from rpcmp.process.logging.collector import Receiver
+from rpcmp.process.memory_access import MemoryLender
 
 
 async def child_that(code: str) -> Child:
@@ -18,7 +19,8 @@ async def child_that(code: str) -> Child:
     theirs.close()
     reader, writer = await asyncio.open_connection(sock=ours)
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
-    return Child(process, reader, writer, Stacks(), Activity(), Receiver(lambda line: None))
+    log = Receiver(lambda line: None)
+    return Child(process, reader, writer, Stacks(), Activity(), log, MemoryLender())
 
 
 def test_hung_error_survives_a_stack_dump_that_ends_the_child() -> None:

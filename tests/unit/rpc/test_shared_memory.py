@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import gc
-import json
-import os
 import pickle
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,9 +30,7 @@ def own() -> OwnMemory:
 
 @pytest.fixture
 def peer(own: OwnMemory) -> PeerMemory:
-    memory = PeerMemory.open(own.address)
-    assert memory is not None
-    return memory
+    return PeerMemory(own.address.fd)
 
 
 def sent(tensor: SharedTensor, peer: PeerMemory, elements: slice | None = None) -> SharedTensor:
@@ -198,55 +190,6 @@ def test_a_message_cannot_name_what_is_no_block(
     own.place(X)
     with pytest.raises(SecurityError):
         forged.attach(peer)
-
-
-def test_memory_cannot_shrink_under_its_readers(own: OwnMemory) -> None:
-    own.place(X)
-    _, fd, _ = json.loads(own.address)
-    with pytest.raises(PermissionError):
-        os.ftruncate(fd, 0)
-
-
-@pytest.fixture
-def other() -> Iterator[str]:
-    """Return the address of another process's memory that holds [1, 2]."""
-    code = (
-        "import torch, sys; from rpcmp.rpc.shared_memory import OwnMemory; own = OwnMemory();"
-        "placed = own.place(torch.tensor([1.0, 2.0])); print(own.address, flush=True);"
-        "sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        yield process.stdout.readline()
-        process.kill()
-
-
-def test_another_process_is_found_by_its_address_and_no_other_file_is(
-    other: str, tmp_path: Path
-) -> None:
-    memory = PeerMemory.open(other)
-    assert memory is not None
-    first = SharedTensor(0, MIN_BLOCK, torch.float32, (2,), reader=1)
-    first.attach(memory)
-    assert first.tensor.tolist() == [1, 2]
-    pid, fd, name = json.loads(other)
-    assert PeerMemory.open(json.dumps([pid, fd, "rpcmp-tensors-guessed"])) is None
-    assert PeerMemory.open(json.dumps([pid, 0, name])) is None
-    assert PeerMemory.open(json.dumps([2**22 + 1, fd, name])) is None
-    with open(tmp_path / "file", "w") as file:
-        address = json.dumps([os.getpid(), file.fileno(), str(tmp_path / "file")])
-        assert PeerMemory.open(address) is None
-
-
-def test_memory_that_may_shrink_is_not_opened() -> None:
-    fd = os.memfd_create("rpcmp-tensors-unsealed")
-    try:
-        address = json.dumps([os.getpid(), fd, "rpcmp-tensors-unsealed"])
-        assert PeerMemory.open(address) is None
-    finally:
-        os.close(fd)
 
 
 def test_nothing_of_a_block_is_left_for_the_garbage_collector(

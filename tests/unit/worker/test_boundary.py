@@ -46,8 +46,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def shared(*tensors: Tensor) -> tuple[list[SharedTensor], StageOutputs]:
     """Return what the producer keeps, and what the reader gets, of tensors in shared memory."""
     own = OwnMemory()
-    memory = PeerMemory.open(own.address)
-    assert memory is not None
+    memory = PeerMemory(own.address.fd)
     placed = [own.place(tensor, requires_grad=tensor.requires_grad) for tensor in tensors]
     arrived = [pickle.loads(pickle.dumps(tensor.lend())) for tensor in placed]
     for tensor in arrived:

@@ -40,7 +40,7 @@ class Members:
 
     def __init__(self, num_members: int, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> None:
         self.memory = OwnMemory()
-        memory = PeerMemory.open(self.memory.address)
+        memory = PeerMemory(self.memory.address.fd)
         transport._served.memories = {f"member {n}": memory for n in range(num_members)}
         self.parameters = [
             [

@@ -1,0 +1,138 @@
+"""Memory of a process that others on its host may map: how it is named, and opened for them.
+
+    child   find(address) ────address────> its supervisor    opens /proc/PID/fd/N of the owner
+            <────────── descriptor, or none ──
+
+The kernel allows that to the owner's user on the owner's host. A confined process may open nothing
+of another one, so supervisors do it for all children. The memory has a random name, which only the
+members of a group learn: neither a member nor a driver can have anything else opened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import secrets
+import socket
+import threading
+from typing import NamedTuple
+
+PREFIX = "rpcmp-tensors-"
+
+MAX_OWNER = 128
+"""Characters of an owner's name in that of its memory, which may have 249 bytes."""
+
+MAX_ADDRESS = 1024
+
+
+class MemoryAddress(NamedTuple):
+    """Where a process has the descriptor of memory with that name."""
+
+    pid: int
+    fd: int
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> MemoryAddress:
+        """Parse what `str` has made; raises ValueError."""
+        match json.loads(text):
+            case [int(pid), int(fd), str(name)]:
+                return cls(pid, fd, name)
+        raise ValueError(f"{text!r} is no address of memory")
+
+    def __str__(self) -> str:
+        return json.dumps(self)
+
+
+def create_memory(owner: str) -> MemoryAddress:
+    """Create memory of this process that can grow; `owner` is for people who look at it."""
+    name = f"{PREFIX}{owner[:MAX_OWNER]}-{secrets.token_hex(16)}"
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    # Readers have it mapped: memory that shrinks would end them by a signal.
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    return MemoryAddress(os.getpid(), fd, name)
+
+
+def open_memory(address: str) -> int | None:
+    """Return a descriptor of another process's memory; None if it cannot be opened from here."""
+    try:
+        pid, fd, name = MemoryAddress.parse(address)
+    except ValueError:
+        return None
+    path, expected = f"/proc/{pid}/fd/{fd}", f"/memfd:{name} (deleted)"
+    try:
+        # Before it is opened: in another pid namespace this is something else, and to open that may
+        # have an effect.
+        if not name.startswith(PREFIX) or os.readlink(path) != expected:
+            return None
+        own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except (OSError, ValueError):  # another host, another user, too many files, a null byte
+        return None
+    is_sealed = fcntl.fcntl(own, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    if os.readlink(f"/proc/self/fd/{own}") != expected or not is_sealed:
+        os.close(own)
+        return None
+    return own
+
+
+class MemoryFinder:
+    """A child's end of the line by which its supervisor opens memory for it. Thread-safe."""
+
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(fileno=fd)
+        self._lock = threading.Lock()
+
+    def find(self, address: str) -> int | None:
+        """Return what `open_memory` does at the supervisor; None also if that is gone."""
+        with self._lock:
+            try:
+                self._socket.send(address.encode())
+                _, fds, _, _ = socket.recv_fds(self._socket, 1, 1)
+            except OSError:
+                return None
+        return fds[0] if fds else None
+
+
+class MemoryLender:
+    """A supervisor's end, which answers one child. Create it in an event loop, and `close` it.
+
+    Attributes:
+        fd: the descriptor that the child inherits; closed by `start`.
+    """
+
+    def __init__(self) -> None:
+        self._socket, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        self.fd = self._theirs.fileno()
+
+    def start(self) -> None:
+        """Answer from now on, as the child has inherited its end."""
+        self._theirs.close()
+        asyncio.get_running_loop().add_reader(self._socket, self._answer)
+
+    def close(self) -> None:
+        if self._socket.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._socket)
+        self._theirs.close()
+        self._socket.close()
+
+    def _answer(self) -> None:
+        try:
+            address = self._socket.recv(MAX_ADDRESS)
+        except BlockingIOError:
+            return
+        except OSError:
+            address = b""
+        if not address:  # the child has ended
+            asyncio.get_running_loop().remove_reader(self._socket)
+            return
+        found = open_memory(address.decode(errors="replace"))
+        try:
+            socket.send_fds(self._socket, [b"\n"], [] if found is None else [found])
+        except OSError:  # it has ended meanwhile
+            pass
+        finally:
+            if found is not None:
+                os.close(found)
