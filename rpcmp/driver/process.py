@@ -40,8 +40,9 @@ from rpcmp.pipelining.assignment import Assignment
 from rpcmp.process.activity import start_heartbeat
 from rpcmp.process.channel import ChildContext, Message, connect_to_supervisor
 from rpcmp.rpc import transport, unpickler
+from rpcmp.rpc.channel_store import ChannelStore
 from rpcmp.rpc.tensors import save_tensors
-from rpcmp.rpc.transport import ChannelStore, Transport
+from rpcmp.rpc.transport import Transport
 from rpcmp.worker.stage import Stage
 
 

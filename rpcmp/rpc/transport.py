@@ -6,7 +6,7 @@ in a thread that is in the private network of `process/sandbox/namespace.py`, so
 well. tests/unit/test_torch_contract.py pins down what this module relies on in torch:
 
 - `TensorPipeAgent` needs a store with `set`, `get` and `compare_set`; the Python store must stay
-  referenced as long as the agent lives.
+  referenced as long as the agent lives. It gets the names, then the addresses of all members.
 - TensorPipe's "shm" transport busy-polls (20 to 30 % of a stage's compute on two cores): "uv" only.
 - Its "cma" channel copies tensors from one process's memory to another's, without the kernel's TCP,
   where both may: one host, one user, the same namespaces, as both sides find out when they connect.
@@ -25,10 +25,8 @@ later; no handler blocks, so a few RPC threads are enough for any number of micr
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import gc
-import itertools
 import os
 import queue
 import sys
@@ -62,13 +60,13 @@ from rpcmp.errors import (
     to_wire,
 )
 from rpcmp.pipelining import pytree
-from rpcmp.process.channel import Message
 from rpcmp.process.memory_access import open_memory
 from rpcmp.process.sandbox import namespace
 from rpcmp.process.sandbox.confinement import is_confined
 from rpcmp.process.sandbox.namespace import address_of
 from rpcmp.process.sockets import PeerTraffic, listeners
 from rpcmp.rpc import unpickler
+from rpcmp.rpc.channel_store import ChannelStore
 from rpcmp.rpc.shared_memory import OwnMemory, PeerMemory, SharedTensor
 from rpcmp.rpc.unpickler import Method
 
@@ -124,53 +122,6 @@ class Raised(NamedTuple):
     """An error as the value of a call."""
 
     error: str
-
-
-class ChannelStore(Store):
-    """The rendezvous store of one generation, which asks the process's own supervisor. Thread-safe.
-
-    With no TCPStore and no Gloo group there is no further listening socket, and this process
-    connects to no other host.
-
-    Args:
-        send: sends {"event": "store", "id", "call", "keys", ...} to the supervisor, whose answer
-            {"op": "stored", "id", "value" or "error"} has to be passed to `set_answer`.
-    """
-
-    def __init__(self, send: Callable[[Message], None]) -> None:
-        super().__init__()
-        self._send = send
-        self._ids = itertools.count()
-        self._answers: dict[int, queue.SimpleQueue[Message]] = {}
-
-    def set_answer(self, answer: Message) -> None:
-        self._answers.pop(answer["id"]).put(answer)
-
-    def set(self, key: str, value: bytes | str) -> None:
-        self._ask("set", key, value=_text(value))
-
-    def get(self, key: str) -> bytes:
-        return self._ask("get", key)
-
-    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        return self._ask("compare_set", key, expected=_text(expected), value=_text(desired))
-
-    def add(self, key: str, value: int) -> int:
-        return int(self._ask("add", key, amount=value))
-
-    def _ask(self, call: str, key: str, **more: str | int) -> bytes:
-        number = next(self._ids)
-        arriving = self._answers[number] = queue.SimpleQueue[Message]()
-        self._send({"event": "store", "id": number, "call": call, "keys": [key], **more})
-        answer = arriving.get()
-        if "error" in answer:
-            raise from_wire(answer["error"])
-        return base64.b64decode(answer["value"])
-
-
-def _text(value: bytes | str) -> str:
-    data = value.encode() if isinstance(value, str) else bytes(value)
-    return base64.b64encode(data).decode()
 
 
 @dataclass
@@ -250,6 +201,9 @@ def _start_agent(members: Sequence[str], rank: int, store: Store) -> None:
         # A confined process may not read another process's memory, nor let its own be read.
         _channels=["basic"] if is_confined() else ["cma", "basic"],
     )
+    if isinstance(store, ChannelStore):
+        store.get_together(f"names/{number}" for number in range(len(members)))
+        store.get_together(f"addrs/{name}" for name in members)
     _init_autograd(rank)  # before the agent: a peer may call at once
     agent = TensorPipeAgent(store, members[rank], rank, len(members), options, {}, [])
     rpc_api._init_rpc_states(agent)

@@ -198,11 +198,10 @@ class StageClient:
         await self._call(self._rendezvous.Set(pb.SetRequest(**job, key=key, value=value)))
         return b""
 
-    async def store_get(self, job: Mapping[str, Any], keys: Sequence[str]) -> bytes:
-        """Wait until all keys are set; return the value of the first."""
+    async def store_get(self, job: Mapping[str, Any], keys: Sequence[str]) -> list[bytes]:
+        """Wait until all keys are set; return their values."""
         answer = await self._call(self._rendezvous.Get(pb.GetRequest(**job, keys=keys)))
-        value: bytes = answer.value
-        return value
+        return list(answer.values)
 
     async def store_compare_set(
         self, job: Mapping[str, Any], key: str, expected: bytes, desired: bytes

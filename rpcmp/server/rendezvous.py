@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rpcmp.errors import BusyError, JobError, RpcmpError, one_line, to_wire
@@ -47,6 +47,9 @@ MAX_BYTES = 16 * 2**20
 MAX_KEYS_PER_GET = 1024
 """Keys per Get request."""
 
+MAX_ANSWER = 2**20
+"""Bytes of the values that a Get request asks for."""
+
 MAX_WAITING = 16 * 1024
 """Get requests that wait for keys."""
 
@@ -73,13 +76,20 @@ class KeyValueStore:
     def get(self, key: str) -> bytes | None:
         return self._values.get(key)
 
-    async def wait_for(self, keys: Iterable[str]) -> None:
+    def get_all(self, keys: Iterable[str]) -> list[bytes]:
+        """Return the values of keys that are set."""
+        values = [self._values[key] for key in keys]
+        if (size := sum(map(len, values))) > MAX_ANSWER:
+            raise JobError(f"a rendezvous gives {MAX_ANSWER} bytes of values at once, not {size}")
+        return values
+
+    async def wait_for(self, keys: Sequence[str]) -> None:
         """Wait until each key has a value."""
         if self._num_waiting >= MAX_WAITING:
             raise JobError(f"{MAX_WAITING} questions to the rendezvous are unanswered already")
         self._num_waiting += 1
         try:
-            for key in keys:
+            for key in reversed(keys):  # members come about in order: it is woken less often
                 await self._wait_for(key)
         finally:
             self._num_waiting -= 1
@@ -173,8 +183,8 @@ class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
         claim = self._claim_of(request, grpc_context)
         require_key_count(request.keys)
         await claim.values.wait_for(request.keys)
-        value = claim.values.get(request.keys[0])
-        return pb.GetResponse(generation=claim.generation, value=value or b"")
+        values = claim.values.get_all(request.keys)
+        return pb.GetResponse(generation=claim.generation, values=values)
 
     async def CompareSet(
         self, request: pb.CompareSetRequest, grpc_context: GrpcContext
@@ -243,25 +253,26 @@ class StoreProxy:
     async def _ask(self, message: Message) -> None:
         answer: Message = {"op": "stored", "id": message["id"]}
         try:
-            value = await self._call(message)
-            answer["value"] = base64.b64encode(value).decode()
+            values = await self._call(message)
+            answer["values"] = [base64.b64encode(value).decode() for value in values]
         except Exception as error:  # without an answer the child would wait for ever
             known = error if isinstance(error, RpcmpError) else JobError(one_line(error))
             answer["error"] = to_wire(known)
         self._send(answer)
 
-    async def _call(self, message: Message) -> bytes:
+    async def _call(self, message: Message) -> list[bytes]:
         keys = message["keys"]
         match message["call"]:
             case "set":
-                return await self._client.store_set(self._job, keys[0], _data(message["value"]))
+                value = await self._client.store_set(self._job, keys[0], _data(message["value"]))
             case "compare_set":
                 expected, desired = _data(message["expected"]), _data(message["value"])
-                return await self._client.store_compare_set(self._job, keys[0], expected, desired)
+                value = await self._client.store_compare_set(self._job, keys[0], expected, desired)
             case "add":
-                return await self._client.store_add(self._job, keys[0], message["amount"])
+                value = await self._client.store_add(self._job, keys[0], message["amount"])
             case _:
                 return await self._client.store_get(self._job, keys)
+        return [value]
 
 
 def _data(text: str) -> bytes:

@@ -865,8 +865,8 @@ class Snapshots:
 
 
 class RendezvousStub:
-    """The key-value store at which one generation's workers exchange their addresses: the five
-    operations of torch.distributed.Store that a TensorPipe agent uses. Served by the first stage's
+    """The key-value store at which one generation's workers exchange their addresses: the four
+    operations of torch.distributed.Store that a group uses. Served by the first stage's
     server for the job that has claimed it, to members of its group.
     """
 
@@ -899,8 +899,8 @@ class RendezvousStub:
 
 
 class RendezvousServicer:
-    """The key-value store at which one generation's workers exchange their addresses: the five
-    operations of torch.distributed.Store that a TensorPipe agent uses. Served by the first stage's
+    """The key-value store at which one generation's workers exchange their addresses: the four
+    operations of torch.distributed.Store that a group uses. Served by the first stage's
     server for the job that has claimed it, to members of its group.
     """
 
@@ -911,7 +911,7 @@ class RendezvousServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request, context):
-        """Blocks until every key exists, then returns the value of the first.
+        """Blocks until every key exists, then returns their values.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -961,8 +961,8 @@ def add_RendezvousServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Rendezvous:
-    """The key-value store at which one generation's workers exchange their addresses: the five
-    operations of torch.distributed.Store that a TensorPipe agent uses. Served by the first stage's
+    """The key-value store at which one generation's workers exchange their addresses: the four
+    operations of torch.distributed.Store that a group uses. Served by the first stage's
     server for the job that has claimed it, to members of its group.
     """
 

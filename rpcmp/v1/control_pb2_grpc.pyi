@@ -335,8 +335,8 @@ class SnapshotsServicer(metaclass=_abc_1.ABCMeta):
 def add_SnapshotsServicer_to_server(servicer: SnapshotsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class RendezvousStub:
-    """The key-value store at which one generation's workers exchange their addresses: the five
-    operations of torch.distributed.Store that a TensorPipe agent uses. Served by the first stage's
+    """The key-value store at which one generation's workers exchange their addresses: the four
+    operations of torch.distributed.Store that a group uses. Served by the first stage's
     server for the job that has claimed it, to members of its group.
     """
 
@@ -346,27 +346,27 @@ class RendezvousStub:
     def __new__(cls, channel: _aio.Channel) -> RendezvousAsyncStub: ...
     Set: _grpc.UnaryUnaryMultiCallable[_control_pb2.SetRequest, _control_pb2.SetResponse]
     Get: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetRequest, _control_pb2.GetResponse]
-    """Blocks until every key exists, then returns the value of the first."""
+    """Blocks until every key exists, then returns their values."""
     CompareSet: _grpc.UnaryUnaryMultiCallable[_control_pb2.CompareSetRequest, _control_pb2.CompareSetResponse]
     Add: _grpc.UnaryUnaryMultiCallable[_control_pb2.AddRequest, _control_pb2.AddResponse]
 
 @_typing.type_check_only
 class RendezvousAsyncStub(RendezvousStub):
-    """The key-value store at which one generation's workers exchange their addresses: the five
-    operations of torch.distributed.Store that a TensorPipe agent uses. Served by the first stage's
+    """The key-value store at which one generation's workers exchange their addresses: the four
+    operations of torch.distributed.Store that a group uses. Served by the first stage's
     server for the job that has claimed it, to members of its group.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Set: _aio.UnaryUnaryMultiCallable[_control_pb2.SetRequest, _control_pb2.SetResponse]  # type: ignore[assignment]
     Get: _aio.UnaryUnaryMultiCallable[_control_pb2.GetRequest, _control_pb2.GetResponse]  # type: ignore[assignment]
-    """Blocks until every key exists, then returns the value of the first."""
+    """Blocks until every key exists, then returns their values."""
     CompareSet: _aio.UnaryUnaryMultiCallable[_control_pb2.CompareSetRequest, _control_pb2.CompareSetResponse]  # type: ignore[assignment]
     Add: _aio.UnaryUnaryMultiCallable[_control_pb2.AddRequest, _control_pb2.AddResponse]  # type: ignore[assignment]
 
 class RendezvousServicer(metaclass=_abc_1.ABCMeta):
-    """The key-value store at which one generation's workers exchange their addresses: the five
-    operations of torch.distributed.Store that a TensorPipe agent uses. Served by the first stage's
+    """The key-value store at which one generation's workers exchange their addresses: the four
+    operations of torch.distributed.Store that a group uses. Served by the first stage's
     server for the job that has claimed it, to members of its group.
     """
 
@@ -383,7 +383,7 @@ class RendezvousServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.GetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.GetResponse, _abc.Awaitable[_control_pb2.GetResponse]]:
-        """Blocks until every key exists, then returns the value of the first."""
+        """Blocks until every key exists, then returns their values."""
 
     @_abc_1.abstractmethod
     def CompareSet(

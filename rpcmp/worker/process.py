@@ -38,7 +38,8 @@ from rpcmp.process import compiler
 from rpcmp.process.activity import start_heartbeat
 from rpcmp.process.channel import ChildContext, Message, connect_to_supervisor
 from rpcmp.rpc import transport, unpickler
-from rpcmp.rpc.transport import ChannelStore, Transport
+from rpcmp.rpc.channel_store import ChannelStore
+from rpcmp.rpc.transport import Transport
 from rpcmp.worker import weight_grad
 from rpcmp.worker.snapshots import StageSnapshots, restore
 from rpcmp.worker.stage import RemoteStage, Stage

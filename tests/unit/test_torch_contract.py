@@ -1,12 +1,13 @@
 """What rpcmp relies on in torch and torch does not promise; one test for each point.
 
 When a new torch fails one of these, rpcmp/rpc/transport.py or rpcmp/worker/weight_grad.py has to
-change. A process joins one group at most, so a child process forms a group of one, calls itself,
-and prints what it found.
+change. A process joins one group at most, so a child process joins a group whose other members are
+names and addresses only, calls itself, and prints what it found.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -19,15 +20,18 @@ import psutil
 import pytest
 import torch
 from torch._C._distributed_rpc import TensorPipeAgent, _is_current_rpc_agent_set
-from torch.distributed import Store, rpc  # type: ignore[attr-defined]
+from torch.distributed import rpc
 from torch.futures import Future
 from torch.utils.checkpoint import checkpoint
 
+from rpcmp.process.channel import Message
 from rpcmp.rpc import transport, unpickler
+from rpcmp.rpc.channel_store import ChannelStore
 from tests.support.places import ROOT
 
 TEXT = "Zürich →"
 ALONE = "alone"
+MEMBERS = [ALONE, "second", "third"]
 
 Findings = dict[str, Any]
 
@@ -35,33 +39,26 @@ Findings = dict[str, Any]
 # In the child: what it finds.
 
 
-class RecordingStore(Store):
-    """A store in Python that records which operations the agent uses."""
+class Supervisor:
+    """Answers a store in which the other members are, and records each question and its keys."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.values: dict[str, bytes] = {}
-        self.operations: list[str] = []
+        self.store = ChannelStore(self._answer)
+        self.asked: list[tuple[str, list[str]]] = []
+        self._values = {"left": b"2"}
+        for rank, name in enumerate(MEMBERS[1:], start=1):
+            self._values |= {f"names/{rank}": name.encode(), f"addrs/{name}": b"uv://127.0.0.1:1"}
 
-    def set(self, key: str, value: bytes | str) -> None:
-        self.operations.append("set")
-        self.values[key] = _bytes(value)
-
-    def get(self, key: str) -> bytes:
-        self.operations.append("get")
-        return self.values[key]
-
-    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        self.operations.append("compare_set")
-        if self.values.get(key, b"") == _bytes(expected):
-            self.values[key] = _bytes(desired)
-        return self.values[key]
-
-    def add(self, key: str, value: int) -> int:
-        self.operations.append("add")
-        total = int(self.values.get(key, b"0")) + value
-        self.values[key] = str(total).encode()
-        return total
+    def _answer(self, asked: Message) -> None:
+        call, keys = asked["call"], asked["keys"]
+        self.asked.append((call, keys))
+        held, value = self._values.get(keys[0], b""), base64.b64decode(asked.get("value", ""))
+        if call == "add":
+            self._values[keys[0]] = str(int(held) + asked["amount"]).encode()
+        elif call == "set" or (call == "compare_set" and _text(held) == asked["expected"]):
+            self._values[keys[0]] = value
+        values = [_text(self._values[key]) for key in keys]
+        self.store.set_answer({"id": asked["id"], "values": values})
 
 
 class TwoOutputs(torch.autograd.Function):
@@ -109,11 +106,11 @@ def raise_in_handler() -> None:
 
 def find() -> Findings:
     """Return all findings of a group of one."""
-    store = RecordingStore()
+    supervisor = Supervisor()
     transport.reserve_threads(in_flight=3)
     found: Findings = {"unknown_transport": _error(lambda: _agent_with_transport("nonsense"))}
-    transport.join([ALONE], 0, store, {"served": True})
-    found["joining"] = store.operations.copy()
+    transport.join(MEMBERS, 0, supervisor.store, {"served": True})
+    found["joining"] = supervisor.asked.copy()
     found["listening"] = [
         (connection.laddr.ip, connection.status)
         for connection in psutil.Process().net_connections(kind="inet")
@@ -133,15 +130,15 @@ def find() -> Findings:
     service_rref = transport.Transport().remote_service(ALONE)
     found["reference"] = [service_rref.owner().name, service_rref.local_value()]
     del service_rref
-    store.operations.clear()
+    supervisor.asked.clear()
     transport.leave(timeout=10.0)
-    found["leaving"] = sorted(set(store.operations))
+    found["leaving"] = supervisor.asked
     return found
 
 
 def _agent_with_transport(name: str) -> None:
     options = rpc.TensorPipeRpcBackendOptions(_transports=[name], _channels=["basic"])
-    TensorPipeAgent(RecordingStore(), ALONE, 0, 1, options, {}, [])
+    TensorPipeAgent(Supervisor().store, ALONE, 0, 1, options, {}, [])
 
 
 def _differentiate() -> None:
@@ -158,8 +155,8 @@ def _error(function: Any) -> str:
     return ""
 
 
-def _bytes(value: bytes | str) -> bytes:
-    return value.encode() if isinstance(value, str) else value
+def _text(value: bytes) -> str:
+    return base64.b64encode(value).decode()
 
 
 # In the test process: what is expected.
@@ -195,13 +192,23 @@ def test_the_agent_is_built_from_these_arguments() -> None:
     ]
 
 
-def test_a_store_in_python_serves_an_agent_with_three_operations(found: Findings) -> None:
-    assert sorted(set(found["joining"])) == ["compare_set", "get", "set"]
+def test_an_agent_asks_a_store_in_python_five_questions_however_large_its_group(
+    found: Findings,
+) -> None:
+    """It gets names and addresses one by one; if it gets others, the group asks members^2 times."""
+    assert found["joining"] == [
+        ["compare_set", ["rpcIsStaticGroup"]],
+        ["set", ["names/0"]],
+        ["get", ["names/0", "names/1", "names/2"]],
+        ["set", [f"addrs/{ALONE}"]],
+        ["get", [f"addrs/{name}" for name in MEMBERS]],
+    ]
 
 
 def test_a_group_ends_without_torch(found: Findings) -> None:
     """Its members meet at the store, and end by `os._exit`."""
-    assert found["leaving"] == ["add", "get", "set"]
+    last = "all have left"
+    assert found["leaving"] == [["add", ["left"]], ["set", [last]], ["get", [last]]]
 
 
 def test_an_agent_has_one_socket_and_it_listens_on_loopback(found: Findings) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from rpcmp.errors import BusyError, JobError, RpcmpError
 from rpcmp.server.rendezvous import (
+    MAX_ANSWER,
     MAX_BYTES,
     MAX_KEY,
     MAX_KEYS,
@@ -41,6 +42,18 @@ def test_values_are_limited_in_total() -> None:
         values.set("one more", bytes(MAX_VALUE))
     values.set("0", b"")
     values.set("one more", bytes(MAX_VALUE))
+
+
+def test_values_are_given_in_the_order_of_the_keys_and_an_answer_is_limited() -> None:
+    values = KeyValueStore()
+    for key in ("a", "b"):
+        values.set(key, key.encode())
+    assert values.get_all(["b", "a", "b"]) == [b"b", b"a", b"b"]
+    values.set("c", bytes(MAX_VALUE))
+    most = MAX_ANSWER // MAX_VALUE
+    assert len(values.get_all(["c"] * most)) == most
+    with pytest.raises(JobError, match=f"gives {MAX_ANSWER} bytes of values at once, not"):
+        values.get_all(["c"] * most + ["a"])
 
 
 @pytest.mark.parametrize("held", [b"abc", b"", b"1.5", b"9" * 100, b"--1"])
