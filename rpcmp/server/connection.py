@@ -7,6 +7,7 @@ control service.
 from __future__ import annotations
 
 import asyncio
+import functools
 import platform
 import re
 from importlib import metadata
@@ -67,8 +68,9 @@ TORCH = ((2, 13), (2, 16))
 """The releases of torch that rpcmp was proven with, from the first up to below the second."""
 
 
+@functools.cache
 def versions() -> pb.Versions:
-    """Return the versions on this host. Reads package metadata, so torch is not imported.
+    """Return the versions that this process runs. Reads package metadata: torch is not imported.
 
     Raises:
         ConfigError: torch is none of the releases that rpcmp works with.

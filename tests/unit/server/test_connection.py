@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 
 import pytest
@@ -20,6 +21,14 @@ def host(**changed: str | int) -> pb.Versions:
     return pb.Versions(**{**versions, **changed})  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def _anew() -> Iterator[None]:
+    """Have the versions read again, in this test and after it."""
+    connection.versions.cache_clear()
+    yield
+    connection.versions.cache_clear()
+
+
 def test_versions_lists_the_installed_packages() -> None:
     found = connection.versions()
     assert (found.rpcmp, found.torch) == (metadata.version("rpcmp"), metadata.version("torch"))
@@ -27,6 +36,23 @@ def test_versions_lists_the_installed_packages() -> None:
     assert found.protocol == connection.PROTOCOL
 
 
+@pytest.mark.usefixtures("_anew")
+def test_versions_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for each worker of each generation: it takes 2 ms."""
+    read: list[str] = []
+    version = metadata.version
+
+    def counted(name: str) -> str:
+        read.append(name)
+        return version(name)
+
+    monkeypatch.setattr(metadata, "version", counted)
+    for _ in range(3):
+        connection.versions()
+    assert sorted(read) == ["rpcmp", "torch"]
+
+
+@pytest.mark.usefixtures("_anew")
 def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for version in ("2.12.1", "2.16.0+cpu", "3.0"):
         monkeypatch.setattr(metadata, "version", lambda name, version=version: version)
@@ -34,6 +60,7 @@ def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             connection.versions()
     for version in ("2.13.0", "2.14.1", "2.15.0+cu132"):
         monkeypatch.setattr(metadata, "version", lambda name, version=version: version)
+        connection.versions.cache_clear()
         assert connection.versions().torch == version
 
 
