@@ -39,10 +39,10 @@ from rpcmp.net.identity import NO_TLS
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.observability.events import Event, ReplacedEvent, WaitingEvent, WarningEvent
 from rpcmp.process import interpreter
-from rpcmp.process.activity import kill_if_stopped
 from rpcmp.process.fork_client import DRIVERS, WORKERS, Forks
 from rpcmp.process.logging import collector
 from rpcmp.process.sandbox.confinement import FileAccess, hidden_by
+from rpcmp.process.stopped import kill_if_stopped
 from rpcmp.server.client import StageClient
 from rpcmp.server.stage_server import sweep_leftovers
 from rpcmp.v1 import control_pb2 as pb

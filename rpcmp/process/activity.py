@@ -7,9 +7,6 @@ ever cannot answer a question.
 A heartbeat comes from a thread of its own. It stops with the process, or if something holds the
 interpreter's lock for ever; a layer that computes for a long time does not stop it. Heartbeats
 carry what the supervisor cannot see from outside.
-
-That a process is stopped, as by SIGSTOP, the kernel tells. A process that waits for its turn on a
-busy machine is not, however late its heartbeats are.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
-import logging
 import math
 import mmap
 import os
@@ -29,9 +25,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
-from rpcmp.process.sockets import Links, Traffic, kernel_status
+from rpcmp.process.sockets import Links, Traffic
+from rpcmp.process.stopped import POLL_SECONDS, kill_stopped_loaders, sleep_late, stopped
 
 if TYPE_CHECKING:
     from rpcmp.process.channel import Channel, Message
@@ -179,111 +176,8 @@ def start_heartbeat(channel: Channel, more: Callable[[], Message]) -> None:
     threading.Thread(target=beat, name="rpcmp-heartbeat", daemon=True).start()
 
 
-STOPPED_SECONDS = 1.5
-"""How long a process may be stopped: a shell or a debugger may do that for a moment."""
-
-POLL_SECONDS = 0.5
-"""Interval of looks at a process's state."""
-
-HELD_UP_SECONDS = 0.5
-"""If we wake up later than this, all of the machine may have been suspended."""
-
 STOPPED_SHARE = 0.25
 """Part of the time without a heartbeat for which a process may be known to be stopped."""
-
-log = logging.getLogger(__name__)
-
-
-def kernel_state(pid: int) -> str:
-    """Return the kernel's state of a process, such as "State: T (stopped)"; empty if unknown."""
-    state = kernel_status(pid).get("State")
-    return "" if state is None else f"State: {state.strip()}"
-
-
-class StoppedProcesses:
-    """Tells which processes have been stopped for `timeout` seconds.
-
-    Time in which this process itself was held up, as all of a suspended machine, does not count.
-    """
-
-    def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
-        self._since: dict[int, float] = {}
-
-    async def look(self, pids: Callable[[], list[int]]) -> list[int]:
-        """Look once more at the processes that `pids` then returns, after POLL_SECONDS."""
-        late = await _sleep(POLL_SECONDS)
-        now = time.monotonic()
-        found = [pid for pid in pids() if kernel_state(pid).startswith("State: T")]
-        self._since = {pid: min(self._since.get(pid, math.inf) + late, now) for pid in found}
-        return [pid for pid, since in self._since.items() if now - since >= self._timeout]
-
-
-async def stopped(pid: int, timeout: float = STOPPED_SECONDS) -> None:
-    """Return once a process has been stopped for `timeout` seconds; see StoppedProcesses."""
-    watched = StoppedProcesses(timeout)
-    while not await watched.look(lambda: [pid]):
-        pass
-
-
-async def _sleep(seconds: float) -> float:
-    """Sleep, and return for how long this process was held up meanwhile; 0 for a moment."""
-    begin = time.monotonic()
-    await asyncio.sleep(seconds)
-    late = time.monotonic() - begin - seconds
-    return late if late > HELD_UP_SECONDS else 0.0
-
-
-class OwnProcess(Protocol):
-    """A child process, see asyncio.subprocess.Process."""
-
-    @property
-    def pid(self) -> int: ...
-    @property
-    def returncode(self) -> int | None: ...
-
-
-async def kill_if_stopped(process: OwnProcess, name: str) -> None:
-    """Kill a process of ours once it is stopped, so that what follows is as if it had died.
-
-    Args:
-        name: of the process, for the log.
-    """
-    await stopped(process.pid)
-    if process.returncode is not None:  # that is another one, with its number
-        return
-    log.warning("%s (pid %d) was stopped: it is killed", name, process.pid)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(process.pid, signal.SIGKILL)
-
-
-LOADERS = (b"rpcmp.data.batches", b"multiprocessing")
-"""Words in the command lines of processes that load samples: a stage's own, and torch's."""
-
-
-def loaders_of(pid: int) -> list[int]:
-    """Return the processes that load samples for a process."""
-    found: list[int] = []
-    with contextlib.suppress(OSError):  # it or a child has ended, or the kernel does not say
-        for children in Path(f"/proc/{pid}/task").glob("*/children"):
-            for child in map(int, children.read_text().split()):
-                line = Path(f"/proc/{child}/cmdline").read_bytes()
-                if any(word in line for word in LOADERS):
-                    found.append(child)
-    return found
-
-
-async def kill_stopped_loaders(pid: int) -> None:
-    """Kill each process that loads samples for `pid` once it is stopped; never returns.
-
-    The process that waits for its samples then finds it dead.
-    """
-    watched = StoppedProcesses(STOPPED_SECONDS)
-    while True:
-        for each in await watched.look(lambda: loaders_of(pid)):
-            log.warning("a process that loads samples (pid %d) was stopped: it is killed", each)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(each, signal.SIGKILL)
 
 
 class HeartbeatMonitor:
@@ -341,7 +235,7 @@ class HeartbeatMonitor:
                 if time.monotonic() - self._last >= self._timeout:
                     return
                 continue
-            late = await _sleep(min(left, POLL_SECONDS))
+            late = await sleep_late(min(left, POLL_SECONDS))
             self._last += late  # which a heartbeat may have changed meanwhile
 
 

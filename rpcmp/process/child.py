@@ -27,8 +27,6 @@ from rpcmp.process.activity import (
     FORCED_DUMP_SIGNAL,
     Activity,
     Stacks,
-    kernel_state,
-    kill_if_stopped,
     resident_bytes,
 )
 from rpcmp.process.channel import Message, parse
@@ -46,6 +44,7 @@ from rpcmp.process.resources import (
     sweep,
 )
 from rpcmp.process.sandbox.confinement import SCRATCH, FileAccess
+from rpcmp.process.stopped import kernel_state, kill_if_stopped
 
 MAX_MESSAGE = 64 * 2**20
 """Bytes of the longest message that a child may send, by default."""

@@ -18,9 +18,9 @@ from typing import Any, Self
 
 from rpcmp.errors import JobError, RpcmpError, WorkerDiedError
 from rpcmp.process import interpreter
-from rpcmp.process.activity import kill_if_stopped
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.sandbox.confinement import FileAccess
+from rpcmp.process.stopped import kill_if_stopped
 
 WORKERS, DRIVERS = "rpcmp.worker.process", "rpcmp.driver.process"
 """The modules of workers and of driver processes: preloaded, and run by their `main` in a fork."""

@@ -289,12 +289,12 @@ def _processes_of_this_user() -> Iterator[int]:
 
 def _confinement_level(pid: int) -> list[int]:
     """The values of _CONFINEMENT_MARKS; the highest possible if the process has ended."""
-    if not (status := kernel_status(pid)):
+    if not (status := _kernel_status(pid)):
         return [2**31] * len(_CONFINEMENT_MARKS)
     return [int(status.get(mark, "0")) for mark in _CONFINEMENT_MARKS]
 
 
-def kernel_status(pid: int) -> dict[str, str]:
+def _kernel_status(pid: int) -> dict[str, str]:
     """Return the fields of /proc/PID/status; none if the process has ended."""
     try:
         text = Path(f"/proc/{pid}/status").read_text(errors="replace")  # its name may be anything

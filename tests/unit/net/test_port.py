@@ -10,7 +10,7 @@ from pathlib import Path
 from rpcmp.net.peer_connection import HEADER
 from rpcmp.net.port import MAX_UNAUTHENTICATED, IncomingConnection, PortMultiplexer
 from rpcmp.net.security import Security
-from rpcmp.process.activity import kernel_state
+from rpcmp.process.stopped import kernel_state
 
 HERE = "127.0.0.1"
 

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -17,15 +16,15 @@ import pytest
 from rpcmp.process import activity as activity_module
 from rpcmp.process import resources
 from rpcmp.process import sockets as links_module
+from rpcmp.process import stopped as stopped_module
 from rpcmp.process.activity import (
     NO_MICROBATCH,
     Activity,
     Doing,
     HeartbeatMonitor,
-    kernel_state,
-    stopped,
 )
 from rpcmp.process.sockets import SILENT_SECONDS, Links
+from rpcmp.process.stopped import kernel_state
 from tests.support.processes import poll_for
 
 
@@ -64,8 +63,9 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(activity_module, "time", SimpleNamespace(monotonic=made.monotonic))
-    monkeypatch.setattr(activity_module, "asyncio", SimpleNamespace(sleep=made.sleep))
+    for module in (activity_module, stopped_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=made.monotonic))
+        monkeypatch.setattr(module, "asyncio", SimpleNamespace(sleep=made.sleep))
     return made
 
 
@@ -226,9 +226,6 @@ def test_a_silent_process_is_lost() -> None:
     assert asyncio.run(begun(1e-9).lost(os.getpid())) >= 1e-9
 
 
-# Stopped processes
-
-
 def test_a_stopped_process_is_lost_before_its_heartbeats_are_missed(
     process: subprocess.Popen[bytes],
 ) -> None:
@@ -236,74 +233,6 @@ def test_a_stopped_process_is_lost_before_its_heartbeats_are_missed(
     process.send_signal(signal.SIGSTOP)
     poll_for(lambda: kernel_state(process.pid) == "State: T (stopped)", "it to be stopped")
     assert asyncio.run(HeartbeatMonitor(timeout=8.0).lost(process.pid)) < 8.0
-
-
-def test_a_stopped_process_of_ours_is_killed(caplog: pytest.LogCaptureFixture) -> None:
-    async def run() -> int:
-        ours = await asyncio.create_subprocess_exec("sleep", "100")
-        ours.send_signal(signal.SIGSTOP)
-        await asyncio.wait_for(activity_module.kill_if_stopped(ours, "the sleeper"), 60)
-        return await ours.wait()
-
-    assert asyncio.run(run()) == -signal.SIGKILL
-    assert "the sleeper (pid " in caplog.text
-    assert "was stopped" in caplog.text
-
-
-PARENT = """
-import subprocess, sys
-asleep = [sys.executable, "-c", "import time; time.sleep(100)"]
-children = [subprocess.Popen([*asleep, word]) for word in ("multiprocessing", "another")]
-print(*(child.pid for child in children), flush=True)
-children[0].wait()
-assert children[1].poll() is None
-children[1].kill()
-"""
-
-
-def test_a_stopped_process_that_loads_samples_is_killed_and_no_other_child() -> None:
-    async def run() -> None:
-        command = [sys.executable, "-c", PARENT]
-        parent = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-        assert parent.stdout is not None
-        loader, other = map(int, (await parent.stdout.readline()).split())
-        assert activity_module.loaders_of(parent.pid) == [loader]
-        for child in (loader, other):
-            os.kill(child, signal.SIGSTOP)
-        poll_for(lambda: kernel_state(other).startswith("State: T"), "the other to be stopped")
-        watching = asyncio.create_task(activity_module.kill_stopped_loaders(parent.pid))
-        assert await asyncio.wait_for(parent.wait(), 60) == 0  # the loader alone was killed
-        watching.cancel()
-
-    asyncio.run(run())
-
-
-def stopped_at(clock: Clock, monkeypatch: pytest.MonkeyPatch, *stops: tuple[float, float]) -> float:
-    """Return when `stopped` returns for a process that is stopped in these times."""
-
-    def state(pid: int) -> str:
-        is_stopped = any(begin <= clock.now < end for begin, end in stops)
-        return "State: T (stopped)" if is_stopped else "State: R (running)"
-
-    monkeypatch.setattr(activity_module, "kernel_state", state)
-    asyncio.run(stopped(1, timeout=1.5))
-    return clock.now
-
-
-def test_a_process_may_be_stopped_for_a_moment(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moments = [(1002.0, 1003.4), (1004.0, 1005.4), (1010.0, float("inf"))]
-    assert 1011.5 <= stopped_at(clock, monkeypatch, *moments) <= 1012.0
-
-
-def test_a_process_may_be_stopped_while_its_supervisor_is(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All of a machine is suspended, or all processes of a run are stopped, and go on in turn."""
-    clock.suspend_at, clock.suspended = 1001.0, 3600.0
-    moments = [(1001.0, 4602.0), (5000.0, float("inf"))]
-    assert 5001.5 <= stopped_at(clock, monkeypatch, *moments) <= 5002.0
 
 
 # Links
