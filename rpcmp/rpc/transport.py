@@ -8,11 +8,9 @@ well. tests/unit/test_torch_contract.py pins down what this module relies on in 
 - `TensorPipeAgent` needs a store with `set`, `get` and `compare_set`; the Python store must stay
   referenced as long as the agent lives. It gets the names, then the addresses of all members.
 - TensorPipe's "shm" transport busy-polls (20 to 30 % of a stage's compute on two cores): "uv" only.
-- Its "cma" channel copies tensors from one process's memory to another's, without the kernel's TCP,
-  where both may: one host, one user, the same namespaces, as both sides find out when they connect.
-  Where Yama restricts ptrace it lets other processes of the same user attach to a worker. "basic"
-  sends them over the socket: elsewhere, and if a process is confined. An empty tensor takes
-  neither, and with `rpcmp.rpc.shared_memory` all tensors of the graph are empty.
+- Its channel "basic" sends tensors over the socket, "cma" reads the other process's memory: that
+  takes a right to trace it, and messages that cost more than a small tensor does. "basic" only: on
+  one host, tensors are in `rpcmp.rpc.shared_memory`, and empty ones take no channel.
 - Messages are unpickled by `torch.distributed.rpc.internal._unpickler`, which we replace.
 - A handler's exception comes back garbled and `Future.set_exception` as a successful value, so
   nothing ever raises into torch: a `Raised` value carries the error, and every callback catches.
@@ -33,8 +31,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -62,42 +59,13 @@ from rpcmp.errors import (
 from rpcmp.pipelining import pytree
 from rpcmp.process.memory_access import open_memory
 from rpcmp.process.sandbox import namespace
-from rpcmp.process.sandbox.confinement import is_confined
 from rpcmp.process.sandbox.namespace import address_of
-from rpcmp.process.sockets import PeerTraffic, listeners
+from rpcmp.process.sockets import listeners
 from rpcmp.rpc import unpickler
 from rpcmp.rpc.channel_store import ChannelStore
+from rpcmp.rpc.payload import Payload
 from rpcmp.rpc.shared_memory import OwnMemory, PeerMemory, SharedTensor
 from rpcmp.rpc.unpickler import Method
-
-
-class Payload:
-    """Bytes of tensors per member: in its answers, and in gradients sent back. Thread-safe.
-
-    The kernel counts bytes on connections, see `rpcmp.process.sockets`, but not those that pass
-    from process to process through one machine's memory.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sent = Counter[str]()
-        self._received = Counter[str]()
-
-    def count(self, peer: str, tensors: Iterable[Tensor | SharedTensor]) -> None:
-        """Count an answer's tensors, and the gradients that go back unless a round aborts."""
-        with self._lock:
-            for tensor in tensors:
-                if isinstance(tensor, SharedTensor):
-                    size = tensor.nbytes
-                else:
-                    size = tensor.numel() * tensor.element_size()  # `nbytes` raises for sparse ones
-                self._received[peer] += size
-                self._sent[peer] += size if tensor.requires_grad else 0
-
-    def read(self) -> list[PeerTraffic]:
-        with self._lock:
-            return [PeerTraffic(p, self._sent[p], n, 0.0) for p, n in self._received.items() if n]
-
 
 NUM_RPC_THREADS = 4
 """Threads that receive requests and run callbacks; handlers never block one."""
@@ -108,6 +76,9 @@ ACKNOWLEDGED_SECONDS = 1.0
 RRef = rpc.RRef
 
 FindMemory = Callable[[str], int | None]
+
+MEMORY = "memory of {}"
+"""Key of a member's memory in the group's store."""
 
 NOBODY = ""
 """In place of a member's name: the answer comes from this process."""
@@ -178,7 +149,7 @@ def join(
     _served.service, _served.store, _served.num_members = service, store, len(members)
     _served.memory = OwnMemory(members[rank])
     _served.find_memory = find_memory
-    store.set(f"memory of {members[rank]}", str(_served.memory.address))
+    store.set(MEMORY.format(members[rank]), str(_served.memory.address))
     os.environ["TP_SOCKET_IFNAME"] = namespace.current.interface(rank)
     before = listeners()
     namespace.current.run(lambda: _start_agent(members, rank, store))
@@ -198,12 +169,12 @@ def _start_agent(members: Sequence[str], rank: int, store: Store) -> None:
         num_worker_threads=NUM_RPC_THREADS,
         rpc_timeout=0,
         _transports=["uv"],
-        # A confined process may not read another process's memory, nor let its own be read.
-        _channels=["basic"] if is_confined() else ["cma", "basic"],
+        _channels=["basic"],
     )
     if isinstance(store, ChannelStore):
         store.get_together(f"names/{number}" for number in range(len(members)))
         store.get_together(f"addrs/{name}" for name in members)
+        store.get_together(map(MEMORY.format, members))
     _init_autograd(rank)  # before the agent: a peer may call at once
     agent = TensorPipeAgent(store, members[rank], rank, len(members), options, {}, [])
     rpc_api._init_rpc_states(agent)
@@ -242,7 +213,7 @@ class Transport:
     def shares_memory(self, member: str) -> bool:
         """Whether `member` may answer with a SharedTensor; asks the store the first time."""
         if member not in _served.memories:
-            address = _served.store.get(f"memory of {member}").decode()
+            address = _served.store.get(MEMORY.format(member)).decode()
             fd = _served.find_memory(address)
             _served.memories[member] = None if fd is None else PeerMemory(fd)
         return _served.memories[member] is not None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from rpcmp.process.sockets import PeerTraffic
+from rpcmp.rpc.payload import Payload
 from rpcmp.rpc.shared_memory import SharedTensor
-from rpcmp.rpc.transport import Payload
 
 
 def test_outputs_add_up_by_member_and_gradients_return_for_tensors_that_require_them() -> None:
