@@ -63,7 +63,6 @@ ELSEWHERE = {
     "unit/process/logging/test_logs.py": "process/logging/capture process/logging/collector",
     "unit/process/logging/test_records_visible.py": "cli/console",
     "unit/process/sandbox/test_confinement.py": "process/sandbox/namespace",
-    "unit/rpc/test_transport_payload.py": "rpc/messages",
     "unit/tools/test_reference_model.py": "tools/reference_parts tools/verification",
     "unit/tools/test_tuning.py": "tools/tuning_report",
     "unit/worker/test_bucket_allreduce.py": "worker/buckets",
