@@ -206,6 +206,7 @@ CHECKED_BY = {
         "python -m tests.benchmarks.anymodel",
         "python -m tests.benchmarks.health",
         "python -m tests.benchmarks.looking",
+        "python -m tests.benchmarks.relay",
         "python -m tests.benchmarks.screenshot",
         "python -m tests.benchmarks.start",
         "python -m tests.benchmarks.strangers",

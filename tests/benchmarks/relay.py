@@ -1,91 +1,186 @@
 """Speed of the relay: bytes through two relays on this machine, by mutual TLS.
 
-    python -m tests.benchmarks.relay [GIGABYTES]
+    python -m tests.benchmarks.relay [GIGABYTES [ROUNDS]]     2 and 5 if not given
 
 source ──loopback──> relay ══TLS══> relay ──loopback──> sink, each a process of its own; in turn
-with the same without TLS, and with no relay at all. The median of five rounds.
+with the same without TLS, with no relay at all, and with the relays of `relay_floor`, which do as
+little as they can. Medians of the rounds: bytes per second, and the CPU seconds per GB of all four
+processes together, which are the same on a busy machine. Two cores have two such seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
+import ssl
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from rpcmp.net.identity import RELAY, TlsState
 from rpcmp.net.peer_connection import PeerConnection
 from rpcmp.net.security import Credentials
 from rpcmp.net.tunnel import splice
+from tests.benchmarks import relay_floor
 from tests.support.lan import issue
 
 HERE = "127.0.0.1"
 ROUNDS = 5
 BLOCK = 4 * 2**20
 
+WAYS = {
+    "no relay": "",
+    "plain relays": "plain",
+    "mutual TLS": "tls",
+    "floor, plain": "floor-plain",
+    "floor, TLS in memory": "floor-memory",
+    "floor, TLS sockets": "floor-sockets",
+    "floor, frames without TLS": "floor-frames",
+}
 
-async def relay(side: str, port: int, certs: str) -> None:
-    """Run a relay for one connection; prints its port."""
-    loop = asyncio.get_running_loop()
-    with socket.create_server((HERE, 0)) as listener:
-        print(listener.getsockname()[1], flush=True)
-        listener.setblocking(False)
-        connection, _ = await loop.sock_accept(listener)
-    onward = socket.create_connection((HERE, port))
-    folder = Path(certs)
+
+class Measured(NamedTuple):
+    """Gigabytes per second, and CPU seconds per gigabyte."""
+
+    rate: float
+    cpu: float
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process so far."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def context(side: str, certs: Path) -> ssl.SSLContext:
     if side == "near":
-        session = TlsState(Credentials(folder / "driver").client(RELAY), HERE) if certs else None
-        plain, other = PeerConnection(connection), PeerConnection(onward, session)
-    else:
-        session = TlsState(Credentials(folder / "stage0").server()) if certs else None
-        plain, other = PeerConnection(onward), PeerConnection(connection, session)
+        return Credentials(certs / "driver").client(RELAY)
+    return Credentials(certs / "stage0").server()
+
+
+async def ours(
+    side: str, way: str, worker: socket.socket, link: socket.socket, certs: Path
+) -> float:
+    """Carry by our relay; return the CPU seconds."""
+    name = HERE if side == "near" else None
+    session = TlsState(context(side, certs), name) if way == "tls" else None
+    other = PeerConnection(link, session)
     await other.do_handshake()
     other.has_frames = True
-    await splice(plain, other)
+    began = cpu_seconds()
+    await splice(PeerConnection(worker), other)
+    return cpu_seconds() - began
 
 
-def start(side: str, port: int, certs: str) -> tuple[subprocess.Popen[str], int]:
-    """A relay that passes on to a port; and its own."""
-    command = [sys.executable, "-m", "tests.benchmarks.relay", side, str(port), certs]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    return process, int(process.stdout.readline())
+def prepare(
+    side: str, way: str, worker: socket.socket, link: socket.socket, certs: Path
+) -> Callable[[], None]:
+    """Return a function that carries by one of the floors, after the handshake."""
+    is_near = side == "near"
+    name = HERE if is_near else None
+    if way == "floor-plain":
+        return lambda: relay_floor.plain(*((worker, link) if is_near else (link, worker)))
+    if way == "floor-sockets":
+        secure = relay_floor.handshake(context(side, certs), link, name)
+        if is_near:
+            return lambda: relay_floor.plain(worker, secure)
+        return lambda: relay_floor.gathered(secure, worker)
+    end = (
+        relay_floor.Memory(context(side, certs), link, name)
+        if way == "floor-memory"
+        else relay_floor.Frames()
+    )
+    return lambda: end.encrypt(worker, link) if is_near else end.decrypt(link, worker)
+
+
+def relay(side: str, way: str, port: int, certs: Path) -> None:
+    """Run a relay for one connection; prints its port, and at the end its CPU seconds."""
+    with socket.create_server((HERE, 0)) as listener:
+        print(listener.getsockname()[1], flush=True)
+        connection, _ = listener.accept()
+    onward = socket.create_connection((HERE, port))
+    for each in (connection, onward):
+        each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    worker, link = (connection, onward) if side == "near" else (onward, connection)
+    if not way.startswith("floor"):
+        used = asyncio.run(ours(side, way, worker, link, certs))
+    else:
+        carry, began = prepare(side, way, worker, link, certs), cpu_seconds()
+        carry()
+        used = cpu_seconds() - began
+    print(used, flush=True)
+
+
+class Process:
+    """A process of this module; `port` is where it listens."""
+
+    def __init__(self, *arguments: object) -> None:
+        command = [sys.executable, "-m", "tests.benchmarks.relay", *map(str, arguments)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.port = int(self.read())
+
+    def read(self) -> float:
+        """Return the next number that it prints."""
+        assert self.process.stdout is not None
+        return float(self.process.stdout.readline())
 
 
 def sink(size: int) -> None:
-    """Receive bytes from one connection; prints the port, and then the seconds."""
+    """Receive bytes from one connection; prints the port, the seconds, and the CPU seconds."""
     with socket.create_server((HERE, 0)) as listener:
         print(listener.getsockname()[1], flush=True)
         connection, _ = listener.accept()
     buffer, taken = bytearray(2**20), connection.recv_into(bytearray(1))
-    began = time.perf_counter()
+    began, used = time.perf_counter(), cpu_seconds()
     while taken < size:
         taken += connection.recv_into(buffer)
     print(time.perf_counter() - began, flush=True)
+    connection.close()
+    print(cpu_seconds() - used, flush=True)
 
 
-def measure(size: int, relays: int, certs: str) -> float:
-    """Return gigabytes per second."""
-    command = [sys.executable, "-m", "tests.benchmarks.relay", "sink", str(size)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True)]
-    stdout = processes[0].stdout
-    assert stdout is not None
-    port = int(stdout.readline())
-    for side in ("far", "near")[:relays]:
-        process, port = start(side, port, certs)
-        processes.append(process)
+def measure(size: int, way: str, certs: Path) -> Measured:
+    """Send `size` bytes one way."""
+    end = Process("sink", size)
+    relays: list[Process] = []
+    port = end.port
+    for side in ("far", "near") if way else ():
+        relays.insert(0, Process(side, way, port, certs))
+        port = relays[0].port
     block = bytes(BLOCK)
+    began = cpu_seconds()
     with socket.create_connection((HERE, port)) as source:
         for _ in range(0, size, BLOCK):
             source.sendall(block)
-        seconds = float(stdout.readline())
-    for process in processes:
-        process.wait()
-    return size / seconds / 1e9
+        source.shutdown(socket.SHUT_WR)
+        seconds = end.read()
+    used = cpu_seconds() - began + end.read() + sum(each.read() for each in relays)
+    for each in (end, *relays):
+        each.process.wait()
+    return Measured(size / seconds / 1e9, used / size * 1e9)
+
+
+def compare(total: int, rounds: int) -> None:
+    """Measure all ways in turn, and print medians."""
+    with tempfile.TemporaryDirectory() as folder:
+        certs = issue(Path(folder) / "certs", HERE)
+        found: dict[str, list[Measured]] = {name: [] for name in WAYS}
+        for _ in range(rounds):
+            for name, way in WAYS.items():
+                found[name].append(measure(total, way, certs))
+    for name, all_measured in found.items():
+        rates = [each.rate for each in all_measured]
+        cpu = statistics.median(each.cpu for each in all_measured)
+        print(
+            f"{name}: {statistics.median(rates):.2f} GB/s ({min(rates):.2f} to {max(rates):.2f}), "
+            f"{cpu:.2f} s of CPU per GB"
+        )
 
 
 def main() -> None:
@@ -93,20 +188,11 @@ def main() -> None:
     match sys.argv[1:]:
         case ["sink", size]:
             sink(int(size))
-        case [("near" | "far") as side, port, certs]:
-            asyncio.run(relay(side, int(port), certs))
+        case [("near" | "far") as side, way, port, certs]:
+            relay(side, way, int(port), Path(certs))
         case given:
-            total = int(float(given[0] if given else 2) * 1e9) // BLOCK * BLOCK
-            with tempfile.TemporaryDirectory() as folder:
-                certs = str(issue(Path(folder) / "certs", HERE))
-                ways = {"no relay": (0, ""), "plain relays": (2, ""), "mutual TLS": (2, certs)}
-                found: dict[str, list[float]] = {way: [] for way in ways}
-                for _ in range(ROUNDS):
-                    for way, (relays, where) in ways.items():
-                        found[way].append(measure(total, relays, where))
-            for way, rates in found.items():
-                low, middle, high = min(rates), statistics.median(rates), max(rates)
-                print(f"{way}: {middle:.2f} GB/s ({low:.2f} to {high:.2f})")
+            gigabytes, rounds = (*given, *("2", str(ROUNDS))[len(given) :])
+            compare(int(float(gigabytes) * 1e9) // BLOCK * BLOCK, int(rounds))
 
 
 if __name__ == "__main__":
