@@ -71,15 +71,6 @@ def test_gradients_of_inputs_in_shared_memory_go_there_and_torch_rpc_carries_the
     assert lists([placed[0].take_gradient(), placed[2].take_gradient()]) == [[0, 3], None]
 
 
-def test_answers_open_once_and_leave_what_torch_rpc_has_sent() -> None:
-    _, received = shared(torch.ones(2))
-    assert received.opened() is received
-    plain = StageOutputs({"x": torch.ones(1), "n": 3})
-    assert plain.opened() is plain
-    assert lists([received.value[0]]) == [[1, 1]]
-    assert len(received.shared) == 1
-
-
 def test_a_stage_computes_the_gradients_of_plain_autograd() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
