@@ -21,7 +21,7 @@ from rpcmp.config.topology import DRIVER, SOURCES, ReplicaShare
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import pytree
 from rpcmp.rpc.messages import Bundle, LossWeight, StageOutputs
-from rpcmp.rpc.shared_memory import SharedTensor
+from rpcmp.rpc.shared_memory import SharedTensor, is_worth_sharing
 from rpcmp.rpc.transport import NOBODY, Raised, Transport, attempt, outcome, when_all
 
 GROUP = 8
@@ -89,7 +89,8 @@ class BatchServer:
 
 def _shared(tensor: Tensor) -> Tensor | SharedTensor:
     """Place what is dense; torch RPC keeps the order of other memory, on which bits may depend."""
-    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+    is_dense = tensor.layout is torch.strided and tensor.is_contiguous()
+    if not is_dense or not is_worth_sharing([tensor]):
         return tensor
     return Transport().memory.place(tensor).lend()
 

@@ -24,7 +24,7 @@ import torch
 from torch.futures import Future
 
 from rpcmp.pipelining import microbatches, pytree
-from rpcmp.rpc.shared_memory import SharedTensor
+from rpcmp.rpc.shared_memory import SharedTensor, is_worth_sharing
 
 
 class Mode(Enum):
@@ -291,7 +291,7 @@ class GradientPart(NamedTuple):
 
     def lend(self, elements: slice = slice(None)) -> GradientPart:
         """Return what a reader that shares memory gets of some elements."""
-        if self.shared is None:
+        if self.shared is None or not is_worth_sharing([self.values[elements]]):
             return self.sent(elements)
         lent = self.shared.lend(elements)
         if isinstance(lent, torch.Tensor):

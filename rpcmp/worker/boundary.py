@@ -24,7 +24,7 @@ from torch.autograd.function import FunctionCtx
 
 from rpcmp.pipelining import pytree
 from rpcmp.rpc.messages import StageOutputs
-from rpcmp.rpc.shared_memory import OwnMemory, SharedTensor
+from rpcmp.rpc.shared_memory import OwnMemory, SharedTensor, is_worth_sharing
 
 Gradients = Sequence[Tensor | None]
 
@@ -248,9 +248,11 @@ def to_wire_dtype(
 
     Args:
         dtype: of float32 tensors on their way between stages; None: unchanged.
-        memory: shared with the reader; None: torch RPC sends the copies.
+        memory: shared with the reader; None: torch RPC sends the copies, as it does few bytes.
     """
     tensors = pytree.tensors(outputs)
+    if memory is not None and not is_worth_sharing(tensors):
+        memory = None
     narrowed = tuple(i for i, t in enumerate(tensors) if dtype and t.dtype is torch.float32)
 
     def copy(index: int, tensor: Tensor) -> Tensor | SharedTensor:

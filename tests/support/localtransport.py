@@ -2,7 +2,7 @@
 
 A message arrives as a copy, made by the real unpickler. Gradients are copied in the same way. Every
 second member answers with tensors in shared memory, as all do on one host, and the others as they
-do on another host: so most groups have both.
+do on another host: so most groups have both. However few numbers they are, they are worth it here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.futures import Future
 
-from rpcmp.rpc import transport, unpickler
+from rpcmp.rpc import shared_memory, transport, unpickler
 from rpcmp.rpc.shared_memory import OwnMemory, PeerMemory
 from rpcmp.rpc.transport import Transport, attempt
 
@@ -41,6 +41,7 @@ class LocalTransport(Transport):
         self._contexts = itertools.count(1)
         served = transport._served
         served.memory = served.memory or OwnMemory()
+        shared_memory.WORTH_SHARING = 0
         self._peer_memory = PeerMemory(served.memory.address.fd)
 
     def shares_memory(self, member: str) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pickle
 
+import pytest
 import torch
 
+from rpcmp.rpc import shared_memory
 from rpcmp.rpc.messages import GradientPart, StageOutputs
 from rpcmp.rpc.shared_memory import OwnMemory, PeerMemory, SharedTensor
 
@@ -39,7 +41,10 @@ def test_outputs_that_torch_rpc_has_sent_stay_as_they_are() -> None:
         assert outputs.opened() is outputs
 
 
-def test_parts_of_gradients_are_lent_where_they_lie_and_sent_elsewhere() -> None:
+def test_parts_of_gradients_are_lent_where_they_lie_and_sent_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shared_memory, "WORTH_SHARING", 8)
     own = OwnMemory()
     shared = own.place(torch.arange(6.0))
     part = GradientPart(shared.tensor, (True, False), shared)
@@ -51,6 +56,7 @@ def test_parts_of_gradients_are_lent_where_they_lie_and_sent_elsewhere() -> None
     opened = lent._replace(shared=arrived(own, lent.shared)).opened()
     assert opened.values.tolist() == [2, 3]
     assert opened.has == (True, False)
+    assert part.lend(slice(0, 1)).values.tolist() == [0]  # too few bytes to be worth a block
 
 
 def test_a_part_outside_of_shared_memory_is_sent_to_everyone() -> None:

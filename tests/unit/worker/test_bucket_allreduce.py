@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from rpcmp.errors import JobError
-from rpcmp.rpc import transport
+from rpcmp.rpc import shared_memory, transport
 from rpcmp.rpc.messages import GradientPart
 from rpcmp.rpc.shared_memory import OwnMemory, PeerMemory
 from rpcmp.worker import buckets, weight_grad
@@ -112,6 +112,7 @@ class _Peer:
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "WORTH_SHARING", 64)
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 4096)
     monkeypatch.setattr(buckets, "WHOLE_BYTES", 2048)
 
