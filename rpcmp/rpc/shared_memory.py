@@ -26,8 +26,9 @@ import os
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -83,6 +84,7 @@ class SharedTensor:
     start: int = 0
     reader: int = 0
     _block: Any = field(default=None, repr=False)
+    _readers: Iterator[int] = field(default_factory=lambda: count(1), repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         tensor = (self.dtype, self.shape, self.requires_grad)
@@ -105,20 +107,21 @@ class SharedTensor:
     def lend(self, elements: slice | None = None) -> SharedTensor | Tensor:
         """Return it for one more reader, as part of a message that is sent for certain.
 
+        Several threads may lend it at once.
+
         Args:
             elements: of a flat tensor, those that the reader gets; None: all.
 
         Returns:
             A copy of the tensor instead if it has MAX_READERS.
         """
-        lent = dataclasses.replace(self, reader=self.reader + 1)
+        lent = dataclasses.replace(self, reader=next(self._readers))
         if elements is not None:
             first, last, _ = elements.indices(*self.shape)
             lent.start = self.start + first * self.dtype.itemsize
             lent.shape = (last - first,)
         if lent.reader > MAX_READERS:
             return lent.tensor.clone()
-        self.reader = lent.reader
         self._block[lent.reader] = 1
         return lent
 
@@ -143,15 +146,15 @@ class SharedTensor:
 
     def take_gradient(self) -> Tensor | None:
         """Return what `give_gradient` has written, at the producer, without a copy."""
-        if not self._block[HAS_GRADIENT]:
+        if not self.requires_grad or not self._block[HAS_GRADIENT]:
             return None
         return self._view(HEADER + _aligned(self.nbytes))
 
     def _view(self, offset: int) -> Tensor:
-        count = math.prod(self.shape)
-        if not count:  # which `frombuffer` refuses
+        size = math.prod(self.shape)
+        if not size:  # which `frombuffer` refuses
             return torch.empty(self.shape, dtype=self.dtype)
-        flat = torch.frombuffer(self._block, dtype=self.dtype, count=count, offset=offset)
+        flat = torch.frombuffer(self._block, dtype=self.dtype, count=size, offset=offset)
         return flat.view(self.shape)
 
 
@@ -199,6 +202,7 @@ class OwnMemory:
         placed.capacity = max(MIN_BLOCK, 1 << (placed.needed - 1).bit_length())
         placed.offset = self._take(placed.capacity)
         placed._block = _block(self._maps[placed.offset], placed.capacity)
+        placed._block[HAS_GRADIENT] = 0
         # A finalizer may run in the middle of `_take`, so it does no more than this.
         weakref.finalize(placed._block, self._returned.append, (placed.capacity, placed.offset))
         return placed

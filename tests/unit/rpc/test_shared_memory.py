@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -85,6 +86,25 @@ def test_no_gradient_is_not_zeros(own: OwnMemory, peer: PeerMemory) -> None:
     placed = own.place(X, requires_grad=True)
     sent(placed, peer).give_gradient(None)
     assert placed.take_gradient() is None
+
+
+def test_what_needs_no_gradient_has_none_in_a_block_that_had_one(
+    own: OwnMemory, peer: PeerMemory
+) -> None:
+    placed = own.place(X, requires_grad=True)
+    sent(placed, peer).give_gradient(X)
+    del placed
+    for requires_grad in (False, True):
+        assert own.place(X, requires_grad=requires_grad).take_gradient() is None
+    assert own.size == MIN_BLOCK
+
+
+def test_readers_that_ask_at_once_have_marks_of_their_own(own: OwnMemory) -> None:
+    placed = own.place(X)
+    with ThreadPoolExecutor(8) as pool:
+        lent = list(pool.map(lambda _: placed.lend(), range(MAX_READERS)))
+    marks = {one.reader for one in lent if isinstance(one, SharedTensor)}
+    assert len(marks) == MAX_READERS
 
 
 def test_a_block_is_used_again_once_both_ends_have_lost_it(
