@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,7 +86,8 @@ def drive(
     if trace is not None:
         require_writable(trace)
     raise_descriptor_limit()
-    with _importing_torch() as (runner, forks):
+    modules = [DRIVERS] if connect else [WORKERS, DRIVERS]
+    with _importing_torch(modules) as (runner, forks):
         from rpcmp.cli.observing import (
             create_observers,
             report_run_folder,
@@ -128,17 +129,17 @@ def drive(
 
 
 @contextlib.contextmanager
-def _importing_torch() -> Iterator[tuple[asyncio.Runner, Forks]]:
+def _importing_torch(modules: Sequence[str]) -> Iterator[tuple[asyncio.Runner, Forks]]:
     """Start the fork server first of all: what it imports takes longer than all else here."""
     with asyncio.Runner() as runner:
-        forks = runner.run(_started_forks())
+        forks = runner.run(_started_forks(modules))
         try:
             yield runner, forks
         finally:
             runner.run(forks.close())
 
 
-async def _started_forks() -> Forks:
-    forks = Forks([WORKERS, DRIVERS])
+async def _started_forks(modules: Sequence[str]) -> Forks:
+    forks = Forks(modules)
     await forks.start()
     return forks

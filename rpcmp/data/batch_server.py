@@ -83,16 +83,24 @@ class BatchServer:
         except LookupError as error:
             raise ConfigError(f"a stage reads {'.'.join((kind, *path))!r}: {error}") from error
         if shares_memory:
-            values = [pytree.map_tensors(_shared, value) for value in values]
+            values = [pytree.map_tensors(_placed, value) for value in values]
+            values = [pytree.map_leaves(_lent, value) for value in values]  # now none can fail
         return [part._replace(value=value) for part, value in zip(slices, values, strict=True)]
 
 
-def _shared(tensor: Tensor) -> Tensor | SharedTensor:
-    """Place what is dense; torch RPC keeps the order of other memory, on which bits may depend."""
-    is_dense = tensor.layout is torch.strided and tensor.is_contiguous()
-    if not is_dense or not is_worth_sharing([tensor]):
+def _placed(tensor: Tensor) -> Tensor | SharedTensor:
+    """Place what is dense; torch RPC keeps other strides, on which bits may depend.
+
+    Strides count where there is one element as well: convolutions choose their order by them.
+    """
+    if tensor.layout is not torch.strided or not is_worth_sharing([tensor]):
         return tensor
-    return Transport().memory.place(tensor).lend()
+    strides = torch.empty(tensor.shape, device="meta").stride()
+    return Transport().memory.place(tensor) if tensor.stride() == strides else tensor
+
+
+def _lent(leaf: Any) -> Any:
+    return leaf.lend() if isinstance(leaf, SharedTensor) else leaf
 
 
 class _Key(NamedTuple):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 import ssl
@@ -231,15 +232,18 @@ class Relay:
             await self._require_ours(connection)
         except SecurityError as error:
             connection.close()
-            if not self._has_warned:  # once, or any user could fill the log
+            if _is_exhausted(error.__cause__):  # it may well be our worker's
+                self._fail(f"{self._name} cannot reach {peer.server or 'the driver'}: {error}")
+            elif not self._has_warned:  # once, or any user could fill the log
                 self._has_warned = True
                 where = peer.server or "the driver"
                 log.warning("refused a connection on this host to reach %s: %s", where, error)
             return False
-        except OSError as error:  # such as too many open files: it may well be our worker's
+        except TimeoutError:
             connection.close()
-            why = one_line(error)
-            self._fail(f"{self._name} cannot reach {peer.server or 'the driver'}: {why}")
+            self._fail(
+                f"{self._name} cannot reach {peer.server or 'the driver'}: no answer about it"
+            )
             return False
         except BaseException:
             connection.close()
@@ -247,7 +251,7 @@ class Relay:
         return True
 
     async def _require_ours(self, connection: socket.socket) -> None:
-        """Raise SecurityError unless our own user has opened a connection, or OSError."""
+        """Raise SecurityError unless our own user has opened a connection, or TimeoutError."""
         try:
             async with asyncio.timeout(ASK_SECONDS):
                 await require_same_user(connection)
@@ -368,6 +372,12 @@ class Relay:
                 self._fail(f"{peer.label} cannot reach {self._name} from here: {one_line(error)}")
             raise
         await _carry(here, there, Inspection(self._pipes, peer.name, peer.label))
+
+
+def _is_exhausted(error: BaseException | None) -> bool:
+    """Whether this machine has too little left, such as descriptors, to ask it anything."""
+    codes = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
+    return isinstance(error, OSError) and error.errno in codes
 
 
 @contextlib.contextmanager

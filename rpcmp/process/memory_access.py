@@ -11,6 +11,7 @@ members of a group learn: neither a member nor a driver can have anything else o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import json
 import os
@@ -59,22 +60,23 @@ def open_memory(address: str) -> int | None:
     """Return a descriptor of another process's memory; None if it cannot be opened from here."""
     try:
         pid, fd, name = MemoryAddress.parse(address)
-    except ValueError:
-        return None
-    path, expected = f"/proc/{pid}/fd/{fd}", f"/memfd:{name} (deleted)"
-    try:
+        path, expected = f"/proc/{pid}/fd/{fd}", f"/memfd:{name} (deleted)"
         # Before it is opened: in another pid namespace this is something else, and to open that may
-        # have an effect.
-        if not name.startswith(PREFIX) or os.readlink(path) != expected:
+        # have an effect. Root could open every user's.
+        is_ours = os.stat(f"/proc/{pid}").st_uid == os.geteuid()
+        if not is_ours or not name.startswith(PREFIX) or os.readlink(path) != expected:
             return None
         own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except (OSError, ValueError):  # another host, another user, too many files, a null byte
+    except (OSError, ValueError, RecursionError):  # another host, too many files, no address
         return None
-    is_sealed = fcntl.fcntl(own, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-    if os.readlink(f"/proc/self/fd/{own}") != expected or not is_sealed:
-        os.close(own)
-        return None
-    return own
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(os.close, own)
+        with contextlib.suppress(OSError):
+            is_sealed = fcntl.fcntl(own, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            if is_sealed and os.readlink(f"/proc/self/fd/{own}") == expected:
+                on_error.pop_all()
+                return own
+    return None
 
 
 class MemoryFinder:
@@ -86,9 +88,12 @@ class MemoryFinder:
 
     def find(self, address: str) -> int | None:
         """Return what `open_memory` does at the supervisor; None also if that is gone."""
+        data = address.encode()
+        if not 0 < len(data) <= MAX_ADDRESS:
+            return None
         with self._lock:
             try:
-                self._socket.send(address.encode())
+                self._socket.send(data)
                 _, fds, _, _ = socket.recv_fds(self._socket, 1, 1)
             except OSError:
                 return None

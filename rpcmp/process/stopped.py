@@ -95,7 +95,10 @@ class _Looks:
                 late = await sleep_late(POLL_SECONDS)
                 now = time.monotonic()
                 for wait in self._waits:
-                    wait.look(now, late)
+                    try:
+                        wait.look(now, late)
+                    except Exception:  # the others are looked at all the same
+                        log.exception("cannot look at process %d", wait.pid)
         finally:
             self._looking = None
 

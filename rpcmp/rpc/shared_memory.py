@@ -29,7 +29,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +52,28 @@ WORTH_SHARING = 64 * 2**10
 """Bytes; a block takes some 0.2 ms of CPU at both ends, however many bytes it has."""
 
 MIN_BLOCK = mmap.PAGESIZE
+
+SEGMENT = 64 * 2**20
+"""Bytes that are mapped at a time, or one block if that is larger: Python keeps a descriptor for
+each map. Only pages that have been written to count as memory."""
+
+
+class Region(NamedTuple):
+    """A block, as a part of what is mapped at once."""
+
+    memory: mmap.mmap
+    start: int
+
+    def buffer(self, capacity: int) -> ctypes.Array[ctypes.c_ubyte]:
+        """Return an object that each view of the block keeps alive; finalizers may watch it."""
+        return (ctypes.c_ubyte * capacity).from_buffer(self.memory, self.start)
+
+    def mark(self, reader: int, value: int) -> None:
+        self.memory[self.start + reader] = value
+
+    @property
+    def is_read(self) -> bool:
+        return self.memory[self.start + 1 : self.start + HEADER] != NOT_READ
 
 
 def is_worth_sharing(tensors: Iterable[Tensor]) -> bool:
@@ -96,8 +118,9 @@ class SharedTensor:
 
     @property
     def needed(self) -> int:
-        """Bytes of a block that has room for it."""
-        return HEADER + self.start + _aligned(self.nbytes) * (1 + self.requires_grad)
+        """Bytes of a block up to its end, or that of its gradient."""
+        before = _aligned(self.nbytes) if self.requires_grad else 0
+        return HEADER + self.start + before + self.nbytes
 
     @property
     def tensor(self) -> Tensor:
@@ -131,18 +154,24 @@ class SharedTensor:
         Raises:
             SecurityError: it lies outside of the memory, or of its block.
         """
-        is_inside = self.needed <= self.capacity and 1 <= self.reader <= MAX_READERS
-        if not is_inside or min(self.start, *self.shape, 0) < 0:
+        numbers = self.offset, self.capacity, self.start, self.reader, *self.shape
+        if any(type(number) is not int or number < 0 for number in numbers):
+            raise SecurityError("a message names memory by what is no number")
+        if not isinstance(self.dtype, torch.dtype) or type(self.requires_grad) is not bool:
+            raise SecurityError("a message names a tensor in memory without its type")
+        if self.requires_grad and not (self.dtype.is_floating_point or self.dtype.is_complex):
+            raise SecurityError("a message names a gradient of integers")
+        if self.needed > self.capacity or not 1 <= self.reader <= MAX_READERS:
             raise SecurityError(f"a tensor of {self.needed} bytes in a block of {self.capacity}")
-        memory_map = memory.map(self.offset, self.capacity)
-        self._block = _block(memory_map, self.capacity)
-        weakref.finalize(self._block, memory_map.__setitem__, self.reader, 0)
+        region = memory.region(self.offset, self.capacity)
+        self._block = region.buffer(self.capacity)
+        weakref.finalize(self._block, _give_back, region, self.reader, os.getpid())
 
     def give_gradient(self, gradient: Tensor | None) -> None:
         """Write its gradient, at the reader."""
-        self._block[HAS_GRADIENT] = gradient is not None
         if gradient is not None:
             self._view(HEADER + _aligned(self.nbytes)).copy_(gradient)
+        self._block[HAS_GRADIENT] = gradient is not None
 
     def take_gradient(self) -> Tensor | None:
         """Return what `give_gradient` has written, at the producer, without a copy."""
@@ -156,6 +185,12 @@ class SharedTensor:
             return torch.empty(self.shape, dtype=self.dtype)
         flat = torch.frombuffer(self._block, dtype=self.dtype, count=size, offset=offset)
         return flat.view(self.shape)
+
+
+def _give_back(region: Region, reader: int, pid: int) -> None:
+    """Tell the producer that a reader has no view left; a fork of the reader has no say in it."""
+    if os.getpid() == pid:
+        region.mark(reader, 0)
 
 
 class OwnMemory:
@@ -172,14 +207,15 @@ class OwnMemory:
         self.address = create_memory(owner)
         self._fd = self.address.fd
         self._lock = threading.Lock()
-        self._size = 0
-        self._maps: dict[int, mmap.mmap] = {}
+        self._size = self._end = self._next = 0
+        self._segment: mmap.mmap | None = None
+        self._regions: dict[int, Region] = {}
         self._unused: defaultdict[int, deque[int]] = defaultdict(deque)
         self._returned: deque[tuple[int, int]] = deque()
 
     @property
     def size(self) -> int:
-        """Bytes of all blocks; only pages that have been written to count as memory."""
+        """Bytes of all blocks."""
         return self._size
 
     def place(
@@ -201,7 +237,7 @@ class OwnMemory:
         placed = SharedTensor(0, 0, dtype, shape, requires_grad)
         placed.capacity = max(MIN_BLOCK, 1 << (placed.needed - 1).bit_length())
         placed.offset = self._take(placed.capacity)
-        placed._block = _block(self._maps[placed.offset], placed.capacity)
+        placed._block = self._regions[placed.offset].buffer(placed.capacity)
         placed._block[HAS_GRADIENT] = 0
         # A finalizer may run in the middle of `_take`, so it does no more than this.
         weakref.finalize(placed._block, self._returned.append, (placed.capacity, placed.offset))
@@ -215,13 +251,23 @@ class OwnMemory:
                 self._unused[size].append(offset)
             unused = self._unused[capacity]
             for index, offset in enumerate(unused):  # the first ones have waited longest
-                if self._maps[offset][1:HEADER] == NOT_READ:
+                if not self._regions[offset].is_read:
                     del unused[index]
                     return offset
-            offset, self._size = self._size, self._size + capacity
-            os.ftruncate(self._fd, self._size)
-            self._maps[offset] = mmap.mmap(self._fd, capacity, offset=offset)
-            return offset
+            return self._new_block(capacity)
+
+    def _new_block(self, capacity: int) -> int:
+        """Return the offset of a block in the current segment, or in a new one."""
+        if self._segment is None or self._next + capacity > self._end:
+            length = max(SEGMENT, capacity)
+            os.ftruncate(self._fd, self._end + length)
+            self._segment = mmap.mmap(self._fd, length, offset=self._end)
+            self._next, self._end = self._end, self._end + length
+        offset = self._next
+        self._regions[offset] = Region(self._segment, offset - self._end + len(self._segment))
+        self._next += capacity
+        self._size += capacity
+        return offset
 
 
 class PeerMemory:
@@ -229,22 +275,22 @@ class PeerMemory:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._maps: dict[int, mmap.mmap] = {}
+        self._segments: dict[tuple[int, int], mmap.mmap] = {}
 
-    def map(self, offset: int, capacity: int) -> mmap.mmap:
-        """Return a block's memory; raises SecurityError if there is no such block."""
-        found = self._maps.get(offset)
-        if found is not None and len(found) == capacity:
-            return found
-        if offset < 0 or capacity <= 0 or offset + capacity > os.fstat(self._fd).st_size:
-            raise SecurityError(f"a message names memory that does not exist, at byte {offset}")
-        try:
-            found = self._maps[offset] = mmap.mmap(self._fd, capacity, offset=offset)
-        except OSError as error:  # no multiple of a page
-            raise SecurityError(f"a message names memory that is no block: {error}") from error
-        return found
+    def region(self, offset: int, capacity: int) -> Region:
+        """Return a block's memory.
 
-
-def _block(memory: mmap.mmap, capacity: int) -> ctypes.Array[ctypes.c_ubyte]:
-    """Return an object that each view of a block keeps alive; finalizers may watch it."""
-    return (ctypes.c_ubyte * capacity).from_buffer(memory)
+        Raises:
+            SecurityError: there is no such block.
+            OSError: this process may map no more.
+        """
+        # A block lies in one segment; a larger one is a segment of its own.
+        begin, length = offset // SEGMENT * SEGMENT, -(-capacity // SEGMENT) * SEGMENT
+        is_inside = offset + capacity <= begin + length <= os.fstat(self._fd).st_size
+        if not is_inside or offset % MIN_BLOCK or capacity < MIN_BLOCK:
+            raise SecurityError(f"a message names memory that is no block, at byte {offset}")
+        segment = self._segments.get((begin, length))
+        if segment is None:
+            segment = mmap.mmap(self._fd, length, offset=begin)
+            segment = self._segments.setdefault((begin, length), segment)
+        return Region(segment, offset - begin)

@@ -18,7 +18,8 @@ well. tests/unit/test_torch_contract.py pins down what this module relies on in 
 
 Calls name a function, not a string: `call(member, Stage.forward, bundle, port)` runs
 `Stage.forward` on the object that the other process serves. A method may return a Future and answer
-later; no handler blocks, so a few RPC threads are enough for any number of micro-batches.
+later. No handler blocks, but for the first call of a member, whose memory has to be found. So a few
+RPC threads are enough for any number of micro-batches.
 """
 
 from __future__ import annotations
@@ -111,6 +112,7 @@ class _Served:
     memory: OwnMemory | None = None
     find_memory: FindMemory = open_memory
     memories: dict[str, PeerMemory | None] = field(default_factory=dict)
+    finding: threading.Lock = field(default_factory=threading.Lock)
 
 
 _served = _Served()
@@ -213,9 +215,11 @@ class Transport:
     def shares_memory(self, member: str) -> bool:
         """Whether `member` may answer with a SharedTensor; asks the store the first time."""
         if member not in _served.memories:
-            address = _served.store.get(MEMORY.format(member)).decode()
-            fd = _served.find_memory(address)
-            _served.memories[member] = None if fd is None else PeerMemory(fd)
+            with _served.finding:  # one answer for all threads
+                if member not in _served.memories:
+                    address = _served.store.get(MEMORY.format(member)).decode()
+                    fd = _served.find_memory(address)
+                    _served.memories[member] = None if fd is None else PeerMemory(fd)
         return _served.memories[member] is not None
 
     def call(self, member: str, method: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -304,6 +308,9 @@ def outcome(future: Future[Any], member: str) -> Any:
         return value
     try:
         return _received(value, member)
+    except OSError as error:  # such as too many open files
+        failed = JobError(f"cannot map the memory of {member!r}: {one_line(error)}")
+        return Raised(to_wire(failed))
     except RpcmpError as error:
         return Raised(to_wire(error))
 

@@ -256,7 +256,7 @@ class Backwards:
         for port, positions in enumerate(forward.read):
             none = marks.get(port, ())
             arrived = (
-                [tensor.take_gradient() for tensor in forward.shared[port]]
+                [tensor.take_gradient() for tensor in forward.shared.pop(port)]
                 if port in forward.shared
                 else [next(remaining) for _ in positions]
             )

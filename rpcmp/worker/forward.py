@@ -105,7 +105,7 @@ class Execution:
         In training these are results of one node of the distributed graph. Runs no user code.
         """
         answers = [list(port) for port in zip(*(one.answers for one in computed), strict=True)]
-        for port in computed[0].sharing:
+        for port in computed[0].sharing if not self._model.is_sink else ():
             answers[port] = [_lent(outputs) for outputs in answers[port]]
         forwards = [one.saved for one in computed if one.saved is not None]
         if not forwards:
@@ -211,7 +211,7 @@ class Execution:
             evaluated = self._model.evaluate(outputs, targets.value, meta, targets.weight)
             if self._model.returns_outputs:
                 evaluated = evaluated._replace(
-                    outputs=self._copied(0, outputs, 0 in sharing).value,
+                    outputs=self._copied(0, outputs, is_sharing=False).value,
                     targets=targets.value if meta.round.batch_id else None,
                 )
             return [evaluated]

@@ -196,7 +196,9 @@ def test_an_agent_asks_a_store_in_python_five_questions_however_large_its_group(
     found: Findings,
 ) -> None:
     """It gets names and addresses one by one; if it gets others, the group asks members^2 times."""
-    assert found["joining"] == [
+    own, *of_the_agent = found["joining"]
+    assert own == ["set", [f"memory of {ALONE}"]]
+    assert of_the_agent == [
         ["compare_set", ["rpcIsStaticGroup"]],
         ["set", ["names/0"]],
         ["get", ["names/0", "names/1", "names/2"]],

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from rpcmp.errors import SecurityError
-from rpcmp.rpc import unpickler
+from rpcmp.rpc import shared_memory, unpickler
 from rpcmp.rpc.shared_memory import (
     MAX_READERS,
     MIN_BLOCK,
+    SEGMENT,
     OwnMemory,
     PeerMemory,
     SharedTensor,
@@ -163,6 +167,37 @@ def test_several_readers_get_parts_of_one_block(own: OwnMemory, peer: PeerMemory
     assert own.size == 2 * MIN_BLOCK
 
 
+@pytest.mark.parametrize("elements", [2**17 - 16, 2**17 - 17, 2**17 - 21])
+def test_a_part_may_end_where_its_block_does(
+    elements: int, own: OwnMemory, peer: PeerMemory
+) -> None:
+    placed = own.place(torch.arange(float(elements)))
+    bounds = [elements * part // 3 for part in range(4)]
+    for first, last in itertools.pairwise(bounds):
+        part = sent(placed, peer, slice(first, last)).tensor
+        assert (int(part[0]), int(part[-1])) == (first, last - 1)
+
+
+def test_blocks_take_few_descriptors(own: OwnMemory, peer: PeerMemory) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    kept = [sent(own.place(X), peer) for _ in range(100)]
+    large = sent(own.allocate((SEGMENT // 4,), torch.float32), peer)  # a segment of its own
+    large.tensor[-1] = 1
+    assert large.capacity > SEGMENT
+    assert len(os.listdir("/proc/self/fd")) <= before + 4
+    assert all(same_bits(each.tensor, X) for each in kept)
+
+
+def test_a_fork_of_a_reader_gives_nothing_back(own: OwnMemory, peer: PeerMemory) -> None:
+    placed = own.place(X)
+    arrived = sent(placed, peer)
+    region = peer.region(arrived.offset, arrived.capacity)
+    shared_memory._give_back(region, arrived.reader, os.getpid() + 1)
+    assert region.is_read
+    del arrived
+    assert not region.is_read
+
+
 def test_too_many_readers_get_copies(own: OwnMemory) -> None:
     placed = own.place(X)
     lent = [placed.lend() for _ in range(MAX_READERS + 2)]
@@ -192,8 +227,9 @@ def test_the_unpickler_knows_what_a_message_names(own: OwnMemory, peer: PeerMemo
     [
         SharedTensor(0, 1 << 40, torch.float32, (2,), reader=1),
         SharedTensor(1 << 40, 4096, torch.float32, (2,), reader=1),
+        SharedTensor(SEGMENT - 4096, 8192, torch.float32, (2,), reader=1),
         SharedTensor(-4096, 4096, torch.float32, (2,), reader=1),
-        SharedTensor(64, 4096 - 64, torch.float32, (2,), reader=1),
+        SharedTensor(64, 4096, torch.float32, (2,), reader=1),
         SharedTensor(0, 4096, torch.float32, (5000,), reader=1),
         SharedTensor(0, 4096, torch.float32, (-2, -2), reader=1),
         SharedTensor(0, 4096, torch.float32, (2,), start=-128, reader=1),
@@ -201,6 +237,12 @@ def test_the_unpickler_knows_what_a_message_names(own: OwnMemory, peer: PeerMemo
         SharedTensor(0, 4096, torch.float32, (2,), reader=0),
         SharedTensor(0, 4096, torch.float32, (2,), reader=64),
         SharedTensor(0, 0, torch.float32, (0,), reader=1),
+        SharedTensor(0, 4096, torch.float32, cast(Any, (1.5,)), reader=1),
+        SharedTensor(0, 4096, torch.float32, (True,), reader=1),
+        SharedTensor(cast(Any, "0"), 4096, torch.float32, (2,), reader=1),
+        SharedTensor(0, 4096, cast(Any, None), (2,), reader=1),
+        SharedTensor(0, 4096, torch.int64, (2,), requires_grad=True, reader=1),
+        SharedTensor(0, 4096, torch.float32, (2,), requires_grad=cast(Any, 1), reader=1),
     ],
     ids=repr,
 )
