@@ -7,6 +7,7 @@ import pytest
 from rpcmp.config import loader
 from tests.support.chains import CHAINS, GRAPH
 from tests.support.localgroup import local_group, require_same_bits
+from tests.support.localtransport import LocalTransport
 from tests.support.processes import JobFolder
 
 SCHEDULES = ["gpipe", "1f1b", "zero-bubble"]
@@ -32,6 +33,22 @@ def test_a_chain_with_several_micro_batches_per_message_gives_the_bits_of_one_pr
     job: JobFolder, text: str
 ) -> None:
     prove(job, text, *BUNDLES)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_only_some_micro_batches_of_a_message_may_be_worth_sharing(
+    job: JobFolder, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 10 samples one micro-batch has 4, with 128 bytes, and two have 3."""
+    monkeypatch.setattr(LocalTransport, "worth_sharing", 100)
+    text = """
+        num_microbatches = 3
+        [model]
+        layers = "zoo:mlp"
+        num_stages = 4
+    """
+    for per_message in (2, 3):
+        prove(job, text, f"schedule={schedule}", f"microbatches_per_message={per_message}")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

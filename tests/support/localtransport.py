@@ -33,7 +33,12 @@ class LocalTransport(Transport):
 
     Args:
         services: the service of each member, by its name; may be filled in later.
+
+    Attributes:
+        worth_sharing: bytes of tensors that go to shared memory.
     """
+
+    worth_sharing = 0
 
     def __init__(self, services: dict[str, Any]) -> None:
         self._services = services
@@ -41,7 +46,7 @@ class LocalTransport(Transport):
         self._contexts = itertools.count(1)
         served = transport._served
         served.memory = served.memory or OwnMemory()
-        shared_memory.WORTH_SHARING = 0
+        shared_memory.WORTH_SHARING = self.worth_sharing
         self._peer_memory = PeerMemory(served.memory.address.fd)
 
     def shares_memory(self, member: str) -> bool:
