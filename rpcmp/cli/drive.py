@@ -20,6 +20,7 @@ from rpcmp.cli.options import (
     ui_option,
 )
 from rpcmp.process.fork_client import DRIVERS, WORKERS, Forks
+from rpcmp.process.interpreter import no_lost_interrupt
 from rpcmp.process.logging.collector import Display
 from rpcmp.process.resources import raise_descriptor_limit
 
@@ -88,23 +89,24 @@ def drive(
     raise_descriptor_limit()
     modules = [DRIVERS] if connect else [WORKERS, DRIVERS]
     with _importing_torch(modules) as (runner, forks):
-        from rpcmp.cli.observing import (
-            create_observers,
-            report_run_folder,
-            run_folder_path,
-            serve_metrics,
-            serve_page,
-            timeline_interval,
-        )
-        from rpcmp.cli.progress_output import event_printer, logged
-        from rpcmp.config import loader
+        with no_lost_interrupt():
+            from rpcmp.cli.observing import (
+                create_observers,
+                report_run_folder,
+                run_folder_path,
+                serve_metrics,
+                serve_page,
+                timeline_interval,
+            )
+            from rpcmp.cli.progress_output import event_printer, logged
+            from rpcmp.config import loader
 
-        job = loader.load_config(config, overrides)
-        servers = addresses_of(connect, job)
-        from rpcmp.job.training_run import drive as run
-        from rpcmp.observability.events import LogEvent
-        from rpcmp.observability.observers import in_background, watching
-        from rpcmp.observability.run_folder import TRACE
+            job = loader.load_config(config, overrides)
+            servers = addresses_of(connect, job)
+            from rpcmp.job.training_run import drive as run
+            from rpcmp.observability.events import LogEvent
+            from rpcmp.observability.observers import in_background, watching
+            from rpcmp.observability.run_folder import TRACE
 
         watchers: list[Observer] = []
         with (

@@ -11,7 +11,9 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 
 from rpcmp.process import resources
 
@@ -111,6 +113,32 @@ def stop_signals() -> list[signal.Signals]:
     """
     ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signum for signum in STOP_SIGNALS if signum is not signal.SIGHUP or not ignores_hangup]
+
+
+@contextlib.contextmanager
+def no_lost_interrupt() -> Iterator[None]:
+    """Raise KeyboardInterrupt after the block at the latest if a SIGINT has come within it.
+
+    Python raises it in whatever runs at that moment. In a finalizer or the callback of a weak
+    reference, of which each import has one, it is printed and forgotten.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    received = []
+
+    def interrupt(signum: int, _: FrameType | None) -> None:
+        received.append(signum)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if received:
+        raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

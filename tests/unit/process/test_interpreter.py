@@ -1,10 +1,13 @@
-"""The environment variables of processes that compute."""
+"""The environment variables of processes that compute, and interrupts that are not lost."""
 
 from __future__ import annotations
 
+import signal
+import weakref
+
 import pytest
 
-from rpcmp.process.interpreter import compute_environment
+from rpcmp.process.interpreter import compute_environment, no_lost_interrupt
 
 THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
 
@@ -24,3 +27,40 @@ def test_threads_override_the_environment(
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     found = compute_environment(2)
     assert (found["OMP_NUM_THREADS"], found["MKL_NUM_THREADS"]) == ("2", "2")
+
+
+class Thing:
+    """An object that weak references may watch."""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_in_a_callback_that_python_forgets_is_raised_after_the_block() -> None:
+    def interrupt(_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    reached = False
+    with pytest.raises(KeyboardInterrupt), no_lost_interrupt():  # noqa: PT012
+        thing = Thing()
+        watch = weakref.ref(thing, interrupt)
+        del thing
+        reached = watch() is None
+    assert reached
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_elsewhere_is_raised_at_once() -> None:
+    with pytest.raises(KeyboardInterrupt), no_lost_interrupt():
+        signal.raise_signal(signal.SIGINT)
+    with no_lost_interrupt():
+        pass
+
+
+def test_a_handler_of_the_program_stays_in_place() -> None:
+    received: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda signum, _: received.append(signum))
+    try:
+        with no_lost_interrupt():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert received == [signal.SIGINT]
