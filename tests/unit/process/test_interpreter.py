@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
@@ -33,6 +34,15 @@ class Thing:
     """An object that weak references may watch."""
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Have Python's own handler of SIGINT, which a process in a shell's background has not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_in_a_callback_that_python_forgets_is_raised_after_the_block() -> None:
     def interrupt(_: object) -> None:
@@ -48,6 +58,7 @@ def test_an_interrupt_in_a_callback_that_python_forgets_is_raised_after_the_bloc
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_elsewhere_is_raised_at_once() -> None:
     with pytest.raises(KeyboardInterrupt), no_lost_interrupt():
         signal.raise_signal(signal.SIGINT)
