@@ -84,8 +84,8 @@ class BatchServer:
             raise ConfigError(f"a stage reads {'.'.join((kind, *path))!r}: {error}") from error
         if shares_memory:
             values = [pytree.map_tensors(_placed, value) for value in values]
-            values = [pytree.map_leaves(_lent, value) for value in values]  # now none can fail
-        return [part._replace(value=value) for part, value in zip(slices, values, strict=True)]
+        parts = [part._replace(value=value) for part, value in zip(slices, values, strict=True)]
+        return [part.lent() for part in parts] if shares_memory else parts  # now none can fail
 
 
 def _placed(tensor: Tensor) -> Tensor | SharedTensor:
@@ -97,10 +97,6 @@ def _placed(tensor: Tensor) -> Tensor | SharedTensor:
         return tensor
     strides = torch.empty(tensor.shape, device="meta").stride()
     return Transport().memory.place(tensor) if tensor.stride() == strides else tensor
-
-
-def _lent(leaf: Any) -> Any:
-    return leaf.lend() if isinstance(leaf, SharedTensor) else leaf
 
 
 class _Key(NamedTuple):

@@ -56,26 +56,39 @@ def create_memory(owner: str) -> MemoryAddress:
     return MemoryAddress(os.getpid(), fd, name)
 
 
+def open_descriptor(pid: int, fd: int, name: str) -> int:
+    """Open memory of that name which another process of this user has under a descriptor.
+
+    Raises:
+        OSError: there is no such memory.
+    """
+    path, expected = f"/proc/{pid}/fd/{fd}", f"/memfd:{name} (deleted)"
+    if os.stat(f"/proc/{pid}").st_uid != os.geteuid():  # root could open every user's
+        raise OSError("not a process of this user")
+    # Before it is opened: in another pid namespace this is something else, and to open that may
+    # have an effect.
+    if os.readlink(path) != expected:
+        raise OSError("not the memory that was meant")
+    own = os.open(path, os.O_RDWR)
+    if os.readlink(f"/proc/self/fd/{own}") != expected:
+        os.close(own)
+        raise OSError("not the memory that was meant")
+    return own
+
+
 def open_memory(address: str) -> int | None:
     """Return a descriptor of another process's memory; None if it cannot be opened from here."""
     try:
         pid, fd, name = MemoryAddress.parse(address)
-        path, expected = f"/proc/{pid}/fd/{fd}", f"/memfd:{name} (deleted)"
-        # Before it is opened: in another pid namespace this is something else, and to open that may
-        # have an effect. Root could open every user's.
-        is_ours = os.stat(f"/proc/{pid}").st_uid == os.geteuid()
-        if not is_ours or not name.startswith(PREFIX) or os.readlink(path) != expected:
+        if not name.startswith(PREFIX):
             return None
-        own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        own = open_descriptor(pid, fd, name)
     except (OSError, ValueError, RecursionError):  # another host, too many files, no address
         return None
-    with contextlib.ExitStack() as on_error:
-        on_error.callback(os.close, own)
-        with contextlib.suppress(OSError):
-            is_sealed = fcntl.fcntl(own, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-            if is_sealed and os.readlink(f"/proc/self/fd/{own}") == expected:
-                on_error.pop_all()
-                return own
+    with contextlib.suppress(OSError):  # a file, which has no seals
+        if fcntl.fcntl(own, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            return own
+    os.close(own)
     return None
 
 

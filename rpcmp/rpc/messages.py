@@ -227,6 +227,14 @@ class StageOutputs(NamedTuple):
     weight: LossWeight | None = None
     shared: tuple[SharedTensor, ...] = ()
 
+    def lent(self) -> StageOutputs:
+        """Return an answer that is sent for certain, with what its reader gets of `value`."""
+
+        def lend(leaf: Any) -> Any:
+            return leaf.lend() if isinstance(leaf, SharedTensor) else leaf
+
+        return self._replace(value=pytree.map_leaves(lend, self.value))
+
     def opened(self) -> StageOutputs:
         """Return an answer that has arrived, with plain tensors in `value`."""
         if isinstance(self.value, torch.Tensor):

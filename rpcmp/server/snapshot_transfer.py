@@ -23,6 +23,7 @@ from rpcmp.errors import BusyError, CheckpointError, RpcmpError, SecurityError, 
 from rpcmp.net.identity import GRPC
 from rpcmp.net.local_peer import is_process
 from rpcmp.net.peer_connection import Dialer
+from rpcmp.process.memory_access import open_descriptor
 from rpcmp.process.resources import MEMORY, is_sealed
 from rpcmp.server.client import StageClient
 from rpcmp.server.connection import machine
@@ -207,19 +208,12 @@ def _open(request: pb.MirrorRequest) -> Slots | None:
         if len(request.snapshot_fds) != 1 + NUM_SLOTS:
             raise OSError("another number of descriptors")
         for fd, inode in zip(request.snapshot_fds, request.snapshot_inodes, strict=True):
-            path = f"/proc/{request.supervisor_pid}/fd/{fd}"
-            name = memory_name(len(fds))
-            if os.readlink(path) != f"/memfd:{name} (deleted)":  # before it is opened
-                raise OSError("not memory of snapshots")
-            fds.append(os.open(path, os.O_RDWR))
+            fds.append(open_descriptor(request.supervisor_pid, fd, memory_name(len(fds))))
             status = os.fstat(fds[-1])
-            opened = os.readlink(f"/proc/self/fd/{fds[-1]}")
-            if status.st_ino != inode or status.st_nlink or opened != f"/memfd:{name} (deleted)":
+            if status.st_ino != inode or status.st_nlink:
                 raise OSError("not the memory that was meant")
         if not is_sealed(fds[0]):
             raise OSError("what is mapped could be cut off")
-        if os.stat(f"/proc/{request.supervisor_pid}").st_uid != os.geteuid():
-            raise OSError("not a process of this user")
         return Slots(fds)
     except (OSError, ValueError):
         for fd in fds:

@@ -106,7 +106,7 @@ class Execution:
         """
         answers = [list(port) for port in zip(*(one.answers for one in computed), strict=True)]
         for port in computed[0].sharing if not self._model.is_sink else ():
-            answers[port] = [_lent(outputs) for outputs in answers[port]]
+            answers[port] = [outputs.lent() for outputs in answers[port]]
         forwards = [one.saved for one in computed if one.saved is not None]
         if not forwards:
             return answers
@@ -230,13 +230,6 @@ def _replaced(outputs: StageOutputs, tensors: Iterator[Tensor]) -> StageOutputs:
 
 def _shared_in(outputs: StageOutputs) -> list[SharedTensor]:
     return [leaf for leaf in pytree.leaves(outputs.value) if isinstance(leaf, SharedTensor)]
-
-
-def _lent(outputs: StageOutputs) -> StageOutputs:
-    value = pytree.map_leaves(
-        lambda leaf: leaf.lend() if isinstance(leaf, SharedTensor) else leaf, outputs.value
-    )
-    return outputs._replace(value=value)
 
 
 def _add_tokens(answers: list[list[Any]], forwards: Sequence[SavedForward]) -> None:
