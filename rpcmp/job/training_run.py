@@ -25,7 +25,13 @@ from rpcmp.checkpoint.files import require_place
 from rpcmp.checkpoint.folder import newest_in
 from rpcmp.config.schema import Config
 from rpcmp.config.stored import redacted
-from rpcmp.errors import InterruptedJobError, TakenOverError, WorkerDiedError, WorkerHungError
+from rpcmp.errors import (
+    InterruptedJobError,
+    SavingError,
+    TakenOverError,
+    WorkerDiedError,
+    WorkerHungError,
+)
 from rpcmp.job import takeover
 from rpcmp.job.autobalance import balanced, with_saved_shares
 from rpcmp.job.recovery import RecoveryLoop
@@ -177,7 +183,7 @@ class TrainingRun:
         self._workload: TrainingWorkload | None = None
         self._loop: RecoveryLoop[SummaryEvent] | None = None
         self._vitals = Vitals()
-        self._is_taken_over = False
+        self._is_taken_over = self._is_unsaved = False
         self._identity = ""
         self._events = EventStream(report, self._generation_number)
         self._report = self._events.emit
@@ -245,6 +251,15 @@ class TrainingRun:
         except TakenOverError:
             self._is_taken_over = True
             raise
+        except SavingError as error:
+            seconds = workload.held_seconds
+            if seconds:
+                error.add_note(
+                    f"its stage servers hold the newest steps for {seconds:g} s: the same command "
+                    "with --resume goes on there, and other jobs are refused, unless by --fresh"
+                )
+            self._is_unsaved = seconds > 0
+            raise
         if prediction is not None:
             summary = replace(summary, plan=_compared(prediction, self._events.step_seconds))
         self._report(summary)
@@ -291,9 +306,11 @@ class TrainingRun:
         """Return whether what the servers hold may be dropped.
 
         Not if another driver has the job now, nor if this one was to take it over and could not:
-        another try may do better.
+        another try may do better. Nor if steps could not be saved, until there is room for them.
         """
-        return not self._is_taken_over and (workload.has_begun or not pool.supersedes)
+        if self._is_taken_over or self._is_unsaved:
+            return False
+        return workload.has_begun or not pool.supersedes
 
     async def close(self) -> None:
         if self._workload is not None:

@@ -91,6 +91,11 @@ class TrainingWorkload(Workload[SummaryEvent]):
         self._hosts: dict[str, str] = {}
         self._removal: asyncio.Task[None] | None = None
 
+    @property
+    def held_seconds(self) -> float:
+        """Seconds for which the servers hold the newest steps if the driver is lost."""
+        return 0.0 if self._record is None else self._config.recovery.keep_after_driver
+
     def finish_step(self, save: bool) -> None:
         """Let the driver process stop after its running step, and save it if `save`."""
         if self._generation is not None:

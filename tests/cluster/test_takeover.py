@@ -89,6 +89,25 @@ def test_another_driver_goes_on_where_the_servers_are(
     assert {stage["state"] for stage in status(config, servers)} == {"idle"}
 
 
+def test_steps_that_could_not_be_saved_are_held(
+    job: JobFolder, fault_free: Committed, servers: Servers
+) -> None:
+    config = slow_config(job)
+    saving = ("--set", "checkpoint.dir=saved", "--set", "checkpoint.every_steps=1")
+    command = ["drive", config, "--json", "--connect", connect(servers), *saving]
+    folder = job.folder / "saved"
+    with running(*command) as run:
+        run.wait_for_line('"event": "checkpoint", "step": 2,')
+        folder.rename(job.folder / "away")
+        folder.write_text("a file in the way")
+        before = run.wait()
+    assert before.code == 1
+    assert "hold the newest steps for 600 s: the same command with --resume" in before.err
+    poll_for(lambda: is_held(config, servers), "the servers to notice it")
+    folder.unlink()
+    assert_goes_on(before, rpcmp(*command, "--resume"), fault_free)
+
+
 def test_the_driver_and_a_server_are_lost(
     job: JobFolder, fault_free: Committed, servers: Servers
 ) -> None:
