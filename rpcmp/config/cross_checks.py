@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rpcmp.config import topology
-from rpcmp.config.topology import DRIVER, num_bundles
+from rpcmp.config.topology import DRIVER
 from rpcmp.config.types import Factory
 from rpcmp.errors import did_you_mean, nearest
 
@@ -47,7 +47,7 @@ def warnings(config: Config) -> list[str]:
 
 
 def _num_bundles(config: Config) -> int:
-    return num_bundles(config.num_full_microbatches, config.microbatches_per_message)
+    return len(config.bundles(config.num_full_microbatches))
 
 
 def _idle(config: Config, stage: str) -> list[int]:

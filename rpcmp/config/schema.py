@@ -16,7 +16,13 @@ from pydantic import PrivateAttr, model_validator
 
 from rpcmp.config import cross_checks
 from rpcmp.config.job_sections import DataConfig, JobSettings, ModelCut, StageConfig
-from rpcmp.config.topology import Graph, Member, ReplicaAssignment, build_graph
+from rpcmp.config.topology import (
+    Graph,
+    Member,
+    ReplicaAssignment,
+    build_graph,
+    cut_into_bundles,
+)
 from rpcmp.config.types import (
     COPY,
     Autocast,
@@ -148,6 +154,12 @@ class Config(JobSettings):
     @property
     def is_replicated(self) -> bool:
         return any(stage.num_replicas > 1 for stage in self.stages)
+
+    def bundles(self, num_microbatches: int) -> tuple[range, ...]:
+        """Return the micro-batches of each bundle of a mini-batch."""
+        return cut_into_bundles(
+            num_microbatches, self.microbatches_per_message, in_turns=self.is_replicated
+        )
 
     @property
     def sums_gradients(self) -> bool:

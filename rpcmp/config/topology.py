@@ -25,10 +25,11 @@ turn every replica gains its share, and the richest one pays the sum of all shar
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
@@ -197,9 +198,32 @@ def member_names(workers: Iterable[Member]) -> list[str]:
     return [*(worker.name for worker in workers), DRIVER]
 
 
-def num_bundles(num_microbatches: int, per_message: int) -> int:
-    """Return the bundles of a mini-batch of at most `per_message` micro-batches per message."""
-    return -(-num_microbatches // per_message)
+@functools.cache  # it is called for every bundle, and a job has few numbers of micro-batches
+def cut_into_bundles(
+    num_microbatches: int, per_message: int, in_turns: bool = False
+) -> tuple[range, ...]:
+    """Return the micro-batches of each bundle of a mini-batch: of each message between stages.
+
+        22 micro-batches, at most 6 per message:    1 2 4 4 4 4 2 1    in turns:  6 6 5 5
+
+    The next stage can start when the first bundle is done, and all stages wait for the last one's
+    gradients, so these are small, and the pipeline fills and drains as with single micro-batches.
+    Doubled, a bundle is done when the next stage has done the one before and its backward.
+
+    Args:
+        per_message: the most micro-batches of a bundle.
+        in_turns: whether replicas take turns, so that bundles have to be equal.
+    """
+    rising: list[int] = []
+    size = 1
+    while not in_turns and size < per_message and num_microbatches >= 2 * sum(rising) + 3 * size:
+        rising.append(size)
+        size *= 2
+    left = num_microbatches - 2 * sum(rising)
+    smaller, larger = divmod(left, count := -(-left // per_message))
+    level = [smaller + (number < larger) for number in range(count)]
+    ends = list(itertools.accumulate([*rising, *level, *reversed(rising)]))
+    return tuple(range(start, end) for start, end in itertools.pairwise([0, *ends]))
 
 
 class ReplicaAssignment:
@@ -231,7 +255,7 @@ class ReplicaAssignment:
         """Return how many bundles of a round the replica with the most bundles computes."""
         return max(len(self.numbers(r, num_bundles)) for r in range(self.num_replicas))
 
-    @cached_property
+    @functools.cached_property
     def _cycle(self) -> list[int]:
         total, owners = sum(self._shares), []
         gained = [0] * self.num_replicas

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from torch.futures import Future
 
 from rpcmp.config.schema import Config
-from rpcmp.config.topology import member_name, num_bundles
+from rpcmp.config.topology import member_name
 from rpcmp.data import loss_weights
 from rpcmp.data.batch_server import BatchServer
 from rpcmp.data.batches import Loaded
@@ -198,7 +198,8 @@ class Rounds:
             mode=mode,
             num_samples=batch.num_samples,
             num_microbatches=count,
-            num_bundles=num_bundles(count, self._config.microbatches_per_message),
+            per_message=self._config.microbatches_per_message,
+            in_turns=self._config.is_replicated,
             batch_id=batch.batch_id if isinstance(batch, BatchIndices) else 0,
         )
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rpcmp.config import topology
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import ReplicaAssignment
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import simulation
 from rpcmp.pipelining.partition import StageHost, bounds
-from rpcmp.pipelining.schedule import InFlightLimits, policy
+from rpcmp.pipelining.schedule import Action, InFlightLimits, policy
 from rpcmp.pipelining.simulation import ActionTimes, Simulation
 
 AHEAD = 2
@@ -28,23 +27,28 @@ STEPS_AHEAD = 2
 
 
 def num_bundles(config: Config) -> int:
-    return topology.num_bundles(config.num_microbatches, config.microbatches_per_message)
+    return len(config.bundles(config.num_microbatches))
+
+
+def _largest_bundle(config: Config) -> int:
+    return max(map(len, config.bundles(config.num_microbatches)))
 
 
 def limits(config: Config) -> dict[str, InFlightLimits]:
     """Return the bundles that each stage may keep, by its name; see `simulation.limits`."""
     chosen = policy(config.schedule)
     graph, most, count = config.graph(), config.max_in_flight, config.num_microbatches
-    per_message = config.microbatches_per_message
+    largest = _largest_bundle(config)
     simulation.limits(graph, chosen, count, most)  # for its errors, which speak of micro-batches
     if most is not None:
-        if most < min(per_message, count):
+        if most < largest:
             raise ConfigError(
-                f"max_in_flight = {most}, but one message has microbatches_per_message = "
-                f"{per_message}; give at least as many, better that times the number of stages"
+                f"max_in_flight = {most}, but a message has {largest} micro-batches by "
+                f"microbatches_per_message = {config.microbatches_per_message}; give at least as "
+                "many, better that times the number of stages"
             )
         all_bundles = num_bundles(config) if most >= count else 0
-        most = max(most // per_message, all_bundles)
+        most = max(most // largest, all_bundles)
     turns = {worker.stage: config.stage(worker.stage_index).turns for worker in config.workers}
     return simulation.limits(graph, chosen, num_bundles(config), most, turns)
 
@@ -52,7 +56,7 @@ def limits(config: Config) -> dict[str, InFlightLimits]:
 def held(config: Config) -> dict[str, int]:
     """Return the most micro-batches between forward and weight gradient, by the stage's name."""
     return {
-        name: min(each.held * config.microbatches_per_message, config.num_microbatches)
+        name: min(each.held * _largest_bundle(config), config.num_microbatches)
         for name, each in limits(config).items()
     }
 
@@ -149,19 +153,20 @@ def simulate(config: Config, times: Mapping[str, ActionTimes]) -> Simulation:
     by_stage = limits(config)
     for worker in config.workers:
         if worker.replica == 0:
-            of_one, count = by_stage[worker.stage], worker.num_replicas
+            each, count = by_stage[worker.stage], worker.num_replicas
             by_stage[worker.stage] = replace(
-                of_one,
-                open=of_one.open * count,
-                held=of_one.held * count,
-                deferred=of_one.deferred * count,
+                each,
+                open=each.open * count,
+                held=each.held * count,
+                deferred=each.deferred * count,
             )
-    bundles = num_bundles(config)
-    per_bundle = {
-        stage: each.scaled(config.num_microbatches / bundles) for stage, each in times.items()
-    }
-    duration = simulation.fixed(per_bundle, by_stage)
-    return Simulation(config.graph(), policy(config.schedule), bundles, duration, by_stage)
+    bundles = config.bundles(config.num_microbatches)
+    of_one = simulation.fixed(times, by_stage)
+
+    def duration(stage: str, action: Action, bundle: int) -> float:
+        return len(bundles[bundle]) * of_one(stage, action, bundle)
+
+    return Simulation(config.graph(), policy(config.schedule), len(bundles), duration, by_stage)
 
 
 def _step_seconds(config: Config, hosts: Sequence[StageHost], balance: Sequence[int]) -> float:

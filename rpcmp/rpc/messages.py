@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.futures import Future
 
+from rpcmp.config.topology import cut_into_bundles
 from rpcmp.pipelining import microbatches, pytree
 from rpcmp.rpc.shared_memory import SharedTensor, is_worth_sharing
 
@@ -54,6 +55,7 @@ class RoundHeader(NamedTuple):
     Attributes:
         number: counts train steps, evaluations and predictions together; unique per generation.
         step: the optimizer step that the round is for or follows; seeds dropout, names errors.
+        per_message, in_turns: how they are cut into bundles, see `topology.cut_into_bundles`.
         accumulated: micro-batches of earlier rounds whose gradients this step already has.
         version: the number of the snapshot that stages take after the round; 0: none.
         save: whether that snapshot goes to a disk.
@@ -65,7 +67,8 @@ class RoundHeader(NamedTuple):
     mode: Mode
     num_samples: int
     num_microbatches: int
-    num_bundles: int
+    per_message: int
+    in_turns: bool = False
     accumulated: int = 0
     after: AfterRound = AfterRound.NOTHING
     version: int = 0
@@ -81,11 +84,16 @@ class RoundHeader(NamedTuple):
 
     def indices_in(self, bundles: Iterable[int]) -> list[int]:
         """Return the indices of the micro-batches in the bundles with these numbers."""
-        return [
-            index
-            for number in bundles
-            for index in microbatches.samples_of(number, self.num_microbatches, self.num_bundles)
-        ]
+        cut = self._cut
+        return [index for number in bundles for index in cut[number]]
+
+    @property
+    def num_bundles(self) -> int:
+        return len(self._cut)
+
+    @property
+    def _cut(self) -> tuple[range, ...]:
+        return cut_into_bundles(self.num_microbatches, self.per_message, self.in_turns)
 
     def microbatches(self, indices: Iterable[int]) -> list[MicrobatchMeta]:
         return [

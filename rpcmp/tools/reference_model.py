@@ -190,9 +190,8 @@ class UnsplitModel:
 
     def _bundle(self, index: int, count: int) -> int:
         """Return the number of the message that a micro-batch would travel in."""
-        num_bundles = math.ceil(count / self._config.microbatches_per_message)
-        parts = torch.tensor_split(torch.arange(count), num_bundles)
-        return next(number for number, part in enumerate(parts) if index in part)
+        bundles = enumerate(self._config.bundles(count))
+        return next(number for number, bundle in bundles if index in bundle)
 
     def _shares(self, sliced: list[tuple[Any, Any]]) -> list[float]:
         if self._weigh is None:

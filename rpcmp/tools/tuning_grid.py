@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from rpcmp.config.schema import Config, ScheduleOptions
-from rpcmp.config.topology import num_bundles
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import cost_model, simulation
 from rpcmp.pipelining.schedule import policy
@@ -85,7 +84,7 @@ def grid(config: Config, axes: Axes) -> Grid:
     for setting in dict.fromkeys(_product(config, axes, batch_size)):
         if setting == own:
             continue
-        reason = _why_useless(setting, batch_size)
+        reason = _why_useless(config, setting, batch_size)
         if not reason:
             same = settings.setdefault(_effect(config, setting), setting)
             reason = "" if same is setting else f"the same as {same.without_count}"
@@ -127,12 +126,12 @@ def _setting(**values: Any) -> ScheduleOptions:
         raise ConfigError(f"{first['loc'][0]}: {first['msg']} (got {first['input']!r})") from error
 
 
-def _why_useless(setting: ScheduleOptions, batch_size: int) -> str:
+def _why_useless(config: Config, setting: ScheduleOptions, batch_size: int) -> str:
     if setting.num_microbatches > batch_size:
         return f"a mini-batch has {batch_size} samples"
     if setting.schedule == "gpipe" and setting.max_in_flight is not None:
         return "gpipe always holds all micro-batches"
-    at_once = min(setting.microbatches_per_message, setting.num_microbatches)
+    at_once = max(map(len, setting.on(config).bundles(setting.num_microbatches)))
     if setting.max_in_flight is not None and setting.max_in_flight < at_once:
         return f"a message has {at_once} micro-batches"
     return ""
@@ -140,8 +139,10 @@ def _why_useless(setting: ScheduleOptions, batch_size: int) -> str:
 
 def _effect(config: Config, setting: ScheduleOptions) -> Hashable:
     """Return a key that is equal for settings under which every stage does the same."""
-    count = setting.on(config).num_full_microbatches
-    bundles = num_bundles(count, setting.microbatches_per_message)
+    changed = setting.on(config)
+    count = changed.num_full_microbatches
+    cut = changed.bundles(count)
+    bundles = len(cut)
     stages = [
         (
             min(each.open, bundles),
@@ -149,9 +150,9 @@ def _effect(config: Config, setting: ScheduleOptions) -> Hashable:
             each.splits,
             min(each.deferred, bundles - 1),  # after the last backward nothing is deferred
         )
-        for each in cost_model.limits(setting.on(config)).values()
+        for each in cost_model.limits(changed).values()
     ]
-    return count, setting.schedule, bundles, tuple(stages)
+    return count, setting.schedule, cut, tuple(stages)
 
 
 def _sort_key(setting: ScheduleOptions) -> tuple[str, int, int, int]:

@@ -16,7 +16,7 @@ ALL_BUNDLES = ReplicaShare(ReplicaAssignment([1]), 0)
 
 def header(number: int = 1, num_microbatches: int = 1, **keys: Any) -> RoundHeader:
     """Return a round's header with one sample per micro-batch and one micro-batch per bundle."""
-    usual = RoundHeader(number, 1, Mode.TRAIN, num_microbatches, num_microbatches, num_microbatches)
+    usual = RoundHeader(number, 1, Mode.TRAIN, num_microbatches, num_microbatches, per_message=1)
     return usual._replace(**keys)
 
 

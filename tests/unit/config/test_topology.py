@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpcmp.config import topology
-from rpcmp.config.topology import Graph, Port, Reference
+from rpcmp.config.topology import Graph, Port, Reference, cut_into_bundles
 from rpcmp.errors import ConfigError
 
 
@@ -114,3 +116,36 @@ def test_every_stage_comes_after_all_that_it_reads(inputs: dict[str, list[str]])
     assert built.stages == tuple(f"s{index}" for index in range(len(inputs)))
     edges = sum(len(built.ports(stage)) for stage in built.stages)
     assert edges == sum(not ref.from_batch for refs in built.inputs.values() for ref in refs)
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "per_message", "expected"),
+    [
+        (5, 1, [1, 1, 1, 1, 1]),
+        (1, 4, [1]),
+        (2, 4, [2]),
+        (3, 4, [1, 1, 1]),
+        (8, 2, [1, 2, 2, 2, 1]),
+        (8, 8, [1, 2, 2, 2, 1]),
+        (16, 8, [1, 2, 5, 5, 2, 1]),
+        (32, 6, [1, 2, 4, 6, 6, 6, 4, 2, 1]),
+    ],
+)
+def test_the_first_and_the_last_messages_are_small(
+    num_microbatches: int, per_message: int, expected: list[int]
+) -> None:
+    assert [*map(len, cut_into_bundles(num_microbatches, per_message))] == expected
+
+
+@given(st.integers(1, 200), st.integers(1, 50), st.booleans())
+def test_every_micro_batch_is_in_one_bundle_and_none_is_too_large(
+    num_microbatches: int, per_message: int, in_turns: bool
+) -> None:
+    bundles = cut_into_bundles(num_microbatches, per_message, in_turns)
+    assert [*itertools.chain(*bundles)] == list(range(num_microbatches))
+    sizes = [*map(len, bundles)]
+    assert min(sizes) > 0
+    assert max(sizes) <= per_message
+    if in_turns:
+        assert max(sizes) - min(sizes) <= 1
+        assert len(sizes) == -(-num_microbatches // per_message)

@@ -166,7 +166,7 @@ def test_a_slice_that_has_arrived_is_returned_at_once(driver: Driver) -> None:
 
 def test_a_bundle_gets_its_slices_from_several_groups(driver: Driver) -> None:
     slices = driver.reader()
-    halves = header(1, len(SLICES), num_bundles=2).bundles()
+    halves = header(1, len(SLICES), per_message=len(SLICES) // 2, in_turns=True).bundles()
     answers = [slices.get(half, "target", (), 0) for half in halves]
     assert len(driver.questions(slices)) == 2
     driver.answer(0)

@@ -26,7 +26,7 @@ def bundle(drawn: int, round_number: int, *microbatches: int) -> Bundle:
     if len(microbatches) == 1:
         return Bundle(header(round_number, 3, **keys), microbatches[0])
     assert microbatches == (0, 1)
-    return Bundle(header(round_number, 3, num_bundles=2, **keys), 0)
+    return Bundle(header(round_number, 3, per_message=2, in_turns=True, **keys), 0)
 
 
 def drawn(number: int) -> BatchIndices:

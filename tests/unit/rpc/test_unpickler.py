@@ -50,7 +50,7 @@ def naming(module: str, name: str) -> bytes:
 @pytest.mark.parametrize(
     "value",
     [
-        Bundle(RoundHeader(1, 1, Mode.TRAIN, 32, 4, 4, 0, AfterRound.STEP), 0),
+        Bundle(RoundHeader(1, 1, Mode.TRAIN, 32, 4, 1, False, 0, AfterRound.STEP), 0),
         transport.Raised("x"),
         {"a": [1, 2.5, (None, "text")], "b": OrderedDict(c=1)},
         torch.float32,

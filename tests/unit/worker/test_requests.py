@@ -84,7 +84,7 @@ def around() -> _Around:
 
 def bundle(round_number: int = 1) -> Bundle:
     """Return a bundle of two micro-batches."""
-    return Bundle(header(round_number, 2, num_bundles=1), 0)
+    return Bundle(header(round_number, 2, per_message=2), 0)
 
 
 def answer_to(port: int) -> list[StageOutputs]:

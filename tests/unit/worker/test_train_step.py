@@ -77,7 +77,7 @@ class Sink:
 
 def bundles(round_number: int, count: int = 2) -> list[Bundle]:
     """Return a round's bundles, of two micro-batches each."""
-    a_round = header(round_number, 2 * count, num_bundles=count)
+    a_round = header(round_number, 2 * count, per_message=2, in_turns=True)
     return [Bundle(a_round, number) for number in range(count)]
 
 
