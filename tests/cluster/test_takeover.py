@@ -94,7 +94,7 @@ def test_steps_that_could_not_be_saved_are_held(
 ) -> None:
     config = slow_config(job)
     saving = ("--set", "checkpoint.dir=saved", "--set", "checkpoint.every_steps=1")
-    command = ["drive", config, "--json", "--connect", connect(servers), *saving]
+    command: list[str | Path] = ["drive", config, "--json", "--connect", connect(servers), *saving]
     folder = job.folder / "saved"
     with running(*command) as run:
         run.wait_for_line('"event": "checkpoint", "step": 2,')
