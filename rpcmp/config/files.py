@@ -117,7 +117,8 @@ def _tops(modules: Iterable[str]) -> set[str]:
 
 def _release(package: str) -> str | None:
     """Return a version without its build, "0.20.1" for "0.20.1+cpu"; None if unknown."""
-    version = getattr(sys.modules.get(package), "__version__", None)
+    # Not `getattr`: a module that computes it, such as click's, may warn.
+    version = getattr(sys.modules.get(package), "__dict__", {}).get("__version__")
     with contextlib.suppress(metadata.PackageNotFoundError):
         version = version or metadata.version(package)
     return version.partition("+")[0] if isinstance(version, str) else None

@@ -12,9 +12,9 @@ this process, which may open more, send anything else.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path
 
 from rpcmp.checkpoint.weight_excerpt import Excerpt
 from rpcmp.config.types import format_size
@@ -56,7 +56,7 @@ class WeightTransfer:
         if not self._init or claim.has_init:
             return False
         missing = f"there is no init = {self._init!r} on {claim.host}"
-        if not await asyncio.to_thread(Path(self._init).exists):
+        if not await asyncio.to_thread(os.path.exists, self._init):
             nor = "" if claim.machine == machine() else ", nor on the driver's host"
             raise ConfigError(f"{missing}{nor}")
         if names is None:

@@ -6,8 +6,8 @@ up or a factory that does not import ends the job before anything is built.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 import torch
 from pydantic import Field
@@ -169,7 +169,7 @@ def _weights_of_layers(
 
     Raises ConfigError if `init` has more than the model. Only the stages' hosts may have it.
     """
-    if config.init is None or not Path(config.init).exists():
+    if config.init is None or not os.path.exists(config.init):
         return None
     prefixes = [config.prefix_of(layer) for layer in unsplit]
     state = None
