@@ -22,6 +22,7 @@ import pytest
 
 from rpcmp.job import server_pool
 from rpcmp.process.fork_client import Forks
+from rpcmp.process.template_client import Template
 from tests.support import pool, processes
 from tests.support.needs import needs, needs_root
 from tests.support.places import TESTS
@@ -145,6 +146,13 @@ def _shared() -> Iterator[None]:
         borrow = borrowing(lambda: forks.line(DRIVE))
         patch.setattr(Forks, "__init__", borrow)
         patch.setattr(server_pool, "LocalServers", pool.PooledServers)
+        start = Template.start
+
+        async def start_if_used(template: Template) -> None:
+            if not forks.in_use:  # else servers are the pool's
+                await start(template)
+
+        patch.setattr(Template, "start", start_if_used)
         yield
     pool.POOL.close()
     forks.close()

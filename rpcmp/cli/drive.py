@@ -90,6 +90,13 @@ def drive(
     modules = [DRIVERS] if connect else [WORKERS, DRIVERS]
     with _importing_torch(modules) as (runner, forks):
         with no_lost_interrupt():
+            from rpcmp.config import loader
+
+            job = loader.load_config(config, overrides)
+            servers = addresses_of(connect, job)
+        if not servers and not job.addresses and len(job.workers) > 1:
+            runner.run(forks.template.start())
+        with no_lost_interrupt():
             from rpcmp.cli.observing import (
                 create_observers,
                 report_run_folder,
@@ -99,10 +106,6 @@ def drive(
                 timeline_interval,
             )
             from rpcmp.cli.progress_output import event_printer, logged
-            from rpcmp.config import loader
-
-            job = loader.load_config(config, overrides)
-            servers = addresses_of(connect, job)
             from rpcmp.job.training_run import drive as run
             from rpcmp.observability.events import LogEvent
             from rpcmp.observability.observers import in_background, watching

@@ -20,7 +20,7 @@ import click
 from rpcmp.cli import echo
 from rpcmp.cli.options import certs_options, log_options, metrics_option
 from rpcmp.config import addresses
-from rpcmp.process.channel import die_with_parent
+from rpcmp.process.channel import continue_without, die_with_parent
 from rpcmp.process.logging.collector import Display
 from rpcmp.process.logging.records import pass_on
 
@@ -159,6 +159,8 @@ def serve(
         gc.enable()
         raise_descriptor_limit()
         lines = [None if fd is None else socket.socket(fileno=fd) for fd in (forks, lender)]
+        if lines[1] is not None:  # its other end is our parent's
+            continue_without(lines[1])
         # A server that the job itself has started here need not be confined: its author started it.
         is_confining = parent is None if confine is None else confine
         file_access = _file_access(certs, data) if is_confining else None

@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 from rpcmp.checkpoint.folder import new_name
@@ -40,6 +40,7 @@ from rpcmp.net.peer_connection import Dialer
 from rpcmp.observability.events import Event, ReplacedEvent, WaitingEvent, WarningEvent
 from rpcmp.process import interpreter
 from rpcmp.process.fork_client import DRIVERS, WORKERS, Forks
+from rpcmp.process.forked import ForkedChild
 from rpcmp.process.logging import collector
 from rpcmp.process.sandbox.confinement import FileAccess, hidden_by
 from rpcmp.process.stopped import kill_if_stopped
@@ -63,12 +64,16 @@ class LocalServers:
         self._forks = forks
         self._options = list(options)
         self._workers: list[Member] = []
-        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._processes: dict[int, asyncio.subprocess.Process | ForkedChild] = {}
         self._tasks: dict[int, list[asyncio.Task[None]]] = {}
+        self._is_forking = False
 
     async def start(self, workers: Sequence[Member]) -> list[str]:
         """Start a server per worker on a free port; returns their addresses."""
         self._workers = list(workers)
+        self._is_forking = len(workers) > 1  # one interpreter costs less than a template and a fork
+        if self._is_forking:
+            await self._forks.template.start()
         async with task_group() as tasks:  # if one fails, none of the others is started again
             starting = [tasks.create_task(self._start(index)) for index in range(len(workers))]
         return [each.result() for each in starting]
@@ -104,23 +109,16 @@ class LocalServers:
 
     async def _start_once(self, index: int) -> str:
         worker = self._workers[index]
-        command = [sys.executable, "-P", "-m", "rpcmp", "serve"]
-        command += ["--stage", str(worker.stage_index), "--replica", str(worker.replica)]
-        command += ["--listen", "127.0.0.1:0", "--parent", str(os.getpid())]
-        command += self._options
-        command += collector.options()  # it shares our standard error
+        arguments = ["serve", "--stage", str(worker.stage_index), "--replica", str(worker.replica)]
+        arguments += ["--listen", "127.0.0.1:0", "--parent", str(os.getpid())]
+        arguments += self._options
+        arguments += collector.options()  # it shares our standard error
         lender, borrower = socket.socketpair()
         with contextlib.ExitStack() as on_error:
             on_error.enter_context(borrower)
             with lender, await self._forks.new_line() as forks:
-                process = await asyncio.create_subprocess_exec(
-                    *(*command, "--forks", str(forks.fileno()), "--lender", str(lender.fileno())),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.PIPE,
-                    pass_fds=[forks.fileno(), lender.fileno()],
-                    env={key: value for key, value in os.environ.items() if key != "RPCMP_CERTS"},
-                    start_new_session=True,  # a Ctrl-C is for the driver, which ends its servers
-                )
+                lines = {"--forks": forks.fileno(), "--lender": lender.fileno()}
+                process = await self._spawn(arguments, lines)
             on_error.pop_all()
         self._processes[index] = process
         name = f"the server of stage {worker.label!r}"
@@ -144,6 +142,26 @@ class LocalServers:
             raise JobError(f"{name} did not start: {line!r}")
         return address[0]
 
+    async def _spawn(
+        self, arguments: Sequence[str], lines: Mapping[str, int]
+    ) -> asyncio.subprocess.Process | ForkedChild:
+        """Fork a server if there is a template, or start an interpreter for it."""
+        if self._is_forking:
+            try:
+                async with asyncio.timeout(START_SECONDS):
+                    return await self._forks.template.fork(arguments, lines)
+            except (TimeoutError, WorkerDiedError) as error:
+                log.debug("%s", error)
+        options = [word for name, fd in lines.items() for word in (name, str(fd))]
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "rpcmp", *arguments, *options),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            pass_fds=list(lines.values()),
+            env={key: value for key, value in os.environ.items() if key != "RPCMP_CERTS"},
+            start_new_session=True,  # a Ctrl-C is for the driver, which ends its servers
+        )
+
 
 def serve_options(config: Config) -> list[str]:
     """Return options of `rpcmp serve` for a job: its checkpoints, and what its code may open."""
@@ -159,7 +177,7 @@ def serve_options(config: Config) -> list[str]:
     return options
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def _end(process: asyncio.subprocess.Process | ForkedChild) -> None:
     for signum in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signum)

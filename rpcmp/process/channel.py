@@ -6,6 +6,7 @@ When the supervisor closes its end, or dies, the child has to exit too.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import signal
@@ -114,3 +115,13 @@ def die_with_parent(parent_pid: int, signum: signal.Signals) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
     if os.getppid() != parent_pid:  # it has ended before
         os._exit(1)
+
+
+def continue_without(line: socket.socket) -> None:
+    """Have the kernel continue this process, should it be stopped, once the other end has closed.
+
+    A stopped process would not see any other signal of `die_with_parent` than SIGKILL.
+    """
+    fcntl.fcntl(line, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(line, fcntl.F_SETSIG, signal.SIGCONT)
+    fcntl.fcntl(line, fcntl.F_SETFL, fcntl.fcntl(line, fcntl.F_GETFL) | os.O_ASYNC)

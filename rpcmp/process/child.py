@@ -30,7 +30,8 @@ from rpcmp.process.activity import (
     resident_bytes,
 )
 from rpcmp.process.channel import Message, parse
-from rpcmp.process.fork_client import Forked, Forks
+from rpcmp.process.fork_client import Forks
+from rpcmp.process.forked import Forked
 from rpcmp.process.logging.collector import LineHandler, Output, Receiver
 from rpcmp.process.logging.records import Line, entry_of, pass_on
 from rpcmp.process.memory_access import MemoryLender

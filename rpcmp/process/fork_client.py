@@ -18,9 +18,11 @@ from typing import Any, Self
 
 from rpcmp.errors import JobError, RpcmpError, WorkerDiedError
 from rpcmp.process import interpreter
+from rpcmp.process.forked import Forked
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.sandbox.confinement import FileAccess
 from rpcmp.process.stopped import kill_if_stopped
+from rpcmp.process.template_client import Template
 
 WORKERS, DRIVERS = "rpcmp.worker.process", "rpcmp.driver.process"
 """The modules of workers and of driver processes: preloaded, and run by their `main` in a fork."""
@@ -54,28 +56,6 @@ class NetworkOf:
     reason: str
 
 
-class Forked:
-    """A forked process, with the part of asyncio.subprocess.Process that `Child` uses.
-
-    Attributes:
-        returncode: None while it runs; -n if signal n ended it.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-        self._ended = asyncio.Event()
-
-    def set_returncode(self, code: int) -> None:
-        self.returncode = code
-        self._ended.set()
-
-    async def wait(self) -> int:
-        await self._ended.wait()
-        assert self.returncode is not None
-        return self.returncode
-
-
 class Forks:
     """Forks children by a fork server, which is started on first use.
 
@@ -85,6 +65,9 @@ class Forks:
         preloaded: modules that the server imports before it forks, WORKERS and DRIVERS.
         line: to the fork server of another supervisor, for one thread; None to start our own.
         lender: by which that supervisor lends another line when this one has ended, see `lend`.
+
+    Attributes:
+        template: forks stage servers, which need no torch.
     """
 
     def __init__(
@@ -93,6 +76,7 @@ class Forks:
         line: socket.socket | None = None,
         lender: socket.socket | None = None,
     ) -> None:
+        self.template = Template()
         self._preloaded = preloaded
         self._environment = compute_environment(threads=1)
         self._lender, self._lent_environment = lender, self._environment
@@ -212,7 +196,10 @@ class Forks:
         await self.close()
 
     async def close(self) -> None:
-        """End all children, and the fork server if it is our own."""
+        """End all children, and the fork server if it is our own, and the template."""
+        await asyncio.gather(self._end_server(), self.template.close())
+
+    async def _end_server(self) -> None:
         may_import = bool(self._requests) or not self._is_used  # then it leaves nothing
         self._disconnect()
         if self._watching is not None:
@@ -233,14 +220,14 @@ class Forks:
 
     async def _start(self, environment: Mapping[str, str]) -> None:
         if environment == self._lent_environment and (line := await self._borrow()) is not None:
-            await self.close()
+            await self._end_server()
             self._environment = dict(environment)
             self._connect(line)
             return
         namespaces: list[int] = []
         if self._line is not None:  # what others have forked in the same network stays reachable
             namespaces = await self._request({"op": "namespaces"})
-        await self.close()
+        await self._end_server()
         self._environment = dict(environment)
         ours, theirs = _line()
         shared = ",".join(map(str, namespaces))

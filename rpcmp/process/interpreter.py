@@ -30,17 +30,22 @@ _MALLOC = {
 
 
 async def start(
-    module: str, arguments: Sequence[str], environment: Mapping[str, str], fds: Sequence[int]
+    module: str, arguments: Sequence[str], environment: Mapping[str, str | None], fds: Sequence[int]
 ) -> asyncio.subprocess.Process:
     """Start `python -m module ARGUMENTS...` as the leader of its own session.
 
     Its standard output goes to our standard error: our standard output may carry data.
+
+    Args:
+        environment: beyond our own; None removes a variable.
+        fds: descriptors that it inherits.
     """
+    variables = {**os.environ, **environment}
     return await asyncio.create_subprocess_exec(
         sys.executable,
         # -P: a file in the current directory must not pass for a module.
         *("-P", "-m", module, *arguments),
-        env={**os.environ, **environment},
+        env={name: value for name, value in variables.items() if value is not None},
         pass_fds=fds,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=sys.stderr.fileno() if _has_fd(sys.stderr) else None,

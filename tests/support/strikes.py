@@ -18,11 +18,12 @@ from tests.support.lan import Host
 from tests.support.needs import needs
 from tests.support.processes import runs
 
-PROCESSES = ("worker", "driver", "forks", "server", "loader", "drive")
+PROCESSES = ("worker", "driver", "forks", "template", "server", "loader", "drive")
 WORDS = {
     "worker": "rpcmp.worker",
     "driver": "rpcmp.driver",
     "forks": "rpcmp.process",
+    "template": "rpcmp.process.template",
     "server": "serve",
     "loader": "rpcmp.data.batches",
     "drive": "drive",

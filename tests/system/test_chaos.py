@@ -77,6 +77,22 @@ FOUND: dict[str, tuple[Any, ...]] = {
         True,
         Strike("server", "KILL", 0, "start", 0, 0.0, 0.0),
     ),
+    "the template dies while servers start": (
+        "chain",
+        True,
+        Strike("template", "SEGV", 0, "start", 0, 0.0, 0.0),
+    ),
+    "the template is stopped while servers start": (
+        "graph",
+        False,
+        Strike("template", "STOP", 0, "start", 0, 0.0, 0.0),
+    ),
+    "a server is lost after the template": (
+        "chain",
+        False,
+        Strike("template", "KILL", 0, "step", 13, 0.0, 0.0),
+        Strike("server", "KILL", 0, "step", 20, 0.0, 0.0),
+    ),
     "the semaphores of loaders are left": (
         "replicas",
         True,
