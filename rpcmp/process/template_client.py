@@ -18,11 +18,7 @@ from rpcmp.process.stopped import kill_if_stopped
 
 COMMAND = "rpcmp.cli"
 
-SERVERS = (
-    *("rpcmp.cli.serve", "rpcmp.net.security", "rpcmp.server.lifecycle"),
-    *("email.parser", "encodings.idna"),  # for versions, and names of hosts
-)
-"""What a stage server imports."""
+SERVERS = ("rpcmp.cli.serve", "rpcmp.server.preloaded")
 
 MAX_BYTES = 64 * 1024
 

@@ -104,7 +104,7 @@ def test_a_server_started_by_the_job_is_restarted(
 
 
 def _serves(process: psutil.Process, stage: int) -> bool:
-    line = process.cmdline()
+    line = " ".join(process.cmdline()).split()
     return "serve" in line and line[line.index("--stage") + 1] == str(stage)
 
 

@@ -208,7 +208,7 @@ def test_servers_of_a_job_refuse_other_processes_of_the_user(job: JobFolder) -> 
         found = [
             connection.laddr
             for child in psutil.Process(run.pid).children(recursive=True)
-            if "serve" in child.cmdline()
+            if runs(child, "serve")
             for connection in child.net_connections("tcp")
             if connection.status == "LISTEN"
         ]
