@@ -40,6 +40,9 @@ WEIGHS = {
 }
 """What weighs the micro-batches of our own losses, if the config does not say."""
 
+DEFAULTS = StageConfig()
+"""The section of each stage of a config that has none."""
+
 
 class Config(JobSettings):
     """A job.
@@ -328,7 +331,7 @@ class Config(JobSettings):
 
     def stage(self, index: int) -> StageConfig:
         """Return the section of one stage; defaults if the config has none."""
-        return self.stages[index] if self.stages else StageConfig()
+        return self.stages[index] if self.stages else DEFAULTS
 
     def prefix_of(self, layer: str) -> str:
         """Return the prefix of a layer's, or named stage's, parameters in the unsplit model."""

@@ -26,9 +26,10 @@ turn every replica gains its share, and the richest one pays the sum of all shar
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
@@ -91,12 +92,16 @@ class Graph:
 
     def ports(self, stage: str) -> tuple[Port, ...]:
         """Return the edges from `stage`, in the order in which their readers run."""
-        return tuple(
-            Port(reader, index, reference.path)
-            for reader, references in self.inputs.items()
-            for index, reference in enumerate(references)
-            if reference.producer == stage
-        )
+        return tuple(self._ports.get(stage, ()))
+
+    @cached_property
+    def _ports(self) -> dict[str, list[Port]]:
+        found: dict[str, list[Port]] = {}
+        for reader, references in self.inputs.items():
+            for index, reference in enumerate(references):
+                port = Port(reader, index, reference.path)
+                found.setdefault(reference.producer, []).append(port)
+        return found
 
     def parts(self, stage: str) -> tuple[Reference, ...]:
         """Return the parts of the batch that `stage` reads, each once; the sink needs targets."""
@@ -104,10 +109,13 @@ class Graph:
         needed = [*read, Reference(SOURCES[1])] if stage == self.sink else read
         return tuple(dict.fromkeys(needed))
 
-    def depth(self, stage: str, count: Callable[[str], int] = lambda stage: 1) -> int:
-        """Return the length of the longest way from `stage` to the sink, both included."""
-        readers = {port.reader for port in self.ports(stage)}
-        return count(stage) + max((self.depth(reader, count) for reader in readers), default=0)
+    def depths(self, count: Callable[[str], int] = lambda stage: 1) -> dict[str, int]:
+        """Return the length of the longest way from each stage to the sink, both included."""
+        found: dict[str, int] = {}
+        for stage in reversed(self.stages):
+            readers = (found[port.reader] for port in self.ports(stage))
+            found[stage] = count(stage) + max(readers, default=0)
+        return {stage: found[stage] for stage in self.stages}
 
 
 def chain_graph(names: Sequence[str]) -> Graph:
@@ -125,7 +133,7 @@ def build_graph(inputs: Mapping[str, Sequence[str]]) -> Graph:
     """
     parsed = {name: tuple(map(Reference.parse, references)) for name, references in inputs.items()}
     for name, references in parsed.items():
-        _check_references(name, references, list(parsed))
+        _check_references(name, references, parsed)
     graph = Graph({name: parsed[name] for name in _topological(parsed)})
     sinks = [name for name in graph.stages if not graph.ports(name)]
     if len(sinks) != 1:
@@ -136,11 +144,13 @@ def build_graph(inputs: Mapping[str, Sequence[str]]) -> Graph:
     return graph
 
 
-def _check_references(name: str, references: Sequence[Reference], stages: list[str]) -> None:
+def _check_references(
+    name: str, references: Sequence[Reference], stages: Collection[str]
+) -> None:
     if not references:
         raise ConfigError(f'stage {name!r} reads nothing; give it inputs = ["input"] or a stage')
     for reference in references:
-        if reference.producer not in (*stages, *SOURCES):
+        if not (reference.from_batch or reference.producer in stages):
             hint = did_you_mean(nearest(reference.producer, [*stages, *SOURCES]))
             raise ConfigError(
                 f"stage {name!r} reads {str(reference)!r}, but there is no stage "
@@ -154,15 +164,20 @@ def _topological(inputs: Mapping[str, Sequence[Reference]]) -> list[str]:
         name: {reference.producer for reference in references if not reference.from_batch}
         for name, references in inputs.items()
     }
+    sorter = TopologicalSorter(read)
     try:
-        TopologicalSorter(read).prepare()
+        sorter.prepare()
     except CycleError as error:
         cycle = map(repr, reversed(error.args[1]))
         raise ConfigError(f"`inputs` form a cycle: {' reads '.join(cycle)}") from error
-    order: list[str] = []
-    while len(order) < len(read):
-        ready = (name for name in read if name not in order and read[name].issubset(order))
-        order.append(next(ready))
+    names, order = list(read), list[str]()
+    positions = {name: position for position, name in enumerate(names)}
+    ready: list[int] = []
+    while sorter.is_active():
+        for name in sorter.get_ready():
+            heapq.heappush(ready, positions[name])
+        order.append(names[heapq.heappop(ready)])
+        sorter.done(order[-1])
     return order
 
 

@@ -69,7 +69,7 @@ def depths(graph: Graph, replicas: Mapping[str, int]) -> dict[str, int]:
     def count(stage: str) -> int:
         return replicas.get(stage, 1)
 
-    return {stage: -(-graph.depth(stage, count) // count(stage)) for stage in graph.stages}
+    return {stage: -(-depth // count(stage)) for stage, depth in graph.depths(count).items()}
 
 
 def limits(
@@ -88,10 +88,11 @@ def limits(
     turns = turns or {}
     replicas = {stage: each.num_replicas for stage, each in turns.items()}
     by_depth = depths(graph, replicas)
+    deepest = max(by_depth.values())
     result = {}
     for stage, depth in by_depth.items():
         reads_stages = any(not reference.from_batch for reference in graph.inputs[stage])
-        position = StagePosition(depth, max(by_depth.values()), reads_stages)
+        position = StagePosition(depth, deepest, reads_stages)
         own = turns[stage].largest_part(num_microbatches) if stage in turns else num_microbatches
         result[stage] = policy.limits(position, own, max_in_flight)
     return result

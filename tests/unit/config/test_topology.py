@@ -55,7 +55,22 @@ def test_ports_come_in_the_order_in_which_the_readers_run() -> None:
 
 def test_depth_counts_the_longest_way_to_the_loss() -> None:
     skip = topology.build_graph({"a": ["input"], "b": ["a"], "c": ["b"], "d": ["a", "c"]})
-    assert {stage: skip.depth(stage) for stage in skip.stages} == {"a": 4, "b": 3, "c": 2, "d": 1}
+    assert skip.depths() == {"a": 4, "b": 3, "c": 2, "d": 1}
+
+
+def test_each_stage_is_counted_once_however_many_ways_lead_from_it() -> None:
+    """Ways through a chain of skips: one more than 10**20, for each stage that reads two others."""
+    inputs = {"stage0": ["input"], "stage1": ["stage0"]}
+    inputs |= {f"stage{n}": [f"stage{n - 1}", f"stage{n - 2}"] for n in range(2, 100)}
+    counted: list[str] = []
+
+    def count(stage: str) -> int:
+        counted.append(stage)
+        return 1
+
+    depths = topology.build_graph(inputs).depths(count)
+    assert depths == {f"stage{n}": 100 - n for n in range(100)}
+    assert sorted(counted) == sorted(inputs)
 
 
 @pytest.mark.parametrize(
