@@ -284,9 +284,8 @@ class Generation:
             case "beat":
                 doing, carried = driver.activity.read(), self._relay.round_trips
                 self._watchdog.update_driver(doing)
-                self._vitals.update_driver(
-                    driver.pid, doing, message["ways"], carried, message["tensors"]
-                )
+                counts = (message["ways"], message["tensors"]) if "ways" in message else None
+                self._vitals.update_driver(driver.pid, doing, carried, counts)
                 return
             case "store" if self._store is not None:
                 self._store.handle(message)

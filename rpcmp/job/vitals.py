@@ -89,25 +89,26 @@ class Vitals:
         self,
         pid: int,
         doing: Doing,
-        connections: Iterable[Any],
         round_trips: Mapping[str, float],
-        tensors: Iterable[Any],
+        counts: tuple[Iterable[Any], Iterable[Any]] | None,
     ) -> None:
         """Record a heartbeat of the driver process.
 
         Args:
             doing: its current action.
-            connections: its TCP traffic; see rpcmp.process.sockets.
             round_trips: seconds to the peers on other hosts; see rpcmp.net.relay.
-            tensors: its tensor traffic; see rpcmp.rpc.transport.
+            counts: its TCP and its tensor traffic, see rpcmp.process.sockets and
+                rpcmp.rpc.transport; None: not counted since the last time.
         """
-        at = time.monotonic()
-        counted = [
-            peer._replace(round_trip_s=round_trips.get(peer.peer, peer.round_trip_s))
-            for peer in map(PeerTraffic._make, connections)
-        ]
-        _count(self._connections, DRIVER, at, counted)
-        _count(self._tensors, DRIVER, at, map(PeerTraffic._make, tensors))
+        if counts is not None:
+            connections, tensors = (map(PeerTraffic._make, each) for each in counts)
+            counted = [
+                peer._replace(round_trip_s=round_trips.get(peer.peer, peer.round_trip_s))
+                for peer in connections
+            ]
+            at = time.monotonic()
+            _count(self._connections, DRIVER, at, counted)
+            _count(self._tensors, DRIVER, at, tensors)
         self._driver = {
             "state": "running" if DRIVER in self._agent_addresses.values() else "building",
             "restarts": self._restarts,

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
-from rpcmp.process.sockets import Links, Traffic
+from rpcmp.process.sockets import Connections
 from rpcmp.process.stopped import POLL_SECONDS, kill_stopped_loaders, sleep_late, stopped
 
 if TYPE_CHECKING:
@@ -165,13 +165,17 @@ _USER, _SYSTEM = 11, 12
 
 
 def start_heartbeat(channel: Channel, more: Callable[[], Message]) -> None:
-    """Start the heartbeat thread, which calls `more` for what else each heartbeat carries."""
+    """Start the heartbeat thread, which calls `more` for what else each heartbeat carries.
+
+    A heartbeat without "ways" carries no new counts of bytes: `Connections.look` was too early.
+    """
 
     def beat() -> None:
-        pause, links, traffic = threading.Event(), Links(), Traffic()
+        pause, connections = threading.Event(), Connections()
         while not pause.wait(BEAT_SECONDS):
-            ways = traffic.read(links.watch())
-            channel.send({"event": "beat", "ways": ways, **more()})
+            ways = connections.look()
+            counted = {} if ways is None else {"ways": ways}
+            channel.send({"event": "beat", **counted, **more()})
 
     threading.Thread(target=beat, name="rpcmp-heartbeat", daemon=True).start()
 

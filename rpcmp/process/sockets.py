@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import socket
+import stat
 import struct
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +23,9 @@ from rpcmp.config import addresses
 
 SILENT_SECONDS = 6
 """After which a connection to a host that does not answer is broken."""
+
+LOOK_SHARE, LOOK_SECONDS = 0.0005, 2.0
+"""Part of a core that looks at all connections may take; the longest interval of two looks."""
 
 ESTABLISHED, LISTEN = 1, 10
 """TCP states; see tcp(7)."""
@@ -52,20 +58,20 @@ _CONFINEMENT_MARKS = ("NoNewPrivs", "Seccomp_filters")
 """Fields of /proc/PID/status that only grow, in a process and in all that it starts."""
 
 
-def _sockets() -> list[tuple[str, int]]:
+def _sockets() -> list[tuple[int, int]]:
     if sys.platform != "linux":
         return []
     sockets = []
-    for name in os.listdir("/proc/self/fd"):
+    for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # closed meanwhile
-            link = os.readlink(f"/proc/self/fd/{name}")
-            if link.startswith("socket:"):
-                sockets.append((link, int(name)))
+            status = os.fstat(fd)
+            if stat.S_ISSOCK(status.st_mode):
+                sockets.append((status.st_ino, fd))
     return sockets
 
 
-def listeners() -> dict[str, str]:
-    """Return the addresses at which this process listens for TCP, by the sockets' identities.
+def listeners() -> dict[int, str]:
+    """Return the addresses at which this process listens for TCP, by the sockets' inodes.
 
     They are found by this process's descriptors, in whatever network they are.
     """
@@ -97,13 +103,13 @@ class Links:
     """
 
     def __init__(self) -> None:
-        self._known: set[tuple[str, int]] = set()
+        self._known: set[tuple[int, int]] = set()
 
-    def watch(self) -> list[tuple[str, int]]:
+    def watch(self) -> list[tuple[int, int]]:
         """Enable keep-alive on all new connections; to be called periodically.
 
         Returns:
-            All sockets of this process: their identities in the kernel, and their descriptors.
+            All sockets of this process: their inodes, and their descriptors.
         """
         present = set(_sockets())
         for _, fd in present - self._known:
@@ -197,37 +203,39 @@ class Traffic:
     """
 
     def __init__(self) -> None:
-        self._peers: dict[str, str] = {}
+        self._peers: dict[int, str] = {}
         self._listening: set[str] = set()
-        self._open: dict[str, Info] = {}
+        self._open: dict[int, Info] = {}
         self._closed: dict[str, tuple[int, int]] = {}
 
-    def read(self, sockets: Iterable[tuple[str, int]]) -> list[PeerTraffic]:
+    def read(self, sockets: Iterable[tuple[int, int]]) -> list[PeerTraffic]:
         """Return the totals of open and closed connections, per peer and for INCOMING."""
-        infos = {name: (fd, seen) for name, fd in sockets if (seen := info(fd)) is not None}
+        infos = {inode: (fd, seen) for inode, fd in sockets if (seen := info(fd)) is not None}
         for fd, seen in infos.values():
             if seen.state == LISTEN:
                 self._listening.add(own_address(fd))
-        for name, (fd, seen) in infos.items():
-            if name not in self._peers and seen.state == ESTABLISHED:
+        for inode, (fd, seen) in infos.items():
+            if inode not in self._peers and seen.state == ESTABLISHED:
                 peer = peer_address(fd)
                 if peer.startswith(LOOPBACK):
                     is_incoming = own_address(fd) in self._listening
-                    self._peers[name] = INCOMING if is_incoming else peer
+                    self._peers[inode] = INCOMING if is_incoming else peer
         self._add_closed(infos)
-        self._open = {name: infos[name][1] for name in self._peers}
+        self._open = {inode: infos[inode][1] for inode in self._peers}
         return list(self._totals())
 
-    def _add_closed(self, still_open: Iterable[str]) -> None:
-        for name in self._peers.keys() - set(still_open):
-            peer, last = self._peers.pop(name), self._open.get(name)
+    def _add_closed(self, still_open: Iterable[int]) -> None:
+        for inode in self._peers.keys() - set(still_open):
+            peer, last = self._peers.pop(inode), self._open.get(inode)
             if last is not None:
                 sent, received = self._closed.get(peer, (0, 0))
                 self._closed[peer] = sent + last.sent, received + last.received
 
     def _totals(self) -> Iterator[PeerTraffic]:
-        for peer in dict.fromkeys((*self._closed, *self._peers.values())):
-            infos = [info for name, info in self._open.items() if self._peers[name] == peer]
+        by_peer: dict[str, list[Info]] = {peer: [] for peer in self._closed}
+        for inode, peer in self._peers.items():  # the driver has a peer for each stage
+            by_peer.setdefault(peer, []).append(self._open[inode])
+        for peer, infos in by_peer.items():
             sent, received = self._closed.get(peer, (0, 0))
             yield PeerTraffic(
                 peer,
@@ -235,6 +243,28 @@ class Traffic:
                 received + sum(info.received for info in infos),
                 min((info.round_trip_s for info in infos), default=0.0),
             )
+
+
+class Connections:
+    """Watches all connections of this process and counts their bytes, as long as that is cheap.
+
+    The driver of many stages has connections to each of them, so its looks become rare instead of
+    expensive.
+    """
+
+    def __init__(self) -> None:
+        self._links, self._traffic = Links(), Traffic()
+        self._due = -math.inf
+
+    def look(self) -> list[PeerTraffic] | None:
+        """Return `Traffic.read`; None if it is too early for another look."""
+        now = time.monotonic()
+        if now < self._due:
+            return None
+        began = time.thread_time()
+        found = self._traffic.read(self._links.watch())
+        self._due = now + min((time.thread_time() - began) / LOOK_SHARE, LOOK_SECONDS)
+        return found
 
 
 def is_of_family(inode: int, parent: int) -> bool:

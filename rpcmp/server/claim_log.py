@@ -71,10 +71,12 @@ class WorkerVitals:
         Raises:
             TypeError, ValueError, LookupError: the message is malformed.
         """
-        self._counted = time.monotonic()
         self._in_flight = pb.Vitals(in_flight=beat.get("in_flight", 0)).in_flight
         busy = beat.get("busy", {})
         self.busy_seconds = {kind: float(busy[kind]) for kind in "FBWO" if kind in busy}
+        if "ways" not in beat:
+            return
+        self._counted = time.monotonic()
         self._ways, self._tensors = (
             [
                 pb.Way(peer=peer, sent=sent, received=received, round_trip_s=seconds)

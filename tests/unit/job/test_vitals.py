@@ -105,7 +105,7 @@ def test_links_add_up_the_connections_of_both_ends() -> None:
     vitals.update_worker("b", server_state(PeerTraffic(A, 1000, 1, 0.1), listens=B))
     vitals.add_driver_address(D)
     doing = Doing("step", 3, -1, 0.1)
-    vitals.update_driver(9, doing, [[A, 5, 6, 0.3], ["", 70, 80, 0.0]], {A: 0.04}, [])
+    vitals.update_driver(9, doing, {A: 0.04}, ([[A, 5, 6, 0.3], ["", 70, 80, 0.0]], []))
     found = links(vitals)
     assert {pair: link["bytes"] for pair, link in found.items()} == {
         ("a", "b"): 101,
@@ -179,10 +179,10 @@ def test_a_process_lost_before_its_first_vitals_is_not_reported() -> None:
 def test_the_driver_reports_vitals() -> None:
     vitals = Vitals()
     vitals.start_generation()
-    vitals.update_driver(9, Doing("plan", 0, -1, 0.1), [], {}, [])
+    vitals.update_driver(9, Doing("plan", 0, -1, 0.1), {}, ([], []))
     assert vitals_of(vitals)["driver"]["state"] == "building"
     vitals.add_driver_address(D)
-    vitals.update_driver(9, Doing("step", 3, -1, 0.1), [], {}, [])
+    vitals.update_driver(9, Doing("step", 3, -1, 0.1), {}, None)
     driver = vitals_of(vitals)["driver"]
     assert (driver["state"], driver["phase"], driver["pid"]) == ("running", "step", 9)
     assert driver["host"] == platform.node()
@@ -201,7 +201,8 @@ def test_links_count_tensors_if_they_exceed_the_connections(clock: Clock) -> Non
         vitals.update_worker("b", change)
     vitals.add_driver_address(D)
     answers = [[name, 0, n, 0.0] for name, n in (("a:1", 7), ("b:0", 8), ("b", 1), ("nobody", 1))]
-    vitals.update_driver(9, Doing("step", 3, -1, 0.1), [], {}, answers)
+    vitals.update_driver(9, Doing("step", 3, -1, 0.1), {}, ([], answers))
+    vitals.update_driver(9, Doing("step", 4, -1, 0.1), {}, None)  # nothing was counted
     found = links(vitals)
     assert {pair: link["bytes"] for pair, link in found.items()} == {
         ("b", "a:1"): 3000,

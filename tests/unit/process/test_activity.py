@@ -372,7 +372,7 @@ def test_watch_survives_a_connection_that_closes_meanwhile(
 def test_watch_survives_a_descriptor_that_becomes_a_file(
     memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links_module, "_sockets", lambda: [("socket:[1]", memory)])
+    monkeypatch.setattr(links_module, "_sockets", lambda: [(1, memory)])
     before = os.listdir("/proc/self/fd")
     Links().watch()
     assert os.listdir("/proc/self/fd") == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import threading
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from rpcmp.process import activity, sockets
-from rpcmp.process.sockets import INCOMING, Links, PeerTraffic, Traffic
+from rpcmp.process.sockets import INCOMING, Connections, Links, PeerTraffic, Traffic
 from tests.support.processes import poll_for
 
 
@@ -130,6 +131,26 @@ def test_traffic_ignores_connections_beyond_loopback(
 ) -> None:
     monkeypatch.setattr(sockets, "peer_address", lambda fd: "192.0.2.1:443")
     assert read(Traffic()) == {}
+
+
+def test_looks_at_many_connections_are_rare(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends.send(3000)
+    now, cost, used = 100.0, 0.0, itertools.count()
+    monkeypatch.setattr("rpcmp.process.sockets.time.monotonic", lambda: now)
+    monkeypatch.setattr("rpcmp.process.sockets.time.thread_time", lambda: cost * next(used))
+    cheap = Connections()
+    assert {way.peer for way in cheap.look() or []} == {INCOMING, ends.address}
+    assert cheap.look() is not None
+    cost = sockets.LOOK_SHARE  # a look takes what may be used in a second
+    dear = Connections()
+    assert dear.look() is not None
+    now = 100.9
+    assert dear.look() is None
+    now = 101.1
+    cost = 1.0
+    assert dear.look() is not None
+    now += sockets.LOOK_SECONDS
+    assert dear.look() is not None
 
 
 def test_usage_of_a_process_matches_the_kernels() -> None:

@@ -1,4 +1,4 @@
-"""The folder of a job's unpacked Python files, and its removal."""
+"""The folder of a job's unpacked Python files, and its removal; vitals by heartbeats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import pytest
 from rpcmp.errors import ConfigError
 from rpcmp.job.server_calls import collect_code
 from rpcmp.process import resources
+from rpcmp.process.activity import Doing
 from rpcmp.server import claim_log
+from rpcmp.server.claim_log import WorkerVitals
 from rpcmp.v1 import control_pb2 as pb
 from tests.support.codefolders import LEAVES
 
@@ -102,3 +104,18 @@ def test_sweep_removes_only_the_folders_of_dead_servers(temporary: Path) -> None
     resources.sweep(claim_log.PREFIX)
     assert not dead.exists()
     assert sorted(temporary.iterdir()) == sorted([other, ours, unlocked])
+
+
+def test_a_heartbeat_without_new_counts_keeps_the_last_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 10.0
+    monkeypatch.setattr("rpcmp.server.claim_log.time.monotonic", lambda: now)
+    vitals = WorkerVitals()
+    vitals.update({"ways": [["127.0.0.2:1", 5, 6, 0.1]], "tensors": [["b:0", 7, 8, 0.0]]})
+    now = 11.0
+    vitals.update({"tensors": [["b:0", 70, 80, 0.0]], "in_flight": 3})
+    found = vitals.message(0, Doing("", 0, -1, 0.0), {})
+    assert [(way.peer, way.sent) for way in found.ways] == [("127.0.0.2:1", 5)]
+    assert [(way.peer, way.sent) for way in found.tensors] == [("b:0", 7)]
+    assert found.counted_s_ago == 1.0
