@@ -144,9 +144,7 @@ def build_graph(inputs: Mapping[str, Sequence[str]]) -> Graph:
     return graph
 
 
-def _check_references(
-    name: str, references: Sequence[Reference], stages: Collection[str]
-) -> None:
+def _check_references(name: str, references: Sequence[Reference], stages: Collection[str]) -> None:
     if not references:
         raise ConfigError(f'stage {name!r} reads nothing; give it inputs = ["input"] or a stage')
     for reference in references:

@@ -85,7 +85,7 @@ class Training:
         metrics: Metrics | None = None,
     ) -> None:
         self._config = config
-        self._group = group
+        self._group, self._workers = group, config.workers
         self._report = report
         self._send_progress = send_progress
         self._activity = activity or Activity()
@@ -271,7 +271,7 @@ class Training:
         if self._unreported is None:
             return
         event, self._unreported = self._unreported, None
-        whole = _with_stage_reports(event, self._config.workers, stages)
+        whole = _with_stage_reports(event, self._workers, stages)
         self._last = whole if self._last is event else self._last
         self._report(whole)  # stage.py [16]
 
