@@ -50,6 +50,9 @@ _REST = struct.Struct("=III")
 _ANSWER = struct.Struct("=BB62xII")
 """Fields of `struct inet_diag_msg`: family, state, and far behind them the user and the inode."""
 
+_SOURCES = ipaddress.IPv4Address("127.0.0.0")
+"""What process ids are added to; they have at most 22 of its 24 bits."""
+
 Place = tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]
 
 _thread = ThreadPoolExecutor(1, "rpcmp-localpeer")
@@ -67,6 +70,21 @@ class LocalSocket(NamedTuple):
     state: int
     uid: int
     inode: int
+
+
+def source(pid: int) -> str:
+    """Return the loopback address from which a process connects to servers of this machine.
+
+    So a server finds the process at once, among those of a job of many stages. Anyone can choose
+    any address: it only says where the server looks first.
+    """
+    return str(_SOURCES + pid)
+
+
+def _likely(connection: socket.socket) -> int:
+    """Return the process that `source` stands for; 0 if it is none."""
+    host, _ = _place(connection.getpeername())
+    return max(0, int(host) - int(_SOURCES)) if host.version == 4 else 0
 
 
 def owner(connection: socket.socket) -> int | None:
@@ -126,13 +144,13 @@ async def works_here(connection: socket.socket, parent: int) -> bool:
 
 def _works_here(connection: socket.socket, parent: int) -> bool:
     try:
-        other_end = _other_end(connection)
+        other_end, likely = _other_end(connection), _likely(connection)
     except OSError:
         return False
     if other_end is None or not other_end.inode:
         return False
     if parent:
-        return sockets.is_of_family(other_end.inode, parent)
+        return sockets.is_of_family(other_end.inode, parent, likely)
     return other_end.uid != os.geteuid() or sockets.is_free(other_end.inode)
 
 

@@ -20,9 +20,9 @@ from typing import Any
 from rpcmp.config.addresses import parse
 from rpcmp.errors import RelayError, SecurityError, UnreachableError
 from rpcmp.net.identity import GRPC, TlsState, refusal
-from rpcmp.net.local_peer import require_own_server
+from rpcmp.net.local_peer import require_own_server, source
 from rpcmp.net.security import Security
-from rpcmp.process.sockets import keep_alive
+from rpcmp.process.sockets import LOOPBACK, keep_alive
 
 CHUNK = 256 * 1024
 """Bytes per read; more would not stay in a core's cache."""
@@ -284,6 +284,9 @@ async def _connect(host: str, port: int) -> socket.socket:
         connection = socket.socket(family, kind, number)
         connection.setblocking(False)
         keep_alive(connection.fileno())
+        if str(address[0]).startswith(LOOPBACK):
+            with contextlib.suppress(OSError):  # that is only to be found faster
+                connection.bind((source(os.getpid()), 0))
         try:
             async with asyncio.timeout(OPEN_SECONDS / len(infos)):  # one of them may be a dead end
                 await loop.sock_connect(connection, address)

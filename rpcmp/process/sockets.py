@@ -267,8 +267,14 @@ class Connections:
         return found
 
 
-def is_of_family(inode: int, parent: int) -> bool:
-    """Return whether a process, or a child of it, has a socket."""
+def is_of_family(inode: int, parent: int, likely: int = 0) -> bool:
+    """Return whether a process, or a child of it, has a socket.
+
+    Args:
+        likely: the process to look at first; the driver of many stages has many children.
+    """
+    if likely and parent in (likely, _parent(likely)) and has_socket(likely, inode):
+        return True
     return _owner(inode, [parent, *_children(parent)]) is not None
 
 
@@ -299,6 +305,13 @@ def has_socket(pid: int, inode: int) -> bool:
 
 def _owner(inode: int, pids: Iterable[int]) -> int | None:
     return next((pid for pid in pids if has_socket(pid, inode)), None)
+
+
+def _parent(pid: int) -> int:
+    """Return the parent of a process; 0 if it has ended."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+    return 0
 
 
 def _children(parent: int) -> Iterator[int]:

@@ -13,6 +13,7 @@ import threading
 
 import pytest
 
+from rpcmp.config.addresses import format_address
 from rpcmp.errors import SecurityError, UnreachableError
 from rpcmp.net import local_peer
 from rpcmp.net.identity import RELAY
@@ -172,3 +173,21 @@ def test_dialing_a_server_that_never_accepts_times_out(monkeypatch: pytest.Monke
         pytest.raises(UnreachableError, match="does not answer within"),
     ):
         asyncio.run(Dialer(Security()).open(f"{HERE}:{listener.getsockname()[1]}", RELAY, None))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_process_dials_from_the_address_by_which_it_is_found(host: str) -> None:
+    async def run() -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, 0), family=family) as listener:
+            address = format_address(*listener.getsockname()[:2])
+            dialing = asyncio.create_task(Dialer(Security()).open(address, RELAY, None))
+            accepted, _ = await asyncio.to_thread(listener.accept)
+            with accepted, (await dialing).socket:
+                likely = os.getpid() if family == socket.AF_INET else 0
+                assert local_peer._likely(accepted) == likely
+                for parent in (os.getpid(), os.getppid(), 0):
+                    assert await local_peer.works_here(accepted, parent)
+                assert not await local_peer.works_here(accepted, 2**22)
+
+    asyncio.run(run())

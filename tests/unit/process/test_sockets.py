@@ -170,3 +170,23 @@ def test_usage_of_an_ended_process_is_zero() -> None:
     os.waitpid(child, 0)
     assert activity.resident_bytes(child) == 0
     assert activity.cpu_seconds(child) == 0.0
+
+
+def test_a_socket_of_the_family_is_found_at_the_likely_process(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inode, own, parent = os.fstat(ends.client.fileno()).st_ino, os.getpid(), os.getppid()
+    looked: list[int] = []
+    has_socket = sockets.has_socket
+
+    def noted(pid: int, inode: int) -> bool:
+        looked.append(pid)
+        return has_socket(pid, inode)
+
+    monkeypatch.setattr(sockets, "has_socket", noted)
+    assert sockets.is_of_family(inode, parent, own)
+    assert sockets.is_of_family(inode, own, own)
+    assert looked == [own, own]
+    for wrong in (0, 1, parent, 2**22):  # found all the same
+        assert sockets.is_of_family(inode, parent, wrong)
+    assert not sockets.is_of_family(inode, 2**22, own)  # it has the socket, and another parent
