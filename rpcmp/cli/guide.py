@@ -29,7 +29,7 @@ SUGGESTED = 3
 """Most topics that an error suggests."""
 
 _HEADING = re.compile(r"#+ (.*)")
-_LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
+_LINK = re.compile(r"!?\[([^\]]+)\]\(([^)\s]+)\)")
 _TABLE = re.compile(r"^\|.*\n\|[ :|-]+\n(?:\|.*\n?)+", re.MULTILINE)
 _ROW = re.compile(r"- \[([\w-]+)\]\(([\w./-]+\.md)\): (.+)")
 
@@ -173,7 +173,8 @@ def _show_matches(word: str, chosen: list[GuidePage]) -> None:
 def rendered(text: str, columns: int) -> str:
     """Render a page's Markdown for a terminal.
 
-    Links to other pages become commands, those to files of the repository plain text.
+    Links to other pages become commands; those to files of the repository become plain text, and so
+    do pictures.
     """
     from rich.markdown import Markdown  # also imports Pygments: only if a page is rendered
 
@@ -206,6 +207,8 @@ def _as_command(link: re.Match[str]) -> str:
     text, target = link.groups()
     if "://" in target:
         return link[0]
+    if link[0].startswith("!"):
+        return f"*Picture: {text}*"
     name = Path(target.partition("#")[0]).name
     known = {page.path.name: page.topic for page in pages().values() if page.path.parent == FOLDER}
     topic = known.get(name, "")

@@ -37,12 +37,15 @@ import click
 import psutil
 
 from rpcmp.process.interpreter import compute_environment
-from rpcmp.tools.bench.cpu_usage import CpuMeter
+from rpcmp.tools.bench.cpu_usage import CpuMeter, MachineTimes, disturbance
 from tests.support.places import ROOT
 from tests.support.processes import Running, poll_for, running, runs
 
 PAGE, PLOT = ROOT / "rpcmp/guide/benchmarks.md", ROOT / ".github/assets/many-stages.svg"
 """Where `--write` puts what it has measured."""
+
+NOTE = "While this was measured,"
+"""Begins the note that something else had used the machine as well."""
 
 NUMBERS = (4, 16, 32, 64)
 
@@ -252,9 +255,9 @@ def growth(first: Measured, last: Measured) -> str:
 
 
 def write(table: str, page: Path) -> None:
-    """Replace the table of a page that has the same columns, and the growth below it."""
+    """Replace the table of a page that has the same columns, and growth and note below it."""
     head = table.partition("\n")[0]
-    pattern = rf"{re.escape(head)}\n(?:\|.*\n)+(?:\nFrom \d+ to .*\n)?"
+    pattern = rf"{re.escape(head)}\n(?:\|.*\n)+(?:\n(?:From \d+ to|{NOTE}) .*\n)*"
     text, count = re.subn(pattern, lambda _: table, page.read_text(encoding="utf-8"))
     if count != 1:
         raise click.ClickException(f"{page} has {count} tables with these columns")
@@ -296,14 +299,17 @@ def main(stages: tuple[int, ...], steps: int, kills: int, path: Path | None, wri
     """Measure jobs with these numbers of STAGES, by default 4, 16, 32 and 64."""
     lines = [row(HEADS.values()), row("---" for _ in HEADS)]
     print(*lines, sep="\n")
-    found = []
+    meter, found = CpuMeter(), list[Measured]()
+    before = MachineTimes.read(meter)
     for number in stages or NUMBERS:
         found.append(measure(number, steps, kills))
         lines.append(figures(found[-1]))
         print(lines[-1], flush=True)
-    if len(found) > 1:
-        lines += ["", growth(found[0], found[-1])]
-        print(*lines[-2:], sep="\n")
+    below = [] if len(found) == 1 else ["", growth(found[0], found[-1])]
+    if note := disturbance(before, MachineTimes.read(meter)):
+        below += ["", f"{NOTE} {note}."]
+    print(*below, sep="\n")
+    lines += below
     if path is not None:
         plot(found, path)
     if writes:

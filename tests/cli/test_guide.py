@@ -71,6 +71,11 @@ def test_links_to_pages_become_commands_and_links_to_files_text() -> None:
     assert "see the other (rpcmp guide replicas), a file and a site" in plain
 
 
+def test_a_picture_becomes_its_description() -> None:
+    shown = rendered("![Three stages in a row](../../.github/assets/overview.svg)\n", 100)
+    assert plain(shown) == "Picture: Three stages in a row"
+
+
 def plain(text: str) -> str:
     """Return rendered text without colours, with its lines joined."""
     return " ".join(re.sub(r"\x1b\[[\d;]*m", "", text).split())

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -73,8 +74,21 @@ def test_scale_prints_a_table_of_real_runs(tmp_path: Path) -> None:
     plot = tmp_path / "growth.svg"
     small = ("2", "--steps", "2", "--kills", "1", "--plot", str(plot))
     out = CliRunner().invoke(scale.main, small, catch_exceptions=False).output
-    head, line, figures = (row.strip("| ").split(" | ") for row in out.splitlines())
+    rows = [row for row in out.splitlines() if row.startswith("|")]  # and a note, if it is busy
+    head, line, figures = (row.strip("| ").split(" | ") for row in rows)
     assert len(head) == len(line) == len(figures)
     assert figures[0] == "2"
     assert all(float(figure) > 0 for figure in figures)
     assert "<svg" in plot.read_text()
+
+
+def test_scale_writes_the_guides_table_and_nothing_else(tmp_path: Path) -> None:
+    page, table = tmp_path / "page.md", "\n".join([scale.row(scale.HEADS.values()), "| 4 |", ""])
+    page.write_text(PAGES["rpcmp/guide/benchmarks.md"])
+    before, after = page.read_text().split(table.partition("\n")[0])
+    scale.write(table, page)
+    written = page.read_text()
+    assert written.startswith(before + table + "\n![")
+    assert written.endswith(after.partition("\n![")[2])
+    with pytest.raises(click.ClickException, match="0 tables"):
+        scale.write("| no | such |\n", page)
