@@ -94,7 +94,7 @@ class Graph:
         """Return the edges from `stage`, in the order in which their readers run."""
         return tuple(self._ports.get(stage, ()))
 
-    @cached_property
+    @functools.cached_property
     def _ports(self) -> dict[str, list[Port]]:
         found: dict[str, list[Port]] = {}
         for reader, references in self.inputs.items():
