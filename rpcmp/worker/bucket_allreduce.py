@@ -7,21 +7,22 @@
 Two members do with less: each gets all gradients of the other and adds its own. That is as many
 bytes, half as many messages, and the same sum, because the order of two addends does not matter.
 
-Members request what they need, and are answered once it is there. A bucket is on its way as soon as
-the last micro-batch has added to all of its gradients, while the backward goes on. Every element is
-summed once, in one order, and sent to all: members cannot differ.
+Members request what they need when a round starts, and are answered once it is there. A bucket is
+on its way as soon as the last micro-batch has added to all of its gradients, while the backward
+goes on. Every element is summed once, in one order, and sent to all: members cannot differ.
 
-While the compute thread computes, copies and sums run on a thread of their own; they must not hold
-up RPC threads either.
+While the compute thread computes, copies and sums run on a thread of their own, and on the compute
+thread when that waits for them; they must not hold up RPC threads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future as Waiting
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import InvalidStateError
 from typing import Any
 
 from torch import nn
@@ -33,6 +34,7 @@ from rpcmp.rpc.messages import GradientPart, Peer
 from rpcmp.rpc.shared_memory import OwnMemory
 from rpcmp.rpc.transport import Raised
 from rpcmp.worker import buckets
+from rpcmp.worker.work_queue import WorkQueue
 
 
 class BucketReduction:
@@ -43,6 +45,7 @@ class BucketReduction:
         total: the sum of the whole bucket.
         missing: what `total` waits for: the own chunk, and all others; unused between two members.
         unread: how many reads are to come, by other members and by this one.
+        is_requested: whether the others have been asked for what this member needs.
     """
 
     def __init__(self, round_number: int, number: int, missing: int, unread: int) -> None:
@@ -53,16 +56,29 @@ class BucketReduction:
         self.total: Waiting[GradientPart] = Waiting()
         self.missing = missing
         self.unread = unread
+        self.is_requested = False
+        self._lock = threading.Lock()
 
     def fail(self, error: Exception) -> None:
-        for waiting in (self.own, self.chunk, self.total):
-            if not waiting.done():
+        # Work that is under way may fail as `own` does, and must not give `total` another error.
+        for waiting in (self.total, self.chunk, self.own):
+            with contextlib.suppress(InvalidStateError):  # it has ended before
                 waiting.set_exception(error)
+
+    def forget(self) -> None:
+        """Drop all gradients once all have read them, and not when garbage is collected.
+
+        Futures keep their callbacks, which refer to this object. Memory that others have a view of
+        would stay in use meanwhile, and new memory would take its place.
+        """
+        self.own, self.chunk, self.total = Waiting(), Waiting(), Waiting()
 
     def add_chunk(self, chunk: GradientPart) -> None:
         """Called when one more chunk has been written to `own`."""
-        self.missing -= 1
-        if not self.missing:
+        with self._lock:
+            self.missing -= 1
+            is_complete = not self.missing
+        if is_complete:
             self.total.set_result(GradientPart(self.own.result().values, chunk.has))
 
 
@@ -99,9 +115,17 @@ class BucketAllReduce:
         self._sums: dict[int, list[BucketReduction]] = {}
         self._last_complete = 0
         self._aborted: set[int] = set()
-        self._thread = ThreadPoolExecutor(1, "rpcmp-sum")
+        self._work = WorkQueue("rpcmp-sum")
 
     # This worker's own calls.
+
+    def expect(self, round_number: int) -> None:
+        """Ask the others for all that this member will need of a sum, before anyone has it.
+
+        So the last member to be ready does not have to wait for a request's way there and back.
+        """
+        for reduction in self._reductions(round_number):
+            self._attempt(reduction, functools.partial(self._request, reduction))
 
     def launch(self, round_number: int, number: int, computes: bool) -> None:
         """Start to sum a bucket, whose gradients are final; does not wait.
@@ -115,10 +139,11 @@ class BucketAllReduce:
         gradients = [self.parameters[index].grad for index in bucket.indices]
 
         def pack() -> None:
-            self._exchange(reduction, bucket.flatten(gradients, self._memory_of()))
+            reduction.own.set_result(bucket.flatten(gradients, self._memory_of()))
 
+        self._attempt(reduction, functools.partial(self._request, reduction))
         if computes:
-            self._thread.submit(self._attempt, reduction, pack)
+            self._work.submit(functools.partial(self._attempt, reduction, pack))
         else:
             self._attempt(reduction, pack)
 
@@ -126,9 +151,11 @@ class BucketAllReduce:
         """Wait for all buckets, which must have been launched, and assign the sums to `.grad`."""
         if not self.buckets:
             return
-        for bucket, reduction in zip(self.buckets, self._reductions(round_number), strict=True):
-            bucket.unflatten(reduction.total.result(), self.parameters)
-            self._mark_read(reduction)
+        with self._work.helped():
+            for bucket, reduction in zip(self.buckets, self._reductions(round_number), strict=True):
+                self._work.work_until(reduction.total)
+                bucket.unflatten(reduction.total.result(), self.parameters)
+                self._mark_read(reduction)
 
     def abort(self, first: int, last: int, error: RpcmpError) -> None:
         """Fail the sums of the rounds from `first` to `last` at all that wait for them."""
@@ -163,11 +190,13 @@ class BucketAllReduce:
         reduction = self._reductions(round_number)[number]
         return self._answer(reduction, reduction.chunk, whole)
 
-    # The course of a sum, mostly on the thread for it.
+    # The course of a sum.
 
-    def _exchange(self, reduction: BucketReduction, own: GradientPart) -> None:
-        """Answer with the own gradients, and request what this member needs of the others."""
-        reduction.own.set_result(own)
+    def _request(self, reduction: BucketReduction) -> None:
+        """Request what this member needs of the others, unless that is done or of no use."""
+        if reduction.is_requested or reduction.total.done():
+            return
+        reduction.is_requested = True
         round_number, number = reduction.round_number, reduction.number
         if self._sums_chunk(self.rank, number):
             peers = [self._members[rank] for rank in self._others]
@@ -180,7 +209,7 @@ class BucketAllReduce:
             self._when_all(reduction, totals, functools.partial(self._gather, ranks))
 
     def _sum_chunk(self, reduction: BucketReduction, others: list[GradientPart]) -> None:
-        """Called with the other members' parts of the own chunk."""
+        """Called with the other members' parts of the own chunk, when this member's are there."""
         bucket = self.buckets[reduction.number]
         elements = self._chunk_of(self.rank, reduction.number)
         own = reduction.own.result()
@@ -216,7 +245,8 @@ class BucketAllReduce:
                         raise from_wire(answer.error)
                 then(reduction, [answer.opened() for answer in answers])
 
-            self._thread.submit(self._attempt, reduction, resume)
+            work = functools.partial(self._attempt, reduction, resume)
+            reduction.own.add_done_callback(lambda _: self._work.submit(work))
 
         transport.when_all(requests, arrived)
 
@@ -234,10 +264,10 @@ class BucketAllReduce:
     ) -> Future[Any]:
         future: Future[Any] = Future()
 
-        def done(_: Waiting[GradientPart]) -> None:
-            error = waiting.exception()
+        def done(ended: Waiting[GradientPart]) -> None:
+            error = ended.exception()
             if error is None:
-                future.set_result(convert(waiting.result()))
+                future.set_result(convert(ended.result()))
             else:
                 known = error if isinstance(error, RpcmpError) else JobError(one_line(error))
                 future.set_result(Raised(to_wire(known)))
@@ -284,5 +314,6 @@ class BucketAllReduce:
         with self._lock:
             reduction.unread -= 1
             if not any(one.unread for one in self._sums.get(round_number, ())):
-                self._sums.pop(round_number, None)
+                for one in self._sums.pop(round_number, ()):
+                    one.forget()
                 self._last_complete = max(self._last_complete, round_number)

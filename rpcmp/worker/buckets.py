@@ -68,9 +68,10 @@ class Bucket:
 
     def unflatten(self, part: GradientPart, parameters: Sequence[nn.Parameter]) -> None:
         """Assign the bucket's gradients to the parameters' `.grad`, as views if strides allow."""
-        for index, (start, end), has in zip(self.indices, self.spans(), part.has, strict=True):
+        flat = part.values.split(self.sizes)
+        for index, values, has in zip(self.indices, flat, part.has, strict=True):
             parameter = parameters[index]
-            view = part.values[start:end].view(parameter.shape)
+            view = values.view(parameter.shape)
             if not has:
                 parameter.grad = None
             elif parameter.grad is None or parameter.grad.is_contiguous():

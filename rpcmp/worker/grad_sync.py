@@ -77,14 +77,16 @@ class GradientSync:
                 parameter.grad = None
         self._has_sum = False
         self._tracker.start_round(num_microbatches, is_early)
+        if is_early:
+            self.all_reduce.expect(round_number)
 
     def sum(self, round_number: int, step: int) -> None:
         """Complete the gradients that this worker's optimizer needs; waits for other workers."""
         with self._named(step):
             self.start_round(round_number, 0, is_early=False)  # if it had no action here
-            finish_buffers = self._broadcast.start_buffers(round_number)
             for bucket in self._tracker.finish_round():
                 self.all_reduce.launch(round_number, bucket, computes=False)
+            finish_buffers = self._broadcast.start_buffers(round_number)
             self.all_reduce.finish(round_number)  # stage.py [12]
             self._has_sum = True
             self._summed_round = round_number

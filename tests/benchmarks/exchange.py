@@ -18,6 +18,7 @@ from torch.futures import Future
 
 from rpcmp.errors import MismatchError
 from rpcmp.process.channel import Message
+from rpcmp.process.memory_access import open_memory
 from rpcmp.rpc import transport, unpickler
 from rpcmp.rpc.messages import Peer
 from rpcmp.tools.bench.peer_trainers import join_gloo
@@ -33,7 +34,8 @@ class Exchange(ABC):
     """Does one exchange after the other, as a peer of `rpcmp.tools.bench.contestants`.
 
     Args:
-        job: "bytes" of all gradients; "rank", "world_size" and "store" as in torch.
+        job: "bytes" of all gradients, whether ranks are "apart", as on hosts of their own; "rank",
+            "world_size" and "store" as in torch.
     """
 
     def __init__(self, job: Message) -> None:
@@ -104,7 +106,8 @@ class Sum(Exchange):
         self._key = 0
         unpickler._CALLED.add((__name__, Served.__name__))
         store = FileStore(self._job["store"], self._world_size)
-        transport.join(names, rank, store, Served(self._summing))
+        find = _find_nothing if self._job["apart"] else open_memory
+        transport.join(names, rank, store, Served(self._summing), find)
 
     def _exchange(self) -> None:
         self._key += 1
@@ -122,19 +125,23 @@ class Sum(Exchange):
 RPC = transport.Transport()
 
 
+def _find_nothing(address: str) -> None:
+    """Find no memory of another rank, as if it were on another host."""
+
+
 class Served:
     """The RPC service of a rank: the part of a stage's that the exchange needs."""
 
     def __init__(self, summing: BucketAllReduce) -> None:
         self._summing = summing
 
-    def part(self, asking: int, key: int, bucket: int) -> Future[Any]:
+    def part(self, asking: int, key: int, bucket: int, shares_memory: bool) -> Future[Any]:
         """See BucketAllReduce."""
-        return self._summing.part(asking, key, bucket, shares_memory=True)
+        return self._summing.part(asking, key, bucket, shares_memory)
 
-    def total(self, key: int, bucket: int) -> Future[Any]:
+    def total(self, key: int, bucket: int, shares_memory: bool) -> Future[Any]:
         """See BucketAllReduce."""
-        return self._summing.chunk_total(key, bucket, shares_memory=True)
+        return self._summing.chunk_total(key, bucket, shares_memory)
 
 
 class _Peer:
@@ -144,12 +151,12 @@ class _Peer:
         self.name = name
 
     def gradient_part(self, rank: int, round_number: int, bucket: int) -> Future[Any]:
-        if not RPC.shares_memory(self.name):
-            raise RuntimeError(f"{self.name} is not on this host")
-        return RPC.call(self.name, Served.part, rank, round_number, bucket)
+        shares_memory = RPC.shares_memory(self.name)
+        return RPC.call(self.name, Served.part, rank, round_number, bucket, shares_memory)
 
     def gradient_total(self, round_number: int, bucket: int) -> Future[Any]:
-        return RPC.call(self.name, Served.total, round_number, bucket)
+        shares_memory = RPC.shares_memory(self.name)
+        return RPC.call(self.name, Served.total, round_number, bucket, shares_memory)
 
 
 def _require(found: torch.Tensor | None, value: float) -> None:

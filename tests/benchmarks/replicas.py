@@ -3,6 +3,7 @@
     python -m tests.benchmarks.replicas                            both, 9 pairs each
     python -m tests.benchmarks.replicas step --pairs 15
     python -m tests.benchmarks.replicas exchange --megabytes 100
+    python -m tests.benchmarks.replicas exchange --apart
 
 step: `rpcmp/examples/residual_ddp.toml`, grown until a step takes some 400 ms in one process, with
 SGD. Its one stage has two replicas with one thread each, on stage servers that the benchmark starts
@@ -15,9 +16,9 @@ meanwhile; the others have loaded theirs before. All losses must agree.
 exchange: the time from when all processes have their gradients, 50 MB of float32, until each of
 them has the sum, several times in a row. Ours: parameters of 1 MB each, all buckets of
 `rpcmp.worker.bucket_allreduce` started at once and finished, over torch RPC as between
-workers; copies from the gradients and back are in it. Gloo: `all_reduce` of one tensor of 50 MB.
-Nothing is computed besides, so nothing is hidden behind a backward. 2 and 4 processes with one
-thread each.
+workers; copies from the gradients and back are in it. With --apart as between hosts: by sockets.
+Gloo: `all_reduce` of one tensor of 50 MB. Nothing is computed besides, so nothing is hidden behind
+a backward. 2 and 4 processes with one thread each.
 
 Contestants live in processes of their own and run in turn, round by round; ratios are taken within
 a round, their interval is that of the sign test. Nine pairs are the fewest whose 95 % interval
@@ -77,7 +78,7 @@ def step(options: argparse.Namespace) -> None:
 def exchange(options: argparse.Namespace) -> None:
     """Compare the sum of gradients with an all-reduce, of 2 and of 4 processes."""
     for count in (2, 4):
-        job = {"bytes": round(options.megabytes * 1e6)}
+        job = {"bytes": round(options.megabytes * 1e6), "apart": options.apart}
         mine, gloo = _compare(
             [
                 _ranks(f"sum of {count}", "exchange:Sum", count, job),
@@ -155,6 +156,9 @@ def _print_ratio(name: str, mine: ContestantTimes, other: ContestantTimes, asked
     ratio = paired_ratio(mine.seconds, other.seconds)
     print(f"{name}: {_milliseconds(other)}; ours / it: {_shown(ratio)}")
     print(f"  asked: at most {asked:.2f}, {_verdict(ratio.median <= asked)}")
+    cpu = [f"{spread(each.cpu_seconds).median * 1e3:.1f} ms" for each in (mine, other)]
+    ratio = paired_ratio(mine.cpu_seconds, other.cpu_seconds)
+    print(f"  CPU of all processes: {cpu[0]}, {cpu[1]}; {_shown(ratio)}")
 
 
 def _milliseconds(series: ContestantTimes) -> str:
@@ -175,6 +179,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--pairs", type=_count, default=9, help="rounds; 9 if not given")
     parser.add_argument("--steps", type=_count, help="a round; as many as take 2 s, at least 5")
     parser.add_argument("--megabytes", type=_size, default=50.0, help="of gradients; 50")
+    parser.add_argument("--apart", action="store_true", help="exchange: share no memory")
     parser.add_argument("--set", action="append", default=[], help="KEY=VALUE of the job; repeat")
     options = parser.parse_args()
     for what in options.what:

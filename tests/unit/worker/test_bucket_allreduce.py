@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import threading
+import time
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -126,6 +129,25 @@ def _sent(value: Any) -> Any:
     return value._replace(shared=pickle.loads(pickle.dumps(value.shared)))
 
 
+def record_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names of the members' requests, which grow from now on."""
+    calls: list[str] = []
+
+    def record(name: str) -> None:
+        call = getattr(_Peer, name)
+
+        def recorded(peer: _Peer, *args: int) -> Future[Any]:
+            calls.append(name)
+            future: Future[Any] = call(peer, *args)
+            return future
+
+        monkeypatch.setattr(_Peer, name, recorded)
+
+    record("gradient_part")
+    record("gradient_total")
+    return calls
+
+
 def same(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
@@ -143,6 +165,40 @@ def test_all_members_get_the_sum_in_the_order_of_ranks(num_members: int) -> None
     assert not any(one._sums for one in members.summing)
 
 
+@pytest.mark.parametrize("num_members", [2, 3])
+def test_members_ask_for_all_before_anyone_has_it(
+    monkeypatch: pytest.MonkeyPatch, num_members: int
+) -> None:
+    calls = record_calls(monkeypatch)
+    members = Members(num_members)
+    for one in members.summing:
+        one.expect(1)
+    asked = len(calls)
+    assert asked
+    totals = members.give(1)
+    members.sum(1)
+    assert len(calls) == asked
+    assert all(all(map(same, mine, totals)) for mine in members.gradients())
+    assert not any(one._sums for one in members.summing)
+
+
+@pytest.mark.parametrize("num_members", [2, 3])
+def test_what_all_have_read_goes_without_a_garbage_collection(num_members: int) -> None:
+    """Or the memory that members share would grow with every step until there is one."""
+    members = Members(num_members)
+    left = [weakref.ref(one) for summing in members.summing for one in summing._reductions(1)]
+    gc.disable()
+    try:
+        members.give(1)
+        members.sum(1)
+        ends = time.monotonic() + 30  # other threads may still return from their last call
+        while any(one() for one in left) and time.monotonic() < ends:
+            time.sleep(0.01)
+        assert not any(one() for one in left)
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize(("size", "requests"), [(0, 2), (1, 2), (2, 4), (3, 6)])
 def test_members_exchange_nothing_about_chunks_without_elements(
     monkeypatch: pytest.MonkeyPatch, size: int, requests: int
@@ -150,20 +206,7 @@ def test_members_exchange_nothing_about_chunks_without_elements(
     """One of three members sums an empty bucket, so that its sum ends."""
     monkeypatch.setitem(globals(), "SHAPES", [(size,)])
     monkeypatch.setattr(buckets, "WHOLE_BYTES", 0)
-    calls: list[str] = []
-
-    def count(name: str) -> None:
-        call = getattr(_Peer, name)
-
-        def counted(peer: _Peer, *args: int) -> Future[Any]:
-            calls.append(name)
-            future: Future[Any] = call(peer, *args)
-            return future
-
-        monkeypatch.setattr(_Peer, name, counted)
-
-    count("gradient_part")
-    count("gradient_total")
+    calls = record_calls(monkeypatch)
     members = Members(3)
     expected = members.give(1)
     members.sum(1)
@@ -204,9 +247,13 @@ def test_a_single_members_minus_zero_stays_minus_zero() -> None:
         assert torch.signbit(mine[4]).all()
 
 
-def test_an_aborted_sum_fails_all_that_wait_and_the_next_one_works() -> None:
+def test_an_aborted_sum_fails_all_that_wait_and_the_next_one_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     members = Members(2)
     members.give(1)
+    for one in members.summing:
+        one.expect(1)
     for number in range(len(members.summing[0].buckets)):
         members.summing[0].launch(1, number, computes=True)
 
@@ -222,9 +269,24 @@ def test_an_aborted_sum_fails_all_that_wait_and_the_next_one_works() -> None:
     assert not waiting.is_alive()
     with pytest.raises(JobError):
         members.summing[1].finish(1)
+    calls = record_calls(monkeypatch)
+    members.summing[0].expect(1)
+    assert not calls
     totals = members.give(2)
     members.sum(2)
     assert all(all(map(same, mine, totals)) for mine in members.gradients())
+
+
+def test_a_request_that_cannot_be_sent_fails_the_sum_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError("planted")
+
+    monkeypatch.setattr(_Peer, "gradient_part", refuse)
+    member = Members(2).summing[0]
+    member.expect(1)
+    member.launch(1, 0, computes=False)
+    with pytest.raises(OSError, match="planted"):
+        member.finish(1)
 
 
 def test_sparse_gradients_are_refused_at_every_member() -> None:
