@@ -216,6 +216,7 @@ CHECKED_BY = {
     ],
     "system/test_benchmarks.py::test_benchmarks_of_replicas_take_the_options_of_their_page": [
         "python -m tests.benchmarks.replicas",
+        "python -m tests.benchmarks.replicas exchange --apart",
         "python -m tests.benchmarks.replicas exchange --megabytes 100",
         "python -m tests.benchmarks.replicas step --pairs 15 --steps 10",
         "python -m tests.benchmarks.replicas step --set num_microbatches=8",

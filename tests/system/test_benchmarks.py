@@ -64,7 +64,7 @@ def test_benchmarks_of_replicas_take_the_options_of_their_page(
     module = "python -m tests.benchmarks.replicas"
     typed = commands(blocks("sh", PAGES["tests/benchmarks/README.md"]))
     lines = [line for line in typed if line.startswith(module)]
-    assert len(lines) == 4
+    assert len(lines) == 5
     for line in lines:
         monkeypatch.setattr(sys, "argv", shlex.split(line.removeprefix("python -m ")))
         replicas._options()
