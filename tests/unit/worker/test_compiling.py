@@ -25,13 +25,13 @@ class Branching(nn.Module):
         return x + 1 if x.sum().item() > 0 else x
 
 
-KEPT = (".so", ".pch")
+KEPT = (".so", ".gch")
 """What a later process finds: code, and headers that were compiled before."""
 
 
 def counting_compiler(folder: Path) -> tuple[Path, Path]:
     """Return a compiler that is g++ and writes a line for each call, and its file of lines."""
-    log, script = folder / "calls", folder / "counted"
+    log, script = folder / "calls", folder / "g++"  # torch goes by its name
     log.touch()
     script.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec {shutil.which("g++")} "$@"\n')
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
