@@ -5,19 +5,22 @@ A failure prints its seed; `CHAOS_SEED=n pytest -m system tests/system/test_chao
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.faults import HOWS, Faults, committed, drive
+from tests.support.chaosjobs import write
+from tests.support.faults import HOWS, Committed, Faults, committed, drive
 from tests.support.needs import needs
 from tests.support.processes import JobFolder
 from tests.support.strikes import Strike
-from tests.support.trials import Trial, expected_of, run_trial_here
+from tests.support.trials import Trial, run_trial_here
 
 PHASES = ("forward", "backward", "optimizer", "saving")
 STAGES = 3
@@ -134,12 +137,28 @@ FOUND: dict[str, tuple[Any, ...]] = {
 """What `python -m tests.benchmarks.chaos` has found: job, whether it saves, faults."""
 
 
-@pytest.mark.usefixtures("own_forks")
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Committed]:
+    """The steps and parameters of each job without a fault, which is run once."""
+
+    def run(job: str) -> Committed:
+        return committed(drive(write(job, tmp_path_factory.mktemp(job) / "job", saves=False)))
+
+    return functools.cache(run)
+
+
+@pytest.fixture
+def expected(found: str, undisturbed: Callable[[str], Committed]) -> Committed:
+    """What the job of a fault comes to; on shared servers, so before the test has its own."""
+    return undisturbed(FOUND[found][0])
+
+
 @pytest.mark.parametrize("found", FOUND)
-def test_what_random_faults_have_found_stays_mended(found: str, token: str, tmp_path: Path) -> None:
+def test_what_random_faults_have_found_stays_mended(
+    found: str, expected: Committed, own_forks: None, token: str, tmp_path: Path
+) -> None:
     job, saves, *strikes = FOUND[found]
-    trial = Trial(job, "here", saves, tuple(strikes))
-    expected, aimed = expected_of(job, tmp_path), {each.what for each in strikes}
+    trial, aimed = Trial(job, "here", saves, tuple(strikes)), {each.what for each in strikes}
     for number in range(3):  # on a busy machine what is to be struck may be gone before
         done = run_trial_here(trial, expected, tmp_path / str(number))
         if {each.what for each in done.struck} == aimed:
