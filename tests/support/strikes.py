@@ -155,7 +155,7 @@ RULES = {
 """What a host does with all it sends and receives; see nft(8)."""
 
 
-_SLOWED = threading.Lock()
+_SLOWED, _NAMELESS = threading.Lock(), threading.Lock()
 _TABLES = itertools.count()
 
 
@@ -167,13 +167,14 @@ def troubled(how: str, host: Host) -> Iterator[None]:
             yield
         return
     if how == "names":
-        text = host.names.read_text()
-        host.names.write_text("")
-        _reset(host)
-        try:
-            yield
-        finally:
-            host.names.write_text(text)
+        with _NAMELESS:  # another strike would take the empty file for the one to bring back
+            text = host.names.read_text()
+            host.names.write_text("")
+            _reset(host)
+            try:
+                yield
+            finally:
+                host.names.write_text(text)
         return
     if how == "resets":
         _reset(host)
