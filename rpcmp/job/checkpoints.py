@@ -330,6 +330,11 @@ class Checkpoints:
                 'set checkpoint.on_error = "warn" to go on without'
             )
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether steps have been done since the last checkpoint that could be written."""
+        return bool(self._failed)
+
     async def remove_surplus(self) -> None:
         keep = self._config.checkpoint.keep if self._config.checkpoint is not None else 1
         try:

@@ -27,7 +27,7 @@ from rpcmp.config.schema import Config
 from rpcmp.config.stored import redacted
 from rpcmp.errors import (
     InterruptedJobError,
-    SavingError,
+    RpcmpError,
     TakenOverError,
     WorkerDiedError,
     WorkerHungError,
@@ -109,16 +109,24 @@ async def drive(
         task = asyncio.ensure_future(run.train(order))
         with handle_stop_signals(lambda signum: run.interrupt(signum, task)):
             try:
-                return await task
-            except asyncio.CancelledError:
-                if not run.signals:
-                    raise
-                # Between two generations there is no step to finish.
-                if count_stop_requests(run.signals) == 1 and run.saves_on(run.signals[0]):
-                    await run.leave()
-                raise run.interruption() from None
+                return await _completed(run, task)
+            except RpcmpError as error:
+                run.explain(error)
+                raise
             finally:
                 await run.close()
+
+
+async def _completed(run: TrainingRun, task: asyncio.Future[SummaryEvent]) -> SummaryEvent:
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if not run.signals:
+            raise
+        # Between two generations there is no step to finish.
+        if count_stop_requests(run.signals) == 1 and run.saves_on(run.signals[0]):
+            await run.leave()
+        raise run.interruption() from None
 
 
 def run_event(config: Config, job_id: str, addresses: Sequence[str]) -> RunEvent:
@@ -183,7 +191,7 @@ class TrainingRun:
         self._workload: TrainingWorkload | None = None
         self._loop: RecoveryLoop[SummaryEvent] | None = None
         self._vitals = Vitals()
-        self._is_taken_over = self._is_unsaved = False
+        self._is_taken_over = self._is_done = False
         self._identity = ""
         self._events = EventStream(report, self._generation_number)
         self._report = self._events.emit
@@ -251,15 +259,7 @@ class TrainingRun:
         except TakenOverError:
             self._is_taken_over = True
             raise
-        except SavingError as error:
-            seconds = workload.held_seconds
-            if seconds:
-                error.add_note(
-                    f"its stage servers hold the newest steps for {seconds:g} s: the same command "
-                    "with --resume goes on there, and other jobs are refused, unless by --fresh"
-                )
-            self._is_unsaved = seconds > 0
-            raise
+        self._is_done = True
         if prediction is not None:
             summary = replace(summary, plan=_compared(prediction, self._events.step_seconds))
         self._report(summary)
@@ -308,9 +308,22 @@ class TrainingRun:
         Not if another driver has the job now, nor if this one was to take it over and could not:
         another try may do better. Nor if steps could not be saved, until there is room for them.
         """
-        if self._is_taken_over or self._is_unsaved:
+        if self._is_taken_over or self._holds_unsaved(workload):
             return False
         return workload.has_begun or not pool.supersedes
+
+    def _holds_unsaved(self, workload: TrainingWorkload) -> bool:
+        is_unsaved = workload.checkpoints.is_behind and not self._is_done
+        return is_unsaved and workload.held_seconds > 0
+
+    def explain(self, error: RpcmpError) -> None:
+        """Add to an error that has ended the run where its steps are."""
+        if self._workload is not None and self._holds_unsaved(self._workload):
+            error.add_note(
+                f"its stage servers hold the newest steps for {self._workload.held_seconds:g} s: "
+                "the same command with --resume goes on there, and other jobs are refused, unless "
+                "by --fresh"
+            )
 
     async def close(self) -> None:
         if self._workload is not None:

@@ -31,8 +31,9 @@ VITALS_SECONDS = 1.0
 
 _STATES = {number: state_name(name) for name, number in pb.ServerState.items()}
 
-MIN_RATE_SECONDS = 0.1
-"""The shortest time between two counts that gives a rate; they come every half second."""
+MIN_RATE_SECONDS = 0.25
+"""The shortest time between two counts that gives a rate. They come every half second at most: one
+that seems to come sooner is the one before, repeated on its way."""
 
 Link = tuple[str, str]
 """Labels of the sender and the receiver."""

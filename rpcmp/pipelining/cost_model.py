@@ -31,7 +31,8 @@ def num_bundles(config: Config) -> int:
 
 
 def _largest_bundle(config: Config) -> int:
-    return max(map(len, config.bundles(config.num_microbatches)))
+    # A smaller mini-batch may have a larger bundle: 1 2 2 2 1, but 1 5 1.
+    return min(config.microbatches_per_message, config.num_microbatches)
 
 
 def limits(config: Config) -> dict[str, InFlightLimits]:

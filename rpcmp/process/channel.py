@@ -5,6 +5,7 @@ When the supervisor closes its end, or dies, the child has to exit too.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import json
@@ -120,8 +121,10 @@ def die_with_parent(parent_pid: int, signum: signal.Signals) -> None:
 def continue_without(line: socket.socket) -> None:
     """Have the kernel continue this process, should it be stopped, once the other end has closed.
 
-    A stopped process would not see any other signal of `die_with_parent` than SIGKILL.
+    A stopped process would not see any other signal of `die_with_parent` than SIGKILL. Whatever
+    arrives on the line continues it as well.
     """
-    fcntl.fcntl(line, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(line, fcntl.F_SETSIG, signal.SIGCONT)
-    fcntl.fcntl(line, fcntl.F_SETFL, fcntl.fcntl(line, fcntl.F_GETFL) | os.O_ASYNC)
+    with contextlib.suppress(OSError):  # a sandbox may refuse it
+        fcntl.fcntl(line, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(line, fcntl.F_SETSIG, signal.SIGCONT)
+        fcntl.fcntl(line, fcntl.F_SETFL, fcntl.fcntl(line, fcntl.F_GETFL) | os.O_ASYNC)

@@ -51,6 +51,8 @@ def fork_sibling() -> int:
     machine, address = MACHINES.get(platform.machine()), _thread_id_address()
     if machine is None or not address:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if len(os.listdir("/proc/self/task")) > 1:  # of a profiler, say, that every interpreter loads
+        raise OSError(errno.EBUSY, "it has other threads")
     flags = _CLONE_PARENT | _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID | signal.SIGCHLD
     # Processors differ in which of the last two is the address; the other one is not read.
     arguments = (machine.numbers["clone"], flags, 0, 0, address, address)
@@ -73,7 +75,7 @@ def _thread_id_address() -> int:
     return address.value if ctypes.c_int.from_address(address.value).value == os.getpid() else 0
 
 
-class Template:
+class ForkTemplate:
     """Forks processes that run the `main` of a module.
 
     Args:
@@ -95,6 +97,8 @@ class Template:
             try:
                 if flags & socket.MSG_CTRUNC:  # the kernel has dropped descriptors
                     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                # A signal must find the handlers of a child, or wait for them.
+                signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
                 pid = fork_sibling()
             except OSError as error:
                 answer: dict[str, Any] = {"error": str(error)}
@@ -102,6 +106,7 @@ class Template:
                 if not pid:
                     self._run_child(json.loads(data), fds)
                 answer = {"pid": pid}
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
             for fd in fds:
                 os.close(fd)
             self._line.send(json.dumps(answer).encode())
@@ -112,6 +117,7 @@ class Template:
         os.setsid()
         for signum, handler in self._stop_handlers.items():
             signal.signal(signum, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         output, permit, *more = fds
         os.dup2(output, 1)
         os.close(output)
@@ -144,7 +150,7 @@ def main() -> NoReturn:
         importlib.import_module(each)
     gc.freeze()  # collections would touch, and so copy, the memory that all share
     gc.enable()
-    Template(socket.socket(fileno=int(fd)), module, stop_handlers).run()
+    ForkTemplate(socket.socket(fileno=int(fd)), module, stop_handlers).run()
 
 
 if __name__ == "__main__":

@@ -43,9 +43,10 @@ class Template:
         self._using = asyncio.Lock()
 
     async def start(self) -> None:
-        """Start it now: it imports meanwhile."""
+        """Start it now: it imports meanwhile. If it cannot be started, a fork will say so."""
         async with self._using:
-            await self._require_started()
+            with contextlib.suppress(WorkerDiedError):
+                await self._require_started()
 
     async def fork(self, arguments: Sequence[str], options: Mapping[str, int]) -> ForkedChild:
         """Fork a process that runs a command.
@@ -70,7 +71,8 @@ class Template:
                 raise WorkerDiedError(f"{TEMPLATE} cannot fork: {answer['error']}")
             try:
                 server = ForkedChild(answer["pid"], stdout)
-            except OSError as error:
+            except OSError as error:  # the process ends, and would stay a zombie
+                asyncio.get_running_loop().run_in_executor(None, os.waitpid, answer["pid"], 0)
                 raise WorkerDiedError(f"{TEMPLATE} has forked in vain: {error}") from error
             os.write(permitting, b"!")  # without it the process ends: nobody would know of it
             return server
@@ -81,19 +83,21 @@ class Template:
         await self.close()
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._line.setblocking(False)
+        environment = {
+            # As `rpcmp serve` sets it, before gRPC is imported.
+            "GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "NONE"),
+            "SPT_NOENV": "1",  # a process's title must not be written over its environment
+            "RPCMP_CERTS": None,  # servers of one machine have no certificates
+        }
         with theirs:
-            self._process = await interpreter.start(
-                "rpcmp.process.template",
-                [str(theirs.fileno()), str(os.getpid()), self._command, *self._preloaded],
-                {
-                    # As `rpcmp serve` sets it, before gRPC is imported.
-                    "GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "NONE"),
-                    # A process's title must not be written over its environment.
-                    "SPT_NOENV": "1",
-                    "RPCMP_CERTS": None,  # servers of one machine have no certificates
-                },
-                [theirs.fileno()],
-            )
+            arguments = [str(theirs.fileno()), str(os.getpid()), self._command, *self._preloaded]
+            try:
+                self._process = await interpreter.start(
+                    "rpcmp.process.template", arguments, environment, [theirs.fileno()]
+                )
+            except OSError as error:
+                self._end()
+                raise WorkerDiedError(f"{TEMPLATE} cannot be started: {error}") from error
         self._watching = asyncio.create_task(kill_if_stopped(self._process, TEMPLATE))
 
     async def _ask(self, message: dict[str, Any], fds: Sequence[int]) -> dict[str, Any]:

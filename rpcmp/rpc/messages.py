@@ -11,7 +11,7 @@ numbers and summing still go micro-batch by micro-batch, so bits do not depend o
 
 Every bundle has the header of its round. Messages overtake each other and rounds are aborted: with
 the header in each of them, any message can start its round at a stage, and no stage keeps headers
-that a late message could miss. A bundle is 141 bytes of pickle, however many micro-batches it has.
+that a late message could miss. A bundle is 142 bytes of pickle, however many micro-batches it has.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def grid(config: Config, axes: Axes) -> Grid:
     for setting in dict.fromkeys(_product(config, axes, batch_size)):
         if setting == own:
             continue
-        reason = _why_useless(config, setting, batch_size)
+        reason = _why_useless(setting, batch_size)
         if not reason:
             same = settings.setdefault(_effect(config, setting), setting)
             reason = "" if same is setting else f"the same as {same.without_count}"
@@ -126,12 +126,12 @@ def _setting(**values: Any) -> ScheduleOptions:
         raise ConfigError(f"{first['loc'][0]}: {first['msg']} (got {first['input']!r})") from error
 
 
-def _why_useless(config: Config, setting: ScheduleOptions, batch_size: int) -> str:
+def _why_useless(setting: ScheduleOptions, batch_size: int) -> str:
     if setting.num_microbatches > batch_size:
         return f"a mini-batch has {batch_size} samples"
     if setting.schedule == "gpipe" and setting.max_in_flight is not None:
         return "gpipe always holds all micro-batches"
-    at_once = max(map(len, setting.on(config).bundles(setting.num_microbatches)))
+    at_once = min(setting.microbatches_per_message, setting.num_microbatches)
     if setting.max_in_flight is not None and setting.max_in_flight < at_once:
         return f"a message has {at_once} micro-batches"
     return ""

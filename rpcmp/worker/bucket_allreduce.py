@@ -7,8 +7,8 @@
 Two members do with less: each gets all gradients of the other and adds its own. That is as many
 bytes, half as many messages, and the same sum, because the order of two addends does not matter.
 
-Members request what they need when a round starts, and are answered once it is there. A bucket is
-on its way as soon as the last micro-batch has added to all of its gradients, while the backward
+Members request what they need when their round starts, and are answered once it is there. A bucket
+is on its way as soon as the last micro-batch has added to all of its gradients, while the backward
 goes on. Every element is summed once, in one order, and sent to all: members cannot differ.
 
 While the compute thread computes, copies and sums run on a thread of their own, and on the compute
@@ -124,6 +124,8 @@ class BucketAllReduce:
 
         So the last member to be ready does not have to wait for a request's way there and back.
         """
+        if not self.buckets:
+            return  # a sum of nothing ends by itself, and would be kept for ever
         for reduction in self._reductions(round_number):
             self._attempt(reduction, functools.partial(self._request, reduction))
 
@@ -253,6 +255,8 @@ class BucketAllReduce:
     def _attempt(self, reduction: BucketReduction, work: Callable[[], None]) -> None:
         try:
             work()
+        except InvalidStateError:  # it has failed meanwhile, for a reason that all have got
+            return
         except Exception as error:
             reduction.fail(error)
 

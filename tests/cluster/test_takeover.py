@@ -89,19 +89,29 @@ def test_another_driver_goes_on_where_the_servers_are(
     assert {stage["state"] for stage in status(config, servers)} == {"idle"}
 
 
+@pytest.mark.parametrize(("every", "ending", "code"), [(1, None, 1), (4, signal.SIGTERM, 143)])
 def test_steps_that_could_not_be_saved_are_held(
-    job: JobFolder, fault_free: Committed, servers: Servers
+    job: JobFolder,
+    fault_free: Committed,
+    servers: Servers,
+    every: int,
+    ending: signal.Signals | None,
+    code: int,
 ) -> None:
+    """Whether the run ends for that, or by a signal meanwhile."""
     config = slow_config(job)
-    saving = ("--set", "checkpoint.dir=saved", "--set", "checkpoint.every_steps=1")
+    saving = ("--set", "checkpoint.dir=saved", "--set", f"checkpoint.every_steps={every}")
     command: list[str | Path] = ["drive", config, "--json", "--connect", connect(servers), *saving]
     folder = job.folder / "saved"
     with running(*command) as run:
-        run.wait_for_line('"event": "checkpoint", "step": 2,')
+        run.wait_for_line('"event": "checkpoint", "step": 4,')
         folder.rename(job.folder / "away")
         folder.write_text("a file in the way")
+        if ending is not None:
+            run.wait_for_line("no checkpoint of step")
+            os.kill(run.pid, ending)
         before = run.wait()
-    assert before.code == 1
+    assert before.code == code
     assert "hold the newest steps for 600 s: the same command with --resume" in before.err
     poll_for(lambda: is_held(config, servers), "the servers to notice it")
     folder.unlink()

@@ -88,8 +88,8 @@ def test_limits_follow_the_schedule_the_graph_and_max_in_flight(
 @pytest.mark.parametrize(
     ("overrides", "of_c", "held", "in_flight"),
     [
-        ({}, InFlightLimits(1, 1), {"a": 6, "b": 4, "c": 2}, 5),
-        ({"max_in_flight": 5}, InFlightLimits(1, 1), {"a": 4, "b": 4, "c": 2}, 4),
+        ({}, InFlightLimits(1, 1), {"a": 8, "b": 6, "c": 3}, 5),
+        ({"max_in_flight": 7}, InFlightLimits(1, 1), {"a": 6, "b": 6, "c": 3}, 4),
         (
             {"schedule": "gpipe", "max_in_flight": 8},
             InFlightLimits(5, 5),
@@ -99,7 +99,7 @@ def test_limits_follow_the_schedule_the_graph_and_max_in_flight(
         (
             {"schedule": "zero-bubble", "max_in_flight": 3},
             InFlightLimits(1, 1, splits=True),
-            {"a": 2, "b": 2, "c": 2},
+            {"a": 3, "b": 3, "c": 3},
             3,
         ),
         (
@@ -120,9 +120,9 @@ def test_schedules_count_bundles_if_micro_batches_share_a_message(
 
 
 def test_a_message_must_not_hold_more_than_may_be_in_flight() -> None:
-    config = parse_config({**BRANCHES, "microbatches_per_message": 3, "max_in_flight": 1})
+    config = parse_config({**BRANCHES, "microbatches_per_message": 3, "max_in_flight": 2})
     with pytest.raises(
-        ConfigError, match="max_in_flight = 1, but a message has 2 micro-batches by micro"
+        ConfigError, match="max_in_flight = 2, but a message has 3 micro-batches by micro"
     ):
         cost_model.limits(config)
 

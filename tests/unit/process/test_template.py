@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +101,15 @@ def test_a_system_that_cannot_fork_siblings_says_so(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(template, "MACHINES", {})
     with pytest.raises(OSError, match="not implemented"):
         template.fork_sibling()
+
+
+def test_a_process_with_other_threads_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "_thread_id_address", lambda: 1)
+    monkeypatch.setattr(template, "_LIBC", None)  # it would fork the tests
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    with pytest.raises(OSError, match="other threads"):
+        template.fork_sibling()
+    end.set()
+    thread.join()

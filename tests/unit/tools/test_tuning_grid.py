@@ -59,9 +59,9 @@ def test_messages_are_an_axis_and_increase_max_in_flight() -> None:
         "zero-bubble, max_in_flight 16, 4 a message: [8]",
     ]
     assert "max_in_flight 16, 4 a message: the same" in found.left_out[-1]
-    few = grid(chain(), Axes([16], ["1f1b"], [3], [4]))
+    few = grid(chain(), Axes([8], ["1f1b"], [3], [4]))
     assert few.left_out == [
-        "left out: num_microbatches 16, 1f1b, max_in_flight 3, 4 a message: a message has 4 "
+        "left out: num_microbatches 8, 1f1b, max_in_flight 3, 4 a message: a message has 4 "
         "micro-batches"
     ]
 

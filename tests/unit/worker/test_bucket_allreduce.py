@@ -214,6 +214,14 @@ def test_members_exchange_nothing_about_chunks_without_elements(
     assert Counter(calls) == {"gradient_part": requests, "gradient_total": requests}
 
 
+def test_a_sum_of_nothing_is_not_kept() -> None:
+    alone = BucketAllReduce([], 0, [])
+    for round_number in range(1, 4):
+        alone.expect(round_number)
+        alone.finish(round_number)
+    assert not alone._sums
+
+
 def test_two_members_sum_an_empty_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "SHAPES", [(0, 3)])
     members = Members(2)
