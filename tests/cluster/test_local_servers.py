@@ -29,8 +29,8 @@ def templates(token: str) -> list[psutil.Process]:
     return [each for each in with_token(token) if runs(each, "rpcmp.process.template")]
 
 
-def servers_of(parent: int) -> list[psutil.Process]:
-    return [each for each in psutil.Process(parent).children() if runs(each, "serve")]
+def servers_of(parent: int, token: str) -> list[psutil.Process]:
+    return [each for each in with_token(token) if each.ppid() == parent and runs(each, "serve")]
 
 
 @pytest.mark.usefixtures("own_forks")
@@ -42,15 +42,15 @@ def test_servers_outlive_their_template_and_are_started_again(
         async with Forks([]) as forks:
             servers = server_pool.LocalServers(forks, ["--checkpoints", str(tmp_path)])
             assert len({*await servers.start(WORKERS)}) == 3
-            before = servers_of(os.getpid())
+            before = servers_of(os.getpid(), token)
             assert len(before) == 3
             [template] = templates(token)
             template.send_signal(signum)
             assert not any(map(servers.has_ended, range(3)))
             for _ in range(2):  # the first one may still be asked of the lost template
                 await servers.restart(1)
-            assert len({*before} & {*servers_of(os.getpid())}) == 2
-            assert len(servers_of(os.getpid())) == 3
+            assert len({*before} & {*servers_of(os.getpid(), token)}) == 2
+            assert len(servers_of(os.getpid(), token)) == 3
             assert template not in templates(token)
             await servers.stop()
 
@@ -75,7 +75,7 @@ def test_nothing_outlives_a_killed_drive_whose_server_was_stopped(
     """The kernel continues the server, which then sees that it has to end."""
     with running("drive", job.config(LONG), "--json") as run:
         run.wait_for_line('"event": "step"')
-        servers = servers_of(run.pid)
+        servers = servers_of(run.pid, token)
         assert len(servers) == 2
         servers[0].suspend()
         run.process.kill()

@@ -92,9 +92,9 @@ def test_limits_follow_the_schedule_the_graph_and_max_in_flight(
         ({"max_in_flight": 7}, InFlightLimits(1, 1), {"a": 6, "b": 6, "c": 3}, 4),
         (
             {"schedule": "gpipe", "max_in_flight": 8},
-            InFlightLimits(5, 5),
+            InFlightLimits(4, 4),
             {"a": 8, "b": 8, "c": 8},
-            7,
+            6,
         ),
         (
             {"schedule": "zero-bubble", "max_in_flight": 3},
