@@ -125,9 +125,10 @@ def _victims(strike: Strike, family: Sequence[psutil.Process]) -> list[psutil.Pr
     found = []
     for process in family:
         with contextlib.suppress(psutil.Error):
-            if not process.cmdline() or not _has_begun(process):
+            words = process.cmdline()  # once: none are left when it ends
+            if not words or not _has_begun(process, words):
                 continue
-            line = " ".join(process.cmdline())
+            line = " ".join(words)
             is_loader = strike.what == "loader" and LOADER_OF_TORCH in line
             if runs(process, WORDS[strike.what]) or is_loader:
                 found.append(process)
@@ -135,9 +136,9 @@ def _victims(strike: Strike, family: Sequence[psutil.Process]) -> list[psutil.Pr
     return [found[strike.which % len(found)]] if found else []
 
 
-def _has_begun(process: psutil.Process) -> bool:
+def _has_begun(process: psutil.Process, words: Sequence[str]) -> bool:
     """Whether a process is ours by now, and no longer the shell or the linker that starts it."""
-    is_forked = process.cmdline()[0].startswith("rpcmp")
+    is_forked = words[0].startswith("rpcmp")
     return is_forked or ("python" in process.exe() and process.cpu_times().user > BEGUN_SECONDS)
 
 
