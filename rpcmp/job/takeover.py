@@ -269,6 +269,11 @@ def _state(recorded: pb.DriverState) -> Message:
     return asdict(progress)
 
 
+def held_seconds(config: Config, record: DriverRecord | None) -> float:
+    """Return for how long servers hold the newest steps if the driver is lost; 0: not at all."""
+    return 0.0 if record is None else config.recovery.keep_after_driver
+
+
 class DriverRecord:
     """The record that a run's driver keeps at all servers, over all generations.
 

@@ -26,7 +26,7 @@ from rpcmp.job.generation import Generation
 from rpcmp.job.recovery import Progress, Workload
 from rpcmp.job.restore_point import RestorePlanner, Start
 from rpcmp.job.server_pool import ServerPool
-from rpcmp.job.takeover import DriverRecord, LostJob
+from rpcmp.job.takeover import DriverRecord, LostJob, held_seconds
 from rpcmp.job.vitals import Vitals
 from rpcmp.observability.events import (
     EvalEvent,
@@ -94,7 +94,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
     @property
     def held_seconds(self) -> float:
         """Seconds for which the servers hold the newest steps if the driver is lost."""
-        return 0.0 if self._record is None else self._config.recovery.keep_after_driver
+        return held_seconds(self._config, self._record)
 
     def finish_step(self, save: bool) -> None:
         """Let the driver process stop after its running step, and save it if `save`."""

@@ -22,7 +22,7 @@ from rpcmp.job.failure_detection import FirstFailure
 from rpcmp.job.restore_point import RestorePoint
 from rpcmp.job.server_calls import gather_all, prepare_request
 from rpcmp.job.server_pool import ServerPool
-from rpcmp.job.takeover import DriverRecord
+from rpcmp.job.takeover import DriverRecord, held_seconds
 from rpcmp.job.vitals import Vitals
 from rpcmp.job.weight_transfer import WeightTransfer
 from rpcmp.job.worker_logs import LogCollector
@@ -304,7 +304,7 @@ class WorkerGroup:
                 driver_id=self._pool.driver_id,
                 supersedes=self._pool.supersedes,
                 drops_held=self._pool.drops_held and self._identity["generation"] == 1,
-                keep_s=0.0 if self._record is None else self._config.recovery.keep_after_driver,
+                keep_s=held_seconds(self._config, self._record),
                 heartbeat_timeout=self._config.recovery.heartbeat_timeout,
                 checkpoint_folder=str(self._config.checkpoint_folder),
                 relative_checkpoint_folder=self._config.relative_checkpoint_folder,

@@ -31,7 +31,10 @@ def num_bundles(config: Config) -> int:
 
 
 def _largest_bundle(config: Config) -> int:
-    # A smaller mini-batch may have a larger bundle: of 8 at most, 11 are 1 3 3 3 1, 10 are 1 8 1.
+    """Return the most micro-batches of a bundle in any mini-batch.
+
+    A smaller mini-batch may have a larger one: with 8 at most, 11 are 1 3 3 3 1, 10 are 1 8 1.
+    """
     return min(config.microbatches_per_message, config.num_microbatches)
 
 
@@ -154,18 +157,18 @@ def simulate(config: Config, times: Mapping[str, ActionTimes]) -> Simulation:
     by_stage = limits(config)
     for worker in config.workers:
         if worker.replica == 0:
-            each, count = by_stage[worker.stage], worker.num_replicas
+            of_one, count = by_stage[worker.stage], worker.num_replicas
             by_stage[worker.stage] = replace(
-                each,
-                open=each.open * count,
-                held=each.held * count,
-                deferred=each.deferred * count,
+                of_one,
+                open=of_one.open * count,
+                held=of_one.held * count,
+                deferred=of_one.deferred * count,
             )
     bundles = config.bundles(config.num_microbatches)
-    of_one = simulation.fixed(times, by_stage)
+    per_microbatch = simulation.fixed(times, by_stage)
 
     def duration(stage: str, action: Action, bundle: int) -> float:
-        return len(bundles[bundle]) * of_one(stage, action, bundle)
+        return len(bundles[bundle]) * per_microbatch(stage, action, bundle)
 
     return Simulation(config.graph(), policy(config.schedule), len(bundles), duration, by_stage)
 

@@ -309,9 +309,7 @@ def _owner(inode: int, pids: Iterable[int]) -> int | None:
 
 def _parent(pid: int) -> int:
     """Return the parent of a process; 0 if it has ended."""
-    with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
-    return 0
+    return int(_kernel_status(pid).get("PPid", "0"))
 
 
 def _children(parent: int) -> Iterator[int]:

@@ -55,7 +55,7 @@ class RoundHeader(NamedTuple):
     Attributes:
         number: counts train steps, evaluations and predictions together; unique per generation.
         step: the optimizer step that the round is for or follows; seeds dropout, names errors.
-        per_message, in_turns: how they are cut into bundles, see `topology.cut_into_bundles`.
+        per_message, in_turns: how its micro-batches are cut, see `topology.cut_into_bundles`.
         accumulated: micro-batches of earlier rounds whose gradients this step already has.
         version: the number of the snapshot that stages take after the round; 0: none.
         save: whether that snapshot goes to a disk.
