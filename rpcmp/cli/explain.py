@@ -167,6 +167,8 @@ def _head(explanation: Explanation) -> Iterator[str]:
         f"{explanation.name}: {steps}, mini-batches of {explanation.batch_size} samples in "
         f"{microbatches}, {explanation.schedule}"
     )
+    if explanation.tries:
+        yield f"the first steps try other values of {', '.join(explanation.tries)}"
     stages = _count(len(explanation.stages), "stage")
     balance = f", balance = {explanation.balance}" if explanation.balance else ""
     yield f"{_count(explanation.parameters, 'parameter')} in {stages}{balance}"

@@ -23,8 +23,8 @@ from rpcmp.errors import ConfigError
 
 if TYPE_CHECKING:
     from rpcmp.config.schema import Config
+    from rpcmp.pipelining.setting_grid import Grid
     from rpcmp.tools.tuning import Tuned
-    from rpcmp.tools.tuning_grid import Grid
 
 WIDTH = 160
 """Characters that a row of the table may take."""
@@ -96,7 +96,7 @@ def tune(
       rpcmp tune config.toml --microbatches 4,8,16 --png curve.png
     """
     from rpcmp.observability.trace.plot import require_matplotlib
-    from rpcmp.tools.tuning_grid import Axes, grid
+    from rpcmp.pipelining.setting_grid import Axes, grid
 
     job = loader.load_config(config, overrides)
     swept = grid(

@@ -60,7 +60,7 @@ def _idle(config: Config, stage: str) -> list[int]:
 def _step(config: Config) -> str:
     count = config.num_full_microbatches
     microbatches = f"{count} micro-batch{'es' if count > 1 else ''}"
-    if config.microbatches_per_message == 1:
+    if config.options.microbatches_per_message == 1:
         return microbatches
     messages = _num_bundles(config)
     return f"{messages} message{'s' if messages > 1 else ''} of {microbatches}"
@@ -69,7 +69,7 @@ def _step(config: Config) -> str:
 def _remedy(config: Config, shares: list[int] | None) -> str:
     is_short = config.num_full_microbatches < config.num_microbatches
     found = ["raise data.batch_size" if is_short else "raise num_microbatches"]
-    if config.microbatches_per_message > 1:
+    if config.options.microbatches_per_message > 1:
         found.insert(0, "lower microbatches_per_message")
     if shares:
         found.append("make its shares more equal")

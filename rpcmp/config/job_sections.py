@@ -23,6 +23,7 @@ from rpcmp.config.types import (
     NAME,
     Address,
     Arguments,
+    Auto,
     Autocast,
     Balance,
     Factory,
@@ -30,6 +31,7 @@ from rpcmp.config.types import (
     OptimizerFactory,
     OptimizerOrName,
     Positive,
+    PositiveOrAuto,
     Schedule,
     Size,
     StageOverride,
@@ -255,14 +257,14 @@ class JobSettings(Strict):
     """Optimizer steps, instead of epochs."""
     num_microbatches: Positive = 4
     """Slices of a mini-batch."""
-    schedule: Schedule = "1f1b"
-    """Order of forwards and backwards."""
-    max_in_flight: Positive | None = None
-    """Micro-batches of which a stage may hold activations, in whole messages; by the schedule when
-    omitted."""
-    microbatches_per_message: Positive = 1
-    """Micro-batches that stages send in one message; worth trying where a stage computes one in a
-    few milliseconds."""
+    schedule: Literal[Schedule, Auto] = "auto"
+    """Order of forwards and backwards; "auto": what is fastest in the run's first steps."""
+    max_in_flight: PositiveOrAuto | None = "auto"
+    """Micro-batches of which a stage may hold activations, in whole messages; "auto": as many as
+    the schedule needs, or more where memory allows it and a step is faster."""
+    microbatches_per_message: PositiveOrAuto = "auto"
+    """Micro-batches that stages send in one message; "auto": what is fastest in the run's first
+    steps, or 1 with replicas, whose sums it would change."""
     balance_replicas: bool = False
     """Give a stage's replicas `shares` by their measured speed, if it has none."""
     wire_dtype: Literal["bfloat16"] | None = None

@@ -16,6 +16,7 @@ from pydantic import PrivateAttr, model_validator
 
 from rpcmp.config import cross_checks
 from rpcmp.config.job_sections import DataConfig, JobSettings, ModelCut, StageConfig
+from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.config.topology import (
     Graph,
     Member,
@@ -28,9 +29,6 @@ from rpcmp.config.types import (
     Autocast,
     Factory,
     OptimizerFactory,
-    Positive,
-    Schedule,
-    Strict,
 )
 from rpcmp.errors import ConfigError
 
@@ -158,10 +156,15 @@ class Config(JobSettings):
     def is_replicated(self) -> bool:
         return any(stage.num_replicas > 1 for stage in self.stages)
 
+    @property
+    def options(self) -> ScheduleOptions:
+        """The schedule options that a run starts with."""
+        return ScheduleOptions.of(self)
+
     def bundles(self, num_microbatches: int) -> tuple[range, ...]:
         """Return the micro-batches of each bundle of a mini-batch."""
         return cut_into_bundles(
-            num_microbatches, self.microbatches_per_message, in_turns=self.is_replicated
+            num_microbatches, self.options.microbatches_per_message, in_turns=self.is_replicated
         )
 
     @property
@@ -410,34 +413,3 @@ def _may_watch(scheduler: Factory) -> bool:
     """Whether a scheduler may look at the loss; of torch's own only one does."""
     name = scheduler.callable
     return not name.startswith("torch.optim") or name.endswith("ReduceLROnPlateau")
-
-
-class ScheduleOptions(Strict):
-    """The keys of a config that may change between two steps while its processes go on.
-
-    They cut a mini-batch and order the work on its micro-batches. Models, stages and workers stay
-    as they are, so that `rpcmp tune` compares options on the same processes, step by step in turn.
-    """
-
-    num_microbatches: Positive
-    schedule: Schedule
-    max_in_flight: Positive | None = None
-    microbatches_per_message: Positive = 1
-
-    @classmethod
-    def of(cls, config: Config) -> Self:
-        return cls(**{key: getattr(config, key) for key in cls.model_fields})
-
-    def on(self, config: Config) -> Config:
-        return config.model_copy(update=self.model_dump())
-
-    @property
-    def without_count(self) -> str:
-        """The options in words, without the number of micro-batches."""
-        in_flight = "" if self.max_in_flight is None else f", max_in_flight {self.max_in_flight}"
-        count = self.microbatches_per_message
-        return f"{self.schedule}{in_flight}{'' if count == 1 else f', {count} a message'}"
-
-    def __str__(self) -> str:
-        plural = "" if self.num_microbatches == 1 else "es"
-        return f"{self.num_microbatches} micro-batch{plural}, {self.without_count}"

@@ -219,6 +219,14 @@ Positive = Annotated[int, Field(ge=1)]
 Schedule = Literal["gpipe", "1f1b", "zero-bubble"]
 """The names of rpcmp.pipelining.schedule's policies."""
 
+Auto = Literal["auto"]
+"""A run finds the value by itself."""
+
+PositiveOrAuto = Annotated[
+    Annotated[Positive, Tag("<number>")] | Annotated[Auto, Tag("<auto>")],
+    Discriminator(lambda value: "<auto>" if isinstance(value, str) else "<number>"),
+]
+
 Autocast = Literal["bfloat16", "float16"]
 """The dtypes that `torch.autocast` may compute in."""
 

@@ -275,3 +275,23 @@ def pair(batch: Any) -> Loaded:
             "them so"
         )
     return Loaded(batch[0], batch[1])
+
+
+def too_few_samples(samples: int, least: int, section: DataConfig, stage: str) -> ConfigError:
+    """Return the error of a mini-batch of fewer samples than a micro-batch needs.
+
+    Args:
+        stage: a stage whose batch normalization needs more; empty: the config wants more.
+    """
+    which, remedy = "the last", "set data.drop_last = true, or change data.batch_size"
+    if samples == section.batch_size:
+        which, remedy = "each", "raise data.batch_size"
+    reason, condition = "as data.min_microbatch says", ""
+    if stage:
+        reason = f"since stage {stage!r} trains batch normalization"
+        condition = ", if its maps have more than one value per channel"
+    return ConfigError(
+        f"{which} mini-batch of an epoch has {samples} sample{'s' * (samples > 1)} "
+        f"(data.batch_size = {section.batch_size}), and a micro-batch needs {least}, {reason}: "
+        f"{remedy}, or set data.min_microbatch = {samples}{condition}"
+    )

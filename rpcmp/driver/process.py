@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rpcmp.config import importing
-from rpcmp.config.schema import Config, ScheduleOptions
+from rpcmp.config.schedule_options import ScheduleOptions
+from rpcmp.config.schema import Config
 from rpcmp.data.batch_server import BatchServer
 from rpcmp.data.loss_weights import LossWeights
 from rpcmp.driver.datasets import Datasets
@@ -37,6 +38,7 @@ from rpcmp.errors import JobError, RpcmpError, to_wire
 from rpcmp.observability.events import Event, StartEvent, SummaryEvent
 from rpcmp.pipelining import assignment, cost_model
 from rpcmp.pipelining.assignment import Assignment
+from rpcmp.pipelining.setting_grid import options_to_try
 from rpcmp.process.activity import start_heartbeat
 from rpcmp.process.channel import ChildContext, Message, connect_to_supervisor
 from rpcmp.rpc import transport, unpickler
@@ -54,12 +56,14 @@ class Planned(NamedTuple):
         metrics: the metrics that the driver computes.
         datasets: None if the stages load them, or if the job needs none.
         loads_at_stages: whether the stages load their inputs from the datasets themselves.
+        options: what the job may change its schedule options to, those of the config first.
     """
 
     assignments: list[Assignment]
     metrics: Metrics
     datasets: Datasets | None
     loads_at_stages: bool
+    options: Sequence[ScheduleOptions] = ()
 
 
 def plan_job(
@@ -151,9 +155,11 @@ class DriverProcess:
         config = Config.model_validate_json(message["config"]).with_folder(folder)
         unpickler.allow(config.modules, (path.stem for path in folder.iterdir()))
         settings = [ScheduleOptions(**setting) for setting in message["settings"]]
+        if not settings and message["load_data"]:
+            settings = options_to_try(config)
         configs = [config, *(setting.on(config) for setting in settings)]
         transport.reserve_threads(max(map(cost_model.in_flight, configs)))
-        planned = plan_job(config, settings, message["load_data"])
+        planned = plan_job(config, settings, message["load_data"])._replace(options=settings)
         assignments = [part.model_dump_json() for part in planned.assignments]
         weights = [part.weights for part in planned.assignments]
         self._channel.send({"event": "planned", "assignments": assignments, "weights": weights})
@@ -167,7 +173,9 @@ class DriverProcess:
         progress = TrainingProgress.from_message(order["progress"]) if order["progress"] else None
         if progress is not None and progress.scaler is not None:
             group.optimizer.load_scaler(progress.scaler)
-        training = self._training = self._make_training(config, planned, group, tracers, progress)
+        training = self._training = self._make_training(
+            *(config, planned, group, tracers, progress, planned.options)
+        )
         self._report(StartEvent(steps=training.total_steps))
         training.run(evaluate=order["evaluate"])
         if self._saves_at_end or config.checkpoint is not None:
@@ -224,6 +232,7 @@ class DriverProcess:
         group: StageGroup,
         tracers: Sequence[Tracer | StepSampler] = (),
         progress: TrainingProgress | None = None,
+        options: Sequence[ScheduleOptions] = (),
     ) -> Training:
         if planned.datasets is None:
             raise JobError("the driver process was told to train without having loaded its data")
@@ -238,6 +247,7 @@ class DriverProcess:
             self._activity,
             tracers,
             planned.metrics,
+            options,
         )
 
     def _report(self, event: Event) -> None:

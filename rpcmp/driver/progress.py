@@ -99,6 +99,7 @@ class TrainingProgress:
         evaluated_after: the step before the last evaluation; 0: there was none.
         scaler: state of the loss scaler; None: the loss is not scaled.
         stream: the Position of a `data.train` that is a stream, as text.
+        options: the ScheduleOptions of the step, as JSON.
     """
 
     step: int = 0
@@ -115,6 +116,7 @@ class TrainingProgress:
     evaluated_after: int = 0
     scaler: ScalerState | None = None
     stream: str = ""
+    options: str = ""
 
     def after(
         self,
@@ -123,6 +125,7 @@ class TrainingProgress:
         loss: float,
         scaler: ScalerState | None = None,
         stream: str = "",
+        options: str = "",
     ) -> Self:
         """Return the progress after one more step."""
         is_same_epoch = epoch == self.epoch
@@ -137,6 +140,7 @@ class TrainingProgress:
             has_ended_epoch=False,
             scaler=scaler,
             stream=stream,
+            options=options,
         )
 
     def for_config(self, config: Config) -> Self:

@@ -198,7 +198,7 @@ class Rounds:
             mode=mode,
             num_samples=batch.num_samples,
             num_microbatches=count,
-            per_message=self._config.microbatches_per_message,
+            per_message=self._config.options.microbatches_per_message,
             in_turns=self._config.is_replicated,
             batch_id=batch.batch_id if isinstance(batch, BatchIndices) else 0,
         )

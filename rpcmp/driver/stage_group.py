@@ -17,7 +17,7 @@ from torch.futures import Future
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER
 from rpcmp.data.batch_server import BatchServer
-from rpcmp.data.batches import Loaded
+from rpcmp.data.batches import Loaded, too_few_samples
 from rpcmp.driver import worker_refs
 from rpcmp.driver.distributed_optimizer import DistributedOptimizer
 from rpcmp.driver.evaluation import Evaluation, Metrics, mean
@@ -77,28 +77,22 @@ class StageGroup:
     def require_enough(self, samples: int) -> None:
         """Check that the run's smallest mini-batch, of `samples`, makes a micro-batch."""
         least = self._rounds.smallest
-        if samples >= least:
-            return
-        section = self._config.require_data("training")
-        which, remedy = "the last", "set data.drop_last = true, or change data.batch_size"
-        if samples == section.batch_size:
-            which, remedy = "each", "raise data.batch_size"
-        reason, condition = "as data.min_microbatch says", ""
-        if stage := next((name for name, its in self._needed.items() if its > samples), ""):
-            reason = f"since stage {stage!r} trains batch normalization"
-            condition = ", if its maps have more than one value per channel"
-        raise ConfigError(
-            f"{which} mini-batch of an epoch has {samples} sample{'s' * (samples > 1)} "
-            f"(data.batch_size = {section.batch_size}), and a micro-batch needs {least}, {reason}: "
-            f"{remedy}, or set data.min_microbatch = {samples}{condition}"
-        )
+        if samples < least:
+            section = self._config.require_data("training")
+            stage = next((name for name, its in self._needed.items() if its > samples), "")
+            raise too_few_samples(samples, least, section, stage)
+
+    @property
+    def num_full_microbatches(self) -> int:
+        """Micro-batches of a full mini-batch, which the stages may need to be fewer and larger."""
+        return self._rounds.count(self._config.require_data("training").batch_size, True)
 
     def warnings(self) -> list[str]:
         """Return warnings if a step has fewer micro-batches than the config asks for."""
         config, section = self._config, self._config.require_data("training")
         merged = section.model_copy(update={"min_microbatch": self._rounds.smallest})
         real = config.model_copy(update={"data": merged})
-        count, wanted = real.num_full_microbatches, config.num_full_microbatches
+        count, wanted = self.num_full_microbatches, config.num_full_microbatches
         if count == wanted:
             return []
         fewer = (
@@ -111,7 +105,8 @@ class StageGroup:
     def reschedule(self, config: Config) -> None:
         """Switch to schedule options that the plan foresaw, between two rounds."""
         self._rounds.reschedule(config)
-        self.workers.everywhere(Stage.reschedule, config.schedule, cost_model.limits(config))
+        limits = cost_model.limits(config)
+        self.workers.everywhere(Stage.reschedule, config.options.schedule, limits)
         self._config = config
 
     def start_step(

@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from rpcmp.config import importing
+from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.data.batches import Loaded
@@ -23,6 +24,7 @@ from rpcmp.driver.datasets import Datasets, fewest_samples
 from rpcmp.driver.evaluation import Evaluator, Metrics
 from rpcmp.driver.progress import Best, CheckpointCadence, EarlyStopping, TrainingProgress
 from rpcmp.driver.rounds import RoundHandle
+from rpcmp.driver.self_tuning import SelfTuning
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.driver.step_stream import Step, StepStream
 from rpcmp.driver.tracing import StepSampler, Tracer
@@ -64,6 +66,7 @@ class Training:
         resumed: the progress from which the run resumes; None: it starts.
         tracers: called after every step.
         metrics: the metrics that the driver computes.
+        options: what the run may change its schedule options to, those of the config first.
 
     Attributes:
         progress: the state after the last step.
@@ -83,6 +86,7 @@ class Training:
         activity: Activity | None = None,
         tracers: Sequence[Tracer | StepSampler] = (),
         metrics: Metrics | None = None,
+        options: Sequence[ScheduleOptions] = (),
     ) -> None:
         self._config = config
         self._group, self._workers = group, config.workers
@@ -113,6 +117,7 @@ class Training:
         group.require_enough(fewest_samples(config, datasets.train))
         for text in group.warnings():
             report(WarningEvent(text=text))
+        self._tuning = SelfTuning(config, group, options, self.progress, self.total_steps)
 
     def run(self, evaluate: bool) -> None:
         """Train to the end of the run, or until `stop` is set.
@@ -127,6 +132,8 @@ class Training:
         is_stopped = self._stop.is_set() and self.progress.step > 0  # in that evaluation
         if self._early_stop is None and not is_stopped:
             self._train(self._steps.after(self.progress.step))
+        if (found := self._tuning.close()) is not None:
+            self._report(found)
         if (state := self._early_stop) is not None:
             state = replace(state, step=self.progress.step)
             self._report(EarlyStopEvent(**asdict(state)))
@@ -158,6 +165,9 @@ class Training:
     def _train(self, steps: Iterable[Step]) -> None:
         self._ended = time.perf_counter()
         for step in steps:
+            if self._tuning.is_changing:
+                self._drain()
+                self._tuning.change(step.number)
             self._in_progress.append((step, self._start(step)))
             if len(self._in_progress) == STEPS_AHEAD:
                 self._finish(*self._in_progress.popleft())
@@ -165,6 +175,7 @@ class Training:
                 self._drain()
                 self._after_drained(step)
                 self._ended = time.perf_counter()  # none of that is the next step's
+                self._tuning.has_drained(step.number)
             if self._stop.is_set() or self._early_stop is not None:
                 break
         self._drain()
@@ -241,7 +252,10 @@ class Training:
             )
         state = None if scaler is None else scaler.state
         stream = self._position_after(step.number)
-        self.progress = self.progress.after(step.number, step.epoch, trained.loss, state, stream)
+        self.progress = self.progress.after(
+            *(step.number, step.epoch, trained.loss, state, stream),
+            self._tuning.current.model_dump_json(),
+        )
         self._last = self._unreported = event
         self._report_progress()
         self._ended = now
@@ -274,6 +288,8 @@ class Training:
         whole = _with_stage_reports(event, self._workers, stages)
         self._last = whole if self._last is event else self._last
         self._report(whole)  # stage.py [16]
+        if (found := self._tuning.add(whole)) is not None:
+            self._report(found)
 
     def _report_progress(self) -> None:
         """Send the state from which a later generation can resume."""

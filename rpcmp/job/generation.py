@@ -24,7 +24,8 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from rpcmp.config.schema import Config, ScheduleOptions
+from rpcmp.config.schedule_options import ScheduleOptions
+from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER
 from rpcmp.errors import DrainingError, JobError, WorkerDiedError, from_wire
 from rpcmp.job.failure_detection import FirstFailure, Watchdog, task_group

@@ -15,7 +15,8 @@ from torch import nn
 
 from rpcmp.config import importing
 from rpcmp.config.job_sections import StageConfig
-from rpcmp.config.schema import Config, ScheduleOptions
+from rpcmp.config.schedule_options import ScheduleOptions
+from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.config.types import Factory, Strict
 from rpcmp.errors import ConfigError, one_line
@@ -44,7 +45,10 @@ class Assignment(Strict):
     """One worker's part of a job; sent as JSON in StartRequest.assignment.
 
     Attributes:
-        settings: further schedule options that the job may change to between steps.
+        limits: bundles that this stage may keep, by the options that the job starts with.
+        in_flight: the most bundles in flight in the whole job, by any options it may change to.
+        in_flight_per_replica: the same per replica of the sink.
+        may_split: whether this stage may have to split its backwards.
         driver_metrics: names of the metrics that the driver computes.
         loads_data: whether the stages load their part of the batch themselves.
         weights: the names of its tensors in `init`, for the driver alone; None if only the worker
@@ -55,7 +59,10 @@ class Assignment(Strict):
     stage_index: int = Field(ge=0)
     replica: int = Field(default=0, ge=0)
     layers: list[str] = Field(min_length=1)
-    settings: list[ScheduleOptions] = Field(default_factory=list)
+    limits: InFlightLimits = InFlightLimits(1, 1)
+    in_flight: int = Field(default=1, ge=1)
+    in_flight_per_replica: int = Field(default=1, ge=1)
+    may_split: bool = False
     driver_metrics: list[str] = Field(default_factory=list)
     loads_data: bool = False
     tied: list[list[TiedParameter]] = Field(default_factory=list)
@@ -73,30 +80,6 @@ class Assignment(Strict):
     def stage(self) -> StageConfig:
         return self.config.stage(self.stage_index)
 
-    @property
-    def limits(self) -> InFlightLimits:
-        """Bundles of micro-batches that this stage may keep in flight."""
-        return self.all_limits[0]
-
-    @property
-    def all_limits(self) -> list[InFlightLimits]:
-        """The limits under each setting, the config's own first."""
-        return [cost_model.limits(config)[self.stage_name] for config in self._configs]
-
-    @property
-    def in_flight(self) -> int:
-        """The most bundles in flight in the whole job, under any setting."""
-        return max(map(cost_model.in_flight, self._configs))
-
-    @property
-    def in_flight_per_replica(self) -> int:
-        """The most bundles in flight per replica of the sink, under any setting."""
-        return max(map(cost_model.in_flight_per_replica, self._configs))
-
-    @property
-    def _configs(self) -> list[Config]:
-        return [self.config, *(setting.on(self.config) for setting in self.settings)]
-
 
 def assign(
     config: Config,
@@ -104,8 +87,17 @@ def assign(
     driver_metrics: Sequence[str] = (),
     loads_data: bool = False,
 ) -> list[Assignment]:
-    """Return every worker's assignment, in the config's order; arguments as in `Assignment`."""
+    """Return every worker's assignment, in the config's order.
+
+    Args:
+        settings: further options that the job may change to between steps.
+        driver_metrics, loads_data: see `Assignment`.
+    """
     _try_out(config, driver_metrics)
+    configs = [config, *(setting.on(config) for setting in settings)]
+    limits = [cost_model.limits(each) for each in configs]
+    in_flight = max(map(cost_model.in_flight, configs))
+    per_replica = max(map(cost_model.in_flight_per_replica, configs))
     layers_of_stages = _layers_of_stages(config)
     stage_of = {
         layer: stage
@@ -133,7 +125,10 @@ def assign(
             stage_index=worker.stage_index,
             replica=worker.replica,
             layers=layers_of_stages[worker.stage_index],
-            settings=list(settings),
+            limits=limits[0][worker.stage],
+            in_flight=in_flight,
+            in_flight_per_replica=per_replica,
+            may_split=any(each[worker.stage].splits for each in limits),
             driver_metrics=list(driver_metrics),
             loads_data=loads_data,
             tied=tied,

@@ -35,20 +35,21 @@ def _largest_bundle(config: Config) -> int:
 
     A smaller mini-batch may have a larger one: with 8 at most, 11 are 1 3 3 3 1, 10 are 1 8 1.
     """
-    return min(config.microbatches_per_message, config.num_microbatches)
+    return min(config.options.microbatches_per_message, config.num_microbatches)
 
 
 def limits(config: Config) -> dict[str, InFlightLimits]:
     """Return the bundles that each stage may keep, by its name; see `simulation.limits`."""
-    chosen = policy(config.schedule)
-    graph, most, count = config.graph(), config.max_in_flight, config.num_microbatches
+    options = config.options
+    chosen = policy(options.schedule)
+    graph, most, count = config.graph(), options.max_in_flight, config.num_microbatches
     largest = _largest_bundle(config)
     simulation.limits(graph, chosen, count, most)  # for its errors, which speak of micro-batches
     if most is not None:
         if most < largest:
             raise ConfigError(
                 f"max_in_flight = {most}, but a message has {largest} micro-batches by "
-                f"microbatches_per_message = {config.microbatches_per_message}; give at least as "
+                f"microbatches_per_message = {options.microbatches_per_message}; give at least as "
                 "many, better that times the number of stages"
             )
         all_bundles = num_bundles(config) if most >= count else 0
@@ -118,7 +119,11 @@ class Prediction:
 
 def predict(config: Config, hosts: Sequence[StageHost], balance: list[int]) -> Prediction:
     """Predict a step that starts as soon as every stage has time for it."""
-    step = _step_seconds(config, hosts, balance)
+    updates = {
+        host.stage: sum(layer.update_s for layer in host.profile.layers[start:end])
+        for host, (start, end) in zip(hosts, bounds(balance), strict=True)
+    }
+    step = step_seconds(config, times_of(hosts, balance), updates)
     stages = {
         host.stage: StagePrediction(
             num_layers=end - start,
@@ -148,11 +153,14 @@ def times_of(hosts: Sequence[StageHost], balance: Sequence[int]) -> dict[str, Ac
     return times
 
 
-def simulate(config: Config, times: Mapping[str, ActionTimes]) -> Simulation:
+def simulate(
+    config: Config, times: Mapping[str, ActionTimes], message_s: float = 0.0
+) -> Simulation:
     """Simulate one step. The replicas of a stage count as one fast host; see `merge_profiles`.
 
     Args:
         times: per micro-batch and stage; the simulation runs bundles of micro-batches.
+        message_s: what each forward or backward of a bundle takes besides, for its messages.
     """
     by_stage = limits(config)
     for worker in config.workers:
@@ -168,23 +176,31 @@ def simulate(config: Config, times: Mapping[str, ActionTimes]) -> Simulation:
     per_microbatch = simulation.fixed(times, by_stage)
 
     def duration(stage: str, action: Action, bundle: int) -> float:
-        return len(bundles[bundle]) * per_microbatch(stage, action, bundle)
+        message = 0.0 if action is Action.WEIGHT else message_s
+        return len(bundles[bundle]) * per_microbatch(stage, action, bundle) + message
 
-    return Simulation(config.graph(), policy(config.schedule), len(bundles), duration, by_stage)
+    return Simulation(
+        config.graph(), policy(config.options.schedule), len(bundles), duration, by_stage
+    )
 
 
-def _step_seconds(config: Config, hosts: Sequence[StageHost], balance: Sequence[int]) -> float:
+def step_seconds(
+    config: Config,
+    times: Mapping[str, ActionTimes],
+    updates: Mapping[str, float],
+    message_s: float = 0.0,
+) -> float:
     """Return the seconds from the start of one step to the start of the next.
 
     A step can start as soon as every stage will have stepped its optimizer when its first forward
     of the next step is due. If the driver has to look at all stages before they step, the next
     step starts only after all of them have finished.
+
+    Args:
+        times, message_s: see `simulate`.
+        updates: seconds of each stage's optimizer.
     """
-    run = simulate(config, times_of(hosts, balance))
-    updates = {
-        host.stage: sum(layer.update_s for layer in host.profile.layers[start:end])
-        for host, (start, end) in zip(hosts, bounds(balance), strict=True)
-    }
+    run = simulate(config, times, message_s)
     if config.holds_steps:
         return run.makespan + max(updates.values())
     return max(

@@ -85,6 +85,11 @@ class MemoryMeter:
         most = torch.cuda.max_memory_allocated(self._device) if is_gpu else base_bytes(CPU)
         return max(self.idle, most)
 
+    def free(self) -> int | None:
+        """Return the bytes of the device that nobody uses; None if unknown."""
+        available = available_bytes(self._device)
+        return None if available is None else max(0, available - base_bytes(self._device))
+
     def _now(self) -> int:
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)

@@ -30,7 +30,7 @@ If several micro-batches share a message, such a bundle counts as one micro-batc
 
 To add a schedule: a class with the protocol `Policy` here, its entry in `POLICIES`, its name in
 `rpcmp.config.types.Schedule`, its clock diagram in tests/unit/pipelining/test_schedule.py, and in
-`rpcmp.tools.tuning_grid` whether `tune` tries it by default.
+`rpcmp.pipelining.setting_grid` whether `tune` tries it by default.
 
 Sources: GPipe (arXiv:1811.06965), PipeDream-Flush (arXiv:2006.09503), Zero Bubble Pipeline
 Parallelism (arXiv:2401.10241), whose ZB-H1 and ZB-H2 are our smallest and largest useful

@@ -127,6 +127,19 @@ class Simulation:
         self._readers = {
             stage: {port.reader for port in self.graph.ports(stage)} for stage in self.graph.stages
         }
+        self._producers = {
+            stage: {ref.producer for ref in self.graph.inputs[stage] if not ref.from_batch}
+            for stage in self.graph.stages
+        }
+        places = {stage: place for place, stage in enumerate(self.graph.stages)}
+        others = {Action.FORWARD: self._readers, Action.BACKWARD: self._producers}
+        self._wakes = {
+            action: [
+                [places[other] for other in others.get(action, {}).get(stage, ())]
+                for stage in self.graph.stages
+            ]
+            for action in Action
+        }
         self._ended: dict[tuple[str, Action, int], float] = {}
         self._done = {(stage, action): 0 for stage in self.graph.stages for action in Action}
         self._run()
@@ -139,42 +152,42 @@ class Simulation:
     def _run(self) -> None:
         kinds = sum(3 if limits.splits else 2 for limits in self.limits.values())
         left = kinds * self.num_microbatches
-        times = [0.0]
+        looks = [(0.0, place) for place in range(len(self.graph.stages))]  # a heap, as it is sorted
         while left:
-            if not times:
+            if not looks:
                 raise RuntimeError(f"the schedule deadlocks after {self.runs}")
-            now = heapq.heappop(times)
-            for stage in self.graph.stages:
-                if self._free(stage) <= now and (end := self._start(stage, now)) is not None:
-                    left -= 1
-                    heapq.heappush(times, end)
-                    if self.latency:
-                        heapq.heappush(times, end + self.latency)
+            now, place = heapq.heappop(looks)
+            stage = self.graph.stages[place]
+            if self._free(stage) <= now and (run := self._start(stage, now)) is not None:
+                left -= 1
+                heapq.heappush(looks, (run.end, place))
+                for other in self._wakes[run.action][place]:
+                    heapq.heappush(looks, (run.end + self.latency, other))
 
-    def _start(self, stage: str, now: float) -> float | None:
-        """Start the next action of a free stage; returns its end, or None if the stage waits."""
+    def _start(self, stage: str, now: float) -> SimulatedRun | None:
+        """Start the next action of a free stage, and return it, or None if the stage waits."""
         action = self.policy.choose(self._progress(stage, now), self.limits[stage])
         if action is None:
             return None
         microbatch = self._done[stage, action]
         end = now + self.duration(stage, action, microbatch)
-        self.runs[stage].append(SimulatedRun(action, microbatch, now, end))
+        run = SimulatedRun(action, microbatch, now, end)
+        self.runs[stage].append(run)
         self._ended[stage, action, microbatch] = end
         self._done[stage, action] += 1
         if action is Action.BACKWARD and not self.limits[stage].splits:
             self._done[stage, Action.WEIGHT] += 1
-        return end
+        return run
 
     def _progress(self, stage: str, now: float) -> RoundProgress:
         forwards, backwards, weights = (self._done[stage, action] for action in Action)
-        producers = {ref.producer for ref in self.graph.inputs[stage] if not ref.from_batch}
         return RoundProgress(
             self.num_microbatches,
             forwards,
             backwards,
             weights,
             forwards < self.num_microbatches
-            and self._have_arrived(producers, Action.FORWARD, forwards, now),
+            and self._have_arrived(self._producers[stage], Action.FORWARD, forwards, now),
             backwards < forwards
             and self._have_arrived(self._readers[stage], Action.BACKWARD, backwards, now),
         )

@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 from statistics import mean, median
 from typing import NamedTuple
 
-from rpcmp.config.schema import Config, ScheduleOptions
+from rpcmp.config.schedule_options import ScheduleOptions
+from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
 from rpcmp.job.generation import Segments
+from rpcmp.pipelining.setting_grid import Grid
 from rpcmp.tools.measurement import (
     Estimate,
     Progress,
@@ -30,7 +32,7 @@ from rpcmp.tools.measurement import (
     paired_ratio,
     rotated,
 )
-from rpcmp.tools.tuning_grid import SETTLE_STEPS, Grid, Plan, spread_out
+from rpcmp.tools.tuning_rounds import SETTLE_STEPS, Plan, spread_out
 
 
 class Measurement(NamedTuple):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from rpcmp.config.schema import ScheduleOptions
+from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.errors import ConfigError
 from rpcmp.observability.trace.plot import require_matplotlib
 from rpcmp.tools.measurement import Estimate, is_conclusive, spread

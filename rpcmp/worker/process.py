@@ -93,7 +93,7 @@ class WorkerProcess:
         loaders = _loaders(assignment)  # before there are threads
         transport.reserve_threads(assignment.in_flight)
         compiles = assignment.config.compiles(assignment.stage_index)
-        if any(limits.splits for limits in assignment.all_limits) and not compiles:
+        if assignment.may_split and not compiles:
             weight_grad.install()
         threading.Thread(target=self._listen, daemon=True).start()
         start_heartbeat(self._channel, self._vitals)

@@ -136,7 +136,7 @@ class Stage(ComputeThreadOwner):
         self._share = share = ReplicaShare(assignment.stage.turns, assignment.replica)
         self.model = StageModel(assignment)
         self._compute = ComputeThread(
-            policy(config.schedule),
+            policy(config.options.schedule),
             assignment.limits,
             share,
             self._before_round,
@@ -341,6 +341,10 @@ class Stage(ComputeThreadOwner):
     def memory(self) -> Memory:
         """Return bytes of this process's memory: "idle", after it was built, and "peak"."""
         return {"idle": self._meter.idle, "peak": self._meter.peak()}
+
+    def free_memory(self) -> tuple[str, int | None]:
+        """Return which device it computes on, and how many bytes nobody uses there, if known."""
+        return f"{platform.node()} {self.model.device}", self._meter.free()
 
     def host(self) -> dict[str, str]:
         return host_facts(self.model.device)

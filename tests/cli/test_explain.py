@@ -147,7 +147,8 @@ def test_explain_prints_tables_of_a_graph(job: JobFolder) -> None:
     assert result.code == 0, result.err
     lines = [" ".join(line.split()) for line in result.out.splitlines()]
     assert lines[0] == "job: 2 steps, mini-batches of 10 samples in 4 micro-batches, 1f1b"
-    assert lines[1] == "161 parameters in 3 stages"
+    assert lines[1] == "the first steps try other values of schedule, max_in_flight"
+    assert lines[2] == "161 parameters in 3 stages"
     assert "1 right input here (cpu) 1: right 72 frozen" in lines
     assert "2 join left, right.left 2 replicas here (cpu) 1: join 17" in lines
     assert any(line.startswith("predicted ") for line in lines)

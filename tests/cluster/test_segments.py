@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from rpcmp.config import loader
-from rpcmp.config.schema import Config, ScheduleOptions
+from rpcmp.config.schedule_options import ScheduleOptions
+from rpcmp.config.schema import Config
 from rpcmp.job.generation import Segments
 from tests.support.processes import JobFolder, rpcmp
 from tests.support.settings import setting

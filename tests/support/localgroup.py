@@ -279,7 +279,7 @@ def local_group(
             patch.setattr(owner, name, _one_at_a_time(getattr(owner, name)))
         unpickler.allow(config.modules)
         planned = plan_job(config, load_data=load_data)
-        if any(limits.splits for part in planned.assignments for limits in part.all_limits):
+        if any(part.may_split for part in planned.assignments):
             for name in ("linear", *weight_grad.CONVOLUTIONS):
                 patch.setattr(F, name, getattr(F, name))  # undone after the test
             weight_grad.install()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rpcmp.config import loader
-from rpcmp.config.schema import Config, ScheduleOptions
+from rpcmp.config.schedule_options import ScheduleOptions
+from rpcmp.config.schema import Config
 
 CHAIN = {
     "model": {"layers": "zoo:mlp", "num_stages": 2},

@@ -18,7 +18,7 @@ def made(*stages: dict[str, Any], of: int = 0, **job: Any) -> tuple[StageModel, 
     config = parse_config({**data, "stages": list(stages), "scheduler_interval": "step"})
     assignment = assign(config)[of]
     model = StageModel(assignment)
-    compute = compute_thread(config.schedule)
+    compute = compute_thread(config.options.schedule)
     return model, StageOptimizer(model, assignment, compute)
 
 

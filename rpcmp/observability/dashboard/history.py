@@ -126,7 +126,7 @@ ENTRIES = {
     "checkpoint": ("checkpoint", "best"),
     "evaluation": ("eval", "early_stop"),
     "message": ("warning", "log"),
-    "run": ("plan", "shares", "start", "report", "summary", "end"),
+    "run": ("plan", "shares", "start", "schedule", "report", "summary", "end"),
 }
 """The kinds of entries, and the events that make them; other events make none."""
 

@@ -25,6 +25,7 @@ EVENTS: dict[str, type[Event]] = {
         GenerationEvent,
         StartEvent,
         StepEvent,
+        ScheduleEvent,
         EvalEvent,
         EarlyStopEvent,
         ReportEvent,

@@ -86,6 +86,28 @@ class StepEvent(Event):
     group_learning_rates: dict[str, list[float]] | None = None
 
 
+@event_type("schedule")
+class ScheduleEvent(Event):
+    """With options that are `"auto"`: the run has tried others, and goes on with the fastest.
+
+    Attributes:
+        step: the last step before
+        chosen: what it goes on with, in words
+        schedule: the schedule of it
+        max_in_flight: micro-batches of which a stage may hold activations; missing: as many as the
+            schedule needs
+        microbatches_per_message: micro-batches in one message
+        measured: median seconds of a step under all that were tried, in words
+    """
+
+    step: int
+    chosen: str
+    schedule: str
+    max_in_flight: int | None = None
+    microbatches_per_message: int
+    measured: dict[str, float]
+
+
 @event_type("eval", flat="values")
 class EvalEvent(Event):
     """After each evaluation.

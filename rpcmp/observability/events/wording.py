@@ -42,6 +42,8 @@ class RunContext:
         match event:
             case events.RunEvent():
                 self.name, self.schedule = event.name, str(event.config.get("schedule", ""))
+                if self.schedule == "auto":  # it changes: the event `schedule` has what to
+                    self.schedule = ""
                 self.workers = {worker["label"]: worker for worker in event.workers}
                 recovery = event.config.get("recovery")  # of a file, it may be anything
                 limit = recovery.get("give_up_after") if isinstance(recovery, dict) else None
@@ -76,7 +78,8 @@ def describe(event: events.Event, run: RunContext) -> str:
             return f"generation {event.generation} starts after step {event.step}"
         case events.StartEvent():
             name = f"{run.name}: " if run.name else ""
-            where = f", {run.schedule}, stages {', '.join(run.workers)}" if run.workers else ""
+            schedule = f", {run.schedule}" if run.schedule else ""
+            where = f"{schedule}, stages {', '.join(run.workers)}" if run.workers else ""
             return f"{name}{event.steps} steps{where}"
         case events.StepEvent():
             return (
@@ -84,6 +87,8 @@ def describe(event: events.Event, run: RunContext) -> str:
                 f"{event.samples_per_s:,.0f} samples/s{describe_busy(event)}  "
                 f"data {event.data_share:.0%}{describe_loss_scale(event)}"
             )
+        case events.ScheduleEvent():
+            return _schedule(event)
         case events.EvalEvent():
             return f"evaluation after step {event.step}: {_numbers(event.values)}"
         case events.EarlyStopEvent():
@@ -170,6 +175,12 @@ def describe_loss_scale(event: events.StepEvent) -> str:
     this = ", this one" if event.is_skipped else ""
     skipped = f"  skipped {event.skipped_steps}{this}" if event.skipped_steps else ""
     return f"  scale {event.loss_scale:g}{skipped}"
+
+
+def _schedule(event: events.ScheduleEvent) -> str:
+    times = {words: f"{words} {_ms(seconds)}" for words, seconds in event.measured.items()}
+    kept = times.pop(event.chosen, event.chosen)
+    return f"schedule: {kept} a step; tried: {', '.join(times.values())}"
 
 
 def _early_stop(event: events.EarlyStopEvent) -> str:

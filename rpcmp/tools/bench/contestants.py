@@ -109,13 +109,13 @@ class OwnPipeline:
     name = "rpcmp"
 
     def __init__(self, case: Case) -> None:
-        config = case.config
+        options = case.config.options
         self.settings: dict[str, str | int] = {
-            "schedule": config.schedule,
-            "max_in_flight": "default" if config.max_in_flight is None else config.max_in_flight,
-            "microbatches_per_message": config.microbatches_per_message,
+            "schedule": options.schedule,
+            "max_in_flight": options.max_in_flight or "default",
+            "microbatches_per_message": options.microbatches_per_message,
         }
-        self._config = config
+        self._config = case.config
         self._segments: Segments | None = None
 
     @property

@@ -25,6 +25,7 @@ from rpcmp.net.security import is_loopback
 from rpcmp.pipelining import cost_model
 from rpcmp.pipelining.cost_model import Prediction, predict, simulate, times_of
 from rpcmp.pipelining.partition import StageHost, choose_balance
+from rpcmp.pipelining.setting_grid import options_to_try
 from rpcmp.pipelining.simulation import ActionTimes, SimulatedRun
 from rpcmp.process.fork_client import Forks, NetworkOf
 from rpcmp.process.interpreter import compute_environment
@@ -133,6 +134,7 @@ class Explanation:
         runs: the actions of each stage in one step by itself, simulated.
         prediction: from measurements; None if nothing was measured. Then in `runs` forwards, input
             gradients and weight gradients all take the same time.
+        tries: keys of which the run tries other values in its first steps.
         cuts: where a `module` can be cut, see `Cut`; empty if it is given as layers or stages.
     """
 
@@ -144,6 +146,7 @@ class Explanation:
     num_microbatches: int
     schedule: str
     microbatches_per_message: int
+    tries: list[str]
     balance: list[int]
     parameters: int
     stages: list[ExplainedStage]
@@ -202,7 +205,7 @@ async def explain(
             places = _assume_places(config, addresses, await forks.network())
     balance = [len(stage.layers) for stage in summary.stages]
     runs, prediction = _predict(config, hosts, balance)
-    stages = explain_stages(config, summary, hosts, addresses)
+    stages, options = explain_stages(config, summary, hosts, addresses), config.options
     return Explanation(
         name=config.name,
         steps=summary.steps,
@@ -210,8 +213,9 @@ async def explain(
         batches=summary.batches,
         batch_size=0 if config.data is None else config.data.batch_size,
         num_microbatches=config.num_microbatches,
-        schedule=config.schedule,
-        microbatches_per_message=config.microbatches_per_message,
+        schedule=options.schedule,
+        microbatches_per_message=options.microbatches_per_message,
+        tries=_tried(config),
         balance=balance if config.model is not None else [],
         parameters=summary.parameters,
         stages=stages,
@@ -305,3 +309,9 @@ def _unknowns(
     for stage in stages:
         if stage.memory.optimizer is None:
             yield f"the optimizer of {stage.name} tells only by a real step what it keeps"
+
+
+def _tried(config: Config) -> list[str]:
+    options = options_to_try(config)
+    keys = type(options[0]).model_fields
+    return [key for key in keys if len({getattr(one, key) for one in options}) > 1]

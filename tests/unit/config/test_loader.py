@@ -153,7 +153,7 @@ def test_an_override_makes_a_section_that_the_file_lacks(path: Path) -> None:
         ("max_grad_norm=0", r"max_grad_norm: must be more than 0 \(got 0\)"),
         ("ship_code=1", r"ship_code: must be true or false \(got 1\)"),
         ("name=1", r"name: must be a string \(got 1\)"),
-        ("schedule=x", r"schedule: must be 'gpipe', '1f1b' or 'zero-bubble' \(got 'x'\)"),
+        ("schedule=x", r"schedule: must be 'gpipe', '1f1b', 'zero-bubble' or 'auto' \(got 'x'\)"),
         ("metrics.balance=3", r"metrics.balance: must be a table \(got 3\)"),
         ("model.balance=x", r"model.balance: must be a list of integers or 'auto' \(got 'x'\)"),
         ("stages.0.kwargs=3", r"stages.0.kwargs: must be a table \(got 3\)"),

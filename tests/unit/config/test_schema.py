@@ -94,9 +94,9 @@ def test_the_defaults_are_as_documented() -> None:
         "epochs": None,
         "steps": None,
         "num_microbatches": 4,
-        "schedule": "1f1b",
-        "max_in_flight": None,
-        "microbatches_per_message": 1,
+        "schedule": "auto",
+        "max_in_flight": "auto",
+        "microbatches_per_message": "auto",
         "balance_replicas": False,
         "wire_dtype": None,
         "autocast": None,
@@ -220,9 +220,8 @@ def test_every_key_is_described(section: type[BaseModel]) -> None:
 
 
 def test_the_schedules_of_the_config_exist() -> None:
-    assert set(typing.get_args(Config.model_fields["schedule"].annotation)) == set(
-        schedule.POLICIES
-    )
+    names = {*schedule.POLICIES, "auto"}
+    assert set(typing.get_args(Config.model_fields["schedule"].annotation)) == names
 
 
 def test_a_config_does_not_change() -> None:
@@ -477,7 +476,7 @@ def test_a_stage_may_have_a_scheduler_without_one_in_the_job() -> None:
         ({**LAYERS, "num_microbatches": 0}, "num_microbatches: must be 1 or more"),
         ({**LAYERS, "steps": 0}, "steps: must be 1 or more"),
         ({**LAYERS, "max_grad_norm": 0.0}, "max_grad_norm: must be more than 0"),
-        ({**LAYERS, "schedule": "1F1B"}, "schedule: .* 'gpipe', '1f1b' or 'zero-bubble'"),
+        ({**LAYERS, "schedule": "1F1B"}, "schedule: .* 'gpipe', '1f1b', 'zero-bubble' or 'auto'"),
         ({**LAYERS, "max_in_flight": 0}, "max_in_flight: must be 1 or more"),
         ({**LAYERS, "name": "my job"}, "name: not of the form letters"),
         ({**LAYERS, "loss": "torch.nn.MSELoss"}, "loss.callable: not of the form"),

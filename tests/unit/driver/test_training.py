@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, cast
 
 import pytest
 
+from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.data.batches import Loaded
@@ -26,6 +27,7 @@ from rpcmp.errors import ConfigError, JobError
 from rpcmp.observability.events import Json
 from rpcmp.observability.trace import chrome
 from rpcmp.observability.trace.spans import Kind, Span
+from rpcmp.pipelining.setting_grid import options_to_try
 from rpcmp.rpc.messages import AfterRound, Mode, RoundHeader, StepReport, Trained
 from rpcmp.worker.stage import Stage
 from tests.support.twostages import STAGES, job
@@ -52,6 +54,11 @@ class Stages:
         self.trained = 0
         self.evaluated: list[int] = []
         self._done = 0
+        self._config = config
+
+    @property
+    def num_full_microbatches(self) -> int:
+        return self._config.num_full_microbatches
 
     def require_enough(self, samples: int) -> None:
         self.trained = samples
@@ -125,6 +132,7 @@ def _training(
     stop: threading.Event,
     resumed: TrainingProgress | None = None,
     metrics: Metrics | None = None,
+    options: Sequence[ScheduleOptions] = (),
 ) -> Training:
     """Return a training whose `report` gets the JSON form of events and of progress."""
     return Training(
@@ -136,7 +144,58 @@ def _training(
         stop,
         resumed,
         metrics=metrics,
+        options=options,
     )
+
+
+class Tuned(Stages):
+    """Stages that may be rescheduled."""
+
+    def reschedule(self, config: Config) -> None:
+        self.log.append(f"reschedule {config.options.without_count}")
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        return {name: {"idle": 0, "peak": 1} for name in STAGES}
+
+    def free_memory(self) -> dict[str, tuple[str, int | None]]:
+        return dict.fromkeys(STAGES, ("here", 1 << 30))
+
+
+def test_other_options_are_tried_while_no_step_is_in_progress() -> None:
+    config = job(steps=60, num_microbatches=2, schedule="1f1b", max_in_flight=2)
+    stages, events = Tuned(config), list[Json]()
+    options = options_to_try(config)
+    assert [one.without_count for one in options] == [
+        "1f1b, max_in_flight 2",
+        "1f1b, max_in_flight 2, 2 a message",
+    ]
+    training = _training(config, stages, events.append, threading.Event(), options=options)
+    training.run(evaluate=False)
+    changes = [place for place, call in enumerate(stages.log) if call.startswith("reschedule")]
+    assert changes
+    for place in changes:
+        assert stages.log[place - 1] == "settle"
+    steps = [event["step"] for event in events if event["event"] == "step"]
+    assert steps == list(range(1, 61))
+    (found,) = [event for event in events if event["event"] == "schedule"]
+    known = [event["options"] for event in events if event["event"] == "progress"]
+    assert known[0] == options[0].model_dump_json()
+    last = ScheduleOptions.model_validate_json(known[-1])
+    assert last.without_count == found["chosen"]
+
+
+def test_a_later_generation_goes_on_with_the_options_found() -> None:
+    config = job(steps=6, num_microbatches=2, schedule="1f1b", max_in_flight=2)
+    options = options_to_try(config)
+    for found, first in (
+        (options[1].model_dump_json(), ["reschedule 1f1b, max_in_flight 2, 2 a message"]),
+        (options[0].model_dump_json(), []),
+        ('{"schedule": "zbv"}', []),
+    ):
+        stages = Tuned(config)
+        progress = TrainingProgress(step=1, batch=1, options=found)
+        _training(config, stages, list[Json]().append, threading.Event(), progress, options=options)
+        assert stages.log == first
 
 
 def test_the_next_step_starts_before_this_one_finishes() -> None:

@@ -193,12 +193,12 @@ def test_ranks_follow_the_config_and_the_driver_comes_last() -> None:
     assert everybody == ["a:0", "a:1", "driver:0", "driver:1", DRIVER]
 
 
-def test_a_worker_knows_the_limits_of_all_possible_settings() -> None:
+def test_a_worker_has_room_for_all_settings_that_may_come() -> None:
     stages = [{"module": "zoo:First"}, {"module": "zoo:Join"}]
     config = loader.parse_config({"stages": stages, "loss": "torch.nn:MSELoss"})
     first, _ = assign(config, [setting(9, "gpipe"), setting(9, "1f1b", 5)])
     arrived = Assignment.model_validate_json(first.model_dump_json())
-    assert [limits.open for limits in arrived.all_limits] == [2, 9, 5]
+    assert (arrived.limits.open, arrived.in_flight, arrived.may_split) == (2, 11, False)
 
 
 def test_factories_know_the_place_of_init_when_they_are_sized(

@@ -89,7 +89,7 @@ class Stage:
         self.failures = Failures()
         self.ended = threading.Event()
         self.model = StageModel(assignment)
-        self._compute = compute_thread(config.schedule, limits, lambda _: self.ended.set())
+        self._compute = compute_thread(config.options.schedule, limits, lambda _: self.ended.set())
         self._pool = ThreadPoolExecutor(num_microbatches)
         self._execution = Execution(
             *(name, self.model, graph.inputs[name]),

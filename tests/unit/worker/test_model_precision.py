@@ -139,7 +139,7 @@ def test_a_parameter_whose_gradient_cannot_be_unscaled_is_named() -> None:
     )
     assignment = assign(config)[0]
     model = StageModel(assignment)
-    compute = compute_thread(config.schedule)
+    compute = compute_thread(config.options.schedule)
     with pytest.raises(ConfigError, match=r"the parameter 'half\.weight' is float16, so"):
         StageOptimizer(model, assignment, compute, loss_scale=LossScale())
 

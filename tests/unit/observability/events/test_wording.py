@@ -41,6 +41,18 @@ LINES: list[tuple[dict[str, Any], str]] = [
         "step 1/40  epoch 1  loss 2.5000  1,234 samples/s  busy 25% 50%  data 2%",
     ),
     (
+        {
+            "event": "schedule",
+            "step": 30,
+            "chosen": "zero-bubble, 4 a message",
+            "schedule": "zero-bubble",
+            "microbatches_per_message": 4,
+            "measured": {"1f1b": 0.02, "zero-bubble, 4 a message": 0.0125, "zero-bubble": 0.019},
+        },
+        "schedule: zero-bubble, 4 a message 12.5 ms a step; "
+        "tried: 1f1b 20.0 ms, zero-bubble 19.0 ms",
+    ),
+    (
         {"event": "eval", "step": 3, "epoch": 1, "loss": 0.5, "f1": None},
         "evaluation after step 3: loss 0.5000, f1 nan",
     ),

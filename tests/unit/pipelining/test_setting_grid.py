@@ -6,9 +6,9 @@ from collections import defaultdict
 
 import pytest
 
-from rpcmp.config.schema import ScheduleOptions
+from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.errors import ConfigError
-from rpcmp.tools.tuning_grid import Axes, Grid, grid
+from rpcmp.pipelining.setting_grid import Axes, Grid, grid
 from tests.support.settings import chain
 
 

@@ -1,0 +1,211 @@
+"""Options that a run finds by itself, on machines whose times are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Self, cast
+
+import pytest
+
+from rpcmp.config.schedule_options import ScheduleOptions
+from rpcmp.config.schema import Config
+from rpcmp.driver.progress import TrainingProgress
+from rpcmp.driver.self_tuning import MOST_TRIED, SelfTuning
+from rpcmp.driver.stage_group import StageGroup
+from rpcmp.observability.events import ScheduleEvent, StepEvent
+from rpcmp.pipelining import cost_model
+from rpcmp.pipelining.setting_grid import options_to_try
+from rpcmp.pipelining.simulation import ActionTimes
+from tests.support.settings import chain
+
+MS = 1e-3
+TIMES = ActionTimes(2 * MS, 2 * MS, 2 * MS)
+
+
+@dataclass
+class Machine:
+    """A run on a machine whose steps take as long as the simulation says.
+
+    Attributes:
+        message_s: seconds that a message costs.
+        slow: seconds that steps under some options take besides.
+        free: bytes free on the device that all workers share.
+        used: options of each step so far.
+        changes: options that the group was told to change to.
+        found: what the searches have found.
+    """
+
+    config: Config
+    total: int = 1000
+    message_s: float = 0.0
+    slow: Callable[[ScheduleOptions], float] = lambda options: 0.0
+    free: int | None = 1 << 30
+    start: ScheduleOptions | None = None
+    changes: list[ScheduleOptions] = field(default_factory=list)
+    used: list[ScheduleOptions] = field(default_factory=list)
+    found: list[ScheduleEvent] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.num_full_microbatches = config.num_full_microbatches
+        before = TrainingProgress(options=self.start.model_dump_json() if self.start else "")
+        group = cast(StageGroup, self)
+        self.tuning = SelfTuning(config, group, options_to_try(config), before, self.total)
+
+    @property
+    def workers(self) -> Self:
+        return self
+
+    def everywhere(self, method: Callable[..., object]) -> dict[str, object]:
+        answer = getattr(self, method.__name__)()
+        return {worker.label: answer for worker in self.config.workers}
+
+    def memory(self) -> dict[str, int]:
+        return {"idle": 1 << 20, "peak": 2 << 20}
+
+    def free_memory(self) -> tuple[str, int | None]:
+        return "here", self.free
+
+    def reschedule(self, config: Config) -> None:
+        self.changes.append(config.options)
+
+    def run(self, steps: int) -> ScheduleOptions:
+        """Train further steps; returns the options of the last one."""
+        for step in range(len(self.used) + 1, len(self.used) + steps + 1):
+            if self.tuning.is_changing:
+                self.tuning.change(step)
+                assert self.changes[-1] == self.tuning.current
+            self.used.append(self.tuning.current)
+            news = self.tuning.add(self.step(step, self.tuning.current))
+            self.found += [] if news is None else [news]
+        return self.tuning.current
+
+    def seconds(self, options: ScheduleOptions) -> float:
+        names = self.config.stage_names
+        times, updates = dict.fromkeys(names, TIMES), dict.fromkeys(names, 0.0)
+        under = options.on(self.config)
+        predicted = cost_model.step_seconds(under, times, updates, self.message_s)
+        return predicted + self.slow(options)
+
+    def step(self, number: int, options: ScheduleOptions) -> StepEvent:
+        seconds = self.seconds(options)
+        count = self.config.num_microbatches
+        limits = cost_model.limits(options.on(self.config))
+        each = TIMES.scaled(count)
+        kinds = {
+            name: {"F": each.forward, "B": each.backward, "W": each.weight}
+            if limits[name].splits
+            else {"F": each.forward, "B": each.backward + each.weight}
+            for name in self.config.stage_names
+        }
+        return StepEvent(
+            step=number,
+            epoch=1,
+            loss=1.0,
+            samples_per_s=16 / seconds,
+            step_s=seconds,
+            data_share=0.0,
+            busy={},
+            busy_seconds=kinds,
+            learning_rate=None,
+            learning_rates={},
+        )
+
+    @property
+    def best(self) -> ScheduleOptions:
+        return min(options_to_try(self.config), key=self.seconds)
+
+
+@pytest.mark.parametrize("message_s", [0.0, 1 * MS, 20 * MS])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_the_fastest_options_are_found(stages: int, message_s: float) -> None:
+    config = chain(
+        model={"layers": "zoo:mlp", "num_stages": stages},
+        num_microbatches=16,
+        data={"train": "zoo:regression", "batch_size": 16},
+    )
+    machine = Machine(config, message_s=message_s)
+    chosen = machine.run(300)
+    assert machine.seconds(chosen) <= 1.03 * machine.seconds(machine.best)
+    assert machine.used[0] == config.options
+    (found,) = machine.found
+    assert found.chosen == chosen.without_count
+    assert found.measured[found.chosen] == min(found.measured.values())
+    assert len(found.measured) <= 1 + MOST_TRIED
+
+
+def test_what_is_slower_than_predicted_is_left_after_one_block() -> None:
+    """The machine has one core, so that no schedule fills a bubble."""
+    config = chain()
+    own = config.options
+    machine = Machine(config, slow=lambda options: 0.0 if options == own else 1.0)
+    assert machine.run(300) == own
+    (found,) = machine.found
+    assert found.chosen == "1f1b"
+    assert sum(options != own for options in machine.used) <= 4 * len(found.measured)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"schedule": "1f1b", "max_in_flight": 2, "microbatches_per_message": 1}, {"steps": 8}],
+)
+def test_nothing_is_tried_that_is_given_or_pays_for_nothing(keys: dict[str, object]) -> None:
+    config = chain(**keys)
+    machine = Machine(config, total=config.steps or 1000, message_s=1 * MS)
+    machine.run(config.steps or 100)
+    assert set(machine.used) == {config.options}
+    assert machine.found == []
+
+
+@pytest.mark.parametrize("free", [0, None])
+def test_memory_that_is_not_there_is_not_used(free: int | None) -> None:
+    config = chain()
+    machine = Machine(config, message_s=5 * MS, free=free)
+    machine.run(300)
+    held = cost_model.held(config)
+    for options in set(machine.used):
+        more = cost_model.held(options.on(config))
+        assert all(more[stage] <= held[stage] for stage in held)
+
+
+def test_the_limit_of_a_stage_counts() -> None:
+    config = chain(stages=[{"memory": "1 MiB"}, {"memory": "1 MiB"}])
+    machine = Machine(config, message_s=5 * MS)
+    machine.run(300)
+    assert set(machine.used) == {config.options}
+
+
+def test_another_search_begins_when_steps_take_longer_for_good() -> None:
+    machine = Machine(chain(num_microbatches=16))
+    first = machine.run(300)
+    machine.message_s = 20 * MS
+    machine.run(2)
+    machine.message_s = 0.0
+    machine.run(100)
+    assert len(machine.found) == 1  # it was not for good
+    machine.message_s = 20 * MS
+    assert machine.run(300) == machine.best != first
+    assert len(machine.found) == 2
+
+
+def test_steps_of_smaller_mini_batches_do_not_count() -> None:
+    config = chain(num_microbatches=8)
+    expected = Machine(config, message_s=1 * MS).run(200)
+
+    class Ragged(Machine):
+        def step(self, number: int, options: ScheduleOptions) -> StepEvent:
+            event = super().step(number, options)
+            if number % 3:
+                return event
+            return replace(event, step_s=1e-4, samples_per_s=5e4)
+
+    assert Ragged(config, message_s=1 * MS).run(400) == expected
+
+
+def test_a_group_starts_with_what_the_one_before_has_found() -> None:
+    config = chain(num_microbatches=8)
+    found = Machine(config, message_s=1 * MS).run(300)
+    again = Machine(config, message_s=1 * MS, start=found)
+    assert again.run(300) == found
+    assert set(again.used) == set(again.changes) == {found}
