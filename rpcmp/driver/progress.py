@@ -125,7 +125,6 @@ class TrainingProgress:
         loss: float,
         scaler: ScalerState | None = None,
         stream: str = "",
-        options: str = "",
     ) -> Self:
         """Return the progress after one more step."""
         is_same_epoch = epoch == self.epoch
@@ -140,7 +139,6 @@ class TrainingProgress:
             has_ended_epoch=False,
             scaler=scaler,
             stream=stream,
-            options=options,
         )
 
     def for_config(self, config: Config) -> Self:

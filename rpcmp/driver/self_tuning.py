@@ -22,7 +22,7 @@ from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.config.schema import Config
 from rpcmp.driver.progress import TrainingProgress
 from rpcmp.driver.stage_group import StageGroup
-from rpcmp.observability.events import ScheduleEvent, StepEvent
+from rpcmp.observability.events import Event, ScheduleEvent, StepEvent
 from rpcmp.pipelining import cost_model
 from rpcmp.pipelining.simulation import ActionTimes
 from rpcmp.worker.stage import Stage
@@ -95,6 +95,7 @@ class SelfTuning:
         options: to choose from, see `setting_grid.options_to_try`; empty: only the config's.
         before: the progress before the group's first step.
         total: number of steps of the run.
+        report: called with what a search has found.
 
     Attributes:
         current: the options of the next step.
@@ -107,8 +108,9 @@ class SelfTuning:
         options: Sequence[ScheduleOptions],
         before: TrainingProgress,
         total: int,
+        report: Callable[[Event], None],
     ) -> None:
-        self._config, self._group = config, group
+        self._config, self._group, self._report = config, group, report
         self._options = options or [config.options]
         self._total, self._step = total, before.step
         self._stage_of = {worker.label: worker.stage for worker in config.workers}
@@ -141,12 +143,12 @@ class SelfTuning:
         """Leave out the steps after step `step`, after which the pipeline was empty."""
         self._counts_after = max(self._counts_after, step + SETTLE_STEPS)
 
-    def add(self, event: StepEvent) -> ScheduleEvent | None:
-        """Add a step; return what a search has found if it ends here."""
+    def add(self, event: StepEvent) -> None:
+        """Add a step, which may end a block of them, and a search."""
         self._step = event.step
         samples = round(event.samples_per_s * event.step_s)
         if self.is_changing or event.step <= self._counts_after or samples < self._samples:
-            return None
+            return
         if samples > self._samples:
             self._samples = samples
             self._steps.clear()
@@ -155,19 +157,17 @@ class SelfTuning:
             block = Block(statistics.median(e.step_s for e in self._steps), self._busy())
             self._steps.clear()
             self._wanted = self._course.send(block)
-        return None if self._is_searching else self.close()
+            if not self._is_searching:
+                self.close()
 
-    def close(self) -> ScheduleEvent | None:
-        """Return what the search has found until now; None if nothing was tried."""
+    def close(self) -> None:
+        """Report what the search has found until now, if it has tried anything."""
         measured, self._measured = self._measured, {}
-        if len(measured) < 2:
-            return None
-        return ScheduleEvent(
-            step=self._step,
-            chosen=self._best.without_count,
-            measured={options.without_count: seconds for options, seconds in measured.items()},
-            **self._best.model_dump(exclude={"num_microbatches"}),
-        )
+        if len(measured) > 1:
+            words = {options.without_count: seconds for options, seconds in measured.items()}
+            keys = self._best.model_dump(exclude={"num_microbatches"})
+            chosen = self._best.without_count
+            self._report(ScheduleEvent(step=self._step, chosen=chosen, measured=words, **keys))
 
     def _is_block(self) -> bool:
         count = len(self._steps)

@@ -19,6 +19,7 @@ from rpcmp.driver.datasets import TrainData, total_steps
 from rpcmp.driver.remote_stream import RemoteStream
 from rpcmp.driver.rounds import Batch
 from rpcmp.errors import ConfigError
+from rpcmp.observability.events import StepEvent
 from rpcmp.process.activity import Activity
 
 
@@ -35,6 +36,21 @@ class Step:
     ends_epoch: bool
     batch: Batch
     data_seconds: float
+
+    def event(self, loss: float, seconds: float) -> StepEvent:
+        """Return its event, without the values that the stages report."""
+        return StepEvent(
+            step=self.number,
+            epoch=self.epoch,
+            loss=loss,
+            samples_per_s=self.batch.num_samples / seconds,
+            step_s=seconds,
+            data_share=self.data_seconds / seconds,
+            busy={},
+            busy_seconds={},
+            learning_rate=None,
+            learning_rates={},
+        )
 
 
 class _StoppedError(Exception):

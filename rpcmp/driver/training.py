@@ -117,7 +117,9 @@ class Training:
         group.require_enough(fewest_samples(config, datasets.train))
         for text in group.warnings():
             report(WarningEvent(text=text))
-        self._tuning = SelfTuning(config, group, options, self.progress, self.total_steps)
+        self._tuning = SelfTuning(
+            *(config, group, options, self.progress, self.total_steps, report)
+        )
 
     def run(self, evaluate: bool) -> None:
         """Train to the end of the run, or until `stop` is set.
@@ -132,8 +134,7 @@ class Training:
         is_stopped = self._stop.is_set() and self.progress.step > 0  # in that evaluation
         if self._early_stop is None and not is_stopped:
             self._train(self._steps.after(self.progress.step))
-        if (found := self._tuning.close()) is not None:
-            self._report(found)
+        self._tuning.close()
         if (state := self._early_stop) is not None:
             state = replace(state, step=self.progress.step)
             self._report(EarlyStopEvent(**asdict(state)))
@@ -240,7 +241,7 @@ class Training:
         if self._config.holds_steps:
             reports = self._group.end_step(started, trained.loss)
         now = time.perf_counter()
-        event = _event_of_driver(step, trained.loss, now - self._ended)
+        event = step.event(trained.loss, now - self._ended)
         scaler = self._group.optimizer.scaler
         if scaler is not None:
             before = self.progress.scaler or scaler.initial
@@ -252,10 +253,7 @@ class Training:
             )
         state = None if scaler is None else scaler.state
         stream = self._position_after(step.number)
-        self.progress = self.progress.after(
-            *(step.number, step.epoch, trained.loss, state, stream),
-            self._tuning.current.model_dump_json(),
-        )
+        self.progress = self.progress.after(step.number, step.epoch, trained.loss, state, stream)
         self._last = self._unreported = event
         self._report_progress()
         self._ended = now
@@ -288,14 +286,14 @@ class Training:
         whole = _with_stage_reports(event, self._workers, stages)
         self._last = whole if self._last is event else self._last
         self._report(whole)  # stage.py [16]
-        if (found := self._tuning.add(whole)) is not None:
-            self._report(found)
+        self._tuning.add(whole)
 
     def _report_progress(self) -> None:
         """Send the state from which a later generation can resume."""
         awaits_save = self.saves.includes(self.progress.step)
         last_event = None if self._last is None else self._last.to_json()
-        more = {"told": last_event, "awaits_save": awaits_save}
+        options = self._tuning.current.model_dump_json()
+        more = {"told": last_event, "awaits_save": awaits_save, "options": options}
         self._send_progress({"event": "progress", **asdict(self.progress), **more})
 
     def _after_drained(self, step: Step) -> None:
@@ -347,22 +345,6 @@ class Training:
         except Exception as error:
             raise FactoryError(f"report failed: {importing.explain_error(error)}") from error
         self._report(ReportEvent(text=text))
-
-
-def _event_of_driver(step: Step, loss: float, seconds: float) -> StepEvent:
-    """Return the event of a step, without the values that the stages report."""
-    return StepEvent(
-        step=step.number,
-        epoch=step.epoch,
-        loss=loss,
-        samples_per_s=step.batch.num_samples / seconds,
-        step_s=seconds,
-        data_share=step.data_seconds / seconds,
-        busy={},
-        busy_seconds={},
-        learning_rate=None,
-        learning_rates={},
-    )
 
 
 def _with_stage_reports(

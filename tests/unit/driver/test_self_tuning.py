@@ -13,7 +13,7 @@ from rpcmp.config.schema import Config
 from rpcmp.driver.progress import TrainingProgress
 from rpcmp.driver.self_tuning import MOST_TRIED, SelfTuning
 from rpcmp.driver.stage_group import StageGroup
-from rpcmp.observability.events import ScheduleEvent, StepEvent
+from rpcmp.observability.events import Event, ScheduleEvent, StepEvent
 from rpcmp.pipelining import cost_model
 from rpcmp.pipelining.setting_grid import options_to_try
 from rpcmp.pipelining.simulation import ActionTimes
@@ -51,7 +51,9 @@ class Machine:
         self.num_full_microbatches = config.num_full_microbatches
         before = TrainingProgress(options=self.start.model_dump_json() if self.start else "")
         group = cast(StageGroup, self)
-        self.tuning = SelfTuning(config, group, options_to_try(config), before, self.total)
+        self.tuning = SelfTuning(
+            *(config, group, options_to_try(config), before, self.total), self._add_event
+        )
 
     @property
     def workers(self) -> Self:
@@ -67,6 +69,10 @@ class Machine:
     def free_memory(self) -> tuple[str, int | None]:
         return "here", self.free
 
+    def _add_event(self, event: Event) -> None:
+        assert isinstance(event, ScheduleEvent)
+        self.found.append(event)
+
     def reschedule(self, config: Config) -> None:
         self.changes.append(config.options)
 
@@ -77,8 +83,7 @@ class Machine:
                 self.tuning.change(step)
                 assert self.changes[-1] == self.tuning.current
             self.used.append(self.tuning.current)
-            news = self.tuning.add(self.step(step, self.tuning.current))
-            self.found += [] if news is None else [news]
+            self.tuning.add(self.step(step, self.tuning.current))
         return self.tuning.current
 
     def seconds(self, options: ScheduleOptions) -> float:
