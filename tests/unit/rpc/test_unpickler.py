@@ -119,7 +119,7 @@ def test_all_other_names_are_refused(value: Any) -> None:
                 # by the driver: state and figures
                 *("signature", "smallest_microbatch", "digests", "parameter_digests"),
                 *("state_dict", "state_names", "load_state_dict", "live_state", "memory", "host"),
-                *("record_spans", "read_spans", "clock", "its_optimizer", "finish"),
+                *("record_spans", "read_spans", "clock", "its_optimizer", "finish", "free_memory"),
             },
         ),
         (
