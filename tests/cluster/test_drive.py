@@ -75,7 +75,7 @@ def test_output_is_plain_lines_without_a_terminal(job: JobFolder) -> None:
     result = rpcmp("drive", config, "-v")
     assert result.code == 0, result.err
     lines = result.out.splitlines()
-    assert lines[0] == "job: 4 steps, 1f1b, stages stage0, stage1"
+    assert lines[0] == "job: 4 steps, stages stage0, stage1"
     assert [line.split()[1] for line in lines if line.startswith("step")] == [
         "1/4",
         "2/4",
