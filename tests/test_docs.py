@@ -204,6 +204,7 @@ CHECKED_BY = {
         "pytest -n0 -q tests/unit/worker",
         "pytest -n0 -q tests/test_architecture.py tests/test_layout.py tests/test_docs.py",
         "python -m tests.benchmarks.anymodel",
+        "python -m tests.benchmarks.defaults",
         "python -m tests.benchmarks.health",
         "python -m tests.benchmarks.looking",
         "python -m tests.benchmarks.relay",
