@@ -174,7 +174,8 @@ class DriverProcess:
         if progress is not None and progress.scaler is not None:
             group.optimizer.load_scaler(progress.scaler)
         training = self._training = self._make_training(
-            *(config, planned, group, tracers, progress, planned.options)
+            *(config, planned, group, tracers, progress, planned.options),
+            order["generation"] - 1,
         )
         self._report(StartEvent(steps=training.total_steps))
         training.run(evaluate=order["evaluate"])
@@ -233,6 +234,7 @@ class DriverProcess:
         tracers: Sequence[Tracer | StepSampler] = (),
         progress: TrainingProgress | None = None,
         options: Sequence[ScheduleOptions] = (),
+        restarts: int = 0,
     ) -> Training:
         if planned.datasets is None:
             raise JobError("the driver process was told to train without having loaded its data")
@@ -248,6 +250,7 @@ class DriverProcess:
             tracers,
             planned.metrics,
             options,
+            restarts,
         )
 
     def _report(self, event: Event) -> None:

@@ -99,7 +99,7 @@ class TrainingProgress:
         evaluated_after: the step before the last evaluation; 0: there was none.
         scaler: state of the loss scaler; None: the loss is not scaled.
         stream: the Position of a `data.train` that is a stream, as text.
-        options: the ScheduleOptions of the step, as JSON.
+        options: the fastest ScheduleOptions so far, as plain data, and those that are being tried.
     """
 
     step: int = 0
@@ -116,7 +116,7 @@ class TrainingProgress:
     evaluated_after: int = 0
     scaler: ScalerState | None = None
     stream: str = ""
-    options: str = ""
+    options: list[dict[str, Any]] = field(default_factory=list)
 
     def after(
         self,

@@ -8,15 +8,17 @@
 No option changes a bit (see rpcmp.pipelining.schedule), so trying costs time alone: of some blocks
 that are slower, and of a pipeline that drains before each change. What is predicted to be slower is
 not tried, nor what would not pay for its trial in the steps that are left, nor what needs memory
-that is not there.
+that is not there. After a fault, options that were just being tried are not tried again, and the
+search begins later each time: what it tries may be why.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.config.schema import Config
@@ -43,7 +45,7 @@ FASTER = 0.97
 
 PAYS_BACK = 10.0
 """Steps' worth of time that options must be predicted to save in the rest of the run: their trial
-takes about as much."""
+may cost as much."""
 
 MOST_TRIED = 6
 """Options that a search tries."""
@@ -53,6 +55,13 @@ CHANGED = 1.25
 
 FIRST_PATIENCE = 3
 """That while, in blocks; it doubles with each search."""
+
+MOST_WAITING = 0.2
+"""The share of a step in which the driver waits for samples, above which nothing is tried: what
+takes so long is not the schedule."""
+
+MOST_DELAYS = 12
+"""How often the first search may be delayed to twice as late."""
 
 MEMORY_SHARE = 0.25
 """The part of a device's free memory that other options may take in all."""
@@ -65,11 +74,13 @@ class Memory(NamedTuple):
 
     Attributes:
         place: equal for workers that share it.
-        used: most bytes so far beyond those before the first step.
+        most: bytes of the worker so far, at its peak.
+        used: those of them that it has taken since it was built.
         free: bytes that nobody uses; None: unknown.
     """
 
     place: str
+    most: int
     used: int
     free: int | None
 
@@ -79,11 +90,13 @@ class Block(NamedTuple):
 
     Attributes:
         step_s: their median, in seconds.
+        data_share: the median share of it in which the driver waited for samples.
         busy: seconds per step in which the workers of a stage compute, all together, by kind of
             action; see `StepReport.busy_seconds`.
     """
 
     step_s: float
+    data_share: float
     busy: Mapping[str, Mapping[str, float]]
 
 
@@ -96,6 +109,7 @@ class SelfTuning:
         before: the progress before the group's first step.
         total: number of steps of the run.
         report: called with what a search has found.
+        restarts: how many groups of the run were lost before this one.
 
     Attributes:
         current: the options of the next step.
@@ -109,23 +123,34 @@ class SelfTuning:
         before: TrainingProgress,
         total: int,
         report: Callable[[Event], None],
+        restarts: int = 0,
     ) -> None:
         self._config, self._group, self._report = config, group, report
-        self._options = options or [config.options]
+        self._options = [*options] or [config.options]
         self._total, self._step = total, before.step
         self._stage_of = {worker.label: worker.stage for worker in config.workers}
+        self._free: dict[str, int] = {}  # the least so far, by place
         self._samples = 0
         self._steps: list[StepEvent] = []
         self._counts_after = before.step + WARM_STEPS
         self._measured: dict[ScheduleOptions, float] = {}
-        known = (each for each in self._options if each.model_dump_json() == before.options)
+        fastest, in_trial = before.options[:1], before.options[1:]
+        self._options = [one for one in self._options if one.model_dump() not in in_trial]
+        known = (one for one in self._options if [one.model_dump()] == fastest)
         self._best = self.current = next(known, self._options[0])
+        self._restarts = restarts
         self._held = [cost_model.held(self._under(self.current))]
-        if self.current != self._options[0]:
+        if self.current != config.options:
             group.reschedule(self.current.on(config))
         self._course = self._run()
         self._is_searching = False
         self._wanted = next(self._course)
+
+    @property
+    def known(self) -> list[dict[str, Any]]:
+        """What the next group of the run has to know; see `TrainingProgress.options`."""
+        in_trial = [self._wanted] if self._wanted != self._best else []
+        return [options.model_dump() for options in (self._best, *in_trial)]
 
     @property
     def is_changing(self) -> bool:
@@ -154,7 +179,11 @@ class SelfTuning:
             self._steps.clear()
         self._steps.append(event)
         if self._is_block():
-            block = Block(statistics.median(e.step_s for e in self._steps), self._busy())
+            block = Block(
+                statistics.median(event.step_s for event in self._steps),
+                statistics.median(event.data_share for event in self._steps),
+                self._busy(),
+            )
             self._steps.clear()
             self._wanted = self._course.send(block)
             if not self._is_searching:
@@ -186,7 +215,8 @@ class SelfTuning:
 
     def _run(self) -> Generator[ScheduleOptions, Block, None]:
         patience = FIRST_PATIENCE
-        block = yield self._best
+        for _ in range(2 ** min(self._restarts, MOST_DELAYS)):
+            block = yield self._best
         while True:
             self._is_searching = True
             yield from self._search(block)
@@ -195,13 +225,11 @@ class SelfTuning:
             patience *= 2
 
     def _search(self, block: Block) -> Generator[ScheduleOptions, Block, None]:
-        memory = self._memory() if len(self._options) > 1 else {}
         measured = self._measured = {self._best: block.step_s}
+        predict = _predictor(self._under, self._best, block)
         while len(measured) <= MOST_TRIED:
-            untried = [
-                one for one in self._options if one not in measured and self._fits(one, memory)
-            ]
-            candidate = self._most_promising(untried, block)
+            untried = [one for one in self._options if one not in measured]
+            candidate = self._most_promising(untried, predict, block)
             if candidate is None:
                 return
             first = yield candidate
@@ -210,22 +238,25 @@ class SelfTuning:
                 continue
             block = yield self._best
             second = yield candidate
+            measured |= {self._best: block.step_s, candidate: second.step_s}
             if second.step_s < FASTER * block.step_s:
                 self._best, block = candidate, second
+                predict = _predictor(self._under, self._best, block)
 
     def _most_promising(
-        self, untried: Sequence[ScheduleOptions], block: Block
+        self,
+        untried: Sequence[ScheduleOptions],
+        predict: Callable[[ScheduleOptions], float],
+        block: Block,
     ) -> ScheduleOptions | None:
         """Return the fastest options by prediction; None if trying them is not worth it."""
-        if not untried:
+        left = self._total - self._step
+        if not untried or left < PAYS_BACK or block.data_share > MOST_WAITING:
             return None
-        predict = _predictor(self._under(self._best), block)
-        by_seconds = {one: predict(self._under(one)) for one in untried}
-        fastest = min(by_seconds, key=by_seconds.__getitem__)
-        if by_seconds[fastest] >= FASTER * block.step_s:
-            return None
-        saved = 1.0 - by_seconds[fastest] / block.step_s
-        return fastest if saved * (self._total - self._step) >= PAYS_BACK else None
+        limit = min(FASTER, 1.0 - PAYS_BACK / left) * block.step_s
+        ranked = sorted((one for one in untried if predict(one) < limit), key=predict)
+        memory = self._memory() if ranked else {}
+        return next((one for one in ranked if self._fits(one, memory)), None)
 
     def _watch(self, patience: int) -> Generator[ScheduleOptions, Block, Block]:
         """Wait until steps take another time than after the last search; return the last block."""
@@ -248,60 +279,79 @@ class SelfTuning:
         taken = self._group.workers.everywhere(Stage.memory)
         free = self._group.workers.everywhere(Stage.free_memory)
         return {
-            label: Memory(free[label][0], each["peak"] - each["idle"], free[label][1])
-            for label, each in taken.items()
+            label: Memory(place, taken[label]["peak"], taken[label]["peak"] - idle, bytes_left)
+            for label, (place, bytes_left) in free.items()
+            for idle in [taken[label]["idle"]]
         }
 
     def _fits(self, options: ScheduleOptions, memory: Mapping[str, Memory]) -> bool:
         """Return whether every worker may hold as many micro-batches as the options let it.
 
-        All that a worker has taken since its first step counts as their activations.
+        All that a worker has taken since it was built counts as their activations.
         """
         held = cost_model.held(self._under(options))
-        more: defaultdict[str, float] = defaultdict(float)
+        more: defaultdict[str, float] = defaultdict(float)  # than the group has started with
         for label, own in memory.items():
             stage = self._stage_of[label]
             before = max(each[stage] for each in self._held)
-            extra = own.used * max(0, held[stage] - before) / before
+            per_microbatch = own.used / before
             limit = self._config.stage(self._config.stage_names.index(stage)).memory_bytes
-            if extra and (own.free is None or (limit is not None and own.used + extra > limit)):
+            extra = per_microbatch * max(0, held[stage] - before)
+            if limit is not None and extra and own.most + extra > limit:
                 return False
-            more[own.place] += extra
-        free = {own.place: own.free for own in memory.values() if own.free is not None}
-        return all(extra <= MEMORY_SHARE * free.get(place, 0) for place, extra in more.items())
+            more[own.place] += per_microbatch * max(0, held[stage] - self._held[0][stage])
+        for own in memory.values():
+            free = own.free or 0
+            self._free[own.place] = min(self._free.get(own.place, free), free)
+        return all(extra <= MEMORY_SHARE * self._free[place] for place, extra in more.items())
 
 
-def _predictor(config: Config, block: Block) -> Callable[[Config], float]:
-    """Return a function that predicts the seconds of a step under other options.
+def _predictor(
+    under: Callable[[ScheduleOptions], Config], best: ScheduleOptions, block: Block
+) -> Callable[[ScheduleOptions], float]:
+    """Return a function that predicts the seconds of a step.
 
     What a message costs is what makes the simulation of the measured options take as long as they
     did. So it stands for all that stages do besides their actions, and for cores that they share.
+    Both are remembered: with many stages and micro-batches a simulation takes tenths of a second.
 
     Args:
-        config: the job under the options of `block`.
+        under: returns the job under given options.
+        best: the options of `block`.
     """
+    config = under(best)
     times = {name: _times(config, name, busy) for name, busy in block.busy.items()}
-    updates = {name: busy.get("O", 0.0) for name, busy in block.busy.items()}
+    # Replicas step at the same time.
+    updates = {
+        name: busy.get("O", 0.0) / _replicas(config, name) for name, busy in block.busy.items()
+    }
 
-    def seconds(under: Config, message_s: float) -> float:
-        return cost_model.step_seconds(under, times, updates, message_s)
+    @functools.cache
+    def message_s() -> float:
+        least, most = 0.0, block.step_s
+        for _ in range(BISECTIONS):
+            between = (least + most) / 2
+            if cost_model.step_seconds(config, times, updates, between) < block.step_s:
+                least = between
+            else:
+                most = between
+        return least
 
-    least, most = 0.0, block.step_s
-    for _ in range(BISECTIONS):
-        message_s = (least + most) / 2
-        if seconds(config, message_s) < block.step_s:
-            least = message_s
-        else:
-            most = message_s
-    return lambda under: seconds(under, least)
+    @functools.cache
+    def predict(options: ScheduleOptions) -> float:
+        return cost_model.step_seconds(under(options), times, updates, message_s())
+
+    return predict
 
 
 def _times(config: Config, stage: str, busy: Mapping[str, float]) -> ActionTimes:
     """Return the measured times of one micro-batch, as if the replicas were one fast host."""
-    replicas = config.stage(config.stage_names.index(stage)).num_replicas
     forward, backward, weight = (busy.get(kind, 0.0) for kind in "FBW")
     if not weight:  # both gradients were computed together; their products are of equal size
         backward, weight = backward / 2, backward / 2
-    return ActionTimes(forward, backward, weight).scaled(
-        1 / (config.num_microbatches * replicas * replicas)
-    )
+    count = config.num_microbatches * _replicas(config, stage)
+    return ActionTimes(forward, backward, weight).scaled(1 / count)
+
+
+def _replicas(config: Config, stage: str) -> int:
+    return config.stage(config.stage_names.index(stage)).num_replicas

@@ -66,7 +66,7 @@ class Training:
         resumed: the progress from which the run resumes; None: it starts.
         tracers: called after every step.
         metrics: the metrics that the driver computes.
-        options: what the run may change its schedule options to, those of the config first.
+        options, restarts: see `SelfTuning`.
 
     Attributes:
         progress: the state after the last step.
@@ -87,6 +87,7 @@ class Training:
         tracers: Sequence[Tracer | StepSampler] = (),
         metrics: Metrics | None = None,
         options: Sequence[ScheduleOptions] = (),
+        restarts: int = 0,
     ) -> None:
         self._config = config
         self._group, self._workers = group, config.workers
@@ -118,7 +119,7 @@ class Training:
         for text in group.warnings():
             report(WarningEvent(text=text))
         self._tuning = SelfTuning(
-            *(config, group, options, self.progress, self.total_steps, report)
+            *(config, group, options, self.progress, self.total_steps, report, restarts)
         )
 
     def run(self, evaluate: bool) -> None:
@@ -169,6 +170,7 @@ class Training:
             if self._tuning.is_changing:
                 self._drain()
                 self._tuning.change(step.number)
+                self._report_progress()
             self._in_progress.append((step, self._start(step)))
             if len(self._in_progress) == STEPS_AHEAD:
                 self._finish(*self._in_progress.popleft())
@@ -292,7 +294,7 @@ class Training:
         """Send the state from which a later generation can resume."""
         awaits_save = self.saves.includes(self.progress.step)
         last_event = None if self._last is None else self._last.to_json()
-        options = self._tuning.current.model_dump_json()
+        options = self._tuning.known
         more = {"told": last_event, "awaits_save": awaits_save, "options": options}
         self._send_progress({"event": "progress", **asdict(self.progress), **more})
 

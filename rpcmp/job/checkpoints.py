@@ -56,6 +56,7 @@ DRIVER_STATE = {
     "evaluated_after",
     "scaler",
     "stream",
+    "options",
 }
 """The keys of a progress event that are the driver's state; see TrainingProgress."""
 

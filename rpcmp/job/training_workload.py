@@ -141,7 +141,8 @@ class TrainingWorkload(Workload[SummaryEvent]):
         self.checkpoints.remove_elsewhere = generation.workers.remove_checkpoint
         await self.checkpoints.remove_left_behind(ended_well=False)
         outputs = OutputFiles(generation.driver_scratch)
-        order = {**self._order, "progress": self.checkpoints.progress_of(step)}
+        progress = self.checkpoints.progress_of(step)
+        order = {**self._order, "progress": progress, "generation": generation.number}
         generation.send(outputs.redirect(order))
         summary = await self._train(generation)
         await asyncio.to_thread(outputs.deliver)

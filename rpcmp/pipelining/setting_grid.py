@@ -60,7 +60,10 @@ class Grid(NamedTuple):
 
 def grid(config: Config, axes: Axes) -> Grid:
     """Combine the values of all axes, and add the config's own setting."""
-    batch_size = config.require_data("tuning").batch_size
+    return _grid(config, axes, config.require_data("tuning").batch_size)
+
+
+def _grid(config: Config, axes: Axes, batch_size: int) -> Grid:
     own = ScheduleOptions.of(config)
     settings: dict[Hashable, ScheduleOptions] = {_effect(config, own): own}
     left_out: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
@@ -99,7 +102,7 @@ def options_to_try(config: Config) -> list[ScheduleOptions]:
         max_in_flight=None if config.max_in_flight == "auto" else [own.max_in_flight],
         microbatches_per_message=messages,
     )
-    found = grid(config, axes).settings
+    found = _grid(config, axes, max(config.data.batch_size, own.num_microbatches)).settings
     return [own, *(setting for setting in found if setting != own)]
 
 

@@ -212,10 +212,17 @@ def splittable(operation: Operation) -> Operation:
 
 
 def install() -> None:
-    """Replace functions of `torch.nn.functional`, before any user code is imported."""
-    F.linear = _split_linear(F.linear)
-    for name in CONVOLUTIONS:
-        setattr(F, name, splittable(getattr(F, name)))
+    """Replace functions of `torch.nn.functional`, before any user code is imported.
+
+    To `torch.jit.script` the new ones are the operators that the old ones were: what it compiles
+    does not call Python, and computes its weight gradients in the backward.
+    """
+    builtins = torch.jit._builtins._get_builtin_table()
+    for name in ("linear", *CONVOLUTIONS):
+        before = getattr(F, name)
+        after = _split_linear(before) if name == "linear" else splittable(before)
+        builtins[id(after)] = builtins[id(before)]
+        setattr(F, name, after)
 
 
 def _split_linear(operation: Operation) -> Operation:

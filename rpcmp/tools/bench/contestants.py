@@ -104,7 +104,7 @@ class Contestant(Protocol):
 
 
 class OwnPipeline:
-    """The contestant "rpcmp": the job as `rpcmp drive` runs it, on stage servers here."""
+    """The contestant "rpcmp": the job on stage servers here, under the options it starts with."""
 
     name = "rpcmp"
 

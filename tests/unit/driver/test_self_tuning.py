@@ -11,7 +11,7 @@ import pytest
 from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.config.schema import Config
 from rpcmp.driver.progress import TrainingProgress
-from rpcmp.driver.self_tuning import MOST_TRIED, SelfTuning
+from rpcmp.driver.self_tuning import MOST_TRIED, Block, SelfTuning, _predictor
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.observability.events import Event, ScheduleEvent, StepEvent
 from rpcmp.pipelining import cost_model
@@ -31,6 +31,10 @@ class Machine:
         message_s: seconds that a message costs.
         slow: seconds that steps under some options take besides.
         free: bytes free on the device that all workers share.
+        start: what an earlier group has found, and what it was trying.
+        restarts: groups lost before.
+        data_share: share of a step in which the driver waits for samples.
+        idle: bytes of a worker before its first step.
         used: options of each step so far.
         changes: options that the group was told to change to.
         found: what the searches have found.
@@ -41,7 +45,10 @@ class Machine:
     message_s: float = 0.0
     slow: Callable[[ScheduleOptions], float] = lambda options: 0.0
     free: int | None = 1 << 30
-    start: ScheduleOptions | None = None
+    start: list[ScheduleOptions] = field(default_factory=list)
+    restarts: int = 0
+    data_share: float = 0.0
+    idle: int = 1 << 20
     changes: list[ScheduleOptions] = field(default_factory=list)
     used: list[ScheduleOptions] = field(default_factory=list)
     found: list[ScheduleEvent] = field(default_factory=list)
@@ -49,10 +56,12 @@ class Machine:
     def __post_init__(self) -> None:
         config = self.config
         self.num_full_microbatches = config.num_full_microbatches
-        before = TrainingProgress(options=self.start.model_dump_json() if self.start else "")
+        before = TrainingProgress(options=[one.model_dump() for one in self.start])
         group = cast(StageGroup, self)
         self.tuning = SelfTuning(
-            *(config, group, options_to_try(config), before, self.total), self._add_event
+            *(config, group, options_to_try(config), before, self.total),
+            self._add_event,
+            self.restarts,
         )
 
     @property
@@ -64,7 +73,7 @@ class Machine:
         return {worker.label: answer for worker in self.config.workers}
 
     def memory(self) -> dict[str, int]:
-        return {"idle": 1 << 20, "peak": 2 << 20}
+        return {"idle": self.idle, "peak": self.idle + (1 << 20)}
 
     def free_memory(self) -> tuple[str, int | None]:
         return "here", self.free
@@ -110,7 +119,7 @@ class Machine:
             loss=1.0,
             samples_per_s=16 / seconds,
             step_s=seconds,
-            data_share=0.0,
+            data_share=self.data_share,
             busy={},
             busy_seconds=kinds,
             learning_rate=None,
@@ -120,6 +129,22 @@ class Machine:
     @property
     def best(self) -> ScheduleOptions:
         return min(options_to_try(self.config), key=self.seconds)
+
+
+def test_replicas_are_predicted_as_one_fast_host() -> None:
+    config = chain(stages=[{"replicas": 2}, {"replicas": 2}], num_microbatches=16)
+    options = options_to_try(config)
+    assert {one.microbatches_per_message for one in options} == {1}
+    busy = {stage: {"F": 32 * MS, "B": 64 * MS, "O": 4 * MS} for stage in config.stage_names}
+    times = dict.fromkeys(config.stage_names, ActionTimes(1 * MS, 1 * MS, 1 * MS))
+    updates = dict.fromkeys(config.stage_names, 2 * MS)
+
+    def truth(one: ScheduleOptions) -> float:
+        return cost_model.step_seconds(one.on(config), times, updates)
+
+    block = Block(truth(options[0]), 0.0, busy)
+    predict = _predictor(lambda one: one.on(config), options[0], block)
+    assert [predict(one) for one in options] == pytest.approx([truth(one) for one in options], 1e-2)
 
 
 @pytest.mark.parametrize("message_s", [0.0, 1 * MS, 20 * MS])
@@ -175,10 +200,68 @@ def test_memory_that_is_not_there_is_not_used(free: int | None) -> None:
 
 
 def test_the_limit_of_a_stage_counts() -> None:
-    config = chain(stages=[{"memory": "1 MiB"}, {"memory": "1 MiB"}])
-    machine = Machine(config, message_s=5 * MS)
+    config = chain(stages=[{"memory": "102 MiB"}, {"memory": "102 MiB"}])
+    held = cost_model.held(config)
+    tight = Machine(config, message_s=5 * MS, idle=101 << 20)
+    tight.run(300)
+    for options in set(tight.used):
+        more = cost_model.held(options.on(config))
+        assert all(more[stage] <= held[stage] for stage in held)
+    roomy = Machine(config, message_s=5 * MS, idle=1 << 20)
+    assert roomy.run(300) not in tight.used
+
+
+def test_what_one_trial_has_taken_counts_for_the_next() -> None:
+    """A worker takes 1 MiB for each micro-batch that it may hold, of 64 MiB."""
+    config = chain(num_microbatches=16)
+
+    def taken(options: ScheduleOptions) -> int:
+        return sum(cost_model.held(options.on(config)).values())
+
+    class Growing(Machine):
+        def everywhere(self, method: Callable[..., object]) -> dict[str, object]:
+            held = [cost_model.held(options.on(config)) for options in self.used]
+            most = {stage: max(each[stage] for each in held) << 20 for stage in held[0]}
+            if method.__name__ == "free_memory":
+                return dict.fromkeys(most, ("here", (64 << 20) - sum(most.values())))
+            return {stage: {"idle": 0, "peak": peak} for stage, peak in most.items()}
+
+    machine = Growing(config, message_s=5 * MS)
+    machine.run(400)
+    allowed = taken(config.options) + (64 - taken(config.options)) // 4
+    assert taken(config.options) < max(map(taken, machine.used)) <= allowed
+    assert max(map(taken, options_to_try(config))) > allowed
+
+
+def test_nothing_is_tried_while_the_driver_waits_for_samples() -> None:
+    machine = Machine(chain(), message_s=5 * MS, data_share=0.5)
     machine.run(300)
-    assert set(machine.used) == {config.options}
+    assert set(machine.used) == {machine.config.options}
+
+
+def test_what_was_tried_when_the_group_was_lost_is_not_tried_again() -> None:
+    config = chain(num_microbatches=8)
+    lost = Machine(config, message_s=1 * MS)
+    while not lost.tuning.is_changing:
+        lost.run(1)
+    assert lost.tuning.known[0] == config.options.model_dump()
+    (candidate,) = (
+        one for one in options_to_try(config) if one.model_dump() == lost.tuning.known[1]
+    )
+    again = Machine(config, message_s=1 * MS, start=[config.options, candidate])
+    again.run(300)
+    assert candidate not in again.used
+
+
+def test_each_lost_group_delays_the_next_search() -> None:
+    def first_change(restarts: int) -> int:
+        machine = Machine(chain(), message_s=5 * MS, restarts=restarts)
+        while not machine.tuning.is_changing:
+            machine.run(1)
+        return len(machine.used)
+
+    first, second, third, fourth = map(first_change, range(4))
+    assert fourth - third == 2 * (third - second) == 4 * (second - first) > 0
 
 
 def test_another_search_begins_when_steps_take_longer_for_good() -> None:
@@ -211,6 +294,6 @@ def test_steps_of_smaller_mini_batches_do_not_count() -> None:
 def test_a_group_starts_with_what_the_one_before_has_found() -> None:
     config = chain(num_microbatches=8)
     found = Machine(config, message_s=1 * MS).run(300)
-    again = Machine(config, message_s=1 * MS, start=found)
+    again = Machine(config, message_s=1 * MS, start=[found])
     assert again.run(300) == found
     assert set(again.used) == set(again.changes) == {found}

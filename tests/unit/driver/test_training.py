@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -149,7 +150,11 @@ def _training(
 
 
 class Tuned(Stages):
-    """Stages that may be rescheduled."""
+    """Stages that may be rescheduled, and whose steps take longer than loading samples."""
+
+    def finish_step(self, started: RoundHandle) -> Trained:
+        time.sleep(0.005)
+        return super().finish_step(started)
 
     def reschedule(self, config: Config) -> None:
         self.log.append(f"reschedule {config.options.without_count}")
@@ -179,18 +184,20 @@ def test_other_options_are_tried_while_no_step_is_in_progress() -> None:
     assert steps == list(range(1, 61))
     (found,) = [event for event in events if event["event"] == "schedule"]
     known = [event["options"] for event in events if event["event"] == "progress"]
-    assert known[0] == options[0].model_dump_json()
-    last = ScheduleOptions.model_validate_json(known[-1])
-    assert last.without_count == found["chosen"]
+    assert known[0] == [options[0].model_dump()]
+    assert [one.model_dump() for one in options] in known  # while the second was tried
+    (last,) = known[-1]
+    assert ScheduleOptions(**last).without_count == found["chosen"]
 
 
 def test_a_later_generation_goes_on_with_the_options_found() -> None:
     config = job(steps=6, num_microbatches=2, schedule="1f1b", max_in_flight=2)
     options = options_to_try(config)
     for found, first in (
-        (options[1].model_dump_json(), ["reschedule 1f1b, max_in_flight 2, 2 a message"]),
-        (options[0].model_dump_json(), []),
-        ('{"schedule": "zbv"}', []),
+        ([options[1].model_dump()], ["reschedule 1f1b, max_in_flight 2, 2 a message"]),
+        ([options[0].model_dump(), options[1].model_dump()], []),
+        ([{"schedule": "zbv"}], []),
+        ([], []),
     ):
         stages = Tuned(config)
         progress = TrainingProgress(step=1, batch=1, options=found)
