@@ -142,20 +142,19 @@ def _nothing_is_left() -> Iterator[None]:
 def _shared() -> Iterator[None]:
     """Let jobs of this process use the shared fork servers and the shared stage servers."""
     with reaping(RUN), pytest.MonkeyPatch.context() as patch:
-        forks = processes.FORKS
-        borrow = borrowing(lambda: forks.line(DRIVE))
+        borrow = borrowing(lambda: processes.FORKS.line(DRIVE))
         patch.setattr(Forks, "__init__", borrow)
         patch.setattr(server_pool, "LocalServers", pool.PooledServers)
         start = Template.start
 
         async def start_if_used(template: Template) -> None:
-            if not forks.in_use:  # else servers are the pool's
+            if not processes.FORKS.in_use:  # else servers are the pool's
                 await start(template)
 
         patch.setattr(Template, "start", start_if_used)
         yield
     pool.POOL.close()
-    forks.close()
+    processes.FORKS.close()
 
 
 @pytest.fixture

@@ -187,6 +187,13 @@ def test_only_the_transport_uses_rpc_and_private_names_of_torch() -> None:
     assert [use for use in others if not any(one.startswith(use) for one in PRIVATE)] == []
 
 
+def test_no_module_knows_one_kind_of_accelerator() -> None:
+    """torch.accelerator and torch.get_device_module are the same for CUDA, ROCm, XPU and others."""
+    kinds = re.compile(r"torch\.(cuda|xpu|mps|mtia)\b|.*\.is_cuda$")
+    found = {(m, n) for m in modules() for n in (*imported_names(m), *attributes(m))}
+    assert [each for each in found if kinds.match(each[1])] == []
+
+
 COMPARED_PACKAGES = ("worker", "driver", "rpc.transport", "rpc.messages", "data.batch_server")
 """The packages that train across processes, which are compared with the reference in one."""
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import resource
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -33,7 +36,27 @@ def host_differences(reference: dict[str, str], hosts: dict[str, dict[str, str]]
 
 
 AUTO = "auto"
-"""The config's name for CUDA if the host has it, else the CPU."""
+"""The config's name for the host's accelerator if it has one, else the CPU."""
+
+
+@functools.cache
+def _accelerator() -> ModuleType | None:
+    """Return torch's module of the accelerator that it is built for, such as CUDA's, or None.
+
+    Its devices are not touched, and need not exist.
+    """
+    found = torch.accelerator.current_accelerator()
+    return None if found is None else torch.get_device_module(found)
+
+
+def seed_accelerator(seed: int) -> None:
+    """Seed the generators of all devices, if this process uses any."""
+    if (module := _accelerator()) is None:
+        return
+    if getattr(module, "is_initialized", lambda: True)():  # MPS is, as soon as it is there
+        getattr(module, "manual_seed_all" if hasattr(module, "manual_seed_all") else "manual_seed")(
+            seed
+        )
 
 
 def resolve_device(name: str) -> torch.device:
@@ -43,7 +66,7 @@ def resolve_device(name: str) -> torch.device:
         RuntimeError: torch knows no such device.
     """
     if name == AUTO:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.accelerator.current_accelerator(check_available=True) or CPU
     return torch.device(name)
 
 
@@ -52,11 +75,21 @@ def device_name(device: torch.device) -> str:
 
     A CPU's name includes the instructions that torch uses, since others round differently.
     """
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
     if device.type == "cpu":
         return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    return device.type
+    return str(_ask(device, "get_device_name") or device.type)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished all work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _ask(device: torch.device, question: str) -> Any:
+    """Return what torch's module of the device's kind answers; None if it has no such function."""
+    function = getattr(torch.get_device_module(device), question, None)
+    return None if function is None else function(device)
 
 
 def base_bytes(device: torch.device) -> int:
@@ -67,7 +100,7 @@ def base_bytes(device: torch.device) -> int:
 
 
 class MemoryMeter:
-    """Memory of a stage: resident memory on a CPU, memory allocated by torch on a GPU.
+    """Memory of a stage: memory allocated by torch on an accelerator, else resident memory.
 
     Create it when the stage has been built and nothing has run.
 
@@ -81,9 +114,8 @@ class MemoryMeter:
 
     def peak(self) -> int:
         """Return the most bytes until now."""
-        is_gpu = self._device.type == "cuda"
-        most = torch.cuda.max_memory_allocated(self._device) if is_gpu else base_bytes(CPU)
-        return max(self.idle, most)
+        most = None if self._device.type == "cpu" else _ask(self._device, "max_memory_allocated")
+        return max(self.idle, base_bytes(CPU) if most is None else most)
 
     def free(self) -> int | None:
         """Return the bytes of the device that nobody uses; None if unknown."""
@@ -91,8 +123,10 @@ class MemoryMeter:
         return None if available is None else max(0, available - base_bytes(self._device))
 
     def _now(self) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.memory_allocated(self._device)
+        if self._device.type != "cpu":
+            allocated: int | None = _ask(self._device, "memory_allocated")
+            if allocated is not None:
+                return allocated
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         return pages * resource.getpagesize()
 
@@ -102,10 +136,9 @@ def available_bytes(device: torch.device) -> int | None:
 
     The limit of the container, if it has one, is the most.
     """
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu":
-        return None
+        free_and_total = _ask(device, "mem_get_info")
+        return None if free_and_total is None else int(free_and_total[0])
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

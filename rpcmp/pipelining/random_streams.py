@@ -19,6 +19,8 @@ import random
 import numpy.random  # torch loads numpy, but this of it not before it is used: then in every fork
 import torch
 
+from rpcmp.pipelining import devices
+
 
 def derive_seed(*parts: int | str) -> int:
     """Return a 63-bit seed from `parts`; equal parts give equal seeds on every machine."""
@@ -36,5 +38,4 @@ def seed_plainly(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
+    devices.seed_accelerator(seed)

@@ -311,8 +311,7 @@ class Layer:
 
     def _now(self) -> float:
         """Return the time in seconds, once the device has finished all work."""
-        if self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)
+        devices.synchronize(self._model.device)
         return time.perf_counter()
 
 

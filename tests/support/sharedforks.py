@@ -22,7 +22,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -67,11 +67,14 @@ class SharedForks:
 
     Args:
         without: an environment variable that the fork server does not get.
+        more: variables that it gets besides.
         first: a fork server to fork from, which has done the imports; None: it imports by itself.
     """
 
-    def __init__(self, without: str, first: SharedForks | None = None) -> None:
-        self._without = without
+    def __init__(
+        self, without: str, more: Mapping[str, str], first: SharedForks | None = None
+    ) -> None:
+        self._without, self._more = without, more
         self._first = first
         self._birth: socket.socket | None = None  # a fork ends with the line that requested it
         self._process: psutil.Process | None = None
@@ -128,6 +131,7 @@ class SharedForks:
 
     def _new(self, theirs: socket.socket) -> psutil.Process:
         environment = {key: value for key, value in BEFORE.items() if key != self._without}
+        environment |= self._more
         arguments = [str(theirs.fileno()), str(os.getpid()), "", WORKERS, DRIVERS]
         return psutil.Popen(
             [sys.executable, "-P", "-m", "rpcmp.process", *arguments],
@@ -143,15 +147,15 @@ class SharedByAll:
     """All shared fork servers: DRIVE, and one per long-lived stage server.
 
     Args:
-        without: see SharedForks.
+        without, more: see SharedForks.
 
     Attributes:
         in_use: whether the jobs of this test share them.
     """
 
-    def __init__(self, without: str) -> None:
+    def __init__(self, without: str, more: Mapping[str, str] | None = None) -> None:
         self.in_use = True
-        self._without = without
+        self._environment = without, more or {}
         self._all: dict[str, SharedForks] = {}
         # Fork servers end with the thread that started them, so this thread must outlive them.
         self._starter = ThreadPoolExecutor(1, "shared-forks")
@@ -162,8 +166,8 @@ class SharedByAll:
 
     def line_of(self, owner: str) -> socket.socket:
         """Return a line to a fork server, even if jobs of this test do not share it."""
-        first = self._all.setdefault(DRIVE, SharedForks(self._without))
-        forks = self._all.setdefault(owner, SharedForks(self._without, first))
+        first = self._all.setdefault(DRIVE, SharedForks(*self._environment))
+        forks = self._all.setdefault(owner, SharedForks(*self._environment, first))
         return self._starter.submit(forks.line).result()
 
     @property

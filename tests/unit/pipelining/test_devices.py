@@ -1,22 +1,82 @@
-"""Devices by their name in a config."""
+"""Devices by their name in a config, and what torch's module of their kind knows of them."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from rpcmp.pipelining import devices
 
+XPU = torch.device("xpu", 1)
 
-@pytest.mark.parametrize(("has_cuda", "expected"), [(True, "cuda"), (False, "cpu")])
-def test_auto_is_cuda_if_available(
-    monkeypatch: pytest.MonkeyPatch, has_cuda: bool, expected: str
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """What torch has as the module of this machine's accelerator, which may lack functions."""
+    found = SimpleNamespace()
+    accelerator = torch.device("xpu")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: accelerator)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: found)
+    devices._accelerator.cache_clear()
+    yield found
+    devices._accelerator.cache_clear()
+
+
+@pytest.mark.parametrize("expected", ["xpu", "cuda", None])
+def test_auto_is_the_accelerator_if_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, expected: str | None
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
-    assert devices.resolve_device("auto") == torch.device(expected)
+    def current_accelerator(check_available: bool) -> torch.device | None:
+        assert check_available
+        return None if expected is None else torch.device(expected)
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    assert devices.resolve_device("auto") == torch.device(expected or "cpu")
 
 
 def test_other_names_come_from_torch() -> None:
     assert devices.resolve_device("cuda:1") == torch.device("cuda", 1)
     with pytest.raises(RuntimeError, match="gpu"):
         devices.resolve_device("gpu")
+
+
+def test_memory_and_name_are_what_the_accelerators_module_says(module: SimpleNamespace) -> None:
+    def of(value: Any) -> Any:
+        def answer(device: torch.device) -> Any:
+            assert device == XPU
+            return value
+
+        return answer
+
+    module.get_device_name, module.mem_get_info = of("Max 1100"), of((7, 9))
+    module.memory_allocated, module.max_memory_allocated = of(3), of(5)
+    assert devices.device_name(XPU) == "Max 1100"
+    assert devices.available_bytes(XPU) == 7
+    meter = devices.MemoryMeter(XPU)
+    assert (meter.idle, meter.peak()) == (3, 5)
+
+
+def test_an_accelerator_that_counts_no_memory_has_its_process_measured(
+    module: SimpleNamespace,
+) -> None:
+    assert devices.device_name(XPU) == "xpu"
+    assert devices.available_bytes(XPU) is None
+    meter = devices.MemoryMeter(XPU)
+    assert 2**20 < meter.idle <= meter.peak()
+
+
+@pytest.mark.parametrize("is_initialized", [True, False, None])
+@pytest.mark.parametrize("name", ["manual_seed_all", "manual_seed"])
+def test_only_an_accelerator_in_use_is_seeded(
+    module: SimpleNamespace, is_initialized: bool | None, name: str
+) -> None:
+    seeds: list[int] = []
+    setattr(module, name, seeds.append)
+    if is_initialized is not None:
+        module.is_initialized = lambda: is_initialized
+    devices.seed_accelerator(7)
+    assert seeds == ([] if is_initialized is False else [7])

@@ -1,0 +1,61 @@
+"""Jobs on the pretend accelerator: fork servers and stage servers that have it.
+
+torch loads it by an entry point from a folder on PYTHONPATH, so no process needs to import it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import pool, processes
+from tests.support.reaper import TOKEN
+from tests.support.sharedforks import SharedByAll
+
+HERE = Path(__file__).parent
+
+ENTRY_POINT = "[torch.backends]\npretend = pretend_accelerator:register\n"
+
+
+def install(folder: Path) -> dict[str, str]:
+    """Build it into `folder`; return the environment that gives it to torch."""
+    torch_folder = Path(torch.__file__).parent
+    library = torch_folder / "lib"
+    source, built = str(HERE / "guard.cpp"), str(folder / "guard.so")
+    options = ["-std=c++20", "-shared", "-fPIC", "-I", str(torch_folder / "include")]
+    links = ["-L", str(library), "-lc10", f"-Wl,-rpath,{library}"]
+    subprocess.run(["g++", *options, source, "-o", built, *links], check=True)
+    shutil.copy(HERE / "pretend_accelerator.py", folder)
+    described = folder / "pretend_accelerator-1.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: pretend-accelerator\n")
+    (described / "entry_points.txt").write_text(ENTRY_POINT)
+    before = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *([before] if before else [])])}
+
+
+@contextlib.contextmanager
+def pretending(**more: str) -> Iterator[None]:
+    """Let the jobs of this process run where there is a pretend accelerator, in this block.
+
+    Args:
+        more: further variables of their environment.
+    """
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        forks = SharedByAll(TOKEN, {**install(Path(folder)), **more})
+        servers = pool.ServerPool()
+        patch.setattr(processes, "FORKS", forks)
+        patch.setattr(pool, "POOL", servers)
+        try:
+            yield
+        finally:
+            servers.close()
+            forks.close()

@@ -1,0 +1,258 @@
+"""An accelerator without hardware: tensors of `pretend:0` to `pretend:3` that the CPU computes.
+
+Loaded into every process by torch itself, through an entry point `torch.backends`, as the devices
+of vendors outside of torch are; see `tests.support.pretend`. Imports nothing of rpcmp or its tests.
+
+As on CUDA, an operation on tensors of two devices raises, a device has an amount of memory that is
+counted and may be used up, an index that does not exist is an error, and a process that was forked
+after its parent had used a device cannot use one. The bits are the CPU's: every kernel is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+NAME = "pretend"
+COUNT = int(os.environ.get("PRETEND_DEVICES", "4"))
+MEMORY = int(os.environ.get("PRETEND_MEMORY", str(2**30)))
+"""Bytes of each device."""
+
+aten = torch.ops.aten
+
+
+class Devices:
+    """What `torch.pretend` is: the devices of this process, and their memory."""
+
+    def __init__(self) -> None:
+        self.used = [0] * COUNT
+        self.peak = [0] * COUNT
+        self.reads: dict[str, int] = {}  # by kernel, the times the host has waited for a value
+        self.library: Any = None
+        self.kernels: Any = None
+        self._visible = _visible(os.environ.get("PRETEND_VISIBLE_DEVICES"))
+        self._user = 0  # the process that first used a device
+
+    def use(self, device: torch.device) -> int:
+        """Return a device's index, once it is known that this process may use it."""
+        if self._user != (pid := os.getpid()):
+            if self._user:
+                raise RuntimeError(
+                    "Cannot re-initialize the pretend accelerator in forked subprocess: its parent "
+                    "has used it"
+                )
+            self._user = pid
+        index = self.current_device() if device.index is None else device.index
+        if index >= self.device_count():
+            raise RuntimeError(f"invalid device ordinal: {device}")
+        return index
+
+    def allocate(self, index: int, size: int) -> None:
+        if self.used[index] + size > MEMORY:
+            raise torch.OutOfMemoryError(
+                f"pretend out of memory. Tried to allocate {size} bytes. Device {index} has "
+                f"{MEMORY} bytes, of which {MEMORY - self.used[index]} are free."
+            )
+        self.used[index] += size
+        self.peak[index] = max(self.peak[index], self.used[index])
+
+    # What torch asks a device module for.
+
+    def is_available(self) -> bool:
+        return self.device_count() > 0
+
+    def is_initialized(self) -> bool:
+        return self._user == os.getpid()
+
+    def _is_in_bad_fork(self) -> bool:
+        return self._user not in (0, os.getpid())
+
+    def device_count(self) -> int:
+        return self._visible
+
+    def current_device(self) -> int:
+        return int(torch._C._accelerator_getDeviceIndex())
+
+    def set_device(self, device: Any) -> None:
+        torch.accelerator.set_device_index(device)
+
+    def synchronize(self, device: Any = None) -> None:
+        torch.accelerator.synchronize(device)
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Do nothing: kernels draw from the CPU's generator."""
+
+    def get_device_name(self, device: Any = None) -> str:
+        return "Pretend P1"
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def memory_allocated(self, device: Any = None) -> int:
+        return self.used[self._index(device)]
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return self.peak[self._index(device)]
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return MEMORY - self.used[self._index(device)], MEMORY
+
+    def _index(self, device: Any) -> int:
+        return torch.accelerator._utils._get_device_index(device, optional=True)
+
+
+def _visible(variable: str | None) -> int:
+    return COUNT if variable is None else len([each for each in variable.split(",") if each])
+
+
+DEVICES = Devices()
+
+
+class Allocation:
+    """Memory of a device, as long as a tensor lies in it."""
+
+    def __init__(self, storage: torch.UntypedStorage, index: int) -> None:
+        self._index, self._size = index, 0
+        self._storage = storage  # its address is not used again meanwhile
+        DEVICES.allocate(index, storage.nbytes())
+        self._size = storage.nbytes()
+
+    def __del__(self) -> None:
+        DEVICES.used[self._index] -= self._size
+
+
+ALLOCATIONS: weakref.WeakValueDictionary[int, Allocation] = weakref.WeakValueDictionary()
+"""By the address of the CPU's storage."""
+
+
+class PretendTensor(torch.Tensor):
+    """A tensor of a device.
+
+    Attributes:
+        raw: the CPU's tensor that it is.
+    """
+
+    raw: torch.Tensor
+    allocation: Allocation
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, raw: torch.Tensor, index: int) -> PretendTensor:
+        storage = raw.untyped_storage()
+        if (allocation := ALLOCATIONS.get(storage._cdata)) is None:
+            allocation = ALLOCATIONS[storage._cdata] = Allocation(storage, index)
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            raw.size(),
+            strides=raw.stride(),
+            storage_offset=raw.storage_offset(),
+            dtype=raw.dtype,
+            device=torch.device(NAME, index),
+        )
+        made.raw, made.allocation = raw, allocation
+        return made
+
+    def data_ptr(self) -> int:
+        return self.raw.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.raw.untyped_storage()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, kernel: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return run(kernel, args, kwargs or {})
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"PretendTensor({self.raw}, device='{self.device}')"
+
+
+COPIES = {aten._to_copy.default, aten.copy_.default, aten._copy_from.default}
+"""Kernels that take tensors of two devices."""
+
+READS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
+"""Kernels whose result the host waits for, besides copies to it."""
+
+
+def run(kernel: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Compute on the CPU what a kernel computes of tensors of a device."""
+    own = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, PretendTensor)]
+    indices = {each.device.index for each in own}
+    if kernel not in COPIES:
+        _require_one_device(kernel, args, kwargs)
+    for index in indices:
+        DEVICES.use(torch.device(NAME, index))
+    target: int | None = next(iter(indices), None)
+    if (wanted := kwargs.get("device")) is not None:
+        device = torch.device(wanted)
+        target = DEVICES.use(device) if device.type == NAME else None
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    elif kernel is aten.copy_.default:
+        target = args[0].device.index
+    if own and (kernel in READS or (kernel in COPIES and target is None)):
+        DEVICES.reads[str(kernel)] = DEVICES.reads.get(str(kernel), 0) + 1
+    if kernel is aten.copy_.default:
+        _raw(args[0]).copy_(_raw(args[1]))
+        return args[0]
+    raw_args, raw_kwargs = pytree.tree_map(_raw, (args, kwargs))
+    result = kernel(*raw_args, **raw_kwargs)
+    given = {id(each.raw): each for each in own}  # kernels that write into an argument return it
+
+    def wrap(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) in given:
+            return given[id(value)]
+        return value if target is None else PretendTensor(value, target)
+
+    return pytree.tree_map(wrap, result)
+
+
+def _raw(value: Any) -> Any:
+    return value.raw if isinstance(value, PretendTensor) else value
+
+
+def _require_one_device(kernel: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Raise as CUDA does; numbers of the CPU, which have no dimension, go with every device."""
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    found = {str(each.device) for each in tensors if each.dim() or isinstance(each, PretendTensor)}
+    if len(found) > 1:
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{' and '.join(sorted(found))}! (in {kernel})"
+        )
+
+
+class Hooks(torch._C._acc.PrivateUse1Hooks):
+    """What torch asks a backend for."""
+
+    def is_available(self) -> bool:
+        return DEVICES.is_available()
+
+    def has_primary_context(self, index: int) -> bool:
+        return DEVICES.is_initialized()
+
+    def is_built(self) -> bool:
+        return True
+
+
+def register() -> None:
+    """Make the devices known to torch: the entry point."""
+    DEVICES.library = ctypes.CDLL(str(Path(__file__).parent / "guard.so"))
+    DEVICES.library.register_devices(DEVICES.device_count())
+    # A guard is there already, so that torch's, which knows one device, is not registered.
+    _setup_privateuseone_for_python_backend(NAME, backend_module=DEVICES, hook=Hooks())
+    # As on CUDA, a module's parameters stay the objects that they are when it is moved.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    DEVICES.kernels = torch.library.Library("_", "IMPL")
+    DEVICES.kernels.fallback(
+        lambda kernel, *args, **kwargs: run(kernel, args, kwargs), "PrivateUse1"
+    )
