@@ -90,6 +90,12 @@ def _modules(
     type=click.Path(path_type=Path, exists=True, resolve_path=True),
     help="Let a confined job's code read DIR. Repeatable.",
 )
+@click.option(
+    "--device",
+    default="",
+    metavar="DEVICE",
+    help='What `device = "auto"` is here, such as cuda:1.  [default: a free one for each stage]',
+)
 @metrics_option
 @log_options
 @click.option("--parent", type=int, hidden=True, help="End with this process.")
@@ -107,6 +113,7 @@ def serve(
     checkpoints: Path,
     confine: bool | None,
     data: tuple[Path, ...],
+    device: str,
     metrics: str | None,
     parent: int | None,
     forks: int | None,
@@ -177,6 +184,7 @@ def serve(
             checkpoints,
             file_access,
             parent or 0,
+            device,
         )
         display.source = lambda: server.log_source
         with _metrics_at(metrics, server, security):  # before the server is announced

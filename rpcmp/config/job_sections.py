@@ -135,8 +135,9 @@ class StageConfig(Strict):
     shares: list[Positive] | None = None
     """How the replicas share them, such as [3, 1]; equally when omitted."""
     device: str = "cpu"
-    """Torch device of the stage, such as "cuda:0"; "auto": CUDA where its host has it, else the
-    CPU."""
+    """Torch device of the stage, such as "cuda:0"; "auto": one of its host's accelerator (CUDA,
+    ROCm, XPU and others), another for each stage and replica there, or the CPU where there is none.
+    """
     threads: Positive = 1
     """Compute threads (OpenMP, MKL)."""
     memory: Size | None = None

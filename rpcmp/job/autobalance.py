@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rpcmp.checkpoint.folder import newest_in
+from rpcmp.config.device_places import AUTO, place
 from rpcmp.config.job_sections import ModelCut
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import ReplicaAssignment, shares_by_speed
@@ -315,5 +316,10 @@ def _limit(config: Config, rank: int, measured: Sequence[MeasuredHost]) -> int |
     host = measured[rank]
     if host.profile.available_bytes is None:
         return None
-    devices = [(other.machine, stages[i].device) for i, other in enumerate(measured)]
-    return host.profile.available_bytes // devices.count(devices[rank])
+    here = [i for i, other in enumerate(measured) if other.machine == host.machine]
+    wanted = [stages[i].device for i in here]
+    places = [
+        place(wanted, own, host.profile.num_devices) if name == AUTO else name
+        for own, name in enumerate(wanted)
+    ]
+    return host.profile.available_bytes // places.count(places[here.index(rank)])

@@ -262,6 +262,8 @@ class Generation:
         if problems := self.workers.checkpoint_problems:
             text = f"a run that has to give up leaves nothing: {'; '.join(problems)}"
             self._events.put_nowait(WarningEvent(text=text))
+        for text in self.workers.shared_devices:
+            self._events.put_nowait(WarningEvent(text=text))
         unreachable = await self.workers.link(network.name, driver_address)
         await self._relay.open(driver_address, unreachable)
         for peer in unreachable:

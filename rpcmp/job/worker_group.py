@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from rpcmp.checkpoint.slots import HeldSnapshots, mirrors_of
+from rpcmp.config.device_places import AUTO, Place, shared
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER, Member, member_names
 from rpcmp.errors import DrainingError, RpcmpError, from_wire
@@ -198,6 +199,7 @@ class WorkerGroup:
         sent = await self._send_weights(weights)
         machines = [claim.machine for claim in self._claims]
         mirrors = mirrors_of(self._config, machines)
+        devices = self._devices_wanted()
         await gather_all(
             client.start(
                 pb.StartRequest(
@@ -211,6 +213,12 @@ class WorkerGroup:
                     mirrored_by=None if mirror is None else self._workers[mirror].stage_index,
                     saves=self._workers[rank].replica == 0,
                     reads_sent_init=sent[rank],
+                    devices_here=[
+                        wanted
+                        for wanted, machine in zip(devices, machines, strict=True)
+                        if machine == machines[rank]
+                    ],
+                    place_here=machines[:rank].count(machines[rank]),
                 )
             )
             for rank, (client, mirror) in enumerate(zip(self._clients, mirrors, strict=True))
@@ -219,6 +227,23 @@ class WorkerGroup:
             self._clients[mirror].mirror(self._mirror_request(rank, restore_point.step))
             for rank, mirror in enumerate(mirrors)
             if mirror is not None
+        )
+
+    def _devices_wanted(self) -> list[str]:
+        """Return each worker's device in the config, or its server's if that is left open."""
+        stages = [self._config.stage(worker.stage_index) for worker in self._workers]
+        return [
+            (claim.device if stage.device == AUTO else "") or stage.device
+            for stage, claim in zip(stages, self._claims, strict=True)
+        ]
+
+    @property
+    def shared_devices(self) -> list[str]:
+        """Which workers share a device because their hosts have too few, in a sentence each."""
+        pairs = zip(self._claimed(), self._devices_wanted(), strict=True)
+        return shared(
+            Place(client.name, claim.machine, claim.host, wanted, self._devices[client.name])
+            for (client, claim), wanted in pairs
         )
 
     async def _send_weights(self, weights: Sequence[Sequence[str] | None]) -> list[bool]:

@@ -51,6 +51,7 @@ class Assignment(Strict):
         may_split: whether this stage may have to split its backwards.
         driver_metrics: names of the metrics that the driver computes.
         loads_data: whether the stages load their part of the batch themselves.
+        device: the worker's, once its host has settled it; None: as the config says.
         weights: the names of its tensors in `init`, for the driver alone; None if only the worker
             can know them, or if the driver has no copy of `init`.
     """
@@ -65,6 +66,7 @@ class Assignment(Strict):
     may_split: bool = False
     driver_metrics: list[str] = Field(default_factory=list)
     loads_data: bool = False
+    device: str | None = None
     tied: list[list[TiedParameter]] = Field(default_factory=list)
     weights: list[str] | None = Field(default=None, exclude=True)
 

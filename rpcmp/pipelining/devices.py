@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import platform
 import resource
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+
+from rpcmp.config.device_places import AUTO, place
 
 CPU = torch.device("cpu")
 
@@ -33,10 +36,6 @@ def host_differences(reference: dict[str, str], hosts: dict[str, dict[str, str]]
         for fact, expected in reference.items()
         if theirs.get(fact) != expected
     ]
-
-
-AUTO = "auto"
-"""The config's name for the host's accelerator if it has one, else the CPU."""
 
 
 @functools.cache
@@ -68,6 +67,25 @@ def resolve_device(name: str) -> torch.device:
     if name == AUTO:
         return torch.accelerator.current_accelerator(check_available=True) or CPU
     return torch.device(name)
+
+
+def existing() -> list[str]:
+    """Return the names of this host's devices."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    count = 0 if kind is None else torch.accelerator.device_count()
+    return ["cpu", *(f"{kind}:{index}" for index in range(count))]
+
+
+def settle(wanted: Sequence[str], own: int) -> str:
+    """Return the device of a worker of this host, with its index if the config leaves it open.
+
+    Args:
+        wanted: see `device_places.place`.
+    """
+    if wanted[own] != AUTO:
+        return wanted[own]
+    accelerated = existing()[1:]
+    return accelerated[place(wanted, own, len(accelerated))] if accelerated else "cpu"
 
 
 def device_name(device: torch.device) -> str:

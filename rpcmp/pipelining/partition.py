@@ -79,11 +79,13 @@ class HostProfile(Strict):
     Attributes:
         base_bytes: a worker's memory without layers.
         available_bytes: the device's memory for all workers together; None if unknown.
+        num_devices: how many such devices the host has; one if it is the CPU.
     """
 
     layers: list[LayerProfile] = Field(min_length=1)
     base_bytes: Bytes
     available_bytes: Bytes | None
+    num_devices: int = 1
 
 
 def merge_profiles(replicas: Sequence[HostProfile], shares: Sequence[float]) -> HostProfile:

@@ -200,6 +200,8 @@ class Claim:
             "code_folder": str(self._folder) if self._folder else "",
             "compiled": str(self.files.compiled),
             "init": str(self.files.weights) if request.reads_sent_init else "",
+            "devices_here": list(request.devices_here),
+            "place_here": request.place_here,
             "rank": request.rank,
             "members": list(request.members),
         }

@@ -72,11 +72,13 @@ class Device(Strict):
     Attributes:
         name: its product name.
         available_bytes: free memory; None if unknown.
+        alike: the names of all devices of its kind, the CPU's aside.
         problem: why it cannot be used; empty if it can.
     """
 
     name: str = ""
     available_bytes: int | None = None
+    alike: list[str] = Field(default_factory=list)
     problem: str = ""
 
 
@@ -330,7 +332,10 @@ def _try_device(name: str) -> Device:
         device = devices.resolve_device(name)
         torch.ones(2, device=device).sum().item()
         return Device(
-            name=devices.device_name(device), available_bytes=devices.available_bytes(device)
+            name=devices.device_name(device),
+            available_bytes=devices.available_bytes(device),
+            alike=devices.existing()[1:] if device.type != "cpu" else [],
         )
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-        return Device(problem=one_line(error))
+        found = ", ".join(devices.existing())
+        return Device(problem=f"{one_line(error)} (there are: {found})")

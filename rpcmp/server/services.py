@@ -64,6 +64,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             worker_pid=claim.worker_pid,
             holdings=snapshot_store.holdings(),
             machine=machine(),
+            device=self._server.device,
             supervisor_pid=os.getpid(),
             snapshot_fds=snapshot_store.slots.fds,
             snapshot_inodes=[os.fstat(fd).st_ino for fd in snapshot_store.slots.fds],

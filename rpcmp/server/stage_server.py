@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from rpcmp.checkpoint.files import Inside, place_of, require_place
+from rpcmp.config.device_places import AUTO
 from rpcmp.errors import (
     BusyError,
     CheckpointError,
@@ -87,6 +88,7 @@ class StageServer:
             current directory.
         file_access: files that workers may open beyond a job's own; None: they are not confined.
         works_for: process id of the driver that has started the server for its job; 0: any driver.
+        device: what `device = "auto"` is here; empty: left to the job.
 
     Attributes:
         draining: whether it takes no new job.
@@ -108,8 +110,9 @@ class StageServer:
         checkpoints: Path | None = None,
         file_access: FileAccess | None = None,
         works_for: int = 0,
+        device: str = "",
     ) -> None:
-        self.works_for = works_for
+        self.works_for, self.device = works_for, device
         self.stage_index = stage_index
         self.replica = replica
         self.draining = False
@@ -183,6 +186,8 @@ class StageServer:
         from rpcmp.server.host_facts import CheckRequest, examine  # pydantic
 
         order = CheckRequest.model_validate_json(request.order)
+        settled = [self.device or name if name == AUTO else name for name in order.devices]
+        order = order.model_copy(update={"devices": settled})
         async with self._reserved(request.job) as (folder, file_access):
             facts = await examine(
                 order,

@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from rpcmp.checkpoint.slots import mirrors_of
 from rpcmp.config import addresses
+from rpcmp.config.device_places import AUTO, Place, place, shared
 from rpcmp.config.job_sections import StageConfig
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER
@@ -86,20 +87,38 @@ def diagnose(
     now: float,
 ) -> list[Finding]:
     """Judge the reports of all hosts and links; `now` is in seconds since 1970."""
+    places = _places(workers)
+    devices = {each.worker: each.device for each in places}
     return [
         *(
             finding
             for report in (driver, *workers, *spares)
-            for finding in _host(config, report, driver.facts, now)
+            for finding in _host(config, report, driver.facts, now, devices.get(report.name, AUTO))
         ),
         *_compare_code([driver, *workers, *spares]),
         *_compare_devices(workers),
+        *(Finding("all stages", "device", Status.WARNING, text) for text in shared(places)),
         *(_link(link) for link in links),
     ]
 
 
+def _places(workers: Sequence[HostReport]) -> list[Place]:
+    """Return the device that each worker will have, by what its host has."""
+    seen = [(one.name, one.facts) for one in workers if one.facts and one.facts.devices]
+    wanted = [(facts.machine, next(iter(facts.devices))) for _, facts in seen]
+    places = []
+    for index, ((name, facts), (machine, device)) in enumerate(zip(seen, wanted, strict=True)):
+        alike = facts.devices[device].alike
+        if device == AUTO and alike:
+            here = [theirs for place, theirs in wanted if place == machine]
+            own = [place for place, _ in wanted[:index]].count(machine)
+            device = alike[place(here, own, len(alike))]
+        places.append(Place(name, machine, facts.host, wanted[index][1], device))
+    return places
+
+
 def _host(
-    config: Config, report: HostReport, reference: HostFacts | None, now: float
+    config: Config, report: HostReport, reference: HostFacts | None, now: float, auto: str
 ) -> Iterator[Finding]:
     if report.speed is not None:
         yield from _reach(report, report.speed)
@@ -110,7 +129,7 @@ def _host(
     yield _certificate(config, report.name, facts, now)
     yield from _software(report.name, facts, reference)
     yield from _code(report.name, facts)
-    yield from _devices(report, facts)
+    yield from _devices(report, facts, auto)
     if facts.folder is not None:
         yield _folder(config, report.name, facts.folder, reference)
     if config.init is not None:
@@ -194,9 +213,10 @@ def _code(where: str, facts: HostFacts) -> Iterator[Finding]:
         yield Finding(where, "code", Status.OK, text)
 
 
-def _devices(report: HostReport, facts: HostFacts) -> Iterator[Finding]:
+def _devices(report: HostReport, facts: HostFacts, auto: str) -> Iterator[Finding]:
     for name, device in facts.devices.items():
-        status, text = _device(report.settings, name, device, facts.processors)
+        shown = f"{AUTO}: {auto}" if name == AUTO != auto else name
+        status, text = _device(report.settings, shown, device, facts.processors)
         yield Finding(report.name, "device", status, text)
 
 

@@ -354,6 +354,7 @@ class PrepareResponse(_message.Message):
     KEEPS_NOTHING_FIELD_NUMBER: _builtins.int
     HAS_INIT_FIELD_NUMBER: _builtins.int
     WEIGHTS_KEY_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     worker_pid: _builtins.int
     machine: _builtins.str
@@ -370,6 +371,8 @@ class PrepareResponse(_message.Message):
     """whether `init` is on this host"""
     weights_key: _builtins.str
     """of what Put has sent of it for this job; empty: nothing"""
+    device: _builtins.str
+    """what `device = "auto"` is there; empty: left to the job"""
     @_builtins.property
     def holdings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holding]: ...
     @_builtins.property
@@ -394,10 +397,11 @@ class PrepareResponse(_message.Message):
         keeps_nothing: _builtins.str = ...,
         has_init: _builtins.bool = ...,
         weights_key: _builtins.str = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exposed", b"exposed", "generation", b"generation", "has_init", b"has_init", "holdings", b"holdings", "host", b"host", "keeps_nothing", b"keeps_nothing", "machine", b"machine", "network", b"network", "snapshot_fds", b"snapshot_fds", "snapshot_inodes", b"snapshot_inodes", "supervisor_pid", b"supervisor_pid", "weights_key", b"weights_key", "worker_pid", b"worker_pid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "exposed", b"exposed", "generation", b"generation", "has_init", b"has_init", "holdings", b"holdings", "host", b"host", "keeps_nothing", b"keeps_nothing", "machine", b"machine", "network", b"network", "snapshot_fds", b"snapshot_fds", "snapshot_inodes", b"snapshot_inodes", "supervisor_pid", b"supervisor_pid", "weights_key", b"weights_key", "worker_pid", b"worker_pid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -495,6 +499,8 @@ class StartRequest(_message.Message):
     SAVES_FIELD_NUMBER: _builtins.int
     MIRRORED_BY_FIELD_NUMBER: _builtins.int
     READS_SENT_INIT_FIELD_NUMBER: _builtins.int
+    DEVICES_HERE_FIELD_NUMBER: _builtins.int
+    PLACE_HERE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     stage_name: _builtins.str
@@ -511,6 +517,8 @@ class StartRequest(_message.Message):
     """Index of the stage whose server holds this stage's snapshots as well; absent: none does."""
     reads_sent_init: _builtins.bool
     """reads what Put has sent of `init`, which this host lacks"""
+    place_here: _builtins.int
+    """which of them is its own"""
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """RPC names, by rank"""
@@ -518,6 +526,10 @@ class StartRequest(_message.Message):
     @_builtins.property
     def restore(self) -> Global___Restore:
         """absent: the stage starts from the config"""
+
+    @_builtins.property
+    def devices_here(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Devices that the workers of its machine want, itself included; see rpcmp.config.device_places."""
 
     def __init__(
         self,
@@ -534,10 +546,12 @@ class StartRequest(_message.Message):
         saves: _builtins.bool = ...,
         mirrored_by: _builtins.int | None = ...,
         reads_sent_init: _builtins.bool = ...,
+        devices_here: _abc.Iterable[_builtins.str] | None = ...,
+        place_here: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_mirrored_by", b"_mirrored_by", "mirrored_by", b"mirrored_by", "restore", b"restore"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mirrored_by", b"_mirrored_by", "assignment", b"assignment", "generation", b"generation", "is_mirrored", b"is_mirrored", "job_id", b"job_id", "members", b"members", "mirrored_by", b"mirrored_by", "rank", b"rank", "reads_sent_init", b"reads_sent_init", "rendezvous", b"rendezvous", "restore", b"restore", "saves", b"saves", "stage_name", b"stage_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mirrored_by", b"_mirrored_by", "assignment", b"assignment", "devices_here", b"devices_here", "generation", b"generation", "is_mirrored", b"is_mirrored", "job_id", b"job_id", "members", b"members", "mirrored_by", b"mirrored_by", "place_here", b"place_here", "rank", b"rank", "reads_sent_init", b"reads_sent_init", "rendezvous", b"rendezvous", "restore", b"restore", "saves", b"saves", "stage_name", b"stage_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__mirrored_by: _TypeAlias = _typing.Literal["mirrored_by"]  # noqa: Y015
     _WhichOneofArgType__mirrored_by: _TypeAlias = _typing.Literal["_mirrored_by", b"_mirrored_by"]  # noqa: Y015

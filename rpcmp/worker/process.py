@@ -33,6 +33,7 @@ from rpcmp.errors import (
     one_line,
     to_wire,
 )
+from rpcmp.pipelining import devices
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.process import compiler
 from rpcmp.process.activity import start_heartbeat
@@ -84,6 +85,8 @@ class WorkerProcess:
         if init := self._start["init"]:  # the driver has sent its part of it
             config = assignment.config.model_copy(update={"init": init})
             assignment = assignment.model_copy(update={"config": config})
+        device = devices.settle(self._start["devices_here"], self._start["place_here"])
+        assignment = assignment.model_copy(update={"device": device})
         importing.set_allow_list(self._start["allowed"])
         files: list[str] = []
         if folder := self._start["code_folder"]:

@@ -98,7 +98,12 @@ def measure(order: ProfileOrder, inputs: Any, targets: Any) -> HostProfile:
 
         with split_layers.any_values():
             profiles = measure_layers(order, inputs, targets)
-    return HostProfile(layers=profiles, base_bytes=base, available_bytes=available)
+    return HostProfile(
+        layers=profiles,
+        base_bytes=base,
+        available_bytes=available,
+        num_devices=max(1, len(devices.existing()) - 1) if device.type != "cpu" else 1,
+    )
 
 
 def _measure_chain(order: ProfileOrder, inputs: Any, targets: Any) -> list[LayerProfile]:

@@ -5,13 +5,15 @@ The accelerator is a pretended one, `pretend:0` to `pretend:3`: see tests/suppor
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.pretend import pretending
-from tests.support.processes import JobFolder, rpcmp
+from tests.support.processes import JobFolder, Result, connect, rpcmp, running_server
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,3 +41,98 @@ def test_chain(job: JobFolder, first: str) -> None:
         device = "pretend:1"
     """)
     assert "device is pretend:1 at stage 'stage1' and cpu in the reference" in proved(config)
+
+
+FOUR = """
+[model]
+layers = "zoo:mlp"
+balance = [1, 1, 1, 1]
+[[stages]]
+device = "auto"
+[[stages]]
+device = "auto"
+[[stages]]
+device = "pretend:0"
+[[stages]]
+device = "auto"
+"""
+
+
+def devices_of(result: Result) -> list[str]:
+    """Return the device of each worker of a run, in the config's order."""
+    assert result.code == 0, result.err
+    return [place["device"] for place in result.event("generation")["workers"].values()]
+
+
+def warnings_of(result: Result) -> list[str]:
+    return [event["text"] for event in result.events if event["event"] == "warning"]
+
+
+def test_auto_gives_the_stages_of_a_host_distinct_devices(job: JobFolder) -> None:
+    config = job.config(FOUR)
+    expected = ["pretend:1", "pretend:2", "pretend:0", "pretend:3"]
+    run = rpcmp("drive", config, "--json")
+    assert devices_of(run) == expected
+    assert "share" not in str(warnings_of(run))
+    checked = json.loads(rpcmp("doctor", config, "--json").out)["findings"]
+    found = {one["where"]: one["text"] for one in checked if one["check"] == "device"}
+    assert found["stage0"].startswith("auto: pretend:1 (Pretend P1), 1 of ")
+    assert found["stage2"].startswith("pretend:0 (Pretend P1), 1 of ")
+    explained = json.loads(rpcmp("explain", config, "--no-measure", "--json").out)
+    assert [stage["device"] for stage in explained["stages"]] == expected
+
+
+def test_more_stages_than_devices_share_them_and_say_so(job: JobFolder) -> None:
+    config = job.config("""
+        [model]
+        layers = "zoo:mlp"
+        [[stages]]
+        device = "auto"
+        replicas = 3
+        [[stages]]
+        device = "auto"
+        replicas = 2
+    """)
+    result = rpcmp("drive", config, "--json")
+    assert devices_of(result) == [f"pretend:{index}" for index in (0, 1, 2, 3, 0)]
+    text = "stage0.0, stage1.1 share pretend:0 of .*, which has no device for each `device = "
+    assert any(re.match(text, each) for each in warnings_of(result))
+    checked = json.loads(rpcmp("doctor", config, "--json").out)["findings"]
+    assert any(re.match(text, one["text"]) for one in checked if one["status"] == "warning")
+
+
+def test_a_server_may_fix_what_auto_is(job: JobFolder) -> None:
+    config = job.config("""
+        [model]
+        layers = "zoo:mlp"
+        [[stages]]
+        device = "auto"
+        [[stages]]
+        device = "auto"
+    """)
+    with (
+        running_server("--stage", "0", "--listen", "127.0.0.1:0") as first,
+        running_server(
+            "--stage", "1", "--listen", "127.0.0.1:0", "--device", "pretend:0"
+        ) as second,
+    ):
+        addresses = connect([first, second])
+        result = rpcmp("drive", config, "--json", "--connect", addresses)
+        assert devices_of(result) == ["pretend:1", "pretend:0"]
+        checked = json.loads(rpcmp("doctor", config, "--json", "--connect", addresses).out)
+    found = {one["where"]: one["text"] for one in checked["findings"] if one["check"] == "device"}
+    assert found["stage0"].startswith("auto: pretend:1 (")
+    assert found["stage1"].startswith("pretend:0 (")
+
+
+def test_a_device_that_does_not_exist_is_an_error_that_names_those_that_do(job: JobFolder) -> None:
+    config = job.config(FOUR.replace("pretend:0", "pretend:4"))
+    exist = "cpu, pretend:0, pretend:1, pretend:2, pretend:3"
+    result = rpcmp("drive", config, "--json")
+    assert result.code == 2
+    assert "step" not in {event["event"] for event in result.events}
+    assert (
+        f"stage 'stage2' failed in build: device = 'pretend:4' is not available here, but {exist}:"
+        in (result.err)
+    )
+    assert f"there are: {exist}" in rpcmp("doctor", config).out.replace("\n", " ")

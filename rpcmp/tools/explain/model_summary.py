@@ -11,11 +11,14 @@ process of the command need not wait for that.
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from pydantic import Field
 
 from rpcmp.checkpoint.slots import RETAINED
 from rpcmp.config.schema import Config
@@ -115,6 +118,7 @@ class ModelSummary(Strict):
         steps: optimizer steps of the whole run; None if the datasets' sizes are unknown.
         unknown: why the datasets are unknown; empty if they are known.
         available_bytes: memory of this host for all processes; None if unknown.
+        devices: of each worker, in the config's order.
     """
 
     stages: list[StageFacts]
@@ -124,6 +128,7 @@ class ModelSummary(Strict):
     steps: int | None
     unknown: str
     available_bytes: int | None
+    devices: list[str] = Field(default_factory=list)
 
 
 def count(message: Message) -> Iterator[Message]:
@@ -156,6 +161,8 @@ def summarize_model(config: Config, is_here: bool = True) -> ModelSummary:
         batches = {name: len(one) for name, one in both.items() if isinstance(one, Sized)}
         datasets.close()
     stages = [summarize_stage(part) for part in first_replicas]
+    wanted = [config.stage(worker.stage_index).device for worker in config.workers]
+    settled = [devices.settle(wanted, own) for own in range(len(wanted))] if is_here else wanted
     return ModelSummary(
         stages=stages,
         parameters=sum(stage.parameters - stage.foreign_parameters for stage in stages),
@@ -164,6 +171,7 @@ def summarize_model(config: Config, is_here: bool = True) -> ModelSummary:
         steps=steps,
         unknown=unknown,
         available_bytes=devices.available_bytes(devices.resolve_device("cpu")),
+        devices=settled,
     )
 
 
@@ -334,6 +342,9 @@ def explain_stages(
     held, graph = cost_model.held(config), config.graph()
     ends = [0, *accumulate(len(facts.layers) for facts in summary.stages)]
     pairs = list(zip(config.workers, addresses, strict=False))
+    of_stage: defaultdict[int, dict[str, None]] = defaultdict(dict)  # replicas may have others
+    for worker, device in zip(config.workers, summary.devices, strict=False):
+        of_stage[worker.stage_index][device] = None
     explained = []
     for index, (name, facts) in enumerate(zip(config.stage_names, summary.stages, strict=True)):
         settings = config.stage(index)
@@ -349,7 +360,7 @@ def explain_stages(
                 inputs=[str(reference) for reference in graph.inputs[name]],
                 replicas=settings.num_replicas,
                 shares=settings.shares or [],
-                device=settings.device,
+                device=", ".join(of_stage[index]) or settings.device,
                 threads=settings.threads,
                 frozen=settings.frozen,
                 recompute=settings.recompute,

@@ -1,0 +1,69 @@
+"""Which device of its host a worker gets whose stage has `device = "auto"`.
+
+    the host's workers, in the config's order   auto   cuda:1   auto   auto   cpu
+    of four devices                             :0     :1       :2     :3
+    of two                                      :0     :1       :0     :0      shared
+
+A pure function of what all workers of a job want on one host, so that the host itself, `doctor` and
+`explain` come to the same result.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+AUTO = "auto"
+"""The config's name for a device of the host's accelerator if it has one, else the CPU."""
+
+
+def place(wanted: Sequence[str], own: int, count: int) -> int:
+    """Return the index of the device that the worker `own` gets, which wants AUTO.
+
+    Devices that others name are left to them, unless there is no other.
+
+    Args:
+        wanted: the devices that the workers of one host want, in the config's order.
+        count: how many devices the host has; at least one.
+    """
+    named = {_index(name) for name in wanted if name not in (AUTO, "cpu")}
+    free = [index for index in range(count) if index not in named] or list(range(count))
+    return free[list(wanted[:own]).count(AUTO) % len(free)]
+
+
+class Place(NamedTuple):
+    """The device that a worker has.
+
+    Attributes:
+        worker: its label.
+        machine: equal for all workers on it.
+        host: the machine's name.
+        wanted: the device that it wanted.
+    """
+
+    worker: str
+    machine: str
+    host: str
+    wanted: str
+    device: str
+
+
+def shared(places: Iterable[Place]) -> list[str]:
+    """Return, in a sentence each, which workers share a device that one of them left open."""
+    users: defaultdict[tuple[str, str], list[Place]] = defaultdict(list)
+    for each in places:
+        if each.device not in ("", "cpu"):
+            users[each.machine, each.device].append(each)
+    return [
+        f"{', '.join(each.worker for each in here)} share {here[0].device} of {here[0].host}, "
+        'which has no device for each `device = "auto"`'
+        for here in users.values()
+        if len(here) > 1 and any(each.wanted == AUTO for each in here)
+    ]
+
+
+def _index(name: str) -> int:
+    """Return the index in a device's name; torch's "cuda" is the first one."""
+    index = name.partition(":")[2]
+    return int(index) if index.isdecimal() else 0
