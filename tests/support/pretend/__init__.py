@@ -22,6 +22,8 @@ from tests.support.sharedforks import SharedByAll
 
 HERE = Path(__file__).parent
 
+MODULES = ("pretend_accelerator.py", "pretend_kernels.py")
+
 ENTRY_POINT = "[torch.backends]\npretend = pretend_accelerator:register\n"
 
 
@@ -33,7 +35,8 @@ def install(folder: Path) -> dict[str, str]:
     options = ["-std=c++20", "-shared", "-fPIC", "-I", str(torch_folder / "include")]
     links = ["-L", str(library), "-lc10", f"-Wl,-rpath,{library}"]
     subprocess.run(["g++", *options, source, "-o", built, *links], check=True)
-    shutil.copy(HERE / "pretend_accelerator.py", folder)
+    for name in MODULES:
+        shutil.copy(HERE / name, folder)
     described = folder / "pretend_accelerator-1.dist-info"
     described.mkdir()
     (described / "METADATA").write_text("Metadata-Version: 2.1\nName: pretend-accelerator\n")

@@ -16,6 +16,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import pretend_kernels  # type: ignore[import-not-found]  # it lies beside this file
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -252,7 +253,10 @@ def register() -> None:
     _setup_privateuseone_for_python_backend(NAME, backend_module=DEVICES, hook=Hooks())
     # As on CUDA, a module's parameters stay the objects that they are when it is moved.
     torch.__future__.set_swap_module_params_on_conversion(True)
-    DEVICES.kernels = torch.library.Library("_", "IMPL")
-    DEVICES.kernels.fallback(
-        lambda kernel, *args, **kwargs: run(kernel, args, kwargs), "PrivateUse1"
-    )
+    fallbacks = torch.library.Library("_", "IMPL")
+    fallbacks.fallback(lambda kernel, *args, **kwargs: run(kernel, args, kwargs), "PrivateUse1")
+    fallbacks.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    own = torch.library.Library("aten", "IMPL")
+    pretend_kernels.add_fused(own, PretendTensor)
+    pretend_kernels.add_autocast(own, NAME)
+    DEVICES.kernels = fallbacks, own

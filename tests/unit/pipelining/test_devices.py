@@ -80,3 +80,15 @@ def test_only_an_accelerator_in_use_is_seeded(
         module.is_initialized = lambda: is_initialized
     devices.seed_accelerator(7)
     assert seeds == ([] if is_initialized is False else [7])
+
+
+def test_stages_of_a_host_get_devices_that_exist(
+    module: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert devices.existing() == ["cpu", "xpu:0", "xpu:1"]
+    wanted = ["auto", "cpu", "auto", "xpu:5"]
+    found = [devices.settle(wanted, own) for own in range(4)]
+    assert found == ["xpu:0", "cpu", "xpu:1", "xpu:5"]
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    assert devices.settle(wanted, 2) == "cpu"

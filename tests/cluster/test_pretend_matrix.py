@@ -1,0 +1,184 @@
+"""All that stages do, on an accelerator: with the bits of one process on the CPU.
+
+The accelerator is a pretended one, `pretend:0` to `pretend:3`: see tests/support/pretend.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+import rpcmp as library
+from rpcmp.config.schema import Config
+from rpcmp.rpc.tensors import parameters_sha256
+from tests.support.chains import GRAPH
+from tests.support.faults import STEP, Faults, assert_recovered, committed, drive
+from tests.support.places import ZOO
+from tests.support.pretend import pretending
+from tests.support.processes import JobFolder, rpcmp
+from tests.support.replicated import MIXED
+from tests.support.resuming import BODY, after
+from tests.support.tiedjobs import BODY as TIED
+from tests.zoo import zoo
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _devices() -> Iterator[None]:
+    with pretending():
+        yield
+
+
+def proved(config: Path, *overrides: str) -> str:
+    """Return what `verify` prints, once it has proved the bits of one process on the CPU."""
+    options = [part for each in overrides for part in ("--set", each)]
+    result = rpcmp("verify", config, "--steps", "2", *options)
+    assert result.code == 0, result.out + result.err
+    assert "bit for bit" in result.out
+    return result.out
+
+
+def on(*devices: str) -> str:
+    """Return the [[stages]] tables that put each stage on its device."""
+    return "\n".join(f'[[stages]]\ndevice = "{device}"' for device in devices)
+
+
+def placed(text: str, *devices: str) -> str:
+    """Return a job's text with a device in each of its [[stages]] tables."""
+    head, *tables = text.split("[[stages]]")
+    pairs = zip(devices, tables, strict=True)
+    return head + "".join(f'[[stages]]\ndevice = "{device}"{table}' for device, table in pairs)
+
+
+def test_tied_weights_replicas_clipping_and_zero_bubble(job: JobFolder) -> None:
+    replicated = f"{on('auto')}\nreplicas = 2\n"
+    proved(job.config(f"{TIED}\n{replicated}{on('auto')}\n{replicated}"))
+
+
+def test_shared_turns_recompute_and_a_scheduler_beside_the_cpu(job: JobFolder) -> None:
+    proved(job.config(placed(MIXED, "auto", "auto", "cpu")))
+
+
+def test_graph_that_fills_and_drains(job: JobFolder) -> None:
+    config = job.config(placed(GRAPH, "pretend:0", "pretend:3", "auto", "cpu"))
+    proved(config, "schedule=gpipe")
+
+
+@pytest.mark.parametrize(
+    ("layers", "data"),
+    [("cnn", "regression"), ("sequence", "tokens")],
+    ids=["convolutions", "an LSTM and a transformer"],
+)
+def test_kernels(job: JobFolder, layers: str, data: str) -> None:
+    proved(
+        job.config(f"""
+        loss = "{"zoo:token_loss" if data == "tokens" else "torch.nn:MSELoss"}"
+        schedule = "zero-bubble"
+        optimizer = "torch.optim:Adam"
+        [model]
+        layers = "zoo:{layers}"
+        num_stages = 2
+        {on("auto", "auto")}
+        [data]
+        train = "zoo:{data}"
+        batch_size = 10
+    """)
+    )
+
+
+def test_autocast_and_loss_scaling(job: JobFolder) -> None:
+    proved(
+        job.config(f"""
+        autocast = "float16"
+        loss_scaling = {{ initial = 35000.0, growth_interval = 2 }}
+        max_grad_norm = 0.5
+        [model]
+        layers = "zoo:mlp"
+        {on("auto", "auto")}
+    """)
+    )
+
+
+def test_samples_loaded_at_the_stage_and_layers_measured_there(job: JobFolder) -> None:
+    config = job.config(f"""
+        [model]
+        layers = "zoo:mlp"
+        balance = "auto"
+        {on("auto", "auto")}
+        [data]
+        train = "zoo:regression"
+        batch_size = 10
+        at = "stage"
+    """)
+    proved(config)
+    trace = job.folder / "trace.json"
+    run = drive(config, "--trace", str(trace))
+    memory = run.event("summary")["memory"].values()
+    assert all(0 < each["idle"] <= each["peak"] < 2**20 for each in memory), memory
+    measured = run.event("plan")["stages"].values()
+    assert all(each["limit_bytes"] > 2**29 for each in measured)  # a device of 1 GiB each
+    assert {each["cat"] for each in json.loads(trace.read_text())["traceEvents"] if "cat" in each}
+
+
+def test_library_calls(tmp_path: Path) -> None:
+    inputs, targets = zoo.regression(10).tensors
+
+    def used(*devices: str) -> list[Any]:
+        config = Config.model_validate(
+            {
+                "loss": "torch.nn:MSELoss",
+                "num_microbatches": 4,
+                "model": {"layers": "zoo:mlp", "balance": [2, 2]},
+                "stages": [{"device": device} for device in devices],
+                "optimizer": {"callable": "torch.optim:Adam", "kwargs": {"lr": 0.01}},
+                "metrics": {"error": "zoo:error", "fit": "measures:Fit"},
+            }
+        ).with_folder(ZOO)
+        with library.launch(config) as pipeline:
+            found: list[Any] = [pipeline.train_step(inputs, targets) for _ in range(2)]
+            state = pipeline.state_dict()
+            optimizer = pipeline.optimizer.state_dict()
+            pipeline.forward_backward(inputs, targets)
+            found += [pipeline.optimizer.clip_grad_norm_(0.5), pipeline.optimizer.step()]
+            pipeline.load_state_dict(state)
+            pipeline.optimizer.load_state_dict(optimizer)
+            found += [pipeline.train_step(inputs, targets), pipeline.evaluate(inputs, targets)]
+            return [*found, pipeline.predict(inputs).tolist(), parameters_sha256(state)]
+
+    assert used("pretend:0", "auto") == used("cpu", "cpu")
+
+
+def exported(folder: Path) -> dict[str, list[Any]]:
+    """Export the newest checkpoint of a job as one file of weights, and return them."""
+    weights = folder / "weights.safetensors"
+    result = rpcmp("export", folder / "saved", weights)
+    assert result.code == 0, result.err
+    return {name: value.tolist() for name, value in load_file(weights).items()}
+
+
+def test_checkpoints_evaluation_export_and_resume_on_other_devices(
+    job: JobFolder, tmp_path: Path
+) -> None:
+    reference = JobFolder(tmp_path / "whole").config(BODY)
+    whole = drive(reference)
+    config = job.config(BODY + on("pretend:1", "cpu"))
+    drive(config, "--steps", "9")
+    resumed = drive(
+        config, "--resume", "--set", "stages.0.device=cpu", "--set", "stages.1.device=pretend:3"
+    )
+    assert resumed.event("resumed")["step"] == 9
+    assert after(resumed, 0) == after(whole, 9)
+    assert resumed.event("eval")["loss"] == whole.event("eval")["loss"]
+    assert exported(job.folder) == exported(reference.parent)
+
+
+def test_recovery(job: JobFolder, tmp_path: Path) -> None:
+    whole = drive(Faults(JobFolder(tmp_path / "whole")).config())
+    faults = Faults(job).fail_at(1, STEP, "backward", "SIGKILL")
+    result = drive(faults.config(sections=on("auto", "auto", "cpu")))
+    assert committed(result) == committed(whole)
+    assert_recovered(faults, result)
