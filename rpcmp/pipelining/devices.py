@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rpcmp.config.device_places import AUTO, place
+from rpcmp.config.types import format_size
 
 CPU = torch.device("cpu")
 
@@ -96,6 +97,18 @@ def device_name(device: torch.device) -> str:
     if device.type == "cpu":
         return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     return str(_ask(device, "get_device_name") or device.type)
+
+
+def memory_advice(error: BaseException) -> str:
+    """Return what is in use and what would help if a device has run out of memory, else nothing."""
+    if not isinstance(error, torch.OutOfMemoryError):
+        return ""
+    used = {name: _ask(torch.device(name), "memory_allocated") for name in existing()[1:]}
+    in_use = [f"{format_size(size)} in use on {name}" for name, size in used.items() if size]
+    return (
+        f"; {', '.join(in_use) or 'nothing in use'} by this stage: give it recompute = true, a "
+        "smaller max_in_flight, more micro-batches, or fewer layers by another balance"
+    )
 
 
 def synchronize(device: torch.device) -> None:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from rpcmp.errors import RpcmpError, StageError, from_wire, one_line, to_wire
+from rpcmp.pipelining import devices
 from rpcmp.pipelining.schedule import Action
 from rpcmp.rpc.messages import Bundle, MicrobatchMeta
 from rpcmp.rpc.shared_memory import SharedTensor
@@ -44,7 +45,7 @@ def stage_error(
     return StageError(
         stage=stage,
         phase=phase,
-        cause=one_line(error),
+        cause=one_line(error) + devices.memory_advice(error),
         traceback="".join(traceback.format_exception(error)),
         step=meta.round.step,
         microbatch=meta.number,

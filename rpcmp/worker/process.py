@@ -157,6 +157,7 @@ class WorkerProcess:
             text = str(error) if isinstance(error, RpcmpError) else explain_error(error)
             first, _, rest = text.partition("\n")
             cause = first if isinstance(error, RpcmpError) else one_line(error)
+            cause += devices.memory_advice(error)
             kind = StageConfigError if isinstance(error, ConfigError) else StageError
             raise kind(assignment.member.label, "build", cause, rest) from error
         sizes = [parameter.numel() for _, parameter in stage.model.named_parameters()]

@@ -6,6 +6,7 @@ The accelerator is a pretended one, `pretend:0` to `pretend:3`: see tests/suppor
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,22 @@ def test_library_calls(tmp_path: Path) -> None:
             return [*found, pipeline.predict(inputs).tolist(), parameters_sha256(state)]
 
     assert used("pretend:0", "auto") == used("cpu", "cpu")
+
+
+def test_a_device_that_runs_out_of_memory_is_explained(job: JobFolder) -> None:
+    result = drive(
+        job.config(f"""
+        [model]
+        layers = "zoo:hungry"
+        balance = [1, 2]
+        {on("auto", "auto")}
+    """)
+    )
+    assert result.code == 1
+    error = " ".join(result.err.split())
+    assert "stage 'stage1' failed in forward of micro-batch 2 at step 1: OutOfMemoryError" in error
+    assert re.search(r"; [0-9.]+ \w+ in use on pretend:1 by this stage: give it recompute", error)
+    assert "smaller max_in_flight" in error
 
 
 def exported(folder: Path) -> dict[str, list[Any]]:

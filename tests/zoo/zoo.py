@@ -651,3 +651,23 @@ def sparse() -> Layers:
         ("embed", lambda: nn.Embedding(11, 8, sparse=True)),
         ("head", lambda: nn.Linear(8, 11)),
     ]
+
+
+class Hungry(nn.Module):
+    """Takes memory of its device in a forward, in the third micro-batch that it computes."""
+
+    def __init__(self, gigabytes: int) -> None:
+        super().__init__()
+        self.gigabytes, self.calls = gigabytes, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            x = x + torch.empty(self.gigabytes * 2**28, device=x.device)[:1]
+        return x
+
+
+def hungry(gigabytes: int = 2) -> Layers:
+    """Return layers of which the second to last takes more memory than a device may have."""
+    first, head = mlp(1)
+    return [first, ("hungry", lambda: Hungry(gigabytes)), head]

@@ -82,6 +82,16 @@ def test_only_an_accelerator_in_use_is_seeded(
     assert seeds == ([] if is_initialized is False else [7])
 
 
+def test_a_device_that_is_full_is_reported_with_what_is_in_use(
+    module: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    module.memory_allocated = {torch.device("xpu", 0): 0, XPU: 3 * 2**30}.__getitem__
+    full = devices.memory_advice(torch.OutOfMemoryError("full"))
+    assert full.startswith("; 3.0 GiB in use on xpu:1 by this stage: give it recompute = true")
+    assert devices.memory_advice(RuntimeError("full")) == ""
+
+
 def test_stages_of_a_host_get_devices_that_exist(
     module: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
