@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rpcmp.config.device_places import AUTO, place
 from rpcmp.config.types import format_size
@@ -109,6 +110,15 @@ def memory_advice(error: BaseException) -> str:
         f"; {', '.join(in_use) or 'nothing in use'} by this stage: give it recompute = true, a "
         "smaller max_in_flight, more micro-batches, or fewer layers by another balance"
     )
+
+
+def scalars_to_host(scalars: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copy scalars to the host; those of one device in one copy, for which the host waits once."""
+    kinds = {(value.device, value.dtype) for value in scalars.values()}
+    if len(kinds) != 1 or any(device == CPU for device, _ in kinds):  # the CPU's are there already
+        return {name: value.cpu() for name, value in scalars.items()}
+    host = torch.stack([*scalars.values()]).cpu().unbind()
+    return {name: value.clone() for name, value in zip(scalars, host, strict=True)}
 
 
 def synchronize(device: torch.device) -> None:

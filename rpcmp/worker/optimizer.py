@@ -24,7 +24,7 @@ from rpcmp.config import importing
 from rpcmp.config.types import Factory
 from rpcmp.errors import ConfigError, RpcmpError, StageError, one_line
 from rpcmp.observability.trace.spans import NO_MICROBATCH, Kind
-from rpcmp.pipelining import optimizers, random_streams
+from rpcmp.pipelining import devices, optimizers, random_streams
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.rpc.messages import StepReport
 from rpcmp.worker.executor import ComputeThread, ComputeThreadOwner, Result, on_compute_thread
@@ -144,11 +144,13 @@ class StageOptimizer(ComputeThreadOwner):
     @on_compute_thread
     def norms(self, norm_type: float) -> dict[str, Tensor]:
         """Return the norm of each gradient that is not None, by the parameter's name."""
-        return {
-            name: torch.linalg.vector_norm(parameter.grad, norm_type).cpu()
-            for name, parameter in self._named.items()
-            if parameter.grad is not None
-        }
+        return devices.scalars_to_host(
+            {
+                name: torch.linalg.vector_norm(parameter.grad, norm_type)
+                for name, parameter in self._named.items()
+                if parameter.grad is not None
+            }
+        )
 
     @on_compute_thread
     def scale(self, factor: Tensor) -> None:
@@ -248,7 +250,8 @@ class StageOptimizer(ComputeThreadOwner):
     def _scale(self, factor: Tensor) -> None:
         for parameter in self._parameters:
             if parameter.grad is not None:
-                parameter.grad.mul_(factor.to(parameter.grad.device))
+                factor = factor.to(parameter.grad.device)  # one copy: a stage has one device
+                parameter.grad.mul_(factor)
 
     def _step_scheduler(self, loss: float) -> None:
         if isinstance(self._scheduler, ReduceLROnPlateau):

@@ -5,6 +5,7 @@ The accelerator is a pretended one, `pretend:0` to `pretend:3`: see tests/suppor
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -151,6 +152,32 @@ def test_library_calls(tmp_path: Path) -> None:
             return [*found, pipeline.predict(inputs).tolist(), parameters_sha256(state)]
 
     assert used("pretend:0", "auto") == used("cpu", "cpu")
+
+
+def test_the_host_waits_for_nothing_but_what_leaves_the_device(job: JobFolder) -> None:
+    """A step of four micro-batches: outputs, losses and gradients for others, and one for norms."""
+    path = job.folder / "reads"
+    result = drive(
+        job.config(f"""
+        steps = 4
+        max_grad_norm = 0.5
+        optimizer = "torch.optim:AdamW"
+        [model]
+        layers = "zoo:watched"
+        kwargs = {{ path = "{path}" }}
+        balance = [2, 3]
+        {on("pretend:0", "pretend:1")}
+        [recovery]
+        enabled = false
+    """)
+    )
+    assert result.code == 0, result.err
+    found = {}
+    for device in ("pretend:0", "pretend:1"):
+        counts = [int(line) for line in Path(f"{path}-{device}").read_text().split()]
+        firsts = counts[::4]  # in the first micro-batch of each step
+        found[device] = {after - before for before, after in itertools.pairwise(firsts)}
+    assert found == {"pretend:0": {4 + 1}, "pretend:1": {4 + 4 + 1}}
 
 
 def test_a_device_that_runs_out_of_memory_is_explained(job: JobFolder) -> None:

@@ -102,3 +102,9 @@ def test_stages_of_a_host_get_devices_that_exist(
     assert found == ["xpu:0", "cpu", "xpu:1", "xpu:5"]
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     assert devices.settle(wanted, 2) == "cpu"
+
+
+def test_scalars_keep_their_values_on_the_way_to_the_host() -> None:
+    scalars = {name: torch.tensor(value) for name, value in {"a": 0.1, "b": float("nan")}.items()}
+    assert devices.scalars_to_host(scalars) == scalars
+    assert devices.scalars_to_host({}) == {}
