@@ -192,6 +192,24 @@ def test_a_device_that_cannot_be_used_is_a_failure() -> None:
     assert judged(stage, "device") == expected
 
 
+def test_devices_that_hosts_choose_are_named_and_those_that_workers_share() -> None:
+    auto = Device(name="H100", alike=["cuda:0", "cuda:1"])
+    reports = [
+        replace(having(machine=machine, devices={device: auto}), name=name)
+        for name, machine, device in [
+            ("stage0", "a", "auto"),
+            ("stage1", "a", "cuda:0"),
+            ("stage2", "b", "auto"),
+            ("stage3", "a", "auto"),
+        ]
+    ]
+    found = diagnose(config(), driver(), reports, [], [], NOW)
+    texts = [one.text.partition(" (")[0] for one in found if one.check == "device"]
+    assert texts[1:-1] == ["auto: cuda:1", "cuda:0", "auto: cuda:0", "auto: cuda:1"]
+    assert texts[-1].startswith("stage0, stage3 share cuda:1 of host-a")
+    assert found[-1].status is Status.WARNING
+
+
 def test_unlike_processors_are_a_warning() -> None:
     other = replace(having(devices={"cpu": Device(name="aarch64 DEFAULT")}), name="stage1")
     found = diagnose(config(), driver(), [seen(), other], [], [], NOW)
