@@ -85,8 +85,9 @@ class WorkerProcess:
         if init := self._start["init"]:  # the driver has sent its part of it
             config = assignment.config.model_copy(update={"init": init})
             assignment = assignment.model_copy(update={"config": config})
-        device = devices.settle(self._start["devices_here"], self._start["place_here"])
-        assignment = assignment.model_copy(update={"device": device})
+        if here := self._start["devices_here"]:
+            device = devices.settle(here, self._start["place_here"])
+            assignment = assignment.model_copy(update={"device": device})
         importing.set_allow_list(self._start["allowed"])
         files: list[str] = []
         if folder := self._start["code_folder"]:
