@@ -160,8 +160,10 @@ class MemoryMeter:
 
     def free(self) -> int | None:
         """Return the bytes of the device that nobody uses; None if unknown."""
-        available = available_bytes(self._device)
-        return None if available is None else max(0, available - base_bytes(self._device))
+        if self._device.type != "cpu":
+            return available_bytes(self._device)
+        free = _host_free()
+        return None if free is None else min([free, *_container_free()])
 
     def _now(self) -> int:
         if self._device.type != "cpu":
@@ -180,17 +182,34 @@ def available_bytes(device: torch.device) -> int | None:
     if device.type != "cpu":
         free_and_total = _ask(device, "mem_get_info")
         return None if free_and_total is None else int(free_and_total[0])
+    free = _host_free()
+    return None if free is None else min([free + base_bytes(device), *_container_limit()])
+
+
+def _host_free() -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
-    free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    return min([free * 1024 + base_bytes(device), *_container_limit()])
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+CONTAINER = Path("/sys/fs/cgroup")
+
+
+def _container_free() -> list[int]:
+    """Return what a container's processes have left of its limit; files read long ago count."""
+    try:
+        used = int((CONTAINER / "memory.current").read_text())
+        stat = dict(line.split() for line in (CONTAINER / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return []
+    return [max(0, most - used + int(stat.get("inactive_file", 0))) for most in _container_limit()]
 
 
 def _container_limit() -> list[int]:
     try:
-        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        text = (CONTAINER / "memory.max").read_text().strip()
     except OSError:
         return []
     return [int(text)] if text.isdecimal() else []

@@ -211,6 +211,9 @@ def splittable(operation: Operation) -> Operation:
     return split
 
 
+_installed: list[Operation] = []
+
+
 def install() -> None:
     """Replace functions of `torch.nn.functional`, before any user code is imported.
 
@@ -222,6 +225,7 @@ def install() -> None:
         before = getattr(F, name)
         after = _split_linear(before) if name == "linear" else splittable(before)
         builtins[id(after)] = builtins[id(before)]
+        _installed.append(after)  # no other function may ever get its id
         setattr(F, name, after)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,3 +109,21 @@ def test_scalars_keep_their_values_on_the_way_to_the_host() -> None:
     scalars = {name: torch.tensor(value) for name, value in {"a": 0.1, "b": float("nan")}.items()}
     assert devices.scalars_to_host(scalars) == scalars
     assert devices.scalars_to_host({}) == {}
+
+
+def test_free_memory_is_what_a_container_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meter = devices.MemoryMeter(devices.CPU)
+    free = meter.free()
+    assert free is not None
+    assert free > 0
+    monkeypatch.setattr(devices, "CONTAINER", tmp_path)
+    (tmp_path / "memory.current").write_text("900")
+    (tmp_path / "memory.stat").write_text("anon 700\ninactive_file 100\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert (meter.free() or 0) > 1000
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert meter.free() == 200
+    (tmp_path / "memory.max").write_text("500\n")
+    assert meter.free() == 0

@@ -552,3 +552,21 @@ def test_no_gradient_is_deferred_after_accumulate() -> None:
     gradients.accumulate()
     gradients.accumulate()
     assert same(layer.weight.grad, torch.full((6, 6), 2.0))
+
+
+def test_scripted_modules_find_the_operators_of_torch() -> None:
+    """The contract with torch: it looks functions up by their id in a table of builtins."""
+
+    class Scripted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv1d(2, 3, 2)
+            self.linear = nn.Linear(3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(self.conv(x).mean(-1), self.linear.weight, self.linear.bias)
+
+    plain = Scripted()
+    x = torch.randn(4, 2, 5)
+    scripted: Callable[[Tensor], Tensor] = torch.jit.script(plain)
+    assert torch.equal(scripted(x), plain(x))
