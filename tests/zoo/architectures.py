@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import transformers as hub
 from torch import Tensor, nn
 
 from tests.zoo import unsplit
@@ -27,47 +26,54 @@ ATTENTION = {
 CAUSAL = {**ATTENTION, "num_key_value_heads": 2, "attention_dropout": 0.1}
 
 
+def hub() -> Any:
+    """Import transformers, for three seconds, in the processes whose model is one of theirs."""
+    import transformers
+
+    return transformers
+
+
 def llama() -> Any:
-    return hub.LlamaForCausalLM(hub.LlamaConfig(**CAUSAL))
+    return hub().LlamaForCausalLM(hub().LlamaConfig(**CAUSAL))
 
 
 def qwen3() -> Any:
-    config = hub.Qwen3Config(**CAUSAL, head_dim=8, tie_word_embeddings=True)
-    return hub.Qwen3ForCausalLM(config)
+    config = hub().Qwen3Config(**CAUSAL, head_dim=8, tie_word_embeddings=True)
+    return hub().Qwen3ForCausalLM(config)
 
 
 def gpt2() -> Any:
     sizes = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}
     ends = {"bos_token_id": 1, "eos_token_id": 2}
-    return hub.GPT2LMHeadModel(hub.GPT2Config(vocab_size=TOKENS, **sizes, **ends))
+    return hub().GPT2LMHeadModel(hub().GPT2Config(vocab_size=TOKENS, **sizes, **ends))
 
 
 def bert() -> Any:
-    config = hub.BertConfig(**ATTENTION, num_labels=CLASSES)
-    return hub.BertForSequenceClassification(config)
+    config = hub().BertConfig(**ATTENTION, num_labels=CLASSES)
+    return hub().BertForSequenceClassification(config)
 
 
 def vit() -> Any:
     sizes = {key: value for key, value in ATTENTION.items() if key != "vocab_size"}
-    config = hub.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=CLASSES)
-    return hub.ViTForImageClassification(config)
+    config = hub().ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=CLASSES)
+    return hub().ViTForImageClassification(config)
 
 
 DEPTHS = {"hidden_sizes": [8, 16, 24, 32], "depths": [2, 2, 2, 2], "num_labels": CLASSES}
 
 
 def resnet() -> Any:
-    config = hub.ResNetConfig(embedding_size=8, **DEPTHS)
-    return hub.ResNetForImageClassification(config)
+    config = hub().ResNetConfig(embedding_size=8, **DEPTHS)
+    return hub().ResNetForImageClassification(config)
 
 
 def convnext() -> Any:
-    config = hub.ConvNextConfig(image_size=32, drop_path_rate=0.1, **DEPTHS)
-    return hub.ConvNextForImageClassification(config)
+    config = hub().ConvNextConfig(image_size=32, drop_path_rate=0.1, **DEPTHS)
+    return hub().ConvNextForImageClassification(config)
 
 
 def t5() -> Any:
-    config = hub.T5Config(
+    config = hub().T5Config(
         vocab_size=TOKENS,
         d_model=32,
         d_kv=8,
@@ -77,11 +83,11 @@ def t5() -> Any:
         num_heads=4,
         decoder_start_token_id=0,
     )
-    return hub.T5ForConditionalGeneration(config)
+    return hub().T5ForConditionalGeneration(config)
 
 
 def whisper() -> Any:
-    config = hub.WhisperConfig(
+    config = hub().WhisperConfig(
         vocab_size=TOKENS,
         d_model=32,
         encoder_layers=2,
@@ -98,16 +104,16 @@ def whisper() -> Any:
         eos_token_id=2,
         decoder_start_token_id=1,
     )
-    return hub.WhisperForConditionalGeneration(config)
+    return hub().WhisperForConditionalGeneration(config)
 
 
 def mamba() -> Any:
     sizes = {"hidden_size": 32, "num_hidden_layers": 4, "state_size": 4}
-    return hub.MambaForCausalLM(hub.MambaConfig(vocab_size=TOKENS, **sizes))
+    return hub().MambaForCausalLM(hub().MambaConfig(vocab_size=TOKENS, **sizes))
 
 
 def mixture() -> Any:
-    config = hub.Qwen2MoeConfig(
+    config = hub().Qwen2MoeConfig(
         **CAUSAL,
         moe_intermediate_size=24,
         shared_expert_intermediate_size=24,
@@ -115,7 +121,7 @@ def mixture() -> Any:
         num_experts_per_tok=2,
         experts_implementation="batched_mm",  # every expert computes for every token
     )
-    return hub.Qwen2MoeForCausalLM(config)
+    return hub().Qwen2MoeForCausalLM(config)
 
 
 def encoder() -> Any:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from rpcmp.config import loader
 from rpcmp.driver.module_cut import cut_module
@@ -22,6 +20,9 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 def test_a_model_is_fine_tuned_from_its_folder(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import peft  # here: for seconds, which only the process that runs this should spend
+    from transformers import AutoModelForCausalLM
+
     monkeypatch.syspath_prepend(EXAMPLES)
     folder = tmp_path / "model"
     finetune.write_small_model(str(folder), num_key_value_heads=2, **SIZES)
