@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.faults import Faults, committed, drive
+from tests.support.faults import Committed, Faults, committed, drive
 from tests.support.processes import JobFolder, Result, rpcmp
 
 BY_STEP = 'scheduler_interval = "step"'
@@ -176,19 +178,38 @@ def shards(folder: Path) -> str:
     return f'{{ callable = "streams:of_webdataset", kwargs = {{ folder = "{folder}" }} }}'
 
 
-@pytest.mark.parametrize("package", ["datasets", "webdataset", "torchdata"])
-@pytest.mark.parametrize("at", ["driver", "stage"])
-def test_streams_of_packages(job: JobFolder, package: str, at: str) -> None:
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Committed]:
+    """The commits of a stream of each package without a fault, read at the stages."""
+
+    def run(package: str) -> Committed:
+        job = JobFolder(tmp_path_factory.mktemp(package) / "job")
+        section = data_of(package, "stage", job.folder)
+        return committed(drive(Faults(job).config(BY_STEP, stages=2, sections=section)))
+
+    return functools.cache(run)
+
+
+def data_of(package: str, at: str, folder: Path) -> str:
     train, more, num_workers, test = f'"streams:of_{package}"', "", 2, '"streams:Plain"'
     if package == "webdataset":
-        train = shards(job.folder / "shards")
+        train = shards(folder / "shards")
     if package == "datasets":
         more, test = 'collate = "streams:columns"', train
     if package == "torchdata":
         num_workers = 0
-    section = data(train, at, num_workers, more, test)
-    expected = committed(drive(Faults(job).config(BY_STEP, stages=2, sections=section)))
+    return data(train, at, num_workers, more, test)
+
+
+@pytest.mark.parametrize("at", ["driver", "stage"])
+@pytest.mark.parametrize("package", ["datasets", "webdataset", "torchdata"])
+def test_streams_of_packages(
+    job: JobFolder, package: str, at: str, undisturbed: Callable[[str], Committed]
+) -> None:
+    """A run that loses a worker is one without a fault, wherever samples are loaded."""
     faults = Faults(job).fail_at(0, 4, "backward", "SIGKILL")
+    section = data_of(package, at, job.folder)
     result = drive(faults.config(BY_STEP, stages=2, sections=section))
-    assert committed(result) == expected
+    assert committed(result) == undisturbed(package)
+    assert len(faults.triggered) == 1
     assert ("are read again" in warnings(result)) == (package == "webdataset")
