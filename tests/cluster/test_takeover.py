@@ -28,7 +28,6 @@ from tests.support.processes import (
     describe,
     poll_for,
     rpcmp,
-    rpcmp_process,
     running,
     running_server,
     running_servers,
@@ -342,21 +341,22 @@ def test_a_job_has_one_driver(job: JobFolder, servers: Servers) -> None:
     config, where = job.config(LONG_JOB), ("--connect", connect(servers), "--json")
     with running("drive", config, *where, shares=False) as first:
         first.wait_for_line('"event": "step", "step": 7,')
-        second = rpcmp_process("drive", config, "--resume", *where)
+        second = rpcmp("drive", config, "--resume", *where)
         assert second.code == 75
         assert "busy with job 'long-job', whose driver is at work" in second.err
         family = [first.pid, *(p.pid for p in psutil.Process(first.pid).children(recursive=True))]
         for pid in family:
             os.kill(pid, signal.SIGSTOP)
+        steps = first.result().event("step")["step"] + 20
 
         def taken() -> Result | None:
-            result = rpcmp_process("drive", config, "--resume", *where, "--steps", "300")
+            result = rpcmp("drive", config, "--resume", *where, "--steps", str(steps))
             return None if result.code == 75 else result
 
         result = poll_for(taken, "the first driver to count as gone")
         resumed = result.event("resumed")
         assert resumed["from_memory"]
-        assert result.event("step")["step"] == 300
+        assert result.event("step")["step"] == steps
         for pid in family:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
