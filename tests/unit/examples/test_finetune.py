@@ -9,7 +9,6 @@ import torch
 
 from rpcmp.config import loader
 from rpcmp.driver.module_cut import cut_module
-from rpcmp.examples import finetune
 from tests.support.localgroup import require_same_bits
 from tests.support.places import EXAMPLES
 
@@ -22,6 +21,8 @@ def test_a_model_is_fine_tuned_from_its_folder(
 ) -> None:
     import peft  # here: for seconds, which only the process that runs this should spend
     from transformers import AutoModelForCausalLM
+
+    from rpcmp.examples import finetune
 
     monkeypatch.syspath_prepend(EXAMPLES)
     folder = tmp_path / "model"
