@@ -56,7 +56,7 @@ CHANGED = 1.25
 FIRST_PATIENCE = 3
 """That while, in blocks; it doubles with each search."""
 
-MOST_WAITING = 0.2
+MOST_WAITING = 0.5
 """The share of a step in which the driver waits for samples, above which nothing is tried: what
 takes so long is not the schedule."""
 

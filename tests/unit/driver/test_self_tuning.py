@@ -234,7 +234,7 @@ def test_what_one_trial_has_taken_counts_for_the_next() -> None:
 
 
 def test_nothing_is_tried_while_the_driver_waits_for_samples() -> None:
-    machine = Machine(chain(), message_s=5 * MS, data_share=0.5)
+    machine = Machine(chain(), message_s=5 * MS, data_share=0.6)
     machine.run(300)
     assert set(machine.used) == {machine.config.options}
 
