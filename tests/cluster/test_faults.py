@@ -298,7 +298,7 @@ def test_a_server_without_allowed_code_refuses_code(job: JobFolder) -> None:
         (["--set", "num_microbatch=3"], "unknown key; did you mean 'num_microbatches'?"),
         (["--set", "schedule=gpipe", "--set", "max_in_flight=1"], "max_in_flight = 1: gpipe holds"),
         (["--set", "autocast=float16"], "loses small gradients without loss scaling: add a sec"),
-        (["--set", "schedule=interleaved"], "'gpipe', '1f1b' or 'zero-bubble'"),
+        (["--set", "schedule=interleaved"], "'gpipe', '1f1b', 'zero-bubble' or 'auto'"),
         (["--set", "model.balance=[9, 9]"], "adds up to 18, but the model has 6 layers"),
         (["--set", "model.layers='digits:nothing'"], "has no attribute 'nothing'"),
         (["--set", "data.train='missing_module:x'"], "No module named 'missing_module'"),
