@@ -56,8 +56,10 @@ def compare(name: str, pairs: int, steps: int) -> None:
         seconds, words = run(config, steps, AUTO)
         own.append(seconds)
         chosen.append(words)
-    print(f"{name}: by hand {median(by_hand) * 1e3:.1f} ms, auto / by hand", end=" ")
-    print(f"{paired_ratio(own, by_hand)}, auto / former defaults {paired_ratio(own, former)}")
+    print(f"{name}: by hand {median(by_hand) * 1e3:.1f} ms")
+    for words, theirs in (("by hand", by_hand), ("the former defaults", former)):
+        ratio = paired_ratio(own, theirs)
+        print(f"  auto / {words}: {ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})")
     print(f"  chosen: {'; '.join(chosen)}", flush=True)
 
 
