@@ -32,6 +32,17 @@ def place(wanted: Sequence[str], own: int, count: int) -> int:
     return free[list(wanted[:own]).count(AUTO) % len(free)]
 
 
+def on_machine(wanted: Sequence[str], machines: Sequence[str], own: int) -> tuple[list[str], int]:
+    """Return what the workers on the machine of worker `own` want, and its place among them.
+
+    Args:
+        wanted, machines: the device that each worker wants, and the machine that it is on.
+    """
+    pairs = zip(wanted, machines, strict=True)
+    here = [device for device, machine in pairs if machine == machines[own]]
+    return here, list(machines[:own]).count(machines[own])
+
+
 class Place(NamedTuple):
     """The device that a worker has.
 

@@ -56,14 +56,14 @@ class Planned(NamedTuple):
         metrics: the metrics that the driver computes.
         datasets: None if the stages load them, or if the job needs none.
         loads_at_stages: whether the stages load their inputs from the datasets themselves.
-        options: what the job may change its schedule options to, those of the config first.
+        settings: schedule options that the job may change to, besides the config's.
     """
 
     assignments: list[Assignment]
     metrics: Metrics
     datasets: Datasets | None
     loads_at_stages: bool
-    options: Sequence[ScheduleOptions] = ()
+    settings: Sequence[ScheduleOptions]
 
 
 def plan_job(
@@ -84,7 +84,7 @@ def plan_job(
         LossWeights(config)
     if config.report is not None:
         importing.resolve_factory(config.report, "report", num_args=1)
-    return Planned(assignments, metrics, datasets, at_stages)
+    return Planned(assignments, metrics, datasets, at_stages, settings)
 
 
 LEAVE_SECONDS = 10.0
@@ -156,10 +156,10 @@ class DriverProcess:
         unpickler.allow(config.modules, (path.stem for path in folder.iterdir()))
         settings = [ScheduleOptions(**setting) for setting in message["settings"]]
         if not settings and message["load_data"]:
-            settings = options_to_try(config)
+            settings = options_to_try(config)[1:]
         configs = [config, *(setting.on(config) for setting in settings)]
         transport.reserve_threads(max(map(cost_model.in_flight, configs)))
-        planned = plan_job(config, settings, message["load_data"])._replace(options=settings)
+        planned = plan_job(config, settings, message["load_data"])
         assignments = [part.model_dump_json() for part in planned.assignments]
         weights = [part.weights for part in planned.assignments]
         self._channel.send({"event": "planned", "assignments": assignments, "weights": weights})
@@ -174,7 +174,7 @@ class DriverProcess:
         if progress is not None and progress.scaler is not None:
             group.optimizer.load_scaler(progress.scaler)
         training = self._training = self._make_training(
-            *(config, planned, group, tracers, progress, planned.options),
+            *(config, planned, group, tracers, progress, planned.settings),
             order["generation"] - 1,
         )
         self._report(StartEvent(steps=training.total_steps))

@@ -26,14 +26,12 @@ from rpcmp.driver.progress import TrainingProgress
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.observability.events import Event, ScheduleEvent, StepEvent
 from rpcmp.pipelining import cost_model
+from rpcmp.pipelining.setting_grid import SETTLE_STEPS
 from rpcmp.pipelining.simulation import ActionTimes
 from rpcmp.worker.stage import Stage
 
 WARM_STEPS = 2
 """First steps of a group, which touch memory and code for the first time."""
-
-SETTLE_STEPS = 1
-"""Steps after the pipeline has drained, or after a change, which are not typical."""
 
 BLOCK_SECONDS = 0.15
 FEWEST_STEPS = 3
@@ -105,7 +103,7 @@ class SelfTuning:
 
     Args:
         config: the job.
-        options: to choose from, see `setting_grid.options_to_try`; empty: only the config's.
+        options: those that it may change to, besides the config's own.
         before: the progress before the group's first step.
         total: number of steps of the run.
         report: called with what a search has found.
@@ -126,16 +124,16 @@ class SelfTuning:
         restarts: int = 0,
     ) -> None:
         self._config, self._group, self._report = config, group, report
-        self._options = [*options] or [config.options]
         self._total, self._step = total, before.step
-        self._stage_of = {worker.label: worker.stage for worker in config.workers}
+        self._workers = {worker.label: worker for worker in config.workers}
         self._free: dict[str, int] = {}  # the least so far, by place
         self._samples = 0
         self._steps: list[StepEvent] = []
         self._counts_after = before.step + WARM_STEPS
         self._measured: dict[ScheduleOptions, float] = {}
         fastest, in_trial = before.options[:1], before.options[1:]
-        self._options = [one for one in self._options if one.model_dump() not in in_trial]
+        others = (one for one in options if one.model_dump() not in in_trial)
+        self._options = [config.options, *others]
         known = (one for one in self._options if [one.model_dump()] == fastest)
         self._best = self.current = next(known, self._options[0])
         self._restarts = restarts
@@ -143,7 +141,6 @@ class SelfTuning:
         if self.current != config.options:
             group.reschedule(self.current.on(config))
         self._course = self._run()
-        self._is_searching = False
         self._wanted = next(self._course)
 
     @property
@@ -186,8 +183,6 @@ class SelfTuning:
             )
             self._steps.clear()
             self._wanted = self._course.send(block)
-            if not self._is_searching:
-                self.close()
 
     def close(self) -> None:
         """Report what the search has found until now, if it has tried anything."""
@@ -210,7 +205,7 @@ class SelfTuning:
         for event in self._steps:
             for label, kinds in event.busy_seconds.items():
                 for kind, seconds in kinds.items():
-                    busy[self._stage_of[label]][kind] += seconds / len(self._steps)
+                    busy[self._workers[label].stage][kind] += seconds / len(self._steps)
         return {stage: dict(kinds) for stage, kinds in busy.items()}
 
     def _run(self) -> Generator[ScheduleOptions, Block, None]:
@@ -218,9 +213,8 @@ class SelfTuning:
         for _ in range(2 ** min(self._restarts, MOST_DELAYS)):
             block = yield self._best
         while True:
-            self._is_searching = True
             yield from self._search(block)
-            self._is_searching = False
+            self.close()
             block = yield from self._watch(patience)
             patience *= 2
 
@@ -292,10 +286,10 @@ class SelfTuning:
         held = cost_model.held(self._under(options))
         more: defaultdict[str, float] = defaultdict(float)  # than the group has started with
         for label, own in memory.items():
-            stage = self._stage_of[label]
+            stage = self._workers[label].stage
             before = max(each[stage] for each in self._held)
             per_microbatch = own.used / before
-            limit = self._config.stage(self._config.stage_names.index(stage)).memory_bytes
+            limit = self._config.stage(self._workers[label].stage_index).memory_bytes
             extra = per_microbatch * max(0, held[stage] - before)
             if limit is not None and extra and own.most + extra > limit:
                 return False
@@ -323,7 +317,8 @@ def _predictor(
     times = {name: _times(config, name, busy) for name, busy in block.busy.items()}
     # Replicas step at the same time.
     updates = {
-        name: busy.get("O", 0.0) / _replicas(config, name) for name, busy in block.busy.items()
+        name: busy.get("O", 0.0) / config.turns_of(name).num_replicas
+        for name, busy in block.busy.items()
     }
 
     @functools.cache
@@ -349,9 +344,5 @@ def _times(config: Config, stage: str, busy: Mapping[str, float]) -> ActionTimes
     forward, backward, weight = (busy.get(kind, 0.0) for kind in "FBW")
     if not weight:  # both gradients were computed together; their products are of equal size
         backward, weight = backward / 2, backward / 2
-    count = config.num_microbatches * _replicas(config, stage)
+    count = config.num_microbatches * config.turns_of(stage).num_replicas
     return ActionTimes(forward, backward, weight).scaled(1 / count)
-
-
-def _replicas(config: Config, stage: str) -> int:
-    return config.stage(config.stage_names.index(stage)).num_replicas

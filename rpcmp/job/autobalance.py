@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rpcmp.checkpoint.folder import newest_in
-from rpcmp.config.device_places import AUTO, place
+from rpcmp.config.device_places import AUTO, on_machine, place
 from rpcmp.config.job_sections import ModelCut
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import ReplicaAssignment, shares_by_speed
@@ -316,10 +316,10 @@ def _limit(config: Config, rank: int, measured: Sequence[MeasuredHost]) -> int |
     host = measured[rank]
     if host.profile.available_bytes is None:
         return None
-    here = [i for i, other in enumerate(measured) if other.machine == host.machine]
-    wanted = [stages[i].device for i in here]
+    machines = [other.machine for other in measured]
+    here, own = on_machine([stage.device for stage in stages], machines, rank)
     places = [
-        place(wanted, own, host.profile.num_devices) if name == AUTO else name
-        for own, name in enumerate(wanted)
+        place(here, index, host.profile.num_devices) if name == AUTO else name
+        for index, name in enumerate(here)
     ]
-    return host.profile.available_bytes // places.count(places[here.index(rank)])
+    return host.profile.available_bytes // places.count(places[own])

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from rpcmp.checkpoint.slots import HeldSnapshots, mirrors_of
-from rpcmp.config.device_places import AUTO, Place, shared
+from rpcmp.config.device_places import AUTO, Place, on_machine, shared
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER, Member, member_names
 from rpcmp.errors import DrainingError, RpcmpError, from_wire
@@ -199,7 +199,8 @@ class WorkerGroup:
         sent = await self._send_weights(weights)
         machines = [claim.machine for claim in self._claims]
         mirrors = mirrors_of(self._config, machines)
-        devices = self._devices_wanted()
+        wanted = self._devices_wanted()
+        neighbours = [on_machine(wanted, machines, rank) for rank in range(len(machines))]
         await gather_all(
             client.start(
                 pb.StartRequest(
@@ -213,12 +214,8 @@ class WorkerGroup:
                     mirrored_by=None if mirror is None else self._workers[mirror].stage_index,
                     saves=self._workers[rank].replica == 0,
                     reads_sent_init=sent[rank],
-                    devices_here=[
-                        wanted
-                        for wanted, machine in zip(devices, machines, strict=True)
-                        if machine == machines[rank]
-                    ],
-                    place_here=machines[:rank].count(machines[rank]),
+                    devices_here=neighbours[rank][0],
+                    place_here=neighbours[rank][1],
                 )
             )
             for rank, (client, mirror) in enumerate(zip(self._clients, mirrors, strict=True))

@@ -19,6 +19,10 @@ from rpcmp.errors import ConfigError
 from rpcmp.pipelining import cost_model, simulation
 from rpcmp.pipelining.schedule import policy
 
+SETTLE_STEPS = 1
+"""Steps after a change before the clock counts: memory of other sizes, new threads, a pipeline that
+was empty."""
+
 MOST_MICROBATCHES = 128
 MOST_PER_MESSAGE = 16
 
@@ -64,7 +68,7 @@ def grid(config: Config, axes: Axes) -> Grid:
 
 
 def _grid(config: Config, axes: Axes, batch_size: int) -> Grid:
-    own = ScheduleOptions.of(config)
+    own = config.options
     settings: dict[Hashable, ScheduleOptions] = {_effect(config, own): own}
     left_out: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     for setting in dict.fromkeys(_product(config, axes, batch_size)):

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from rpcmp.checkpoint.slots import mirrors_of
 from rpcmp.config import addresses
-from rpcmp.config.device_places import AUTO, Place, place, shared
+from rpcmp.config.device_places import AUTO, Place, on_machine, place, shared
 from rpcmp.config.job_sections import StageConfig
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER
@@ -105,15 +105,16 @@ def diagnose(
 def _places(workers: Sequence[HostReport]) -> list[Place]:
     """Return the device that each worker will have, by what its host has."""
     seen = [(one.name, one.facts) for one in workers if one.facts and one.facts.devices]
-    wanted = [(facts.machine, next(iter(facts.devices))) for _, facts in seen]
+    machines = [facts.machine for _, facts in seen]
+    wanted = [next(iter(facts.devices)) for _, facts in seen]
     places = []
-    for index, ((name, facts), (machine, device)) in enumerate(zip(seen, wanted, strict=True)):
+    for index, (name, facts) in enumerate(seen):
+        device = wanted[index]
         alike = facts.devices[device].alike
         if device == AUTO and alike:
-            here = [theirs for place, theirs in wanted if place == machine]
-            own = [place for place, _ in wanted[:index]].count(machine)
+            here, own = on_machine(wanted, machines, index)
             device = alike[place(here, own, len(alike))]
-        places.append(Place(name, machine, facts.host, wanted[index][1], device))
+        places.append(Place(name, facts.machine, facts.host, wanted[index], device))
     return places
 
 

@@ -22,7 +22,7 @@ from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
 from rpcmp.job.generation import Segments
-from rpcmp.pipelining.setting_grid import Grid
+from rpcmp.pipelining.setting_grid import SETTLE_STEPS, Grid
 from rpcmp.tools.measurement import (
     Estimate,
     Progress,
@@ -32,7 +32,7 @@ from rpcmp.tools.measurement import (
     paired_ratio,
     rotated,
 )
-from rpcmp.tools.tuning_rounds import SETTLE_STEPS, Plan, spread_out
+from rpcmp.tools.tuning_rounds import Plan, spread_out
 
 
 class Measurement(NamedTuple):

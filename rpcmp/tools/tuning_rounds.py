@@ -14,9 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rpcmp.config.schedule_options import ScheduleOptions
-
-SETTLE_STEPS = 1
-"""Steps after a change before the clock counts: memory of other sizes, new threads."""
+from rpcmp.pipelining.setting_grid import SETTLE_STEPS
 
 TIED = 1.05
 """A setting may still win if its step takes less than the best one's times this."""

@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.defaults [--pairs N] [--steps N] [CASE or CONFIG[:STAGES] ...]
 
-Each pair is two runs: with what the case gives, tuned by hand, and with "auto" for all of it. The
-last steps of each count, when a run has settled.
+Each round is three runs: with what the case gives, tuned by hand, with the former defaults, and
+with "auto" for all of it. The last steps of each count, when a run has settled.
 """
 
 from __future__ import annotations

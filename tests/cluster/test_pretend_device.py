@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.support.pretend import pretending
+from tests.support.pretend import on, pretending, proved
 from tests.support.processes import JobFolder, Result, connect, rpcmp, running_server
 
 
@@ -22,39 +21,21 @@ def _devices() -> Iterator[None]:
         yield
 
 
-def proved(config: Path) -> str:
-    """Return what `verify` prints, once it has proved the bits of one process on the CPU."""
-    result = rpcmp("verify", config, "--steps", "2")
-    assert result.code == 0, result.out + result.err
-    assert "bit for bit" in result.out
-    return result.out
-
-
 @pytest.mark.parametrize("first", ["cpu", "pretend:0"])
 def test_chain(job: JobFolder, first: str) -> None:
     config = job.config(f"""
         [model]
         layers = "zoo:mlp"
-        [[stages]]
-        device = "{first}"
-        [[stages]]
-        device = "pretend:1"
+        {on(first, "pretend:1")}
     """)
     assert "device is pretend:1 at stage 'stage1' and cpu in the reference" in proved(config)
 
 
-FOUR = """
+FOUR = f"""
 [model]
 layers = "zoo:mlp"
 balance = [1, 1, 1, 1]
-[[stages]]
-device = "auto"
-[[stages]]
-device = "auto"
-[[stages]]
-device = "pretend:0"
-[[stages]]
-device = "auto"
+{on("auto", "auto", "pretend:0", "auto")}
 """
 
 
@@ -83,14 +64,12 @@ def test_auto_gives_the_stages_of_a_host_distinct_devices(job: JobFolder) -> Non
 
 
 def test_more_stages_than_devices_share_them_and_say_so(job: JobFolder) -> None:
-    config = job.config("""
+    config = job.config(f"""
         [model]
         layers = "zoo:mlp"
-        [[stages]]
-        device = "auto"
+        {on("auto")}
         replicas = 3
-        [[stages]]
-        device = "auto"
+        {on("auto")}
         replicas = 2
     """)
     result = rpcmp("drive", config, "--json")
@@ -102,13 +81,10 @@ def test_more_stages_than_devices_share_them_and_say_so(job: JobFolder) -> None:
 
 
 def test_a_server_may_fix_what_auto_is(job: JobFolder) -> None:
-    config = job.config("""
+    config = job.config(f"""
         [model]
         layers = "zoo:mlp"
-        [[stages]]
-        device = "auto"
-        [[stages]]
-        device = "auto"
+        {on("auto", "auto")}
     """)
     with (
         running_server("--stage", "0", "--listen", "127.0.0.1:0") as first,

@@ -21,7 +21,7 @@ from rpcmp.rpc.tensors import parameters_sha256
 from tests.support.chains import GRAPH
 from tests.support.faults import STEP, Faults, assert_recovered, committed, drive
 from tests.support.places import ZOO
-from tests.support.pretend import pretending
+from tests.support.pretend import on, pretending, proved
 from tests.support.processes import JobFolder, rpcmp
 from tests.support.replicated import MIXED
 from tests.support.resuming import BODY, after
@@ -33,20 +33,6 @@ from tests.zoo import zoo
 def _devices() -> Iterator[None]:
     with pretending():
         yield
-
-
-def proved(config: Path, *overrides: str) -> str:
-    """Return what `verify` prints, once it has proved the bits of one process on the CPU."""
-    options = [part for each in overrides for part in ("--set", each)]
-    result = rpcmp("verify", config, "--steps", "2", *options)
-    assert result.code == 0, result.out + result.err
-    assert "bit for bit" in result.out
-    return result.out
-
-
-def on(*devices: str) -> str:
-    """Return the [[stages]] tables that put each stage on its device."""
-    return "\n".join(f'[[stages]]\ndevice = "{device}"' for device in devices)
 
 
 def placed(text: str, *devices: str) -> str:

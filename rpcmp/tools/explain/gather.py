@@ -205,7 +205,7 @@ async def explain(
             places = _assume_places(config, addresses, await forks.network())
     balance = [len(stage.layers) for stage in summary.stages]
     runs, prediction = _predict(config, hosts, balance)
-    stages, options = explain_stages(config, summary, hosts, addresses), config.options
+    stages = explain_stages(config, summary, hosts, addresses)
     return Explanation(
         name=config.name,
         steps=summary.steps,
@@ -213,8 +213,8 @@ async def explain(
         batches=summary.batches,
         batch_size=0 if config.data is None else config.data.batch_size,
         num_microbatches=config.num_microbatches,
-        schedule=options.schedule,
-        microbatches_per_message=options.microbatches_per_message,
+        schedule=config.options.schedule,
+        microbatches_per_message=config.options.microbatches_per_message,
         tries=_tried(config),
         balance=balance if config.model is not None else [],
         parameters=summary.parameters,

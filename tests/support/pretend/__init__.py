@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.support import pool, processes
+from tests.support.processes import rpcmp
 from tests.support.reaper import TOKEN
 from tests.support.sharedforks import SharedByAll
 
@@ -62,3 +63,17 @@ def pretending(**more: str) -> Iterator[None]:
         finally:
             servers.close()
             forks.close()
+
+
+def on(*devices: str) -> str:
+    """Return the [[stages]] tables that put each stage on its device."""
+    return "\n".join(f'[[stages]]\ndevice = "{device}"' for device in devices)
+
+
+def proved(config: Path, *overrides: str) -> str:
+    """Return what `verify` prints, once it has proved the bits of one process on the CPU."""
+    options = [part for each in overrides for part in ("--set", each)]
+    result = rpcmp("verify", config, "--steps", "2", *options)
+    assert result.code == 0, result.out + result.err
+    assert "bit for bit" in result.out
+    return result.out

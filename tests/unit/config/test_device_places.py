@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rpcmp.config.device_places import AUTO, Place, place, shared
+from rpcmp.config.device_places import AUTO, Place, on_machine, place, shared
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,9 @@ def test_only_workers_that_leave_it_open_and_share_are_named() -> None:
     assert shared(places) == []
     (text,) = shared([*places, Place("stage6", "a", "host-a", AUTO, "cuda:0")])
     assert text.startswith("stage0, stage6 share cuda:0 of host-a, which has no device for each")
+
+
+def test_only_the_workers_of_a_machine_share_its_devices() -> None:
+    wanted, machines = ["auto", "cpu", "auto", "cuda:1"], ["a", "b", "b", "a"]
+    assert on_machine(wanted, machines, 2) == (["cpu", "auto"], 1)
+    assert on_machine(wanted, machines, 0) == (["auto", "cuda:1"], 0)

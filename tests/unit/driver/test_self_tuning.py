@@ -59,7 +59,7 @@ class Machine:
         before = TrainingProgress(options=[one.model_dump() for one in self.start])
         group = cast(StageGroup, self)
         self.tuning = SelfTuning(
-            *(config, group, options_to_try(config), before, self.total),
+            *(config, group, options_to_try(config)[1:], before, self.total),
             self._add_event,
             self.restarts,
         )
@@ -297,3 +297,10 @@ def test_a_group_starts_with_what_the_one_before_has_found() -> None:
     again = Machine(config, message_s=1 * MS, start=[found])
     assert again.run(300) == found
     assert set(again.used) == set(again.changes) == {found}
+
+
+def test_a_job_may_fix_the_options_that_were_being_tried() -> None:
+    options = options_to_try(chain())
+    fixed = options[-1].on(chain())
+    machine = Machine(fixed, start=[options[0], options[-1]])
+    assert machine.run(10) == options[-1]

@@ -14,11 +14,10 @@ import pytest
 
 from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.errors import ConfigError
-from rpcmp.pipelining.setting_grid import Axes, grid
+from rpcmp.pipelining.setting_grid import SETTLE_STEPS, Axes, grid
 from rpcmp.tools import tuning, tuning_report
 from rpcmp.tools.measurement import StoppedError, TimeLimits
 from rpcmp.tools.tuning import Measurement, Tuned, plain_training
-from rpcmp.tools.tuning_rounds import SETTLE_STEPS
 from tests.support.pretendedtime import in_pretended_time
 from tests.support.settings import chain
 
