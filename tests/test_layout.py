@@ -32,7 +32,7 @@ ELSEWHERE = {
     "cluster/test_recovery.py": "job/training_workload worker/snapshots",
     "cluster/test_run_log.py": "job/worker_group",
     "cluster/test_servers.py": """
-        cli/drain cli/serve cli/status job/generation server/claim server/lifecycle
+        cli/drain cli/serve cli/status job/generation job/segments server/claim server/lifecycle
     """,
     "cluster/test_verify.py": "cli/verify",
     "group/test_bits.py": "driver/stage_group",

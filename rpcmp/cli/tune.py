@@ -135,7 +135,7 @@ async def _tune(
 ) -> tuple[Tuned | None, int]:
     from rpcmp.cli.progress_output import measuring
     from rpcmp.job.autobalance import balanced
-    from rpcmp.job.generation import Segments
+    from rpcmp.job.segments import Segments
     from rpcmp.job.server_pool import forks_for
     from rpcmp.tools import tuning
     from rpcmp.tools.measurement import StoppedError, TimeLimits

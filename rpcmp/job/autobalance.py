@@ -32,7 +32,7 @@ from rpcmp.config.job_sections import ModelCut
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import ReplicaAssignment, shares_by_speed
 from rpcmp.errors import ConfigError
-from rpcmp.job.generation import Segments
+from rpcmp.job.segments import Segments
 from rpcmp.job.server_calls import (
     dialer_for,
     gather_all,

@@ -9,7 +9,7 @@
     (6) all processes end; the servers keep the snapshots that they hold
 
 A failure anywhere goes to `FirstFailure`. Everything that waits also waits for a failure, so the
-first one ends the generation. `Segments` is a job of one generation, for measurements.
+first one ends the generation.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import platform
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -27,7 +25,7 @@ from pydantic import BaseModel
 from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER
-from rpcmp.errors import DrainingError, JobError, WorkerDiedError, from_wire
+from rpcmp.errors import DrainingError, WorkerDiedError, from_wire
 from rpcmp.job.failure_detection import FirstFailure, Watchdog, task_group
 from rpcmp.job.restore_point import ChooseRestorePoint, RestorePoint, from_config
 from rpcmp.job.server_calls import shipped_code
@@ -36,11 +34,11 @@ from rpcmp.job.takeover import DriverRecord
 from rpcmp.job.vitals import Vitals
 from rpcmp.job.worker_group import WorkerGroup
 from rpcmp.net.relay import Relay
-from rpcmp.observability.events import Event, ProcessPlace, StepEvent, WarningEvent, parse
+from rpcmp.observability.events import Event, ProcessPlace, WarningEvent, parse
 from rpcmp.process.activity import HeartbeatMonitor
 from rpcmp.process.channel import Message
 from rpcmp.process.child import Child
-from rpcmp.process.fork_client import DRIVERS, Forks
+from rpcmp.process.fork_client import DRIVERS
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.logging.records import Entry, Line, entry_of, pass_on
 from rpcmp.server.rendezvous import StoreProxy
@@ -332,80 +330,3 @@ class Generation:
     def _log_driver(self, line: Line) -> None:
         with contextlib.suppress(OSError):  # the output is closed: the next event ends the run
             self._log(entry_of(line, DRIVER, self.number))
-
-
-ENDLESS = 10**9
-"""Steps of the job; the caller decides how many are done."""
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Consecutive steps, timed by the driver process. All times are means in seconds per step.
-
-    Attributes:
-        seconds: wall clock, until the last stage has stepped its optimizer.
-        cpu_seconds: CPU time of the driver process.
-        busy_seconds: the time that each worker computes, by its label.
-        losses: the mini-batch's loss in each step.
-    """
-
-    seconds: float
-    cpu_seconds: float
-    busy_seconds: dict[str, float]
-    losses: list[float]
-
-
-class Segments:
-    """A job that trains a few steps on each call and blocks in between, so that it can be measured.
-
-    Args:
-        settings: the schedules that it may change to, besides the config's own.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        connect: Sequence[str] | None = None,
-        settings: Sequence[ScheduleOptions] = (),
-        forks: Forks | None = None,
-    ) -> None:
-        endless = config.model_copy(update={"steps": ENDLESS, "epochs": None})
-        self._config = endless.without_recovery()
-        self._pool = ServerPool(config, connect, forks=forks)
-        self._settings = settings
-        self._started: Generation | None = None
-
-    @property
-    def _generation(self) -> Generation:
-        if self._started is None:
-            raise JobError("these segments have not been started")
-        return self._started
-
-    async def start(self) -> None:
-        await self._pool.open()
-        self._started = Generation(self._config, self._pool, settings=self._settings)
-        await self._started.start()
-        self._started.send({"op": "segments"})
-
-    def change_to(self, setting: ScheduleOptions) -> None:
-        self._generation.send({"op": "reschedule", "setting": setting.model_dump()})
-
-    async def run(self, steps: int) -> Segment:
-        self._generation.send({"op": "segment", "steps": steps})
-        busy: defaultdict[str, float] = defaultdict(float)
-        while True:
-            match await self._generation.next_event():
-                case StepEvent() as event:
-                    for stage, share in event.busy.items():
-                        busy[stage] += share * event.step_s / steps
-                case {"event": "draining", "stage": stage}:
-                    raise DrainingError(f"the server of stage {stage!r} is being stopped")
-                case dict() as message if message["event"] == "segment":
-                    seconds, cpu_seconds = message["seconds"], message["cpu_seconds"]
-                    losses = message["losses"]
-                    return Segment(seconds / steps, cpu_seconds / steps, dict(busy), losses)
-
-    async def close(self) -> None:
-        if self._started is not None:
-            await self._started.close()
-        await self._pool.free(generation=1)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
-from rpcmp.job.generation import Segments
+from rpcmp.job.segments import Segments
 from rpcmp.pipelining.setting_grid import SETTLE_STEPS, Grid
 from rpcmp.tools.measurement import (
     Estimate,

@@ -1,6 +1,7 @@
 """Speed of the relay: bytes through two relays on this machine, by mutual TLS.
 
     python -m tests.benchmarks.relay [GIGABYTES [ROUNDS]]     2 and 5 if not given
+    python -m tests.benchmarks.relay steps [ROUNDS]           a step of `digits`, TLS / plain; 9
 
 source ──loopback──> relay ══TLS══> relay ──loopback──> sink, each a process of its own; in turn
 with the same without TLS, with no relay at all, and with the relays of `relay_floor`, which do as
@@ -11,6 +12,8 @@ processes together, which are the same on a busy machine. Two cores have two suc
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import resource
 import socket
 import ssl
@@ -19,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,8 +30,10 @@ from rpcmp.net.identity import RELAY, TlsState
 from rpcmp.net.peer_connection import PeerConnection
 from rpcmp.net.security import Credentials
 from rpcmp.net.tunnel import splice
+from rpcmp.tools.measurement import paired_ratio
 from tests.benchmarks import relay_floor
 from tests.support.lan import issue
+from tests.support.places import EXAMPLES
 
 HERE = "127.0.0.1"
 ROUNDS = 5
@@ -183,6 +188,56 @@ def compare(total: int, rounds: int) -> None:
         )
 
 
+def steps(rounds: int) -> None:
+    """Compare a step of `digits` by mutual TLS with one by relays without it, in turns."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as started:
+        certs = issue(Path(folder) / "certs", HERE, HERE)
+        ways = []
+        for name in (None, certs):
+            servers = [
+                started.enter_context(_serving(index, name and name / f"stage{index}"))
+                for index in range(2)
+            ]
+            own = () if name is None else ("--certs", str(name / "driver"))
+            ways.append(["--connect", ",".join(servers), *own])
+        found: tuple[list[float], list[float]] = ([], [])
+        for number in range(-1, rounds):
+            for side in (0, 1) if number % 2 else (1, 0):
+                seconds = _seconds_a_step(ways[side], Path(folder))
+                if number >= 0:  # their fork servers start with the first job
+                    found[side].append(seconds)
+    plain, tls = found
+    ratio, own = paired_ratio(tls, plain), statistics.median(tls)
+    print(
+        f"digits, TLS / plain: {ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f}), "
+        f"{own * 1e3:.1f} ms a step"
+    )
+
+
+@contextlib.contextmanager
+def _serving(index: int, certs: Path | None) -> Iterator[str]:
+    command = ["serve", "--stage", str(index), "--listen", f"{HERE}:0", "--data", str(EXAMPLES)]
+    own = () if certs is None else ("--certs", str(certs))
+    command = [sys.executable, "-m", "rpcmp", *command, *own]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        try:
+            assert run.stdout is not None
+            yield run.stdout.readline().split()[-1]
+        finally:
+            run.terminate()
+
+
+def _seconds_a_step(way: list[str], folder: Path) -> float:
+    fixed = ("schedule=1f1b", "max_in_flight=4", "microbatches_per_message=1", "log.folder=")
+    options = [word for key in fixed for word in ("--set", key)]
+    command = [sys.executable, "-m", "rpcmp", "drive", EXAMPLES / "digits.toml", "--json"]
+    done = subprocess.run(
+        [*command, *options, *way], cwd=folder, check=True, capture_output=True, text=True
+    )
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    return statistics.median(each["step_s"] for each in events if each["event"] == "step")
+
+
 def main() -> None:
     """Measure, or be one of the processes that are measured."""
     match sys.argv[1:]:
@@ -190,6 +245,8 @@ def main() -> None:
             sink(int(size))
         case [("near" | "far") as side, way, port, certs]:
             relay(side, way, int(port), Path(certs))
+        case ["steps", *rounds]:
+            steps(int(rounds[0]) if rounds else 9)
         case given:
             gigabytes, rounds = (*given, *("2", str(ROUNDS))[len(given) :])
             compare(int(float(gigabytes) * 1e9) // BLOCK * BLOCK, int(rounds))

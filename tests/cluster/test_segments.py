@@ -10,7 +10,7 @@ import pytest
 from rpcmp.config import loader
 from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.config.schema import Config
-from rpcmp.job.generation import Segments
+from rpcmp.job.segments import Segments
 from tests.support.processes import JobFolder, rpcmp
 from tests.support.settings import setting
 

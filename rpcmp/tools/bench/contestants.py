@@ -40,7 +40,7 @@ from rpcmp.process.child import Child
 from rpcmp.tools.bench.cases import Case
 
 if TYPE_CHECKING:
-    from rpcmp.job.generation import Segments
+    from rpcmp.job.segments import Segments
 
 TRAINERS = "rpcmp.tools.bench.peer_trainers"
 
@@ -125,7 +125,7 @@ class OwnPipeline:
 
     async def start(self) -> None:
         # Here, since it imports gRPC, which peers' processes do not need.
-        from rpcmp.job.generation import Segments
+        from rpcmp.job.segments import Segments
 
         self._segments = Segments(self._config)
         await self._segments.start()

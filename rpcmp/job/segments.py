@@ -1,0 +1,91 @@
+"""A job of one generation that trains a few steps on each call, so that they can be measured."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rpcmp.config.schedule_options import ScheduleOptions
+from rpcmp.config.schema import Config
+from rpcmp.errors import DrainingError, JobError
+from rpcmp.job.generation import Generation
+from rpcmp.job.server_pool import ServerPool
+from rpcmp.observability.events import StepEvent
+from rpcmp.process.fork_client import Forks
+
+ENDLESS = 10**9
+"""Steps of the job; the caller decides how many are done."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive steps, timed by the driver process. All times are means in seconds per step.
+
+    Attributes:
+        seconds: wall clock, until the last stage has stepped its optimizer.
+        cpu_seconds: CPU time of the driver process.
+        busy_seconds: the time that each worker computes, by its label.
+        losses: the mini-batch's loss in each step.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    busy_seconds: dict[str, float]
+    losses: list[float]
+
+
+class Segments:
+    """A job that trains a few steps on each call and blocks in between, so that it can be measured.
+
+    Args:
+        settings: the schedules that it may change to, besides the config's own.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        connect: Sequence[str] | None = None,
+        settings: Sequence[ScheduleOptions] = (),
+        forks: Forks | None = None,
+    ) -> None:
+        endless = config.model_copy(update={"steps": ENDLESS, "epochs": None})
+        self._config = endless.without_recovery()
+        self._pool = ServerPool(config, connect, forks=forks)
+        self._settings = settings
+        self._started: Generation | None = None
+
+    @property
+    def _generation(self) -> Generation:
+        if self._started is None:
+            raise JobError("these segments have not been started")
+        return self._started
+
+    async def start(self) -> None:
+        await self._pool.open()
+        self._started = Generation(self._config, self._pool, settings=self._settings)
+        await self._started.start()
+        self._started.send({"op": "segments"})
+
+    def change_to(self, setting: ScheduleOptions) -> None:
+        self._generation.send({"op": "reschedule", "setting": setting.model_dump()})
+
+    async def run(self, steps: int) -> Segment:
+        self._generation.send({"op": "segment", "steps": steps})
+        busy: defaultdict[str, float] = defaultdict(float)
+        while True:
+            match await self._generation.next_event():
+                case StepEvent() as event:
+                    for stage, share in event.busy.items():
+                        busy[stage] += share * event.step_s / steps
+                case {"event": "draining", "stage": stage}:
+                    raise DrainingError(f"the server of stage {stage!r} is being stopped")
+                case dict() as message if message["event"] == "segment":
+                    seconds, cpu_seconds = message["seconds"], message["cpu_seconds"]
+                    losses = message["losses"]
+                    return Segment(seconds / steps, cpu_seconds / steps, dict(busy), losses)
+
+    async def close(self) -> None:
+        if self._started is not None:
+            await self._started.close()
+        await self._pool.free(generation=1)
