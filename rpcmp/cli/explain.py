@@ -18,6 +18,7 @@ from rpcmp.config.types import format_size
 
 if TYPE_CHECKING:
     from rpcmp.cli.console import Cell
+    from rpcmp.pipelining.cost_model import Prediction
     from rpcmp.tools.explain.gather import Cut, Explanation
     from rpcmp.tools.explain.model_summary import ExplainedStage
     from rpcmp.tools.job_links import StageLink
@@ -251,10 +252,15 @@ def _step(explanation: Explanation, width: int) -> Iterator[str]:
     else:
         yield (
             f"predicted {predicted.step_s * 1e3:,.1f} ms, in which stages idle "
-            f"{predicted.bubble:.0%}; without transfers between hosts and the loading of data"
+            f"{predicted.bubble:.0%}; {_basis(predicted)}"
         )
         for name, stage in predicted.stages.items():
-            yield f"  {name}: computes {stage.busy_s * 1e3:,.1f} ms, idles {stage.bubble:.0%}"
+            spent = stage.messages_s * 1e3
+            messages = f"messages take {spent:,.1f} ms, " if predicted.is_rehearsed else ""
+            yield (
+                f"  {name}: computes {stage.busy_s * 1e3:,.1f} ms, {messages}"
+                f"idles {stage.bubble:.0%}"
+            )
     yield ""
     yield from picture(runs, [stage.name for stage in stages], width)
     yield ""
@@ -265,6 +271,12 @@ def _step(explanation: Explanation, width: int) -> Iterator[str]:
     yield f"F forward{split}, by numbers of {numbered}; F0 of stage {last} is the action {last}F0"
     if any(stage.replicas > 1 for stage in stages):
         yield "a stage's replicas are drawn as one, which is as fast as the last of them"
+
+
+def _basis(predicted: Prediction) -> str:
+    if predicted.is_rehearsed:
+        return "from some steps of the job, trained here and dropped"
+    return "from the layers alone, without messages and the loading of data"
 
 
 def _exposed(reason: str | None) -> str:

@@ -15,7 +15,6 @@ search begins later each time: what it tries may be why.
 from __future__ import annotations
 
 import functools
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,8 +25,8 @@ from rpcmp.driver.progress import TrainingProgress
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.observability.events import Event, ScheduleEvent, StepEvent
 from rpcmp.pipelining import cost_model
+from rpcmp.pipelining.calibration import Calibration, MeasuredSteps, summarize
 from rpcmp.pipelining.setting_grid import SETTLE_STEPS
-from rpcmp.pipelining.simulation import ActionTimes
 from rpcmp.worker.stage import Stage
 
 WARM_STEPS = 2
@@ -64,8 +63,6 @@ MOST_DELAYS = 12
 MEMORY_SHARE = 0.25
 """The part of a device's free memory that other options may take in all."""
 
-BISECTIONS = 10
-
 
 class Memory(NamedTuple):
     """The memory of one worker.
@@ -81,21 +78,6 @@ class Memory(NamedTuple):
     most: int
     used: int
     free: int | None
-
-
-class Block(NamedTuple):
-    """Consecutive steps under the same options.
-
-    Attributes:
-        step_s: their median, in seconds.
-        data_share: the median share of it in which the driver waited for samples.
-        busy: seconds per step in which the workers of a stage compute, all together, by kind of
-            action; see `StepReport.busy_seconds`.
-    """
-
-    step_s: float
-    data_share: float
-    busy: Mapping[str, Mapping[str, float]]
 
 
 class SelfTuning:
@@ -176,11 +158,7 @@ class SelfTuning:
             self._steps.clear()
         self._steps.append(event)
         if self._is_block():
-            block = Block(
-                statistics.median(event.step_s for event in self._steps),
-                statistics.median(event.data_share for event in self._steps),
-                self._busy(),
-            )
+            block = summarize(self._config, self._steps)
             self._steps.clear()
             self._wanted = self._course.send(block)
 
@@ -198,17 +176,7 @@ class SelfTuning:
         is_long = sum(event.step_s for event in self._steps) >= BLOCK_SECONDS
         return count >= MOST_STEPS or (count >= FEWEST_STEPS and is_long)
 
-    def _busy(self) -> dict[str, dict[str, float]]:
-        busy: dict[str, defaultdict[str, float]] = {
-            stage: defaultdict(float) for stage in self._config.stage_names
-        }
-        for event in self._steps:
-            for label, kinds in event.busy_seconds.items():
-                for kind, seconds in kinds.items():
-                    busy[self._workers[label].stage][kind] += seconds / len(self._steps)
-        return {stage: dict(kinds) for stage, kinds in busy.items()}
-
-    def _run(self) -> Generator[ScheduleOptions, Block, None]:
+    def _run(self) -> Generator[ScheduleOptions, MeasuredSteps, None]:
         patience = FIRST_PATIENCE
         for _ in range(2 ** min(self._restarts, MOST_DELAYS)):
             block = yield self._best
@@ -218,7 +186,7 @@ class SelfTuning:
             block = yield from self._watch(patience)
             patience *= 2
 
-    def _search(self, block: Block) -> Generator[ScheduleOptions, Block, None]:
+    def _search(self, block: MeasuredSteps) -> Generator[ScheduleOptions, MeasuredSteps, None]:
         measured = self._measured = {self._best: block.step_s}
         predict = _predictor(self._under, self._best, block)
         while len(measured) <= MOST_TRIED:
@@ -241,7 +209,7 @@ class SelfTuning:
         self,
         untried: Sequence[ScheduleOptions],
         predict: Callable[[ScheduleOptions], float],
-        block: Block,
+        block: MeasuredSteps,
     ) -> ScheduleOptions | None:
         """Return the fastest options by prediction; None if trying them is not worth it."""
         left = self._total - self._step
@@ -252,7 +220,7 @@ class SelfTuning:
         memory = self._memory() if ranked else {}
         return next((one for one in ranked if self._fits(one, memory)), None)
 
-    def _watch(self, patience: int) -> Generator[ScheduleOptions, Block, Block]:
+    def _watch(self, patience: int) -> Generator[ScheduleOptions, MeasuredSteps, MeasuredSteps]:
         """Wait until steps take another time than after the last search; return the last block."""
         usual = yield self._best
         changed = 0
@@ -301,48 +269,24 @@ class SelfTuning:
 
 
 def _predictor(
-    under: Callable[[ScheduleOptions], Config], best: ScheduleOptions, block: Block
+    under: Callable[[ScheduleOptions], Config], best: ScheduleOptions, block: MeasuredSteps
 ) -> Callable[[ScheduleOptions], float]:
     """Return a function that predicts the seconds of a step.
 
-    What a message costs is what makes the simulation of the measured options take as long as they
-    did. So it stands for all that stages do besides their actions, and for cores that they share.
-    Both are remembered: with many stages and micro-batches a simulation takes tenths of a second.
+    Its results are remembered: with many stages and micro-batches a simulation takes tenths of a
+    second.
 
     Args:
         under: returns the job under given options.
         best: the options of `block`.
     """
-    config = under(best)
-    times = {name: _times(config, name, busy) for name, busy in block.busy.items()}
-    # Replicas step at the same time.
-    updates = {
-        name: busy.get("O", 0.0) / config.turns_of(name).num_replicas
-        for name, busy in block.busy.items()
-    }
 
     @functools.cache
-    def message_s() -> float:
-        least, most = 0.0, block.step_s
-        for _ in range(BISECTIONS):
-            between = (least + most) / 2
-            if cost_model.step_seconds(config, times, updates, between) < block.step_s:
-                least = between
-            else:
-                most = between
-        return least
+    def calibration() -> Calibration:
+        return Calibration.fit(under(best), block)
 
     @functools.cache
     def predict(options: ScheduleOptions) -> float:
-        return cost_model.step_seconds(under(options), times, updates, message_s())
+        return calibration().step_seconds(under(options))
 
     return predict
-
-
-def _times(config: Config, stage: str, busy: Mapping[str, float]) -> ActionTimes:
-    """Return the measured times of one micro-batch, as if the replicas were one fast host."""
-    forward, backward, weight = (busy.get(kind, 0.0) for kind in "FBW")
-    if not weight:  # both gradients were computed together; their products are of equal size
-        backward, weight = backward / 2, backward / 2
-    count = config.num_microbatches * config.turns_of(stage).num_replicas
-    return ActionTimes(forward, backward, weight).scaled(1 / count)

@@ -32,7 +32,7 @@ from rpcmp.config.job_sections import ModelCut
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import ReplicaAssignment, shares_by_speed
 from rpcmp.errors import ConfigError
-from rpcmp.job.segments import Segments
+from rpcmp.job.segments import Segments, rehearse
 from rpcmp.job.server_calls import (
     dialer_for,
     gather_all,
@@ -42,7 +42,7 @@ from rpcmp.job.server_calls import (
 )
 from rpcmp.job.server_pool import connected
 from rpcmp.pipelining import cost_model
-from rpcmp.pipelining.cost_model import Prediction, predict
+from rpcmp.pipelining.calibration import Forecast
 from rpcmp.pipelining.partition import (
     HostProfile,
     ProfileOrder,
@@ -155,12 +155,8 @@ MEASURED_STEPS = 3
 
 
 async def with_shares(config: Config, connect: Sequence[str] | None, forks: Forks) -> Config:
-    unshared = [
-        index
-        for index, stage in enumerate(config.stages)
-        if stage.num_replicas > 1 and stage.shares is None
-    ]
-    if not config.balance_replicas or not unshared:
+    unshared = _unshared(config)
+    if not unshared:
         return config
     if config.data is None:
         raise ConfigError(
@@ -169,6 +165,15 @@ async def with_shares(config: Config, connect: Sequence[str] | None, forks: Fork
         )
     busy = await _busy_seconds(config, connect, forks)
     return config.with_shares({index: _shares(config, index, busy) for index in unshared})
+
+
+def _unshared(config: Config) -> list[int]:
+    """Return the stages whose replicas' shares are to be measured."""
+    return [
+        index
+        for index, stage in enumerate(config.stages)
+        if config.balance_replicas and stage.num_replicas > 1 and stage.shares is None
+    ]
 
 
 def with_saved_shares(config: Config) -> Config:
@@ -189,7 +194,7 @@ async def _busy_seconds(
     try:
         await segments.start()
         await segments.run(WARM_STEPS)
-        return (await segments.run(MEASURED_STEPS)).busy_seconds
+        return dict((await segments.run(MEASURED_STEPS)).busy_seconds)
     finally:
         await segments.close()
 
@@ -210,20 +215,47 @@ def _shares(config: Config, index: int, busy: dict[str, float]) -> list[int]:
 
 async def balanced(
     config: Config, connect: Sequence[str] | None, forks: Forks
-) -> tuple[Config, Prediction | None]:
+) -> tuple[Config, Forecast | None]:
     """Find what the config leaves open: layers of a module, the balance, the shares of replicas.
 
-    Returns the config with both, and the prediction of a step if the balance was measured.
+    Returns the config with both, and the forecast of its steps if the balance was measured.
     """
-    prediction = None
+    forecast = None
     config = await with_cut(config, forks)
     if config.is_balanced_by_measurement:
-        cost_model.limits(config)  # raises for configs that it does not support
-        full = with_full_microbatches(config)
-        hosts = await stage_hosts(full, connect, forks)
-        balance = choose_balance(hosts)
-        config, prediction = config.with_balance(balance), predict(full, hosts, balance)
-    return await with_shares(config, connect, forks), prediction
+        config, forecast = await with_measured_balance(config, connect, forks)
+    return await with_shares(config, connect, forks), forecast
+
+
+async def with_measured_balance(
+    config: Config, connect: Sequence[str] | None, forks: Forks
+) -> tuple[Config, Forecast]:
+    """Choose the balance by the layers' times, then by steps; return it, and their forecast."""
+    cost_model.limits(config)  # raises for configs that it does not support
+    full = with_full_microbatches(config)
+    hosts = await stage_hosts(full, connect, forks)
+    forecast = Forecast(hosts, choose_balance(hosts))
+    config = config.with_balance(forecast.balance)
+    forecast = (await rehearsed(config, forecast, connect, forks)).improved(full)
+    return config.with_balance(forecast.balance), forecast
+
+
+MOST_REHEARSED = 2.0
+"""Seconds of the longest step that is rehearsed: messages are a small part of longer ones, and the
+rehearsal would take as long as several."""
+
+
+async def rehearsed(
+    config: Config, forecast: Forecast, connect: Sequence[str] | None, forks: Forks
+) -> Forecast:
+    """Return the forecast by measured steps, or as it is if there cannot be any.
+
+    They need `[data]`, shares that are known, and less time than MOST_REHEARSED.
+    """
+    full = with_full_microbatches(config)
+    if config.data is None or _unshared(config) or forecast.predict(full).step_s > MOST_REHEARSED:
+        return forecast
+    return forecast.rehearsed(full, await rehearse(config, connect, forks))
 
 
 async def with_cut(config: Config, forks: Forks | None = None) -> Config:

@@ -1,9 +1,12 @@
-"""A job of one generation that trains a few steps on each call, so that they can be measured."""
+"""A job of one generation that trains a few steps on each call, so that they can be measured.
+
+`rehearse` is the shortest use of it: what the first steps of a run will be like.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rpcmp.config.schedule_options import ScheduleOptions
@@ -12,6 +15,7 @@ from rpcmp.errors import DrainingError, JobError
 from rpcmp.job.generation import Generation
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.observability.events import StepEvent
+from rpcmp.pipelining.calibration import MeasuredSteps, summarize
 from rpcmp.process.fork_client import Forks
 
 ENDLESS = 10**9
@@ -25,14 +29,23 @@ class Segment:
     Attributes:
         seconds: wall clock, until the last stage has stepped its optimizer.
         cpu_seconds: CPU time of the driver process.
-        busy_seconds: the time that each worker computes, by its label.
         losses: the mini-batch's loss in each step.
+        steps: the events of them.
     """
 
     seconds: float
     cpu_seconds: float
-    busy_seconds: dict[str, float]
     losses: list[float]
+    steps: list[StepEvent]
+
+    @property
+    def busy_seconds(self) -> Mapping[str, float]:
+        """The time that each worker computes, by its label."""
+        busy: defaultdict[str, float] = defaultdict(float)
+        for step in self.steps:
+            for label, kinds in step.busy_seconds.items():
+                busy[label] += sum(kinds.values()) / len(self.steps)
+        return busy
 
 
 class Segments:
@@ -72,20 +85,42 @@ class Segments:
 
     async def run(self, steps: int) -> Segment:
         self._generation.send({"op": "segment", "steps": steps})
-        busy: defaultdict[str, float] = defaultdict(float)
+        events = []
         while True:
             match await self._generation.next_event():
                 case StepEvent() as event:
-                    for stage, share in event.busy.items():
-                        busy[stage] += share * event.step_s / steps
+                    events.append(event)
                 case {"event": "draining", "stage": stage}:
                     raise DrainingError(f"the server of stage {stage!r} is being stopped")
                 case dict() as message if message["event"] == "segment":
                     seconds, cpu_seconds = message["seconds"], message["cpu_seconds"]
-                    losses = message["losses"]
-                    return Segment(seconds / steps, cpu_seconds / steps, dict(busy), losses)
+                    return Segment(seconds / steps, cpu_seconds / steps, message["losses"], events)
 
     async def close(self) -> None:
         if self._started is not None:
             await self._started.close()
         await self._pool.free(generation=1)
+
+
+WARM_STEPS = 2
+"""First steps of a rehearsal, which touch memory and code for the first time."""
+
+FEWEST_STEPS, MOST_STEPS, REHEARSAL_SECONDS = 3, 30, 1.5
+"""The steps of a rehearsal that count: as many as this time has, within limits."""
+
+
+async def rehearse(config: Config, connect: Sequence[str] | None, forks: Forks) -> MeasuredSteps:
+    """Train the first steps of a job, which leave nothing behind.
+
+    Args:
+        connect: see `balanced`.
+    """
+    segments = Segments(config.without_schedulers().without_evaluation(), connect, forks=forks)
+    try:
+        await segments.start()
+        warm = await segments.run(WARM_STEPS)
+        fitting = int(REHEARSAL_SECONDS / warm.seconds)
+        done = await segments.run(max(FEWEST_STEPS, min(fitting, MOST_STEPS)) + 1)
+    finally:
+        await segments.close()
+    return summarize(config, done.steps[1:])  # the pipeline was empty before the first

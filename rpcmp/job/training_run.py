@@ -15,7 +15,6 @@ import contextlib
 import os
 import platform
 import signal
-import statistics
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,7 +32,7 @@ from rpcmp.errors import (
     WorkerHungError,
 )
 from rpcmp.job import takeover
-from rpcmp.job.autobalance import balanced, with_saved_shares
+from rpcmp.job.autobalance import balanced, with_full_microbatches, with_saved_shares
 from rpcmp.job.recovery import RecoveryLoop
 from rpcmp.job.restore_point import Start
 from rpcmp.job.server_pool import ServerPool, forks_for
@@ -52,7 +51,7 @@ from rpcmp.observability.events import (
     WarningEvent,
 )
 from rpcmp.observability.events.training_events import EventStream
-from rpcmp.pipelining.cost_model import Prediction
+from rpcmp.pipelining.calibration import Forecast, summarize, what_was_wrong
 from rpcmp.process.channel import Message
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import count_stop_requests, handle_stop_signals
@@ -238,10 +237,11 @@ class TrainingRun:
     async def _train(
         self, config: Config, pool: ServerPool, order: Message, lost: LostJob | None
     ) -> SummaryEvent:
-        config, prediction = await self._measured(config)
+        config, forecast = await self._measured(config)
         for text in config.warnings:
             self._report(WarningEvent(text=text))
-        if prediction is not None:
+        if forecast is not None:
+            prediction = forecast.predict(with_full_microbatches(config))
             self._report(PlanEvent(**asdict(prediction)))
         if config.balance_replicas:
             self._report(SharesEvent(shares=config.shares))
@@ -260,12 +260,13 @@ class TrainingRun:
             self._is_taken_over = True
             raise
         self._is_done = True
-        if prediction is not None:
-            summary = replace(summary, plan=_compared(prediction, self._events.step_seconds))
+        if forecast is not None:
+            outcome = _compared(with_full_microbatches(config), forecast, self._events)
+            summary = replace(summary, plan=outcome)
         self._report(summary)
         return summary
 
-    async def _measured(self, config: Config) -> tuple[Config, Prediction | None]:
+    async def _measured(self, config: Config) -> tuple[Config, Forecast | None]:
         """Measure what the config leaves open; once more if a process is lost meanwhile."""
         for _ in range(config.recovery.max_restarts if config.recovery.enabled else 0):
             try:
@@ -366,11 +367,23 @@ async def _in_background(coroutine: Coroutine[Any, Any, None]) -> AsyncIterator[
         await asyncio.gather(task, return_exceptions=True)
 
 
-def _compared(prediction: Prediction, step_seconds: Sequence[float]) -> PlanOutcome:
-    """Compare a prediction with the median of the steps without the first, which warms up."""
-    counted = step_seconds[1:] or step_seconds
+def _compared(config: Config, forecast: Forecast, events: EventStream) -> PlanOutcome:
+    """Compare what is predicted under the options at the end with the newest steps under them.
+
+    Args:
+        config: from `with_full_microbatches`.
+    """
+    chosen, steps = events.chosen, list(events.recent_steps)
+    if chosen is not None:
+        keys = ("schedule", "max_in_flight", "microbatches_per_message")
+        config = config.model_copy(update={key: getattr(chosen, key) for key in keys})
+        steps = [step for step in steps if step.step > chosen.step] or steps
+    steps = steps[1:] or steps  # the first warms up, or finds an empty pipeline
+    predicted = forecast.predict(config)
+    measured = summarize(config, steps) if steps else None
     return {
-        "balance": prediction.balance,
-        "predicted_step_s": prediction.step_s,
-        "measured_step_s": statistics.median(counted) if counted else None,
+        "balance": predicted.balance,
+        "predicted_step_s": predicted.step_s,
+        "measured_step_s": None if measured is None else measured.step_s,
+        "wrong": "" if measured is None else what_was_wrong(config, predicted, measured),
     }

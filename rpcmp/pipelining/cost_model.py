@@ -90,12 +90,14 @@ class StagePrediction:
 
     Attributes:
         busy_s: seconds per step in which it computes.
+        messages_s: seconds per step that messages take it besides; 0 if no steps were measured.
         bubble: share of a step in which it idles.
         limit_bytes: its memory limit; None: no limit.
     """
 
     num_layers: int
     busy_s: float
+    messages_s: float
     bubble: float
     memory_bytes: int
     limit_bytes: int | None
@@ -106,36 +108,59 @@ class Prediction:
     """A balance and its predicted step.
 
     Attributes:
-        step_s: seconds per step in the middle of a run, without transfers and data loading.
+        step_s: seconds per step in the middle of a run.
         bubble: share of a step in which stages idle, on average.
+        is_rehearsed: whether steps were measured, and not layers alone: only then it counts
+            messages, shared cores, and the loading of data.
         stages: by name, in order.
     """
 
     balance: list[int]
     step_s: float
     bubble: float
+    is_rehearsed: bool
     stages: dict[str, StagePrediction]
 
 
-def predict(config: Config, hosts: Sequence[StageHost], balance: list[int]) -> Prediction:
-    """Predict a step that starts as soon as every stage has time for it."""
-    updates = {
-        host.stage: sum(layer.update_s for layer in host.profile.layers[start:end])
-        for host, (start, end) in zip(hosts, bounds(balance), strict=True)
-    }
-    step = step_seconds(config, times_of(hosts, balance), updates)
-    stages = {
-        host.stage: StagePrediction(
+def predict(
+    config: Config,
+    hosts: Sequence[StageHost],
+    balance: list[int],
+    times: Mapping[str, ActionTimes] | None = None,
+    updates: Mapping[str, float] | None = None,
+    message_s: float | None = None,
+) -> Prediction:
+    """Predict a step that starts as soon as every stage has time for it.
+
+    Args:
+        times, updates, message_s: see `step_seconds`; by default those of the layers as they were
+            measured by themselves, and no messages.
+    """
+    times = times_of(hosts, balance) if times is None else times
+    updates = updates_of(hosts, balance) if updates is None else updates
+    step = step_seconds(config, times, updates, message_s or 0.0)
+    messages = 2 * num_bundles(config) * (message_s or 0.0)
+    stages = {}
+    for host, (start, end) in zip(hosts, bounds(balance), strict=True):
+        busy = config.num_microbatches * times[host.stage].total + updates[host.stage]
+        stages[host.stage] = StagePrediction(
             num_layers=end - start,
-            busy_s=(busy := host.seconds(start, end)),
-            bubble=max(0.0, 1.0 - busy / step) if step else 0.0,
+            busy_s=busy,
+            messages_s=messages,
+            bubble=max(0.0, 1.0 - (busy + messages) / step) if step else 0.0,
             memory_bytes=host.memory(start, end),
             limit_bytes=host.limit_bytes,
         )
+    bubble = sum(stage.bubble for stage in stages.values()) / len(stages)
+    return Prediction(balance, step, bubble, message_s is not None, stages)
+
+
+def updates_of(hosts: Sequence[StageHost], balance: Sequence[int]) -> dict[str, float]:
+    """Return the seconds of each stage's optimizer, by the stage's name."""
+    return {
+        host.stage: sum(layer.update_s for layer in host.profile.layers[start:end])
         for host, (start, end) in zip(hosts, bounds(balance), strict=True)
     }
-    bubble = sum(stage.bubble for stage in stages.values()) / len(stages)
-    return Prediction(balance, step, bubble, stages)
 
 
 def times_of(hosts: Sequence[StageHost], balance: Sequence[int]) -> dict[str, ActionTimes]:

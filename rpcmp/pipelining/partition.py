@@ -189,6 +189,7 @@ class StageHost:
         num_microbatches: per step.
         held: micro-batches whose activations the stage may hold at once.
         recompute: whether it holds only its inputs and recomputes activations.
+        besides_s: seconds per step that it computes besides its layers, whichever they are.
     """
 
     stage: str
@@ -197,10 +198,11 @@ class StageHost:
     num_microbatches: int
     held: int
     recompute: bool = False
+    besides_s: float = 0.0
 
     def seconds(self, start: int, end: int) -> float:
         """Return the seconds of one step in the layers from `start` up to `end`."""
-        return self._seconds[start][end - start - 1]
+        return self._seconds[start][end - start - 1] + self.besides_s
 
     def memory(self, start: int, end: int) -> int:
         """Return the bytes that the layers from `start` up to `end` need."""

@@ -207,10 +207,10 @@ def steps(rounds: int) -> None:
                 if number >= 0:  # their fork servers start with the first job
                     found[side].append(seconds)
     plain, tls = found
-    ratio, own = paired_ratio(tls, plain), statistics.median(tls)
+    ratio, seconds = paired_ratio(tls, plain), statistics.median(tls)
     print(
         f"digits, TLS / plain: {ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f}), "
-        f"{own * 1e3:.1f} ms a step"
+        f"{seconds * 1e3:.1f} ms a step"
     )
 
 
@@ -230,12 +230,13 @@ def _serving(index: int, certs: Path | None) -> Iterator[str]:
 def _seconds_a_step(way: list[str], folder: Path) -> float:
     fixed = ("schedule=1f1b", "max_in_flight=4", "microbatches_per_message=1", "log.folder=")
     options = [word for key in fixed for word in ("--set", key)]
-    command = [sys.executable, "-m", "rpcmp", "drive", EXAMPLES / "digits.toml", "--json"]
+    command = [sys.executable, "-m", "rpcmp", "drive", str(EXAMPLES / "digits.toml"), "--json"]
     done = subprocess.run(
         [*command, *options, *way], cwd=folder, check=True, capture_output=True, text=True
     )
     events = [json.loads(line) for line in done.stdout.splitlines()]
-    return statistics.median(each["step_s"] for each in events if each["event"] == "step")
+    seconds: list[float] = [each["step_s"] for each in events if each["event"] == "step"]
+    return statistics.median(seconds)
 
 
 def main() -> None:
@@ -245,8 +246,8 @@ def main() -> None:
             sink(int(size))
         case [("near" | "far") as side, way, port, certs]:
             relay(side, way, int(port), Path(certs))
-        case ["steps", *rounds]:
-            steps(int(rounds[0]) if rounds else 9)
+        case ["steps", *given]:
+            steps(int(given[0]) if given else 9)
         case given:
             gigabytes, rounds = (*given, *("2", str(ROUNDS))[len(given) :])
             compare(int(float(gigabytes) * 1e9) // BLOCK * BLOCK, int(rounds))

@@ -40,6 +40,7 @@ class StagePlan(TypedDict):
 
     num_layers: int
     busy_s: float
+    messages_s: float
     bubble: float
     memory_bytes: int
     limit_bytes: int | None
@@ -89,13 +90,15 @@ class PlanEvent(Event):
         balance: layers of each stage
         step_s: predicted seconds of a step
         bubble: predicted share of a step in which stages idle, over all stages
-        stages: the prediction for each stage: `num_layers`, `busy_s`, `bubble`, `memory_bytes`,
-            `limit_bytes`
+        is_rehearsed: whether steps were measured; if not, `step_s` is without messages and data
+        stages: the prediction for each stage: `num_layers`, `busy_s`, `messages_s`, `bubble`,
+            `memory_bytes`, `limit_bytes`
     """
 
     balance: list[int]
     step_s: float
     bubble: float
+    is_rehearsed: bool
     stages: dict[str, StagePlan]
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Literal, TypedDict
 
@@ -35,6 +36,7 @@ class PlanOutcome(TypedDict):
     balance: list[int]
     predicted_step_s: float
     measured_step_s: float | None
+    wrong: str
 
 
 @event_type("start")
@@ -203,7 +205,8 @@ class SummaryEvent(Event):
         memory: bytes of each stage's process: `idle` when its model was built, and `peak`; on a
             GPU, what torch has allocated there
         best: with `checkpoint.best`: `step`, `metric`, `value` and `path` of the best checkpoint
-        plan: with a measured balance: `balance`, `predicted_step_s` and `measured_step_s`, a median
+        plan: with a measured balance: `balance`, `predicted_step_s` and `measured_step_s`, a
+            median, under the options at the end; `wrong`: what was predicted worst, in words, or ""
     """
 
     steps: int
@@ -219,6 +222,8 @@ class SummaryEvent(Event):
     plan: PlanOutcome | None = None
 
 
+STEPS_KEPT = 100
+
 LOSSES_KEPT = 64
 """Losses that are kept, to compare them with the losses of a replay."""
 
@@ -232,7 +237,8 @@ class EventStream:
 
     Attributes:
         step: the last step that was reported.
-        step_seconds: durations of the steps that were reported.
+        recent_steps: the newest steps that were reported.
+        chosen: the newest options that the run has found; None: those that it started with.
     """
 
     def __init__(self, report: Callable[[Event], None], generation: Callable[[], int]) -> None:
@@ -242,10 +248,13 @@ class EventStream:
         self._losses: dict[int, float] = {}
         self._evaluated_step = -1
         self.step = 0
-        self.step_seconds: list[float] = []
+        self.recent_steps: deque[StepEvent] = deque(maxlen=STEPS_KEPT)
+        self.chosen: ScheduleEvent | None = None
 
     def emit(self, event: Event) -> None:
         """Pass on an event."""
+        if isinstance(event, ScheduleEvent):
+            self.chosen = event
         self._report(event.stamped(time.time(), self._generation()))
 
     def emit_new(self, event: Event) -> None:
@@ -276,7 +285,7 @@ class EventStream:
         if step <= self.step:
             return
         self.step = step
-        self.step_seconds.append(event.step_s)
+        self.recent_steps.append(event)
         self._losses[step] = loss
         self._losses.pop(step - LOSSES_KEPT, None)
         self.emit(event)

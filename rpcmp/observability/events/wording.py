@@ -67,8 +67,9 @@ def describe(event: events.Event, run: RunContext) -> str:
         case events.UiEvent():
             return f"page: {event.url}"
         case events.PlanEvent():
+            without = "" if event.is_rehearsed else ", without messages and loading"
             return (
-                f"balance = {event.balance}  predicted: step {_ms(event.step_s)}  "
+                f"balance = {event.balance}  predicted: step {_ms(event.step_s)}{without}  "
                 f"bubble {event.bubble:.0%}"
             )
         case events.SharesEvent():
@@ -147,9 +148,11 @@ def describe_details(event: events.Event) -> Iterator[str]:
             for name, stage in event.stages.items():
                 limit = stage["limit_bytes"]
                 of = "" if limit is None else f" of {format_size(limit)}"
+                spent = stage["messages_s"]
+                messages = f"  messages {_ms(spent)}" if event.is_rehearsed else ""
                 yield (
                     f"  {name:{width}}  {stage['num_layers']} layers  computes "
-                    f"{_ms(stage['busy_s'])}  bubble {stage['bubble']:.0%}  "
+                    f"{_ms(stage['busy_s'])}{messages}  bubble {stage['bubble']:.0%}  "
                     f"memory {format_size(stage['memory_bytes'])}{of}"
                 )
         case events.SummaryEvent():
@@ -219,7 +222,9 @@ def _summary(event: events.SummaryEvent, run: RunContext) -> str:
 def _plan_outcome(plan: events.PlanOutcome) -> str:
     seconds = plan["measured_step_s"]
     measured = "" if seconds is None else f", measured {_ms(seconds)} (median)"
-    return f"balance = {plan['balance']}: predicted step {_ms(plan['predicted_step_s'])}{measured}"
+    wrong = f"; {plan['wrong']}" if plan["wrong"] else ""
+    predicted = _ms(plan["predicted_step_s"])
+    return f"balance = {plan['balance']}: predicted step {predicted}{measured}{wrong}"
 
 
 def _ms(seconds: float) -> str:

@@ -17,14 +17,20 @@ from rpcmp.checkpoint.folder import require_none_asked_for
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER
 from rpcmp.errors import ConfigError
-from rpcmp.job.autobalance import stage_hosts, with_cut, with_full_microbatches
+from rpcmp.job.autobalance import (
+    rehearsed,
+    stage_hosts,
+    with_cut,
+    with_full_microbatches,
+    with_measured_balance,
+)
 from rpcmp.job.server_calls import collect_code, dialer_for, require_addresses
 from rpcmp.job.server_pool import connected, forks_for
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import is_loopback
 from rpcmp.pipelining import cost_model
-from rpcmp.pipelining.cost_model import Prediction, predict, simulate, times_of
-from rpcmp.pipelining.partition import StageHost, choose_balance
+from rpcmp.pipelining.calibration import Forecast
+from rpcmp.pipelining.cost_model import Prediction, simulate, times_of
 from rpcmp.pipelining.setting_grid import options_to_try
 from rpcmp.pipelining.simulation import ActionTimes, SimulatedRun
 from rpcmp.process.fork_client import Forks, NetworkOf
@@ -187,24 +193,26 @@ async def explain(
         raise ConfigError('balance = "auto" is measured: explain it without --no-measure')
     async with forks_for(config, connect) as forks:
         configured, config = config.num_microbatches, with_full_microbatches(config)
-        notes, hosts = list(config.warnings), None
+        notes, forecast = list(config.warnings), None
         if (count := config.num_microbatches) < configured:
             notes.append(
                 f"a mini-batch has {count} samples: {count} micro-batches, not {configured}"
             )
         config = await with_cut(config, forks)
         if config.is_balanced_by_measurement:
-            hosts = await stage_hosts(config, connect, forks)
-            config = config.with_balance(choose_balance(hosts))
+            config, forecast = await with_measured_balance(config, connect, forks)
         summary = await _summarize_model(config, forks, is_here=not addresses)
-        if measures and hosts is None and not summary.unknown:
-            hosts = await stage_hosts(config, connect, forks)
+        balance = [len(stage.layers) for stage in summary.stages]
+        if measures and forecast is None and not summary.unknown:
+            parts = balance if config.model is not None else [1] * len(balance)
+            forecast = Forecast(await stage_hosts(config, connect, forks), parts)
+            forecast = await rehearsed(config, forecast, connect, forks)
         if measures and addresses:
             places = await _ask_hosts(config, addresses, dialer, forks)
         else:
             places = _assume_places(config, addresses, await forks.network())
-    balance = [len(stage.layers) for stage in summary.stages]
-    runs, prediction = _predict(config, hosts, balance)
+    runs, prediction = _predict(config, forecast)
+    hosts = None if forecast is None else forecast.hosts
     stages = explain_stages(config, summary, hosts, addresses)
     return Explanation(
         name=config.name,
@@ -288,13 +296,16 @@ def _assume_places(
 
 
 def _predict(
-    config: Config, hosts: Sequence[StageHost] | None, balance: list[int]
+    config: Config, forecast: Forecast | None
 ) -> tuple[dict[str, list[SimulatedRun]], Prediction | None]:
-    if hosts is None:
+    if forecast is None:
         return simulate(config, dict.fromkeys(config.stage_names, UNIT)).runs, None
-    parts = balance if config.model is not None else [1] * len(balance)
-    runs = simulate(config, times_of(hosts, parts)).runs
-    return runs, predict(config, hosts, parts)
+    known = forecast.calibration
+    if known is None:
+        runs = simulate(config, times_of(forecast.hosts, forecast.balance)).runs
+    else:
+        runs = simulate(config, known.times, known.message_s).runs
+    return runs, forecast.predict(config)
 
 
 def _unknowns(

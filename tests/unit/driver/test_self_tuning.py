@@ -11,10 +11,11 @@ import pytest
 from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.config.schema import Config
 from rpcmp.driver.progress import TrainingProgress
-from rpcmp.driver.self_tuning import MOST_TRIED, Block, SelfTuning, _predictor
+from rpcmp.driver.self_tuning import MOST_TRIED, SelfTuning, _predictor
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.observability.events import Event, ScheduleEvent, StepEvent
 from rpcmp.pipelining import cost_model
+from rpcmp.pipelining.calibration import MeasuredSteps
 from rpcmp.pipelining.setting_grid import options_to_try
 from rpcmp.pipelining.simulation import ActionTimes
 from tests.support.settings import chain
@@ -142,7 +143,7 @@ def test_replicas_are_predicted_as_one_fast_host() -> None:
     def truth(one: ScheduleOptions) -> float:
         return cost_model.step_seconds(one.on(config), times, updates)
 
-    block = Block(truth(options[0]), 0.0, busy)
+    block = MeasuredSteps(truth(options[0]), 0.0, busy)
     predict = _predictor(lambda one: one.on(config), options[0], block)
     assert [predict(one) for one in options] == pytest.approx([truth(one) for one in options], 1e-2)
 

@@ -27,8 +27,12 @@ STOP = {"event": "early_stop", "step": 9, "metric": "f1", "best_step": 6}
 LINES: list[tuple[dict[str, Any], str]] = [
     ({"event": "ui", "url": "http://here"}, "page: http://here"),
     (
-        {"event": "plan", "balance": [1, 2], "step_s": 0.25, "bubble": 0.1},
+        {"event": "plan", "balance": [1, 2], "step_s": 0.25, "bubble": 0.1, "is_rehearsed": True},
         "balance = [1, 2]  predicted: step 250.0 ms  bubble 10%",
+    ),
+    (
+        {"event": "plan", "balance": [1, 2], "step_s": 2.5, "bubble": 0.1, "is_rehearsed": False},
+        "balance = [1, 2]  predicted: step 2,500.0 ms, without messages and loading  bubble 10%",
     ),
     (
         {"event": "shares", "shares": {"a": [1, 2], "b": [1, 1]}},
@@ -136,24 +140,34 @@ def test_a_summary_has_details() -> None:
         **SUMMARY,
         "memory": {"a": {"idle": 2**20, "peak": 3 * 2**20}},
         "best": {"step": 6, "metric": "f1", "value": 0.5, "path": "saved/step-6"},
-        "plan": {"balance": [1, 2], "predicted_step_s": 0.25, "measured_step_s": 0.5},
+        "plan": {
+            "balance": [1, 2],
+            "predicted_step_s": 0.25,
+            "measured_step_s": 0.5,
+            "wrong": "a computes 400.0 ms a step, not 200.0",
+        },
         "parameters_sha256": "abc",
     }
     assert list(describe_details(typed(summary))) == [
         "best step 6, f1 0.5000, in saved/step-6",
         "peak memory a 3 MiB (idle 1)",
-        "balance = [1, 2]: predicted step 250.0 ms, measured 500.0 ms (median)",
+        "balance = [1, 2]: predicted step 250.0 ms, measured 500.0 ms (median); "
+        "a computes 400.0 ms a step, not 200.0",
         "parameters sha256 abc",
     ]
 
 
 def test_a_plan_has_a_line_for_each_stage() -> None:
-    stage = {"num_layers": 2, "busy_s": 0.2, "bubble": 0.1, "memory_bytes": 2**20}
+    times = {"busy_s": 0.2, "messages_s": 0.01, "bubble": 0.1}
+    stage = {"num_layers": 2, **times, "memory_bytes": 2**20}
     plan = {
         "event": "plan",
+        "is_rehearsed": True,
         "stages": {"a": {**stage, "limit_bytes": 2**30}, "long": {**stage, "limit_bytes": None}},
     }
     assert list(describe_details(typed(plan))) == [
-        "  a     2 layers  computes 200.0 ms  bubble 10%  memory 1.0 MiB of 1.0 GiB",
-        "  long  2 layers  computes 200.0 ms  bubble 10%  memory 1.0 MiB",
+        "  a     2 layers  computes 200.0 ms  messages 10.0 ms  bubble 10%  memory 1.0 MiB of "
+        "1.0 GiB",
+        "  long  2 layers  computes 200.0 ms  messages 10.0 ms  bubble 10%  memory 1.0 MiB",
     ]
+    assert "messages" not in "".join(describe_details(typed({**plan, "is_rehearsed": False})))

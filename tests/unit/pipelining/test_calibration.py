@@ -1,0 +1,140 @@
+"""A step's model that is corrected by steps, on machines whose times are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import pytest
+
+from rpcmp.config.schema import Config
+from rpcmp.pipelining import cost_model
+from rpcmp.pipelining.calibration import (
+    Calibration,
+    Forecast,
+    MeasuredSteps,
+    summarize,
+    what_was_wrong,
+)
+from rpcmp.pipelining.simulation import ActionTimes
+from tests.support.profiles import host, layer
+from tests.support.settings import chain
+
+MS = 1e-3
+COUNT = 4
+"""Micro-batches of `chain`."""
+
+
+class Step(NamedTuple):
+    step_s: float
+    busy_seconds: Mapping[str, Mapping[str, float]]
+    data_share: float = 0.0
+
+
+def measured(
+    config: Config, times: Mapping[str, ActionTimes], message_s: float, update_s: float = 1 * MS
+) -> MeasuredSteps:
+    """Return the steps of a machine that behaves as the model says."""
+    updates = dict.fromkeys(times, update_s)
+    seconds = cost_model.step_seconds(config, times, updates, message_s)
+    busy = {
+        name: {"F": COUNT * each.forward, "B": COUNT * (each.backward + each.weight), "O": update_s}
+        for name, each in times.items()
+    }
+    return MeasuredSteps(seconds, 0.0, busy)
+
+
+def equal_times(config: Config, seconds: float = 2 * MS) -> dict[str, ActionTimes]:
+    return dict.fromkeys(config.stage_names, ActionTimes(seconds, seconds, seconds))
+
+
+def test_the_medians_of_the_workers_of_a_stage_are_added() -> None:
+    config = chain(stages=[{"replicas": 2}, {}])
+    kinds = ({"F": 1.0, "O": 0.5}, {"F": 9.0, "O": 0.5}, {"F": 2.0, "O": 0.5})
+    first, second, last = (worker.label for worker in config.workers)
+    steps = [
+        Step(number, {first: one, second: one, last: {"B": 3.0}}, number / 10)
+        for number, one in enumerate(kinds, 1)
+    ]
+    found = summarize(config, steps)
+    assert (found.step_s, found.data_share) == (2, 0.2)
+    assert found.busy == {"stage0": {"F": 4.0, "O": 1.0}, "stage1": {"B": 3.0}}
+
+
+@pytest.mark.parametrize("message_s", [0.0, 1 * MS, 20 * MS])
+def test_what_a_message_costs_is_found(message_s: float) -> None:
+    config = chain()
+    seen = measured(config, equal_times(config), message_s)
+    found = Calibration.fit(config, seen)
+    assert found.message_s == pytest.approx(message_s, abs=seen.step_s / 1000)
+    other = config.model_copy(update={"schedule": "zero-bubble"})
+    expected = cost_model.step_seconds(other, equal_times(config), found.updates, message_s)
+    assert found.step_seconds(other) == pytest.approx(expected, rel=1e-2)
+
+
+def forecast(seconds: list[float], balance: list[int]) -> Forecast:
+    """Return a forecast by layers that take so long, equal on both hosts of `chain`."""
+    layers = [layer(each) for each in seconds]
+    return Forecast([host(layers, index, num_microbatches=COUNT) for index in (0, 1)], balance)
+
+
+def test_layers_that_move_take_their_own_time_with_them() -> None:
+    config = chain()
+    before = forecast([4 * MS, 4 * MS, 8 * MS], [1, 2])
+    own = {"stage0": ActionTimes(3 * MS, 1 * MS, 1 * MS), "stage1": equal_times(config)["stage1"]}
+    known = Calibration.fit(config, measured(config, own, 1 * MS))
+    moved = known.moved(before.hosts, [1, 2], [2, 1])
+    assert moved.times["stage0"] == pytest.approx((5 * MS, 2 * MS, 2 * MS))
+    assert moved.times["stage1"] == pytest.approx((0.0, 1 * MS, 1 * MS))
+    assert moved.message_s == known.message_s
+
+
+def test_a_rehearsed_forecast_says_what_was_measured() -> None:
+    config = chain()
+    seen = measured(config, equal_times(config), 2 * MS)
+    alone = forecast([1 * MS] * 4, [2, 2])
+    assert not alone.predict(config).is_rehearsed
+    found = alone.rehearsed(config, seen).predict(config)
+    assert found.is_rehearsed
+    assert found.step_s == pytest.approx(seen.step_s, rel=1e-2)
+    stage = found.stages["stage1"]
+    assert stage.busy_s == pytest.approx(COUNT * 6 * MS + 1 * MS)
+    assert stage.messages_s == pytest.approx(2 * COUNT * 2 * MS, rel=0.05)
+
+
+def test_a_stage_that_computes_much_besides_its_layers_gets_fewer() -> None:
+    config = chain()
+    as_alone, slow = ActionTimes(2 * MS, 1 * MS, 1 * MS), ActionTimes(4 * MS, 2 * MS, 2 * MS)
+    seen = measured(config, {"stage0": as_alone, "stage1": slow}, 0.0, update_s=0.0)
+    start = forecast([1 * MS] * 8, [4, 4]).rehearsed(config, seen)
+    better = start.improved(config)
+    assert better.balance == [6, 2]
+    assert better.predict(config).step_s < start.predict(config).step_s
+    assert better.improved(config).balance == [6, 2]
+
+
+def test_without_steps_nothing_is_improved() -> None:
+    alone = forecast([4 * MS] * 8, [7, 1])
+    assert alone.improved(chain()) is alone
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({}, ""),
+    ({"times": 3 * MS}, "stage0 computes 37.0 ms a step, not 25.0"),
+    ({"message_s": 6 * MS}, "messages and pauses of the busiest stage take"),
+    ({"data_share": 0.5}, "the driver waits for samples"),
+]
+
+
+@pytest.mark.parametrize(("now", "expected"), WRONG)
+def test_the_term_that_was_predicted_worst_is_named(now: dict[str, Any], expected: str) -> None:
+    config = chain()
+    known = measured(config, equal_times(config), 1 * MS)
+    predicted = forecast([1 * MS] * 4, [2, 2]).rehearsed(config, known).predict(config)
+    times = equal_times(config, now.get("times", 2 * MS))
+    seen = measured(config, times, now.get("message_s", 1 * MS))
+    if share := now.get("data_share"):
+        seen = seen._replace(step_s=seen.step_s / (1 - share), data_share=share)
+    text = what_was_wrong(config, predicted, seen)
+    assert text.startswith(expected)
+    assert bool(text) == bool(expected)
