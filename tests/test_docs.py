@@ -208,6 +208,7 @@ CHECKED_BY = {
         "python -m tests.benchmarks.health",
         "python -m tests.benchmarks.looking",
         "python -m tests.benchmarks.relay",
+        "python -m tests.benchmarks.relay steps",
         "python -m tests.benchmarks.screenshot",
         "python -m tests.benchmarks.start",
         "python -m tests.benchmarks.strangers",
