@@ -74,10 +74,17 @@ def parse_config(data: dict[str, Any], source: str = "the config") -> Config:
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
-        lines = [_explain(details) for details in error.errors()]
-        raise KeyConfigError("\n  ".join([f"{source} has errors:", *lines])) from error
+        raise explain(error, source) from error
     config.graph()
     return config
+
+
+def explain(
+    error: ValidationError, source: str, root: type[BaseModel] = JobSettings
+) -> KeyConfigError:
+    """Return an error with every problem of parsed TOML, a line each; `root`: what it should be."""
+    lines = [_explain(details, root) for details in error.errors()]
+    return KeyConfigError("\n  ".join([f"{source} has errors:", *lines]))
 
 
 def apply_override(data: dict[str, Any], override: str) -> None:
@@ -149,12 +156,12 @@ ALLOWED = {
 """What a value must be, by the type of pydantic's error; other messages are shown as they are."""
 
 
-def _explain(details: ErrorDetails) -> str:
+def _explain(details: ErrorDetails, root: type[BaseModel]) -> str:
     place = [part for part in details["loc"] if not str(part).startswith("<")]  # see StageOverride
     where = ".".join(map(str, place))
     kind = details["type"]
     if kind == "extra_forbidden":
-        return f"{where}: unknown key; {_nearest(str(place[-1]), place[:-1])}"
+        return f"{where}: unknown key; {_nearest(str(place[-1]), place[:-1], root)}"
     if kind == "missing":
         return f"{where}: missing"
     message = details["msg"].removeprefix("Value error, ")
@@ -175,18 +182,18 @@ def _explain(details: ErrorDetails) -> str:
     return f"{where}: {message} (got {details['input']!r})"
 
 
-def _nearest(key: str, place: Sequence[int | str]) -> str:
-    valid = list(_keys(place))
+def _nearest(key: str, place: Sequence[int | str], root: type[BaseModel] = JobSettings) -> str:
+    valid = list(_keys(place, root))
     if near := nearest(key, valid, ALIKE):
         return f"did you mean {near!r}?"
-    for section in () if place else ("model", "data", "stages"):
-        if near := nearest(key, _keys([section]), ALIKE):
+    for section in ("model", "data", "stages") if root is JobSettings and not place else ():
+        if near := nearest(key, _keys([section], root), ALIKE):
             return f"did you mean {near!r} in [{section}]?"
     return f"valid keys: {', '.join(valid)}"
 
 
-def _keys(place: Sequence[int | str]) -> Iterable[str]:
-    level = Level(JobSettings)
+def _keys(place: Sequence[int | str], root: type[BaseModel]) -> Iterable[str]:
+    level = Level(root)
     for part in place:
         level = level.below(str(part))
     return level.fields

@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.predictions [--pairs N] [--steps N] [CASE or EXAMPLE[:STAGES] ...]
 
-Each pair is a prediction, as of `rpcmp explain`, and a run under the options that it was made for. A
-second prediction is for another balance, by moving one layer: the steps that it is corrected by had
-the first one. Prints the ratios predicted / measured, and of their errors the median and the worst.
+Each pair is a prediction, as of `rpcmp explain`, and a run under the options that it was made for.
+A second prediction is for another balance, by moving one layer: the steps that it is corrected by
+had the first one. Prints the ratios predicted / measured, and of their errors median and worst.
 """
 
 from __future__ import annotations
