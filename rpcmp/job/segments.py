@@ -53,6 +53,7 @@ class Segments:
 
     Args:
         settings: the schedules that it may change to, besides the config's own.
+        takes_snapshots: whether it keeps them as a run does, though it never recovers.
     """
 
     def __init__(
@@ -61,9 +62,11 @@ class Segments:
         connect: Sequence[str] | None = None,
         settings: Sequence[ScheduleOptions] = (),
         forks: Forks | None = None,
+        takes_snapshots: bool = False,
     ) -> None:
-        endless = config.model_copy(update={"steps": ENDLESS, "epochs": None})
-        self._config = endless.without_recovery()
+        endless = {"steps": ENDLESS, "epochs": None, "checkpoint": None}
+        own = config if takes_snapshots else config.without_recovery()
+        self._config = own.model_copy(update=endless)
         self._pool = ServerPool(config, connect, forks=forks)
         self._settings = settings
         self._started: Generation | None = None
@@ -115,7 +118,8 @@ async def rehearse(config: Config, connect: Sequence[str] | None, forks: Forks) 
     Args:
         connect: see `balanced`.
     """
-    segments = Segments(config.without_schedulers().without_evaluation(), connect, forks=forks)
+    plain = config.without_schedulers().without_evaluation()
+    segments = Segments(plain, connect, forks=forks, takes_snapshots=config.takes_snapshots)
     try:
         await segments.start()
         warm = await segments.run(WARM_STEPS)
