@@ -51,7 +51,7 @@ def explain(
     Shows the stages with their layers, parameters and memory; a diagram of one step's schedule and
     how long the step will take; listeners and connections; which files are read and written.
     Layers are measured for some seconds, on this machine or on the stage servers that CONFIG or
-    --connect name. Nothing is trained or written.
+    --connect name, and a few steps are trained there and dropped. Nothing is written.
 
     \b
     Example:

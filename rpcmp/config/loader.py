@@ -74,12 +74,12 @@ def parse_config(data: dict[str, Any], source: str = "the config") -> Config:
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
-        raise explain(error, source) from error
+        raise key_error(error, source) from error
     config.graph()
     return config
 
 
-def explain(
+def key_error(
     error: ValidationError, source: str, root: type[BaseModel] = JobSettings
 ) -> KeyConfigError:
     """Return an error with every problem of parsed TOML, a line each; `root`: what it should be."""

@@ -220,7 +220,7 @@ class DriverProcess:
                 case "reschedule":
                     group.reschedule(ScheduleOptions(**order["setting"]).on(config))
                 case "segment":
-                    totals = training.segment(order["steps"])
+                    totals = training.segment(order["steps"], order["loads_ahead"])
                     self._channel.send({"event": "segment", **totals._asdict()})
                 case unknown:
                     raise JobError(f"the driver process does not know the order {unknown!r}")

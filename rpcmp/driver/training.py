@@ -156,9 +156,15 @@ class Training:
         self._report_progress()
         self._group.workers.everywhere(Stage.save, step)
 
-    def segment(self, steps: int) -> SegmentTotals:
-        """Train the next `steps` steps, and wait until all stages have done them."""
-        loaded = list(itertools.islice(self._endless, steps))  # before the clock starts
+    def segment(self, steps: int, loads_ahead: bool) -> SegmentTotals:
+        """Train the next `steps` steps, and wait until all stages have done them.
+
+        Args:
+            loads_ahead: whether their samples are loaded before the clock starts.
+        """
+        loaded: Iterable[Step] = itertools.islice(self._endless, steps)
+        if loads_ahead:
+            loaded = list(loaded)
         started, cpu = time.perf_counter(), time.process_time()
         losses = self._segment = []
         self._train(loaded)

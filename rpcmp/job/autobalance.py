@@ -24,6 +24,7 @@ import base64
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rpcmp.checkpoint.folder import newest_in
@@ -31,8 +32,8 @@ from rpcmp.config.device_places import AUTO, on_machine, place
 from rpcmp.config.job_sections import ModelCut
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import ReplicaAssignment, shares_by_speed
-from rpcmp.errors import ConfigError
-from rpcmp.job.segments import Segments, rehearse
+from rpcmp.errors import ConfigError, RpcmpError, one_line
+from rpcmp.job.segments import MOST_REHEARSED, Segments, rehearse
 from rpcmp.job.server_calls import (
     dialer_for,
     gather_all,
@@ -214,48 +215,58 @@ def _shares(config: Config, index: int, busy: dict[str, float]) -> list[int]:
 
 
 async def balanced(
-    config: Config, connect: Sequence[str] | None, forks: Forks
+    config: Config, connect: Sequence[str] | None, forks: Forks, rehearses: bool = False
 ) -> tuple[Config, Forecast | None]:
     """Find what the config leaves open: layers of a module, the balance, the shares of replicas.
 
-    Returns the config with both, and the forecast of its steps if the balance was measured.
+    Args:
+        rehearses: whether to train some steps with the balance, which may suggest another one.
+
+    Returns:
+        The config with both, and the forecast of its steps if the balance was measured.
     """
     forecast = None
     config = await with_cut(config, forks)
     if config.is_balanced_by_measurement:
-        config, forecast = await with_measured_balance(config, connect, forks)
+        config, forecast = await with_measured_balance(config, connect, forks, rehearses)
     return await with_shares(config, connect, forks), forecast
 
 
 async def with_measured_balance(
-    config: Config, connect: Sequence[str] | None, forks: Forks
+    config: Config, connect: Sequence[str] | None, forks: Forks, rehearses: bool
 ) -> tuple[Config, Forecast]:
-    """Choose the balance by the layers' times, then by steps; return it, and their forecast."""
+    """Return the job with the balance that its hosts suggest, and the forecast; see `balanced`."""
     cost_model.limits(config)  # raises for configs that it does not support
     full = with_full_microbatches(config)
     hosts = await stage_hosts(full, connect, forks)
     forecast = Forecast(hosts, choose_balance(hosts))
     config = config.with_balance(forecast.balance)
-    forecast = (await rehearsed(config, forecast, connect, forks)).improved(full)
+    if rehearses:
+        forecast = (await rehearsed(config, forecast, connect, forks)).improved(full)
     return config.with_balance(forecast.balance), forecast
-
-
-MOST_REHEARSED = 2.0
-"""Seconds of the longest step that is rehearsed: messages are a small part of longer ones, and the
-rehearsal would take as long as several."""
 
 
 async def rehearsed(
     config: Config, forecast: Forecast, connect: Sequence[str] | None, forks: Forks
 ) -> Forecast:
-    """Return the forecast by measured steps, or as it is if there cannot be any.
+    """Return the forecast by measured steps, or by the layers alone, and why.
 
-    They need `[data]`, shares that are known, and less time than MOST_REHEARSED.
+    A rehearsal that fails does not end anything: a run may do without what it has met.
     """
     full = with_full_microbatches(config)
-    if config.data is None or _unshared(config) or forecast.predict(full).step_s > MOST_REHEARSED:
+    predicted = forecast.predict(full)
+    if config.data is None or _unshared(config) or predicted.step_s > MOST_REHEARSED:
         return forecast
-    return forecast.rehearsed(full, await rehearse(config, connect, forks))
+    if any(
+        stage.limit_bytes is not None and stage.memory_bytes > stage.limit_bytes
+        for stage in predicted.stages.values()
+    ):
+        return forecast
+    try:
+        measured = await rehearse(config, connect, forks)
+    except RpcmpError as error:
+        return replace(forecast, note=f"predicted by the layers alone: {one_line(error)}")
+    return forecast.corrected(full, measured)
 
 
 async def with_cut(config: Config, forks: Forks | None = None) -> Config:

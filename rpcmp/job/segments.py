@@ -86,8 +86,9 @@ class Segments:
     def change_to(self, setting: ScheduleOptions) -> None:
         self._generation.send({"op": "reschedule", "setting": setting.model_dump()})
 
-    async def run(self, steps: int) -> Segment:
-        self._generation.send({"op": "segment", "steps": steps})
+    async def run(self, steps: int, loads_ahead: bool = True) -> Segment:
+        """Train the next steps; `loads_ahead`: load their samples before the clock starts."""
+        self._generation.send({"op": "segment", "steps": steps, "loads_ahead": loads_ahead})
         events = []
         while True:
             match await self._generation.next_event():
@@ -105,11 +106,12 @@ class Segments:
         await self._pool.free(generation=1)
 
 
-WARM_STEPS = 2
-"""First steps of a rehearsal, which touch memory and code for the first time."""
-
 FEWEST_STEPS, MOST_STEPS, REHEARSAL_SECONDS = 3, 30, 1.5
 """The steps of a rehearsal that count: as many as this time has, within limits."""
+
+MOST_REHEARSED = 2.0
+"""Seconds of the longest step that is rehearsed: messages are a small part of longer ones, and the
+rehearsal would take as long as several."""
 
 
 async def rehearse(config: Config, connect: Sequence[str] | None, forks: Forks) -> MeasuredSteps:
@@ -117,14 +119,26 @@ async def rehearse(config: Config, connect: Sequence[str] | None, forks: Forks) 
 
     Args:
         connect: see `balanced`.
+
+    Raises:
+        JobError: a step takes too long for it.
+        RpcmpError: whatever a run may end with, also what this one would not meet: it has no
+            schedulers, and more steps than the run if that is short.
     """
     plain = config.without_schedulers().without_evaluation()
+    # By its own name: servers remember a run of that name that has ended, for `--resume`.
+    plain = plain.model_copy(update={"name": f"{config.name}-rehearsal"})
     segments = Segments(plain, connect, forks=forks, takes_snapshots=config.takes_snapshots)
     try:
         await segments.start()
-        warm = await segments.run(WARM_STEPS)
-        fitting = int(REHEARSAL_SECONDS / warm.seconds)
-        done = await segments.run(max(FEWEST_STEPS, min(fitting, MOST_STEPS)) + 1)
+        # The first step touches memory and code for the first time; it may take twice as long.
+        seconds = (await segments.run(1, loads_ahead=False)).seconds / 2
+        if seconds <= MOST_REHEARSED:
+            seconds = (await segments.run(1, loads_ahead=False)).seconds
+        if seconds > MOST_REHEARSED:
+            raise JobError(f"a step takes {seconds:.1f} s, too long to train some before the run")
+        steps = max(FEWEST_STEPS, min(int(REHEARSAL_SECONDS / seconds), MOST_STEPS))
+        done = await segments.run(steps + 1, loads_ahead=False)
     finally:
         await segments.close()
     return summarize(config, done.steps[1:])  # the pipeline was empty before the first

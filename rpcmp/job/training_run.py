@@ -22,6 +22,7 @@ from typing import Any
 
 from rpcmp.checkpoint.files import require_place
 from rpcmp.checkpoint.folder import newest_in
+from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.config.schema import Config
 from rpcmp.config.stored import redacted
 from rpcmp.errors import (
@@ -243,6 +244,8 @@ class TrainingRun:
         if forecast is not None:
             prediction = forecast.predict(with_full_microbatches(config))
             self._report(PlanEvent(**asdict(prediction)))
+            if forecast.note:
+                self._report(WarningEvent(text=forecast.note))
         if config.balance_replicas:
             self._report(SharesEvent(shares=config.shares))
         workload = self._workload = TrainingWorkload(
@@ -270,10 +273,10 @@ class TrainingRun:
         """Measure what the config leaves open; once more if a process is lost meanwhile."""
         for _ in range(config.recovery.max_restarts if config.recovery.enabled else 0):
             try:
-                return await balanced(config, self._connect, self._forks)
+                return await balanced(config, self._connect, self._forks, rehearses=True)
             except (WorkerDiedError, WorkerHungError) as error:
                 self._report(WarningEvent(text=f"{error}; the job is measured once more"))
-        return await balanced(config, self._connect, self._forks)
+        return await balanced(config, self._connect, self._forks, rehearses=True)
 
     def interrupt(self, signum: int, task: asyncio.Future[SummaryEvent]) -> None:
         """Stop the run after its step on the first signal while training, else at once."""
@@ -374,16 +377,19 @@ def _compared(config: Config, forecast: Forecast, events: EventStream) -> PlanOu
         config: from `with_full_microbatches`.
     """
     chosen, steps = events.chosen, list(events.recent_steps)
+    seconds, wrong = None, ""
     if chosen is not None:
-        keys = ("schedule", "max_in_flight", "microbatches_per_message")
+        keys = ScheduleOptions.model_fields.keys() - {"num_microbatches"}
         config = config.model_copy(update={key: getattr(chosen, key) for key in keys})
-        steps = [step for step in steps if step.step > chosen.step] or steps
-    steps = steps[1:] or steps  # the first warms up, or finds an empty pipeline
+        steps = [step for step in steps if step.step > chosen.step]
+        seconds = chosen.measured.get(chosen.chosen)  # unless there are steps after it
     predicted = forecast.predict(config)
-    measured = summarize(config, steps) if steps else None
+    if steps := steps[1:] or steps:  # the first warms up, or finds an empty pipeline
+        measured = summarize(config, steps)
+        seconds, wrong = measured.step_s, what_was_wrong(config, predicted, measured)
     return {
         "balance": predicted.balance,
         "predicted_step_s": predicted.step_s,
-        "measured_step_s": None if measured is None else measured.step_s,
-        "wrong": "" if measured is None else what_was_wrong(config, predicted, measured),
+        "measured_step_s": seconds,
+        "wrong": wrong,
     }

@@ -5,15 +5,16 @@ not how long a step takes: in a run their inputs come by messages, caches are co
 processes use the same cores. Steps that were measured tell all of that, for the balance and the
 options that they had. A calibration carries it over to others:
 
-    computing    as measured; where layers move, their profiles are added and taken away
+    computing    as measured; where layers move, what they take by themselves goes with them
     messages     one cost for each, such that the simulation takes as long as the steps did
+    loading      as measured: a step takes at least as long as its samples do
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -26,7 +27,10 @@ from rpcmp.pipelining.simulation import ActionTimes
 BISECTIONS = 10
 
 NOTABLE = 0.08
-"""The part of a step by which a term of a prediction may be wrong before it is worth a word."""
+"""The part of a step that is worth a word, or other layers at a stage."""
+
+WAITING = 0.8
+"""The share of a step in which the driver waits for samples, above which these set its time."""
 
 
 class TimedStep(Protocol):
@@ -82,11 +86,13 @@ class Calibration:
         updates: seconds of each stage's optimizer.
         message_s: see `cost_model.simulate`. It stands for all that stages do besides their
             actions, and for cores that they share.
+        loading_s: seconds for the samples of a step, which are loaded beside the one before.
     """
 
     times: Mapping[str, ActionTimes]
     updates: Mapping[str, float]
     message_s: float
+    loading_s: float
 
     @classmethod
     def fit(cls, config: Config, measured: MeasuredSteps) -> Calibration:
@@ -96,7 +102,9 @@ class Calibration:
             name: busy.get("O", 0.0) / config.turns_of(name).num_replicas
             for name, busy in measured.busy.items()
         }
-        # Every stage has two for each bundle, so that they would take the whole step.
+        if measured.data_share > WAITING:  # stages wait, so that their steps do not tell
+            return cls(times, updates, 0.0, measured.step_s)
+        # Every stage has two for each bundle: more each than that would take the whole step.
         least, most = 0.0, measured.step_s / (2 * cost_model.num_bundles(config))
         for _ in range(BISECTIONS):
             between = (least + most) / 2
@@ -104,25 +112,41 @@ class Calibration:
                 least = between
             else:
                 most = between
-        return cls(times, updates, least)
+        return cls(times, updates, least, measured.data_share * measured.step_s)
 
     def step_seconds(self, config: Config) -> float:
         """Return the seconds of a step of the same balance under a job's options."""
-        return cost_model.step_seconds(config, self.times, self.updates, self.message_s)
+        step = cost_model.step_seconds(config, self.times, self.updates, self.message_s)
+        return max(step, self.loading_s)
 
     def moved(
-        self, hosts: Sequence[StageHost], before: Sequence[int], after: Sequence[int]
+        self,
+        hosts: Sequence[StageHost],
+        before: Sequence[int],
+        after: Sequence[int],
+        in_proportion: bool = False,
     ) -> Calibration:
-        """Return the calibration for another balance than the one that was measured."""
-        times, updates = {}, {}
+        """Return the calibration for another balance than the one that was measured.
+
+        Args:
+            in_proportion: whether a stage takes as many times its layers' own time as before, as
+                where cores are shared; if not, it takes as much longer than that as before.
+        """
         here, there = times_of(hosts, before), times_of(hosts, after)
         updates_here, updates_there = updates_of(hosts, before), updates_of(hosts, after)
-        for stage, own in self.times.items():
-            parts = zip(own, there[stage], here[stage], strict=True)
-            times[stage] = ActionTimes(*(max(0.0, a + (b - c)) for a, b, c in parts))
-            update = self.updates[stage] + updates_there[stage] - updates_here[stage]
-            updates[stage] = max(0.0, update)
-        return Calibration(times, updates, self.message_s)
+
+        def move(own: float, old: float, new: float) -> float:
+            return own * new / old if in_proportion and old else max(0.0, own + new - old)
+
+        times = {
+            stage: ActionTimes(*map(move, own, here[stage], there[stage]))
+            for stage, own in self.times.items()
+        }
+        updates = {
+            stage: move(own, updates_here[stage], updates_there[stage])
+            for stage, own in self.updates.items()
+        }
+        return replace(self, times=times, updates=updates)
 
 
 def _times(config: Config, stage: str, busy: Mapping[str, float]) -> ActionTimes:
@@ -140,11 +164,13 @@ class Forecast:
     Attributes:
         hosts: of each stage, in order, with the layers as measured by themselves.
         calibration: None: no steps were measured.
+        note: why not, if that is worth a word.
     """
 
     hosts: Sequence[StageHost]
     balance: list[int]
     calibration: Calibration | None = None
+    note: str = ""
 
     def predict(self, config: Config) -> Prediction:
         """Predict a step under a job's options; `config`: from `with_full_microbatches`."""
@@ -152,17 +178,19 @@ class Forecast:
         if known is None:
             return cost_model.predict(config, self.hosts, self.balance)
         return cost_model.predict(
-            *(config, self.hosts, self.balance, known.times, known.updates, known.message_s)
+            *(config, self.hosts, self.balance, known.times, known.updates),
+            *(known.message_s, known.loading_s),
         )
 
-    def rehearsed(self, config: Config, measured: MeasuredSteps) -> Forecast:
+    def corrected(self, config: Config, measured: MeasuredSteps) -> Forecast:
         """Return the forecast that follows from steps of this balance."""
         return Forecast(self.hosts, self.balance, Calibration.fit(config, measured))
 
     def improved(self, config: Config) -> Forecast:
         """Return the forecast of the balance that the measured steps suggest, if it is faster.
 
-        What a stage computes besides its layers stays there: messages, the loss, its neighbours.
+        What a stage computes besides its layers may stay there, as the loss does, or go with them:
+        another balance has to be clearly faster either way.
         """
         if self.calibration is None:
             return self
@@ -174,31 +202,35 @@ class Forecast:
             )
         ]
         balance = choose_balance(hosts)
-        moved = self.calibration.moved(self.hosts, self.balance, balance)
-        other = Forecast(self.hosts, balance, moved)
-        return other if other.predict(config).step_s < self.predict(config).step_s else self
+        others = [
+            Forecast(self.hosts, balance, self.calibration.moved(self.hosts, *both, in_proportion))
+            for both in [(self.balance, balance)]
+            for in_proportion in (False, True)
+        ]
+        slower = max(others, key=lambda other: other.predict(config).step_s)
+        limit = (1 - NOTABLE) * self.predict(config).step_s
+        return slower if slower.predict(config).step_s < limit else self
 
 
 def what_was_wrong(config: Config, predicted: Prediction, measured: MeasuredSteps) -> str:
-    """Return which term of a prediction was wrong most, in words; empty: none by much."""
+    """Return which term of a prediction was wrong most, in words; empty: it was right."""
     step = measured.step_s
+    if abs(predicted.step_s - step) < NOTABLE * step:
+        return ""
     busy = {
         name: sum(kinds.values()) / config.turns_of(name).num_replicas
         for name, kinds in measured.busy.items()
     }
-    data = measured.data_share * step
+    if measured.data_share > WAITING:
+        return _wrong("loading the samples takes", predicted.loading_s, step)
     terms = [
         (f"{name} computes", part.busy_s, busy[name]) for name, part in predicted.stages.items()
     ]
-    terms.append(("the driver waits for samples", 0.0, data))
-    most = max(busy.values())
-    others = max(0.0, predicted.step_s - max(part.busy_s for part in predicted.stages.values()))
-    terms.append(("messages and pauses of the busiest stage take", others, step - most - data))
-    return _most_wrong(terms, NOTABLE * step)
+    others = predicted.step_s - max(part.busy_s for part in predicted.stages.values())
+    pauses = step - max(busy.values())
+    terms.append(("messages and pauses of the busiest stage take", others, pauses))
+    return _wrong(*max(terms, key=lambda term: abs(term[2] - term[1])))
 
 
-def _most_wrong(terms: Iterable[tuple[str, float, float]], notable: float) -> str:
-    what, before, now = max(terms, key=lambda term: abs(term[2] - term[1]))
-    if abs(now - before) < notable:
-        return ""
+def _wrong(what: str, before: float, now: float) -> str:
     return f"{what} {now * 1e3:,.1f} ms a step, not {before * 1e3:,.1f}"

@@ -112,6 +112,7 @@ class Prediction:
         bubble: share of a step in which stages idle, on average.
         is_rehearsed: whether steps were measured, and not layers alone: only then it counts
             messages, shared cores, and the loading of data.
+        loading_s: seconds for the samples of a step; 0 if no steps were measured.
         stages: by name, in order.
     """
 
@@ -119,6 +120,7 @@ class Prediction:
     step_s: float
     bubble: float
     is_rehearsed: bool
+    loading_s: float
     stages: dict[str, StagePrediction]
 
 
@@ -129,16 +131,18 @@ def predict(
     times: Mapping[str, ActionTimes] | None = None,
     updates: Mapping[str, float] | None = None,
     message_s: float | None = None,
+    loading_s: float = 0.0,
 ) -> Prediction:
     """Predict a step that starts as soon as every stage has time for it.
 
     Args:
         times, updates, message_s: see `step_seconds`; by default those of the layers as they were
             measured by themselves, and no messages.
+        loading_s: seconds for the samples of a step, beside the step before.
     """
     times = times_of(hosts, balance) if times is None else times
     updates = updates_of(hosts, balance) if updates is None else updates
-    step = step_seconds(config, times, updates, message_s or 0.0)
+    step = max(step_seconds(config, times, updates, message_s or 0.0), loading_s)
     messages = 2 * num_bundles(config) * (message_s or 0.0)
     stages = {}
     for host, (start, end) in zip(hosts, bounds(balance), strict=True):
@@ -152,7 +156,7 @@ def predict(
             limit_bytes=host.limit_bytes,
         )
     bubble = sum(stage.bubble for stage in stages.values()) / len(stages)
-    return Prediction(balance, step, bubble, message_s is not None, stages)
+    return Prediction(balance, step, bubble, message_s is not None, loading_s, stages)
 
 
 def updates_of(hosts: Sequence[StageHost], balance: Sequence[int]) -> dict[str, float]:

@@ -31,8 +31,9 @@ from rpcmp.config import loader
 from rpcmp.config.types import Positive, Size, Strict, format_size, parse_size
 from rpcmp.errors import ConfigError
 
-Seconds = Annotated[float, Field(ge=0)]
-Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Milliseconds = Seconds
+MoreThanZero = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 MOST_STAGES = 4096
@@ -43,9 +44,9 @@ MOST_ACTIONS = 50_000_000
 class Work(Strict):
     """One stage's work, on a host of the mean speed."""
 
-    forward_ms: Annotated[float, Field(gt=0)]
+    forward_ms: MoreThanZero
     """Milliseconds of the forward of one micro-batch."""
-    backward_ms: Annotated[float, Field(gt=0)]
+    backward_ms: MoreThanZero
     """Milliseconds of its backward, both gradients."""
     update_ms: Milliseconds = 0.0
     """Milliseconds of the optimizer, once a step."""
@@ -62,7 +63,7 @@ class Hosts(Strict):
     """Standard deviation of the hosts' speeds, as a part of their mean."""
     jitter: Share = 0.0
     """Standard deviation of the time of each action, as a part of it."""
-    mtbf_hours: Annotated[float, Field(gt=0)] = 5000.0
+    mtbf_hours: MoreThanZero = 5000.0
     """Mean hours until a host fails."""
 
 
@@ -98,7 +99,7 @@ class Cluster(Strict):
     """Numbers of stages to simulate, each on as many hosts."""
     microbatches_per_stage: Positive = 4
     """Micro-batches of a step, for each stage of the pipeline."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     """Of the hosts' speeds and the jitter."""
     work: Work
     hosts: Hosts = Field(default_factory=Hosts)
@@ -118,7 +119,7 @@ def load(path: Path) -> Cluster:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValidationError as error:
-        raise loader.explain(error, str(path), Cluster) from error
+        raise loader.key_error(error, str(path), Cluster) from error
     except ValueError as error:  # of TOML and of UTF-8
         raise ConfigError(f"{path} is not a TOML file: {error}") from error
     most = max(cluster.stages)

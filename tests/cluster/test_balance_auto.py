@@ -38,7 +38,56 @@ def test_a_layer_as_slow_as_all_others_gets_its_own_stage(job: JobFolder) -> Non
     assert summary["plan"]["measured_step_s"] >= 0.24
     assert plan["step_s"] == summary["plan"]["predicted_step_s"] >= 0.24
     assert plan["stages"]["stage1"]["bubble"] < plan["stages"]["stage0"]["bubble"]
+    assert plan["is_rehearsed"]
+    assert all(stage["messages_s"] > 0 for stage in plan["stages"].values())
     assert all(0 < s["memory_bytes"] < s["limit_bytes"] for s in plan["stages"].values())
+
+
+SLOW_SAMPLES = """
+    steps = 12
+    [model]
+    layers = "zoo:mlp"
+    balance = "auto"
+    num_stages = 2
+    [data]
+    train = { callable = "zoo:slow_regression", kwargs = { milliseconds = 10 } }
+    batch_size = 10
+"""
+
+
+def test_samples_that_load_slowly_are_predicted(job: JobFolder) -> None:
+    result = rpcmp("drive", job.config(SLOW_SAMPLES), "--json")
+    assert result.code == 0, result.err
+    plan, outcome = result.event("plan"), result.event("summary")["plan"]
+    assert plan["is_rehearsed"]
+    assert min(plan["loading_s"], outcome["predicted_step_s"], outcome["measured_step_s"]) > 0.1
+
+
+WARMED_UP = """
+    scheduler_interval = "step"
+    [model]
+    layers = "zoo:mlp"
+    balance = "auto"
+    num_stages = 2
+    [optimizer]
+    callable = "torch.optim:SGD"
+    kwargs = { lr = 1e30 }
+    [scheduler]
+    callable = "torch.optim.lr_scheduler:ConstantLR"
+    kwargs = { factor = 1e-32, total_iters = 1000 }
+"""
+
+
+def test_what_a_rehearsal_meets_without_schedulers_ends_no_run(job: JobFolder) -> None:
+    config = job.config(WARMED_UP)
+    result = rpcmp("drive", config, "--json")
+    assert result.code == 0, result.err
+    assert not result.event("plan")["is_rehearsed"]
+    warnings = [event["text"] for event in result.events if event["event"] == "warning"]
+    assert any("predicted by the layers alone: " in text for text in warnings)
+    explained = rpcmp("explain", config)
+    assert explained.code == 0, explained.err
+    assert "predicted by the layers alone: " in explained.out
 
 
 def test_long_lived_servers_measure_and_then_train(job: JobFolder) -> None:

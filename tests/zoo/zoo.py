@@ -21,6 +21,22 @@ Layers = list[tuple[str, Callable[[], nn.Module]]]
 FEATURES = 8
 
 
+class SlowDataset(TensorDataset):
+    """Samples that take their time."""
+
+    def __init__(self, milliseconds: float, *tensors: Tensor) -> None:
+        super().__init__(*tensors)
+        self._seconds = milliseconds / 1e3
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        time.sleep(self._seconds)
+        return tuple(tensor[index] for tensor in self.tensors)
+
+
+def slow_regression(milliseconds: float, samples: int = 50) -> SlowDataset:
+    return SlowDataset(milliseconds, *regression(samples).tensors)
+
+
 def regression(samples: int = 50) -> TensorDataset:
     """Inputs (samples, 8) and targets (samples, 1), float32."""
     generator = torch.Generator().manual_seed(7)

@@ -91,6 +91,7 @@ class PlanEvent(Event):
         step_s: predicted seconds of a step
         bubble: predicted share of a step in which stages idle, over all stages
         is_rehearsed: whether steps were measured; if not, `step_s` is without messages and data
+        loading_s: predicted seconds for the samples of a step, beside the step before
         stages: the prediction for each stage: `num_layers`, `busy_s`, `messages_s`, `bubble`,
             `memory_bytes`, `limit_bytes`
     """
@@ -99,6 +100,7 @@ class PlanEvent(Event):
     step_s: float
     bubble: float
     is_rehearsed: bool
+    loading_s: float
     stages: dict[str, StagePlan]
 
 

@@ -200,7 +200,7 @@ async def explain(
             )
         config = await with_cut(config, forks)
         if config.is_balanced_by_measurement:
-            config, forecast = await with_measured_balance(config, connect, forks)
+            config, forecast = await with_measured_balance(config, connect, forks, rehearses=True)
         summary = await _summarize_model(config, forks, is_here=not addresses)
         balance = [len(stage.layers) for stage in summary.stages]
         if measures and forecast is None and not summary.unknown:
@@ -212,6 +212,8 @@ async def explain(
         else:
             places = _assume_places(config, addresses, await forks.network())
     runs, prediction = _predict(config, forecast)
+    if forecast is not None and forecast.note:
+        notes.append(forecast.note)
     hosts = None if forecast is None else forecast.hosts
     stages = explain_stages(config, summary, hosts, addresses)
     return Explanation(

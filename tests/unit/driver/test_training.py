@@ -264,11 +264,12 @@ def test_stop_ends_the_run_after_the_steps_in_progress() -> None:
     assert stages.log[-2:] == ["finish3", "settle"]
 
 
-def test_segments_continue_each_other_and_leave_no_step_in_progress() -> None:
+@pytest.mark.parametrize("loads_ahead", [False, True])
+def test_segments_continue_each_other_and_leave_no_step_in_progress(loads_ahead: bool) -> None:
     losses: list[list[float]] = []
 
     def segments(training: Training) -> None:
-        losses.extend(training.segment(steps).losses for steps in (1, 2))
+        losses.extend(training.segment(steps, loads_ahead).losses for steps in (1, 2))
 
     stages, _ = train(job(steps=10), segments)
     assert losses == [[1.0], [2.0, 3.0]]

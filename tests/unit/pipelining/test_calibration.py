@@ -87,6 +87,9 @@ def test_layers_that_move_take_their_own_time_with_them() -> None:
     assert moved.times["stage0"] == pytest.approx((5 * MS, 2 * MS, 2 * MS))
     assert moved.times["stage1"] == pytest.approx((0.0, 1 * MS, 1 * MS))
     assert moved.message_s == known.message_s
+    scaled = known.moved(before.hosts, [1, 2], [2, 1], in_proportion=True)
+    assert scaled.times["stage0"] == pytest.approx((6 * MS, 2 * MS, 2 * MS))
+    assert scaled.times["stage1"] == pytest.approx((4 / 3 * MS, 4 / 3 * MS, 4 / 3 * MS))
 
 
 def test_a_rehearsed_forecast_says_what_was_measured() -> None:
@@ -94,7 +97,7 @@ def test_a_rehearsed_forecast_says_what_was_measured() -> None:
     seen = measured(config, equal_times(config), 2 * MS)
     alone = forecast([1 * MS] * 4, [2, 2])
     assert not alone.predict(config).is_rehearsed
-    found = alone.rehearsed(config, seen).predict(config)
+    found = alone.corrected(config, seen).predict(config)
     assert found.is_rehearsed
     assert found.step_s == pytest.approx(seen.step_s, rel=1e-2)
     stage = found.stages["stage1"]
@@ -106,11 +109,31 @@ def test_a_stage_that_computes_much_besides_its_layers_gets_fewer() -> None:
     config = chain()
     as_alone, slow = ActionTimes(2 * MS, 1 * MS, 1 * MS), ActionTimes(4 * MS, 2 * MS, 2 * MS)
     seen = measured(config, {"stage0": as_alone, "stage1": slow}, 0.0, update_s=0.0)
-    start = forecast([1 * MS] * 8, [4, 4]).rehearsed(config, seen)
+    start = forecast([1 * MS] * 8, [4, 4]).corrected(config, seen)
     better = start.improved(config)
     assert better.balance == [6, 2]
     assert better.predict(config).step_s < start.predict(config).step_s
     assert better.improved(config).balance == [6, 2]
+
+
+@pytest.mark.parametrize("factor", [1.5, 3.0])
+def test_a_machine_that_is_slower_on_the_whole_moves_no_layers(factor: float) -> None:
+    config = chain()
+    seconds = [1 * MS, 2 * MS, 3 * MS, 2 * MS, 1 * MS, 4 * MS, 1 * MS, 2 * MS]
+    alone = forecast(seconds, [4, 4])
+    times = cost_model.times_of(alone.hosts, alone.balance)
+    slower = {stage: each.scaled(factor) for stage, each in times.items()}
+    found = alone.corrected(config, measured(config, slower, 0.0, update_s=0.0))
+    assert found.improved(config) is found
+
+
+def test_samples_that_take_longer_than_the_stages_set_the_time() -> None:
+    config = chain()
+    seen = measured(config, equal_times(config), 1 * MS)._replace(step_s=0.2, data_share=0.95)
+    predicted = forecast([1 * MS] * 4, [2, 2]).corrected(config, seen).predict(config)
+    assert (predicted.step_s, predicted.loading_s) == (0.2, 0.2)
+    assert {stage.messages_s for stage in predicted.stages.values()} == {0.0}
+    assert what_was_wrong(config, predicted, seen) == ""
 
 
 def test_without_steps_nothing_is_improved() -> None:
@@ -122,7 +145,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({}, ""),
     ({"times": 3 * MS}, "stage0 computes 37.0 ms a step, not 25.0"),
     ({"message_s": 6 * MS}, "messages and pauses of the busiest stage take"),
-    ({"data_share": 0.5}, "the driver waits for samples"),
+    ({"data_share": 0.9}, "loading the samples takes"),
 ]
 
 
@@ -130,7 +153,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_the_term_that_was_predicted_worst_is_named(now: dict[str, Any], expected: str) -> None:
     config = chain()
     known = measured(config, equal_times(config), 1 * MS)
-    predicted = forecast([1 * MS] * 4, [2, 2]).rehearsed(config, known).predict(config)
+    predicted = forecast([1 * MS] * 4, [2, 2]).corrected(config, known).predict(config)
     times = equal_times(config, now.get("times", 2 * MS))
     seen = measured(config, times, now.get("message_s", 1 * MS))
     if share := now.get("data_share"):

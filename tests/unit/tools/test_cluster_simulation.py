@@ -109,6 +109,8 @@ def test_a_link_carries_no_more_than_its_bandwidth() -> None:
         ("[work]\nforward_ms = 1.0\nbackward_ms = -1.0", "work.backward_ms: must be more than 0"),
         ("[work]\nforwards_ms = 1.0", "did you mean 'forward_ms'?"),
         ("[work]\nforward_ms = 1.0\nbackward_ms = 1.0\n[hosts]\nmtbf_hours = -2.0", "mtbf_hours"),
+        ("seed = -1\n[work]\nforward_ms = 1.0\nbackward_ms = 1.0", "seed: must be 0 or more"),
+        ("[work]\nforward_ms = inf\nbackward_ms = 1.0", "work.forward_ms: "),
         ("stages = [0]\n[work]\nforward_ms = 1.0\nbackward_ms = 1.0", "stages.0"),
         (
             "stages = [4000]\n[work]\nforward_ms = 1.0\nbackward_ms = 1.0",

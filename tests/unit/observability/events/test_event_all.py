@@ -28,7 +28,8 @@ def test_every_event_survives_json(kind: type[Event]) -> None:
 
 def test_the_guide_has_the_table_of_events() -> None:
     _, _, after = guide("events").partition("<!-- events: begin -->\n")
-    shown, _, _ = after.partition("\n<!-- events: end -->")
+    shown, end, _ = after.partition("\n<!-- events: end -->")
+    assert end
     assert shown == table(), (
         "run `python -m rpcmp.observability.events.wording` and paste its table"
     )
