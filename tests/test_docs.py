@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from rpcmp.cli import COMMANDS, cli
+from rpcmp.tools import cluster_simulation
 from tests.support.commandlines import parsed
 from tests.support.docs import (
     PAGES,
@@ -215,6 +216,8 @@ CHECKED_BY = {
     ],
     "system/test_chaos.py::test_what_random_faults_have_found_stays_mended": [
         "python -m tests.benchmarks.chaos --minutes 60",
+        "python -m tests.benchmarks.cluster",
+        "python -m tests.benchmarks.cluster --write",
     ],
     "system/test_benchmarks.py::test_benchmarks_of_replicas_take_the_options_of_their_page": [
         "python -m tests.benchmarks.replicas",
@@ -391,10 +394,30 @@ def keys(config: dict[str, Any]) -> Iterator[str]:
             yield name
 
 
-@pytest.mark.parametrize("text", [b for text in CURRENT.values() for b in blocks("toml", text)])
+CLUSTER = "# cluster.toml"
+"""Begins what is no piece of a config."""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        piece
+        for text in CURRENT.values()
+        for piece in blocks("toml", text)
+        if not piece.startswith(CLUSTER)
+    ],
+)
 def test_every_piece_of_a_config_has_keys_that_exist(text: str) -> None:
     table = table_of_keys()
     assert [key for key in keys(tomllib.loads(text)) if f"| `{key}` |" not in table] == []
+
+
+def test_the_cluster_of_the_guide_can_be_simulated(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(block("toml", CLUSTER, guide("clusters")))
+    cluster = cluster_simulation.load(path)
+    assert cluster.stages == [10, 100, 1000]
+    assert 0 < cluster_simulation.outlook(cluster, 10).efficiency < 1
 
 
 def test_the_model_and_config_run_as_they_stand(
