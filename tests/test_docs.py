@@ -205,9 +205,11 @@ CHECKED_BY = {
         "pytest -n0 -q tests/unit/worker",
         "pytest -n0 -q tests/test_architecture.py tests/test_layout.py tests/test_docs.py",
         "python -m tests.benchmarks.anymodel",
+        "python -m tests.benchmarks.cluster",
         "python -m tests.benchmarks.defaults",
         "python -m tests.benchmarks.health",
         "python -m tests.benchmarks.looking",
+        "python -m tests.benchmarks.predictions",
         "python -m tests.benchmarks.relay",
         "python -m tests.benchmarks.relay steps",
         "python -m tests.benchmarks.screenshot",
@@ -216,8 +218,6 @@ CHECKED_BY = {
     ],
     "system/test_chaos.py::test_what_random_faults_have_found_stays_mended": [
         "python -m tests.benchmarks.chaos --minutes 60",
-        "python -m tests.benchmarks.cluster",
-        "python -m tests.benchmarks.cluster --write",
     ],
     "system/test_benchmarks.py::test_benchmarks_of_replicas_take_the_options_of_their_page": [
         "python -m tests.benchmarks.replicas",
