@@ -89,6 +89,10 @@ RUN_BY = {
     "cli/test_explain.py::test_a_run_does_what_was_explained": [
         "rpcmp explain config.toml --connect host-a,host-b --certs certs/driver",
     ],
+    "cli/test_plan.py::test_a_planned_run_has_the_bits_of_any_other": [
+        "rpcmp plan config.toml --connect host-a:50051,host-b:50051,host-c:50051 -o planned.toml",
+        "rpcmp drive planned.toml",
+    ],
     "cluster/test_openmetrics.py::test_a_run_and_its_servers_are_scraped_while_one_is_lost": [
         "rpcmp drive config.toml --metrics 127.0.0.1:9464",
     ],

@@ -130,8 +130,8 @@ def remedy(error: RpcmpError, command: Command) -> str | None:
 
 def _job_command(name: str) -> Suggestion:
     def suggest(command: Command) -> Sequence[str] | None:
-        if not command.config or not command.is_there or command.name == name:
-            return None
+        if not command.config or not command.is_there or command.name in (name, "plan"):
+            return None  # the servers of a plan are not those of the config
         return ["rpcmp", name, command.config, *command.options]
 
     return suggest

@@ -282,6 +282,8 @@ class JobSettings(Strict):
     """Steps between evaluations, instead of epochs."""
     ship_code: bool = True
     """Send the Python files beside the config to the stage servers."""
+    planned_for: list[Address] = Field(default_factory=list)
+    """HOST:PORT of the servers that `rpcmp plan` has made the config for; a run refuses others."""
     model: ModelConfig | None = None
     """The model, unless each of the `[[stages]]` has a module of its own."""
     stages: list[StageConfig] = Field(default_factory=list)

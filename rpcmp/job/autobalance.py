@@ -314,7 +314,11 @@ async def stage_hosts(
             stage=name,
             profile=as_one(config, index, [measured[rank].profile for rank in ranks[name]]),
             limit_bytes=min(
-                (b for rank in ranks[name] if (b := _limit(config, rank, measured)) is not None),
+                (
+                    b
+                    for rank in ranks[name]
+                    if (b := memory_limit(config, rank, measured)) is not None
+                ),
                 default=None,
             ),
             num_microbatches=config.num_microbatches,
@@ -351,7 +355,7 @@ async def _sample(config: Config, forks: Forks) -> bytes:
     return base64.b64decode(answer["sample"])
 
 
-def _limit(config: Config, rank: int, measured: Sequence[MeasuredHost]) -> int | None:
+def memory_limit(config: Config, rank: int, measured: Sequence[MeasuredHost]) -> int | None:
     """Return a worker's limit in bytes: its stage's, or else its share of the device's memory."""
     stages = [config.stage(worker.stage_index) for worker in config.workers]
     if (own := stages[rank].memory_bytes) is not None:

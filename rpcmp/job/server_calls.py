@@ -38,8 +38,14 @@ def require_addresses(config: Config, addresses: Sequence[str]) -> None:
     """Check the addresses of running servers, if there are any, and of spares.
 
     Raises ConfigError unless there is one per worker, each once, and for spares of servers that a
-    run starts by itself.
+    run starts by itself; also for servers that a planned config was not made for.
     """
+    planned = config.planned_for
+    if strangers := [address for address in addresses if planned and address not in planned]:
+        raise ConfigError(
+            f"this config was planned for {', '.join(planned)}, and {', '.join(strangers)} is none "
+            "of them: make a plan with it by `rpcmp plan`, or remove `planned_for`"
+        )
     if addresses and len(addresses) != len(config.workers):
         members = "workers (replicas of stages)" if config.is_replicated else "stages"
         raise ConfigError(

@@ -95,8 +95,14 @@ class Calibration:
     loading_s: float
 
     @classmethod
-    def fit(cls, config: Config, measured: MeasuredSteps) -> Calibration:
-        """Fit the model to steps of a job, whose number of micro-batches is that of the steps."""
+    def fit(
+        cls, config: Config, measured: MeasuredSteps, wires: cost_model.Wires | None = None
+    ) -> Calibration:
+        """Fit the model to steps of a job, whose number of micro-batches is that of the steps.
+
+        Args:
+            wires: what messages take between hosts, if that is known by itself.
+        """
         times = {name: _times(config, name, busy) for name, busy in measured.busy.items()}
         updates = {  # replicas step at the same time
             name: busy.get("O", 0.0) / config.turns_of(name).num_replicas
@@ -108,7 +114,8 @@ class Calibration:
         least, most = 0.0, measured.step_s / (2 * cost_model.num_bundles(config))
         for _ in range(BISECTIONS):
             between = (least + most) / 2
-            if cost_model.step_seconds(config, times, updates, between) < measured.step_s:
+            step = cost_model.step_seconds(config, times, updates, between, wires)
+            if step < measured.step_s:
                 least = between
             else:
                 most = between

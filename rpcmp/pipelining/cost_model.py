@@ -16,7 +16,7 @@ from rpcmp.errors import ConfigError
 from rpcmp.pipelining import simulation
 from rpcmp.pipelining.partition import StageHost, bounds
 from rpcmp.pipelining.schedule import Action, InFlightLimits, policy
-from rpcmp.pipelining.simulation import ActionTimes, Simulation
+from rpcmp.pipelining.simulation import ActionTimes, Simulation, Wire
 
 AHEAD = 2
 """Bundles that are requested beyond the stages' limits: their requests then lie at the first stage
@@ -182,14 +182,22 @@ def times_of(hosts: Sequence[StageHost], balance: Sequence[int]) -> dict[str, Ac
     return times
 
 
+Wires = Mapping[tuple[str, str], Wire]
+"""What one micro-batch takes from a stage to another, by their names; others take no time."""
+
+
 def simulate(
-    config: Config, times: Mapping[str, ActionTimes], message_s: float = 0.0
+    config: Config,
+    times: Mapping[str, ActionTimes],
+    message_s: float = 0.0,
+    wires: Wires | None = None,
 ) -> Simulation:
     """Simulate one step. The replicas of a stage count as one fast host; see `merge_profiles`.
 
     Args:
         times: per micro-batch and stage; the simulation runs bundles of micro-batches.
         message_s: what each forward or backward of a bundle takes besides, for its messages.
+        wires: what a micro-batch takes between stages; None: no time.
     """
     by_stage = limits(config)
     for worker in config.workers:
@@ -208,8 +216,13 @@ def simulate(
         message = 0.0 if action is Action.WEIGHT else message_s
         return len(bundles[bundle]) * per_microbatch(stage, action, bundle) + message
 
+    def wire(stage: str, other: str, bundle: int) -> Wire:
+        latency, seconds = (wires or {}).get((stage, other), (0.0, 0.0))
+        return Wire(latency, len(bundles[bundle]) * seconds)
+
     return Simulation(
-        config.graph(), policy(config.options.schedule), len(bundles), duration, by_stage
+        *(config.graph(), policy(config.options.schedule), len(bundles), duration, by_stage),
+        wires=None if wires is None else wire,
     )
 
 
@@ -218,6 +231,7 @@ def step_seconds(
     times: Mapping[str, ActionTimes],
     updates: Mapping[str, float],
     message_s: float = 0.0,
+    wires: Wires | None = None,
 ) -> float:
     """Return the seconds from the start of one step to the start of the next.
 
@@ -226,10 +240,10 @@ def step_seconds(
     step starts only after all of them have finished.
 
     Args:
-        times, message_s: see `simulate`.
+        times, message_s, wires: see `simulate`.
         updates: seconds of each stage's optimizer.
     """
-    run = simulate(config, times, message_s)
+    run = simulate(config, times, message_s, wires)
     if config.holds_steps:
         return run.makespan + max(updates.values())
     return max(

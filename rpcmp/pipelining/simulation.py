@@ -35,6 +35,22 @@ class ActionTimes(NamedTuple):
         return ActionTimes(*(number * seconds for seconds in self))
 
 
+class Wire(NamedTuple):
+    """What a message takes from one stage to another.
+
+    Attributes:
+        latency: seconds until its first byte arrives.
+        seconds: how long it keeps the link busy, which carries one message after the other.
+    """
+
+    latency: float
+    seconds: float = 0.0
+
+
+WireOf = Callable[[str, str, int], Wire]
+"""What a micro-batch takes from a stage to another: activations, or gradients on the way back."""
+
+
 class SimulatedRun(NamedTuple):
     action: Action
     microbatch: int
@@ -106,6 +122,7 @@ class Simulation:
         duration: seconds per action.
         limits: by stage; see `limits`.
         latency: seconds on the wire, each way.
+        wires: instead of `latency`; the two directions of a link do not share it.
 
     Attributes:
         runs: the actions of each stage, in order.
@@ -120,6 +137,7 @@ class Simulation:
     duration: Duration
     limits: Mapping[str, InFlightLimits]
     latency: float = 0.0
+    wires: WireOf | None = None
     runs: dict[str, list[SimulatedRun]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -140,7 +158,8 @@ class Simulation:
             ]
             for action in Action
         }
-        self._ended: dict[tuple[str, Action, int], float] = {}
+        self._arrives: dict[tuple[str, str, Action, int], float] = {}
+        self._sent: dict[tuple[str, str], float] = {}  # when each link is free again
         self._done = {(stage, action): 0 for stage in self.graph.stages for action in Action}
         self._run()
 
@@ -162,7 +181,7 @@ class Simulation:
                 left -= 1
                 heapq.heappush(looks, (run.end, place))
                 for other in self._wakes[run.action][place]:
-                    heapq.heappush(looks, (run.end + self.latency, other))
+                    heapq.heappush(looks, (self._send(run, stage, other), other))
 
     def _start(self, stage: str, now: float) -> SimulatedRun | None:
         """Start the next action of a free stage, and return it, or None if the stage waits."""
@@ -173,7 +192,6 @@ class Simulation:
         end = now + self.duration(stage, action, microbatch)
         run = SimulatedRun(action, microbatch, now, end)
         self.runs[stage].append(run)
-        self._ended[stage, action, microbatch] = end
         self._done[stage, action] += 1
         if action is Action.BACKWARD and not self.limits[stage].splits:
             self._done[stage, Action.WEIGHT] += 1
@@ -187,14 +205,25 @@ class Simulation:
             backwards,
             weights,
             forwards < self.num_microbatches
-            and self._have_arrived(self._producers[stage], Action.FORWARD, forwards, now),
+            and self._have_arrived(self._producers[stage], stage, Action.FORWARD, forwards, now),
             backwards < forwards
-            and self._have_arrived(self._readers[stage], Action.BACKWARD, backwards, now),
+            and self._have_arrived(self._readers[stage], stage, Action.BACKWARD, backwards, now),
         )
 
-    def _have_arrived(self, stages: set[str], action: Action, microbatch: int, now: float) -> bool:
-        ends = (self._ended.get((stage, action, microbatch)) for stage in stages)
-        return all(end is not None and end + self.latency <= now for end in ends)
+    def _send(self, run: SimulatedRun, stage: str, place: int) -> float:
+        """Send what a run has computed to the stage at `place`; returns when it arrives."""
+        other = self.graph.stages[place]
+        wire = self.wires(stage, other, run.microbatch) if self.wires else Wire(self.latency)
+        sent = max(run.end, self._sent.get((stage, other), 0.0)) + wire.seconds
+        self._sent[stage, other] = sent
+        self._arrives[stage, other, run.action, run.microbatch] = sent + wire.latency
+        return sent + wire.latency
+
+    def _have_arrived(
+        self, stages: set[str], at: str, action: Action, microbatch: int, now: float
+    ) -> bool:
+        found = (self._arrives.get((stage, at, action, microbatch)) for stage in stages)
+        return all(arrives is not None and arrives <= now for arrives in found)
 
     def _free(self, stage: str) -> float:
         runs = self.runs[stage]

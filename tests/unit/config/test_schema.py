@@ -105,6 +105,7 @@ def test_the_defaults_are_as_documented() -> None:
         "evaluate_every": None,
         "evaluate_every_steps": None,
         "ship_code": True,
+        "planned_for": [],
         "model": {
             "module": None,
             "layers": "m:layers",

@@ -13,7 +13,7 @@ from rpcmp.config import topology
 from rpcmp.config.topology import Graph
 from rpcmp.pipelining import schedule, simulation
 from rpcmp.pipelining.schedule import Action, InFlightLimits
-from rpcmp.pipelining.simulation import ActionTimes, Simulation, fixed
+from rpcmp.pipelining.simulation import ActionTimes, Simulation, Wire, fixed
 from tests.support.graphs import graphs
 from tests.support.simulations import idle_share, most_held
 
@@ -50,6 +50,21 @@ def test_a_message_takes_its_time_each_way() -> None:
     ]
     assert [done.start for done in run.runs["a"]] == [0.0, 1.0, 3.5, 5.5]
     assert run.makespan == 6.5
+
+
+def test_a_link_carries_one_message_after_the_other_each_way() -> None:
+    limits = simulation.limits(PAIR, ONE_F_ONE_B, 2, 4)
+    run = Simulation(
+        *(PAIR, ONE_F_ONE_B, 2, lambda stage, action, number: 1.0, limits),
+        wires=lambda one, other, number: Wire(0.25, 3.0 if one == "a" else 0.0),
+    )
+    assert [tuple(done) for done in run.runs["b"]] == [
+        (F, 0, 4.25, 5.25),  # sent from 1 to 4
+        (B, 0, 5.25, 6.25),
+        (F, 1, 7.25, 8.25),  # computed at 2, sent from 4 to 7
+        (B, 1, 8.25, 9.25),
+    ]
+    assert [done.start for done in run.runs["a"]] == [0.0, 1.0, 6.5, 9.5]
 
 
 def test_a_stage_is_idle_when_it_does_nothing() -> None:

@@ -1,0 +1,149 @@
+"""`rpcmp plan` as a command, with real servers: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rpcmp.cli.plan import _expanded
+from rpcmp.config.loader import load_config
+from rpcmp.errors import ConfigError
+from tests.support.processes import (
+    JobFolder,
+    Server,
+    connect,
+    rpcmp,
+    running_server,
+    running_servers,
+)
+
+LAYERS = """
+    steps = 3
+    [model]  # of five layers
+    layers = "zoo:lopsided"
+    kwargs = { milliseconds = 2 }
+    num_stages = 2
+"""
+
+NOWHERE = "127.0.0.1:1"
+"""An address at which nothing listens."""
+
+
+@pytest.fixture(scope="module")
+def spares() -> Iterator[list[Server]]:
+    """Three running servers that take any stage."""
+    with contextlib.ExitStack() as stack:
+        options = ("--spare", "--listen", "127.0.0.1:0")
+        yield [
+            stack.enter_context(running_server(*options, owner=f"stage {index}"))
+            for index in range(3)
+        ]
+
+
+def test_a_planned_run_has_the_bits_of_any_other(job: JobFolder, spares: list[Server]) -> None:
+    config, path = job.config(LAYERS), job.folder / "planned.toml"
+    first, second, third = (server.address for server in spares)
+    forced = ("--use", first, "--use", second, "--memory", f"{first}=1GiB")
+    result = rpcmp("plan", config, "--connect", connect(spares), *forced, "-o", path, "--json")
+    assert result.code == 0, result.err
+    report = json.loads(result.out)
+    best = report["plans"][0]
+    assert {first, second} <= {stage["address"] for stage in best["stages"]}
+    assert {one["from"] for one in report["links"]} == {first, second, third}
+    assert all(link["bytes_per_s"] > 0 < link["latency_s"] for link in report["links"])
+    for stage in best["stages"]:
+        assert 0 < stage["memory_bytes"] < stage["limit_bytes"]
+        assert stage["address"] != first or stage["limit_bytes"] == 2**30
+    assert [loss["address"] for loss in best["losses"]] == [s["address"] for s in best["stages"]]
+
+    planned = load_config(path)
+    assert "# of five layers" in path.read_text()
+    assert planned.addresses == [stage["address"] for stage in best["stages"]]
+    assert planned.recovery.spares == best["spares"]
+    assert planned.model is not None
+    assert planned.model.balance == best["balance"]
+    assert planned.name == "job"
+    runs = [rpcmp("drive", file, "--json", "--fresh") for file in (config, path)]
+    assert [run.code for run in runs] == [0, 0], runs[1].err
+    assert runs[0].losses == runs[1].losses
+    one, other = (run.event("summary")["parameters_sha256"] for run in runs)
+    assert one == other
+
+
+def test_the_plans_are_shown_as_tables(job: JobFolder, spares: list[Server]) -> None:
+    addresses = [server.address for server in spares[:2]]
+    result = rpcmp("plan", job.config(LAYERS), "--connect", ",".join(addresses))
+    assert result.code == 0, result.err
+    assert result.out.startswith("plan 1: ")
+    assert "plan 2: " in result.out
+    assert all(address in result.out for address in addresses)
+    assert "are on one machine: each was measured while the others were idle" in result.out
+
+
+def test_servers_that_cannot_be_planned_are_refused(job: JobFolder, spares: list[Server]) -> None:
+    config, first = job.config(LAYERS), spares[0].address
+    too_much = rpcmp("plan", config, "--connect", first, "--memory", f"{first}=900TiB")
+    assert too_much.code == 2
+    assert f"--memory {first}=900.0 TiB: its host has" in too_much.err
+    too_small = rpcmp("plan", config, "--connect", first, "--memory", f"{first}=1MiB")
+    assert too_small.code == 2
+    assert "no plan fits into the memory of 1 hosts: each would need" in too_small.err
+    away = rpcmp("plan", config, "--connect", f"{first},{NOWHERE}")
+    assert away.code == 75
+    assert NOWHERE in away.err
+    assert away.err.endswith("try: rpcmp serve --help\n")  # doctor is for the config's servers
+    with running_servers(1) as fixed:
+        bound = rpcmp("plan", config, "--connect", f"{first},{connect(fixed)}")
+    assert bound.code == 2
+    assert f"{connect(fixed)} serves stage 0 and no other: start it with --spare" in bound.err
+
+
+def test_a_plan_is_not_run_at_other_servers(job: JobFolder) -> None:
+    planned = job.config(
+        f'planned_for = ["{NOWHERE}"]\n[model]\nlayers = "zoo:mlp"\n'
+        f'[[stages]]\naddresses = ["{NOWHERE}"]\n'
+    )
+    result = rpcmp("drive", planned, "--connect", "127.0.0.1:2")
+    assert result.code == 2
+    assert f"planned for {NOWHERE}, and 127.0.0.1:2 is none of them" in result.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "plan needs running servers"),
+        (("--connect", "host-a"), "'host-a' is not HOST:PORT"),
+        (("--connect", "a:1*0"), "write HOST:PORT*N for N servers"),
+        (("--connect", "a:1,a:1"), "a:1 is given twice"),
+        (("--connect", "host-a:1", "--use", "hots-a:1"), "did you mean 'host-a:1'"),
+        (("--connect", "a:1", "--memory", "4GiB"), "write HOST:PORT=SIZE"),
+        (("--connect", "a:1", "--memory", "a:1=4"), "'4' is not a size"),
+        (("--connect", "a:1,b:1", "--link-budget", "a:1=1MB"), "write two servers and a size"),
+        (("--connect", "a:1", "-o", "/elsewhere.toml"), "a job's files are looked for beside"),
+        (("--connect", "a:1"), "a:1 is not a loopback address"),
+    ],
+)
+def test_what_is_asked_for_wrongly_is_refused_before_anything_is_measured(
+    job: JobFolder, options: tuple[str, ...], message: str
+) -> None:
+    result = rpcmp("plan", job.config(LAYERS), *options)
+    assert result.code == 2
+    assert message in result.err, result.err
+
+
+def test_a_host_of_several_servers_has_consecutive_ports() -> None:
+    assert list(_expanded("a:50051*3")) == ["a:50051", "a:50052", "a:50053"]
+    assert list(_expanded("[::1]:7")) == ["[::1]:7"]
+    with pytest.raises(ConfigError, match="is not HOST:PORT"):
+        list(_expanded("a*3"))
+
+
+def test_a_config_that_is_not_written_leaves_no_file(job: JobFolder) -> None:
+    path: Path = job.folder / "planned.toml"
+    result = rpcmp("plan", job.config(LAYERS), "--connect", NOWHERE, "-o", path)
+    assert result.code == 75
+    assert not path.exists()

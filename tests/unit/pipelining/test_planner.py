@@ -1,0 +1,209 @@
+"""Plans for hosts whose speed, memory and links are known."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+
+from rpcmp.config.job_sections import StageConfig
+from rpcmp.errors import ConfigError
+from rpcmp.pipelining import planner
+from rpcmp.pipelining.calibration import MeasuredSteps
+from rpcmp.pipelining.plan import Connection, Constraints, Plan, PlanHost
+from rpcmp.pipelining.planner import Planner
+from tests.support.planning import hosts, layer, planned_job, profile
+
+MB = 10**6
+
+
+def plans(
+    given: list[PlanHost],
+    links: dict[tuple[str, str], Connection] | None = None,
+    constraints: Constraints | None = None,
+    **keys: Any,
+) -> list[Plan]:
+    return Planner(planned_job(**keys), StageConfig(), given, links or {}, constraints).plans()
+
+
+def served_by(plan: Plan) -> list[str]:
+    return [stage.address for stage in plan.stages]
+
+
+def both_ways(one: str, other: str, way: Connection) -> dict[tuple[str, str], Connection]:
+    return {(one, other): way, (other, one): way}
+
+
+def test_a_faster_host_gets_more_layers() -> None:
+    best = plans(hosts(1, 3), num_microbatches=64, data={"train": "zoo:x", "batch_size": 64})[0]
+    layers = dict(zip(served_by(best), best.balance, strict=True))
+    assert layers == {"host0:1": 6, "host1:1": 2}
+    assert [stage.busy_s for stage in best.stages] == [64 * 6, 64 * 6]
+    assert 64 * 6 < best.step_s < 64 * 7  # the pipeline fills and drains once
+    assert best.spares == best.unused == []
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_the_time_of_many_micro_batches_follows_from_fewer(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job: dict[str, Any] = {"schedule": schedule, "max_in_flight": None, "num_microbatches": 200}
+    job["data"] = {"train": "zoo:x", "batch_size": 200}
+    links = both_ways("host0:1", "host1:1", Connection(0.1, MB))
+    fewer = plans(hosts(1, 2, 3, received=1000), links, **job)
+    monkeypatch.setattr(planner, "MOST_SIMULATED", 1000)
+    everything = plans(hosts(1, 2, 3, received=1000), links, **job)
+    assert [plan.step_s for plan in fewer] == pytest.approx([plan.step_s for plan in everything])
+
+
+def test_the_three_plans_have_different_hosts_and_the_fastest_comes_first() -> None:
+    found = plans(hosts(1, 1, 1, 1))
+    assert len({frozenset(served_by(plan)) for plan in found}) == len(found) == 3
+    assert [plan.step_s for plan in found] == sorted(plan.step_s for plan in found)
+    for plan in found:
+        everyone = {*served_by(plan), *plan.spares, *plan.unused}
+        assert everyone == {f"host{number}:1" for number in range(4)}
+
+
+def test_a_step_that_is_hardly_faster_takes_no_more_hosts() -> None:
+    """The last host would take 1 of 8 layers at a time as slow as 8 of the first."""
+    best = plans(hosts(1, 100))[0]
+    assert served_by(best) == ["host0:1"]
+    assert best.spares == ["host1:1"]
+
+
+def test_neighbours_have_the_fast_links() -> None:
+    """Only one order of these hosts has no slow link."""
+    slow, fast = Connection(0.0, MB / 100), Connection(0.0, 1000 * MB)
+    pairs = itertools.combinations([f"host{number}:1" for number in range(4)], 2)
+    quick = [{"host2:1", "host0:1"}, {"host0:1", "host3:1"}, {"host3:1", "host1:1"}]
+    links: dict[tuple[str, str], Connection] = {}
+    for one, other in pairs:
+        links |= both_ways(one, other, fast if {one, other} in quick else slow)
+    best = plans(hosts(1, 1, 1, 1, received=MB), links)[0]
+    neighbours = [set(pair) for pair in itertools.pairwise(served_by(best))]
+    assert neighbours in (quick, quick[::-1])
+    assert [link.step_bytes for link in best.links] == [2 * 4 * MB] * 3
+    assert all(link.busy_s == pytest.approx(4 / 1000) for link in best.links)
+
+
+def test_a_link_as_busy_as_the_hosts_is_avoided() -> None:
+    """It would be no slower a part than they are, but what it carries arrives late."""
+    links: dict[tuple[str, str], Connection] = {}
+    for other in ("host1:1", "host2:1"):
+        links |= both_ways("host0:1", other, Connection(0.0, MB / 4))
+    found = plans(hosts(1, 1, 1, received=MB), links)
+    pairs = [set(served_by(plan)) for plan in found if len(plan.stages) == 2]
+    assert pairs[0] == {"host1:1", "host2:1"}
+
+
+def test_latency_makes_a_step_longer() -> None:
+    near, far = (
+        plans(hosts(1, 1), both_ways("host0:1", "host1:1", Connection(latency)))[0]
+        for latency in (0.0, 1.0)
+    )
+    assert far.step_s >= near.step_s + 2
+
+
+def test_messages_that_cost_more_than_they_bring_are_not_sent() -> None:
+    """The cost is learned from steps of two stages, apart from what the link takes."""
+    links = both_ways("host0:1", "host1:1", Connection(0.01))
+    made = Planner(planned_job(), StageConfig(), hosts(0.01, 0.01), links)
+    assert len(made.plans()[0].stages) == 2
+    rehearsal = made.to_rehearse()
+    assert rehearsal is not None
+    job, chain, _ = rehearsal
+    assert job.addresses == served_by(made.plans()[0])
+    busy = {name: {"F": 0.08, "B": 0.04, "W": 0.04} for name in ("stage0", "stage1")}
+    quick = 0.2 + 2 * 0.01  # four micro-batches, one to fill, and there and back on the wire
+    made.calibrate(chain, MeasuredSteps(quick, 0.0, busy))
+    assert made.message_s == pytest.approx(0.0, abs=1e-3)
+    made.calibrate(chain, MeasuredSteps(quick + 0.5, 0.0, busy))
+    assert made.message_s > 0.04
+    assert len(made.plans()[0].stages) == 1
+
+
+def test_one_host_rehearses_nothing() -> None:
+    assert Planner(planned_job(), StageConfig(), hosts(1), {}).to_rehearse() is None
+
+
+def test_a_budget_forbids_the_cuts_that_would_exceed_it() -> None:
+    sizes = [MB] * 3 + [1000] + [MB] * 4
+    given = [
+        PlanHost(f"host{i}:1", profile([layer(1, received=size) for size in sizes]))
+        for i in range(2)
+    ]
+    budgets = {frozenset(("host0:1", "host1:1")): 2 * 4 * 1000}
+    required = frozenset(("host0:1", "host1:1"))
+    best = plans(given, None, Constraints(required, budgets))[0]
+    assert best.balance == [3, 5]
+    budgets = dict.fromkeys(budgets, 100)
+    with pytest.raises(ConfigError, match="no plan keeps to the budgets of the links"):
+        plans(given, None, Constraints(required, budgets))
+    assert len(plans(given, None, Constraints(frozenset(), budgets))[0].stages) == 1
+
+
+def test_a_required_host_takes_part_in_every_plan() -> None:
+    found = plans(hosts(1, 1, 9), None, Constraints(frozenset(("host2:1",))))
+    assert all("host2:1" in served_by(plan) for plan in found)
+
+
+def test_a_model_that_fits_no_host_is_cut_by_memory() -> None:
+    given = hosts(1, 9, limit=600, kept=100)  # of 8 layers
+    best = plans(given)[0]
+    layers = dict(zip(served_by(best), best.balance, strict=True))
+    assert layers == {"host0:1": 6, "host1:1": 2}
+    assert [stage.memory_bytes for stage in best.stages] == [100 * n for n in best.balance]
+
+
+def test_hosts_that_are_too_small_in_any_plan_are_told_by_how_much() -> None:
+    with pytest.raises(ConfigError) as raised:
+        plans(hosts(1, 1, limit=300, kept=100))
+    assert re.search(
+        r"each would need 100 B more\. .* balance = \[4, 4\], host\d:1 needs 400 B for layers "
+        r"\d to \d and may have 300 B",
+        str(raised.value),
+    )
+
+
+def test_a_lost_host_costs_what_its_spare_is_slower_or_a_new_plan() -> None:
+    with_spare, *_ = plans(hosts(1, 1, 2, layers=2), num_microbatches=4)
+    assert served_by(with_spare) in (["host0:1", "host1:1"], ["host1:1", "host0:1"])
+    assert with_spare.spares == ["host2:1"]
+    assert [loss.spare for loss in with_spare.losses] == ["host2:1"] * 2
+    assert [loss.step_s for loss in with_spare.losses] == [8, 9]  # the last one fills first
+    alone, *_ = plans(hosts(1, 1, layers=2), num_microbatches=4)
+    assert [(loss.spare, loss.step_s) for loss in alone.losses] == [(None, 8), (None, 8)]
+    small, *_ = plans(hosts(1, 1, layers=2, limit=100, kept=100))
+    assert [(loss.spare, loss.step_s) for loss in small.losses] == [(None, None)] * 2
+
+
+def test_a_host_too_small_for_any_stage_is_no_spare() -> None:
+    given = [
+        *hosts(1, 1, layers=2, kept=100),
+        PlanHost("tiny:1", profile([layer(1, kept=100)] * 2), 99),
+    ]
+    best = plans(given)[0]
+    assert (best.spares, best.unused) == ([], ["tiny:1"])
+
+
+def test_options_that_are_open_are_chosen_among_those_that_fit() -> None:
+    open_: dict[str, Any] = {"schedule": "auto", "max_in_flight": "auto"}
+    roomy = plans(hosts(1, 1, held=100), **open_)[0]
+    assert roomy.options.schedule == "zero-bubble"
+    tight = plans(hosts(1, 1, held=100, limit=800), **open_)[0]
+    assert tight.options.schedule == "1f1b"  # the first stage holds two micro-batches
+    assert roomy.step_s < tight.step_s
+
+
+def test_hosts_may_be_equal_in_everything() -> None:
+    found = plans(hosts(1, 1, 1), schedule="auto", max_in_flight="auto")
+    assert len(found) == 3
+
+
+def test_stages_that_are_modules_cannot_be_planned() -> None:
+    job = planned_job(model=None, stages=[{"module": "zoo:Encoder"}])
+    with pytest.raises(ConfigError, match=r"only a job with \[model\] can be planned"):
+        Planner(job, StageConfig(), hosts(1), {}).plans()
