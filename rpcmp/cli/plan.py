@@ -7,6 +7,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,12 @@ WIDTH = 140
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write CONFIG with the best plan, beside it.",
 )
+@click.option(
+    "--simulate",
+    "simulates",
+    is_flag=True,
+    help="CONFIG describes a cluster that need not exist; see `rpcmp guide clusters`.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan(
     config: Path,
@@ -73,6 +80,7 @@ def plan(
     memory: tuple[str, ...],
     link_budget: tuple[str, ...],
     output: Path | None,
+    simulates: bool,
     as_json: bool,
 ) -> None:
     """Decide which of the given hosts serve which layers of CONFIG.
@@ -80,13 +88,18 @@ def plan(
     Measures the layers and the memory on every host, and the links between them, and shows the best
     three plans: the stages in order, with the time of a step, memory, and what passes over each
     link; which hosts stand by; what losing each host would cost. Up to ten hosts the slowest part
-    of a step is the fastest possible; with more, the hosts are chosen by hill climbing. Nothing is
-    trained.
+    of a step is the fastest possible; with more, the hosts are chosen by hill climbing. A few steps
+    are trained and dropped.
 
     \b
     Example:
       rpcmp plan config.toml --connect a:50051,b:50051,c:50051 -o planned.toml
     """
+    if simulates:
+        if any((overrides, connect, use, without, memory, link_budget, output)):
+            raise click.UsageError("--simulate goes with no other option than --json")
+        _simulate(config, as_json)
+        return
     from rpcmp.tools import planning
 
     job = loader.load_config(config, overrides)
@@ -105,6 +118,22 @@ def plan(
     _show(found)
     if output is not None:
         echo(f"the first plan is in {output}: rpcmp drive {output}")
+
+
+def _simulate(path: Path, as_json: bool) -> None:
+    from rpcmp.cli.console import print_wide, table
+    from rpcmp.tools.cluster_simulation import HEADS, cells, load, outlook
+
+    cluster = load(path)
+    found = [outlook(cluster, number) for number in cluster.stages]
+    if as_json:
+        echo(json.dumps([asdict(each) for each in found]))
+        return
+    rows = [tuple(cells(each)) for each in found]
+    print_wide(table(HEADS, rows, right=HEADS, pad_edge=False), WIDTH)
+    for each in found:
+        for wall in each.walls:
+            echo(f"{each.stages} stages: {wall}")
 
 
 def _servers(connect: str | None, config: Config) -> list[str]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +25,6 @@ from typing import Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
-from rich.table import Table
 
 from rpcmp.config import loader
 from rpcmp.config.types import Positive, Size, Strict, format_size, parse_size
@@ -290,16 +289,6 @@ def one_f_one_b(
         run(rows, numbers, backwards, gradients[rows + 1, numbers])
         gradients[rows, numbers] = free[rows] + wire
     return started, free
-
-
-def table(found: Sequence[Outlook]) -> Table:
-    """Return a row for each number of stages."""
-    rows = Table(box=None, header_style="bold")
-    for head in HEADS:
-        rows.add_column(head, justify="right", no_wrap=True)
-    for each in found:
-        rows.add_row(*cells(each))
-    return rows
 
 
 def cells(found: Outlook) -> list[str]:

@@ -147,3 +147,36 @@ def test_a_config_that_is_not_written_leaves_no_file(job: JobFolder) -> None:
     result = rpcmp("plan", job.config(LAYERS), "--connect", NOWHERE, "-o", path)
     assert result.code == 75
     assert not path.exists()
+
+
+CLUSTER = """
+    stages = [4, 8]
+    [work]
+    forward_ms = 10.0
+    backward_ms = 20.0
+    state = "100 GB"
+"""
+
+
+def test_a_cluster_is_simulated_without_servers(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(CLUSTER)
+    shown = rpcmp("plan", path, "--simulate")
+    assert shown.code == 0, shown.err
+    heads, *lines = shown.out.splitlines()
+    assert heads.split()[:4] == ["stages", "s", "a", "step"]
+    assert [line.split()[0] for line in lines] == ["4", "8", "4", "8"]
+    assert lines[2].startswith("4 stages: copies of 93.1 GiB after each step take")
+    report = json.loads(rpcmp("plan", path, "--simulate", "--json").out)
+    assert [each["stages"] for each in report] == [4, 8]
+
+
+def test_a_simulation_takes_no_servers(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(CLUSTER.replace("forward_ms", "forwards_ms"))
+    refused = rpcmp("plan", path, "--simulate", "--connect", NOWHERE)
+    assert (refused.code, refused.out) == (2, "")
+    assert "--simulate goes with no other option" in refused.err
+    misspelt = rpcmp("plan", path, "--simulate")
+    assert misspelt.code == 2
+    assert "did you mean 'forward_ms'?" in misspelt.err
