@@ -1,6 +1,6 @@
 """A stage's snapshots in shared memory, and the step that a group can restore from them.
 
-    index   one page: for each slot its step, its length, whether it is complete and pinned
+    index   one page: for each slot its step, its length, whether it is complete and pinned, its cut
     slots   memfds; each holds one snapshot as the bytes of a safetensors file, or nothing
 
 A supervisor owns them and its workers write them, so they outlive a worker that dies: its successor
@@ -17,6 +17,10 @@ slow disk meanwhile. An unused slot costs nothing.
 **Which step is restored.** The newest that every worker can be brought to: from its own server,
 from another replica of its stage, which holds the same state, or from its mirror. Nothing here
 imports torch.
+
+**Cuts.** A run may move layers between stages, so each snapshot has the number of the model's cut
+that it was taken under. Steps count on across cuts, so all of this holds; of a step, there is only
+ever one snapshot here.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -41,8 +46,8 @@ NUM_SLOTS = 5
 RETAINED = 2
 """Newest snapshots that must not be overwritten while the next one is written."""
 
-_RECORD = struct.Struct("<QQBB")
-_PINNED = _RECORD.size - 1
+_RECORD = struct.Struct("<QQBBI")
+_PINNED = 17
 _SPACING = 32
 
 
@@ -58,12 +63,14 @@ class Snapshot:
     Attributes:
         length: bytes.
         is_pinned: whether it must stay until it is saved to a disk.
+        cut: the number of the cut of the model that it was taken under.
     """
 
     slot: int
     step: int
     length: int
     is_pinned: bool
+    cut: int = 0
 
 
 class Slots:
@@ -95,9 +102,10 @@ class Slots:
     def all(self) -> list[Snapshot]:
         found = []
         for slot in range(len(self)):
-            step, length, is_whole, is_pinned = _RECORD.unpack_from(self._index, slot * _SPACING)
+            record = _RECORD.unpack_from(self._index, slot * _SPACING)
+            step, length, is_whole, is_pinned, cut = record
             if is_whole:
-                found.append(Snapshot(slot, step, length, bool(is_pinned)))
+                found.append(Snapshot(slot, step, length, bool(is_pinned), cut))
         return sorted(found, key=lambda snapshot: snapshot.step)
 
     def get(self, step: int) -> Snapshot | None:
@@ -115,7 +123,9 @@ class Slots:
             self._record(slot, 0, 0)
         return slot
 
-    def commit(self, slot: int, step: int, length: int, pin: bool = False) -> Snapshot:
+    def commit(
+        self, slot: int, step: int, length: int, pin: bool = False, cut: int = 0
+    ) -> Snapshot:
         """Record that a slot holds a complete snapshot.
 
         Snapshots of the same or a later step belong to steps that were undone, and are dropped.
@@ -123,8 +133,8 @@ class Slots:
         for other in self.all():
             if other.step >= step:
                 self._record(other.slot, 0, 0)
-        self._record(slot, step, length, is_whole=True, is_pinned=pin)
-        return Snapshot(slot, step, length, pin)
+        self._record(slot, step, length, is_whole=True, is_pinned=pin, cut=cut)
+        return Snapshot(slot, step, length, pin, cut)
 
     def pin(self, slot: int) -> None:
         self._index[slot * _SPACING + _PINNED] = 1
@@ -165,8 +175,9 @@ class Slots:
         length: int,
         is_whole: bool = False,
         is_pinned: bool = False,
+        cut: int = 0,
     ) -> None:
-        _RECORD.pack_into(self._index, slot * _SPACING, step, length, is_whole, is_pinned)
+        _RECORD.pack_into(self._index, slot * _SPACING, step, length, is_whole, is_pinned, cut)
 
 
 @dataclass(frozen=True)
@@ -176,16 +187,25 @@ class HeldSnapshots:
     Attributes:
         own: the steps of its own stage.
         mirrored: the steps of another stage, by that stage's name.
+        later_cuts: what it holds of cuts other than the run's first, by their numbers.
     """
 
     own: Collection[int] = ()
     mirrored: Mapping[str, Collection[int]] = field(default_factory=dict)
+    later_cuts: Mapping[int, HeldSnapshots] = field(default_factory=dict)
 
     @classmethod
     def from_proto(cls, holdings: Iterable[pb.Holding]) -> HeldSnapshots:
         """Build from a stage server's report, in which the server's own stage has an empty name."""
-        by_name = {holding.stage_name: list(holding.steps) for holding in holdings}
-        return cls(by_name.pop("", []), by_name)
+        by_cut: defaultdict[int, dict[str, list[int]]] = defaultdict(dict)
+        for holding in holdings:
+            by_cut[holding.cut][holding.stage_name] = list(holding.steps)
+        later = {cut: cls(held.pop("", []), held) for cut, held in by_cut.items() if cut}
+        first = by_cut[0]
+        return cls(first.pop("", []), first, later)
+
+    def of_cut(self, cut: int) -> HeldSnapshots:
+        return self.later_cuts.get(cut, HeldSnapshots()) if cut else self
 
 
 @dataclass(frozen=True)

@@ -312,7 +312,13 @@ class SnapshotWriter:
         self._mapped: dict[int, tuple[mmap.mmap, dict[str, Tensor]]] = {}
 
     def write(
-        self, slot: int, step: int, tensors: Mapping[str, Tensor], metadata: str, pin: bool
+        self,
+        slot: int,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        metadata: str,
+        pin: bool,
+        cut: int = 0,
     ) -> Snapshot:
         """Write a snapshot; returns when all is copied.
 
@@ -321,7 +327,7 @@ class SnapshotWriter:
             step: the optimizer step after which the stage has this state.
             tensors: on any device, of layout strided.
             metadata: of the file, under "rpcmp".
-            pin: keep it until it is saved; see Slots.
+            pin, cut: see Slots.commit.
 
         Raises:
             TypeError: a dtype that the format does not have.
@@ -340,7 +346,7 @@ class SnapshotWriter:
         with torch.no_grad():
             for name, place in places.items():
                 place.copy_(tensors[name])
-        return self._slots.commit(slot, step, layout.length, pin)
+        return self._slots.commit(slot, step, layout.length, pin, cut)
 
     def _map(self, slot: int) -> tuple[mmap.mmap, dict[str, Tensor]]:
         if slot not in self._mapped:

@@ -32,6 +32,7 @@ def check(config: Config) -> None:
     _check_loss_weight(config)
     _check_count(config)
     _check_module(config)
+    _check_rebalance(config)
 
 
 def warnings(config: Config) -> list[str]:
@@ -214,3 +215,31 @@ def _check_module(config: Config) -> None:
                 f"stage {name!r}: `autocast` does not go with the model's `module`, which is cut "
                 "for one precision: give it to the job"
             )
+
+
+MOVED_FREELY = {"name", "addresses", "memory", "recompute", "replicas"}
+"""Keys of `[[stages]]` that change no bit of a layer that moves there; replicas are counted."""
+
+
+def _check_rebalance(config: Config) -> None:
+    """Refuse to move layers where they would compute something else, or could not be restored."""
+    if config.rebalance == "off":
+        return
+    if config.model is None:
+        raise ValueError("`rebalance` moves layers of a [model]; the [[stages]] here are modules")
+    if config.wire_dtype is not None:
+        raise ValueError("`rebalance` and `wire_dtype`: results would depend on where the cuts are")
+    if config.balance_replicas:
+        raise ValueError("`rebalance` and `balance_replicas`: a layer's replicas would change")
+    if config.rebalance == "auto" and not config.recovery.enabled:
+        raise ValueError('rebalance = "auto" needs recovery.enabled = true: it moves snapshots')
+    tables = [
+        {**stage.model_dump(exclude=MOVED_FREELY), "replicas": stage.num_replicas}
+        for stage in config.stages
+    ]
+    differing = {key for each in tables for key in each if each[key] != tables[0][key]}
+    if differing:
+        raise ValueError(
+            f"`rebalance`: a layer would not compute the same in each of the [[stages]], since "
+            f"they differ in {', '.join(sorted(differing))}"
+        )

@@ -268,6 +268,11 @@ class JobSettings(Strict):
     steps, or 1 with replicas, whose sums it would change."""
     balance_replicas: bool = False
     """Give a stage's replicas `shares` by their measured speed, if it has none."""
+    rebalance: Literal["off", "suggest", "auto"] = "off"
+    """If a host becomes slower or faster for good: "auto": move layers between two steps, if that
+    pays back within `rebalance_within` steps; "suggest": warn, and give the command."""
+    rebalance_within: Positive = 1000
+    """Steps within which moving layers has to gain more time than it takes."""
     wire_dtype: Literal["bfloat16"] | None = None
     """Float32 activations and gradients travel between stages as this."""
     autocast: Autocast | None = None

@@ -4,6 +4,7 @@ supervisor ──plan──> driver ──planned──> ...  ──join──> 
            ──stored──> driver ──store──> ...: requests of the agent to the rendezvous
            ──train──> driver ──start, progress, step, eval, report, summary, done──> ...
            ──saved──> driver: a checkpoint is on the disks
+           ──pause──> driver ──paused──> ...: another group goes on after the running step
            ──segments──> driver: a few steps for each "segment", until "finish"; with
                          another setting after a "reschedule"
            ──serve──> driver: calls come by another socket (rpcmp.launch) until it closes
@@ -117,7 +118,8 @@ class DriverProcess:
         self._messages: queue.Queue[Message] = queue.Queue()
         self._stop = threading.Event()
         self._training: Training | None = None
-        self._saves_at_end = False
+        self._saves_at_end = self._pauses = False
+        self._ends = threading.Event()
         self._store = ChannelStore(self._channel.send)
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -175,10 +177,16 @@ class DriverProcess:
             group.optimizer.load_scaler(progress.scaler)
         training = self._training = self._make_training(
             *(config, planned, group, tracers, progress, planned.settings),
-            order["generation"] - 1,
+            order["restarts"],
         )
         self._report(StartEvent(steps=training.total_steps))
         training.run(evaluate=order["evaluate"])
+        if self._pauses and not self._ends.is_set():
+            training.keep()
+            training.saves.wait()
+            self._activity.stop()
+            self._channel.send({"event": "paused"})
+            self._ends.wait()  # this process is killed, unless the run is to end just now
         if self._saves_at_end or config.checkpoint is not None:
             training.save()
         if sampler is not None:
@@ -263,6 +271,10 @@ class DriverProcess:
                     self._store.set_answer(message)
                 case "finish_step":
                     self._saves_at_end |= message["save"]
+                    self._ends.set()
+                    self._stop.set()
+                case "pause":
+                    self._pauses = True
                     self._stop.set()
                 case "saved":
                     if self._training is not None:

@@ -150,11 +150,21 @@ class Training:
         if step == 0 or self.saves.includes(step) or not self._config.takes_snapshots:
             return
         self.saves.start(step)
+        self._snapshot(Stage.save)
+
+    def keep(self) -> None:
+        """Let all stages hold their present state in memory, for another group to start from."""
+        step = self.progress.step
+        if step > 0 and not self._is_kept(step) and not self.saves.includes(step):
+            self._snapshot(Stage.keep)
+
+    def _snapshot(self, take: Callable[..., Any]) -> None:
+        step = self.progress.step
         if self._epoch_ended_after == step and not self._is_kept(step):
             # No stage has its state of before its scheduler stepped any more.
             self.progress = replace(self.progress, has_ended_epoch=True)
         self._report_progress()
-        self._group.workers.everywhere(Stage.save, step)
+        self._group.workers.everywhere(take, step)
 
     def segment(self, steps: int, loads_ahead: bool) -> SegmentTotals:
         """Train the next `steps` steps, and wait until all stages have done them.

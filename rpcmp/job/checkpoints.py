@@ -24,11 +24,12 @@ from typing import Any
 
 from rpcmp.checkpoint.folder import CheckpointFolder, RunCheckpoints, left_behind, look, remove
 from rpcmp.checkpoint.manifest import BestMark, Cursor, Manifest, StageFile
-from rpcmp.checkpoint.slots import CommonSnapshot, newest_common
+from rpcmp.checkpoint.slots import HeldSnapshots
 from rpcmp.config.schema import Config
 from rpcmp.config.stored import changes, stored
 from rpcmp.config.topology import Member
 from rpcmp.errors import CheckpointError, RpcmpError, SavingError
+from rpcmp.job.cuts import Cuts, HeldStep
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.job.takeover import About, LostJob
 from rpcmp.observability.events import (
@@ -71,7 +72,7 @@ class Checkpoints:
     """Completes checkpoints of the files that the stages have written.
 
     Attributes:
-        layers: of each stage, after `set_assignments`.
+        cuts: of the model into stages, the current one after `set_assignments`.
         generation: the number of the current group.
         run: the id of the run in its manifests; a resumed run keeps it.
         saved: the newest step with a checkpoint.
@@ -89,7 +90,7 @@ class Checkpoints:
         self._progress: dict[int, Message] = {}
         self._settled = 0
         self._software = software_versions()
-        self.layers: dict[str, list[str]] = {}
+        self.cuts = Cuts()
         self.generation = 1
         self.run = pool.job_id
         self.saved = 0
@@ -100,10 +101,17 @@ class Checkpoints:
         self.remove_elsewhere: Callable[[Path], Awaitable[None]] | None = None
 
     def set_assignments(self, assignments: Sequence[str]) -> None:
-        self.layers = {
-            worker.stage: json.loads(assignment)["layers"]
-            for worker, assignment in zip(self._config.workers, assignments, strict=True)
-        }
+        pairs = zip(self._config.workers, assignments, strict=True)
+        self.cuts.change_to({worker.stage: json.loads(text)["layers"] for worker, text in pairs})
+
+    @property
+    def layers(self) -> dict[str, list[str]]:
+        """The layers of each stage, after `set_assignments`."""
+        return self.cuts.layers
+
+    def newest_held(self, holdings: Mapping[str, HeldSnapshots]) -> HeldStep | None:
+        """Return the newest step that servers hold, and whose driver's state is here."""
+        return self.cuts.newest(self._config.workers, holdings, self._progress)
 
     def forget_parts(self) -> None:
         """Give up incomplete checkpoints: the generation that wrote them has ended."""
@@ -161,7 +169,9 @@ class Checkpoints:
 
     def take_over(self, lost: LostJob) -> list[str]:
         """Go on with another driver's run; returns the keys of the config that have changed."""
-        self.run = lost.about.run
+        self.run, layers = lost.about.run, self.cuts.layers
+        self.cuts = Cuts(lost.about.cuts or [lost.about.layers])
+        self.cuts.change_to(layers)
         for step, state in lost.states.items():
             self._progress[step] = {**state, "told": None, "awaits_save": False}
         return changes(lost.about.config, self._config)
@@ -174,6 +184,7 @@ class Checkpoints:
             run_folder=self._pool.run_folder,
             addresses=self._pool.addresses,
             layers=self.layers,
+            cuts=self.cuts.known,
             shares=shares,
             config=stored(self._config),
         )
@@ -193,13 +204,13 @@ class Checkpoints:
     async def leave(self) -> None:
         """Write a checkpoint of the newest step that the servers hold; warns if that fails."""
         holdings = await self._pool.holdings()
-        common = newest_common(self._config.workers, holdings, self.known_steps())
-        if common is None or common.step <= self.saved:
+        held = self.newest_held(holdings)
+        if held is None or held.common.step <= self.saved:
             return
-        self._is_leaving = True
-        self._started_at[common.step] = time.monotonic()
+        self._is_leaving, self.cuts.current = True, held.cut
+        self._started_at[held.common.step] = time.monotonic()
         firsts = [worker for worker in self._config.workers if worker.replica == 0]
-        parts = await asyncio.gather(*(self._save(worker, common) for worker in firsts))
+        parts = await asyncio.gather(*(self._save(worker, held) for worker in firsts))
         for worker, saved in zip(firsts, parts, strict=True):
             await self.add_part(worker.stage, saved)
 
@@ -380,17 +391,17 @@ class Checkpoints:
         if self.remove_elsewhere is not None:
             await self.remove_elsewhere(folder)
 
-    async def _save(self, worker: Member, common: CommonSnapshot) -> pb.Saved:
+    async def _save(self, worker: Member, held: HeldStep) -> pb.Saved:
         labels = [each.label for each in self._config.workers]
-        holder = labels.index(common.holders[worker.label])
+        holder, step = labels.index(held.common.holders[worker.label]), held.common.step
         request = pb.SaveRequest(
-            job_id=self._pool.job_id, stage_name=worker.stage, step=common.step
+            job_id=self._pool.job_id, stage_name=worker.stage, step=step, cut=held.cut
         )
         async with self._pool.client(self._pool.addresses[holder]) as client:
             try:
                 return await client.save(request)
             except RpcmpError as error:
-                return pb.Saved(step=common.step, error=str(error))
+                return pb.Saved(step=step, error=str(error))
 
 
 def mark_of(progress: Mapping[str, Any]) -> BestMark | None:

@@ -51,7 +51,7 @@ LAST_WORDS_SECONDS = 1.0
 
 LESS_MEMORY = "use a smaller data.batch_size or fewer data.num_workers, or give it more memory"
 
-DRIVER_MESSAGES = ("planned", "joined", "progress", "segment", "done")
+DRIVER_MESSAGES = ("planned", "joined", "progress", "segment", "paused", "done")
 """The messages of the driver process besides the events of the run."""
 
 EXPLAIN_SECONDS = 2.0
@@ -186,7 +186,7 @@ class Generation:
         """Return the next event of the run, or the next message about its course.
 
         Messages are "draining" (a server is being stopped), "saved" (one has written its part of a
-        checkpoint), and the driver process's "progress", "segment" and "done".
+        checkpoint), and the driver process's "progress", "segment", "paused" and "done".
         """
         if not self._events.empty():  # whatever was reported before the failure comes first
             return self._events.get_nowait()

@@ -6,9 +6,10 @@ the same place raised again after a replay   ──> fail
 the config, a version, a factory is wrong    ──> fail
 
     form a generation ──> workload runs ──> result
-          ↑                     │ fault
-          │             abandon the generation, decide ──> fail
-          └── pause, wait until servers are ready ──┘
+         ↑↑                     │ fault
+         │└─ it asks for that   │
+         │              abandon the generation, decide ──> fail
+         └── pause, wait until servers are ready ──┘
 
 `decide` is pure. A run that trains and a pipeline that serves its program's calls are two workloads
 of the same loop. A lost server is restarted or replaced in `server_pool`; a lost worker is replaced
@@ -150,6 +151,8 @@ class Progress:
     """The progress of a run when a generation failed; see `decide`.
 
     Attributes:
+        goes_back: whether the generation was an attempt that the next one undoes: whatever its
+            fault was, it is tried without.
         is_new: whether it has come further than at the fault before.
         interruption: the error to end with if a signal asks the run to stop.
     """
@@ -158,6 +161,11 @@ class Progress:
     has_begun: bool = True
     has_stepped: bool = True
     interruption: RpcmpError | None = None
+    goes_back: bool = False
+
+
+class PausedError(Exception):
+    """Raised by a workload that has paused, to go on in another generation."""
 
 
 class Workload(ABC, Generic[Result]):
@@ -212,6 +220,8 @@ class RecoveryLoop(Generic[Result]):
         while True:
             try:
                 return await self.attempt()
+            except PausedError:
+                await self.close()
             except RpcmpError as error:
                 await self.recover(error)
 
@@ -230,10 +240,12 @@ class RecoveryLoop(Generic[Result]):
         progress = await self._workload.settle(error, generation, unread)
         if progress.is_new:
             self._history = replace(self._history, restarts=0)
-        decision = decide(
-            *(error, self._history, self._recovery.max_restarts),
-            *(progress.has_begun, progress.has_stepped, self._pool.is_local),
-        )
+        decision = Decision(None, 0.0, self._history)
+        if not progress.goes_back:
+            decision = decide(
+                *(error, self._history, self._recovery.max_restarts),
+                *(progress.has_begun, progress.has_stepped, self._pool.is_local),
+            )
         self._history = decision.history
         final = decision.error or progress.interruption
         try:

@@ -9,19 +9,19 @@ be a different partition of the model than the one that wrote them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from rpcmp.checkpoint import files
 from rpcmp.checkpoint.folder import CheckpointFolder, require_none_asked_for, whole_runs
 from rpcmp.checkpoint.manifest import Manifest, StageFile, check_model
-from rpcmp.checkpoint.slots import CommonSnapshot, HeldSnapshots, newest_common
+from rpcmp.checkpoint.slots import HeldSnapshots
 from rpcmp.config.schema import Config
-from rpcmp.config.topology import Member
 from rpcmp.errors import CheckpointError
 from rpcmp.job.checkpoints import Checkpoints
+from rpcmp.job.cuts import HeldStep
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.job.takeover import LostJob
 from rpcmp.observability.events import Event, ResumedEvent, WarningEvent
@@ -42,26 +42,12 @@ class RestorePoint:
     Attributes:
         step: optimizer steps done.
         restores: the state of each worker, by its label; empty: all start from the config.
+        cut: the number of the cut of the model into stages; see rpcmp.job.cuts.
     """
 
     step: int = 0
     restores: Mapping[str, pb.Restore] = field(default_factory=dict)
-
-    @classmethod
-    def in_memory(
-        cls, common: CommonSnapshot, workers: Sequence[Member], addresses: Sequence[str]
-    ) -> RestorePoint:
-        """Return the restore point of a step that the servers at `addresses` hold."""
-        address_of = {w.label: address for w, address in zip(workers, addresses, strict=True)}
-        return cls(
-            common.step,
-            {
-                label: pb.Restore(
-                    step=common.step, address="" if holder == label else address_of[holder]
-                )
-                for label, holder in common.holders.items()
-            },
-        )
+    cut: int = 0
 
 
 ChooseRestorePoint = Callable[[list[str], dict[str, HeldSnapshots]], Awaitable[RestorePoint]]
@@ -102,13 +88,16 @@ class RestorePlanner:
         checkpoints that it may have to be resumed from.
         """
         self._checkpoints.set_assignments(assignments)
+        chosen = await self._choose(holdings)
+        return replace(chosen, cut=self._checkpoints.cuts.current)
+
+    async def _choose(self, holdings: dict[str, HeldSnapshots]) -> RestorePoint:
         if self._is_first:
             first = await self._choose_first(holdings)
             self._is_first = False
             return first
-        workers = self._config.workers
-        in_memory = newest_common(workers, holdings, self._checkpoints.known_steps())
-        if self._checkpoints.saved > (0 if in_memory is None else in_memory.step):
+        in_memory = self._checkpoints.newest_held(holdings)
+        if self._checkpoints.saved > (0 if in_memory is None else in_memory.common.step):
             try:
                 return await self._from_disk(run=self._checkpoints.run)
             except CheckpointError as error:
@@ -117,7 +106,12 @@ class RestorePlanner:
                 self._report(WarningEvent(text=str(error)))
         if in_memory is None:
             return RestorePoint()
-        return RestorePoint.in_memory(in_memory, workers, self._pool.addresses)
+        return self._in_memory(in_memory)
+
+    def _in_memory(self, held: HeldStep) -> RestorePoint:
+        workers, addresses = self._config.workers, self._pool.addresses
+        restores = self._checkpoints.cuts.restores(held, workers, addresses)
+        return RestorePoint(held.common.step, restores)
 
     async def _choose_first(self, holdings: dict[str, HeldSnapshots]) -> RestorePoint:
         if self._lost is not None and (taken := await self._take_over(self._lost, holdings)):
@@ -149,16 +143,17 @@ class RestorePlanner:
         stay together.
         """
         changed, run = self._checkpoints.take_over(lost), lost.about.run
-        common = newest_common(self._config.workers, holdings, lost.states)
-        if common is None or lost.about.layers != self._checkpoints.layers:
+        held = self._checkpoints.newest_held(holdings)
+        if held is None or lost.about.layers != self._checkpoints.layers:
             why = "its stages had other layers"
-            if common is None:
+            if held is None:
                 why = "the servers do not hold the same step of all stages any more"
             text = f"what the servers hold of the run cannot be used, since {why}"
             self._report(
                 WarningEvent(text=f"{text}; it goes on from a checkpoint, if there is one")
             )
             return None
+        common = held.common
         manifests = await asyncio.to_thread(self._folder.valid)
         saved = max((each.step for each in manifests if each.run == run), default=0)
         if saved > common.step:
@@ -172,7 +167,7 @@ class RestorePlanner:
                     return on_disk
         self._checkpoints.resume_at(common.step, saved)
         self._report(ResumedEvent(step=common.step, run=run, changed=changed, from_memory=True))
-        return RestorePoint.in_memory(common, self._config.workers, self._pool.addresses)
+        return self._in_memory(held)
 
     async def _other_runs(self) -> str:
         folder, job = self._config.checkpoint_folder, self._config.name

@@ -107,6 +107,7 @@ def prepare_request(
         code=code,
         data_paths=config.data_paths,
         init=config.init_path,
+        moves_layers=config.rebalance == "auto",
         **fields,
     )
 

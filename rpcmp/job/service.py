@@ -22,6 +22,7 @@ from rpcmp.checkpoint.slots import HeldSnapshots, newest_common
 from rpcmp.config.schema import Config
 from rpcmp.driver.operations import OPERATIONS, Effect, Operations
 from rpcmp.errors import ConfigError, DrainingError, JobError, RpcmpError
+from rpcmp.job.cuts import restores_of
 from rpcmp.job.generation import Generation
 from rpcmp.job.recovery import Progress, RecoveryLoop, Workload
 from rpcmp.job.restore_point import RestorePoint
@@ -230,7 +231,8 @@ class Service(Workload[int]):
         workers, states = self.config.workers, self._history.states
         common = newest_common(workers, holdings, states)
         if common is not None:
-            return RestorePoint.in_memory(common, workers, self._pool.addresses)
+            restores = restores_of(common, workers, self._pool.addresses)
+            return RestorePoint(common.step, restores)
         if 0 not in states:
             raise ConfigError("no server holds any more what the pipeline was; launch it again")
         return RestorePoint()

@@ -59,6 +59,7 @@ class About(Strict):
         run_folder: name of the folder of its checkpoints; empty: the folder of all.
         addresses: of the servers, by worker; a spare may have replaced one that the config names.
         layers: of each stage, by its name.
+        cuts: all that the run has had; see rpcmp.job.cuts.
         shares: of the replicas of stages, by the stage's index.
         config: as manifests have it.
     """
@@ -67,6 +68,7 @@ class About(Strict):
     run_folder: Annotated[str, Field(pattern=f"^({RUN_NAME.pattern})?$")]
     addresses: list[Address]
     layers: dict[str, list[str]]
+    cuts: list[dict[str, list[str]]] = Field(default_factory=list)
     shares: dict[int, list[Positive]]
     config: dict[str, JsonValue]
 
@@ -77,7 +79,9 @@ class About(Strict):
         """
         if list(self.layers) != config.stage_names:
             return config
-        if config.model is not None and config.model.balance == "auto":
+        if config.model is not None and (
+            config.model.balance == "auto" or config.rebalance == "auto"
+        ):
             config = config.with_balance([len(layers) for layers in self.layers.values()])
         return config.with_measured_shares(self.shares) if config.balance_replicas else config
 

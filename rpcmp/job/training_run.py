@@ -289,6 +289,11 @@ class TrainingRun:
         else:
             task.cancel()
 
+    def rebalance(self, balance: list[int], reason: str = "") -> None:
+        """Go on with these numbers of layers per stage after the running step, if it trains."""
+        if self._workload is not None:
+            self._workload.rebalance(balance, reason)
+
     def saves_on(self, signum: int) -> bool:
         """Return whether a signal saves: a Ctrl-C does only if the config asks for checkpoints."""
         return signum != signal.SIGINT or self._config.checkpoint is not None

@@ -23,7 +23,8 @@ from rpcmp.errors import (
 )
 from rpcmp.job.checkpoints import Checkpoints
 from rpcmp.job.generation import Generation
-from rpcmp.job.recovery import Progress, Workload
+from rpcmp.job.moving_balance import MovingBalance
+from rpcmp.job.recovery import PausedError, Progress, Workload
 from rpcmp.job.restore_point import RestorePlanner, Start
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.job.takeover import DriverRecord, LostJob, held_seconds
@@ -78,10 +79,11 @@ class TrainingWorkload(Workload[SummaryEvent]):
         self.checkpoints = Checkpoints(config, pool, events.emit)
         if lost is not None:
             self.checkpoints.generation = lost.generation + 1
+        self._balance = MovingBalance(config, events.emit)
         self._planner = RestorePlanner(config, pool, self.checkpoints, events.emit, start, lost)
         records = config.recovery.enabled and not pool.is_local  # own servers end with the driver
         self._record = DriverRecord() if records else None
-        self.is_training = False
+        self.is_training = self._is_finishing = False
         self._generation: Generation | None = None
         self.has_begun = False
         self._first_step = 0
@@ -98,8 +100,15 @@ class TrainingWorkload(Workload[SummaryEvent]):
 
     def finish_step(self, save: bool) -> None:
         """Let the driver process stop after its running step, and save it if `save`."""
+        self._is_finishing = True
         if self._generation is not None:
             self._generation.send({"op": "finish_step", "save": save})
+
+    def rebalance(self, balance: list[int], reason: str) -> None:
+        """Go on after the running step with these numbers of layers per stage, if it trains."""
+        if self.is_training and not self._is_finishing and self._generation is not None:
+            self._balance.want(balance, reason)
+            self._generation.send({"op": "pause"})
 
     def interruption(self, signum: int) -> InterruptedJobError:
         """Return the error of a run that a signal has ended."""
@@ -122,7 +131,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
             self.checkpoints.generation += 1
         self._vitals.start_generation()
         self._generation = Generation(
-            self._config,
+            self._balance.config,
             self._pool,
             self.checkpoints.generation,
             choose=self._planner.choose,
@@ -142,7 +151,8 @@ class TrainingWorkload(Workload[SummaryEvent]):
         await self.checkpoints.remove_left_behind(ended_well=False)
         outputs = OutputFiles(generation.driver_scratch)
         progress = self.checkpoints.progress_of(step)
-        order = {**self._order, "progress": progress, "generation": generation.number}
+        restarts = generation.number - 1 - self._balance.num_changes
+        order = {**self._order, "progress": progress, "restarts": restarts}
         generation.send(outputs.redirect(order))
         summary = await self._train(generation)
         await asyncio.to_thread(outputs.deliver)
@@ -201,6 +211,13 @@ class TrainingWorkload(Workload[SummaryEvent]):
         match event:
             case Event():
                 self._events.emit_new(event)
+                if isinstance(event, StepEvent):
+                    self._balance.confirm(event.step)
+            case {"event": "paused"} if not self._is_finishing:  # else it ends instead
+                self.is_training = False
+                self._balance.change(self._events.step, self.checkpoints.layers)
+                self.checkpoints.forget_parts()
+                raise PausedError
             case {"event": "progress"}:
                 completed = await self.checkpoints.add_progress(event)
                 self._record_step(event["step"])
@@ -234,6 +251,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
         if isinstance(error, InterruptedJobError):
             raise error  # the step is complete, and saved if it has to be
         step = self._events.step
+        goes_back = self._balance.go_back(error)
         is_new, self._step_at_fault = step > self._step_at_fault, step
         if is_new:
             self._first_fault = None
@@ -241,7 +259,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
         if self._signals:
             interruption = InterruptedJobError(self._signals[0], step)
             interruption.add_note(f"it could not end in good order: {error}")
-        return Progress(is_new, self.has_begun, step > self._first_step, interruption)
+        return Progress(is_new, self.has_begun, step > self._first_step, interruption, goes_back)
 
     def report_fault(self, error: RpcmpError, generation: Generation) -> None:
         self._first_fault = self._first_fault or error

@@ -210,6 +210,7 @@ class WorkerGroup:
                     stage_name=self._workers[rank].stage,
                     assignment=assignments[rank],
                     restore=restore_point.restores.get(client.name),
+                    cut=restore_point.cut,
                     is_mirrored=mirror is not None and machines[mirror] != machines[rank],
                     mirrored_by=None if mirror is None else self._workers[mirror].stage_index,
                     saves=self._workers[rank].replica == 0,

@@ -1,7 +1,8 @@
 """Which calls a certificate permits: per group of a job, and per method. No I/O.
 
     driver             ──> everything
-    stage N, a spare   ──> the methods for members, and the data of stage N
+    stage N, a spare   ──> the methods for members, and the data of stage N; that of all stages of a
+                           job that moves layers from stage to stage
     any other stage    ──> nothing
 
 Replicas of a stage have the same role, and a spare can be any stage, so a certificate tells neither
@@ -109,18 +110,25 @@ class GroupMembers:
         )
 
     def require_may_fetch(
-        self, role: Role | None, request: pb.FetchRequest, mirrored_by: int | None
+        self,
+        role: Role | None,
+        request: pb.FetchRequest,
+        mirrored_by: int | None,
+        moves_layers: bool = False,
     ) -> None:
         """Refuse a snapshot or file that the caller's certificate gives no right to.
 
         Args:
             mirrored_by: index of the stage that mirrors the server's own; None: no stage does.
+            moves_layers: whether stages may have to take layers over from any other.
         """
         name = request.stage_name
         if request.path:
             self.require_member(role, "read its checkpoints")
         elif request.newer:
             self.require_stage(role, mirrored_by, f"mirror stage {name!r}")
+        elif moves_layers:
+            self.require_member(role, f"read snapshots of {name!r}")
         else:
             index = self.stages.index(name) if name in self.stages else None
             self.require_stage(role, index, f"read snapshots of {name!r}")

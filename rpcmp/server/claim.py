@@ -115,6 +115,7 @@ class Claim:
         identity = (request.job_id, request.generation, member.name)
         self.relay = Relay(*identity, forks, dialer, self._refused, self._cannot_reach)
         self.mirrored_by: int | None = None
+        self.moves_layers = request.moves_layers
         self._store: StoreProxy | None = None
         self._pulse = HeartbeatMonitor(request.heartbeat_timeout)
         self._threads = request.threads
@@ -157,7 +158,7 @@ class Claim:
         self._child = await Child.spawn(
             WORKERS,
             compute_environment(self._threads),
-            self._snapshot_store.slots.fds,
+            self._snapshot_store.inherited,
             self._forks,
             self._add_line,
             file_access,
@@ -184,13 +185,17 @@ class Claim:
         restore = request.restore if request.HasField("restore") else None
         self.step = restore.step if restore else 0
         self.mirrored_by = request.mirrored_by if request.HasField("mirrored_by") else None
-        files = await self._snapshot_store.prepare(request.stage_name, restore, self.generation)
+        store = self._snapshot_store
+        files, parts = await store.prepare(
+            request.stage_name, restore, self.generation, request.cut
+        )
         if files and not self._finds_files:
             await self._spawn_again()
         await self._forks.add_address(request.rank)
         self._start = {
             "op": "start",
-            "restore": {"step": restore.step, "files": files} if restore else None,
+            "restore": {"step": restore.step, "files": files, "parts": parts} if restore else None,
+            "cut": request.cut,
             "is_mirrored": request.is_mirrored,
             "saves": request.saves,
             # A state restored by an earlier generation was rehearsed then.
@@ -294,6 +299,7 @@ class Claim:
                 self._store.handle(message)
             case "joined":
                 self.listens = pb.WatchResponse(listens=message["address"]).listens[:MAX_WORD]
+                self._snapshot_store.parts.free()  # the worker has copied what it needs
                 await self._become(State.SERVER_STATE_RUNNING)
             case "beat":
                 self.step = max(self.step, self.doing.step)

@@ -14,6 +14,7 @@ compute on the same cores.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -30,6 +31,7 @@ from rpcmp.checkpoint.slots import Slots, Snapshot
 from rpcmp.errors import CheckpointError, JobError, one_line
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.server.client import StageClient
+from rpcmp.server.moved_layers import PartMemory
 from rpcmp.server.snapshot_transfer import Mirror, blocks, open_memory, receive, receive_file
 from rpcmp.v1 import control_pb2 as pb
 
@@ -48,6 +50,7 @@ class SnapshotStore:
         job_id: the job; empty if there is none.
         stage_name: of the server's own stage.
         slots: the own stage's snapshots.
+        parts: other stages', while a fresh worker takes layers over from them.
         mirror: another stage's snapshots; None if there is no mirror.
         freed: called when a slot can be written again.
         acknowledged: called with each step that the mirror has acknowledged.
@@ -58,6 +61,7 @@ class SnapshotStore:
         self.job_id = ""
         self.stage_name = ""
         self.slots = Slots.create()
+        self.parts = PartMemory()
         self.mirror: Mirror | None = None
         self.freed: Callable[[], None] = lambda: None
         self.acknowledged: Callable[[int], None] = lambda step: None
@@ -82,6 +86,11 @@ class SnapshotStore:
             await self.clear()
             self.job_id = job_id
         self._folder, self._target = folder, target
+
+    @property
+    def inherited(self) -> tuple[int, ...]:
+        """The descriptors that a worker gets."""
+        return (*self.slots.fds, *self.parts.fds)
 
     @property
     def keeps_nothing(self) -> str:
@@ -109,6 +118,7 @@ class SnapshotStore:
         self.job_id = self.stage_name = ""
         self._folder = self._target = NO_FOLDER
         self.slots.free_memory()
+        self.parts.free()
         await self.notify()
 
     async def pause(self) -> None:
@@ -117,6 +127,7 @@ class SnapshotStore:
         A save that is under way continues. A snapshot whose save was not requested before the
         worker ended is not saved.
         """
+        self.parts.free()
         if self.mirror is not None:
             await self.mirror.pause()
         for snapshot in self.slots.all():
@@ -134,8 +145,9 @@ class SnapshotStore:
         if self.mirror is not None:
             held[self.mirror.stage_name] = self.mirror.slots
         return [
-            pb.Holding(stage_name=name, steps=[snapshot.step for snapshot in slots.all()])
+            pb.Holding(stage_name=name, cut=cut, steps=[each.step for each in of_cut])
             for name, slots in held.items()
+            for cut, of_cut in itertools.groupby(slots.all(), lambda snapshot: snapshot.cut)
         ]
 
     async def start_mirror(self, request: pb.MirrorRequest) -> None:
@@ -150,29 +162,37 @@ class SnapshotStore:
             await last.close()
 
     async def prepare(
-        self, stage_name: str, restore: pb.Restore | None, generation: int
-    ) -> list[str]:
-        """Prepare the state for a fresh worker; return the files to restore if it is not in memory.
+        self, stage_name: str, restore: pb.Restore | None, generation: int, cut: int = 0
+    ) -> tuple[list[str], list[int]]:
+        """Prepare the state for a fresh worker.
+
+        Returns:
+            The files to restore if it is not in memory, and the places of the snapshots among what
+            the worker inherits if they are of another cut.
 
         Args:
             stage_name: the server's own stage.
             restore: the snapshot or files; None: the worker starts from the config.
             generation: of the group that the worker and the servers to fetch from belong to.
+            cut: of that group.
         """
         file_of(stage_name)
         self.stage_name = stage_name
         self._last_acknowledged = 0
         if restore is None:
             self.slots.drop_all()
-            return []
+            return [], []
         if restore.files:
             self.slots.drop_all()
-            return [await self._file(file, generation) for file in restore.files]
-        if restore.address:
-            await self._fetch(restore, generation)
+            return [await self._file(file, generation) for file in restore.files], []
         self.slots.truncate_after(restore.step)
-        self._require(stage_name, restore.step)
-        return []
+        if restore.parts:
+            step = restore.step
+            return [], [await self._part(part, step, generation) for part in restore.parts]
+        if restore.address:
+            await self._fetch(restore, generation, cut)
+        self._require(stage_name, restore.step, cut)
+        return [], []
 
     async def stream(self, request: pb.FetchRequest) -> AsyncIterator[pb.FetchResponse]:
         """Yield the description of a snapshot, and then its bytes; or a checkpoint's file."""
@@ -187,9 +207,12 @@ class SnapshotStore:
         if request.newer:
             slots, snapshot = self.slots, await self._next(request)
         else:
-            slots, snapshot = self._require(request.stage_name, request.step)
+            slots, snapshot = self._require(request.stage_name, request.step, request.cut)
         yield pb.FetchResponse(
-            step=snapshot.step, size=snapshot.length, is_saved=snapshot.is_pinned
+            step=snapshot.step,
+            size=snapshot.length,
+            is_saved=snapshot.is_pinned,
+            cut=snapshot.cut,
         )
         async for part in blocks(slots.fd(snapshot.slot), snapshot.length):
             yield part
@@ -215,12 +238,13 @@ class SnapshotStore:
             raise JobError("the job has ended")
         return snapshot
 
-    def _require(self, stage_name: str, step: int) -> tuple[Slots, Snapshot]:
+    def _require(self, stage_name: str, step: int, cut: int) -> tuple[Slots, Snapshot]:
         held = [(self.stage_name, self.slots)]
         if self.mirror is not None:
             held.append((self.mirror.stage_name, self.mirror.slots))
         for name, slots in held:
-            if name == stage_name and (snapshot := slots.get(step)) is not None:
+            snapshot = slots.get(step) if name == stage_name else None
+            if snapshot is not None and snapshot.cut == cut:
                 return slots, snapshot
         raise CheckpointError(f"holds no snapshot of stage {stage_name!r} at step {step}")
 
@@ -245,9 +269,9 @@ class SnapshotStore:
         self.freed()
         await on_saved(saved)
 
-    async def save(self, stage_name: str, step: int) -> pb.Saved:
+    async def save(self, stage_name: str, step: int, cut: int) -> pb.Saved:
         """Write a snapshot into the checkpoint of its step, and return the result."""
-        slots, snapshot = self._require(stage_name, step)
+        slots, snapshot = self._require(stage_name, step, cut)
         slots.pin(snapshot.slot)
         return await self._save(slots, snapshot, stage_name)
 
@@ -264,16 +288,34 @@ class SnapshotStore:
         arguments = slots, snapshot, stage_name, self._target
         return await loop.run_in_executor(self._disk, save_snapshot, *arguments)
 
-    async def _fetch(self, restore: pb.Restore, generation: int) -> None:
+    async def _fetch(self, restore: pb.Restore, generation: int, cut: int) -> None:
         """Copy a snapshot of this stage from another server."""
         request = pb.FetchRequest(
             job_id=self.job_id,
             generation=generation,
             stage_name=self.stage_name,
             step=restore.step,
+            cut=cut,
         )
         async with StageClient(self.stage_name, restore.address, self._dialer) as client:
             await receive(client.fetch(request), self.slots)
+
+    async def _part(self, part: pb.Part, step: int, generation: int) -> int:
+        """Have a snapshot of another cut where the worker finds it; return where that is."""
+        request = pb.FetchRequest(
+            job_id=self.job_id,
+            generation=generation,
+            stage_name=part.stage_name,
+            step=step,
+            cut=part.cut,
+        )
+        if part.address:
+            async with StageClient(self.stage_name, part.address, self._dialer) as client:
+                return await self.parts.add(client.fetch(request))
+        slots, snapshot = self._require(part.stage_name, step, part.cut)
+        if slots is self.slots:
+            return 1 + snapshot.slot
+        return await self.parts.add(self.stream(request))
 
     async def _file(self, file: pb.CheckpointFile, generation: int) -> str:
         """Return the path of a checkpoint's file on this host's disk; fetch it if necessary."""

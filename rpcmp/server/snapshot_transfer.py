@@ -24,10 +24,11 @@ from rpcmp.net.identity import GRPC
 from rpcmp.net.local_peer import is_process
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.process.memory_access import open_descriptor
-from rpcmp.process.resources import MEMORY, is_sealed
+from rpcmp.process.resources import is_sealed
 from rpcmp.server.client import StageClient
 from rpcmp.server.connection import machine
 from rpcmp.server.hardened_grpc import Callers
+from rpcmp.server.moved_layers import fill
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import control_pb2_grpc
 
@@ -61,18 +62,8 @@ async def receive(stream: AsyncIterator[pb.FetchResponse], slots: Slots, pin: bo
     slot = slots.reserve()
     if slot is None:
         raise AssertionError("a mirror pins nothing for longer than a save takes")
-    if head.size > MEMORY:
-        raise UnreachableError(f"a snapshot of {head.size} bytes is more than this host's memory")
-    fd = slots.fd(slot)
-    os.ftruncate(fd, head.size)
-    offset = 0
-    async for part in stream:
-        if offset + len(part.data) > head.size:
-            raise UnreachableError(f"more than {head.size} bytes of a snapshot have arrived")
-        offset += os.pwrite(fd, part.data, offset)
-    if offset != head.size:
-        raise UnreachableError(f"only {offset} of {head.size} bytes of a snapshot have arrived")
-    slots.commit(slot, head.step, head.size, pin=pin and head.is_saved)
+    await fill(slots.fd(slot), head, stream)
+    slots.commit(slot, head.step, head.size, pin=pin and head.is_saved, cut=head.cut)
     return head.step
 
 
@@ -234,7 +225,7 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
         # A host that was replaced must not speak for its successor.
         claim = self._server.claimed_by(request.job_id, request.generation)
         role = self._callers.role(grpc_context.peer())
-        claim.group.require_may_fetch(role, request, claim.mirrored_by)
+        claim.group.require_may_fetch(role, request, claim.mirrored_by, claim.moves_layers)
         snapshot_store = self._store_of(request.job_id)
         with self._one_more():
             async for part in snapshot_store.stream(request):
@@ -242,7 +233,7 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
 
     async def Save(self, request: pb.SaveRequest, grpc_context: GrpcContext) -> pb.SaveResponse:
         snapshot_store = self._store_of(request.job_id)
-        saved = await snapshot_store.save(request.stage_name, request.step)
+        saved = await snapshot_store.save(request.stage_name, request.step, request.cut)
         return pb.SaveResponse(saved=saved)
 
     async def Mirror(

@@ -237,6 +237,7 @@ class PrepareRequest(_message.Message):
     KEEP_S_FIELD_NUMBER: _builtins.int
     DROPS_HELD_FIELD_NUMBER: _builtins.int
     INIT_FIELD_NUMBER: _builtins.int
+    MOVES_LAYERS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """the name that people see"""
     job_id: _builtins.str
@@ -264,6 +265,8 @@ class PrepareRequest(_message.Message):
     """takes the server even if it holds a lost driver's job"""
     init: _builtins.str
     """absolute; weights to start from, on this host or sent by Put"""
+    moves_layers: _builtins.bool
+    """stages may take layers over, and read each other's snapshots"""
     @_builtins.property
     def versions(self) -> Global___Versions: ...
     @_builtins.property
@@ -303,10 +306,11 @@ class PrepareRequest(_message.Message):
         keep_s: _builtins.float = ...,
         drops_held: _builtins.bool = ...,
         init: _builtins.str = ...,
+        moves_layers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_folder", b"checkpoint_folder", "checkpoint_run", b"checkpoint_run", "code", b"code", "data_paths", b"data_paths", "driver_id", b"driver_id", "drops_held", b"drops_held", "generation", b"generation", "group", b"group", "heartbeat_timeout", b"heartbeat_timeout", "init", b"init", "job", b"job", "job_id", b"job_id", "keep_s", b"keep_s", "may_keep_nothing", b"may_keep_nothing", "relative_checkpoint_folder", b"relative_checkpoint_folder", "replica", b"replica", "stage_index", b"stage_index", "supersedes", b"supersedes", "threads", b"threads", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_folder", b"checkpoint_folder", "checkpoint_run", b"checkpoint_run", "code", b"code", "data_paths", b"data_paths", "driver_id", b"driver_id", "drops_held", b"drops_held", "generation", b"generation", "group", b"group", "heartbeat_timeout", b"heartbeat_timeout", "init", b"init", "job", b"job", "job_id", b"job_id", "keep_s", b"keep_s", "may_keep_nothing", b"may_keep_nothing", "moves_layers", b"moves_layers", "relative_checkpoint_folder", b"relative_checkpoint_folder", "replica", b"replica", "stage_index", b"stage_index", "supersedes", b"supersedes", "threads", b"threads", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -415,8 +419,11 @@ class Holding(_message.Message):
 
     STAGE_NAME_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    CUT_FIELD_NUMBER: _builtins.int
     stage_name: _builtins.str
     """empty: of the server's own stage"""
+    cut: _builtins.int
+    """the number of the cut of the model that they were taken under"""
     @_builtins.property
     def steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -424,10 +431,11 @@ class Holding(_message.Message):
         *,
         stage_name: _builtins.str = ...,
         steps: _abc.Iterable[_builtins.int] | None = ...,
+        cut: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["stage_name", b"stage_name", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "stage_name", b"stage_name", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -501,6 +509,7 @@ class StartRequest(_message.Message):
     READS_SENT_INIT_FIELD_NUMBER: _builtins.int
     DEVICES_HERE_FIELD_NUMBER: _builtins.int
     PLACE_HERE_FIELD_NUMBER: _builtins.int
+    CUT_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     stage_name: _builtins.str
@@ -519,6 +528,8 @@ class StartRequest(_message.Message):
     """reads what Put has sent of `init`, which this host lacks"""
     place_here: _builtins.int
     """which of them is its own"""
+    cut: _builtins.int
+    """the number of the group's cut of the model into stages"""
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """RPC names, by rank"""
@@ -548,10 +559,11 @@ class StartRequest(_message.Message):
         reads_sent_init: _builtins.bool = ...,
         devices_here: _abc.Iterable[_builtins.str] | None = ...,
         place_here: _builtins.int = ...,
+        cut: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_mirrored_by", b"_mirrored_by", "mirrored_by", b"mirrored_by", "restore", b"restore"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mirrored_by", b"_mirrored_by", "assignment", b"assignment", "devices_here", b"devices_here", "generation", b"generation", "is_mirrored", b"is_mirrored", "job_id", b"job_id", "members", b"members", "mirrored_by", b"mirrored_by", "place_here", b"place_here", "rank", b"rank", "reads_sent_init", b"reads_sent_init", "rendezvous", b"rendezvous", "restore", b"restore", "saves", b"saves", "stage_name", b"stage_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mirrored_by", b"_mirrored_by", "assignment", b"assignment", "cut", b"cut", "devices_here", b"devices_here", "generation", b"generation", "is_mirrored", b"is_mirrored", "job_id", b"job_id", "members", b"members", "mirrored_by", b"mirrored_by", "place_here", b"place_here", "rank", b"rank", "reads_sent_init", b"reads_sent_init", "rendezvous", b"rendezvous", "restore", b"restore", "saves", b"saves", "stage_name", b"stage_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__mirrored_by: _TypeAlias = _typing.Literal["mirrored_by"]  # noqa: Y015
     _WhichOneofArgType__mirrored_by: _TypeAlias = _typing.Literal["_mirrored_by", b"_mirrored_by"]  # noqa: Y015
@@ -568,6 +580,7 @@ class Restore(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     address: _builtins.str
     """of the server to fetch the snapshot from; empty: it is here"""
@@ -575,20 +588,53 @@ class Restore(_message.Message):
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___CheckpointFile]:
         """empty: a snapshot"""
 
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]:
+        """Snapshots that have the stage's layers, of another cut of the model; empty: one of this cut."""
+
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
         address: _builtins.str = ...,
         files: _abc.Iterable[Global___CheckpointFile] | None = ...,
+        parts: _abc.Iterable[Global___Part] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "files", b"files", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "files", b"files", "parts", b"parts", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Restore: _TypeAlias = Restore  # noqa: Y015
+
+@_typing.final
+class Part(_message.Message):
+    """A snapshot of one of the stages that a stage has its layers from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_NAME_FIELD_NUMBER: _builtins.int
+    CUT_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    stage_name: _builtins.str
+    cut: _builtins.int
+    address: _builtins.str
+    """of the server to fetch it from; empty: it is here"""
+    def __init__(
+        self,
+        *,
+        stage_name: _builtins.str = ...,
+        cut: _builtins.int = ...,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cut", b"cut", "stage_name", b"stage_name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Part: _TypeAlias = Part  # noqa: Y015
 
 @_typing.final
 class CheckpointFile(_message.Message):
@@ -1072,6 +1118,7 @@ class FetchRequest(_message.Message):
     NEWER_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    CUT_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     stage_name: _builtins.str
     step: _builtins.int
@@ -1081,6 +1128,8 @@ class FetchRequest(_message.Message):
     path: _builtins.str
     """a file of a checkpoint instead"""
     generation: _builtins.int
+    cut: _builtins.int
+    """of the snapshot of exactly that step"""
     def __init__(
         self,
         *,
@@ -1090,10 +1139,11 @@ class FetchRequest(_message.Message):
         newer: _builtins.bool = ...,
         path: _builtins.str = ...,
         generation: _builtins.int = ...,
+        cut: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job_id", b"job_id", "newer", b"newer", "path", b"path", "stage_name", b"stage_name", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "generation", b"generation", "job_id", b"job_id", "newer", b"newer", "path", b"path", "stage_name", b"stage_name", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1107,11 +1157,13 @@ class FetchResponse(_message.Message):
     SIZE_FIELD_NUMBER: _builtins.int
     IS_SAVED_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    CUT_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     size: _builtins.int
     is_saved: _builtins.bool
     """whether it goes to a disk"""
     data: _builtins.bytes
+    cut: _builtins.int
     def __init__(
         self,
         *,
@@ -1119,10 +1171,11 @@ class FetchResponse(_message.Message):
         size: _builtins.int = ...,
         is_saved: _builtins.bool = ...,
         data: _builtins.bytes = ...,
+        cut: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "is_saved", b"is_saved", "size", b"size", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "data", b"data", "is_saved", b"is_saved", "size", b"size", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1135,19 +1188,22 @@ class SaveRequest(_message.Message):
     JOB_ID_FIELD_NUMBER: _builtins.int
     STAGE_NAME_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    CUT_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     stage_name: _builtins.str
     step: _builtins.int
+    cut: _builtins.int
     def __init__(
         self,
         *,
         job_id: _builtins.str = ...,
         stage_name: _builtins.str = ...,
         step: _builtins.int = ...,
+        cut: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "stage_name", b"stage_name", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "job_id", b"job_id", "stage_name", b"stage_name", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

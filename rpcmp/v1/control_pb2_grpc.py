@@ -559,8 +559,9 @@ class SnapshotsStub:
     """A stage's snapshots: what it was right after its last optimizer steps, held by its own server and
     by a neighbour's. They outlive workers, and a lost connection to the driver.
 
-    Fetch is for members of the claim's group: a stage's snapshot is for servers of that stage, what
-    is newer than a step for the stage that mirrors this one.
+    Fetch is for members of the claim's group: a stage's snapshot is for servers of that stage, or of
+    all stages of a job that moves layers between them; what is newer than a step for the stage that
+    mirrors this one.
     """
 
     def __init__(self, channel):
@@ -605,8 +606,9 @@ class SnapshotsServicer:
     """A stage's snapshots: what it was right after its last optimizer steps, held by its own server and
     by a neighbour's. They outlive workers, and a lost connection to the driver.
 
-    Fetch is for members of the claim's group: a stage's snapshot is for servers of that stage, what
-    is newer than a step for the stage that mirrors this one.
+    Fetch is for members of the claim's group: a stage's snapshot is for servers of that stage, or of
+    all stages of a job that moves layers between them; what is newer than a step for the stage that
+    mirrors this one.
     """
 
     def Fetch(self, request, context):
@@ -697,8 +699,9 @@ class Snapshots:
     """A stage's snapshots: what it was right after its last optimizer steps, held by its own server and
     by a neighbour's. They outlive workers, and a lost connection to the driver.
 
-    Fetch is for members of the claim's group: a stage's snapshot is for servers of that stage, what
-    is newer than a step for the stage that mirrors this one.
+    Fetch is for members of the claim's group: a stage's snapshot is for servers of that stage, or of
+    all stages of a job that moves layers between them; what is newer than a step for the stage that
+    mirrors this one.
     """
 
     @staticmethod

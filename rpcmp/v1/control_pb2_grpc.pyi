@@ -226,8 +226,9 @@ class SnapshotsStub:
     """A stage's snapshots: what it was right after its last optimizer steps, held by its own server and
     by a neighbour's. They outlive workers, and a lost connection to the driver.
 
-    Fetch is for members of the claim's group: a stage's snapshot is for servers of that stage, what
-    is newer than a step for the stage that mirrors this one.
+    Fetch is for members of the claim's group: a stage's snapshot is for servers of that stage, or of
+    all stages of a job that moves layers between them; what is newer than a step for the stage that
+    mirrors this one.
     """
 
     @_typing.overload
@@ -254,8 +255,9 @@ class SnapshotsAsyncStub(SnapshotsStub):
     """A stage's snapshots: what it was right after its last optimizer steps, held by its own server and
     by a neighbour's. They outlive workers, and a lost connection to the driver.
 
-    Fetch is for members of the claim's group: a stage's snapshot is for servers of that stage, what
-    is newer than a step for the stage that mirrors this one.
+    Fetch is for members of the claim's group: a stage's snapshot is for servers of that stage, or of
+    all stages of a job that moves layers between them; what is newer than a step for the stage that
+    mirrors this one.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -278,8 +280,9 @@ class SnapshotsServicer(metaclass=_abc_1.ABCMeta):
     """A stage's snapshots: what it was right after its last optimizer steps, held by its own server and
     by a neighbour's. They outlive workers, and a lost connection to the driver.
 
-    Fetch is for members of the claim's group: a stage's snapshot is for servers of that stage, what
-    is newer than a step for the stage that mirrors this one.
+    Fetch is for members of the claim's group: a stage's snapshot is for servers of that stage, or of
+    all stages of a job that moves layers between them; what is newer than a step for the stage that
+    mirrors this one.
     """
 
     @_abc_1.abstractmethod

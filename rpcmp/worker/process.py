@@ -17,7 +17,7 @@ import sys
 import threading
 from pathlib import Path
 
-from rpcmp.checkpoint.slots import Slots
+from rpcmp.checkpoint.slots import NUM_SLOTS, Slots
 from rpcmp.config import importing
 from rpcmp.config.importing import explain_error
 from rpcmp.data.loader_pool import LoaderPool
@@ -73,7 +73,8 @@ class WorkerProcess:
         self._activity = bond.activity
         self._log = bond.log
         self._memory = bond.memory
-        self._slots = Slots(bond.fds)  # the memory of the stage's snapshots
+        self._fds = bond.fds
+        self._slots = Slots(bond.fds[: 1 + NUM_SLOTS])  # the memory of the stage's snapshots
         self._start = start
         self._snapshots: StageSnapshots | None = None
         self._stage: Stage | None = None
@@ -104,7 +105,8 @@ class WorkerProcess:
         with self._activity.during("build"):
             stage = self._stage = self._build(assignment, loaders)
             if (source := self._start["restore"]) is not None:
-                self._restore(stage, source["step"], source["files"])
+                parts = [f"/proc/self/fd/{self._fds[place]}" for place in source["parts"]]
+                self._restore(stage, source["step"], source["files"] or parts)
         with self._activity.during("join"):
             place = self._start["members"], self._start["rank"]
             address = transport.join(*place, self._store, stage, self._memory.find)
@@ -151,6 +153,7 @@ class WorkerProcess:
                     self._start["is_mirrored"],
                     self._start["saves"],
                     self._channel.send,
+                    self._start["cut"],
                 )
         except WorkerDiedError:  # a process that loads samples: the next one may live
             raise

@@ -28,6 +28,7 @@ class StageSnapshots:
         is_mirrored: whether a mirror holds them as well, and acknowledges that.
         saves: whether they go to a disk when a checkpoint is due; not all replicas write files.
         send: sends a message to the supervisor.
+        cut: the number of the cut of the model into stages.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class StageSnapshots:
         is_mirrored: bool,
         saves: bool,
         send: Callable[[Message], None],
+        cut: int = 0,
     ) -> None:
         self._slots = slots
         self._writer = SnapshotWriter(slots)
@@ -48,6 +50,7 @@ class StageSnapshots:
         self._is_mirrored = is_mirrored
         self._saves = saves
         self._send = send
+        self._cut = cut
         self._changed = threading.Condition()
         self._last = 0
         self._mirrored = 0
@@ -67,14 +70,15 @@ class StageSnapshots:
                     "restored after a fault; recovery.enabled = false, without [checkpoint], "
                     "trains without recovery"
                 ) from error
-            self._writer.write(slot, version, tensors, about, pin=save and self._saves)
+            pin = save and self._saves
+            self._writer.write(slot, version, tensors, about, pin, self._cut)
         self._last = version
         self._send({"event": "snapshot", "step": version})
 
     def save(self, version: int) -> None:
         """Let the supervisor write the snapshot of `version` to a disk; take it first if needed."""
         snapshot = self._slots.get(version)
-        if snapshot is None:
+        if snapshot is None or snapshot.cut != self._cut:
             self.take(version, save=True)
         elif self._saves:
             self._slots.pin(snapshot.slot)

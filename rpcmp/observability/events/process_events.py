@@ -10,7 +10,7 @@ A process stays lost until the next generation, whatever older reports about it 
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from rpcmp.observability.events.event import Event, event_type
 
@@ -172,6 +172,28 @@ class ReplacedEvent(Event):
     stage: str
     lost: str
     address: str
+
+
+@event_type("rebalance")
+class RebalanceEvent(Event):
+    """Layers move between stages, or should, since a host has become slower or faster.
+
+    Attributes:
+        step: the last step before
+        outcome: `moved`; `undone`: it goes on with the balance before; `suggested`: it is the
+            user's choice
+        balance: layers per stage that it goes on with, or should
+        before: layers per stage before
+        reason: what has changed, or why it was undone
+        seconds: time without training that it took; 0 if only suggested
+    """
+
+    step: int
+    outcome: Literal["moved", "undone", "suggested"]
+    balance: list[int]
+    before: list[int]
+    reason: str
+    seconds: float
 
 
 @event_type("vitals")

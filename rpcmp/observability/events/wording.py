@@ -116,6 +116,8 @@ def describe(event: events.Event, run: RunContext) -> str:
                 f"the spare at {event.address} takes stage {event.stage!r}, whose server at "
                 f"{event.lost} is gone"
             )
+        case events.RebalanceEvent():
+            return _rebalance(event)
         case events.ResumedEvent():
             if not event.step:
                 return "no checkpoint to resume from: starting from the beginning"
@@ -209,6 +211,18 @@ def _waiting(event: events.WaitingEvent, run: RunContext) -> str:
         f"waiting up to {run.give_up_after:g} s for {server}: restart it with the options that it "
         f"had, such as `rpcmp serve --stage {index}{replica}`"
     )
+
+
+def _rebalance(event: events.RebalanceEvent) -> str:
+    balance = f"balance = {event.balance}"
+    match event.outcome:
+        case "moved":
+            change = f"{balance} instead of {event.before}"
+            return f"layers have moved in {event.seconds:.1f} s: {change}: {event.reason}"
+        case "undone":
+            return f"{balance} is back, after {event.seconds:.1f} s: {event.reason}"
+        case _:
+            return f"{balance} would be faster than {event.before}: {event.reason}"
 
 
 def _summary(event: events.SummaryEvent, run: RunContext) -> str:

@@ -98,6 +98,8 @@ def test_the_defaults_are_as_documented() -> None:
         "max_in_flight": "auto",
         "microbatches_per_message": "auto",
         "balance_replicas": False,
+        "rebalance": "off",
+        "rebalance_within": 1000,
         "wire_dtype": None,
         "autocast": None,
         "compile": False,

@@ -38,7 +38,7 @@ def test_the_guide_has_the_table_of_events() -> None:
 MESSAGES = {
     *("network", "address", "socket", "started", "ended"),  # a process that forks others
     *("beat", "ready", "joined", "left", "built", "failed", "error", "done"),  # a child
-    *("planned", "segment", "progress", "store"),  # the driver process
+    *("planned", "segment", "progress", "paused", "store"),  # the driver process
     *("snapshot", "saved", "draining"),  # a worker and its server
     *("cut", "sampled", "profiled", "examined", "counted", "ran", "refused"),  # other children
     *("log", "step"),  # process.logging.records, and the reference of `rpcmp verify`

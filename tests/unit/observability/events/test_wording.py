@@ -24,6 +24,14 @@ STEP = {"event": "step", "step": 1, "epoch": 1, "loss": 2.5, "samples_per_s": 12
 SUMMARY = {"event": "summary", "steps": 40, "loss": 0.125, "metrics": {"f1": 0.75}}
 STOP = {"event": "early_stop", "step": 9, "metric": "f1", "best_step": 6}
 
+MOVES = {
+    "step": 7,
+    "balance": [1, 3],
+    "before": [2, 2],
+    "reason": "b is slower",
+    "seconds": 2.5,
+}
+
 LINES: list[tuple[dict[str, Any], str]] = [
     ({"event": "ui", "url": "http://here"}, "page: http://here"),
     (
@@ -93,6 +101,18 @@ LINES: list[tuple[dict[str, Any], str]] = [
     (
         {"event": "replaced", "stage": "b", "lost": "h:1", "address": "s:1"},
         "the spare at s:1 takes stage 'b', whose server at h:1 is gone",
+    ),
+    (
+        {"event": "rebalance", "outcome": "moved", **MOVES},
+        "layers have moved in 2.5 s: balance = [1, 3] instead of [2, 2]: b is slower",
+    ),
+    (
+        {"event": "rebalance", "outcome": "undone", **MOVES},
+        "balance = [1, 3] is back, after 2.5 s: b is slower",
+    ),
+    (
+        {"event": "rebalance", "outcome": "suggested", **MOVES},
+        "balance = [1, 3] would be faster than [2, 2]: b is slower",
     ),
     (
         {"event": "resumed", "step": 3, "run": "r", "changed": ["seed"]},

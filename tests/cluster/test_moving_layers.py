@@ -1,0 +1,146 @@
+"""Layers that move between stages while a run trains: it ends with the bits of one that stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rpcmp.observability.events import GenerationEvent, StepEvent
+from tests.support.faults import Committed, committed, drive
+from tests.support.processes import JobFolder
+from tests.support.rebalanced import moved, train
+
+CHAIN = """
+steps = 14
+num_microbatches = 3
+max_grad_norm = 0.5
+scheduler_interval = "step"
+optimizer = { callable = "torch.optim:AdamW", kwargs = { lr = 0.01 } }
+scheduler = { callable = "torch.optim.lr_scheduler:StepLR", kwargs = { step_size = 2 } }
+rebalance = "auto"
+[model]
+layers = "zoo:mlp"
+balance = [4, 1, 1]
+kwargs = { blocks = 5 }
+"""
+
+EPOCHS = """
+steps = 16
+evaluate_every = 1
+optimizer = { callable = "torch.optim:SGD", kwargs = { lr = 0.01, momentum = 0.9 } }
+scheduler = { callable = "torch.optim.lr_scheduler:ExponentialLR", kwargs = { gamma = 0.9 } }
+rebalance = "auto"
+[recovery]
+mirror_every_steps = 3
+[loss_scaling]
+initial = 1024.0
+growth_interval = 3
+[model]
+layers = "zoo:mlp"
+balance = [4, 1, 1]
+kwargs = { blocks = 5 }
+[data]
+train = { callable = "zoo:regression", kwargs = { samples = 12 } }
+test = "zoo:regression"
+batch_size = 4
+"""
+"""An epoch has three steps, so a pause may come right after an evaluation."""
+
+REPLICAS = CHAIN.replace("[4, 1, 1]", "[4, 2]") + 2 * "[[stages]]\nreplicas = 2\n"
+
+OTHER, FIRST = [1, 4, 1], [4, 1, 1]
+
+UNDONE = [("undone", FIRST, OTHER)]
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "other"),
+    [(CHAIN, FIRST, OTHER), (EPOCHS, FIRST, OTHER), (REPLICAS, [4, 2], [2, 4])],
+    ids=["chain", "epochs", "replicas"],
+)
+def test_layers_move_between_two_steps_with_the_same_bits(
+    job: JobFolder, text: str, first: list[int], other: list[int]
+) -> None:
+    config = job.config(text)
+    result = train(config, {4: other, 9: first})
+    assert moved(result) == [("moved", other, first), ("moved", first, other)]
+    assert committed(result) == committed(drive(config))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Committed:
+    """Return losses and parameters of CHAIN whose layers stay where they are."""
+    return committed(drive(JobFolder(tmp_path_factory.mktemp("stays") / "job").config(CHAIN)))
+
+
+def kill_worker(event: GenerationEvent) -> None:
+    os.kill(event.workers["stage1"]["pid"], signal.SIGKILL)
+
+
+def kill_server(event: GenerationEvent) -> None:
+    """Kill the server of stage1, whose snapshots are lost with it."""
+    port = int(event.workers["stage1"]["address"].rpartition(":")[2])
+    listeners = [each for each in psutil.net_connections("tcp4") if each.laddr.port == port]
+    os.kill(
+        next(each.pid for each in listeners if each.status == "LISTEN" and each.pid), signal.SIGKILL
+    )
+
+
+@pytest.mark.parametrize("strike", [kill_worker, kill_server])
+def test_a_fault_before_the_first_step_undoes_the_change(
+    job: JobFolder, undisturbed: Committed, strike: Callable[[GenerationEvent], None]
+) -> None:
+    result = train(job.config(CHAIN), {4: OTHER}, strike=strike)
+    assert moved(result) == UNDONE
+    assert committed(result) == undisturbed
+
+
+def test_a_balance_that_cannot_be_is_undone_and_says_why(
+    job: JobFolder, undisturbed: Committed
+) -> None:
+    result = train(job.config(CHAIN), {4: [1, 1, 1]})
+    assert moved(result) == [("undone", FIRST, [1, 1, 1])]
+    assert "has 6 layers" in result.event("rebalance")["reason"]
+    assert committed(result) == undisturbed
+
+
+def test_a_fault_after_the_first_step_keeps_the_new_balance(
+    job: JobFolder, undisturbed: Committed
+) -> None:
+    """The servers then hold snapshots of both cuts, and perhaps no step of one of them."""
+    killed: list[int] = []
+
+    def kill_later(event: StepEvent) -> None:
+        if event.generation == 2 and not killed:
+            killed.append(event.step)
+            os.kill(places[-1].workers["stage2"]["pid"], signal.SIGKILL)
+
+    places: list[GenerationEvent] = []
+    result = train(job.config(CHAIN), {4: OTHER}, strike=places.append, after_step=kill_later)
+    assert moved(result) == [("moved", OTHER, FIRST)]
+    (recovered,) = [event for event in result.events if event["event"] == "recovered"]
+    assert recovered["step"] >= killed[0] - 1
+    assert committed(result) == undisturbed
+
+
+def test_checkpoints_after_a_change_resume_under_any_balance(
+    job: JobFolder, undisturbed: Committed, tmp_path: Path
+) -> None:
+    config = job.config(CHAIN)
+    saves = ("checkpoint.dir=saved", "checkpoint.every_steps=3")
+    result = train(config, {4: OTHER}, *saves, "steps=10")
+    assert [event["step"] for event in result.events if event["event"] == "checkpoint"] == [
+        3,
+        6,
+        9,
+        10,
+    ]
+    options = [word for setting in saves for word in ("--set", setting)]
+    resumed = drive(config, "--resume", *options)
+    assert resumed.event("resumed")["step"] == 10
+    assert committed(resumed)[1] == undisturbed[1]

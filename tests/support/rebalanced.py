@@ -1,0 +1,71 @@
+"""Runs whose layers move between stages after given steps."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rpcmp.config.loader import load_config
+from rpcmp.job.server_pool import forks_for
+from rpcmp.job.training_run import TrainingRun
+from rpcmp.observability.events import Event, GenerationEvent, StepEvent
+from tests.support.processes import Result
+
+ORDER = {"evaluate": True, "timeline": 0.0, "save_state": "", "trace": "", "last_steps": ""}
+
+
+def train(
+    path: Path,
+    moves: Mapping[int, list[int]],
+    *settings: str,
+    connect: Sequence[str] | None = None,
+    strike: Callable[[GenerationEvent], None] | None = None,
+    after_step: Callable[[StepEvent], None] | None = None,
+) -> Result:
+    """Run a job to its end, with another balance after some of the steps.
+
+    Args:
+        moves: the balances to go on with, by the steps after whose events they are asked for.
+        settings: of the config, "KEY=VALUE".
+        after_step: called with each step.
+        strike: called once the second generation has formed, before it does anything.
+    """
+    left, events = dict(moves), list[dict[str, Any]]()
+
+    async def run() -> None:
+        config = load_config(path, settings)
+        async with forks_for(config, connect) as forks:
+            training = TrainingRun(config, connect, report, "fresh", forks)
+
+            def move(event: Event) -> None:
+                if isinstance(event, StepEvent) and (balance := left.pop(event.step, None)):
+                    training.rebalance(balance, "asked for")
+                if isinstance(event, StepEvent) and after_step:
+                    after_step(event)
+
+                if isinstance(event, GenerationEvent) and event.generation == 2 and strike:
+                    strike(event)
+
+            watchers.append(move)
+            try:
+                await training.train({"op": "train", **ORDER})
+            finally:
+                await training.close()
+
+    def report(event: Event) -> None:
+        events.append(json.loads(json.dumps(event.to_json())))
+        for watcher in watchers:
+            watcher(event)
+
+    watchers: list[Any] = []
+    asyncio.run(run())
+    return Result(0, "\n".join(map(json.dumps, events)), "")
+
+
+def moved(result: Result) -> list[tuple[str, list[int], list[int]]]:
+    """Return the outcome of each change, with the balance after and before it."""
+    changes = [event for event in result.events if event["event"] == "rebalance"]
+    return [(event["outcome"], event["balance"], event["before"]) for event in changes]

@@ -1,0 +1,94 @@
+"""The cuts of a run, and which snapshots each stage of another cut needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rpcmp.checkpoint.slots import CommonSnapshot, HeldSnapshots
+from rpcmp.config.topology import Member
+from rpcmp.job.cuts import Cuts, HeldStep
+from rpcmp.v1 import control_pb2 as pb
+
+FIRST = {"s0": ["a", "b", "c"], "s1": ["d"]}
+OTHER = {"s0": ["a"], "s1": ["b", "c", "d"]}
+
+WORKERS = [Member("s0", 0, 0, 1), Member("s1", 1, 0, 1)]
+ADDRESSES = ["host0:1", "host1:1"]
+
+
+def held(*cuts: Mapping[str, tuple[int, ...]]) -> dict[str, HeldSnapshots]:
+    """Return what the servers of both stages hold of their own, by cut."""
+    return {
+        name: HeldSnapshots(
+            cuts[0].get(name, ()),
+            later_cuts={n: HeldSnapshots(cut.get(name, ())) for n, cut in enumerate(cuts) if n},
+        )
+        for name in FIRST
+    }
+
+
+def cuts(*known: dict[str, list[str]]) -> Cuts:
+    """Return cuts of which the last one is the current one."""
+    found = Cuts()
+    for layers in known:
+        found.change_to(layers)
+    return found
+
+
+def test_a_cut_keeps_its_number() -> None:
+    run = cuts(FIRST, OTHER, FIRST)
+    assert (run.known, run.current, run.layers) == ([FIRST, OTHER], 0, FIRST)
+    assert Cuts().layers == {}
+
+
+def test_the_newest_step_counts_whatever_its_cut() -> None:
+    run, newest = cuts(FIRST, OTHER), CommonSnapshot(5, {"s0": "s0", "s1": "s1"})
+    before = {"s0": (4, 5), "s1": (4, 5)}
+    assert run.newest(WORKERS, held(before), range(9)) == HeldStep(newest, 0)
+    half = held(before, {"s0": (6,)})  # one stage has done a step more
+    assert run.newest(WORKERS, half, range(9)) == HeldStep(newest, 0)
+    both = held(before, {"s0": (6,), "s1": (6,)})
+    found = run.newest(WORKERS, both, range(9))
+    assert found is not None
+    assert (found.common.step, found.cut) == (6, 1)
+    assert run.newest(WORKERS, held({}), range(9)) is None
+    assert run.newest(WORKERS, both, range(4)) is None
+
+
+def test_a_stage_gets_a_snapshot_of_each_stage_that_had_its_layers() -> None:
+    step = HeldStep(CommonSnapshot(5, {"s0": "s0", "s1": "s1"}), 0)
+    assert cuts(FIRST, OTHER).restores(step, WORKERS, ADDRESSES) == {
+        "s0": pb.Restore(step=5, parts=[pb.Part(stage_name="s0")]),
+        "s1": pb.Restore(
+            step=5, parts=[pb.Part(stage_name="s0", address="host0:1"), pb.Part(stage_name="s1")]
+        ),
+    }
+
+
+def test_a_lost_servers_snapshot_comes_from_its_mirror() -> None:
+    step = HeldStep(CommonSnapshot(5, {"s0": "s1", "s1": "s1"}), 1)
+    restores = cuts(FIRST, OTHER, FIRST).restores(step, WORKERS, ADDRESSES)
+    assert [(p.stage_name, p.cut, p.address) for p in restores["s0"].parts] == [
+        ("s0", 1, "host1:1"),
+        ("s1", 1, "host1:1"),
+    ]
+    assert [(p.stage_name, p.cut, p.address) for p in restores["s1"].parts] == [("s1", 1, "")]
+
+
+def test_replicas_read_what_their_own_servers_hold() -> None:
+    replicas = [Member(name, index, r, 2) for index, name in enumerate(FIRST) for r in range(2)]
+    holders = {worker.label: worker.label for worker in replicas}
+    addresses = ["a:1", "b:1", "c:1", "d:1"]
+    restores = cuts(FIRST, OTHER).restores(
+        HeldStep(CommonSnapshot(5, holders), 0), replicas, addresses
+    )
+    second = restores[replicas[3].label]
+    assert [(p.stage_name, p.address) for p in second.parts] == [("s0", "a:1"), ("s1", "")]
+
+
+def test_a_stage_of_the_same_cut_gets_its_own_snapshot() -> None:
+    step = HeldStep(CommonSnapshot(5, {"s0": "s1", "s1": "s1"}), 0)
+    assert cuts(FIRST).restores(step, WORKERS, ADDRESSES) == {
+        "s0": pb.Restore(step=5, address="host1:1"),
+        "s1": pb.Restore(step=5),
+    }

@@ -1,0 +1,65 @@
+"""The balance of a run that changes, is confirmed by a step, or undone by a fault."""
+
+from __future__ import annotations
+
+import pytest
+
+from rpcmp.config.loader import parse_config
+from rpcmp.errors import WorkerDiedError
+from rpcmp.job.moving_balance import MovingBalance
+from rpcmp.observability.events import Event, RebalanceEvent
+
+CONFIG = parse_config(
+    {"loss": "torch.nn:MSELoss", "model": {"layers": "m:layers", "balance": [3, 1]}}
+)
+LAYERS = {"stage0": ["a", "b", "c"], "stage1": ["d"]}
+
+
+def changed() -> tuple[MovingBalance, list[Event]]:
+    events: list[Event] = []
+    balance = MovingBalance(CONFIG, events.append)
+    balance.want([1, 3], "stage0 is slower")
+    assert balance.config == CONFIG
+    balance.change(7, LAYERS)
+    return balance, events
+
+
+def balance_of(moving: MovingBalance) -> object:
+    assert moving.config.model is not None
+    return moving.config.model.balance
+
+
+def test_a_step_under_the_new_balance_confirms_it() -> None:
+    moving, events = changed()
+    assert balance_of(moving) == [1, 3]
+    moving.confirm(7)  # reported late
+    assert events == []
+    moving.confirm(8)
+    moving.confirm(9)
+    (event,) = events
+    assert isinstance(event, RebalanceEvent)
+    assert (event.outcome, event.step, event.reason) == ("moved", 7, "stage0 is slower")
+    assert (event.balance, event.before) == ([1, 3], [3, 1])
+    assert not moving.go_back(WorkerDiedError("later"))
+    assert balance_of(moving) == [1, 3]
+    assert (moving.num_changes, moving.refused) == (1, [])
+
+
+def test_a_fault_before_that_undoes_it() -> None:
+    moving, events = changed()
+    assert moving.go_back(WorkerDiedError("out of memory"))
+    (event,) = events
+    assert isinstance(event, RebalanceEvent)
+    assert (event.outcome, event.reason) == ("undone", "out of memory")
+    assert (event.balance, event.before) == ([3, 1], [1, 3])
+    assert balance_of(moving) == [3, 1]
+    assert (moving.num_changes, moving.refused) == (2, [[1, 3]])
+    assert not moving.go_back(WorkerDiedError("again"))
+
+
+def test_a_fault_forgets_what_was_wanted() -> None:
+    moving = MovingBalance(CONFIG, lambda event: None)
+    moving.want([1, 3], "")
+    assert not moving.go_back(WorkerDiedError(""))
+    with pytest.raises(AssertionError):
+        moving.change(7, LAYERS)

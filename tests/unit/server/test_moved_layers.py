@@ -1,0 +1,47 @@
+"""Memory for snapshots of other stages."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+
+import pytest
+
+from rpcmp.checkpoint.slots import NUM_SLOTS
+from rpcmp.errors import CheckpointError, UnreachableError
+from rpcmp.process.resources import MEMORY
+from rpcmp.server.moved_layers import MAX_PARTS, PartMemory
+from rpcmp.v1 import control_pb2 as pb
+
+
+async def stream(size: int, *parts: bytes) -> AsyncIterator[pb.FetchResponse]:
+    yield pb.FetchResponse(size=size)
+    for part in parts:
+        yield pb.FetchResponse(data=part)
+
+
+def test_snapshots_lie_where_the_worker_finds_them() -> None:
+    memory = PartMemory()
+    inherited = (*[-1] * (1 + NUM_SLOTS), *memory.fds)
+    for content in (b"first", b"other"):
+        place = asyncio.run(memory.add(stream(5, content[:2], content[2:])))
+        assert os.pread(inherited[place], 9, 0) == content
+    memory.free()
+    assert [os.fstat(fd).st_size for fd in memory.fds] == [0] * MAX_PARTS
+    place = asyncio.run(memory.add(stream(0)))
+    assert place == 1 + NUM_SLOTS
+
+
+@pytest.mark.parametrize(("size", "sent"), [(9, b"short"), (4, b"long."), (MEMORY + 1, b"")])
+def test_a_snapshot_of_another_size_is_refused(size: int, sent: bytes) -> None:
+    with pytest.raises(UnreachableError):
+        asyncio.run(PartMemory().add(stream(size, sent)))
+
+
+def test_there_is_room_for_so_many() -> None:
+    memory = PartMemory()
+    for _ in range(MAX_PARTS):
+        asyncio.run(memory.add(stream(1, b"x")))
+    with pytest.raises(CheckpointError, match=f"more than {MAX_PARTS}"):
+        asyncio.run(memory.add(stream(1, b"x")))
