@@ -5,6 +5,7 @@
 
 A generation with another balance starts from the snapshots in memory, like any other. Until it has
 done a step, whatever goes wrong counts against the new balance: the next generation has the former.
+Whether another one would be faster, `rpcmp.pipelining.rebalancing` knows.
 """
 
 from __future__ import annotations
@@ -14,46 +15,98 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from rpcmp.config.schema import Config
-from rpcmp.observability.events import Event, RebalanceEvent
+from rpcmp.observability.events import (
+    Event,
+    RebalanceEvent,
+    ScheduleEvent,
+    StartEvent,
+    StepEvent,
+)
+from rpcmp.pipelining.partition import StageHost
+from rpcmp.pipelining.rebalancing import BalanceWatch, Proposal
 
 
 class MovingBalance:
     """The config of a run's next generation.
 
     Args:
-        report: called when layers have moved, or could not.
+        report: called when layers have moved, or could not, or should.
+        hosts: of the stages, if the layers were measured there.
 
     Attributes:
         config: with the balance that the next generation has.
         num_changes: how many generations were formed for another balance, or to go back.
-        refused: the balances that have failed.
     """
 
-    def __init__(self, config: Config, report: Callable[[Event], None]) -> None:
+    def __init__(
+        self, config: Config, report: Callable[[Event], None], hosts: Sequence[StageHost] = ()
+    ) -> None:
         self.config, self._report = config, report
         self.num_changes = 0
-        self.refused: list[list[int]] = []
+        self._watch = BalanceWatch(config, hosts)
+        self._balance: list[int] = []
+        self._total = 0
         self._wanted: tuple[list[int], str] | None = None
         self._change: RebalanceEvent | None = None
         self._config_before = config
         self._started = 0.0
 
+    def start(self, layers: Mapping[str, Sequence[str]], seconds: float) -> None:
+        """Start to watch a generation that was formed in `seconds`, with these layers per stage."""
+        self._balance = [len(names) for names in layers.values()]
+        self._watch.start(self._balance, seconds)
+
+    def add(self, event: Event) -> Proposal | None:
+        """Add an event of the driver process; returns the balance to change to, if any.
+
+        With `rebalance = "suggest"` it is reported instead, once.
+        """
+        match event:
+            case StartEvent():
+                self._total = event.steps
+            case ScheduleEvent():
+                options = event.schedule, event.max_in_flight, event.microbatches_per_message
+                self._watch.use_options(*options)
+            case StepEvent():
+                return self._add_step(event)
+        return None
+
+    def _add_step(self, event: StepEvent) -> Proposal | None:
+        self.confirm(event.step)
+        if self.config.rebalance == "off" or self._wanted is not None:
+            return None
+        proposal = self._watch.add(event, self._total - event.step)
+        if proposal is None or self.config.rebalance == "auto":
+            return proposal
+        self._watch.refused.append(proposal.balance)
+        self._report(
+            RebalanceEvent(
+                step=event.step,
+                outcome="suggested",
+                balance=proposal.balance,
+                before=self._balance,
+                reason=proposal.reason,
+                seconds=0.0,
+            )
+        )
+        return None
+
     def want(self, balance: list[int], reason: str) -> None:
         """Note the balance to change to, which takes effect with `change`."""
         self._wanted = balance, reason
 
-    def change(self, step: int, layers: Mapping[str, Sequence[str]]) -> None:
-        """Let the next generation have the wanted balance, after `step`.
-
-        Args:
-            layers: of each stage until now.
-        """
+    def change(self, step: int) -> None:
+        """Let the next generation have the wanted balance, after `step`."""
         if self._wanted is None:
             raise AssertionError("no other balance is wanted")
         (balance, reason), self._wanted = self._wanted, None
-        before = [len(names) for names in layers.values()]
         self._change = RebalanceEvent(
-            step=step, outcome="moved", balance=balance, before=before, reason=reason, seconds=0.0
+            step=step,
+            outcome="moved",
+            balance=balance,
+            before=self._balance,
+            reason=reason,
+            seconds=0.0,
         )
         self._config_before, self.config = self.config, self.config.with_balance(balance)
         self._started, self.num_changes = time.monotonic(), self.num_changes + 1
@@ -69,7 +122,7 @@ class MovingBalance:
         change = self._change
         if change is None:
             return False
-        self.refused.append(change.balance)
+        self._watch.refused.append(change.balance)
         self.config = self._config_before
         self.num_changes += 1
         self._emit(

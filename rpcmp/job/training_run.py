@@ -252,6 +252,7 @@ class TrainingRun:
             *(config, pool, self._events, self._vitals, self._start, order, self.signals),
             lost,
             self._identity,
+            () if forecast is None else forecast.hosts,
         )
         if config.checkpoint is not None:
             await asyncio.to_thread(require_place, config.checkpoint_folder)

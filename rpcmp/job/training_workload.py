@@ -40,6 +40,7 @@ from rpcmp.observability.events import (
     SummaryEvent,
 )
 from rpcmp.observability.events.training_events import EventStream
+from rpcmp.pipelining.partition import StageHost
 from rpcmp.process.channel import Message
 
 
@@ -50,6 +51,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
         signals: those that have been received; grows.
         lost: the run to go on with, whose driver was lost; None: there is none.
         identity: see rpcmp.job.takeover.identity_of.
+        hosts: of the stages, if the layers were measured there.
 
     Attributes:
         is_training: whether the driver process trains just now.
@@ -67,6 +69,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
         signals: Sequence[int],
         lost: LostJob | None = None,
         identity: str = "",
+        hosts: Sequence[StageHost] = (),
     ) -> None:
         self._pool = pool
         self._config = config
@@ -79,7 +82,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
         self.checkpoints = Checkpoints(config, pool, events.emit)
         if lost is not None:
             self.checkpoints.generation = lost.generation + 1
-        self._balance = MovingBalance(config, events.emit)
+        self._balance = MovingBalance(config, events.emit, hosts)
         self._planner = RestorePlanner(config, pool, self.checkpoints, events.emit, start, lost)
         records = config.recovery.enabled and not pool.is_local  # own servers end with the driver
         self._record = DriverRecord() if records else None
@@ -142,7 +145,9 @@ class TrainingWorkload(Workload[SummaryEvent]):
         return self._generation
 
     async def run(self, generation: Generation) -> SummaryEvent:
+        began = time.monotonic()
         await generation.start()
+        self._balance.start(self.checkpoints.layers, time.monotonic() - began)
         step = generation.restore_point.step
         self._report_start(generation, step)
         self.has_begun = True
@@ -211,11 +216,11 @@ class TrainingWorkload(Workload[SummaryEvent]):
         match event:
             case Event():
                 self._events.emit_new(event)
-                if isinstance(event, StepEvent):
-                    self._balance.confirm(event.step)
+                if (proposal := self._balance.add(event)) is not None:
+                    self.rebalance(*proposal)
             case {"event": "paused"} if not self._is_finishing:  # else it ends instead
                 self.is_training = False
-                self._balance.change(self._events.step, self.checkpoints.layers)
+                self._balance.change(self._events.step)
                 self.checkpoints.forget_parts()
                 raise PausedError
             case {"event": "progress"}:

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -85,10 +86,11 @@ def kill_worker(event: GenerationEvent) -> None:
 def kill_server(event: GenerationEvent) -> None:
     """Kill the server of stage1, whose snapshots are lost with it."""
     port = int(event.workers["stage1"]["address"].rpartition(":")[2])
-    listeners = [each for each in psutil.net_connections("tcp4") if each.laddr.port == port]
-    os.kill(
-        next(each.pid for each in listeners if each.status == "LISTEN" and each.pid), signal.SIGKILL
-    )
+    connections = psutil.net_connections("tcp4")
+    listening = {tuple(c.laddr)[1]: c.pid for c in connections if c.status == "LISTEN"}
+    server = listening[port]
+    assert server is not None
+    os.kill(server, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("strike", [kill_worker, kill_server])
@@ -144,3 +146,43 @@ def test_checkpoints_after_a_change_resume_under_any_balance(
     resumed = drive(config, "--resume", *options)
     assert resumed.event("resumed")["step"] == 10
     assert committed(resumed)[1] == undisturbed[1]
+
+
+PACED = """
+steps = 100000
+schedule = "1f1b"
+rebalance = "{rebalance}"
+[model]
+layers = "paced:layers"
+balance = [3, 3]
+kwargs = {{ folder = "{folder}" }}
+[data]
+train = "paced:samples"
+batch_size = 10
+"""
+"""Steps of about 75 ms on hosts of equal speed."""
+
+
+def changes_of_slowed(job: JobFolder, rebalance: str) -> list[dict[str, Any]]:
+    """Run a job until it says that its second host has become three times as slow."""
+    folder = job.folder / "slowness"
+    folder.mkdir()
+
+    def slow_down(event: StepEvent) -> None:
+        if event.step == 50:
+            (folder / "stage1:0").write_text("3.0")
+
+    config = job.config(PACED.format(rebalance=rebalance, folder=folder))
+    result = train(config, {}, after_step=slow_down, until="rebalance")
+    return [event for event in result.events if event["event"] == "rebalance"]
+
+
+@pytest.mark.parametrize(("rebalance", "outcome"), [("auto", "moved"), ("suggest", "suggested")])
+def test_a_host_that_has_become_slower_is_noticed(
+    job: JobFolder, rebalance: str, outcome: str
+) -> None:
+    (change,) = changes_of_slowed(job, rebalance)
+    assert (change["outcome"], change["before"]) == (outcome, [3, 3])
+    assert change["balance"][1] < 3
+    assert change["step"] > 50
+    assert "stage 'stage1' computes" in change["reason"]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rpcmp.config.loader import load_config
+from rpcmp.errors import InterruptedJobError
 from rpcmp.job.server_pool import forks_for
 from rpcmp.job.training_run import TrainingRun
 from rpcmp.observability.events import Event, GenerationEvent, StepEvent
@@ -24,6 +26,7 @@ def train(
     connect: Sequence[str] | None = None,
     strike: Callable[[GenerationEvent], None] | None = None,
     after_step: Callable[[StepEvent], None] | None = None,
+    until: str = "",
 ) -> Result:
     """Run a job to its end, with another balance after some of the steps.
 
@@ -31,6 +34,7 @@ def train(
         moves: the balances to go on with, by the steps after whose events they are asked for.
         settings: of the config, "KEY=VALUE".
         after_step: called with each step.
+        until: the event after which the run is interrupted; by default it runs to its end.
         strike: called once the second generation has formed, before it does anything.
     """
     left, events = dict(moves), list[dict[str, Any]]()
@@ -48,10 +52,15 @@ def train(
 
                 if isinstance(event, GenerationEvent) and event.generation == 2 and strike:
                     strike(event)
+                if event.event == until:
+                    training.interrupt(signal.SIGINT, task)
 
             watchers.append(move)
+            task = asyncio.ensure_future(training.train({"op": "train", **ORDER}))
             try:
-                await training.train({"op": "train", **ORDER})
+                await task
+            except InterruptedJobError:
+                assert until
             finally:
                 await training.close()
 

@@ -126,7 +126,7 @@ ENTRIES = {
     "checkpoint": ("checkpoint", "best"),
     "evaluation": ("eval", "early_stop"),
     "message": ("warning", "log"),
-    "run": ("plan", "shares", "start", "schedule", "report", "summary", "end"),
+    "run": ("plan", "shares", "start", "schedule", "rebalance", "report", "summary", "end"),
 }
 """The kinds of entries, and the events that make them; other events make none."""
 
@@ -174,6 +174,8 @@ def _level(event: events.Event) -> str:
         case events.FaultEvent():
             return "error"
         case events.WarningEvent() | events.WaitingEvent():
+            return "warning"
+        case events.RebalanceEvent() if event.outcome != "moved":
             return "warning"
         case events.EndEvent():
             return "error" if event.outcome == "failed" else "info"

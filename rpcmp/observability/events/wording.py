@@ -222,7 +222,10 @@ def _rebalance(event: events.RebalanceEvent) -> str:
         case "undone":
             return f"{balance} is back, after {event.seconds:.1f} s: {event.reason}"
         case _:
-            return f"{balance} would be faster than {event.before}: {event.reason}"
+            return (
+                f"warning: {event.reason} with {balance} instead of {event.before}: stop the run, "
+                f"and go on with `--resume --set 'model.{balance.replace(' ', '')}'`"
+            )
 
 
 def _summary(event: events.SummaryEvent, run: RunContext) -> str:

@@ -460,6 +460,23 @@ def test_a_stage_may_have_a_scheduler_without_one_in_the_job() -> None:
             {**layers({}), "balance_replicas": True},
             "balance_replicas = true, but no stage has",
         ),
+        ({**BRANCHES, "rebalance": "auto"}, r"`rebalance` moves layers of a \[model\]"),
+        (
+            {**LAYERS, "rebalance": "suggest", "wire_dtype": "bfloat16"},
+            "results would depend on where the cuts are",
+        ),
+        (
+            {**layers({"replicas": 2}), "rebalance": "auto", "balance_replicas": True},
+            "`rebalance` and `balance_replicas`",
+        ),
+        (
+            {**LAYERS, "rebalance": "auto", "recovery": {"enabled": False}},
+            "needs recovery.enabled = true",
+        ),
+        (
+            {**layers({"frozen": True}, {"replicas": 2}), "rebalance": "auto"},
+            "since they differ in frozen, replicas",
+        ),
         (
             layers({"optimizer": {"callable": "m:O", "lr": 0.1}}),
             "stages.0.optimizer: `lr` beside `callable`: write a stage's own factory as",

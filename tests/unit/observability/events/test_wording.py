@@ -112,7 +112,8 @@ LINES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"event": "rebalance", "outcome": "suggested", **MOVES},
-        "balance = [1, 3] would be faster than [2, 2]: b is slower",
+        "warning: b is slower with balance = [1, 3] instead of [2, 2]: stop the run, and go on "
+        "with `--resume --set 'model.balance=[1,3]'`",
     ),
     (
         {"event": "resumed", "step": 3, "run": "r", "changed": ["seed"]},

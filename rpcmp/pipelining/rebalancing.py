@@ -1,0 +1,227 @@
+"""Notice that a stage's host has become slower or faster for good, and what balance would suit it.
+
+    settled   a block of steps, some steps after the balance was last changed
+    watched   blocks since then: a stage that computes CHANGED times as long, or as short, for a
+              while has another host than it had: its layers count as so much slower or faster
+    weighed   the best balance for these hosts is worth it if what it saves in `rebalance_within`
+              steps, and in the steps that are left, is more than what it costs to form a group
+    proved    a balance whose steps are not faster than those before is given up again
+
+Layers that were measured on the hosts tell how they compare. If none were, those of a stage count
+as equal, and hosts as equally fast when the run had settled. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+from rpcmp.config.schema import Config
+from rpcmp.pipelining.calibration import Calibration, Forecast, MeasuredSteps, TimedStep, summarize
+from rpcmp.pipelining.partition import HostProfile, LayerProfile, StageHost
+
+WARM_STEPS = 3
+"""First steps of a group, which touch memory and code for the first time."""
+
+BLOCK_SECONDS = 1.0
+FEWEST_STEPS = 3
+"""Of a block: at least as many steps, which take at least so long."""
+
+SETTLE_BLOCKS = 2
+"""Blocks of a balance until the last of them counts as what its stages take."""
+
+CHANGED = 1.25
+"""How much longer or shorter a stage must compute than when it had settled."""
+
+PATIENCE = 3
+"""Blocks in a row in which it must; twice as many after each time that nothing was worth it."""
+
+MOST_PATIENCE = 96
+
+FASTER = 0.95
+"""What a step must be predicted to take at most, in times of the present ones."""
+
+MOST_WAITING = 0.5
+"""The share of a step in which the driver waits for samples, above which no balance helps."""
+
+
+class Proposal(NamedTuple):
+    """A balance to change to, and why."""
+
+    balance: list[int]
+    reason: str
+
+
+class WatchedStep(TimedStep, Protocol):
+    """A step as its event tells; see `StepEvent`."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def samples_per_s(self) -> float: ...
+
+
+class BalanceWatch:
+    """Watches the steps of a run with a list of layers.
+
+    Args:
+        config: the job.
+        hosts: of its stages, in order, with the layers measured there; empty: none were.
+
+    Attributes:
+        refused: balances that are not proposed.
+    """
+
+    def __init__(self, config: Config, hosts: Sequence[StageHost] = ()) -> None:
+        full = {"num_microbatches": config.num_full_microbatches}
+        self._config = config.model_copy(update=full)
+        self._hosts = list(hosts)
+        self._hosts_by_proposal = self._hosts
+        self.refused: list[list[int]] = []
+        self._balance: list[int] = []
+        self._cost_s = 0.0
+        self._steps: list[WatchedStep] = []
+        self._warm = self._samples = self._num_blocks = self._num_changed = 0
+        self._settled: MeasuredSteps | None = None
+        self._before: tuple[list[int], float] | None = None
+        self._last_step_s = 0.0
+        self._patience = PATIENCE
+
+    def start(self, balance: list[int], cost_s: float) -> None:
+        """Start with a group under this balance, which took `cost_s` seconds to form."""
+        self._cost_s = cost_s
+        self._steps.clear()
+        self._warm = WARM_STEPS
+        self._num_changed = 0
+        if balance == self._balance:
+            return
+        self._before = (self._balance, self._last_step_s) if self._settled is not None else None
+        self._balance, self._settled, self._num_blocks = balance, None, 0
+        self._hosts = self._hosts_by_proposal
+
+    def use_options(self, schedule: str, max_in_flight: int | None, per_message: int) -> None:
+        """Predict steps under these options from now on."""
+        options = {"schedule": schedule, "max_in_flight": max_in_flight}
+        options["microbatches_per_message"] = per_message
+        self._config = self._config.model_copy(update=options)
+
+    def add(self, step: WatchedStep, steps_left: int) -> Proposal | None:
+        """Add a step; returns what it suggests, if anything."""
+        samples = round(step.samples_per_s * step.step_s)
+        if self._warm or samples < self._samples or not self._is_complete(step):
+            self._warm = max(0, self._warm - 1)
+            return None
+        if samples > self._samples:
+            self._samples = samples
+            self._steps.clear()
+        self._steps.append(step)
+        seconds = sum(each.step_s for each in self._steps)
+        if len(self._steps) < FEWEST_STEPS or seconds < BLOCK_SECONDS:
+            return None
+        measured = summarize(self._config, self._steps)
+        self._steps.clear()
+        return self._judge(measured, steps_left)
+
+    def _is_complete(self, step: WatchedStep) -> bool:
+        return all(worker.label in step.busy_seconds for worker in self._config.workers)
+
+    def _judge(self, measured: MeasuredSteps, steps_left: int) -> Proposal | None:
+        self._last_step_s = measured.step_s
+        if self._settled is None:
+            self._num_blocks += 1
+            if self._num_blocks < SETTLE_BLOCKS:
+                return None
+            self._settled = measured
+            return self._disappointment(measured)
+        ratios = _ratios(self._settled, measured)
+        if all(1 / CHANGED < ratio < CHANGED for ratio in ratios.values()):
+            self._num_changed = 0
+            return None
+        self._num_changed += 1
+        if self._num_changed < self._patience:
+            return None
+        self._num_changed = 0
+        proposal = self._propose(self._settled, measured, steps_left)
+        if proposal is None:
+            self._patience = min(2 * self._patience, MOST_PATIENCE)
+        return proposal
+
+    def _disappointment(self, measured: MeasuredSteps) -> Proposal | None:
+        """Return the balance before if steps have not become faster by giving it up."""
+        before, self._before = self._before, None
+        if before is None or measured.step_s < before[1]:
+            self._patience = PATIENCE
+            return None
+        self._patience = min(2 * self._patience, MOST_PATIENCE)
+        self.refused.append(self._balance)
+        was = f"steps take {_ms(measured.step_s)}, which took {_ms(before[1])} before"
+        return Proposal(before[0], was)
+
+    def _propose(
+        self, settled: MeasuredSteps, measured: MeasuredSteps, steps_left: int
+    ) -> Proposal | None:
+        ratios = _ratios(settled, measured)
+        before = self._hosts or self._estimated(settled)
+        hosts = [_scaled(host, ratios[host.stage]) for host in before]
+        now = Forecast(hosts, self._balance).rehearsed(self._config, measured)
+        other = now.improved(self._config)
+        if other.balance == self._balance or other.balance in self.refused:
+            return None
+        is_waiting = measured.data_share > MOST_WAITING
+        before_s, after_s = (each.predict(self._config).step_s for each in (now, other))
+        steps = min(steps_left, self._config.rebalance_within)
+        saved = steps * (before_s - after_s) - self._cost_s
+        if is_waiting or after_s > FASTER * before_s or saved <= 0:
+            return None
+        self._hosts_by_proposal = hosts
+        stage, ratio = max(ratios.items(), key=lambda item: abs(math.log(item[1])))
+        return Proposal(
+            other.balance,
+            f"stage {stage!r} computes {ratio:.2f} times as long as it did; a step of "
+            f"{_ms(measured.step_s)} would take {_ms(after_s)}",
+        )
+
+    def _estimated(self, settled: MeasuredSteps) -> list[StageHost]:
+        """Return hosts that are equally fast, with layers as fast as the others of their stages."""
+        known = Calibration.fit(self._config, settled)
+        layers = []
+        for stage, count in zip(self._config.stage_names, self._balance, strict=True):
+            forward, backward, weight = known.times[stage].scaled(1 / count)
+            layer = LayerProfile(
+                forward_s=forward,
+                backward_s=backward,
+                weight_s=weight,
+                update_s=known.updates[stage] / count,
+                state_bytes=0,
+                activation_bytes=0,
+                input_bytes=0,
+            )
+            layers += count * [layer]
+        profile = HostProfile(layers=layers, base_bytes=0, available_bytes=None)
+        count = self._config.num_microbatches
+        return [StageHost(name, profile, None, count, 1) for name in self._config.stage_names]
+
+
+def _ratios(settled: MeasuredSteps, now: MeasuredSteps) -> dict[str, float]:
+    """Return how many times as long each stage computes."""
+    return {
+        stage: max(sum(kinds.values()), 1e-9) / max(sum(settled.busy[stage].values()), 1e-9)
+        for stage, kinds in now.busy.items()
+    }
+
+
+def _scaled(host: StageHost, factor: float) -> StageHost:
+    """Return a host that takes `factor` times as long for every layer."""
+    times = ("forward_s", "backward_s", "weight_s", "update_s")
+    layers = [
+        layer.model_copy(update={key: factor * getattr(layer, key) for key in times})
+        for layer in host.profile.layers
+    ]
+    return replace(host, profile=host.profile.model_copy(update={"layers": layers}))
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms"

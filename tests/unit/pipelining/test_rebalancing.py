@@ -1,0 +1,209 @@
+"""Noticing slower hosts, on machines whose times are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from rpcmp.config.schema import Config
+from rpcmp.pipelining import cost_model
+from rpcmp.pipelining.partition import StageHost
+from rpcmp.pipelining.rebalancing import BalanceWatch, Proposal
+from rpcmp.pipelining.simulation import ActionTimes
+from tests.support.profiles import host, layer
+from tests.support.settings import chain
+
+MICROBATCHES = 4
+LAYER_S = 0.01
+"""Of one layer and micro-batch, on a host of usual speed."""
+
+FORMS_S = 2.0
+ENOUGH = 10_000
+"""Steps until the end of a run that can afford anything."""
+
+
+@dataclass
+class Step:
+    """A step as its event tells."""
+
+    step: int
+    step_s: float
+    busy_seconds: Mapping[str, Mapping[str, float]]
+    samples_per_s: float
+    data_share: float = 0.0
+
+
+@dataclass
+class Machine:
+    """A chain of two stages with equal layers, whose hosts have a speed each."""
+
+    watch: BalanceWatch
+    config: Config
+    balance: list[int]
+    slowness: list[float] = field(default_factory=lambda: [1.0, 1.0])
+    data_share: float = 0.0
+    samples: int = 16
+    number: int = 0
+
+    def times(self, balance: Sequence[int]) -> dict[str, ActionTimes]:
+        return {
+            name: ActionTimes(*3 * [count * slowness * LAYER_S / 3])
+            for name, count, slowness in zip(
+                self.config.stage_names, balance, self.slowness, strict=True
+            )
+        }
+
+    def step_s(self, balance: Sequence[int]) -> float:
+        times = self.times(balance)
+        return cost_model.step_seconds(self.config, times, dict.fromkeys(times, 0.0))
+
+    def run(self, steps: int = 150, left: int = ENOUGH, lost: str = "") -> Proposal | None:
+        """Do steps until one of them suggests something."""
+        busy = {
+            name: {"F": MICROBATCHES * each.forward, "B": MICROBATCHES * 2 * each.backward}
+            for name, each in self.times(self.balance).items()
+            if name != lost
+        }
+        seconds = self.step_s(self.balance)
+        for _ in range(steps):
+            self.number += 1
+            step = Step(self.number, seconds, busy, self.samples / seconds, self.data_share)
+            if (proposal := self.watch.add(step, left)) is not None:
+                return proposal
+        return None
+
+    def move(self, balance: list[int], cost_s: float = FORMS_S) -> None:
+        self.balance = balance
+        self.watch.start(balance, cost_s)
+
+
+def machine(hosts: Sequence[StageHost] = (), **changed: Any) -> Machine:
+    """Return a machine that has settled, unless `hosts` say otherwise."""
+    config = chain(schedule="1f1b", **changed)
+    made = Machine(BalanceWatch(config, hosts), config, [3, 3])
+    made.move([3, 3])
+    assert made.run() is None
+    return made
+
+
+def test_layers_leave_a_host_that_has_become_slower() -> None:
+    made = machine()
+    made.slowness = [1.0, 2.0]
+    proposal = made.run()
+    assert proposal is not None
+    assert proposal.balance == [4, 2]
+    assert "stage 'stage1' computes 2.00 times as long" in proposal.reason
+    made.move(proposal.balance)
+    assert made.run() is None
+    made.slowness = [1.0, 1.0]  # whatever it was has ended
+    proposal = made.run()
+    assert proposal is not None
+    assert proposal.balance == [3, 3]
+    assert "computes 0.50 times as long" in proposal.reason
+
+
+def test_measured_layers_say_which_ones_to_move() -> None:
+    """The last three layers of the model take 1, 1 and 10 parts of its time."""
+    seconds = [4.0, 4.0, 4.0, 1.0, 1.0, 10.0]
+    layers = [layer(LAYER_S * 3 * each / 12) for each in seconds]
+    hosts = [host(layers, index, num_microbatches=MICROBATCHES) for index in range(2)]
+    made = machine(hosts)
+    made.slowness = [1.0, 2.0]
+    proposal = made.run()
+    assert proposal is not None
+    assert proposal.balance == [5, 1]
+
+
+def test_what_does_not_fit_into_memory_is_not_proposed() -> None:
+    layers = [layer(LAYER_S, state=100) for _ in range(6)]
+    hosts = [
+        host(layers, index, limit=350 if index == 0 else None, num_microbatches=MICROBATCHES)
+        for index in range(2)
+    ]
+    made = machine(hosts)
+    made.slowness = [1.0, 2.0]
+    assert made.run() is None
+
+
+@pytest.mark.parametrize("slowness", [[1.0, 1.1], [1.0, 1.2], [1.15, 1.2]])
+def test_a_small_change_is_none(slowness: list[float]) -> None:
+    made = machine()
+    made.slowness = slowness
+    assert made.run() is None
+
+
+def test_all_hosts_slower_is_nothing_to_gain() -> None:
+    made = machine()
+    made.slowness = [2.0, 2.0]
+    assert made.run() is None
+
+
+def test_a_short_change_is_none() -> None:
+    made = machine()
+    for _ in range(10):
+        made.slowness = [1.0, 2.0]
+        assert made.run(steps=8) is None
+        made.slowness = [1.0, 1.0]
+        assert made.run(steps=20) is None
+
+
+def test_what_does_not_pay_back_is_not_proposed() -> None:
+    made = machine()
+    made.slowness = [1.0, 2.0]
+    assert made.run(left=5) is None
+    within = machine(rebalance_within=5)
+    within.slowness = [1.0, 2.0]
+    assert within.run() is None
+
+
+def test_steps_that_wait_for_samples_are_not_the_hosts_fault() -> None:
+    made = machine()
+    made.slowness, made.data_share = [1.0, 2.0], 0.6
+    assert made.run() is None
+
+
+def test_smaller_mini_batches_and_lost_reports_do_not_count() -> None:
+    made = machine()
+    made.slowness = [1.0, 2.0]
+    made.samples = 7
+    assert made.run() is None
+    made.samples = 16
+    assert made.run(lost="stage1") is None
+    assert made.run() is not None
+
+
+def test_a_balance_that_is_not_faster_is_given_up() -> None:
+    made = machine()
+    made.slowness = [1.0, 2.0]
+    proposal = made.run()
+    assert proposal is not None
+    made.move(proposal.balance)
+    made.slowness = [2.0, 2.0]  # the layers that have moved are slow there, too
+    back = made.run()
+    assert back is not None
+    assert back.balance == [3, 3]
+    assert "before" in back.reason
+    made.move(back.balance)
+    assert made.watch.refused == [proposal.balance]
+    made.slowness = [1.0, 2.0]
+    assert made.run(steps=1000) is None
+
+
+def test_a_refused_balance_is_not_proposed() -> None:
+    made = machine()
+    made.watch.refused.append([4, 2])
+    made.slowness = [1.0, 2.0]
+    assert made.run() is None
+
+
+def test_a_fault_does_not_make_slow_hosts_usual() -> None:
+    made = machine()
+    made.slowness = [1.0, 2.0]
+    assert made.run(steps=8) is None
+    made.move([3, 3])
+    proposal = made.run()
+    assert proposal is not None
+    assert proposal.balance == [4, 2]

@@ -1,0 +1,64 @@
+"""Layers that take as long as their host is slow, which a file says; shipped beside a config.
+
+FOLDER/stage1:0     holds 2.0: each layer of that worker sleeps for twice as long
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import rpc
+from torch.utils.data import TensorDataset
+
+FEATURES = 4
+
+Layers = list[tuple[str, Callable[[], nn.Module]]]
+
+
+def layers(folder: str, count: int = 6, milliseconds: float = 2.0) -> Layers:
+    """Return equal layers; each sleeps so long in a forward, and in a backward."""
+    seconds = milliseconds / 1e3
+    return [(f"paced{i}", lambda: Paced(Path(folder), seconds)) for i in range(count)]
+
+
+def samples() -> TensorDataset:
+    inputs = torch.linspace(-1, 1, 50 * FEATURES).reshape(50, FEATURES)
+    return TensorDataset(inputs, inputs.sin())
+
+
+class Paced(nn.Module):
+    def __init__(self, folder: Path, seconds: float) -> None:
+        super().__init__()
+        self.inner = nn.Linear(FEATURES, FEATURES)
+        self.folder, self.seconds = folder, seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = Sleeping.apply(self.inner(x).tanh(), self)  # type: ignore[no-untyped-call]
+        return outputs
+
+    def sleep(self) -> None:
+        time.sleep(self.seconds * self._slowness())
+
+    def _slowness(self) -> float:
+        try:
+            return float((self.folder / rpc.get_worker_info().name).read_text())
+        except (OSError, RuntimeError):  # not slow, or in no group
+            return 1.0
+
+
+class Sleeping(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Paced) -> Tensor:
+        ctx.layer = layer
+        layer.sleep()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.layer.sleep()
+        return gradients[0], None
