@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 
 from rpcmp.observability.events import GenerationEvent, StepEvent
 from tests.support.faults import Committed, committed, drive
+from tests.support.lan import issue, serving
 from tests.support.processes import JobFolder
 from tests.support.rebalanced import moved, train
 
@@ -97,7 +99,11 @@ def kill_server(event: GenerationEvent) -> None:
 def test_a_fault_before_the_first_step_undoes_the_change(
     job: JobFolder, undisturbed: Committed, strike: Callable[[GenerationEvent], None]
 ) -> None:
-    result = train(job.config(CHAIN), {4: OTHER}, strike=strike)
+    def strike_second(event: GenerationEvent) -> None:
+        if event.generation == 2:
+            strike(event)
+
+    result = train(job.config(CHAIN), {4: OTHER}, on_generation=strike_second)
     assert moved(result) == UNDONE
     assert committed(result) == undisturbed
 
@@ -123,7 +129,9 @@ def test_a_fault_after_the_first_step_keeps_the_new_balance(
             os.kill(places[-1].workers["stage2"]["pid"], signal.SIGKILL)
 
     places: list[GenerationEvent] = []
-    result = train(job.config(CHAIN), {4: OTHER}, strike=places.append, after_step=kill_later)
+    result = train(
+        job.config(CHAIN), {4: OTHER}, on_generation=places.append, after_step=kill_later
+    )
     assert moved(result) == [("moved", OTHER, FIRST)]
     (recovered,) = [event for event in result.events if event["event"] == "recovered"]
     assert recovered["step"] >= killed[0] - 1
@@ -186,3 +194,18 @@ def test_a_host_that_has_become_slower_is_noticed(
     assert change["balance"][1] < 3
     assert change["step"] > 50
     assert "stage 'stage1' computes" in change["reason"]
+
+
+def test_stages_with_certificates_read_each_others_layers(
+    job: JobFolder, undisturbed: Committed, tmp_path: Path
+) -> None:
+    here = "127.0.0.1"
+    certs = issue(tmp_path / "certs", here, here, here)
+    with contextlib.ExitStack() as started:
+        servers = [
+            started.enter_context(serving(stage, f"{here}:0", certs)).address for stage in range(3)
+        ]
+        mine = f"security.certs={certs / 'driver'}"
+        result = train(job.config(CHAIN), {4: OTHER}, mine, connect=servers)
+    assert moved(result) == [("moved", OTHER, FIRST)]
+    assert committed(result) == undisturbed

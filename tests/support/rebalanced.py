@@ -24,7 +24,7 @@ def train(
     moves: Mapping[int, list[int]],
     *settings: str,
     connect: Sequence[str] | None = None,
-    strike: Callable[[GenerationEvent], None] | None = None,
+    on_generation: Callable[[GenerationEvent], None] | None = None,
     after_step: Callable[[StepEvent], None] | None = None,
     until: str = "",
 ) -> Result:
@@ -35,7 +35,7 @@ def train(
         settings: of the config, "KEY=VALUE".
         after_step: called with each step.
         until: the event after which the run is interrupted; by default it runs to its end.
-        strike: called once the second generation has formed, before it does anything.
+        on_generation: called once a generation has formed, before it does anything.
     """
     left, events = dict(moves), list[dict[str, Any]]()
 
@@ -50,8 +50,8 @@ def train(
                 if isinstance(event, StepEvent) and after_step:
                     after_step(event)
 
-                if isinstance(event, GenerationEvent) and event.generation == 2 and strike:
-                    strike(event)
+                if isinstance(event, GenerationEvent) and on_generation:
+                    on_generation(event)
                 if event.event == until:
                     training.interrupt(signal.SIGINT, task)
 
