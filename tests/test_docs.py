@@ -214,6 +214,7 @@ CHECKED_BY = {
         "python -m tests.benchmarks.health",
         "python -m tests.benchmarks.looking",
         "python -m tests.benchmarks.predictions",
+        "python -m tests.benchmarks.rebalance",
         "python -m tests.benchmarks.relay",
         "python -m tests.benchmarks.relay steps",
         "python -m tests.benchmarks.screenshot",

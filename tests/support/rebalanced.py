@@ -25,7 +25,7 @@ def train(
     *settings: str,
     connect: Sequence[str] | None = None,
     on_generation: Callable[[GenerationEvent], None] | None = None,
-    after_step: Callable[[StepEvent], None] | None = None,
+    after_step: Callable[[StepEvent], object] | None = None,
     until: str = "",
 ) -> Result:
     """Run a job to its end, with another balance after some of the steps.
@@ -33,7 +33,7 @@ def train(
     Args:
         moves: the balances to go on with, by the steps after whose events they are asked for.
         settings: of the config, "KEY=VALUE".
-        after_step: called with each step.
+        after_step: called with each step; if it returns True, the run is interrupted.
         until: the event after which the run is interrupted; by default it runs to its end.
         on_generation: called once a generation has formed, before it does anything.
     """
@@ -47,12 +47,11 @@ def train(
             def move(event: Event) -> None:
                 if isinstance(event, StepEvent) and (balance := left.pop(event.step, None)):
                     training.rebalance(balance, "asked for")
-                if isinstance(event, StepEvent) and after_step:
-                    after_step(event)
+                is_over = isinstance(event, StepEvent) and after_step and after_step(event)
 
                 if isinstance(event, GenerationEvent) and on_generation:
                     on_generation(event)
-                if event.event == until:
+                if (event.event == until or is_over is True) and not training.signals:
                     training.interrupt(signal.SIGINT, task)
 
             watchers.append(move)
@@ -60,7 +59,7 @@ def train(
             try:
                 await task
             except InterruptedJobError:
-                assert until
+                assert until or after_step
             finally:
                 await training.close()
 
