@@ -241,6 +241,21 @@ def test_two_objects_over_the_same_slots_see_the_same_snapshots(slots: Slots) ->
     assert read(slots, 1) == b"from here"
 
 
+def test_a_snapshot_keeps_the_number_of_its_cut(slots: Slots) -> None:
+    other = Slots([os.dup(fd) for fd in slots.fds])
+    write(slots, 4)
+    slots.commit(begun(slots), 5, 0, pin=True, cut=7)
+    assert [(found.step, found.cut, found.is_pinned) for found in other.all()] == [
+        (4, 0, False),
+        (5, 7, True),
+    ]
+    other.unpin(other.all()[1])
+    assert [(found.cut, found.is_pinned) for found in slots.all()] == [(0, False), (7, False)]
+    slots.commit(begun(slots), 5, 0)  # the same step, of another cut: there is one of each step
+    assert [(found.step, found.cut) for found in other.all()] == [(4, 0), (5, 0)]
+    other.close()
+
+
 def test_a_later_writer_finds_the_files_of_a_dead_one(slots: Slots) -> None:
     writer = Slots([os.dup(fd) for fd in slots.fds])
     for step in (1, 2, 3):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpcmp.checkpoint.slots import CommonSnapshot, HeldSnapshots, Slots, mirrors, newest_common
+from rpcmp.v1 import control_pb2 as pb
 from tests.support.graphs import workers
 
 WORKERS = workers("a", "b", "c")
@@ -320,3 +321,18 @@ def test_every_server_mirrors_one_worker_on_another_machine_if_possible(
     shifts = [[(index + shift) % count for index in range(count)] for shift in range(1, count)]
     assert together(found) == min(map(together, shifts))
     assert found in shifts
+
+
+def test_a_server_reports_what_it_holds_by_cut() -> None:
+    held = HeldSnapshots.from_proto(
+        [
+            pb.Holding(steps=[3, 4]),
+            pb.Holding(steps=[5], cut=2),
+            pb.Holding(stage_name="b", steps=[4]),
+            pb.Holding(stage_name="b", steps=[5, 6], cut=2),
+        ]
+    )
+    assert (held.own, held.mirrored) == ([3, 4], {"b": [4]})
+    assert held.of_cut(0) is held
+    assert held.of_cut(1) == HeldSnapshots()
+    assert held.of_cut(2) == HeldSnapshots([5], {"b": [5, 6]})

@@ -19,7 +19,7 @@ from rpcmp.errors import (
     WorkerDiedError,
 )
 from rpcmp.job.generation import Generation
-from rpcmp.job.recovery import Progress, RecoveryLoop, Workload
+from rpcmp.job.recovery import PausedError, Progress, RecoveryLoop, Workload
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.observability.events import Event
 from rpcmp.process.channel import Message
@@ -64,7 +64,7 @@ class FakePool:
 class FakeWorkload(Workload[str]):
     """Raises one fault per generation and then returns."""
 
-    faults: list[RpcmpError]
+    faults: list[RpcmpError | PausedError]
     progress: Progress = field(default_factory=lambda: Progress(is_new=False))
     log: list[str] = field(default_factory=list)
 
@@ -92,7 +92,7 @@ class FakeWorkload(Workload[str]):
         self.log.append("give up")
 
 
-def lost(count: int = 1) -> list[RpcmpError]:
+def lost(count: int = 1) -> list[RpcmpError | PausedError]:
     return [WorkerDiedError(f"worker {number} died") for number in range(count)]
 
 
@@ -159,6 +159,18 @@ def test_a_fault_of_a_run_that_has_to_stop_ends_it_as_the_signal_would(fault: Rp
         run(workload)
     assert raised.value is (signalled if isinstance(fault, WorkerDiedError) else fault)
     assert workload.log == ["run", "abandon", "settle", "give up"]
+
+
+def test_a_workload_that_has_paused_goes_on_in_the_next_generation() -> None:
+    workload = FakeWorkload([PausedError(), PausedError()])
+    run(workload)
+    assert workload.log == ["run", "close", "run", "close", "run"]
+
+
+def test_whatever_fails_in_an_attempt_is_tried_without_it() -> None:
+    workload = FakeWorkload([ConfigError("wrong")] * 5, Progress(is_new=False, goes_back=True))
+    run(workload)
+    assert workload.log == [*["run", *RECOVERY] * 5, "run"]
 
 
 def test_a_driver_whose_job_is_another_ones_touches_nothing_any_more() -> None:

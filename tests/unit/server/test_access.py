@@ -60,3 +60,13 @@ def test_members_join_under_their_own_names() -> None:
     ):
         with pytest.raises(SecurityError):
             GROUP.require_name(holder, name)
+
+
+@pytest.mark.parametrize("moves_layers", [False, True])
+def test_stages_read_each_others_snapshots_only_if_layers_move(moves_layers: bool) -> None:
+    request = pb.FetchRequest(stage_name="a", step=3)
+    GROUP.require_may_fetch(identity.stage(0), request, None, moves_layers)
+    with contextlib.nullcontext() if moves_layers else pytest.raises(SecurityError):
+        GROUP.require_may_fetch(identity.stage(1), request, None, moves_layers)
+    with pytest.raises(SecurityError, match="may not read snapshots of 'a' of job 'j'"):
+        GROUP.require_may_fetch(identity.stage(2), request, None, moves_layers)
