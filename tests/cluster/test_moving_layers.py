@@ -117,6 +117,15 @@ def test_a_balance_that_cannot_be_is_undone_and_says_why(
     assert committed(result) == undisturbed
 
 
+def test_a_state_that_fits_no_other_cut_is_undone(job: JobFolder) -> None:
+    lines = [line for line in CHAIN.splitlines() if not line.startswith("scheduler")]
+    config = job.config("\n".join(lines).replace("torch.optim:AdamW", "ownoptimizers:Around"))
+    result = train(config, {4: OTHER})
+    assert moved(result) == UNDONE
+    assert "fits no other cut" in result.event("rebalance")["reason"]
+    assert committed(result) == committed(drive(config))
+
+
 def test_a_fault_after_the_first_step_keeps_the_new_balance(
     job: JobFolder, undisturbed: Committed
 ) -> None:

@@ -1,10 +1,13 @@
-"""A driver that is lost after layers have moved: the next one goes on with them where they are."""
+"""Layers that move in jobs of other kinds, and a driver that is lost after they have moved."""
 
 from __future__ import annotations
 
 import os
 import signal
 
+import pytest
+
+from tests.support import tiedjobs
 from tests.support.faults import committed, drive
 from tests.support.processes import (
     JobFolder,
@@ -15,6 +18,7 @@ from tests.support.processes import (
     running_servers,
     status,
 )
+from tests.support.rebalanced import moved, train
 
 JOB = """
 steps = 400
@@ -56,3 +60,53 @@ def test_a_run_with_another_balance_is_taken_over_from_memory(job: JobFolder) ->
     assert resumed["from_memory"], after.err
     assert resumed["step"] >= change["step"]
     assert committed(after) == (undisturbed[0][resumed["step"] :], undisturbed[1])
+
+
+LANGUAGE = """
+steps = 6
+loss = "rpcmp.losses:masked_lm"
+num_microbatches = 3
+schedule = "zero-bubble"
+[model]
+module = "unsplit:Language"
+balance = [1, 3, 1]
+[data]
+train = "unsplit:sentences"
+batch_size = 9
+"""
+
+AT_STAGES = """
+steps = 6
+optimizer = { callable = "torch.optim:AdamW", kwargs = { lr = 0.01 } }
+[model]
+layers = "zoo:mlp"
+balance = [2, 1, 1]
+[data]
+train = "zoo:regression"
+batch_size = 10
+at = "stage"
+[[stages]]
+[[stages]]
+recompute = true
+[[stages]]
+"""
+
+Balance = list[int]
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "others"),
+    [
+        (LANGUAGE, [1, 3, 1], ([3, 1, 1], [1, 1, 3])),
+        (tiedjobs.BODY, [1, 2, 1], ([2, 1, 1], [1, 1, 2])),
+        (AT_STAGES, [2, 1, 1], ([1, 2, 1], [1, 1, 2])),
+    ],
+    ids=["a module", "tied parameters", "data at stages, one recomputes"],
+)
+def test_layers_move_with_the_same_bits(
+    job: JobFolder, text: str, first: Balance, others: tuple[Balance, Balance]
+) -> None:
+    config = job.config(text.replace("steps = 6", 'steps = 14\nrebalance = "auto"'))
+    result = train(config, {3: others[0], 8: others[1]})
+    assert moved(result) == [("moved", others[0], first), ("moved", others[1], others[0])]
+    assert committed(result) == committed(drive(config))
