@@ -306,19 +306,13 @@ class SnapshotWriter:
     the tensors are copied straight to their places, since a training step waits for it.
     """
 
-    def __init__(self, slots: Slots) -> None:
-        self._slots = slots
+    def __init__(self, slots: Slots, cut: int = 0) -> None:
+        self._slots, self._cut = slots, cut
         self._layout = _SlotLayout(())
         self._mapped: dict[int, tuple[mmap.mmap, dict[str, Tensor]]] = {}
 
     def write(
-        self,
-        slot: int,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        metadata: str,
-        pin: bool,
-        cut: int = 0,
+        self, slot: int, step: int, tensors: Mapping[str, Tensor], metadata: str, pin: bool
     ) -> Snapshot:
         """Write a snapshot; returns when all is copied.
 
@@ -327,7 +321,7 @@ class SnapshotWriter:
             step: the optimizer step after which the stage has this state.
             tensors: on any device, of layout strided.
             metadata: of the file, under "rpcmp".
-            pin, cut: see Slots.commit.
+            pin: keep it until it is saved; see Slots.
 
         Raises:
             TypeError: a dtype that the format does not have.
@@ -346,7 +340,7 @@ class SnapshotWriter:
         with torch.no_grad():
             for name, place in places.items():
                 place.copy_(tensors[name])
-        return self._slots.commit(slot, step, layout.length, pin, cut)
+        return self._slots.commit(slot, step, layout.length, pin, self._cut)
 
     def _map(self, slot: int) -> tuple[mmap.mmap, dict[str, Tensor]]:
         if slot not in self._mapped:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from rpcmp.config.schema import Config
+from rpcmp.config.topology import Member
 from rpcmp.data.stream_shares import Position
 from rpcmp.data.streams import StreamBatches
 from rpcmp.driver.datasets import TrainData, total_steps
@@ -21,6 +22,7 @@ from rpcmp.driver.rounds import Batch
 from rpcmp.errors import ConfigError
 from rpcmp.observability.events import StepEvent
 from rpcmp.process.activity import Activity
+from rpcmp.rpc.messages import StepReport
 
 
 @dataclass(frozen=True)
@@ -137,3 +139,25 @@ class StepStream:
     def _start_loading(self, step: int) -> float:
         self._activity.start("data", step)
         return time.perf_counter()
+
+
+def with_stage_reports(
+    event: StepEvent, workers: Sequence[Member], stages: Mapping[str, StepReport]
+) -> StepEvent:
+    """Return the event with the reports of all workers but lost ones, by label."""
+    reports = {worker.label: stages[worker.label] for worker in workers if worker.label in stages}
+    rates = {label: report.learning_rate for label, report in reports.items()}
+    groups = {
+        label: report.learning_rates
+        for label, report in reports.items()
+        if len(report.learning_rates) > 1
+    }
+    busy_seconds = {label: dict(report.busy_seconds) for label, report in reports.items()}
+    return replace(
+        event,
+        group_learning_rates=groups or None,
+        busy_seconds=busy_seconds,
+        busy={label: sum(kinds.values()) / event.step_s for label, kinds in busy_seconds.items()},
+        learning_rates=rates,
+        learning_rate=next((rate for rate in rates.values() if rate is not None), None),
+    )

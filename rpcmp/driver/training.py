@@ -11,14 +11,13 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from rpcmp.config import importing
 from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.config.schema import Config
-from rpcmp.config.topology import Member
 from rpcmp.data.batches import Loaded
 from rpcmp.driver.datasets import Datasets, fewest_samples
 from rpcmp.driver.evaluation import Evaluator, Metrics
@@ -26,7 +25,7 @@ from rpcmp.driver.progress import Best, CheckpointCadence, EarlyStopping, Traini
 from rpcmp.driver.rounds import RoundHandle
 from rpcmp.driver.self_tuning import SelfTuning
 from rpcmp.driver.stage_group import StageGroup
-from rpcmp.driver.step_stream import Step, StepStream
+from rpcmp.driver.step_stream import Step, StepStream, with_stage_reports
 from rpcmp.driver.tracing import StepSampler, Tracer
 from rpcmp.errors import FactoryError
 from rpcmp.observability.events import (
@@ -301,7 +300,7 @@ class Training:
         if self._unreported is None:
             return
         event, self._unreported = self._unreported, None
-        whole = _with_stage_reports(event, self._workers, stages)
+        whole = with_stage_reports(event, self._workers, stages)
         self._last = whole if self._last is event else self._last
         self._report(whole)  # stage.py [16]
         self._tuning.add(whole)
@@ -363,25 +362,3 @@ class Training:
         except Exception as error:
             raise FactoryError(f"report failed: {importing.explain_error(error)}") from error
         self._report(ReportEvent(text=text))
-
-
-def _with_stage_reports(
-    event: StepEvent, workers: Sequence[Member], stages: Mapping[str, StepReport]
-) -> StepEvent:
-    """Return the event with the reports of all workers but lost ones, by label."""
-    reports = {worker.label: stages[worker.label] for worker in workers if worker.label in stages}
-    rates = {label: report.learning_rate for label, report in reports.items()}
-    groups = {
-        label: report.learning_rates
-        for label, report in reports.items()
-        if len(report.learning_rates) > 1
-    }
-    busy_seconds = {label: dict(report.busy_seconds) for label, report in reports.items()}
-    return replace(
-        event,
-        group_learning_rates=groups or None,
-        busy_seconds=busy_seconds,
-        busy={label: sum(kinds.values()) / event.step_s for label, kinds in busy_seconds.items()},
-        learning_rates=rates,
-        learning_rate=next((rate for rate in rates.values() if rate is not None), None),
-    )

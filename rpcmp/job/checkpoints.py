@@ -31,7 +31,7 @@ from rpcmp.config.topology import Member
 from rpcmp.errors import CheckpointError, RpcmpError, SavingError
 from rpcmp.job.cuts import Cuts, HeldStep
 from rpcmp.job.server_pool import ServerPool
-from rpcmp.job.takeover import About, LostJob
+from rpcmp.job.takeover import About, LostJob, driver_state
 from rpcmp.observability.events import (
     BestEvent,
     BestStep,
@@ -43,23 +43,6 @@ from rpcmp.observability.events import (
 from rpcmp.process.channel import Message
 from rpcmp.server.connection import software_versions
 from rpcmp.v1 import control_pb2 as pb
-
-DRIVER_STATE = {
-    "step",
-    "epoch",
-    "batch",
-    "loss",
-    "epoch_loss",
-    "metrics",
-    "stopping",
-    "best",
-    "has_ended_epoch",
-    "evaluated_after",
-    "scaler",
-    "stream",
-    "options",
-}
-"""The keys of a progress event that are the driver's state; see TrainingProgress."""
 
 MAX_FAILED = 3
 """Checkpoints in a row that may fail before the run fails."""
@@ -152,7 +135,7 @@ class Checkpoints:
 
     def driver_state(self, step: int) -> Message:
         """Return what belongs to the driver's state after a step, and nothing else."""
-        return _driver_state(self._progress[step])
+        return driver_state(self._progress[step])
 
     def step_events_up_to(self, step: int) -> list[StepEvent]:
         events = [self._progress[each]["told"] for each in sorted(self._progress) if each <= step]
@@ -252,7 +235,7 @@ class Checkpoints:
         manifest = None if mark is None or step != self.saved else self._read(step)
         if manifest is None or manifest.best == mark:
             return None
-        manifest = manifest.model_copy(update={"driver": _driver_state(progress), "best": mark})
+        manifest = manifest.model_copy(update={"driver": driver_state(progress), "best": mark})
         try:
             await asyncio.to_thread(self._folder.commit, manifest)
         except RpcmpError as error:
@@ -304,7 +287,7 @@ class Checkpoints:
             step=progress["step"],
             generation=self.generation,
             cursor=Cursor(epoch=progress["epoch"], batch=progress["batch"]),
-            driver=_driver_state(progress),
+            driver=driver_state(progress),
             best=mark_of(progress),
             is_asked_for=self._config.checkpoint is not None and not self._is_leaving,
             rng={"seed": self._config.seed, **RNG},
@@ -410,7 +393,3 @@ def mark_of(progress: Mapping[str, Any]) -> BestMark | None:
     if best is None or best["step"] != progress["step"]:
         return None
     return BestMark(metric=best["metric"], value=best["value"])
-
-
-def _driver_state(progress: Message) -> Message:
-    return {key: value for key, value in progress.items() if key in DRIVER_STATE}

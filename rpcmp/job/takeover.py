@@ -48,6 +48,23 @@ RETRY_SECONDS = 0.5
 MORE_SECONDS = 1.0
 """How long to wait for a driver to count as gone, beyond SILENT_SECONDS."""
 
+DRIVER_STATE = {
+    "step",
+    "epoch",
+    "batch",
+    "loss",
+    "epoch_loss",
+    "metrics",
+    "stopping",
+    "best",
+    "has_ended_epoch",
+    "evaluated_after",
+    "scaler",
+    "stream",
+    "options",
+}
+"""The keys of a progress event that are the driver's state; see TrainingProgress."""
+
 log = logging.getLogger(__name__)
 
 
@@ -271,6 +288,11 @@ def _state(recorded: pb.DriverState) -> Message:
     if progress.step != recorded.step:
         raise ValueError(f"a driver's state of step {progress.step}, not {recorded.step}")
     return asdict(progress)
+
+
+def driver_state(progress: Message) -> Message:
+    """Return what belongs to the driver's state after a step, and nothing else."""
+    return {key: value for key, value in progress.items() if key in DRIVER_STATE}
 
 
 def held_seconds(config: Config, record: DriverRecord | None) -> float:

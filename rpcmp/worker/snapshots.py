@@ -43,7 +43,7 @@ class StageSnapshots:
         cut: int = 0,
     ) -> None:
         self._slots = slots
-        self._writer = SnapshotWriter(slots)
+        self._writer = SnapshotWriter(slots, cut)
         self._model = model
         self._optimizer = optimizer
         self._activity = activity
@@ -70,8 +70,7 @@ class StageSnapshots:
                     "restored after a fault; recovery.enabled = false, without [checkpoint], "
                     "trains without recovery"
                 ) from error
-            pin = save and self._saves
-            self._writer.write(slot, version, tensors, about, pin, self._cut)
+            self._writer.write(slot, version, tensors, about, pin=save and self._saves)
         self._last = version
         self._send({"event": "snapshot", "step": version})
 
