@@ -3,8 +3,9 @@
     settled   a block of steps, some steps after the balance was last changed
     watched   blocks since then: a stage that computes CHANGED times as long, or as short, for a
               while has another host than it had: its layers count as so much slower or faster
-    weighed   the best balance for these hosts is worth it if what it saves in `rebalance_within`
-              steps, and in the steps that are left, is more than what it costs to form a group
+    weighed   a balance that is clearly faster on these hosts is worth it if what it saves in
+              `rebalance_within` steps, and in the steps that are left, is more than what it
+              costs to form a group
     proved    a balance whose steps are not faster than those before is given up again
 
 Layers that were measured on the hosts tell how they compare. If none were, those of a stage count
@@ -39,9 +40,6 @@ PATIENCE = 3
 """Blocks in a row in which it must; twice as many after each time that nothing was worth it."""
 
 MOST_PATIENCE = 96
-
-FASTER = 0.95
-"""What a step must be predicted to take at most, in times of the present ones."""
 
 MOST_WAITING = 0.5
 """The share of a step in which the driver waits for samples, above which no balance helps."""
@@ -166,7 +164,7 @@ class BalanceWatch:
         ratios = _ratios(settled, measured)
         before = self._hosts or self._estimated(settled)
         hosts = [_scaled(host, ratios[host.stage]) for host in before]
-        now = Forecast(hosts, self._balance).rehearsed(self._config, measured)
+        now = Forecast(hosts, self._balance).corrected(self._config, measured)
         other = now.improved(self._config)
         if other.balance == self._balance or other.balance in self.refused:
             return None
@@ -174,7 +172,7 @@ class BalanceWatch:
         before_s, after_s = (each.predict(self._config).step_s for each in (now, other))
         steps = min(steps_left, self._config.rebalance_within)
         saved = steps * (before_s - after_s) - self._cost_s
-        if is_waiting or after_s > FASTER * before_s or saved <= 0:
+        if is_waiting or saved <= 0:
             return None
         self._hosts_by_proposal = hosts
         stage, ratio = max(ratios.items(), key=lambda item: abs(math.log(item[1])))
