@@ -33,7 +33,7 @@ from tests.support.sharedforks import DRIVE, borrowing, children_of
 hypothesis.settings.register_profile("rpcmp", deadline=None)  # this machine may be busy
 hypothesis.settings.load_profile("rpcmp")
 
-TIERS = ("long", "system")
+TIERS = ("gpu", "long", "system")
 """Folders that `pytest` alone leaves out, with the markers of their tests."""
 
 ALLOWED_SKIPS: dict[str, str] = {}
@@ -71,14 +71,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if collection_path.parent != TESTS:
         return None
     asked, name = config.option.markexpr, collection_path.name
-    if asked == "system":  # all tests with this marker are below tests/system
-        return name != "system" or None
+    if asked in ("gpu", "system"):  # all tests with this marker are below the folder of that name
+        return name != asked or None
     return (name in TIERS and f"not {name}" in asked) or None
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Record skips that have no allowed reason."""
-    if report.skipped and not hasattr(report, "wasxfail") and report.nodeid not in ALLOWED_SKIPS:
+    """Record skips that have no allowed reason; that of tests/gpu is a machine without devices."""
+    if "gpu" in report.keywords or hasattr(report, "wasxfail"):
+        return
+    if report.skipped and report.nodeid not in ALLOWED_SKIPS:
         _unexpected_skips.append(report.nodeid)
 
 

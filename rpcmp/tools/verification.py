@@ -84,7 +84,7 @@ def verify(config: Config, connect: Sequence[str] | None = None) -> Verified:
         MismatchError: the runs differ; says where first. A `wire_dtype` is expected to make them
             differ, and raises nothing.
     """
-    config, pipelined, reference = asyncio.run(_run_both(config, connect))
+    config, pipelined, reference = asyncio.run(run_both(config, connect))
     caveats = devices.host_differences(reference.hosts["reference"], pipelined.hosts)
     difference = first_difference(pipelined, reference)
     if difference is not None and config.wire_dtype is None:
@@ -150,9 +150,10 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
 
 
-async def _run_both(
-    config: Config, connect: Sequence[str] | None
+async def run_both(
+    config: Config, connect: Sequence[str] | None = None
 ) -> tuple[Config, ComparedRun, ComparedRun]:
+    """Train the job across stage servers and in one process; return it with its balance, too."""
     with tempfile.TemporaryDirectory(prefix="rpcmp-verify-") as folder:
         async with Forks([WORKERS, DRIVERS]) as forks:
             # Shares of the run that left checkpoints, if any; and the same stages for both runs.
