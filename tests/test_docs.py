@@ -198,6 +198,9 @@ CHECKED_BY = {
     ],
     "cli/test_new.py::test_a_job_may_start_as_an_example": ["rpcmp new tune --like finetune"],
     "test_docs.py::test_the_tiers_equal_the_markers_of_pytest": ["pytest -m long"],
+    "system/test_gpu.py::test_the_classic_table_is_printed_and_drawn_on_a_pretend_one": [
+        "python -m tests.benchmarks.gpu --plot gpu.svg",
+    ],
     "system/test_gpu.py::test_the_tier_of_accelerators_passes_on_a_pretend_one": ["pytest -m gpu"],
     "unit/server/test_connection.py::test_the_releases_of_torch_are_those_of_the_package": [
         "python3.13 -m venv /tmp/other",

@@ -57,6 +57,9 @@ found["viewed"] = torch.pretend.memory_allocated(1)
 view = None
 found["freed"] = [torch.pretend.memory_allocated(1), torch.pretend.max_memory_allocated(1) >= 1024]
 
+made = torch.tensor([2.0, 3.0], device="pretend:1", requires_grad=True)
+found["made"] = [str(made.device), made.is_leaf, made.requires_grad, made.detach().cpu().tolist()]
+
 reads = dict(torch.pretend.reads)
 torch.ones(1, device="pretend:0").item()
 torch.ones(1, device="pretend:0").cpu()
@@ -101,6 +104,10 @@ def test_it_has_four_devices_and_the_bits_of_the_cpu(found: dict[str, Any]) -> N
     assert found["devices"] == ["pretend", 4]
     assert found["unused"] is False
     assert found["equal"] is True
+
+
+def test_tensors_are_made_of_data(found: dict[str, Any]) -> None:
+    assert found["made"] == ["pretend:1", True, True, [2.0, 3.0]]
 
 
 def test_an_operation_on_two_devices_raises(found: dict[str, Any]) -> None:

@@ -90,6 +90,12 @@ class Devices:
     def manual_seed_all(self, seed: int) -> None:
         """Do nothing: kernels draw from the CPU's generator."""
 
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
     def get_device_name(self, device: Any = None) -> str:
         return "Pretend P1"
 
@@ -245,6 +251,19 @@ class Hooks(torch._C._acc.PrivateUse1Hooks):
         return True
 
 
+def _tensor(data: Any, *, device: Any = None, requires_grad: bool = False, **options: Any) -> Any:
+    """Make a tensor of data, on a pretended device by a copy.
+
+    torch's function switches off the dispatch to Python that these devices rest on.
+    """
+    if device is None or torch.device(device).type != NAME:
+        return TENSOR(data, device=device, requires_grad=requires_grad, **options)
+    return TENSOR(data, **options).to(device).requires_grad_(requires_grad)
+
+
+TENSOR = torch.tensor
+
+
 def register() -> None:
     """Make the devices known to torch: the entry point."""
     DEVICES.library = ctypes.CDLL(str(Path(__file__).parent / "guard.so"))
@@ -260,3 +279,4 @@ def register() -> None:
     pretend_kernels.add_fused(own, PretendTensor)
     pretend_kernels.add_autocast(own, NAME)
     DEVICES.kernels = fallbacks, own
+    torch.tensor = _tensor
