@@ -27,9 +27,15 @@ def place(wanted: Sequence[str], own: int, count: int) -> int:
         wanted: the devices that the workers of one host want, in the config's order.
         count: how many devices the host has; at least one.
     """
+    return candidates(wanted, own, count)[0]
+
+
+def candidates(wanted: Sequence[str], own: int, count: int) -> list[int]:
+    """Return that device and, if another job has it, those that would do; see `place`."""
     named = {_index(name) for name in wanted if name not in (AUTO, "cpu")}
     free = [index for index in range(count) if index not in named] or list(range(count))
-    return free[list(wanted[:own]).count(AUTO) % len(free)]
+    first = list(wanted[:own]).count(AUTO) % len(free)
+    return free[first:] + free[:first]
 
 
 def on_machine(wanted: Sequence[str], machines: Sequence[str], own: int) -> tuple[list[str], int]:

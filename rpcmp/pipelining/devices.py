@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rpcmp.config.device_places import AUTO, place
+from rpcmp.config import device_places
+from rpcmp.config.device_places import AUTO
 from rpcmp.config.types import format_size
 
 CPU = torch.device("cpu")
@@ -84,10 +85,20 @@ def settle(wanted: Sequence[str], own: int) -> str:
     Args:
         wanted: see `device_places.place`.
     """
+    return candidates(wanted, own)[0]
+
+
+def candidates(wanted: Sequence[str], own: int) -> list[str]:
+    """Return the device of a worker of this host and, if another job has it, those that would do.
+
+    Args:
+        wanted: see `device_places.place`.
+    """
     if wanted[own] != AUTO:
-        return wanted[own]
+        return [wanted[own]]
     accelerated = existing()[1:]
-    return accelerated[place(wanted, own, len(accelerated))] if accelerated else "cpu"
+    order = device_places.candidates(wanted, own, len(accelerated)) if accelerated else []
+    return [accelerated[index] for index in order] or ["cpu"]
 
 
 def device_name(device: torch.device) -> str:

@@ -35,6 +35,7 @@ from rpcmp.process.sandbox.confinement import FileAccess
 from rpcmp.server import claim_log
 from rpcmp.server.access import GroupMembers
 from rpcmp.server.claim_log import LogBuffer, WorkerVitals
+from rpcmp.server.device_claims import DeviceClaim
 from rpcmp.server.job_folder import JobFiles
 from rpcmp.server.rendezvous import KeyValueStore, StoreProxy
 from rpcmp.server.snapshot_store import SnapshotStore
@@ -98,6 +99,7 @@ class Claim:
         self.step = 0
         self.num_parameters = 0
         self.device = ""
+        self._device_claim = DeviceClaim(request.job_id)
         self.error = ""
         self.exit_code = 0
         self.watched = False
@@ -230,6 +232,7 @@ class Claim:
         self.values.close()
         if self._child is not None:
             await self._child.kill()
+        self._device_claim.release()
         tasks = [*self._tasks, *([self._listening] if self._listening is not None else [])]
         for task in tasks:
             task.cancel()
@@ -291,6 +294,10 @@ class Claim:
             case "ready":
                 self._ready = True
                 self._start_if_ready()
+            case "devices":
+                may_share = bool(message["may_share"])
+                chosen = await self._device_claim.choose(message["candidates"], may_share)
+                self._send({"op": "device", "device": chosen[0], "is_shared": chosen[1]})
             case "built":
                 count, device = message["num_parameters"], message["device"]
                 built = pb.WatchResponse(num_parameters=count, device=device)  # checks the types

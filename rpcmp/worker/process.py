@@ -1,6 +1,7 @@
 """A worker's life: build the stage, join the group, serve the stage, leave.
 
     supervisor ──start──> worker                 worker ──ready, built, joined──> supervisor
+               ──device──>                              ──devices──> that would do
                ──stored──>                              ──store──> of the rendezvous
                ──mirrored, saved──>                     ──beat──> every half second
                                                         ──snapshot──> after a step
@@ -12,6 +13,7 @@ generation has new workers.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 import threading
@@ -19,6 +21,7 @@ from pathlib import Path
 
 from rpcmp.checkpoint.slots import NUM_SLOTS, Slots
 from rpcmp.config import importing
+from rpcmp.config.device_places import AUTO
 from rpcmp.config.importing import explain_error
 from rpcmp.data.loader_pool import LoaderPool
 from rpcmp.data.stage_loader import StageDataLoader
@@ -44,6 +47,8 @@ from rpcmp.rpc.transport import Transport
 from rpcmp.worker import weight_grad
 from rpcmp.worker.snapshots import StageSnapshots, restore
 from rpcmp.worker.stage import RemoteStage, Stage
+
+log = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 10.0
 """How long a worker waits for the others at the end of the group."""
@@ -87,7 +92,7 @@ class WorkerProcess:
             config = assignment.config.model_copy(update={"init": init})
             assignment = assignment.model_copy(update={"config": config})
         if here := self._start["devices_here"]:
-            device = devices.settle(here, self._start["place_here"])
+            device = self._settle(here, self._start["place_here"])
             assignment = assignment.model_copy(update={"device": device})
         importing.set_allow_list(self._start["allowed"])
         files: list[str] = []
@@ -119,6 +124,22 @@ class WorkerProcess:
         self._log.flush()  # lines of other threads in the meantime
         self._channel.send({"event": "left"})
         os._exit(0)  # no destructors: RPC threads may still be about
+
+    def _settle(self, wanted: list[str], own: int) -> str:
+        """Return this worker's device, once its server knows that no other job has it."""
+        order = devices.candidates(wanted, own)
+        if order[0].startswith("cpu"):
+            return order[0]
+        order = [name if ":" in name else f"{name}:0" for name in order]
+        may_share = wanted[own] != AUTO or wanted.count(AUTO) > len(order)
+        self._channel.send({"event": "devices", "candidates": order, "may_share": may_share})
+        while (answer := self._channel.receive()) is not None:
+            if answer["op"] == "device":
+                device: str = answer["device"]
+                if answer["is_shared"]:
+                    log.warning("another job has %s of this host as well", device)
+                return device
+        os._exit(1)
 
     def _vitals(self) -> Message:
         own = {} if self._stage is None else self._stage.vitals()

@@ -279,4 +279,4 @@ def register() -> None:
     pretend_kernels.add_fused(own, PretendTensor)
     pretend_kernels.add_autocast(own, NAME)
     DEVICES.kernels = fallbacks, own
-    torch.tensor = _tensor
+    torch.tensor = _tensor  # type: ignore[assignment]

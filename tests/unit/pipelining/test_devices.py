@@ -101,6 +101,8 @@ def test_stages_of_a_host_get_devices_that_exist(
     wanted = ["auto", "cpu", "auto", "xpu:5"]
     found = [devices.settle(wanted, own) for own in range(4)]
     assert found == ["xpu:0", "cpu", "xpu:1", "xpu:5"]
+    assert devices.candidates(wanted, 2) == ["xpu:1", "xpu:0"]
+    assert devices.candidates(wanted, 3) == ["xpu:5"]
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     assert devices.settle(wanted, 2) == "cpu"
 
