@@ -66,10 +66,12 @@ class MeasuredHost(NamedTuple):
 
     Attributes:
         machine: equal for servers that share processors.
+        device: the worker's, "auto" if neither config nor server fixes it.
         profile: of all layers, under the stage's settings.
     """
 
     machine: str
+    device: str
     profile: HostProfile
 
 
@@ -83,13 +85,18 @@ async def measure(
         sample: inputs and targets of one micro-batch; see `rpcmp.rpc.tensors.dumps`.
     """
     orders = [_order(config, worker.stage_index) for worker in config.workers]
-    equals = [orders.index(order) for order in orders]
     code = shipped_code(config)
     dialer = dialer_for(config, addresses)
-    async with connected(config, dialer, addresses, max(equals) + 1, forks) as clients:
+    num_local = max(map(orders.index, orders)) + 1
+    async with connected(config, dialer, addresses, num_local, forks) as clients:
         servers = await gather_all(client.connect() for client in clients)
+        servers += servers[:1] * (len(orders) - len(servers))
         machines = [server.machine for server in servers]
-        machines += machines[:1] * (len(orders) - len(machines))
+        orders = [
+            _order(config, worker.stage_index, server.device)
+            for worker, server in zip(config.workers, servers, strict=True)
+        ]
+        equals = [orders.index(order) for order in orders]
         locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
         async def profile(index: int) -> HostProfile:
@@ -104,16 +111,24 @@ async def measure(
         first = {key: keys.index(key) for key in keys}
         profiles = await gather_all(map(profile, first.values()))
     by_key = dict(zip(first, profiles, strict=True))
-    return [MeasuredHost(key[0], by_key[key]) for key in keys]
+    devices = [order.config.stage(0).device for order in orders]
+    return [
+        MeasuredHost(key[0], device, by_key[key]) for key, device in zip(keys, devices, strict=True)
+    ]
 
 
-def _order(config: Config, index: int) -> ProfileOrder:
+def _order(config: Config, index: int, auto: str = "") -> ProfileOrder:
     """Return the order to measure all layers with the settings of stage `index`, as one stage.
 
     It is equal for stages with equal settings. Stages that are modules of their own are not merged;
     all get these settings.
+
+    Args:
+        auto: what the stage's server takes for `device = "auto"`; empty: it leaves that open.
     """
     settings = config.stage(index)
+    if auto and settings.device == AUTO:
+        settings = settings.model_copy(update={"device": auto})
     unplaced = settings.model_copy(
         update={"addresses": [], "memory": None, "replicas": None, "shares": None}
     )
@@ -364,7 +379,7 @@ def memory_limit(config: Config, rank: int, measured: Sequence[MeasuredHost]) ->
     if host.profile.available_bytes is None:
         return None
     machines = [other.machine for other in measured]
-    here, own = on_machine([stage.device for stage in stages], machines, rank)
+    here, own = on_machine([other.device for other in measured], machines, rank)
     places = [
         place(here, index, host.profile.num_devices) if name == AUTO else name
         for index, name in enumerate(here)

@@ -375,6 +375,7 @@ class StageServer:
             machine=machine(),
             holdings_of=self.snapshot_store.job_id,
             holdings=self.snapshot_store.holdings(),
+            device=self.device,
         )
         if self.claim is None and (seconds := self.driver.holds_seconds):
             answer.state, answer.holds_s = State.SERVER_STATE_HOLDING, seconds

@@ -133,6 +133,7 @@ class DescribeResponse(_message.Message):
     HOLDINGS_OF_FIELD_NUMBER: _builtins.int
     HOLDINGS_FIELD_NUMBER: _builtins.int
     HOLDS_S_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     stage_index: _builtins.int
     replica: _builtins.int
     state: Global___ServerState.ValueType
@@ -156,6 +157,8 @@ class DescribeResponse(_message.Message):
     """job_id of the run whose snapshots it holds"""
     holds_s: _builtins.float
     """how long it still holds the state of a lost driver's job"""
+    device: _builtins.str
+    """what `device = "auto"` is there; empty: left to the job"""
     @_builtins.property
     def versions(self) -> Global___Versions: ...
     @_builtins.property
@@ -181,10 +184,11 @@ class DescribeResponse(_message.Message):
         holdings_of: _builtins.str = ...,
         holdings: _abc.Iterable[Global___Holding] | None = ...,
         holds_s: _builtins.float = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "generation", b"generation", "holdings", b"holdings", "holdings_of", b"holdings_of", "holds_s", b"holds_s", "job", b"job", "machine", b"machine", "num_parameters", b"num_parameters", "replica", b"replica", "spare", b"spare", "stage_index", b"stage_index", "stage_name", b"stage_name", "state", b"state", "step", b"step", "supervisor_pid", b"supervisor_pid", "versions", b"versions", "worker_memory", b"worker_memory", "worker_pid", b"worker_pid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "draining", b"draining", "generation", b"generation", "holdings", b"holdings", "holdings_of", b"holdings_of", "holds_s", b"holds_s", "job", b"job", "machine", b"machine", "num_parameters", b"num_parameters", "replica", b"replica", "spare", b"spare", "stage_index", b"stage_index", "stage_name", b"stage_name", "state", b"state", "step", b"step", "supervisor_pid", b"supervisor_pid", "versions", b"versions", "worker_memory", b"worker_memory", "worker_pid", b"worker_pid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

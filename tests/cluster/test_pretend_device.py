@@ -5,6 +5,7 @@ The accelerator is a pretended one, `pretend:0` to `pretend:3`: see tests/suppor
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -99,6 +100,35 @@ def test_a_server_may_fix_what_auto_is(job: JobFolder) -> None:
     found = {one["where"]: one["text"] for one in checked["findings"] if one["check"] == "device"}
     assert found["stage0"].startswith("auto: pretend:1 (")
     assert found["stage1"].startswith("pretend:0 (")
+
+
+def test_layers_are_measured_on_the_device_of_the_server(job: JobFolder) -> None:
+    config = job.config(f"""
+        [model]
+        layers = "zoo:mlp"
+        balance = "auto"
+        {on("auto", "auto")}
+    """)
+
+    def limits(*fixed: str) -> list[int]:
+        """Return what each of two servers has for its stage, which share this machine."""
+        with contextlib.ExitStack() as stack:
+            servers = [
+                stack.enter_context(
+                    running_server("--stage", str(i), "--listen", "127.0.0.1:0", "--device", device)
+                )
+                for i, device in enumerate(fixed)
+            ]
+            result = rpcmp("drive", config, "--json", "--connect", connect(servers))
+        assert devices_of(result) == [*fixed]
+        return [stage["limit_bytes"] for stage in result.event("plan")["stages"].values()]
+
+    one, other = limits("pretend:2", "pretend:1")
+    assert 2**29 < one == other <= 2**30  # a device has 1 GiB
+    one, other = limits("pretend:2", "pretend:2")
+    assert 2**28 < one == other <= 2**29
+    device, host = limits("pretend:2", "cpu")
+    assert 2**29 < device <= 2**30 < host
 
 
 def test_a_device_that_does_not_exist_is_an_error_that_names_those_that_do(job: JobFolder) -> None:
