@@ -130,7 +130,9 @@ class Vitals:
         """Mark the process whose fault ended a generation, if it has reported anything before."""
         process = self._driver if label == DRIVER else self._workers.get(label, {})
         if "pid" in process:
-            process.update({"state": LOST, "memory": 0, "in_flight": 0, "pid": 0})
+            process.update(
+                {"state": LOST, "memory": 0, "device_memory": 0, "in_flight": 0, "pid": 0}
+            )
 
     async def wait(self) -> None:
         """Return when there is something to report."""
@@ -227,4 +229,6 @@ def _from_proto(vitals: pb.Vitals) -> ProcessVitals:
         "memory": vitals.memory,
         "cpu_seconds": vitals.cpu_seconds,
         "in_flight": vitals.in_flight,
+        "device": vitals.device,
+        "device_memory": vitals.device_memory,
     }

@@ -73,6 +73,12 @@ FAMILIES = [
         STAGE,
     ),
     Family("rpcmp_memory_bytes", "gauge", "Resident memory of the process", STAGE),
+    Family(
+        "rpcmp_device_memory_bytes",
+        "gauge",
+        "What torch has allocated on a stage's device, if that is an accelerator",
+        ("stage", "device"),
+    ),
     Family("rpcmp_cpu_seconds", "counter", "CPU time of the process and those before it", STAGE),
     Family(
         "rpcmp_worker_state", "gauge", "1 for the state that a process is in", ("stage", "state")
@@ -176,6 +182,10 @@ class RunMetrics:
                 store.set("rpcmp_worker_state", state == process["state"], stage, state)
             if process["pid"]:
                 store.count("rpcmp_cpu_seconds", process["pid"], process["cpu_seconds"], stage)
+        store.clear("rpcmp_device_memory_bytes")  # a worker that is back may have another device
+        for stage, worker in event.workers.items():
+            if (device := worker.get("device", "")) not in ("", "cpu"):
+                store.set("rpcmp_device_memory_bytes", worker["device_memory"], stage, device)
         for link in event.links:
             pair = link["from"], link["to"]
             store.count("rpcmp_link_bytes", event.generation, link["bytes"], *pair)

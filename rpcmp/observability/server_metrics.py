@@ -38,6 +38,12 @@ FAMILIES = [
     Family("rpcmp_server_generation", "gauge", "Of the group that its worker is of"),
     Family("rpcmp_server_step", "gauge", "The last optimizer step that its worker began", STAGE),
     Family("rpcmp_server_worker_memory_bytes", "gauge", "Resident memory of its worker", STAGE),
+    Family(
+        "rpcmp_server_worker_device_memory_bytes",
+        "gauge",
+        "What torch has allocated on its worker's device, if that is an accelerator",
+        ("stage", "device"),
+    ),
     Family("rpcmp_server_worker_cpu_seconds", "counter", "CPU time of its workers", STAGE),
     Family(
         "rpcmp_server_worker_busy_seconds",
@@ -71,6 +77,7 @@ _PRESENT = (
     "rpcmp_server_generation",
     "rpcmp_server_step",
     "rpcmp_server_worker_memory_bytes",
+    "rpcmp_server_worker_device_memory_bytes",
     "rpcmp_server_worker_in_flight_microbatches",
     "rpcmp_server_link_round_trip_seconds",
 )
@@ -133,6 +140,9 @@ class ServerMetrics:
         store.set("rpcmp_server_step", claim.step, stage)
         store.set("rpcmp_server_worker_memory_bytes", vitals.memory, stage)
         store.set("rpcmp_server_worker_in_flight_microbatches", vitals.in_flight, stage)
+        if vitals.device not in ("", "cpu"):
+            name = "rpcmp_server_worker_device_memory_bytes"
+            store.set(name, vitals.device_memory, stage, vitals.device)
         source = (claim.job_id, claim.generation)
         sent = sum(way.sent for way in vitals.ways)
         received = sum(way.received for way in vitals.ways)

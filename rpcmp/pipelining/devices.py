@@ -169,6 +169,11 @@ class MemoryMeter:
         most = None if self._device.type == "cpu" else _ask(self._device, "max_memory_allocated")
         return max(self.idle, base_bytes(CPU) if most is None else most)
 
+    def allocated(self) -> int:
+        """Return the bytes that this process has on an accelerator; 0 on the CPU, or if unknown."""
+        is_accelerator = self._device.type != "cpu"
+        return int(_ask(self._device, "memory_allocated") or 0) if is_accelerator else 0
+
     def free(self) -> int | None:
         """Return the bytes of the device that nobody uses; None if unknown."""
         if self._device.type != "cpu":

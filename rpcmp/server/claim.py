@@ -258,7 +258,8 @@ class Claim:
 
     def vitals(self) -> pb.Vitals:
         """Return the worker's vitals; read from outside, so a busy worker does not delay them."""
-        return self.worker_vitals.message(self.worker_pid, self.doing, self.relay.round_trips)
+        round_trips = self.relay.round_trips
+        return self.worker_vitals.message(self.worker_pid, self.doing, round_trips, self.device)
 
     async def stacks(self) -> str:
         return await self._child.stack_dump() if self._child and self.worker_pid else ""

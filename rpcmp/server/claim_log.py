@@ -60,7 +60,7 @@ class WorkerVitals:
 
     def __init__(self) -> None:
         self.busy_seconds: dict[str, float] = {}
-        self._in_flight = 0
+        self._in_flight = self._device_memory = 0
         self._ways: list[pb.Way] = []
         self._tensors: list[pb.Way] = []
         self._counted = time.monotonic()
@@ -71,7 +71,9 @@ class WorkerVitals:
         Raises:
             TypeError, ValueError, LookupError: the message is malformed.
         """
-        self._in_flight = pb.Vitals(in_flight=beat.get("in_flight", 0)).in_flight
+        counts = {key: beat.get(key, 0) for key in ("in_flight", "device_memory")}
+        checked = pb.Vitals(**counts)
+        self._in_flight, self._device_memory = checked.in_flight, checked.device_memory
         busy = beat.get("busy", {})
         self.busy_seconds = {kind: float(busy[kind]) for kind in "FBWO" if kind in busy}
         if "ways" not in beat:
@@ -85,12 +87,15 @@ class WorkerVitals:
             for counted in ("ways", "tensors")
         )
 
-    def message(self, pid: int, doing: Doing, round_trips: Mapping[str, float]) -> pb.Vitals:
+    def message(
+        self, pid: int, doing: Doing, round_trips: Mapping[str, float], device: str
+    ) -> pb.Vitals:
         """Return the vitals at this moment.
 
         Args:
             pid: the worker's process; 0 if it is not running.
             round_trips: seconds to peers whose connections a relay carries.
+            device: the stage's; empty before it is built.
         """
         return pb.Vitals(
             host=platform.node(),
@@ -99,6 +104,8 @@ class WorkerVitals:
             memory=resident_bytes(pid),
             cpu_seconds=cpu_seconds(pid),
             in_flight=self._in_flight if pid else 0,
+            device=device,
+            device_memory=self._device_memory if pid else 0,
             counted_s_ago=time.monotonic() - self._counted,
             ways=[
                 pb.Way(

@@ -866,6 +866,8 @@ class Vitals(_message.Message):
     WAYS_FIELD_NUMBER: _builtins.int
     COUNTED_S_AGO_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    DEVICE_MEMORY_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     pid: _builtins.int
     """0: there is none"""
@@ -876,6 +878,10 @@ class Vitals(_message.Message):
     """micro-batches whose activations it keeps"""
     counted_s_ago: _builtins.float
     """when `ways` and `tensors` were"""
+    device: _builtins.str
+    """torch's name, once the stage is built"""
+    device_memory: _builtins.int
+    """bytes that torch has allocated on an accelerator"""
     @_builtins.property
     def doing(self) -> Global___Doing: ...
     @_builtins.property
@@ -896,10 +902,12 @@ class Vitals(_message.Message):
         ways: _abc.Iterable[Global___Way] | None = ...,
         counted_s_ago: _builtins.float = ...,
         tensors: _abc.Iterable[Global___Way] | None = ...,
+        device: _builtins.str = ...,
+        device_memory: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["doing", b"doing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counted_s_ago", b"counted_s_ago", "cpu_seconds", b"cpu_seconds", "doing", b"doing", "host", b"host", "in_flight", b"in_flight", "memory", b"memory", "pid", b"pid", "tensors", b"tensors", "ways", b"ways"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counted_s_ago", b"counted_s_ago", "cpu_seconds", b"cpu_seconds", "device", b"device", "device_memory", b"device_memory", "doing", b"doing", "host", b"host", "in_flight", b"in_flight", "memory", b"memory", "pid", b"pid", "tensors", b"tensors", "ways", b"ways"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -189,6 +189,7 @@ class Stage(ComputeThreadOwner):
         busy = self._compute.recorder.total
         return {
             "in_flight": self._compute.in_flight,
+            "device_memory": self._meter.allocated(),
             "busy": {str(kind): nanoseconds / 1e9 for kind, nanoseconds in busy.items()},
         }
 

@@ -120,6 +120,7 @@ LINKS = {("stage0", "stage1"), ("stage1", "stage0"), ("driver", "stage0"), ("sta
 
 
 RARE = {
+    "rpcmp_device_memory_bytes",
     "rpcmp_evaluation",
     "rpcmp_group_learning_rate",
     "rpcmp_loss_scale",

@@ -9,11 +9,21 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from tests.support.pretend import on, pretending, proved
-from tests.support.processes import JobFolder, Result, connect, rpcmp, running_server
+from tests.support.processes import (
+    JobFolder,
+    Result,
+    connect,
+    poll_for,
+    rpcmp,
+    running,
+    running_server,
+)
+from tests.support.scraping import of, scrape, url_of
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -129,6 +139,35 @@ def test_layers_are_measured_on_the_device_of_the_server(job: JobFolder) -> None
     assert 2**28 < one == other <= 2**29
     device, host = limits("pretend:2", "cpu")
     assert 2**29 < device <= 2**30 < host
+
+
+def allocated(url: str, name: str) -> dict[tuple[str, ...], float]:
+    """Return the samples of a metric, without those of workers that have not reported yet."""
+    found = of(scrape(url), name, "stage", "device")
+    return {labels: memory for labels, memory in found.items() if memory}
+
+
+def test_metrics_of_run_and_server_have_the_memory_of_the_device(job: JobFolder) -> None:
+    config = job.config(f"""
+        steps = 1000000
+        [model]
+        layers = "zoo:mlp"
+        {on("pretend:3", "cpu")}
+    """)
+    anywhere = ("--metrics", "127.0.0.1:0")
+    stages = [("--stage", str(index), "--listen", "127.0.0.1:0") for index in range(2)]
+    with (
+        running_server(*stages[0], *anywhere) as first,
+        running_server(*stages[1]) as second,
+        running("drive", config, "--connect", connect([first, second]), *anywhere) as run,
+    ):
+        for each, name in (
+            (run, "rpcmp_device_memory_bytes"),
+            (first.run, "rpcmp_server_worker_device_memory_bytes"),
+        ):
+            found = poll_for(partial(allocated, url_of(each), name), "memory of a device")
+            assert [*found] == [("stage0", "pretend:3")]
+            assert 2**10 < found["stage0", "pretend:3"] < 2**20
 
 
 def test_a_device_that_does_not_exist_is_an_error_that_names_those_that_do(job: JobFolder) -> None:

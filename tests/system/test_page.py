@@ -271,6 +271,25 @@ def test_everything_can_be_done_by_keyboard(browser: Browser) -> None:
         assert seen.errors == []
 
 
+def test_a_worker_shows_its_device_and_its_memory_there(browser: Browser) -> None:
+    place = {"address": "host-a:50051", "host": "host-a", "pid": 4000, "device": "cuda:1"}
+    found = pageevents.vitals(21, generation=2)
+    found["workers"]["fine"]["device_memory"] = 3 * 2**30
+    with serving(going_on(20)) as (page, url), opened(browser, url) as (tab, seen):
+        again = {"event": "generation", "generation": 2, "step": 20, "workers": {"fine": place}}
+        page.handle(typed(again))
+        page.handle(typed(found))
+        fine = node(tab, "fine")
+        expect(fine.locator(".where")).to_have_text("host-a · cuda:1")
+        expect(fine.locator(".facts")).to_have_text("300 MiB · 3.0 GiB on cuda:1 · 4 in flight")
+        tab.locator("[name=stages-as][value=graph]").focus()
+        tab.keyboard.press("ArrowRight")
+        row = tab.locator("#stage-table tbody tr", has_text="fine")
+        expect(row.locator("td").nth(1)).to_have_text("host-a")
+        expect(row.locator("td").nth(2)).to_have_text("cuda:1 · 3.0 GiB")
+        assert seen.errors == []
+
+
 FOCUSED = """() => {
     const element = document.activeElement;
     const isHidden = element.matches("input") && getComputedStyle(element).opacity === "0";

@@ -25,7 +25,7 @@ STATES = {"claimed": "starting"}
 
 VITALS = (
     *("phase", "microbatch", "seconds", "memory", "in_flight", "host", "pid", "restarts"),
-    "cpu_seconds",
+    *("cpu_seconds", "device_memory"),
 )
 """Keys of the event `vitals` that the page gets unchanged."""
 

@@ -76,6 +76,8 @@ class ProcessVitals(TypedDict, total=False):
     memory: int
     cpu_seconds: float
     in_flight: int
+    device: str
+    device_memory: int
 
 
 LinkTraffic = TypedDict(
@@ -203,8 +205,9 @@ class VitalsEvent(Event):
     Attributes:
         step: the last step
         workers: of each worker: `state`, `restarts`, `host`, `pid`, `phase`, `microbatch`,
-            `seconds` in that phase, `memory` in bytes, `cpu_seconds`, `in_flight` micro-batches
-        driver: the same of the driver's process; empty before it has reported
+            `seconds` in that phase, `memory` in bytes, `cpu_seconds`, `in_flight` micro-batches,
+            its `device` and what torch has there, `device_memory` in bytes, 0 on the CPU
+        driver: the same of the driver's process, without a device; empty before it has reported
         links: traffic `from` a member `to` another: `bytes`, `bytes_per_s`, `rtt_s`
     """
 

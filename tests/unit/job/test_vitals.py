@@ -47,6 +47,8 @@ def server_state(
             memory=1000,
             cpu_seconds=1.5,
             in_flight=2,
+            device="cuda:1",
+            device_memory=300,
             ways=[pb.Way(**way._asdict()) for way in ways],
         ),
     )
@@ -78,6 +80,8 @@ def test_a_workers_vitals_equal_those_that_its_server_reports() -> None:
             "memory": 1000,
             "cpu_seconds": 1.5,
             "in_flight": 2,
+            "device": "cuda:1",
+            "device_memory": 300,
         }
     }
 

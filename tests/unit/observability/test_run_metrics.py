@@ -167,6 +167,16 @@ def test_bytes_and_cpu_time_accumulate_over_generations() -> None:
     assert value(found, "rpcmp_generation") == 2
 
 
+def test_only_the_present_device_of_a_worker_has_memory() -> None:
+    metrics = RunMetrics()
+    for device in ("cuda:0", "cuda:1"):
+        there = process(7, device=device, device_memory=300)
+        here = process(8, device="cpu", device_memory=0)
+        metrics.handle(typed(vitals(1, {}, a=there, b=here)))
+    found = of(samples_of(metrics), "rpcmp_device_memory_bytes", "stage", "device")
+    assert found == {("a", "cuda:1"): 300}
+
+
 def test_process_is_in_exactly_one_state() -> None:
     metrics = RunMetrics()
     for state in ("running", "lost"):

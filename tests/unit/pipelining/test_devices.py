@@ -58,7 +58,7 @@ def test_memory_and_name_are_what_the_accelerators_module_says(module: SimpleNam
     assert devices.device_name(XPU) == "Max 1100"
     assert devices.available_bytes(XPU) == 7
     meter = devices.MemoryMeter(XPU)
-    assert (meter.idle, meter.peak()) == (3, 5)
+    assert (meter.idle, meter.peak(), meter.allocated()) == (3, 5, 3)
 
 
 def test_an_accelerator_that_counts_no_memory_has_its_process_measured(
@@ -68,6 +68,7 @@ def test_an_accelerator_that_counts_no_memory_has_its_process_measured(
     assert devices.available_bytes(XPU) is None
     meter = devices.MemoryMeter(XPU)
     assert 2**20 < meter.idle <= meter.peak()
+    assert meter.allocated() == 0
 
 
 @pytest.mark.parametrize("is_initialized", [True, False, None])

@@ -115,7 +115,15 @@ def test_a_heartbeat_without_new_counts_keeps_the_last_ones(
     vitals.update({"ways": [["127.0.0.2:1", 5, 6, 0.1]], "tensors": [["b:0", 7, 8, 0.0]]})
     now = 11.0
     vitals.update({"tensors": [["b:0", 70, 80, 0.0]], "in_flight": 3})
-    found = vitals.message(0, Doing("", 0, -1, 0.0), {})
+    found = vitals.message(0, Doing("", 0, -1, 0.0), {}, "cpu")
     assert [(way.peer, way.sent) for way in found.ways] == [("127.0.0.2:1", 5)]
     assert [(way.peer, way.sent) for way in found.tensors] == [("b:0", 7)]
     assert found.counted_s_ago == 1.0
+
+
+def test_a_worker_that_is_gone_has_nothing_on_its_device() -> None:
+    vitals = WorkerVitals()
+    vitals.update({"device_memory": 300})
+    for pid, expected in ((os.getpid(), 300), (0, 0)):
+        found = vitals.message(pid, Doing("", 0, -1, 0.0), {}, "cuda:1")
+        assert (found.device, found.device_memory) == ("cuda:1", expected)

@@ -208,6 +208,7 @@ function placeOf(worker) {
 function factsOf(worker) {
   const facts = [];
   if (worker.memory) facts.push(bytes(worker.memory));
+  if (worker.device_memory) facts.push(`${bytes(worker.device_memory)} on ${worker.device}`);
   if (worker.in_flight) facts.push(`${worker.in_flight} in flight`);
   if (worker.state === "running" && worker.seconds > LONG)
     facts.push(`${worker.phase} for ${about(worker.seconds)}`);
@@ -251,6 +252,7 @@ function table(found) {
     "Worker",
     "State",
     "Where",
+    "Device",
     "Busy",
     "Memory",
     "In flight",
@@ -279,7 +281,10 @@ function table(found) {
     const cells = [
       worker.label,
       `${SIGNS[worker.state] ?? ""} ${worker.state}`,
-      placeOf(worker),
+      worker.host || worker.address || "",
+      [worker.device, worker.device_memory ? bytes(worker.device_memory) : ""]
+        .filter(Boolean)
+        .join(" · "),
       percent(worker.busy),
       bytes(worker.memory),
       String(worker.in_flight ?? "–"),
