@@ -17,7 +17,8 @@
     │   └── RecoveryTimeoutError        recovery has been tried often enough
     ├── JobError                   exit 1   the job failed
     │   ├── StageError                  the user's code raised at a stage
-    │   │   └── StageConfigError   exit 2   a stage cannot be built as the config says
+    │   │   ├── StageConfigError   exit 2   a stage cannot be built as the config says
+    │   │   └── DeviceLostError             its device has failed, and its worker with it
     │   ├── WorkerDiedError             a worker or driver process is gone
     │   ├── WorkerHungError             one is stopped, stuck or cut off
     │   ├── NonFiniteLossError          the loss became NaN or infinite
@@ -198,6 +199,13 @@ class StageConfigError(StageError):
     """
 
     exit_code = 2
+
+
+class DeviceLostError(StageError):
+    """A stage's device has failed: no later call on it succeeds in that process.
+
+    A StageError by where it shows, and a lost worker by what is done about it.
+    """
 
 
 class WorkerHungError(JobError):

@@ -230,6 +230,7 @@ SUGGESTIONS: dict[type[RpcmpError], tuple[Suggestion, ...]] = {
     errors.JobError: (_resume, _doctor),
     errors.StageError: (_resume, _keys_if_invalid, _explain, _usage),
     errors.StageConfigError: (_resume, _keys_if_invalid, _explain, _usage),
+    errors.DeviceLostError: (_resume, _doctor),
     errors.WorkerDiedError: (_resume, _doctor),
     errors.WorkerHungError: (_resume, _doctor),
     errors.SavingError: (_resume, _doctor),

@@ -7,6 +7,7 @@ forever. A slow step is not a hang: some stage starts an action every now and th
 How each failure is noticed, and after how long:
 
     user's code has raised         at once                       worker/backward.py
+    a device has failed            at its next call              worker/failure.py
     a process has died             at once                       process/child.py
     a process is stopped           2 s, a look at its state      process/activity.py
     a process is stuck             `recovery.heartbeat_timeout`  process/activity.py

@@ -26,6 +26,7 @@ from typing import Generic, TypeVar
 from rpcmp.config.run_sections import RecoveryConfig
 from rpcmp.errors import (
     ConfigError,
+    DeviceLostError,
     InterruptedJobError,
     JobError,
     LossScaleError,
@@ -119,7 +120,7 @@ def is_recoverable(
     """
     if isinstance(error, ConfigError | RecoveryTimeoutError | InterruptedJobError | SavingError):
         return False
-    if isinstance(error, WorkerDiedError | WorkerHungError):
+    if isinstance(error, WorkerDiedError | WorkerHungError | DeviceLostError):
         return True
     if isinstance(error, UnavailableError):
         return has_begun or is_local
@@ -133,14 +134,14 @@ def is_recoverable(
 def location(error: RpcmpError) -> Location | None:
     """Return where in the run the user's code raised; None if the fault is not in that code."""
     match error:
+        case WorkerDiedError() | WorkerHungError() | DeviceLostError():
+            return None
         case StageError():
             return ("stage", error.stage, error.phase, error.step, error.microbatch)
         case NonFiniteLossError():
             return ("loss", error.step, error.microbatch)
         case LossScaleError():
             return ("loss scale", error.step)
-        case WorkerDiedError() | WorkerHungError():
-            return None
         case JobError():
             return ("driver", str(error).partition("\n")[0])
     return None

@@ -123,6 +123,15 @@ def memory_advice(error: BaseException) -> str:
     )
 
 
+def is_lost(error: BaseException) -> bool:
+    """Return whether an error of a device's driver leaves this process without the device.
+
+    An assertion in a kernel does so as well, but it fails again wherever the code runs: an index is
+    out of range.
+    """
+    return isinstance(error, torch.AcceleratorError) and "assert" not in str(error)
+
+
 def scalars_to_host(scalars: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copy scalars to the host; those of one device in one copy, for which the host waits once."""
     kinds = {(value.device, value.dtype) for value in scalars.values()}

@@ -17,7 +17,6 @@ import contextlib
 import functools
 import itertools
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future as Waiting
 from dataclasses import dataclass, field
@@ -26,8 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rpcmp.errors import RpcmpError, StageError, from_wire, one_line, to_wire
-from rpcmp.pipelining import devices
+from rpcmp.errors import RpcmpError, StageError, from_wire, to_wire
 from rpcmp.pipelining.schedule import Action
 from rpcmp.rpc.messages import Bundle, MicrobatchMeta
 from rpcmp.rpc.shared_memory import SharedTensor
@@ -35,6 +33,7 @@ from rpcmp.rpc.transport import Raised
 from rpcmp.worker import boundary
 from rpcmp.worker.boundary import Gradients, LocalTape
 from rpcmp.worker.executor import ComputeThread, Task
+from rpcmp.worker.failure import stage_failure
 from rpcmp.worker.recompute import Replay
 from rpcmp.worker.weight_grad import WeightGradients
 
@@ -42,15 +41,7 @@ from rpcmp.worker.weight_grad import WeightGradients
 def stage_error(
     stage: str, phase: str, meta: MicrobatchMeta, error: BaseException, received: str = ""
 ) -> StageError:
-    return StageError(
-        stage=stage,
-        phase=phase,
-        cause=one_line(error) + devices.memory_advice(error),
-        traceback="".join(traceback.format_exception(error)),
-        step=meta.round.step,
-        microbatch=meta.number,
-        received=received,
-    )
+    return stage_failure(stage, phase, error, meta.round.step, meta.number, received)
 
 
 class Failures:

@@ -17,12 +17,13 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from rpcmp.config.topology import member_name
-from rpcmp.errors import JobError, RpcmpError, StageError, WorkerDiedError, one_line
+from rpcmp.errors import JobError, RpcmpError, StageError, WorkerDiedError
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.rpc.messages import Peer
 from rpcmp.rpc.shared_memory import OwnMemory
 from rpcmp.worker.bucket_allreduce import BucketAllReduce
 from rpcmp.worker.buckets import GradientReadyTracker
+from rpcmp.worker.failure import stage_failure
 from rpcmp.worker.mailbox import ReplicaBroadcast, TensorMailbox, TiedParameters
 from rpcmp.worker.model import StageModel
 
@@ -127,4 +128,4 @@ class GradientSync:
         except (WorkerDiedError, StageError):
             raise
         except Exception as error:
-            raise StageError(self._own.label, "sum", one_line(error), step=step) from error
+            raise stage_failure(self._own.label, "sum", error, step) from error

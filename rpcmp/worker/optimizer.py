@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import time
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -22,12 +21,13 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from rpcmp.checkpoint.stage_state import StageState
 from rpcmp.config import importing
 from rpcmp.config.types import Factory
-from rpcmp.errors import ConfigError, RpcmpError, StageError, one_line
+from rpcmp.errors import ConfigError, RpcmpError
 from rpcmp.observability.trace.spans import NO_MICROBATCH, Kind
 from rpcmp.pipelining import devices, optimizers, random_streams
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.rpc.messages import StepReport
 from rpcmp.worker.executor import ComputeThread, ComputeThreadOwner, Result, on_compute_thread
+from rpcmp.worker.failure import stage_failure
 from rpcmp.worker.model import LossScale, StageModel
 from rpcmp.worker.optimizer_state import BuiltOptions, KeptState, OptimizerState, merge_options
 from rpcmp.worker.rehearsal import HiddenState, require_restorable, require_steppable
@@ -218,9 +218,7 @@ class StageOptimizer(ComputeThreadOwner):
         except RpcmpError:
             raise
         except BaseException as error:
-            text = "".join(traceback.format_exception(error))
-            step = self.steps + 1
-            raise StageError(self._label, "optimizer", one_line(error), text, step) from error
+            raise stage_failure(self._label, "optimizer", error, self.steps + 1) from error
 
     def _set_scale(self, scale: float) -> None:
         if self._loss_scale is not None:

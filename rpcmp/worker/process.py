@@ -28,6 +28,7 @@ from rpcmp.data.stage_loader import StageDataLoader
 from rpcmp.errors import (
     CheckpointError,
     ConfigError,
+    DeviceLostError,
     JobError,
     RpcmpError,
     StageConfigError,
@@ -184,6 +185,7 @@ class WorkerProcess:
             cause = first if isinstance(error, RpcmpError) else one_line(error)
             cause += devices.memory_advice(error)
             kind = StageConfigError if isinstance(error, ConfigError) else StageError
+            kind = DeviceLostError if devices.is_lost(error) else kind
             raise kind(assignment.member.label, "build", cause, rest) from error
         sizes = [parameter.numel() for _, parameter in stage.model.named_parameters()]
         device = str(stage.model.device)

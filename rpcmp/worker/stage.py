@@ -70,7 +70,7 @@ from torch.futures import Future
 
 from rpcmp.config.topology import DRIVER, Port, ReplicaShare
 from rpcmp.data.stage_loader import StageDataLoader
-from rpcmp.errors import RpcmpError, StageError, one_line
+from rpcmp.errors import RpcmpError
 from rpcmp.observability.events import Memory
 from rpcmp.observability.trace.spans import Span
 from rpcmp.pipelining.assignment import Assignment
@@ -92,6 +92,7 @@ from rpcmp.rpc.shared_memory import OwnMemory
 from rpcmp.rpc.transport import Raised, Transport
 from rpcmp.worker.backward import Backwards, Failures
 from rpcmp.worker.executor import ComputeThread, ComputeThreadOwner, on_compute_thread
+from rpcmp.worker.failure import stage_failure
 from rpcmp.worker.forward import Execution
 from rpcmp.worker.grad_sync import GradientSync
 from rpcmp.worker.model import LossScale, StageModel
@@ -411,8 +412,10 @@ class Stage(ComputeThreadOwner):
         try:
             act(self.snapshots)
         except Exception as error:
-            cause = f"{one_line(error)} (with recovery.enabled = false nothing is stored)"
-            raise StageError(self.name, "saving", cause, step=self.optimizer.steps) from error
+            note = " (with recovery.enabled = false nothing is stored)"
+            raise stage_failure(
+                self.name, "saving", error, self.optimizer.steps, note=note
+            ) from error
 
 
 def _digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:

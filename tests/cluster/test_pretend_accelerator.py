@@ -54,7 +54,7 @@ found["absent"] = failure(lambda: torch.ones(1, device="pretend:4"))
 found["full"] = failure(lambda: torch.empty(2**29, device="pretend:3"))
 view, here = here[:2], None
 found["viewed"] = torch.pretend.memory_allocated(1)
-view = None
+view, stays = None, torch.ones(1, device="pretend:2")
 found["freed"] = [torch.pretend.memory_allocated(1), torch.pretend.max_memory_allocated(1) >= 1024]
 
 made = torch.tensor([2.0, 3.0], device="pretend:1", requires_grad=True)
@@ -74,12 +74,17 @@ torch.accelerator.current_stream(1).wait_event(event)
 torch.accelerator.synchronize(1)
 found["events"] = [torch.pretend.library.counted(index) for index in range(3)]
 
+def lost():
+    torch.pretend.lose()
+    torch.ones(1, device="pretend:1")
+
 read, write = os.pipe()
 if not (pid := os.fork()):
     os.write(write, failure(lambda: torch.ones(1, device="pretend:0")).encode())
     os._exit(0)
 os.waitpid(pid, 0)
 found["forked"] = os.read(read, 1000).decode()
+found["lost"] = [failure(lost), failure(lambda: stays + 1)]
 print(json.dumps(found))
 """
 
@@ -135,6 +140,13 @@ def test_reads_of_the_host_streams_and_events_are_counted(found: dict[str, Any])
 
 def test_a_fork_of_a_process_that_used_it_cannot(found: dict[str, Any]) -> None:
     assert found["forked"].startswith("RuntimeError: Cannot re-initialize the pretend accelerator")
+
+
+def test_a_lost_device_fails_in_every_later_call(found: dict[str, Any]) -> None:
+    assert [each.partition(" is lost")[0] for each in found["lost"]] == [
+        "AcceleratorError: pretend error: pretend:1",
+        "AcceleratorError: pretend error: pretend:2",
+    ]
 
 
 def test_fewer_devices_may_be_visible(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import rpcmp as library
 from rpcmp.config.schema import Config
 from rpcmp.rpc.tensors import parameters_sha256
 from tests.support.chains import GRAPH
-from tests.support.faults import STEP, Faults, assert_recovered, committed, drive
+from tests.support.faults import STEP, Committed, Faults, assert_recovered, committed, drive
 from tests.support.places import ZOO
 from tests.support.pretend import on, pretending, proved
 from tests.support.processes import JobFolder, rpcmp
@@ -182,6 +182,15 @@ def test_a_device_that_runs_out_of_memory_is_explained(job: JobFolder) -> None:
     assert "smaller max_in_flight" in error
 
 
+def test_memory_that_the_optimizer_lacks_is_explained_as_well(job: JobFolder) -> None:
+    faults = Faults(job).fail_at(1, 1, "optimizer", "full")
+    result = drive(faults.config(sections=on("cpu", "pretend:0", "cpu")))
+    assert result.code == 1
+    error = " ".join(result.err.split())
+    assert "stage 'stage1' failed in optimizer at step 1: OutOfMemoryError" in error
+    assert re.search(r"; [0-9.]+ \w+ in use on pretend:0 by this stage: give it recompute", error)
+
+
 def exported(folder: Path) -> dict[str, list[Any]]:
     """Export the newest checkpoint of a job as one file of weights, and return them."""
     weights = folder / "weights.safetensors"
@@ -204,6 +213,29 @@ def test_checkpoints_evaluation_export_and_resume_on_other_devices(
     assert after(resumed, 0) == after(whole, 9)
     assert resumed.event("eval")["loss"] == whole.event("eval")["loss"]
     assert exported(job.folder) == exported(reference.parent)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Committed:
+    """What a run without a fault commits."""
+    folder = tmp_path_factory.mktemp("whole")
+    return committed(drive(Faults(JobFolder(folder / "job")).config()))
+
+
+@pytest.mark.parametrize(
+    ("phase", "step"),
+    [("forward", 1), ("forward", STEP), ("backward", STEP), ("optimizer", STEP), ("saving", STEP)],
+)
+def test_a_lost_device_is_a_lost_worker(
+    job: JobFolder, whole: Committed, phase: str, step: int
+) -> None:
+    faults = Faults(job).fail_at(1, step, phase, "device")
+    result = drive(faults.config(sections=on("auto", "auto", "cpu")))
+    assert committed(result) == whole
+    assert_recovered(faults, result)
+    fault = result.event("fault")
+    assert fault["kind"] == "DeviceLostError"
+    assert "AcceleratorError: pretend error: pretend:1 is lost" in fault["error"]
 
 
 def test_recovery(job: JobFolder, tmp_path: Path) -> None:

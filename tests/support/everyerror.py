@@ -22,6 +22,7 @@ EXAMPLES: list[RpcmpError] = [
     ),
     errors.StageError("stage0", "build", "OSError"),
     errors.StageConfigError("stage0", "build", TEXT, TEXT),
+    errors.DeviceLostError("stage1", "backward", TEXT, TEXT, step=3, microbatch=2),
     errors.NonFiniteLossError(math.inf, step=4, microbatch=2),
     errors.LossScaleError(2**-20, step=90),
     errors.WorkerHungError("stage1", "host-b", 4711, "forward", 3, 0, 6.5, f"State: T\n{TEXT}"),

@@ -93,6 +93,10 @@ def _strike(how: str) -> None:
             lock = threading.Lock()
             lock.acquire()
             lock.acquire()
+        case "device":  # of this process: every later call on it fails
+            torch.get_device_module(torch.accelerator.current_accelerator()).lose()
+        case "full":  # takes more memory than a pretended device has
+            torch.empty(2**29, device=torch.accelerator.current_accelerator())
         case "cut":
             cut_links()
         case _:

@@ -40,6 +40,7 @@ class Devices:
         self.kernels: Any = None
         self._visible = _visible(os.environ.get("PRETEND_VISIBLE_DEVICES"))
         self._user = 0  # the process that first used a device
+        self._is_lost = False
 
     def use(self, device: torch.device) -> int:
         """Return a device's index, once it is known that this process may use it."""
@@ -50,10 +51,16 @@ class Devices:
                     "has used it"
                 )
             self._user = pid
+        if self._is_lost:
+            raise torch.AcceleratorError(f"pretend error: {device} is lost, as in every later call")
         index = self.current_device() if device.index is None else device.index
         if index >= self.device_count():
             raise RuntimeError(f"invalid device ordinal: {device}")
         return index
+
+    def lose(self) -> None:
+        """Let every later call of this process on any device fail."""
+        self._is_lost = True
 
     def allocate(self, index: int, size: int) -> None:
         if self.used[index] + size > MEMORY:

@@ -11,6 +11,7 @@ from rpcmp.errors import (
     BusyError,
     CheckpointError,
     ConfigError,
+    DeviceLostError,
     DrainingError,
     FactoryError,
     InterruptedJobError,
@@ -70,6 +71,7 @@ def after(
     ("error", "before", "afterwards"),
     [
         (WorkerDiedError("gone"), True, True),
+        (DeviceLostError("s0", "forward", "ECC", step=1), True, True),
         (hung(), True, True),
         (UnreachableError("no answer"), False, True),
         (BusyError("another job"), False, True),
@@ -175,7 +177,14 @@ def test_a_location_is_remembered_across_other_faults() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [WorkerDiedError("gone"), hung(), UnreachableError("no answer"), BusyError("busy")]
+    "error",
+    [
+        DeviceLostError("s0", "forward", "ECC"),
+        WorkerDiedError("gone"),
+        hung(),
+        UnreachableError("no answer"),
+        BusyError("busy"),
+    ],
 )
 def test_a_lost_process_has_no_location_and_may_repeat(error: RpcmpError) -> None:
     assert location(error) is None
