@@ -6,7 +6,6 @@ clock stops when the devices have finished. The job's "devices" has one name for
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -89,7 +88,7 @@ class DataParallel(Trainer):
         whole = nn.Sequential(*(part.module for part in self.parts))
         try:
             self._model = nn.DataParallel(whole, own)
-            self._model(torch.cat([inputs for inputs, _ in itertools.islice(self._batches, 1)]))
+            self._model(next(peer_trainers.endless_batches(self.config))[0])
         except (AttributeError, RuntimeError, NotImplementedError) as error:
             raise UnsupportedJobError(str(error).splitlines()[0]) from error
 

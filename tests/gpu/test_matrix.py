@@ -30,6 +30,9 @@ pytestmark = pytest.mark.skipif(not FOUND, reason="torch finds no accelerator on
 FLOAT32 = 1e-4
 """Relative, after some steps: sums of float32 in another order."""
 
+NORM = 1e-3
+"""The same, divided by the deviation of the two or three samples of a micro-batch."""
+
 TF32 = 1e-2
 """cuDNN rounds the factors of convolutions and recurrent layers to 11 bits if it may."""
 
@@ -39,8 +42,8 @@ HALF = 5e-2
 TOLERANCES = {
     "linear": FLOAT32,
     "activation": FLOAT32,
-    "batch norm": FLOAT32,
-    "layer norm": FLOAT32,
+    "batch norm": NORM,
+    "layer norm": NORM,
     "embedding": FLOAT32,
     "pooling": FLOAT32,
     "attention": 1e-3,  # one fused kernel, which rescales its sums as it goes
@@ -92,7 +95,7 @@ def test_schedules_clipping_a_scheduler_and_a_stage_on_the_cpu(
 
 def test_replicas_and_layers_computed_again(job: JobFolder) -> None:
     tables = f"{on('auto')}\nreplicas = 2\n{on('auto')}\nrecompute = true"
-    assert_near_the_cpu(job.config(chain("batch norm", devices=tables)), FLOAT32)
+    assert_near_the_cpu(job.config(chain("batch norm", devices=tables)), NORM)
 
 
 def test_adam(job: JobFolder) -> None:
@@ -168,7 +171,8 @@ def test_checkpoints_continue_on_the_cpu_and_back(job: JobFolder, tmp_path: Path
     body = BODY.replace("zoo:mlp", "operations:layers").replace(
         "balance = [2, 2]", 'kwargs = { kind = "layer norm" }\nbalance = [2, 1]'
     )
-    expected = losses(drive(JobFolder(tmp_path / "whole").config(body)), 1e-2)
+    # In fourteen steps of Adam, of which each goes as far for the smallest gradient.
+    expected = losses(drive(JobFolder(tmp_path / "whole").config(body)), 5e-2)
     config = job.config(body + on("auto", "auto"))
     on_cpu = [part for i in range(2) for part in ("--set", f"stages.{i}.device=cpu")]
     found = drive(config, "--steps", "5").losses
