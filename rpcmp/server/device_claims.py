@@ -23,7 +23,7 @@ from pathlib import Path
 
 PREFIX = "rpcmp-device"
 
-DEVICE = re.compile(r"\w{1,32}(:\d{1,4})?")
+DEVICE = re.compile(r"\w{1,32}(:\d{1,4})?", re.ASCII)
 
 MOST_CANDIDATES = 1024
 
