@@ -34,7 +34,7 @@ PER_STAGE = 2
 """Micro-batches of a step for each stage, up to MOST_MICROBATCHES."""
 
 MOST_MICROBATCHES = 64
-STEPS = 3
+STEPS = 2
 
 EXAMPLE = {
     "work": {"forward_ms": 20.0, "backward_ms": 40.0, "update_ms": 20.0, "state": "4 GB"},
@@ -56,7 +56,7 @@ class Compared(NamedTuple):
 
 def milliseconds(stages: int) -> float:
     """Return how long a forward sleeps; a backward takes twice as long."""
-    return max(10.0, float(stages))
+    return max(20.0, 2.0 * stages)
 
 
 def microbatches(stages: int) -> int:
