@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -163,7 +164,7 @@ def addresses_of(connect: str | None, config: Config) -> list[str] | None:
 
 def require_writable(path: Path) -> None:
     """Check that a result can be written, before the work for it starts; leaves no file behind."""
-    existed = path.exists()
+    existed = os.path.lexists(path)  # also a link to nothing, which is the user's
     try:
         path.open("ab").close()
     except OSError as error:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from rpcmp.pipelining.plan import Loss, Plan
     from rpcmp.tools.planning import Planned, Wishes
 
+SECURITY = "security."
+"""Begins the overrides that --certs and --insecure stand for."""
+
 WIDTH = 140
 """Characters that a row of a table may take."""
 
@@ -96,22 +99,27 @@ def plan(
       rpcmp plan config.toml --connect a:50051,b:50051,c:50051 -o planned.toml
     """
     if simulates:
-        if any((overrides, connect, use, without, memory, link_budget, output)):
+        own = [override for override in overrides if not override.startswith(SECURITY)]
+        if any((own, connect, use, without, memory, link_budget, output)):
             raise click.UsageError("--simulate goes with no other option than --json")
         _simulate(config, as_json)
         return
     from rpcmp.tools import planning
 
     job = loader.load_config(config, overrides)
+    text = read_bytes(config, loader.MAX_CONFIG).decode()
     wishes = planning.Wishes(
         use, without, dict(map(_memory, memory)), dict(map(_budget, link_budget))
-    )
+    ).with_limits_of(job)
     if output is not None:
         _require_beside(output, config)
         require_writable(output)
     found = asyncio.run(planning.plan(job, _servers(connect, job), wishes))
     if output is not None:
-        output.write_text(_planned_text(config, overrides, found, wishes), encoding="utf-8")
+        planned_text = _planned_text(text, overrides, found, wishes)
+        output.write_text(planned_text, encoding="utf-8")
+        if _num_comments(planned_text) < _num_comments(text):
+            found.notes.append(f"{output} is written anew: some comments of {config} are lost")
     if as_json:
         echo(json.dumps(found.as_json()))
         return
@@ -147,6 +155,10 @@ def _servers(connect: str | None, config: Config) -> list[str]:
     return found
 
 
+def _num_comments(text: str) -> int:
+    return sum(line.lstrip().startswith("#") for line in text.splitlines())
+
+
 def _expanded(part: str) -> Iterator[str]:
     """Yield the addresses that one part of --connect stands for."""
     address, star, count = part.partition("*")
@@ -154,7 +166,9 @@ def _expanded(part: str) -> Iterator[str]:
     if star and not re.fullmatch(r"[1-9]\d{0,2}", count.strip()):
         raise ConfigError(f"--connect {part!r}: write HOST:PORT*N for N servers")
     for number in range(int(count) if star else 1):
-        yield address_book.format_address(host, port + number)
+        each = address_book.format_address(host, port + number)
+        address_book.parse(each)  # the port may be too large
+        yield each
 
 
 def _memory(text: str) -> tuple[str, int]:
@@ -176,18 +190,20 @@ def _budget(text: str) -> tuple[frozenset[str], int]:
 
 def _require_beside(output: Path, config: Path) -> None:
     """Check that the job's code and data will be found from there, too."""
-    if output.resolve().parent != config.resolve().parent:
+    if output.resolve() == config.resolve():
+        raise ConfigError(f"{output} is CONFIG itself: give another name, to keep it")
+    if output.is_symlink() or output.parent.resolve() != config.parent.resolve():
         raise ConfigError(
             f"{output} would lie elsewhere than {config}, and a job's files are looked for beside "
             f"its config: write it to {config.parent / output.name}"
         )
 
 
-def _planned_text(path: Path, overrides: tuple[str, ...], found: Planned, wishes: Wishes) -> str:
-    text = read_bytes(path, loader.MAX_CONFIG).decode()
+def _planned_text(text: str, overrides: tuple[str, ...], found: Planned, wishes: Wishes) -> str:
     data: dict[str, Any] = {"name": found.config.name, **tomllib.loads(text)}
     for override in overrides:
-        loader.apply_override(data, override)
+        if not override.startswith(SECURITY):  # of --certs and --insecure, which drive takes too
+            loader.apply_override(data, override)
     best = found.plans[0]
     settings = found.settings.model_dump(exclude_unset=True)
     stages = [
@@ -252,5 +268,5 @@ def _cost(loss: Loss) -> str:
     if loss.spare is not None:
         return f"{loss.spare} takes over: {(loss.step_s or 0.0) * 1e3:,.1f} ms"
     if loss.step_s is None:
-        return "waits for it: the others cannot train it"
+        return "waits for it: no plan near this one does without it"
     return f"waits for it; without it: {loss.step_s * 1e3:,.1f} ms"

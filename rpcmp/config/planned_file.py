@@ -14,6 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, datetime, time
 from typing import Any
 
+FORMER = re.compile(r"# Planned by `rpcmp plan` ")
+"""Begins what an earlier plan has put at the top."""
+
 BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 Block = list[str]
@@ -34,7 +37,7 @@ def planned(
     servers = [address for stage in stages for address in stage["addresses"]]
     found["planned_for"] = [*servers, *spares]
     recovery = {key: v for key, v in found.pop("recovery", {}).items() if key != "spares"}
-    if recovery or spares:
+    if recovery or spares or "recovery" in data:
         found["recovery"] = recovery | ({"spares": list(spares)} if spares else {})
     return found
 
@@ -47,7 +50,11 @@ def written(text: str, data: Mapping[str, Any], comment: str) -> str:
         comment: put at the top, a line each.
     """
     head = "".join(f"# {line}\n" for line in comment.splitlines())
-    edited = head + "\n".join(_edited(text.splitlines(), data)) + "\n"
+    # Not `splitlines`, which ends lines at characters that TOML allows in comments.
+    lines = [line for line in text.replace("\r\n", "\n").split("\n") if not FORMER.match(line)]
+    while lines and not lines[-1]:
+        lines.pop()
+    edited = head + "\n".join(_edited(lines, data)) + "\n"
     try:
         if tomllib.loads(edited) == data:
             return edited
@@ -67,7 +74,7 @@ def _edited(lines: Sequence[str], data: Mapping[str, Any]) -> Iterator[str]:
     if "name" in data and not any(re.match(r"\s*name\s*=", line) for line in top):
         yield f"name = {_value(data['name'])}"
     yield from _with_values(["", *top], {"planned_for": data["planned_for"]})
-    for name, block in zip(known, tables, strict=True):
+    for name, following, block in zip(known, [*known[1:], ""], tables, strict=False):
         if name == "model":
             values = {"balance": data["model"]["balance"], "num_stages": None}
             yield from _with_values(block, values)
@@ -75,9 +82,18 @@ def _edited(lines: Sequence[str], data: Mapping[str, Any]) -> Iterator[str]:
             yield from _with_values(block, {"spares": data.get("recovery", {}).get("spares")})
         elif name.partition(".")[0] != "stages":
             yield from block
+        elif not following.startswith("stages"):  # what is said of the table after it
+            yield from _trailing_comments(block)
     if "recovery" in data and "recovery" not in known:
         yield from ("", *_table(["recovery"], data["recovery"]))
     yield from _lines({"stages": data["stages"]})
+
+
+def _trailing_comments(block: Block) -> Block:
+    count = len(block)
+    while count > 1 and (not block[count - 1].strip() or block[count - 1].lstrip().startswith("#")):
+        count -= 1
+    return block[count:]
 
 
 def _name(block: Block) -> str:

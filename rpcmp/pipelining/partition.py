@@ -36,7 +36,7 @@ from rpcmp.config.schema import Config
 from rpcmp.config.types import Strict, format_size
 from rpcmp.errors import ConfigError
 
-Seconds = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0)]
 
 

@@ -51,6 +51,9 @@ hosts is no slower part of a step, and yet what it carries arrives late."""
 MOST_SIMULATED = 64
 """Micro-batches of a step that are simulated, if twice the number of stages is not more."""
 
+NUM_REPLACED = 2
+"""Fastest hosts that are left, which are tried in the place of one that is lost."""
+
 ALIKE = 1.02
 """Steps that differ by less count as equal; then the plan with fewer stages comes first."""
 
@@ -76,6 +79,7 @@ class Planner:
 
     Attributes:
         message_s: what a message costs each stage besides; see `calibrate`.
+        loading_s: seconds for the samples of a step, whichever the plan.
     """
 
     def __init__(
@@ -89,7 +93,7 @@ class Planner:
         self._config, self._settings = config, settings
         self._hosts, self._links = hosts, links
         self._constraints = constraints or Constraints()
-        self.message_s = 0.0
+        self.message_s = self.loading_s = 0.0
         self._held: dict[int, dict[str, int]] = {}
         self._steps: dict[Hashable, float] = {}
         count = config.num_microbatches
@@ -103,21 +107,26 @@ class Planner:
             for weight in LINK_WEIGHTS
         )
 
-    def to_rehearse(self) -> tuple[Config, Chain, float] | None:
-        """Return the shortest chain of several stages, as a job, and the seconds of its steps."""
+    def to_rehearse(self, most_s: float) -> tuple[Config, Chain] | None:
+        """Return the shortest chain of several stages whose steps take no longer, as a job."""
         for chain in self._chains:
-            if len(chain.hosts) > 1:
+            if len(chain.hosts) > 1 and self._step_seconds(chain) <= most_s:
                 addresses = [self._hosts[host].address for host in chain.hosts]
-                job = with_hosts(self._config, self._settings, addresses, chain.balance)
-                return job, chain, self._step_seconds(chain)
+                return with_hosts(self._config, self._settings, addresses, chain.balance), chain
         return None
 
+    @property
+    def has_several_stages(self) -> bool:
+        """Whether any chain has messages."""
+        return any(len(chain.hosts) > 1 for chain in self._chains)
+
     def calibrate(self, chain: Chain, measured: MeasuredSteps) -> None:
-        """Learn from steps of a chain what a message costs besides its time on the wire."""
+        """Learn from steps of a chain what a message costs besides the wire, and loading."""
         config = self._config_for(len(chain.hosts))
         wires = self._wires(chain, config.stage_names)
         self._steps.clear()
-        self.message_s = Calibration.fit(config, measured, wires).message_s
+        known = Calibration.fit(config, measured, wires)
+        self.message_s, self.loading_s = known.message_s, known.loading_s
 
     @cached_property
     def _chains(self) -> list[Chain]:
@@ -137,7 +146,12 @@ class Planner:
         if not self._chains:
             raise self._too_small()
         fastest = self._fastest(self._chains)
-        pairs = ((chain, host) for chain in fastest[:NUM_NEAR] for host in chain.hosts)
+        pairs = (
+            (chain, host)
+            for chain in fastest[:NUM_NEAR]
+            for host in chain.hosts
+            if host not in self._search.required
+        )
         near = filter(None, (self._without(*pair) for pair in pairs))
         quickest = sorted(near, key=lambda chain: chain.ns)[:NUM_PLANS]
         chains = {frozenset(chain.hosts): chain for chain in (*quickest, *fastest)}
@@ -205,7 +219,7 @@ class Planner:
         """
         key = chain.hosts, chain.balance, options
         if key not in self._steps:
-            self._steps[key] = self._estimated(chain, options)
+            self._steps[key] = max(self._estimated(chain, options), self.loading_s)
         return self._steps[key]
 
     def _estimated(self, chain: Chain, options: ScheduleOptions | None) -> float:
@@ -293,6 +307,9 @@ class Planner:
         if self._overrun(spare, part, self._most_held(count, count - place)) > 0:
             return None
         hosts = (*chain.hosts[:place], spare, *chain.hosts[place + 1 :])
+        ways = zip(hosts, hosts[1:], bounds(chain.balance), strict=False)
+        if any(self._transfer(1, one, other, end) == FORBIDDEN for one, other, (_, end) in ways):
+            return None
         return chain._replace(hosts=hosts)
 
     def _loss(
@@ -312,10 +329,12 @@ class Planner:
 
     def _without(self, chain: Chain, host: int) -> Chain | None:
         """Return the best chain near this one that does without a host."""
-        if host in self._search.required:
-            return None
         place, order = chain.hosts.index(host), chain.hosts
-        others = self._spares(chain)[:1]
+        rest = sorted(
+            set(range(len(self._hosts))).difference(order),
+            key=lambda other: self._costs[other].total_ns,
+        )
+        others = dict.fromkeys([*self._spares(chain)[:1], *rest[:NUM_REPLACED]])
         orders: Iterable[tuple[int, ...]] = [
             *((*order[:place], other, *order[place + 1 :]) for other in others),
             *([(*order[:place], *order[place + 1 :])] if len(order) > 1 else []),
@@ -324,6 +343,11 @@ class Planner:
         return min(chains, key=lambda chain: chain.ns, default=None)
 
     def _too_small(self) -> ConfigError:
+        if (needed := len(self._search.required)) > (num_layers := self._costs[0].num_layers):
+            return ConfigError(
+                f"{needed} hosts have to take part, but the model has {num_layers} layers; require "
+                "fewer"
+            )
         lacking = self._search.lacking()
         if lacking is None:
             return ConfigError(

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from rpcmp.config import loader
+from rpcmp.config.files import read_bytes
 from rpcmp.config.types import Positive, Size, Strict, format_size, parse_size
 from rpcmp.errors import ConfigError
 
@@ -37,7 +38,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 MOST_STAGES = 4096
 MOST_ACTIONS = 50_000_000
-"""Of a step, all stages together; it takes a minute and 1 GB."""
+"""Of a step, all stages together; it takes a minute and 1.6 GB."""
 
 
 class Work(Strict):
@@ -113,7 +114,7 @@ def load(path: Path) -> Cluster:
         ConfigError: it cannot be read, or has a wrong key or value.
     """
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(read_bytes(path, loader.MAX_CONFIG).decode())
         cluster = Cluster.model_validate(data)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error

@@ -12,8 +12,9 @@ A few steps of the plan with two stages, which leave nothing behind, show what a
 from __future__ import annotations
 
 import base64
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rpcmp.config.job_sections import StageConfig
@@ -21,7 +22,7 @@ from rpcmp.config.schema import Config
 from rpcmp.config.types import format_size
 from rpcmp.errors import (
     ConfigError,
-    JobError,
+    RpcmpError,
     SecurityError,
     UnreachableError,
     one_line,
@@ -79,6 +80,13 @@ class Wishes:
             raise ConfigError(f"{both[0]} is to take part, and not to: --use or --without")
         if set(addresses) <= set(self.without):
             raise ConfigError("--without leaves no server; give more by --connect")
+
+    def with_limits_of(self, config: Config) -> Wishes:
+        """Return these with the `memory` that a config's stages give for its own addresses."""
+        sizes = (config.stage(worker.stage_index).memory_bytes for worker in config.workers)
+        pairs = zip(config.addresses, sizes, strict=False)
+        own = {address: size for address, size in pairs if size is not None}
+        return replace(self, memory={**own, **self.memory})
 
 
 @dataclass(frozen=True)
@@ -138,15 +146,14 @@ async def plan(config: Config, addresses: Sequence[str], wishes: Wishes) -> Plan
 
 async def _rehearse(planner: Planner, forks: Forks) -> str:
     """Train some steps of a short plan to learn what a message costs; returns why it cannot be."""
-    rehearsal = planner.to_rehearse()
-    if rehearsal is None:
+    if not planner.has_several_stages:
         return ""
-    job, chain, step_s = rehearsal
-    if step_s > MOST_REHEARSED:
-        return "steps are too long to be rehearsed, so it matters less"
+    if (rehearsal := planner.to_rehearse(MOST_REHEARSED)) is None:
+        return "steps are too long to be rehearsed"
+    job, chain = rehearsal
     try:
         planner.calibrate(chain, await rehearse(job, job.addresses, forks))
-    except JobError as error:  # the run itself may be shorter, and has its schedulers
+    except RpcmpError as error:  # the run itself may be shorter, and has its schedulers
         return f"some steps were rehearsed, and {one_line(error)}"
     return ""
 
@@ -161,6 +168,11 @@ def stage_settings(config: Config) -> StageConfig:
         raise ConfigError(
             "only a job with [model] can be planned, whose layers may go anywhere; its [[stages]] "
             "are modules of their own: write their `addresses`"
+        )
+    if config.is_replicated:
+        raise ConfigError(
+            "replicas are not planned, since their number changes bits: plan the job without "
+            "`replicas` and `shares`, and add them to the result"
         )
     first, *others = config.stages or [StageConfig()]
     for key in StageConfig.model_fields:
@@ -185,11 +197,19 @@ async def _measure_links(
                     f"{address} serves stage {server.stage_index} and no other: start it with "
                     "--spare, so that it may serve whatever is planned there"
                 )
+        _require_different(addresses, [(each.machine, each.supervisor_pid) for each in servers])
         for pairs in rounds(len(addresses)):
             probes = (_measure_link(clients[one], clients[other]) for one, other in pairs)
             for measured in await gather_all(probes):
                 links |= measured
     return links
+
+
+def _require_different(addresses: Sequence[str], servers: Sequence[Hashable]) -> None:
+    by_server: dict[Hashable, str] = {}
+    for address, server in zip(addresses, servers, strict=True):
+        if (other := by_server.setdefault(server, address)) != address:
+            raise ConfigError(f"{other} and {address} are the same server: give it once")
 
 
 async def _measure_link(one: StageClient, other: StageClient) -> dict[Pair, Connection]:
@@ -203,6 +223,13 @@ async def _measure_link(one: StageClient, other: StageClient) -> dict[Pair, Conn
             f"the link from {one.address} to {other.address} is down: {error}; mend it, or plan "
             f"with --without {one.address} or --without {other.address}"
         ) from error
+    figures = (speed.latency_s, speed.there, speed.back)
+    if not all(math.isfinite(figure) and figure > 0 for figure in figures):
+        raise UnreachableError(
+            f"{one.address} reports a latency of {speed.latency_s} s to {other.address}, and "
+            f"{speed.there} and {speed.back} bytes per second, which cannot be: plan with "
+            f"--without {one.address}"
+        )
     return {
         (one.address, other.address): Connection(speed.latency_s / 2, speed.there),
         (other.address, one.address): Connection(speed.latency_s / 2, speed.back),
@@ -228,13 +255,20 @@ async def _measure_hosts(
     answer = await run_task(order, compute_environment(threads=1), forks)
     sample = base64.b64decode(answer["sample"])
     measured = await autobalance.measure(config, addresses, sample, forks)
+    counts = [len(host.profile.layers) for host in measured]
+    for address, count in zip(addresses, counts, strict=True):
+        if count != counts[0]:
+            raise ConfigError(
+                f"{address} has measured {count} layers, and {addresses[0]} {counts[0]}: they have "
+                "different code, or one of them is not to be trusted"
+            )
     hosts = []
     for rank, (address, host) in enumerate(zip(addresses, measured, strict=True)):
         limit, wanted = autobalance.memory_limit(config, rank, measured), memory.get(address)
         if limit is not None and wanted is not None and wanted > limit:
             raise ConfigError(
-                f"--memory {address}={format_size(wanted)}: its host has {format_size(limit)} for "
-                "a worker there; give it no more"
+                f"a worker at {address} may have {format_size(wanted)}, by --memory or CONFIG, but "
+                f"its host has {format_size(limit)} for it; give it no more"
             )
         hosts.append(PlanHost(address, host.profile, limit if wanted is None else wanted))
     return hosts, [host.machine for host in measured]

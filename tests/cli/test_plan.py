@@ -88,7 +88,7 @@ def test_servers_that_cannot_be_planned_are_refused(job: JobFolder, spares: list
     config, first = job.config(LAYERS), spares[0].address
     too_much = rpcmp("plan", config, "--connect", first, "--memory", f"{first}=900TiB")
     assert too_much.code == 2
-    assert f"--memory {first}=900.0 TiB: its host has" in too_much.err
+    assert "by --memory or CONFIG, but its host has" in too_much.err
     too_small = rpcmp("plan", config, "--connect", first, "--memory", f"{first}=1MiB")
     assert too_small.code == 2
     assert "no plan fits into the memory of 1 hosts: each would need" in too_small.err
@@ -135,6 +135,23 @@ def test_what_is_asked_for_wrongly_is_refused_before_anything_is_measured(
     assert message in result.err, result.err
 
 
+def test_a_config_is_not_overwritten_by_its_plan(job: JobFolder) -> None:
+    config = job.config(LAYERS)
+    before = config.read_bytes()
+    result = rpcmp("plan", config, "--connect", NOWHERE, "-o", config)
+    assert result.code == 2
+    assert "is CONFIG itself" in result.err
+    assert config.read_bytes() == before
+
+
+def test_one_server_by_two_names_is_refused(job: JobFolder, spares: list[Server]) -> None:
+    port = spares[0].address.rpartition(":")[2]
+    twice = f"{connect(spares)},localhost:{port}"
+    result = rpcmp("plan", job.config(LAYERS), "--connect", twice)
+    assert result.code == 2
+    assert f"{spares[0].address} and localhost:{port} are the same server" in result.err
+
+
 def test_a_host_of_several_servers_has_consecutive_ports() -> None:
     assert list(_expanded("a:50051*3")) == ["a:50051", "a:50052", "a:50053"]
     assert list(_expanded("[::1]:7")) == ["[::1]:7"]
@@ -171,8 +188,11 @@ def test_a_cluster_is_simulated_without_servers(tmp_path: Path) -> None:
     assert [each["stages"] for each in report] == [4, 8]
 
 
-def test_a_simulation_takes_no_servers(tmp_path: Path) -> None:
+def test_a_simulation_takes_no_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "cluster.toml"
+    path.write_text(CLUSTER)
+    monkeypatch.setenv("RPCMP_CERTS", str(tmp_path))
+    assert rpcmp("plan", path, "--simulate").code == 0
     path.write_text(CLUSTER.replace("forward_ms", "forwards_ms"))
     refused = rpcmp("plan", path, "--simulate", "--connect", NOWHERE)
     assert (refused.code, refused.out) == (2, "")

@@ -63,6 +63,31 @@ def test_comments_stay_and_only_the_plan_is_new() -> None:
     assert data["recovery"] == {"replace_after": 2.5, "spares": ["c:1"]}
 
 
+AROUND = """\
+# Planned by `rpcmp plan` for 3 hosts: a step takes about 900.0 ms with 1f1b
+loss = "a:b"
+[model]
+layers = "mine:layers"
+num_stages = 2
+[[stages]]
+addresses = ["old:1"]
+# of the data
+[data]
+train = "mine:data"
+[recovery]
+spares = ["old:2"]  # stands by
+"""
+
+
+def test_comments_around_what_is_replaced_stay_but_not_those_of_a_former_plan() -> None:
+    text, data = result(AROUND, [])
+    assert "# of the data\n[data]" in text
+    assert "900.0 ms" not in text
+    assert data["recovery"] == {}
+    odd = AROUND.replace("# of the data", "# of \u2028 the data").replace("\n", "\r\n")
+    assert "# of \u2028 the data" in result(odd, ["c:1"])[0]
+
+
 def test_without_spares_the_config_names_none() -> None:
     assert result(TEXT, [])[1]["recovery"] == {"replace_after": 2.5}
     bare = TEXT.partition("[recovery]")[0]

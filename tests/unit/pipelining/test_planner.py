@@ -112,9 +112,10 @@ def test_messages_that_cost_more_than_they_bring_are_not_sent() -> None:
     links = both_ways("host0:1", "host1:1", Connection(0.01))
     made = Planner(planned_job(), StageConfig(), hosts(0.01, 0.01), links)
     assert len(made.plans()[0].stages) == 2
-    rehearsal = made.to_rehearse()
+    assert made.to_rehearse(1e-3) is None
+    rehearsal = made.to_rehearse(10.0)
     assert rehearsal is not None
-    job, chain, _ = rehearsal
+    job, chain = rehearsal
     assert job.addresses == served_by(made.plans()[0])
     busy = {name: {"F": 0.08, "B": 0.04, "W": 0.04} for name in ("stage0", "stage1")}
     quick = 0.2 + 2 * 0.01  # four micro-batches, one to fill, and there and back on the wire
@@ -125,8 +126,36 @@ def test_messages_that_cost_more_than_they_bring_are_not_sent() -> None:
     assert len(made.plans()[0].stages) == 1
 
 
+def test_more_hosts_do_not_help_where_loading_takes_longer() -> None:
+    made = Planner(planned_job(), StageConfig(), hosts(*[0.01] * 4), {})
+    rehearsal = made.to_rehearse(10.0)
+    assert rehearsal is not None
+    busy = {name: {"F": 0.08, "B": 0.08} for name in ("stage0", "stage1")}
+    made.calibrate(rehearsal[1], MeasuredSteps(2.0, 0.9, busy))
+    best = made.plans()[0]
+    assert (best.step_s, len(best.stages)) == (2.0, 1)
+
+
 def test_one_host_rehearses_nothing() -> None:
-    assert Planner(planned_job(), StageConfig(), hosts(1), {}).to_rehearse() is None
+    alone = Planner(planned_job(), StageConfig(), hosts(1), {})
+    assert alone.to_rehearse(10.0) is None
+    assert not alone.has_several_stages
+
+
+def test_more_hosts_than_layers_cannot_all_take_part() -> None:
+    given = hosts(*[1] * 9)
+    required = Constraints(frozenset(host.address for host in given), {})
+    with pytest.raises(ConfigError, match="9 hosts have to take part, but the model has 8 layers"):
+        plans(given, None, required)
+
+
+def test_a_spare_keeps_to_the_budgets_too() -> None:
+    pairs = [frozenset((f"host{i}:1", "host2:1")) for i in (0, 1)]
+    given = [PlanHost(f"host{i}:1", profile([layer(1, received=MB)] * 8)) for i in range(3)]
+    best = plans(given, None, Constraints(frozenset(), dict.fromkeys(pairs, 1)))[0]
+    assert served_by(best) == ["host0:1", "host1:1"]
+    assert [loss.spare for loss in best.losses] == [None, None]
+    assert best.spares == []
 
 
 def test_a_budget_forbids_the_cuts_that_would_exceed_it() -> None:
