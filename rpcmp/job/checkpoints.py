@@ -94,7 +94,8 @@ class Checkpoints:
 
     def newest_held(self, holdings: Mapping[str, HeldSnapshots]) -> HeldStep | None:
         """Return the newest step that servers hold, and whose driver's state is here."""
-        return self.cuts.newest(self._config.workers, holdings, self._progress)
+        of_any = self._config.rebalance == "auto"
+        return self.cuts.newest(self._config.workers, holdings, self._progress, of_any)
 
     def forget_parts(self) -> None:
         """Give up incomplete checkpoints: the generation that wrote them has ended."""

@@ -59,10 +59,15 @@ class Cuts:
         workers: Sequence[Member],
         holdings: Mapping[str, HeldSnapshots],
         steps: Collection[int],
+        of_any: bool = True,
     ) -> HeldStep | None:
-        """Return the newest of `steps` that servers hold under any cut; see `newest_common`."""
+        """Return the newest of `steps` that servers hold; see `newest_common`.
+
+        Args:
+            of_any: whether under any cut, or only under the current one.
+        """
         found = []
-        for cut in range(len(self.known)):
+        for cut in range(len(self.known)) if of_any else [self.current]:
             of_cut = {label: held.of_cut(cut) for label, held in holdings.items()}
             if (common := newest_common(workers, of_cut, steps)) is not None:
                 found.append(HeldStep(common, cut))

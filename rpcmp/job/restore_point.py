@@ -146,7 +146,7 @@ class RestorePlanner:
         held = self._checkpoints.newest_held(holdings)
         if held is None or lost.about.layers != self._checkpoints.layers:
             why = "its stages had other layers"
-            if held is None:
+            if lost.about.layers == self._checkpoints.layers:
                 why = "the servers do not hold the same step of all stages any more"
             text = f"what the servers hold of the run cannot be used, since {why}"
             self._report(

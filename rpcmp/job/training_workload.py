@@ -132,6 +132,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
     def next_generation(self) -> Generation:
         if self._generation is not None:
             self.checkpoints.generation += 1
+        self._is_finishing = False  # a drain may have been followed by a fault, and a spare
         self._vitals.start_generation()
         self._generation = Generation(
             self._balance.config,
@@ -189,7 +190,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
             self._lost_at = None
             for event in self.checkpoints.step_events_up_to(step):
                 self._events.emit_new(event)
-        else:
+        elif not self.has_begun:  # later, a pause may be followed by an earlier step
             self._events.step = step
         if not self.has_begun:
             self._first_step = step

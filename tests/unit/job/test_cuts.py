@@ -51,6 +51,8 @@ def test_the_newest_step_counts_whatever_its_cut() -> None:
     found = run.newest(WORKERS, both, range(9))
     assert found is not None
     assert (found.common.step, found.cut) == (6, 1)
+    assert run.newest(WORKERS, half, range(9), of_any=False) is None
+    assert run.newest(WORKERS, both, range(9), of_any=False) == found
     assert run.newest(WORKERS, held({}), range(9)) is None
     assert run.newest(WORKERS, both, range(4)) is None
 
