@@ -209,10 +209,22 @@ class Forecast:
             )
         ]
         balance = choose_balance(hosts)
+        return self.better(config, balance)
+
+    def better(
+        self, config: Config, balance: list[int], ways: Sequence[bool] = (False, True)
+    ) -> Forecast:
+        """Return the forecast of another balance, if it is clearly faster in all `ways`.
+
+        Args:
+            ways: whether layers count in proportion; see `Calibration.moved`.
+        """
+        if self.calibration is None:
+            return self
         others = [
             Forecast(self.hosts, balance, self.calibration.moved(self.hosts, *both, in_proportion))
             for both in [(self.balance, balance)]
-            for in_proportion in (False, True)
+            for in_proportion in ways
         ]
         slower = max(others, key=lambda other: other.predict(config).step_s)
         limit = (1 - NOTABLE) * self.predict(config).step_s

@@ -6,7 +6,8 @@
     weighed   a balance that is clearly faster on these hosts is worth it if what it saves in
               `rebalance_within` steps, and in the steps that are left, is more than what it
               costs to form a group
-    proved    a balance whose steps are not faster than those before is given up again
+    proved    a balance is given up again if the one before would be clearly faster on the hosts
+              as they are now, and worth its cost; it is not proposed a second time
 
 Layers that were measured on the hosts tell how they compare. If none were, those of a stage count
 as equal, and hosts as equally fast when the run had settled. Pure.
@@ -78,14 +79,14 @@ class BalanceWatch:
         self._config = config.model_copy(update=full)
         self._hosts = list(hosts)
         self._hosts_by_proposal = self._hosts
+        self._knows_layers = bool(hosts)
         self.refused: list[list[int]] = []
         self._balance: list[int] = []
         self._cost_s = 0.0
         self._steps: list[WatchedStep] = []
         self._warm = self._samples = self._num_blocks = self._num_changed = 0
         self._settled: MeasuredSteps | None = None
-        self._before: tuple[list[int], float] | None = None
-        self._last_step_s = 0.0
+        self._before: list[int] | None = None
         self._patience = PATIENCE
 
     def start(self, balance: list[int], cost_s: float) -> None:
@@ -96,7 +97,7 @@ class BalanceWatch:
         self._num_changed = 0
         if balance == self._balance:
             return
-        self._before = (self._balance, self._last_step_s) if self._settled is not None else None
+        self._before = self._balance if self._settled is not None else None
         self._balance, self._settled, self._num_blocks = balance, None, 0
         self._hosts = self._hosts_by_proposal
 
@@ -127,13 +128,12 @@ class BalanceWatch:
         return all(worker.label in step.busy_seconds for worker in self._config.workers)
 
     def _judge(self, measured: MeasuredSteps, steps_left: int) -> Proposal | None:
-        self._last_step_s = measured.step_s
         if self._settled is None:
             self._num_blocks += 1
             if self._num_blocks < SETTLE_BLOCKS:
                 return None
             self._settled = measured
-            return self._disappointment(measured)
+            return self._disappointment(measured, steps_left)
         ratios = _ratios(self._settled, measured)
         if all(1 / CHANGED < ratio < CHANGED for ratio in ratios.values()):
             self._num_changed = 0
@@ -147,16 +147,32 @@ class BalanceWatch:
             self._patience = min(2 * self._patience, MOST_PATIENCE)
         return proposal
 
-    def _disappointment(self, measured: MeasuredSteps) -> Proposal | None:
-        """Return the balance before if steps have not become faster by giving it up."""
+    def _disappointment(self, measured: MeasuredSteps, steps_left: int) -> Proposal | None:
+        """Return the balance before if that would be faster on the hosts as they are now."""
         before, self._before = self._before, None
-        if before is None or measured.step_s < before[1]:
-            self._patience = PATIENCE
-            return None
-        self._patience = min(2 * self._patience, MOST_PATIENCE)
-        self.refused.append(self._balance)
-        was = f"steps take {_ms(measured.step_s)}, which took {_ms(before[1])} before"
-        return Proposal(before[0], was)
+        if before is not None and before not in self.refused:
+            hosts = self._hosts or self._estimated(measured)
+            now = Forecast(hosts, self._balance).corrected(self._config, measured)
+            # In proportion: the hosts may be other ones than when these layers were measured.
+            other = now.better(self._config, before, ways=[True])
+            after_s = self._gains(now, other, measured, steps_left)
+            if after_s is not None:
+                self._patience = min(2 * self._patience, MOST_PATIENCE)
+                self.refused.append(self._balance)
+                was = f"steps take {_ms(measured.step_s)}, and {_ms(after_s)} as they were before"
+                return Proposal(before, was)
+        self._patience = PATIENCE
+        return None
+
+    def _gains(
+        self, now: Forecast, other: Forecast, measured: MeasuredSteps, steps_left: int
+    ) -> float | None:
+        """Return the seconds of a step under another balance, if that saves more than it costs."""
+        before_s, after_s = (each.predict(self._config).step_s for each in (now, other))
+        steps = min(steps_left, self._config.rebalance_within)
+        is_waiting = measured.data_share > MOST_WAITING
+        is_worth = steps * (before_s - after_s) > self._cost_s
+        return after_s if other is not now and is_worth and not is_waiting else None
 
     def _propose(
         self, settled: MeasuredSteps, measured: MeasuredSteps, steps_left: int
@@ -166,13 +182,9 @@ class BalanceWatch:
         hosts = [_scaled(host, ratios[host.stage]) for host in before]
         now = Forecast(hosts, self._balance).corrected(self._config, measured)
         other = now.improved(self._config)
-        if other.balance == self._balance or other.balance in self.refused:
+        if other.balance in self.refused or self._may_not_fit(other.balance):
             return None
-        is_waiting = measured.data_share > MOST_WAITING
-        before_s, after_s = (each.predict(self._config).step_s for each in (now, other))
-        steps = min(steps_left, self._config.rebalance_within)
-        saved = steps * (before_s - after_s) - self._cost_s
-        if is_waiting or saved <= 0:
+        if (after_s := self._gains(now, other, measured, steps_left)) is None:
             return None
         self._hosts_by_proposal = hosts
         stage, ratio = max(ratios.items(), key=lambda item: abs(math.log(item[1])))
@@ -180,6 +192,14 @@ class BalanceWatch:
             other.balance,
             f"stage {stage!r} computes {ratio:.2f} times as long as it did; a step of "
             f"{_ms(measured.step_s)} would take {_ms(after_s)}",
+        )
+
+    def _may_not_fit(self, balance: list[int]) -> bool:
+        """Return whether a stage with limited memory would get layers of unknown sizes."""
+        # There are no [[stages]] if they need nothing but their numbers of layers.
+        stages = zip(self._config.stages, self._balance, balance, strict=False)
+        return not self._knows_layers and any(
+            stage.memory is not None and after > before for stage, before, after in stages
         )
 
     def _estimated(self, settled: MeasuredSteps) -> list[StageHost]:

@@ -207,3 +207,50 @@ def test_a_fault_does_not_make_slow_hosts_usual() -> None:
     proposal = made.run()
     assert proposal is not None
     assert proposal.balance == [4, 2]
+
+
+def moved(slowness: list[float]) -> Machine:
+    """Return a machine whose second host has become slow, after layers have left it."""
+    made = machine()
+    made.slowness = [1.0, 2.0]
+    proposal = made.run()
+    assert proposal is not None
+    made.move(proposal.balance)
+    made.slowness = slowness
+    return made
+
+
+@pytest.mark.parametrize("slowness", [[2.0, 4.0], [1.0, 4.0], [1.3, 2.6]])
+def test_hosts_that_have_changed_meanwhile_do_not_undo_a_move(slowness: list[float]) -> None:
+    """The balance before would be slower still, though its steps were faster then."""
+    assert moved(slowness).run() is None
+
+
+def test_going_back_has_to_pay_and_is_not_to_a_refused_balance() -> None:
+    assert moved([2.0, 2.0]).run(left=5) is None
+    made = moved([2.0, 2.0])
+    made.watch.refused.append([3, 3])
+    assert made.run() is None
+
+
+def test_moves_come_to_an_end_if_the_host_that_gets_layers_is_the_slow_one() -> None:
+    made, moves = machine(), 0
+    for _ in range(20):
+        made.slowness = [2.0, 1.0] if made.balance[0] > 3 else [1.0, 2.0]
+        if (proposal := made.run()) is not None:
+            moves += 1
+            made.move(proposal.balance)
+    assert moves <= 4
+
+
+def test_a_stage_with_limited_memory_gets_no_layers_of_unknown_sizes() -> None:
+    config = chain(
+        schedule="1f1b", stages=[{"name": "stage0", "memory": "1GB"}, {"name": "stage1"}]
+    )
+    limited = Machine(BalanceWatch(config), config, [3, 3])
+    limited.move([3, 3])
+    assert limited.run() is None
+    limited.slowness = [1.0, 2.0]
+    assert limited.run() is None
+    limited.slowness = [2.0, 1.0]
+    assert limited.run() is not None
