@@ -108,6 +108,13 @@ class Slots:
                 found.append(Snapshot(slot, step, length, bool(is_pinned), cut))
         return sorted(found, key=lambda snapshot: snapshot.step)
 
+    def by_cut(self) -> dict[int, list[int]]:
+        """Return the steps of the snapshots of each cut, which may have come back."""
+        steps: defaultdict[int, list[int]] = defaultdict(list)
+        for snapshot in self.all():
+            steps[snapshot.cut].append(snapshot.step)
+        return steps
+
     def get(self, step: int) -> Snapshot | None:
         return next((found for found in self.all() if found.step == step), None)
 
@@ -199,7 +206,7 @@ class HeldSnapshots:
         """Build from a stage server's report, in which the server's own stage has an empty name."""
         by_cut: defaultdict[int, dict[str, list[int]]] = defaultdict(dict)
         for holding in holdings:
-            by_cut[holding.cut][holding.stage_name] = list(holding.steps)
+            by_cut[holding.cut].setdefault(holding.stage_name, []).extend(holding.steps)
         later = {cut: cls(held.pop("", []), held) for cut, held in by_cut.items() if cut}
         first = by_cut[0]
         return cls(first.pop("", []), first, later)

@@ -31,13 +31,16 @@ class PartMemory:
         self.fds = tuple(os.memfd_create(f"rpcmp-part-{n}") for n in range(MAX_PARTS))
         self._used = 0
 
-    async def add(self, stream: AsyncIterator[pb.FetchResponse]) -> int:
+    async def add(self, stream: AsyncIterator[pb.FetchResponse], step: int, cut: int) -> int:
         """Hold the snapshot of a Fetch stream; return its place among what the worker inherits."""
         if self._used == MAX_PARTS:
             raise CheckpointError(f"a stage takes layers from more than {MAX_PARTS} other stages")
         number = self._used
         self._used += 1
-        await fill(self.fds[number], await anext(stream), stream)
+        head = await anext(stream)
+        if (head.step, head.cut) != (step, cut):
+            raise UnreachableError(f"step {head.step} has arrived, and step {step} was asked for")
+        await fill(self.fds[number], head, stream)
         return 1 + NUM_SLOTS + number
 
     def free(self) -> None:

@@ -14,7 +14,6 @@ compute on the same cores.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
 import os
@@ -145,9 +144,9 @@ class SnapshotStore:
         if self.mirror is not None:
             held[self.mirror.stage_name] = self.mirror.slots
         return [
-            pb.Holding(stage_name=name, cut=cut, steps=[each.step for each in of_cut])
+            pb.Holding(stage_name=name, cut=cut, steps=of_cut)
             for name, slots in held.items()
-            for cut, of_cut in itertools.groupby(slots.all(), lambda snapshot: snapshot.cut)
+            for cut, of_cut in slots.by_cut().items()
         ]
 
     async def start_mirror(self, request: pb.MirrorRequest) -> None:
@@ -311,11 +310,11 @@ class SnapshotStore:
         )
         if part.address:
             async with StageClient(self.stage_name, part.address, self._dialer) as client:
-                return await self.parts.add(client.fetch(request))
+                return await self.parts.add(client.fetch(request), step, part.cut)
         slots, snapshot = self._require(part.stage_name, step, part.cut)
         if slots is self.slots:
             return 1 + snapshot.slot
-        return await self.parts.add(self.stream(request))
+        return await self.parts.add(self.stream(request), step, part.cut)
 
     async def _file(self, file: pb.CheckpointFile, generation: int) -> str:
         """Return the path of a checkpoint's file on this host's disk; fetch it if necessary."""

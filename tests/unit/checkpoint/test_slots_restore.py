@@ -336,3 +336,17 @@ def test_a_server_reports_what_it_holds_by_cut() -> None:
     assert held.of_cut(0) is held
     assert held.of_cut(1) == HeldSnapshots()
     assert held.of_cut(2) == HeldSnapshots([5], {"b": [5, 6]})
+
+
+def test_a_cut_that_came_back_has_all_its_steps() -> None:
+    slots = Slots.create()
+    for step, cut in [(57, 0), (60, 1), (65, 0)]:
+        slot = slots.reserve()
+        assert slot is not None
+        slots.commit(slot, step, 0, cut=cut)
+    assert slots.by_cut() == {0: [57, 65], 1: [60]}
+    slots.close()
+    cuts = [(0, [50, 57]), (1, [60]), (0, [65])]
+    held = HeldSnapshots.from_proto(pb.Holding(cut=cut, steps=steps) for cut, steps in cuts)
+    assert list(held.own) == [50, 57, 65]
+    assert list(held.of_cut(1).own) == [60]

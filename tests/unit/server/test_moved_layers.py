@@ -25,23 +25,29 @@ def test_snapshots_lie_where_the_worker_finds_them() -> None:
     memory = PartMemory()
     inherited = (*[-1] * (1 + NUM_SLOTS), *memory.fds)
     for content in (b"first", b"other"):
-        place = asyncio.run(memory.add(stream(5, content[:2], content[2:])))
+        place = asyncio.run(memory.add(stream(5, content[:2], content[2:]), 0, 0))
         assert os.pread(inherited[place], 9, 0) == content
     memory.free()
     assert [os.fstat(fd).st_size for fd in memory.fds] == [0] * MAX_PARTS
-    place = asyncio.run(memory.add(stream(0)))
+    place = asyncio.run(memory.add(stream(0), 0, 0))
     assert place == 1 + NUM_SLOTS
 
 
 @pytest.mark.parametrize(("size", "sent"), [(9, b"short"), (4, b"long."), (MEMORY + 1, b"")])
 def test_a_snapshot_of_another_size_is_refused(size: int, sent: bytes) -> None:
     with pytest.raises(UnreachableError):
-        asyncio.run(PartMemory().add(stream(size, sent)))
+        asyncio.run(PartMemory().add(stream(size, sent), 0, 0))
 
 
 def test_there_is_room_for_so_many() -> None:
     memory = PartMemory()
     for _ in range(MAX_PARTS):
-        asyncio.run(memory.add(stream(1, b"x")))
+        asyncio.run(memory.add(stream(1, b"x"), 0, 0))
     with pytest.raises(CheckpointError, match=f"more than {MAX_PARTS}"):
-        asyncio.run(memory.add(stream(1, b"x")))
+        asyncio.run(memory.add(stream(1, b"x"), 0, 0))
+
+
+def test_another_step_or_cut_than_was_asked_for_is_refused() -> None:
+    for step, cut in [(1, 0), (0, 1)]:
+        with pytest.raises(UnreachableError, match="asked for"):
+            asyncio.run(PartMemory().add(stream(0), step, cut))
