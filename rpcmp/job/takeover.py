@@ -259,17 +259,20 @@ def _completed(
 
 def _lost_job(answers: Mapping[str, pb.RecallResponse]) -> LostJob | None:
     """Return a job as its servers hold it; None if none of them has all that it takes."""
-    about: About | None = None
+    abouts: list[tuple[int, int, About]] = []
     states: dict[int, Message] = {}
     for address, answer in sorted(answers.items(), key=lambda item: item[1].generation):
         try:
             if answer.about:
                 about = About.model_validate_json(answer.about)
+                abouts.append((answer.generation, len(about.cuts), about))
             states |= {each.step: _state(each) for each in answer.states}
         except (ValueError, RecursionError) as error:  # pydantic's error is a ValueError
             _warn_unreadable(address, answer.job, error)
-    if about is None or not states:
+    if not abouts or not states:
         return None
+    # One that a server got before a move knows fewer cuts than what another server got after it.
+    *_, about = max(abouts, key=lambda each: each[:2])
     newest = max(answers.values(), key=lambda answer: answer.generation)
     drivers = sorted({answer.driver_id for answer in answers.values()})
     return LostJob(newest.job_id, newest.generation, drivers, about, states)

@@ -320,3 +320,13 @@ def test_a_driver_that_has_nothing_to_record_sends_beats(monkeypatch: pytest.Mon
     monkeypatch.setattr(takeover, "BEAT_SECONDS", 0.01)
     found = requests_of(DriverRecord(), [lambda: None, lambda: None])
     assert found == [pb.RecordRequest(job_id="a", generation=3)] * 3
+
+
+def test_of_a_generation_what_knows_most_cuts_counts() -> None:
+    """A server that did not hear of a move before the driver was lost comes last here."""
+    cuts = [{"stage0": ["x", "y"], "stage1": ["z"]}, {"stage0": ["x"], "stage1": ["y", "z"]}]
+    moved = ABOUT.model_copy(update={"layers": cuts[1], "cuts": cuts})
+    late = ABOUT.model_copy(update={"cuts": cuts[:1]})
+    lost = find(*(answer(state(4), about=each.model_dump_json()) for each in (moved, late)))
+    assert lost is not None
+    assert lost.about == moved
