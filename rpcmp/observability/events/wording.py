@@ -28,6 +28,7 @@ class RunContext:
         give_up_after: seconds that the run waits for a lost server; None if unknown.
         steps: optimizer steps of the whole run.
         first_loss: loss of the first step; None before.
+        saves: whether it writes checkpoints, so that a Ctrl-C loses nothing.
     """
 
     name: str = ""
@@ -36,6 +37,7 @@ class RunContext:
     give_up_after: float | None = None
     steps: int = 0
     first_loss: float | None = None
+    saves: bool = False
 
     def add(self, event: events.Event) -> None:
         """Update the context with the next event of the run."""
@@ -45,6 +47,7 @@ class RunContext:
                 if self.schedule == "auto":  # it changes: the event `schedule` has what to
                     self.schedule = ""
                 self.workers = {worker["label"]: worker for worker in event.workers}
+                self.saves = event.config.get("checkpoint") is not None
                 recovery = event.config.get("recovery")  # of a file, it may be anything
                 limit = recovery.get("give_up_after") if isinstance(recovery, dict) else None
                 self.give_up_after = limit if isinstance(limit, int | float) else None
@@ -117,7 +120,7 @@ def describe(event: events.Event, run: RunContext) -> str:
                 f"{event.lost} is gone"
             )
         case events.RebalanceEvent():
-            return _rebalance(event)
+            return _rebalance(event, run)
         case events.ResumedEvent():
             if not event.step:
                 return "no checkpoint to resume from: starting from the beginning"
@@ -213,7 +216,7 @@ def _waiting(event: events.WaitingEvent, run: RunContext) -> str:
     )
 
 
-def _rebalance(event: events.RebalanceEvent) -> str:
+def _rebalance(event: events.RebalanceEvent, run: RunContext) -> str:
     balance = f"balance = {event.balance}"
     match event.outcome:
         case "moved":
@@ -222,10 +225,11 @@ def _rebalance(event: events.RebalanceEvent) -> str:
         case "undone":
             return f"{balance} is back, after {event.seconds:.1f} s: {event.reason}"
         case _:
-            return (
-                f"warning: {event.reason} with {balance} instead of {event.before}: stop the run, "
-                f"and go on with `--resume --set 'model.{balance.replace(' ', '')}'`"
-            )
+            setting = f"--set 'model.{balance.replace(' ', '')}'"
+            advice = f"give `{setting}` to the next run: this one has no [checkpoint] to go on from"
+            if run.saves:
+                advice = f"stop the run, and go on with `--resume {setting}`"
+            return f"warning: {event.reason} with {balance} instead of {event.before}: {advice}"
 
 
 def _summary(event: events.SummaryEvent, run: RunContext) -> str:

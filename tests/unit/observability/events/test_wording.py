@@ -112,8 +112,8 @@ LINES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"event": "rebalance", "outcome": "suggested", **MOVES},
-        "warning: b is slower with balance = [1, 3] instead of [2, 2]: stop the run, and go on "
-        "with `--resume --set 'model.balance=[1,3]'`",
+        "warning: b is slower with balance = [1, 3] instead of [2, 2]: give "
+        "`--set 'model.balance=[1,3]'` to the next run: this one has no [checkpoint] to go on from",
     ),
     (
         {"event": "resumed", "step": 3, "run": "r", "changed": ["seed"]},
@@ -192,3 +192,10 @@ def test_a_plan_has_a_line_for_each_stage() -> None:
         "  long  2 layers  computes 200.0 ms  messages 10.0 ms  bubble 10%  memory 1.0 MiB",
     ]
     assert "messages" not in "".join(describe_details(typed({**plan, "is_rehearsed": False})))
+
+
+def test_a_run_with_checkpoints_can_go_on_with_what_is_suggested() -> None:
+    run, config = RunContext(), {"checkpoint": {"every_steps": 5}}
+    run.add(typed({**RUN, "config": config}))
+    line = describe(typed({"event": "rebalance", "outcome": "suggested", **MOVES}), run)
+    assert line.endswith("stop the run, and go on with `--resume --set 'model.balance=[1,3]'`")
