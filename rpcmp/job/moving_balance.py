@@ -1,7 +1,8 @@
 """The balance of a run that may change between two steps, and what it goes back to.
 
     want ──the driver process pauses──> change ──a step of the next generation──> confirmed
-                                           └──fault before that──> go_back, to the balance before
+                                           ├──fault before that──> go_back, to the balance before
+                                           └──later, faults without a new step──> go_back, once
 
 A generation with another balance starts from the snapshots in memory, like any other. Until it has
 done a step, whatever goes wrong counts against the new balance: the next generation has the former.
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from rpcmp.config.schema import Config
+from rpcmp.errors import StageError, WorkerDiedError, WorkerHungError
 from rpcmp.observability.events import (
     Event,
     RebalanceEvent,
@@ -24,6 +26,9 @@ from rpcmp.observability.events import (
 )
 from rpcmp.pipelining.partition import StageHost
 from rpcmp.pipelining.rebalancing import BalanceWatch, Proposal
+
+OF_BALANCE = (WorkerDiedError, WorkerHungError, StageError)
+"""Faults that another balance may not have, such as a worker that the kernel ended for memory."""
 
 
 class MovingBalance:
@@ -48,13 +53,15 @@ class MovingBalance:
         self._total = 0
         self._wanted: tuple[list[int], str] | None = None
         self._change: RebalanceEvent | None = None
+        self._confirmed: RebalanceEvent | None = None
         self._config_before = config
-        self._started = 0.0
+        self._started = self._seconds = 0.0
 
     def start(self, layers: Mapping[str, Sequence[str]], seconds: float) -> None:
         """Start to watch a generation that was formed in `seconds`, with these layers per stage."""
         self._balance = [len(names) for names in layers.values()]
         self._watch.start(self._balance, seconds)
+        self._seconds = time.monotonic() - self._started
 
     def add(self, event: Event) -> Proposal | None:
         """Add an event of the driver process; returns the balance to change to, if any.
@@ -114,14 +121,21 @@ class MovingBalance:
     def confirm(self, step: int) -> None:
         """Report the change, if `step` is the first one after it."""
         if self._change is not None and step > self._change.step:
-            self._emit(self._change)
+            self._confirmed, self._change = self._change, None
+            self._emit(self._confirmed, self._seconds)
 
-    def go_back(self, error: Exception) -> bool:
-        """Return to the balance before, if the present one has not done a step; return whether."""
+    def go_back(self, error: Exception, is_repeated: bool = False) -> bool:
+        """Return to the balance before, if the present one has not done a step; return whether.
+
+        Also, once, if the fault `is_repeated` without a new step since: the layers may not fit.
+        """
         self._wanted = None
         change = self._change
+        if change is None and is_repeated and isinstance(error, OF_BALANCE):
+            change, self._started = self._confirmed, time.monotonic()
         if change is None:
             return False
+        self._change = self._confirmed = None
         self._watch.refused.append(change.balance)
         self.config = self._config_before
         self.num_changes += 1
@@ -132,11 +146,10 @@ class MovingBalance:
                 balance=change.before,
                 before=change.balance,
                 reason=str(error),
-            )
+            ),
+            time.monotonic() - self._started,
         )
         return True
 
-    def _emit(self, event: RebalanceEvent) -> None:
-        self._change = None
-        seconds = time.monotonic() - self._started
+    def _emit(self, event: RebalanceEvent, seconds: float) -> None:
         self._report(dataclasses.replace(event, seconds=seconds))

@@ -264,7 +264,7 @@ class TrainingRun:
             self._is_taken_over = True
             raise
         self._is_done = True
-        if forecast is not None:
+        if forecast is not None and not workload.has_moved:  # it is of the first balance
             outcome = _compared(with_full_microbatches(config), forecast, self._events)
             summary = replace(summary, plan=outcome)
         self._report(summary)

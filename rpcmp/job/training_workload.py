@@ -125,6 +125,11 @@ class TrainingWorkload(Workload[SummaryEvent]):
             )
         return error
 
+    @property
+    def has_moved(self) -> bool:
+        """Whether layers have ever moved between the stages."""
+        return self._balance.num_changes > 0
+
     async def wait_for_removal(self) -> None:
         if self._removal is not None:
             await asyncio.gather(self._removal, return_exceptions=True)
@@ -223,6 +228,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
                 self.is_training = False
                 self._balance.change(self._events.step)
                 self.checkpoints.forget_parts()
+                await self.wait_for_removal()  # on other machines it takes this group's clients
                 raise PausedError
             case {"event": "progress"}:
                 completed = await self.checkpoints.add_progress(event)
@@ -257,8 +263,8 @@ class TrainingWorkload(Workload[SummaryEvent]):
         if isinstance(error, InterruptedJobError):
             raise error  # the step is complete, and saved if it has to be
         step = self._events.step
-        goes_back = self._balance.go_back(error)
         is_new, self._step_at_fault = step > self._step_at_fault, step
+        goes_back = self._balance.go_back(error, is_repeated=not is_new)
         if is_new:
             self._first_fault = None
         interruption = None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from rpcmp.config.loader import parse_config
-from rpcmp.errors import WorkerDiedError
+from rpcmp.errors import UnreachableError, WorkerDiedError
 from rpcmp.job.moving_balance import MovingBalance
 from rpcmp.observability.events import Event, RebalanceEvent
 
@@ -64,3 +66,28 @@ def test_a_fault_forgets_what_was_wanted() -> None:
     assert not moving.go_back(WorkerDiedError(""))
     with pytest.raises(AssertionError):
         moving.change(7)
+
+
+def test_repeated_deaths_bring_back_the_last_balance_that_worked_once() -> None:
+    moving, events = changed()
+    moving.confirm(8)
+    assert not moving.go_back(WorkerDiedError("memory"))
+    assert not moving.go_back(UnreachableError("a link"), is_repeated=True)
+    assert moving.go_back(WorkerDiedError("memory"), is_repeated=True)
+    assert balance_of(moving) == [3, 1]
+    assert isinstance(events[-1], RebalanceEvent)
+    assert (events[-1].outcome, events[-1].before) == ("undone", [1, 3])
+    assert not moving.go_back(WorkerDiedError("memory"), is_repeated=True)
+
+
+def test_the_first_step_is_no_time_without_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    moving, events = changed()
+    now[0] = 12.0
+    moving.start({"stage0": ["a"], "stage1": ["b", "c", "d"]}, 1.0)
+    now[0] = 20.0
+    moving.confirm(8)
+    (event,) = events
+    assert isinstance(event, RebalanceEvent)
+    assert event.seconds == 2.0
