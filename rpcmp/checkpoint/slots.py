@@ -115,14 +115,17 @@ class Slots:
             steps[snapshot.cut].append(snapshot.step)
         return steps
 
-    def get(self, step: int) -> Snapshot | None:
-        return next((found for found in self.all() if found.step == step), None)
+    def get(self, step: int, cut: int | None = None) -> Snapshot | None:
+        """Return the snapshot of a step, of any cut if that is None."""
+        of_step = (found for found in self.all() if found.step == step)
+        return next((found for found in of_step if cut in (None, found.cut)), None)
 
     def reserve(self) -> int | None:
         """Return a slot to write to, without its snapshot; None if every slot must be kept."""
         snapshots = self.all()
         used = {snapshot.slot for snapshot in snapshots}
-        loose = snapshots[: max(0, len(snapshots) - RETAINED)]
+        kept = sorted({snapshot.step for snapshot in snapshots})[-RETAINED:]
+        loose = [found for found in snapshots if found.step not in kept]
         oldest = next((found.slot for found in loose if not found.is_pinned), None)
         unused = next((slot for slot in range(len(self)) if slot not in used), None)
         slot = unused if oldest is None else oldest
@@ -135,10 +138,11 @@ class Slots:
     ) -> Snapshot:
         """Record that a slot holds a complete snapshot.
 
-        Snapshots of the same or a later step belong to steps that were undone, and are dropped.
+        Snapshots of the same or a later step belong to steps that were undone, and are dropped; but
+        not one of the same step and another cut, of which other stages may hold no newer one.
         """
         for other in self.all():
-            if other.step >= step:
+            if other.step > step or (other.step, other.cut) == (step, cut):
                 self._record(other.slot, 0, 0)
         self._record(slot, step, length, is_whole=True, is_pinned=pin, cut=cut)
         return Snapshot(slot, step, length, pin, cut)
@@ -152,7 +156,7 @@ class Slots:
             self._index[snapshot.slot * _SPACING + _PINNED] = 0
 
     def holds(self, snapshot: Snapshot) -> bool:
-        found = self.get(snapshot.step)
+        found = self.get(snapshot.step, snapshot.cut)
         return found is not None and found.slot == snapshot.slot
 
     def drop_all(self) -> None:

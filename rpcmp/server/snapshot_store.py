@@ -64,7 +64,7 @@ class SnapshotStore:
         self.mirror: Mirror | None = None
         self.freed: Callable[[], None] = lambda: None
         self.acknowledged: Callable[[int], None] = lambda step: None
-        self._last_acknowledged = 0
+        self._last_acknowledged = self._cut = 0
         self._folder: FolderOrReason = NO_FOLDER
         self._target: FolderOrReason = NO_FOLDER
         self._saves_mirror = False
@@ -176,7 +176,7 @@ class SnapshotStore:
             cut: of that group.
         """
         file_of(stage_name)
-        self.stage_name = stage_name
+        self.stage_name, self._cut = stage_name, cut
         self._last_acknowledged = 0
         if restore is None:
             self.slots.drop_all()
@@ -226,7 +226,8 @@ class SnapshotStore:
             self.acknowledged(step)
 
         def following() -> Snapshot | None:  # a mirror gets all, one after the other
-            return next((each for each in self.slots.all() if each.step > step), None)
+            newer = [each for each in self.slots.all() if each.step > step]
+            return min(newer, key=lambda each: (each.step, each.cut != self._cut), default=None)
 
         async with self._changed:
             await self._changed.wait_for(
@@ -242,8 +243,8 @@ class SnapshotStore:
         if self.mirror is not None:
             held.append((self.mirror.stage_name, self.mirror.slots))
         for name, slots in held:
-            snapshot = slots.get(step) if name == stage_name else None
-            if snapshot is not None and snapshot.cut == cut:
+            snapshot = slots.get(step, cut) if name == stage_name else None
+            if snapshot is not None:
                 return slots, snapshot
         raise CheckpointError(f"holds no snapshot of stage {stage_name!r} at step {step}")
 
@@ -253,7 +254,7 @@ class SnapshotStore:
         Saves run one after the other, and to the end even if the claim ends meanwhile: two writers
         would spoil the file.
         """
-        snapshot = self.slots.get(step)
+        snapshot = self.slots.get(step, self._cut)
         if snapshot is not None and snapshot.is_pinned:
             self._being_saved.add(step)
             task = asyncio.create_task(self._save_own(snapshot, on_saved))

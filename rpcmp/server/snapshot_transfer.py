@@ -52,8 +52,10 @@ async def blocks(fd: int, length: int) -> AsyncIterator[pb.FetchResponse]:
         yield pb.FetchResponse(data=data)
 
 
-async def receive(stream: AsyncIterator[pb.FetchResponse], slots: Slots, pin: bool = False) -> int:
-    """Write the snapshot of `stream` into `slots`; return its step.
+async def receive(
+    stream: AsyncIterator[pb.FetchResponse], slots: Slots, pin: bool = False
+) -> Snapshot:
+    """Write the snapshot of `stream` into `slots`.
 
     Args:
         pin: keep it until it is saved, if the sender saves it too.
@@ -63,8 +65,7 @@ async def receive(stream: AsyncIterator[pb.FetchResponse], slots: Slots, pin: bo
     if slot is None:
         raise AssertionError("a mirror pins nothing for longer than a save takes")
     await fill(slots.fd(slot), head, stream)
-    slots.commit(slot, head.step, head.size, pin=pin and head.is_saved, cut=head.cut)
-    return head.step
+    return slots.commit(slot, head.step, head.size, pin=pin and head.is_saved, cut=head.cut)
 
 
 async def receive_file(parts: AsyncIterator[bytes], path: Inside, size: int) -> None:
@@ -160,10 +161,10 @@ class Mirror:
             step=last,
             newer=True,
         )
-        step = await receive(client.fetch(request), self.slots, pin=True)
-        if (snapshot := self.slots.get(step)) is not None:
+        snapshot = await receive(client.fetch(request), self.slots, pin=True)
+        if self.slots.holds(snapshot):
             await self._on_copy(self, snapshot)
-        return step
+        return snapshot.step
 
 
 async def open_memory(request: pb.MirrorRequest, dialer: Dialer) -> Slots | None:

@@ -149,7 +149,7 @@ class WorkerProcess:
     def _restore(self, stage: Stage, step: int, files: list[str]) -> None:
         """Restore the state after `step`, from files or else from a snapshot in memory."""
         if not files:
-            snapshot = self._slots.get(step)
+            snapshot = self._slots.get(step, self._start["cut"])
             if snapshot is None:
                 raise CheckpointError(f"there is no snapshot of step {step} to resume from")
             files = [self._slots.path(snapshot.slot)]

@@ -76,8 +76,8 @@ class StageSnapshots:
 
     def save(self, version: int) -> None:
         """Let the supervisor write the snapshot of `version` to a disk; take it first if needed."""
-        snapshot = self._slots.get(version)
-        if snapshot is None or snapshot.cut != self._cut:
+        snapshot = self._slots.get(version, self._cut)
+        if snapshot is None:
             self.take(version, save=True)
         elif self._saves:
             self._slots.pin(snapshot.slot)

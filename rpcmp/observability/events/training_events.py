@@ -205,9 +205,9 @@ class SummaryEvent(Event):
         memory: bytes of each stage's process: `idle` when its model was built, and `peak`; on a
             GPU, what torch has allocated there
         best: with `checkpoint.best`: `step`, `metric`, `value` and `path` of the best checkpoint
-        plan: with a measured balance, unless layers have moved:
-            `balance`, `predicted_step_s` and `measured_step_s`, a
-            median, under the options at the end; `wrong`: what was predicted worst, in words, or ""
+        plan: with a measured balance, unless layers have moved: `balance`, `predicted_step_s` and
+            `measured_step_s`, a median, under the options at the end; `wrong`: what was predicted
+            worst, in words, or ""
     """
 
     steps: int

@@ -251,8 +251,8 @@ def test_a_snapshot_keeps_the_number_of_its_cut(slots: Slots) -> None:
     ]
     other.unpin(other.all()[1])
     assert [(found.cut, found.is_pinned) for found in slots.all()] == [(0, False), (7, False)]
-    slots.commit(begun(slots), 5, 0)  # the same step, of another cut: there is one of each step
-    assert [(found.step, found.cut) for found in other.all()] == [(4, 0), (5, 0)]
+    slots.commit(begun(slots), 5, 0)  # the same step, of another cut: both stay
+    assert other.by_cut() == {0: [4, 5], 7: [5]}
     other.close()
 
 

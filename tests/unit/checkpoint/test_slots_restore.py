@@ -350,3 +350,21 @@ def test_a_cut_that_came_back_has_all_its_steps() -> None:
     held = HeldSnapshots.from_proto(pb.Holding(cut=cut, steps=steps) for cut, steps in cuts)
     assert list(held.own) == [50, 57, 65]
     assert list(held.of_cut(1).own) == [60]
+
+
+def test_a_step_that_is_taken_again_under_another_cut_keeps_the_former() -> None:
+    slots = Slots.create()
+    taken = []
+    for step, cut in [(6, 0), (7, 0), (7, 1), (7, 1), (8, 1)]:
+        slot = slots.reserve()
+        assert slot is not None
+        taken.append(slots.commit(slot, step, 0, cut=cut))
+    assert slots.get(7, 0) == taken[1]
+    assert slots.get(7, 1) == taken[3]
+    assert slots.holds(taken[1])
+    assert not slots.holds(taken[2])
+    slot = slots.reserve()  # neither of them, while step 9 is written
+    assert slot is not None
+    assert slots.by_cut()[0][-1] == 7
+    assert slots.by_cut()[1] == [7, 8]
+    slots.close()
