@@ -53,6 +53,7 @@ def test_the_checkpoint_has_the_layers_of_the_cut_that_was_held(tmp_path: Path) 
             "model": {"layers": "m:layers", "num_stages": 2},
             "data": {"train": "m:train"},
             "checkpoint": {"dir": str(tmp_path)},
+            "rebalance": "auto",
         }
     )
     pool, events = FakePool(), list[Event]()
