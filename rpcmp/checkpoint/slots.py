@@ -19,8 +19,8 @@ from another replica of its stage, which holds the same state, or from its mirro
 imports torch.
 
 **Cuts.** A run may move layers between stages, so each snapshot has the number of the model's cut
-that it was taken under. Steps count on across cuts, so all of this holds; of a step, there is only
-ever one snapshot here.
+that it was taken under. Steps count on across cuts, so all of this holds. A step that is taken
+again under another cut keeps its snapshot of the former: other stages may hold no newer one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ RETAINED = 2
 """Newest snapshots that must not be overwritten while the next one is written."""
 
 _RECORD = struct.Struct("<QQBBI")
-_PINNED = 17
+_PINNED = struct.calcsize("<QQB")
 _SPACING = 32
 
 

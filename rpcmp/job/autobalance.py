@@ -319,7 +319,13 @@ async def stage_hosts(
     held = cost_model.held(config)
     addresses = config.addresses if connect is None else connect
     require_addresses(config, addresses)
-    measured = await measure(config, addresses, await _sample(config, forks), forks)
+    sample, num_layers = await sample_of(config, forks)
+    if config.num_stages > num_layers:
+        raise ConfigError(
+            f"{config.num_stages} stages need at least as many layers, but the model has "
+            f"{num_layers}"
+        )
+    measured = await measure(config, addresses, sample, forks)
     ranks = {
         name: [rank for rank, worker in enumerate(config.workers) if worker.stage == name]
         for name in config.stage_names
@@ -355,19 +361,14 @@ def as_one(config: Config, index: int, replicas: Sequence[HostProfile]) -> HostP
     return merge_profiles(replicas, parts)
 
 
-async def _sample(config: Config, forks: Forks) -> bytes:
-    """Return one micro-batch; see `rpcmp.rpc.tensors.dumps`."""
+async def sample_of(config: Config, forks: Forks) -> tuple[bytes, int]:
+    """Return one micro-batch, see `rpcmp.rpc.tensors.dumps`, and the model's number of layers."""
     answer = await run_task(
         {"op": "sample", "config": config.model_dump_json(), "folder": str(config.folder)},
         compute_environment(threads=1),
         forks,
     )
-    if config.num_stages > answer["num_layers"]:
-        raise ConfigError(
-            f"{config.num_stages} stages need at least as many layers, but the model has "
-            f"{answer['num_layers']}"
-        )
-    return base64.b64decode(answer["sample"])
+    return base64.b64decode(answer["sample"]), answer["num_layers"]
 
 
 def memory_limit(config: Config, rank: int, measured: Sequence[MeasuredHost]) -> int | None:

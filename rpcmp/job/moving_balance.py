@@ -72,8 +72,7 @@ class MovingBalance:
             case StartEvent():
                 self._total = event.steps
             case ScheduleEvent():
-                options = event.schedule, event.max_in_flight, event.microbatches_per_message
-                self._watch.use_options(*options)
+                self._watch.use_options(event.options)
             case StepEvent():
                 return self._add_step(event)
         return None

@@ -22,7 +22,6 @@ from typing import Any
 
 from rpcmp.checkpoint.files import require_place
 from rpcmp.checkpoint.folder import newest_in
-from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.config.schema import Config
 from rpcmp.config.stored import redacted
 from rpcmp.errors import (
@@ -385,8 +384,7 @@ def _compared(config: Config, forecast: Forecast, events: EventStream) -> PlanOu
     chosen, steps = events.chosen, list(events.recent_steps)
     seconds, wrong = None, ""
     if chosen is not None:
-        keys = ScheduleOptions.model_fields.keys() - {"num_microbatches"}
-        config = config.model_copy(update={key: getattr(chosen, key) for key in keys})
+        config = config.model_copy(update=chosen.options)
         steps = [step for step in steps if step.step > chosen.step]
         seconds = chosen.measured.get(chosen.chosen)  # unless there are steps after it
     predicted = forecast.predict(config)

@@ -208,8 +208,7 @@ class Forecast:
                 self.hosts, parts, bounds(self.balance), strict=True
             )
         ]
-        balance = choose_balance(hosts)
-        return self.better(config, balance)
+        return self.better(config, choose_balance(hosts))
 
     def better(
         self, config: Config, balance: list[int], ways: Sequence[bool] = (False, True)
@@ -221,14 +220,13 @@ class Forecast:
         """
         if self.calibration is None:
             return self
-        others = [
-            Forecast(self.hosts, balance, self.calibration.moved(self.hosts, *both, in_proportion))
-            for both in [(self.balance, balance)]
-            for in_proportion in ways
-        ]
-        slower = max(others, key=lambda other: other.predict(config).step_s)
-        limit = (1 - NOTABLE) * self.predict(config).step_s
-        return slower if slower.predict(config).step_s < limit else self
+        known = self.calibration
+        moved = [known.moved(self.hosts, self.balance, balance, way) for way in ways]
+        seconds = [each.step_seconds(config) for each in moved]
+        slowest = max(range(len(moved)), key=seconds.__getitem__)
+        if seconds[slowest] >= (1 - NOTABLE) * known.step_seconds(config):
+            return self
+        return Forecast(self.hosts, balance, moved[slowest])
 
 
 def what_was_wrong(config: Config, predicted: Prediction, measured: MeasuredSteps) -> str:

@@ -16,9 +16,9 @@ as equal, and hosts as equally fast when the run had settled. Pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rpcmp.config.schema import Config
 from rpcmp.pipelining.calibration import Calibration, Forecast, MeasuredSteps, TimedStep, summarize
@@ -101,10 +101,8 @@ class BalanceWatch:
         self._balance, self._settled, self._num_blocks = balance, None, 0
         self._hosts = self._hosts_by_proposal
 
-    def use_options(self, schedule: str, max_in_flight: int | None, per_message: int) -> None:
-        """Predict steps under these options from now on."""
-        options = {"schedule": schedule, "max_in_flight": max_in_flight}
-        options["microbatches_per_message"] = per_message
+    def use_options(self, options: Mapping[str, Any]) -> None:
+        """Predict steps under these keys of a config from now on."""
         self._config = self._config.model_copy(update=options)
 
     def add(self, step: WatchedStep, steps_left: int) -> Proposal | None:
@@ -142,7 +140,7 @@ class BalanceWatch:
         if self._num_changed < self._patience:
             return None
         self._num_changed = 0
-        proposal = self._propose(self._settled, measured, steps_left)
+        proposal = self._propose(ratios, self._settled, measured, steps_left)
         if proposal is None:
             self._patience = min(2 * self._patience, MOST_PATIENCE)
         return proposal
@@ -175,9 +173,12 @@ class BalanceWatch:
         return after_s if other is not now and is_worth and not is_waiting else None
 
     def _propose(
-        self, settled: MeasuredSteps, measured: MeasuredSteps, steps_left: int
+        self,
+        ratios: Mapping[str, float],
+        settled: MeasuredSteps,
+        measured: MeasuredSteps,
+        steps_left: int,
     ) -> Proposal | None:
-        ratios = _ratios(settled, measured)
         before = self._hosts or self._estimated(settled)
         hosts = [_scaled(host, ratios[host.stage]) for host in before]
         now = Forecast(hosts, self._balance).corrected(self._config, measured)

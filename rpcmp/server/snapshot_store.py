@@ -290,25 +290,18 @@ class SnapshotStore:
 
     async def _fetch(self, restore: pb.Restore, generation: int, cut: int) -> None:
         """Copy a snapshot of this stage from another server."""
-        request = pb.FetchRequest(
-            job_id=self.job_id,
-            generation=generation,
-            stage_name=self.stage_name,
-            step=restore.step,
-            cut=cut,
-        )
+        request = self._request(self.stage_name, restore.step, cut, generation)
         async with StageClient(self.stage_name, restore.address, self._dialer) as client:
             await receive(client.fetch(request), self.slots)
 
+    def _request(self, stage_name: str, step: int, cut: int, generation: int) -> pb.FetchRequest:
+        return pb.FetchRequest(
+            job_id=self.job_id, generation=generation, stage_name=stage_name, step=step, cut=cut
+        )
+
     async def _part(self, part: pb.Part, step: int, generation: int) -> int:
         """Have a snapshot of another cut where the worker finds it; return where that is."""
-        request = pb.FetchRequest(
-            job_id=self.job_id,
-            generation=generation,
-            stage_name=part.stage_name,
-            step=step,
-            cut=part.cut,
-        )
+        request = self._request(part.stage_name, step, part.cut, generation)
         if part.address:
             async with StageClient(self.stage_name, part.address, self._dialer) as client:
                 return await self.parts.add(client.fetch(request), step, part.cut)

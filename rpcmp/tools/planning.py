@@ -11,7 +11,6 @@ A few steps of the plan with two stages, which leave nothing behind, show what a
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -35,8 +34,6 @@ from rpcmp.job.server_pool import connected, forks_for
 from rpcmp.pipelining.plan import Connection, Constraints, Pair, Plan, PlanHost
 from rpcmp.pipelining.planner import Planner, with_hosts
 from rpcmp.process.fork_client import Forks
-from rpcmp.process.interpreter import compute_environment
-from rpcmp.process.task import run_task
 from rpcmp.server.client import StageClient
 from rpcmp.v1 import doctor_pb2
 
@@ -250,10 +247,7 @@ async def _measure_hosts(
     config: Config, addresses: Sequence[str], memory: Mapping[str, int], forks: Forks
 ) -> tuple[list[PlanHost], list[str]]:
     """Return the hosts, and their machines."""
-    folder = str(config.folder)
-    order = {"op": "sample", "config": config.model_dump_json(), "folder": folder}
-    answer = await run_task(order, compute_environment(threads=1), forks)
-    sample = base64.b64decode(answer["sample"])
+    sample, _ = await autobalance.sample_of(config, forks)
     measured = await autobalance.measure(config, addresses, sample, forks)
     counts = [len(host.profile.layers) for host in measured]
     for address, count in zip(addresses, counts, strict=True):

@@ -9,6 +9,7 @@ from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
 from rpcmp.pipelining.partition import HostProfile, LayerProfile
 from rpcmp.pipelining.plan import PlanHost
+from tests.support import profiles
 
 
 def planned_job(**keys: Any) -> Config:
@@ -26,20 +27,8 @@ def planned_job(**keys: Any) -> Config:
 
 
 def layer(seconds: float, *, kept: int = 0, held: int = 0, received: int = 0) -> LayerProfile:
-    """Return a layer whose forward and gradients take `seconds` together.
-
-    Args:
-        kept, held, received: bytes of its state, its activations and its input.
-    """
-    return LayerProfile(
-        forward_s=seconds / 2,
-        backward_s=seconds / 4,
-        weight_s=seconds / 4,
-        update_s=0,
-        state_bytes=kept,
-        activation_bytes=held,
-        input_bytes=received,
-    )
+    """Return a layer that needs as little as is not said; see `profiles.layer`."""
+    return profiles.layer(seconds, kept, held, received)
 
 
 def profile(layers: Sequence[LayerProfile], base: int = 0) -> HostProfile:

@@ -5,8 +5,14 @@ from __future__ import annotations
 from rpcmp.pipelining.partition import HostProfile, LayerProfile, StageHost
 
 
-def layer(seconds: float = 1.0, state: int = 0, activations: int = 0) -> LayerProfile:
-    """Return a layer that computes for `seconds` per micro-batch, half of them in the backward."""
+def layer(
+    seconds: float = 1.0, state: int = 0, activations: int = 0, received: int = 1
+) -> LayerProfile:
+    """Return a layer that computes for `seconds` per micro-batch, half of them in the backward.
+
+    Args:
+        state, activations, received: bytes of its state, its activations and its input.
+    """
     return LayerProfile(
         forward_s=seconds / 2,
         backward_s=seconds / 4,
@@ -14,7 +20,7 @@ def layer(seconds: float = 1.0, state: int = 0, activations: int = 0) -> LayerPr
         update_s=0,
         state_bytes=state,
         activation_bytes=activations,
-        input_bytes=1,
+        input_bytes=received,
     )
 
 

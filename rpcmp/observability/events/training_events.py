@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from rpcmp.observability.events.event import Event, event_type
 from rpcmp.observability.events.run_events import WarningEvent
@@ -108,6 +108,12 @@ class ScheduleEvent(Event):
     max_in_flight: int | None = None
     microbatches_per_message: int
     measured: dict[str, float]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keys of a config that it goes on with, and their values."""
+        keys = ("schedule", "max_in_flight", "microbatches_per_message")
+        return {key: getattr(self, key) for key in keys}
 
 
 @event_type("eval", flat="values")
