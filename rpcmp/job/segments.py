@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -106,8 +108,15 @@ class Segments:
         await self._pool.free(generation=1)
 
 
-FEWEST_STEPS, MOST_STEPS, REHEARSAL_SECONDS = 3, 30, 1.5
-"""The steps of a rehearsal that count: as many as this time has, within limits."""
+FEWEST_STEPS, MOST_STEPS, BLOCK_SECONDS = 3, 20, 0.75
+"""The steps of a block: as many as this time has, within limits. The last block counts."""
+
+SETTLED = 0.9
+"""A block that takes at least so much of the time of the one before is not followed by another: the
+first steps touch memory and code for the first time, and take up to four times as long."""
+
+MOST_SECONDS = 4.0
+"""Of all blocks, after which no other begins."""
 
 MOST_REHEARSED = 2.0
 """Seconds of the longest step that is rehearsed: messages are a small part of longer ones, and the
@@ -137,8 +146,19 @@ async def rehearse(config: Config, connect: Sequence[str] | None, forks: Forks) 
             seconds = (await segments.run(1, loads_ahead=False)).seconds
         if seconds > MOST_REHEARSED:
             raise JobError(f"a step takes {seconds:.1f} s, too long to train some before the run")
-        steps = max(FEWEST_STEPS, min(int(REHEARSAL_SECONDS / seconds), MOST_STEPS))
-        done = await segments.run(steps + 1, loads_ahead=False)
+        return await _settled(config, segments, seconds)
     finally:
         await segments.close()
-    return summarize(config, done.steps[1:])  # the pipeline was empty before the first
+
+
+async def _settled(config: Config, segments: Segments, seconds: float) -> MeasuredSteps:
+    """Train blocks of steps until they get no faster; `seconds`: of a step, as far as is known."""
+    before, ends = math.inf, time.monotonic() + MOST_SECONDS
+    while True:
+        count = max(FEWEST_STEPS, min(int(BLOCK_SECONDS / seconds), MOST_STEPS))
+        done = await segments.run(count + 1, loads_ahead=False)
+        measured = summarize(config, done.steps[1:])  # the pipeline was empty before the first
+        seconds = measured.step_s
+        if seconds >= SETTLED * before or time.monotonic() > ends:
+            return measured
+        before = seconds
