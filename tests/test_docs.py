@@ -70,6 +70,11 @@ RUN_BY = {
         "rpcmp verify mlp.toml --steps 5",
         "rpcmp drive mlp.toml --set model.num_stages=3 --set data.batch_size=128",
     ],
+    "cli/test_join.py::test_a_spare_joins_a_job_and_another_host_leaves_it": [
+        "rpcmp serve --spare --listen 127.0.0.1:50060",
+        "rpcmp join 127.0.0.1:50060 --to 127.0.0.1:50051",
+        "rpcmp drain --leave 127.0.0.1:50052",
+    ],
     "cluster/test_servers.py::test_the_default_ports_are_what_a_bare_connect_uses": [
         "rpcmp serve --stage 0",
         "rpcmp serve --stage 1",

@@ -237,7 +237,8 @@ def newest_common(
     """Return the newest step for which some server has each worker's snapshot in memory.
 
     Args:
-        holdings: the snapshots that each worker's server holds, by the worker's label.
+        holdings: the snapshots that each worker's server holds, by the worker's label; those of
+            other workers may hold all that is left of one that has left.
         known: the steps for which the driver has its own state.
     """
     holders = {worker.label: _holders_by_step(worker, workers, holdings) for worker in workers}
@@ -305,7 +306,8 @@ def _holders_by_step(
     twins = {
         step: other.label
         for other in workers
-        if other.stage == worker.stage
+        if other.stage == worker.stage and other.label in holdings
         for step in holdings[other.label].own
     }
-    return mirrors | twins | dict.fromkeys(holdings[worker.label].own, worker.label)
+    own = holdings.get(worker.label, HeldSnapshots()).own
+    return mirrors | twins | dict.fromkeys(own, worker.label)

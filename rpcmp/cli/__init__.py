@@ -36,7 +36,7 @@ from rpcmp.process.logging.records import Line, as_json, entry_of, visible
 
 COMMANDS = (
     *("bench", "certs", "completion", "doctor", "drain", "drive", "explain", "export", "guide"),
-    *("health", "new", "plan", "report", "serve", "status", "trace", "tune", "verify"),
+    *("health", "join", "new", "plan", "report", "serve", "status", "trace", "tune", "verify"),
 )
 """Each is a function of its own name in a module of its own name."""
 

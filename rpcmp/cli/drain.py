@@ -14,8 +14,14 @@ from rpcmp.cli.options import certs_options
 @click.command()
 @click.argument("address")
 @certs_options
+@click.option(
+    "--leave",
+    is_flag=True,
+    help='It does not come back: a spare takes its stage at once, or, with `rebalance = "auto"`, '
+    "the other stages take its layers.",
+)
 @click.option("--wait/--no-wait", default=True, help="Return once the server has exited.")
-def drain(address: str, certs: Path | None, insecure: bool, wait: bool) -> None:
+def drain(address: str, certs: Path | None, insecure: bool, leave: bool, wait: bool) -> None:
     """Stop a stage server once its job's running step is saved.
 
     It accepts no new job. A running job continues once the server, or a spare, is there again.
@@ -27,7 +33,7 @@ def drain(address: str, certs: Path | None, insecure: bool, wait: bool) -> None:
     from rpcmp.job.server_calls import drain as run
     from rpcmp.net.security import Security
 
-    job = asyncio.run(run(address, wait, Security(certs, insecure)))
+    job = asyncio.run(run(address, wait, Security(certs, insecure), leave))
     if wait:
         echo(f"{address} has ended")
     else:

@@ -100,7 +100,8 @@ async def measure(
         locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
         async def profile(index: int) -> HostProfile:
-            job = prepare_request(config, config.workers[index], code)
+            worker = config.workers[index]
+            job = prepare_request(config, worker, worker.stage_index, code)
             order = orders[index].model_dump_json()
             request = pb.ProfileRequest(job=job, order=order, sample=sample)
             async with locks[machines[index]]:

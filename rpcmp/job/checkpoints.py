@@ -65,6 +65,7 @@ class Checkpoints:
 
     def __init__(self, config: Config, pool: ServerPool, report: Callable[[Event], None]) -> None:
         self._config = config
+        self._workers: Sequence[Member] = config.workers
         self._pool = pool
         self._report = report
         self._folder = CheckpointFolder(config.checkpoint_folder / pool.run_folder)
@@ -83,8 +84,12 @@ class Checkpoints:
         self._failed: list[str] = []
         self.remove_elsewhere: Callable[[Path], Awaitable[None]] | None = None
 
+    def use(self, workers: Sequence[Member]) -> None:
+        """Expect files of these workers from now on: hosts have joined or left."""
+        self._workers = workers
+
     def set_assignments(self, assignments: Sequence[str]) -> None:
-        pairs = zip(self._config.workers, assignments, strict=True)
+        pairs = zip(self._workers, assignments, strict=True)
         self.cuts.change_to({worker.stage: json.loads(text)["layers"] for worker, text in pairs})
 
     @property
@@ -95,7 +100,7 @@ class Checkpoints:
     def newest_held(self, holdings: Mapping[str, HeldSnapshots]) -> HeldStep | None:
         """Return the newest step that servers hold, and whose driver's state is here."""
         of_any = self._config.rebalance == "auto"
-        return self.cuts.newest(self._config.workers, holdings, self._progress, of_any)
+        return self.cuts.newest(self._workers, holdings, self._progress, of_any)
 
     def forget_parts(self) -> None:
         """Give up incomplete checkpoints: the generation that wrote them has ended."""
@@ -167,6 +172,7 @@ class Checkpoints:
             run=self.run,
             run_folder=self._pool.run_folder,
             addresses=self._pool.addresses,
+            numbers=[place.stage_index for place in self._pool.places],
             layers=self.layers,
             cuts=self.cuts.known,
             shares=shares,
@@ -193,7 +199,8 @@ class Checkpoints:
             return
         self._is_leaving, self.cuts.current = True, held.cut
         self._started_at[held.common.step] = time.monotonic()
-        firsts = [worker for worker in self._config.workers if worker.replica == 0]
+        members = self.cuts.members(held.cut, self._workers)
+        firsts = [worker for worker in members if worker.replica == 0]
         parts = await asyncio.gather(*(self._save(worker, held) for worker in firsts))
         for worker, saved in zip(firsts, parts, strict=True):
             await self.add_part(worker.stage, saved)
@@ -201,7 +208,7 @@ class Checkpoints:
     async def _complete(self, step: int) -> int | None:
         """Write the manifest if all parts are there; returns the step if it is settled by now."""
         parts, progress = self._parts.get(step, {}), self._progress.get(step)
-        if progress is None or set(parts) != set(self._config.stage_names):
+        if progress is None or not parts or set(parts) != set(self.layers):
             return None
         del self._parts[step]
         started_at = self._started_at.pop(step, time.monotonic())
@@ -305,7 +312,7 @@ class Checkpoints:
                     host=parts[stage].host,
                     state=parts[stage].state,
                 )
-                for stage in self._config.stage_names
+                for stage in self.layers
             ],
         )
 
@@ -376,7 +383,7 @@ class Checkpoints:
             await self.remove_elsewhere(folder)
 
     async def _save(self, worker: Member, held: HeldStep) -> pb.Saved:
-        labels = [each.label for each in self._config.workers]
+        labels = [each.label for each in self._workers]
         holder, step = labels.index(held.common.holders[worker.label]), held.common.step
         request = pb.SaveRequest(
             job_id=self._pool.job_id, stage_name=worker.stage, step=step, cut=held.cut

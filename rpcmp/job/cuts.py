@@ -5,6 +5,7 @@
                                              and c, d from its own; snapshots of steps 4 ...
 
 Snapshots go by layer, as files of checkpoints do, so any cut can start from a step of any other.
+Hosts may have joined or left in between, so that a cut may have other stages.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from rpcmp.checkpoint.slots import CommonSnapshot, HeldSnapshots, newest_common
+from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.v1 import control_pb2 as pb
 
@@ -69,9 +71,17 @@ class Cuts:
         found = []
         for cut in range(len(self.known)) if of_any else [self.current]:
             of_cut = {label: held.of_cut(cut) for label, held in holdings.items()}
-            if (common := newest_common(workers, of_cut, steps)) is not None:
+            members = self.members(cut, workers)
+            if (common := newest_common(members, of_cut, steps)) is not None:
                 found.append(HeldStep(common, cut))
         return max(found, key=lambda one: (one.common.step, one.cut == self.current), default=None)
+
+    def members(self, cut: int, workers: Sequence[Member]) -> Sequence[Member]:
+        """Return the workers of a cut; `workers`: of the current one."""
+        names = list(self.known[cut]) if self.known else [worker.stage for worker in workers]
+        if set(names) == {worker.stage for worker in workers}:
+            return workers
+        return [Member(name, index) for index, name in enumerate(names)]  # it had no replicas
 
     def restores(
         self, held: HeldStep, workers: Sequence[Member], addresses: Sequence[str]
@@ -79,17 +89,30 @@ class Cuts:
         """Return how each worker gets its layers' state after a step that servers hold."""
         if held.cut == self.current:
             return restores_of(held.common, workers, addresses)
-        restores = {}
+        restores, members = {}, self.members(held.cut, workers)
         for worker in workers:
             restore = restores[worker.label] = pb.Restore(step=held.common.step)
             for stage, layers in self.known[held.cut].items():
                 if set(layers).isdisjoint(self.layers[worker.stage]):
                     continue
                 # Its own, if it had that stage: replicas hold the same.
-                of = next(each for each in (worker, *workers) if each.stage == stage)
+                of = next(each for each in (worker, *members) if each.stage == stage)
                 address = _address(held.common, of, worker, workers, addresses)
                 restore.parts.append(pb.Part(stage_name=stage, cut=held.cut, address=address))
         return restores
+
+
+def with_stages(config: Config, counts: Mapping[str, int]) -> Config:
+    """Return a job with these numbers of layers at stages of these names.
+
+    Those that the config does not know get the settings that its stages share; see `rebalance`.
+    """
+    known = dict(zip(config.stage_names, config.stages, strict=False))
+    shared = config.stage(0).model_copy(update={"addresses": [], "memory": None})
+    stages = [known.get(name, shared).model_copy(update={"name": name}) for name in counts]
+    if not all(stage.addresses for stage in stages):  # all have them, or none
+        stages = [stage.model_copy(update={"addresses": []}) for stage in stages]
+    return config.model_copy(update={"stages": stages}).with_balance(list(counts.values()))
 
 
 def restores_of(

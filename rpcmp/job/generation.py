@@ -185,8 +185,9 @@ class Generation:
     async def next_event(self) -> Event | Message:
         """Return the next event of the run, or the next message about its course.
 
-        Messages are "draining" (a server is being stopped), "saved" (one has written its part of a
-        checkpoint), and the driver process's "progress", "segment", "paused" and "done".
+        Messages are "draining" (a server is being stopped), "joining" (a spare is to serve a
+        further stage), "saved" (a server has written its part of a checkpoint), and the driver
+        process's "progress", "segment", "paused" and "done".
         """
         if not self._events.empty():  # whatever was reported before the failure comes first
             return self._events.get_nowait()
@@ -239,8 +240,10 @@ class Generation:
     async def _join(self, plan: Plan) -> None:
         self.restore_point = await self._choose(plan.assignments, self.workers.holdings)
         await self.workers.start(plan.assignments, plan.weights, self.restore_point)
+        where, stage_index = self.workers.rendezvous
         self._store = StoreProxy(
-            self.workers.rendezvous, self._pool.dialer, self._pool.job_id, self.number, self.send
+            *(where, stage_index, self._pool.dialer),
+            *(self._pool.job_id, self.number, self.send),
         )
         rank = len(plan.assignments)
         await self._pool.forks.add_address(rank)
@@ -305,9 +308,7 @@ class Generation:
 
     def _receive_from_worker(self, message: Message) -> None:
         if message["event"] == "draining":
-            if self.draining:
-                return
-            self.draining = message["stage"]
+            self.draining = self.draining or message["stage"]
         self._events.put_nowait(message)
 
     async def _kill_driver_if_lost(self, driver: Child) -> None:

@@ -4,6 +4,8 @@
                                            ├──fault before that──> go_back, to the balance before
                                            └──later, faults without a new step──> go_back, once
 
+Its stages may change with it, when hosts join or leave (`rpcmp.job.membership`).
+
 A generation with another balance starts from the snapshots in memory, like any other. Until it has
 done a step, whatever goes wrong counts against the new balance: the next generation has the former.
 Whether another one would be faster, `rpcmp.pipelining.rebalancing` knows.
@@ -14,9 +16,10 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rpcmp.config.schema import Config
-from rpcmp.errors import StageError, WorkerDiedError, WorkerHungError
+from rpcmp.errors import ConfigError, StageError, WorkerDiedError, WorkerHungError
 from rpcmp.observability.events import (
     Event,
     RebalanceEvent,
@@ -31,6 +34,24 @@ OF_BALANCE = (WorkerDiedError, WorkerHungError, StageError)
 """Faults that another balance may not have, such as a worker that the kernel ended for memory."""
 
 
+class Change(NamedTuple):
+    """What a run goes on with.
+
+    Attributes:
+        config: with another balance, and perhaps other stages.
+        reason: why.
+        hosts: of the stages, as far as they are known; None: the stages are the same.
+        joined: addresses of servers that serve further stages.
+        is_forced: whether the stages before cannot be had again, as a host has left.
+    """
+
+    config: Config
+    reason: str
+    hosts: Sequence[StageHost] | None = None
+    joined: Sequence[str] = ()
+    is_forced: bool = False
+
+
 class MovingBalance:
     """The config of a run's next generation.
 
@@ -40,7 +61,10 @@ class MovingBalance:
 
     Attributes:
         config: with the balance that the next generation has.
+        balance: layers of each stage of the last generation that was formed.
         num_changes: how many generations were formed for another balance, or to go back.
+        are_hosts_measured: whether `hosts` were given.
+        has_failed_without: whether the run could not go on without a stage whose host had left.
     """
 
     def __init__(
@@ -48,19 +72,23 @@ class MovingBalance:
     ) -> None:
         self.config, self._report = config, report
         self.num_changes = 0
+        self.are_hosts_measured = bool(hosts)
+        self.has_failed_without = False
         self._watch = BalanceWatch(config, hosts)
-        self._balance: list[int] = []
+        self._options: Mapping[str, Any] = {}
+        self.balance: list[int] = []
         self._total = 0
-        self._wanted: tuple[list[int], str] | None = None
+        self._wanted: Change | None = None
         self._change: RebalanceEvent | None = None
         self._confirmed: RebalanceEvent | None = None
-        self._config_before = config
+        self._before = config, self._watch
+        self._num_failed, self._is_forced = 0, False
         self._started = self._seconds = 0.0
 
     def start(self, layers: Mapping[str, Sequence[str]], seconds: float) -> None:
         """Start to watch a generation that was formed in `seconds`, with these layers per stage."""
-        self._balance = [len(names) for names in layers.values()]
-        self._watch.start(self._balance, seconds)
+        self.balance = [len(names) for names in layers.values()]
+        self._watch.start(self.balance, seconds)
         self._seconds = time.monotonic() - self._started
 
     def add(self, event: Event) -> Proposal | None:
@@ -72,6 +100,7 @@ class MovingBalance:
             case StartEvent():
                 self._total = event.steps
             case ScheduleEvent():
+                self._options = event.options
                 self._watch.use_options(event.options)
             case StepEvent():
                 return self._add_step(event)
@@ -90,31 +119,49 @@ class MovingBalance:
                 step=event.step,
                 outcome="suggested",
                 balance=proposal.balance,
-                before=self._balance,
+                before=self.balance,
                 reason=proposal.reason,
                 seconds=0.0,
             )
         )
         return None
 
-    def want(self, balance: list[int], reason: str) -> None:
-        """Note the balance to change to, which takes effect with `change`."""
-        self._wanted = balance, reason
+    @property
+    def hosts(self) -> list[StageHost]:
+        """The hosts of the stages, as far as they are known."""
+        return self._watch.hosts
 
-    def change(self, step: int) -> None:
-        """Let the next generation have the wanted balance, after `step`."""
-        if self._wanted is None:
-            raise AssertionError("no other balance is wanted")
-        (balance, reason), self._wanted = self._wanted, None
+    @property
+    def is_changing(self) -> bool:
+        """Whether a change is wanted that has not taken effect."""
+        return self._wanted is not None
+
+    def want(self, change: Change) -> None:
+        """Note what to change to, which takes effect with `take_wanted`."""
+        self._wanted = change
+
+    def take_wanted(self, step: int) -> Change | None:
+        """Let the next generation have what is wanted after `step`; return it, if there is any."""
+        change, self._wanted = self._wanted, None
+        if change is not None:
+            self.change(change, step)
+        return change
+
+    def change(self, change: Change, step: int) -> None:
+        """Let the next generation have another balance after `step`."""
         self._change = RebalanceEvent(
             step=step,
             outcome="moved",
-            balance=balance,
-            before=self._balance,
-            reason=reason,
+            balance=_balance_of(change.config),
+            before=self.balance,
+            reason=change.reason,
             seconds=0.0,
         )
-        self._config_before, self.config = self.config, self.config.with_balance(balance)
+        self._before, self.config = (self.config, self._watch), change.config
+        if change.hosts is not None:
+            self._watch = BalanceWatch(change.config, change.hosts, are_guessed=True)
+            self._watch.use_options(self._options)
+        self._num_failed, self._is_forced = 0, change.is_forced
         self._started, self.num_changes = time.monotonic(), self.num_changes + 1
 
     def confirm(self, step: int) -> None:
@@ -127,16 +174,26 @@ class MovingBalance:
         """Return to the balance before, if the present one has not done a step; return whether.
 
         Also, once, if the fault `is_repeated` without a new step since: the layers may not fit.
+        Where a host has left, only if the fault is of the balance, and was not the first: the stage
+        that there was has nobody to serve it.
         """
         self._wanted = None
         change = self._change
+        if change is not None and self._is_forced:
+            self._num_failed += 1
+            is_first = self._num_failed == 1 and not isinstance(error, ConfigError)
+            if is_first or not isinstance(error, (*OF_BALANCE, ConfigError)):
+                return False
+            self.has_failed_without = True
+        if self._change is None and self._is_forced:
+            return False
         if change is None and is_repeated and isinstance(error, OF_BALANCE):
             change, self._started = self._confirmed, time.monotonic()
         if change is None:
             return False
         self._change = self._confirmed = None
+        self.config, self._watch = self._before
         self._watch.refused.append(change.balance)
-        self.config = self._config_before
         self.num_changes += 1
         self._emit(
             dataclasses.replace(
@@ -152,3 +209,10 @@ class MovingBalance:
 
     def _emit(self, event: RebalanceEvent, seconds: float) -> None:
         self._report(dataclasses.replace(event, seconds=seconds))
+
+
+def _balance_of(config: Config) -> list[int]:
+    balance = config.model and config.model.balance
+    if not isinstance(balance, list):
+        raise AssertionError("only numbers of layers can be changed to")
+    return balance

@@ -7,6 +7,7 @@ user's code that the servers import.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -14,7 +15,7 @@ from typing import Any, TypeVar, cast
 from rpcmp.config.files import python_files
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
-from rpcmp.errors import ConfigError, UnreachableError
+from rpcmp.errors import ConfigError, UnavailableError, UnreachableError
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import Security
 from rpcmp.observability.events import state_name
@@ -95,13 +96,21 @@ async def gather_all(awaitables: Iterable[Awaitable[Result]]) -> list[Result]:
 
 
 def prepare_request(
-    config: Config, worker: Member, code: Iterable[pb.CodeFile], **fields: Any
+    config: Config,
+    worker: Member,
+    stage_index: int,
+    code: Iterable[pb.CodeFile],
+    **fields: Any,
 ) -> pb.PrepareRequest:
-    """Return the request that gives a worker's server its job; `fields` are further ones."""
+    """Return the request that gives a worker's server its job; `fields` are further ones.
+
+    Args:
+        stage_index: the stage that the server's certificate is for.
+    """
     return pb.PrepareRequest(
         job=config.name,
         versions=versions(),
-        stage_index=worker.stage_index,
+        stage_index=stage_index,
         replica=worker.replica,
         threads=config.stage(worker.stage_index).threads,
         code=code,
@@ -119,6 +128,11 @@ async def describe(client: StageClient) -> pb.DescribeResponse | None:
             return await client.connect(ANSWER_SECONDS, starting=False)
         except UnreachableError:
             return None
+
+
+def is_free_spare(server: pb.DescribeResponse) -> bool:
+    """Return whether a server may serve any stage, and serves none."""
+    return server.spare and not (server.job or server.draining)
 
 
 async def status_of_all(config: Config, addresses: Sequence[str]) -> list[dict[str, Any]]:
@@ -163,17 +177,51 @@ async def _status(worker: Member, address: str, dialer: Dialer) -> dict[str, Any
     }
 
 
-async def drain(address: str, wait: bool, security: Security) -> str:
+async def join(address: str, server: str, security: Security, seconds: float) -> str:
+    """Have the run of a server take in the spare at `address`; return the name of its job.
+
+    Args:
+        server: of any stage of that run.
+        seconds: how long to wait until the spare serves a stage; 0: do not.
+
+    Raises:
+        ConfigError: there is no spare that is free, or no run that it could join.
+        UnavailableError: it serves no stage within this time.
+    """
+    security.require_allowed([address, server])
+    dialer = Dialer(security)
+    async with StageClient("", address, dialer) as spare:
+        if not is_free_spare(await spare.connect(starting=False)):
+            raise ConfigError(f"{address} is no spare that is free: `rpcmp serve --spare` is one")
+    async with StageClient("", server, dialer) as client:
+        await client.connect(starting=False)
+        job = await client.join(address)
+    ends = time.monotonic() + seconds
+    while seconds:
+        described = await describe(StageClient("", address, dialer))
+        if described and described.job == job and described.state == pb.SERVER_STATE_RUNNING:
+            break
+        if time.monotonic() > ends:
+            raise UnavailableError(
+                f"job {job!r} has not taken in {address} within {seconds:g} s: its driver says "
+                "why, or its step takes longer than that"
+            )
+        await asyncio.sleep(POLL_SECONDS)
+    return job
+
+
+async def drain(address: str, wait: bool, security: Security, leaves: bool = False) -> str:
     """Stop the server at `address`; returns the name of the job that has to end first, if any.
 
     Args:
         wait: return only when the server has ended.
+        leaves: see StageClient.drain.
     """
     security.require_allowed([address])
     dialer = Dialer(security)
     async with StageClient("", address, dialer) as client:
         await client.connect(starting=False)
-        job = await client.drain()
+        job = await client.drain(leaves)
     while wait and await describe(StageClient("", address, dialer)) is not None:
         await asyncio.sleep(POLL_SECONDS)
     return job

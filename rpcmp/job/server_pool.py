@@ -1,7 +1,8 @@
 """The stage servers of a job, over all its generations: found or started, awaited, replaced, freed.
 
 This is where a lost server is replaced. If the job started it, it is started again. Any other is
-waited for: an operator or systemd restarts it at the same address, or a spare takes over its stage.
+waited for: an operator or systemd restarts it at the same address, or a spare takes over its stage,
+or the servers of the other stages do, if their run can do without it (`rpcmp.job.membership`).
 Workers are replaced by their servers, which start new ones for each generation; see `worker_group`.
 """
 
@@ -9,185 +10,45 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import os
-import re
-import signal
-import socket
-import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from pathlib import Path
+from typing import NamedTuple
 
 from rpcmp.checkpoint.folder import new_name
 from rpcmp.checkpoint.slots import HeldSnapshots
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.errors import (
-    ConfigError,
-    JobError,
     RecoveryTimeoutError,
     RpcmpError,
     SecurityError,
-    UnavailableError,
-    WorkerDiedError,
 )
 from rpcmp.job.failure_detection import task_group
-from rpcmp.job.server_calls import ANSWER_SECONDS, describe, dialer_for, require_addresses
+from rpcmp.job.local_servers import LocalServers, serve_options
+from rpcmp.job.server_calls import (
+    ANSWER_SECONDS,
+    describe,
+    dialer_for,
+    is_free_spare,
+    require_addresses,
+)
 from rpcmp.net.identity import NO_TLS
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.observability.events import Event, ReplacedEvent, WaitingEvent, WarningEvent
-from rpcmp.process import interpreter
 from rpcmp.process.fork_client import DRIVERS, WORKERS, Forks
-from rpcmp.process.forked import ForkedChild
-from rpcmp.process.logging import collector
 from rpcmp.process.sandbox.confinement import FileAccess, hidden_by
-from rpcmp.process.stopped import kill_if_stopped
 from rpcmp.server.client import StageClient
-from rpcmp.server.stage_server import sweep_leftovers
 from rpcmp.v1 import control_pb2 as pb
 
-START_SECONDS = 30.0
-STOP_SECONDS = 10.0
-
-MORE_STARTS = 3
-"""How often a server is started again that was killed before it served."""
-
-log = logging.getLogger(__name__)
-
-
-class LocalServers:
-    """Stage servers on this machine: `rpcmp serve` with these options, as child processes."""
-
-    def __init__(self, forks: Forks, options: Sequence[str] = ()) -> None:
-        self._forks = forks
-        self._options = list(options)
-        self._workers: list[Member] = []
-        self._processes: dict[int, asyncio.subprocess.Process | ForkedChild] = {}
-        self._tasks: dict[int, list[asyncio.Task[None]]] = {}
-        self._is_forking = False
-
-    async def start(self, workers: Sequence[Member]) -> list[str]:
-        """Start a server per worker on a free port; returns their addresses."""
-        self._workers = list(workers)
-        self._is_forking = len(workers) > 1  # one interpreter costs less than a template and a fork
-        if self._is_forking:
-            await self._forks.template.start()
-        async with task_group() as tasks:  # if one fails, none of the others is started again
-            starting = [tasks.create_task(self._start(index)) for index in range(len(workers))]
-        return [each.result() for each in starting]
-
-    def has_ended(self, index: int) -> bool:
-        return self._processes[index].returncode is not None
-
-    async def restart(self, index: int) -> str:
-        """Start the server of one worker again, also if it still runs; returns its address."""
-        await self._end(index)
-        return await self._start(index)
-
-    async def stop(self) -> None:
-        await asyncio.gather(*map(self._end, self._processes))
-        if any(process.returncode for process in self._processes.values()):
-            await asyncio.to_thread(sweep_leftovers)  # one was killed, and none comes after it
-        self._processes.clear()
-
-    async def _end(self, index: int) -> None:
-        for task in self._tasks[index]:
-            task.cancel()
-        await _end(self._processes[index])
-
-    async def _start(self, index: int) -> str:
-        for _ in range(MORE_STARTS):
-            try:
-                return await self._start_once(index)
-            except WorkerDiedError as error:  # it, or the fork server, was killed meanwhile
-                log.warning("%s; it is started again", error)
-                if index in self._processes:
-                    await self._end(index)
-        return await self._start_once(index)
-
-    async def _start_once(self, index: int) -> str:
-        worker = self._workers[index]
-        arguments = ["serve", "--stage", str(worker.stage_index), "--replica", str(worker.replica)]
-        arguments += ["--listen", "127.0.0.1:0", "--parent", str(os.getpid())]
-        arguments += self._options
-        arguments += collector.options()  # it shares our standard error
-        lender, borrower = socket.socketpair()
-        with contextlib.ExitStack() as on_error:
-            on_error.enter_context(borrower)
-            with lender, await self._forks.new_line() as forks:
-                lines = {"--forks": forks.fileno(), "--lender": lender.fileno()}
-                process = await self._spawn(arguments, lines)
-            on_error.pop_all()
-        self._processes[index] = process
-        name = f"the server of stage {worker.label!r}"
-        self._tasks[index] = [
-            asyncio.create_task(kill_if_stopped(process, name)),
-            asyncio.create_task(self._forks.lend(borrower)),
-        ]
-        if process.stdout is None:
-            raise AssertionError("the process was given a pipe")
-        line = b""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(START_SECONDS):
-                line = await process.stdout.readline()
-        address = re.search(r"127\.0\.0\.1:\d+", line.decode(errors="replace"))
-        if not address and process.stdout.at_eof():  # it has ended
-            code = await process.wait()
-            is_temporary = code < 0 or code == UnavailableError.exit_code
-            kind = WorkerDiedError if is_temporary else JobError
-            raise kind(f"{name} {interpreter.describe_exit(code)} before it served")
-        if not address:
-            raise JobError(f"{name} did not start: {line!r}")
-        return address[0]
-
-    async def _spawn(
-        self, arguments: Sequence[str], lines: Mapping[str, int]
-    ) -> asyncio.subprocess.Process | ForkedChild:
-        """Fork a server if there is a template, or start an interpreter for it."""
-        if self._is_forking:
-            try:
-                async with asyncio.timeout(START_SECONDS):
-                    return await self._forks.template.fork(arguments, lines)
-            except (TimeoutError, WorkerDiedError) as error:
-                log.debug("%s", error)
-        options = [word for name, fd in lines.items() for word in (name, str(fd))]
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "rpcmp", *arguments, *options),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            pass_fds=list(lines.values()),
-            env={key: value for key, value in os.environ.items() if key != "RPCMP_CERTS"},
-            start_new_session=True,  # a Ctrl-C is for the driver, which ends its servers
-        )
-
-
-def serve_options(config: Config) -> list[str]:
-    """Return options of `rpcmp serve` for a job: its checkpoints, and what its code may open."""
-    options = ["--checkpoints", str(config.checkpoint_folder)]
-    if config.security.confine:
-        options.append("--confine")
-        for path in config.paths_read:
-            if not Path(path).exists():
-                raise ConfigError(
-                    f"there is no {path} on this machine; see `data.paths` and `init`"
-                )
-            options += ["--data", path]
-    return options
-
-
-async def _end(process: asyncio.subprocess.Process | ForkedChild) -> None:
-    for signum in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signum)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_SECONDS):
-                await process.wait()
-                return
-
-
 RETRY_SECONDS = 0.2
+
+
+class ServerPlace(NamedTuple):
+    """Where a worker is, and the number of the stage that its server's certificate is for."""
+
+    address: str
+    stage_index: int
 
 
 class ServerPool:
@@ -201,8 +62,10 @@ class ServerPool:
         ConfigError, SecurityError: see `require_addresses` and `dialer_for`.
 
     Attributes:
-        addresses: of the servers, by worker.
         is_local: whether the job has started its servers itself.
+        can_do_without: whether the run can do without the stages of these names.
+        leaving: the stages whose servers do not come back.
+        left: the stages that the next generation has to do without.
         driver_id: unique for each start of a driver.
         supersedes: ids of the drivers that this one has taken the job over from.
         drops_held: whether to claim servers that hold another job, whose driver was lost.
@@ -217,9 +80,11 @@ class ServerPool:
         report: Callable[[Event], None] = lambda event: None,
         forks: Forks | None = None,
     ) -> None:
-        self.addresses = list(config.addresses if connect is None else connect)
-        require_addresses(config, self.addresses)
-        self.dialer = dialer_for(config, [*self.addresses, *config.recovery.spares])
+        addresses = config.addresses if connect is None else connect
+        require_addresses(config, addresses)
+        self.dialer = dialer_for(config, [*addresses, *config.recovery.spares])
+        self._places: dict[str, ServerPlace] = {}
+        self._settle(config.workers, addresses)
         self.job_id, self.driver_id = uuid.uuid4().hex, uuid.uuid4().hex
         self.supersedes: list[str] = []
         self.drops_held = False
@@ -229,20 +94,71 @@ class ServerPool:
         self._spares = list(config.recovery.spares)
         self.forks = forks or forks_for(config, connect)
         self._owns_forks = forks is None
-        self._local = None if self.addresses else LocalServers(self.forks, serve_options(config))
+        self._local = None if addresses else LocalServers(self.forks, serve_options(config))
+        self.can_do_without: Callable[[Sequence[str]], bool] = lambda stages: False
+        self.leaving: set[str] = set()
+        self.left: list[str] = []
 
-    def take_over(self, job_id: str, drivers: list[str], addresses: Sequence[str]) -> None:
-        """Go on with another driver's job, at the servers that it had last."""
+    def _settle(self, workers: Sequence[Member], addresses: Sequence[str]) -> None:
+        for worker, address in zip(workers, addresses, strict=bool(addresses)):
+            self._places[worker.label] = ServerPlace(address, worker.stage_index)
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of the servers, by worker; empty before `open` if the job starts them itself."""
+        return [place.address for place in self.places]
+
+    @property
+    def places(self) -> list[ServerPlace]:
+        """Of the workers; empty before `open` if the job starts its servers itself."""
+        labels = [worker.label for worker in self._config.workers]
+        return [self._places[label] for label in labels] if self._places else []
+
+    @property
+    def known_places(self) -> Mapping[str, ServerPlace]:
+        """Of all workers that there ever were, by label."""
+        return self._places
+
+    def place(self, label: str) -> ServerPlace:
+        return self._places[label]
+
+    def add(self, joined: Mapping[str, ServerPlace]) -> None:
+        """Note where the workers of further stages will be; see `use`."""
+        self._places.update(joined)
+
+    def use(self, config: Config) -> None:
+        """Serve the stages of this config from now on."""
+        self._config = config
+        self.leaving.clear()
+        self.left.clear()
+
+    def _move(self, index: int, address: str) -> None:
+        """Note that a worker's server is at another address now."""
+        label = self._config.workers[index].label
+        self._places[label] = self._places[label]._replace(address=address)
+
+    def take_over(
+        self, job_id: str, drivers: list[str], config: Config, places: Sequence[ServerPlace]
+    ) -> None:
+        """Go on with another driver's job, at the servers that it had last.
+
+        Args:
+            config: with its stages.
+            places: of its workers.
+        """
         self.job_id, self.supersedes = job_id, drivers
-        if len(addresses) != len(self.addresses):
+        if len(places) != len(config.workers):
             return
-        self.dialer.security.require_allowed(addresses)
-        for index, (ours, theirs) in enumerate(zip(self.addresses, addresses, strict=True)):
-            if theirs in self._spares:
-                stage = self._config.workers[index].label
-                self._spares.remove(theirs)
-                self.addresses[index] = theirs
-                self._report(ReplacedEvent(stage=stage, lost=ours, address=theirs))
+        self.dialer.security.require_allowed([place.address for place in places])
+        self._config = config
+        for index, (worker, theirs) in enumerate(zip(config.workers, places, strict=True)):
+            ours = self._places.setdefault(worker.label, theirs)  # it may have joined
+            if theirs.address in self._spares:
+                self._spares.remove(theirs.address)
+                self._move(index, theirs.address)
+                self._report(
+                    ReplacedEvent(stage=worker.label, lost=ours.address, address=theirs.address)
+                )
 
     @property
     def is_local(self) -> bool:
@@ -259,17 +175,20 @@ class ServerPool:
 
     async def open(self) -> None:
         if self._local is not None and not self.addresses:
-            self.addresses = await self._local.start(self._config.workers)
+            self._settle(self._config.workers, await self._local.start(self._config.workers))
 
     async def wait_until_ready(self) -> None:
+        """Wait for all servers; `left` has the stages of those that are not waited for."""
+        self.left.clear()
         async with task_group() as tasks:
             for index in range(len(self.addresses)):
                 tasks.create_task(self._wait_for(index))
 
     def client(self, address: str) -> StageClient:
         """Return a client of one server, which has to present the certificate of its stage."""
-        worker = self._config.workers[self.addresses.index(address)]
-        return StageClient(worker.label, address, self.dialer, worker.stage_index)
+        index = self.addresses.index(address)
+        label, place = self._config.workers[index].label, self.places[index]
+        return StageClient(label, address, self.dialer, place.stage_index)
 
     async def holdings(self) -> dict[str, HeldSnapshots]:
         """Return the job's snapshots that each worker's server holds; none if it is gone."""
@@ -286,15 +205,16 @@ class ServerPool:
         """Free all servers; stop those that the job has started."""
         stop = pb.StopRequest(job_id=self.job_id, generation=generation, driver_id=self.driver_id)
         try:
-            await asyncio.gather(*(self._try_stop(address, stop) for address in self.addresses))
+            await asyncio.gather(*(self._try_stop(label, stop) for label in self._places))
             if self._local is not None:
                 await self._local.stop()
         finally:
             if self._owns_forks:
                 await self.forks.close()
 
-    async def _try_stop(self, address: str, request: pb.StopRequest) -> None:
-        async with self.client(address) as client:
+    async def _try_stop(self, label: str, request: pb.StopRequest) -> None:
+        place = self._places[label]
+        async with StageClient(label, place.address, self.dialer, place.stage_index) as client:
             with contextlib.suppress(RpcmpError):  # gone, free already, or another job's
                 await client.connect(ANSWER_SECONDS, starting=False)
                 await client.stop(request)
@@ -304,7 +224,7 @@ class ServerPool:
         recovery, is_reported, last_problem = self._config.recovery, False, ""
         while True:
             if self._local is not None and self._local.has_ended(index):
-                self.addresses[index] = await self._local.restart(index)
+                self._move(index, await self._local.restart(index))
             server, problem = None, ""
             try:
                 server = await describe(self.client(self.addresses[index]))
@@ -313,9 +233,15 @@ class ServerPool:
                     raise
             if server is not None and not server.draining:
                 return
-            waited = time.monotonic() - lost_at
-            if waited >= recovery.replace_after and await self._replace(index):
-                continue
+            if server is not None and server.leaves:
+                self.leaving.add(stage)
+            waited, is_leaving = time.monotonic() - lost_at, stage in self.leaving
+            if waited >= recovery.replace_after or is_leaving:
+                if await self._replace(index):
+                    continue
+                if self.can_do_without([*self.left, stage]):
+                    self.left.append(stage)
+                    return
             if waited >= recovery.give_up_after:
                 raise RecoveryTimeoutError(
                     f"the server of stage {stage!r} at {self.addresses[index]} did not come back "
@@ -337,15 +263,16 @@ class ServerPool:
 
     async def _replace(self, index: int) -> bool:
         """Let a free spare take over a stage; returns whether there is one."""
-        worker = self._config.workers[index]
+        label, place = self._config.workers[index].label, self.places[index]
         for spare in list(self._spares):
-            client = StageClient(worker.label, spare, self.dialer, worker.stage_index)
+            client = StageClient(label, spare, self.dialer, place.stage_index)
             server = await describe(client)
-            is_free = server is not None and server.spare and not (server.job or server.draining)
-            if is_free and spare in self._spares:  # another stage may have taken it meanwhile
+            # Another stage may have taken it meanwhile.
+            if server is not None and is_free_spare(server) and spare in self._spares:
                 self._spares.remove(spare)
-                lost, self.addresses[index] = self.addresses[index], spare
-                self._report(ReplacedEvent(stage=worker.label, lost=lost, address=spare))
+                self._move(index, spare)
+                self.leaving.discard(label)
+                self._report(ReplacedEvent(stage=label, lost=place.address, address=spare))
                 return True
         return False
 

@@ -146,7 +146,7 @@ class Service(Workload[int]):
     """
 
     def __init__(self, config: Config, connect: Sequence[str] | None, history: CallHistory) -> None:
-        self.config = config
+        self.config = config = config.model_copy(update={"rebalance": "off"})  # nothing moves here
         self._history = history
         self._pool = ServerPool(config, connect)
         self._loop = RecoveryLoop(config.recovery, self._pool, self)

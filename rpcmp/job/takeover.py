@@ -31,8 +31,9 @@ from rpcmp.config.stored import stored
 from rpcmp.config.types import Address, Positive, Strict
 from rpcmp.driver.progress import TrainingProgress
 from rpcmp.errors import BusyError, RpcmpError
+from rpcmp.job.cuts import with_stages
 from rpcmp.job.server_calls import ANSWER_SECONDS
-from rpcmp.job.server_pool import ServerPool
+from rpcmp.job.server_pool import ServerPlace, ServerPool
 from rpcmp.observability.events import SummaryEvent
 from rpcmp.observability.events.event import dumps
 from rpcmp.process.channel import Message
@@ -75,6 +76,7 @@ class About(Strict):
         run: its id in manifests.
         run_folder: name of the folder of its checkpoints; empty: the folder of all.
         addresses: of the servers, by worker; a spare may have replaced one that the config names.
+        numbers: of the stages that these servers' certificates are for, by worker.
         layers: of each stage, by its name.
         cuts: all that the run has had; see rpcmp.job.cuts.
         shares: of the replicas of stages, by the stage's index.
@@ -84,18 +86,28 @@ class About(Strict):
     run: str
     run_folder: Annotated[str, Field(pattern=f"^({RUN_NAME.pattern})?$")]
     addresses: list[Address]
+    numbers: list[Annotated[int, Field(ge=0)]]
     layers: dict[str, list[str]]
     cuts: list[dict[str, list[str]]] = Field(default_factory=list)
     shares: dict[int, list[Positive]]
     config: dict[str, JsonValue]
 
+    @property
+    def places(self) -> list[ServerPlace]:
+        """Of the workers."""
+        return list(map(ServerPlace, self.addresses, self.numbers))
+
     def apply_to(self, config: Config) -> Config:
         """Return the config with what the run has measured instead of what it would measure.
 
-        If its stages are others now, they are measured anew.
+        That is, with the stages that it had when hosts had joined or left. If the config has other
+        ones for another reason, they are measured anew.
         """
         if list(self.layers) != config.stage_names:
-            return config
+            if config.model is None or config.rebalance != "auto" or config.is_replicated:
+                return config
+            counts = {name: len(layers) for name, layers in self.layers.items()}
+            return with_stages(config, counts)
         if config.model is not None and (
             config.model.balance == "auto" or config.rebalance == "auto"
         ):
@@ -246,7 +258,7 @@ def _completed(
             continue
         try:
             about = About.model_validate_json(run.about)
-            if len(about.addresses) != len(config.workers):
+            if len(about.places) != len(about.apply_to(config).workers):
                 raise ValueError("addresses of another number of workers")
             summary = SummaryEvent.from_json(json.loads(run.summary), complete=True)
         except (ValueError, RecursionError) as error:

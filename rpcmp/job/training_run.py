@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import platform
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import asdict, replace
@@ -23,7 +21,6 @@ from typing import Any
 from rpcmp.checkpoint.files import require_place
 from rpcmp.checkpoint.folder import newest_in
 from rpcmp.config.schema import Config
-from rpcmp.config.stored import redacted
 from rpcmp.errors import (
     InterruptedJobError,
     RpcmpError,
@@ -36,6 +33,7 @@ from rpcmp.job.autobalance import balanced, with_full_microbatches, with_saved_s
 from rpcmp.job.recovery import RecoveryLoop
 from rpcmp.job.restore_point import Start
 from rpcmp.job.server_pool import ServerPool, forks_for
+from rpcmp.job.stage_events import run_event
 from rpcmp.job.takeover import CompletedRun, LostJob
 from rpcmp.job.training_workload import TrainingWorkload
 from rpcmp.job.vitals import VITALS_SECONDS, Vitals
@@ -45,7 +43,6 @@ from rpcmp.observability.events import (
     PlanEvent,
     PlanOutcome,
     ResumedEvent,
-    RunEvent,
     SharesEvent,
     SummaryEvent,
     WarningEvent,
@@ -55,7 +52,6 @@ from rpcmp.pipelining.calibration import Forecast, summarize, what_was_wrong
 from rpcmp.process.channel import Message
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import count_stop_requests, handle_stop_signals
-from rpcmp.server.connection import software_versions
 
 Report = Callable[[Event], None]
 
@@ -128,46 +124,6 @@ async def _completed(run: TrainingRun, task: asyncio.Future[SummaryEvent]) -> Su
         raise run.interruption() from None
 
 
-def run_event(config: Config, job_id: str, addresses: Sequence[str]) -> RunEvent:
-    """Return the event `run`: the job, its stages, its workers and their addresses.
-
-    A run that starts its servers itself has no `addresses` yet: see the event `generation`.
-    """
-    addresses = list(addresses) or [""] * len(config.workers)
-    graph, names = config.graph(), config.stage_names
-    return RunEvent(
-        name=config.name,
-        config=redacted(config.model_dump(mode="json")),
-        versions=software_versions(),
-        driver=platform.node(),
-        pid=os.getpid(),
-        job_id=job_id,
-        graph={
-            "stages": [  # in the graph's order, as the rows of a pipeline diagram
-                {
-                    "name": name,
-                    "index": names.index(name),
-                    "inputs": [str(reference) for reference in graph.inputs[name]],
-                    "replicas": config.stage(names.index(name)).num_replicas,
-                    "device": config.stage(names.index(name)).device,
-                    "schedule_row": row,
-                }
-                for row, name in enumerate(graph.stages)
-            ]
-        },
-        workers=[
-            {
-                "label": worker.label,
-                "stage": worker.stage,
-                "stage_index": worker.stage_index,
-                "replica": worker.replica,
-                "address": address,
-            }
-            for worker, address in zip(config.workers, addresses, strict=True)
-        ],
-    )
-
-
 class TrainingRun:
     """One run: measures what the config leaves open, trains, and stops on signals.
 
@@ -216,10 +172,10 @@ class TrainingRun:
         if isinstance(lost, CompletedRun):
             return self._repeat(config, lost)
         if lost is not None:
-            pool.take_over(lost.job_id, lost.drivers, lost.about.addresses)
-            pool.run_folder = lost.about.run_folder
             config = lost.about.apply_to(config)
-        self._report(run_event(config, pool.job_id, pool.addresses))
+            pool.take_over(lost.job_id, lost.drivers, config, lost.about.places)
+            pool.run_folder = lost.about.run_folder
+        self._report(run_event(config, pool.job_id, pool.places))
         async with (
             _in_background(self._report_vitals()),
             _in_background(self._warn_of_security(pool.dialer.security)),
@@ -228,7 +184,8 @@ class TrainingRun:
 
     def _repeat(self, config: Config, run: CompletedRun) -> SummaryEvent:
         """Report a run that was complete before its driver was lost, or ended, as it did."""
-        self._report(run_event(config, run.job_id, run.about.addresses))
+        config = run.about.apply_to(config)
+        self._report(run_event(config, run.job_id, run.about.places))
         step = run.summary.steps
         self._report(ResumedEvent(step=step, run=run.about.run, changed=[], is_complete=True))
         self._report(run.summary)

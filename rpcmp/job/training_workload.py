@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
-import stat
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import BinaryIO
 
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER
 from rpcmp.errors import (
-    ConfigError,
     DrainingError,
     InterruptedJobError,
     JobError,
@@ -23,10 +18,13 @@ from rpcmp.errors import (
 )
 from rpcmp.job.checkpoints import Checkpoints
 from rpcmp.job.generation import Generation
-from rpcmp.job.moving_balance import MovingBalance
+from rpcmp.job.membership import Membership
+from rpcmp.job.moving_balance import Change, MovingBalance
+from rpcmp.job.output_files import OutputFiles
 from rpcmp.job.recovery import PausedError, Progress, Workload
 from rpcmp.job.restore_point import RestorePlanner, Start
 from rpcmp.job.server_pool import ServerPool
+from rpcmp.job.stage_events import stages_event
 from rpcmp.job.takeover import DriverRecord, LostJob, held_seconds
 from rpcmp.job.vitals import Vitals
 from rpcmp.observability.events import (
@@ -42,6 +40,11 @@ from rpcmp.observability.events import (
 from rpcmp.observability.events.training_events import EventStream
 from rpcmp.pipelining.partition import StageHost
 from rpcmp.process.channel import Message
+
+COPY_SECONDS = 5.0
+"""How long to wait until other servers hold the last step of one that leaves."""
+
+POLL_SECONDS = 0.1
 
 
 class TrainingWorkload(Workload[SummaryEvent]):
@@ -83,6 +86,10 @@ class TrainingWorkload(Workload[SummaryEvent]):
         if lost is not None:
             self.checkpoints.generation = lost.generation + 1
         self._balance = MovingBalance(config, events.emit, hosts)
+        self._membership = Membership(self._balance, pool, events.emit)
+        pool.can_do_without = self._membership.can_do_without
+        self._leaving = ""
+        self._told_stages = config.stage_names
         self._planner = RestorePlanner(config, pool, self.checkpoints, events.emit, start, lost)
         records = config.recovery.enabled and not pool.is_local  # own servers end with the driver
         self._record = DriverRecord() if records else None
@@ -109,9 +116,38 @@ class TrainingWorkload(Workload[SummaryEvent]):
 
     def rebalance(self, balance: list[int], reason: str) -> None:
         """Go on after the running step with these numbers of layers per stage, if it trains."""
-        if self.is_training and not self._is_finishing and self._generation is not None:
-            self._balance.want(balance, reason)
+        self._change_to(Change(self._balance.config.with_balance(balance), reason))
+
+    def _change_to(self, change: Change) -> None:
+        if self._may_pause and self._generation is not None:
+            self._balance.want(change)
             self._generation.send({"op": "pause"})
+
+    @property
+    def _may_pause(self) -> bool:
+        return self.is_training and not (self._is_finishing or self._leaving)
+
+    async def _take_in(self, address: str) -> None:
+        """Go on with another host after a step, if it can serve a stage."""
+        await self._membership.examine(address)
+        self._change_to_newcomers()
+
+    def _change_to_newcomers(self) -> None:
+        if not self._may_pause or self._balance.is_changing:
+            return  # this is called again once the next generation trains
+        if (change := self._membership.with_newcomers()) is not None:
+            self._change_to(change)
+
+    def _let_leave(self, stage: str) -> None:
+        """Go on without a host after the running step; with a spare, if there is one."""
+        self._pool.leaving.add(stage)
+        if self._leaving or self._generation is None:
+            return
+        if self._membership.can_do_without([stage]):
+            self._leaving = stage
+            self._generation.send({"op": "pause"})
+        else:
+            self.finish_step(save=True)
 
     def interruption(self, signum: int) -> InterruptedJobError:
         """Return the error of a run that a signal has ended."""
@@ -138,6 +174,10 @@ class TrainingWorkload(Workload[SummaryEvent]):
         if self._generation is not None:
             self.checkpoints.generation += 1
         self._is_finishing = False  # a drain may have been followed by a fault, and a spare
+        self._leaving = ""
+        if left := list(self._pool.left):
+            self._balance.change(self._membership.without(left), self._events.step)
+        self._use_stages()
         self._vitals.start_generation()
         self._generation = Generation(
             self._balance.config,
@@ -149,6 +189,14 @@ class TrainingWorkload(Workload[SummaryEvent]):
             record=self._record,
         )
         return self._generation
+
+    def _use_stages(self) -> None:
+        """Let all know which stages there are from now on."""
+        config = self._balance.config
+        self._pool.use(config)
+        self.checkpoints.use(config.workers)
+        self._planner.use(config.workers)
+        self._vitals.keep([worker.label for worker in config.workers])
 
     async def run(self, generation: Generation) -> SummaryEvent:
         began = time.monotonic()
@@ -189,6 +237,9 @@ class TrainingWorkload(Workload[SummaryEvent]):
     def _report_start(self, generation: Generation, step: int) -> None:
         """Report the group, and the steps up to the restored one that were not reported before."""
         workers, driver = generation.workers.places, generation.driver_place
+        if (names := self._balance.config.stage_names) != self._told_stages:
+            self._told_stages = names
+            self._report(stages_event(self._balance.config, self._pool.places, step))
         self._report(GenerationEvent(step=step, workers=workers, driver=driver))
         if self._lost_at is not None:
             self._report(RecoveredEvent(step=step, seconds=time.monotonic() - self._lost_at))
@@ -202,6 +253,9 @@ class TrainingWorkload(Workload[SummaryEvent]):
 
     async def _train(self, generation: Generation) -> SummaryEvent:
         self.is_training = True
+        for address in self._membership.requests:  # of the generation before
+            generation.failure.supervise(self._take_in(address))
+        self._change_to_newcomers()
         summary: SummaryEvent | None = None
         try:
             while not _is_message("done", event := await generation.next_event()):
@@ -225,22 +279,52 @@ class TrainingWorkload(Workload[SummaryEvent]):
                 if (proposal := self._balance.add(event)) is not None:
                     self.rebalance(*proposal)
             case {"event": "paused"} if not self._is_finishing:  # else it ends instead
-                self.is_training = False
-                self._balance.change(self._events.step)
-                self.checkpoints.forget_parts()
-                await self.wait_for_removal()  # on other machines it takes this group's clients
-                raise PausedError
+                await self._pause()
             case {"event": "progress"}:
                 completed = await self.checkpoints.add_progress(event)
                 self._record_step(event["step"])
             case {"event": "saved"}:
                 completed = await self.checkpoints.add_part(event["stage"], event["saved"])
+            case {"event": "draining", "stage": stage, "leaves": True}:
+                self._let_leave(stage)
             case {"event": "draining"}:
                 self.finish_step(save=True)
+            case {"event": "joining", "address": address}:
+                if self._membership.request(address):
+                    generation.failure.supervise(self._take_in(address))
         if completed is not None:
             failed = completed != self.checkpoints.saved
             generation.send({"op": "saved", "step": completed, "failed": failed})
             self._removal = asyncio.create_task(self.checkpoints.remove_surplus())
+
+    async def _pause(self) -> None:
+        """End the generation, for one with another balance or other stages."""
+        self.is_training = False
+        step = self._events.step
+        if (change := self._balance.take_wanted(step)) is not None:
+            self._membership.forget(change.joined)
+        self.checkpoints.forget_parts()
+        await self.wait_for_removal()  # on other machines it takes this group's clients
+        if self._leaving:
+            await self._wait_for_copies(step)
+            await self._pool.wait_until_ready()  # a spare takes the stage, or the others do
+        raise PausedError
+
+    async def _wait_for_copies(self, step: int) -> None:
+        """Wait for a moment until other servers hold the last step of a server that leaves.
+
+        Otherwise the run goes on from the step before.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(COPY_SECONDS):
+                while True:
+                    holdings = await self._pool.holdings()
+                    for stage in self._pool.leaving:
+                        holdings.pop(stage, None)
+                    held = self.checkpoints.newest_held(holdings)
+                    if held is not None and held.common.step >= step:
+                        return
+                    await asyncio.sleep(POLL_SECONDS)
 
     def _begin_record(self) -> None:
         if self._record is not None:
@@ -259,12 +343,15 @@ class TrainingWorkload(Workload[SummaryEvent]):
         for event in unread:
             if _is_message("progress", event) or isinstance(event, StepEvent | EvalEvent):
                 await self._handle(event, generation)
+            elif isinstance(event, dict) and event["event"] == "joining":
+                self._membership.request(event["address"])
         self.checkpoints.forget_parts()
         if isinstance(error, InterruptedJobError):
             raise error  # the step is complete, and saved if it has to be
         step = self._events.step
         is_new, self._step_at_fault = step > self._step_at_fault, step
         goes_back = self._balance.go_back(error, is_repeated=not is_new)
+        self._use_stages()
         if is_new:
             self._first_fault = None
         interruption = None
@@ -303,74 +390,3 @@ class TrainingWorkload(Workload[SummaryEvent]):
 
 def _is_message(name: str, event: Event | Message) -> bool:
     return isinstance(event, dict) and event["event"] == name
-
-
-OUTPUT_KEYS = ("save_state", "trace", "last_steps")
-"""The keys of an order to train that are paths of files."""
-
-MAX_HOLES = 2**20
-"""Bytes of a file that may take up no disk blocks; file systems store small files elsewhere."""
-
-BLOCK = 2**20
-
-
-class OutputFiles:
-    """Files that the driver process of one generation writes, such as a trace.
-
-    If it is confined, it cannot open their destinations. It writes to its own temporary folder, and
-    this process copies the files from there.
-
-    Args:
-        scratch: the driver process's temporary folder; None: it is not confined.
-    """
-
-    def __init__(self, scratch: Path | None) -> None:
-        self._scratch = scratch
-        self._destinations: dict[Path, Path] = {}
-
-    def redirect(self, order: Message) -> Message:
-        if self._scratch is None:
-            return order
-        redirected = dict(order)
-        for key in OUTPUT_KEYS:
-            if order.get(key):
-                destination = Path(order[key])
-                # The suffix decides whether a trace is compressed.
-                written = self._scratch / f"{key}-{destination.name}"
-                self._destinations[written] = destination
-                redirected[key] = str(written)
-        return redirected
-
-    def deliver(self) -> None:
-        for written, destination in self._destinations.items():
-            if not os.path.lexists(written):  # a short run has no last steps
-                continue
-            try:
-                with (
-                    open(written, "rb", opener=_open_own) as source,
-                    destination.open("wb") as target,
-                ):
-                    _copy(source, target)
-            except OSError as error:
-                raise ConfigError(f"cannot write {destination}: {error.strerror}") from error
-
-
-def _copy(source: BinaryIO, target: BinaryIO) -> None:
-    """Copy a file up to its present size, unless it has holes, which the copy would fill."""
-    status = os.fstat(source.fileno())
-    if status.st_size > status.st_blocks * 512 + MAX_HOLES:
-        raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, and most are not there")
-    left = status.st_size
-    while left and (part := source.read(min(left, BLOCK))):
-        target.write(part)
-        left -= len(part)
-
-
-def _open_own(path: str, flags: int) -> int:
-    """Open a file only if the driver process has written it: this process may read more."""
-    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-    status = os.fstat(fd)
-    if stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid == os.geteuid():
-        return fd
-    os.close(fd)
-    raise OSError(errno.EPERM, f"{path} is not a file of the driver process")

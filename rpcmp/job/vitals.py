@@ -10,7 +10,7 @@ import asyncio
 import math
 import platform
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from rpcmp.config.topology import DRIVER, member_name
@@ -70,6 +70,10 @@ class Vitals:
         self._agent_addresses.clear()
         self._connections.clear()
         self._tensors.clear()
+
+    def keep(self, labels: Collection[str]) -> None:
+        """Forget the workers with other labels: their hosts have left."""
+        self._workers = {label: each for label, each in self._workers.items() if label in labels}
 
     def update_worker(self, label: str, change: pb.WatchResponse) -> None:
         """Record what a stage server reports of its worker."""

@@ -22,7 +22,7 @@ from rpcmp.errors import DrainingError, RpcmpError, from_wire
 from rpcmp.job.failure_detection import FirstFailure
 from rpcmp.job.restore_point import RestorePoint
 from rpcmp.job.server_calls import gather_all, prepare_request
-from rpcmp.job.server_pool import ServerPool
+from rpcmp.job.server_pool import ServerPlace, ServerPool
 from rpcmp.job.takeover import DriverRecord, held_seconds
 from rpcmp.job.vitals import Vitals
 from rpcmp.job.weight_transfer import WeightTransfer
@@ -42,6 +42,9 @@ Result = TypeVar("Result")
 SILENT_SECONDS = 4.0
 """After which a server that says nothing is named; it sends its worker's vitals each second."""
 
+MAX_JOINING = 64
+"""Spares that may ask to join one generation, however many a stage server says there are."""
+
 LAST_LINES_SECONDS = 0.5
 """How long to wait for the log lines that workers wrote before something went wrong."""
 
@@ -50,7 +53,8 @@ class WorkerGroup:
     """The workers of one generation of one job.
 
     Args:
-        report: called when a server is being stopped ("draining") and when one has saved ("saved").
+        report: called when a server is being stopped ("draining"), when a spare is to serve a
+            further stage ("joining"), and when a server has saved ("saved").
         record: what the servers keep of the driver, so that another one can take the job over.
     """
 
@@ -75,14 +79,18 @@ class WorkerGroup:
         self._workers = config.workers
         self._logs = LogCollector(generation, log)
         self._clients = [
-            StageClient(worker.label, address, pool.dialer, worker.stage_index)
-            for worker, address in zip(config.workers, pool.addresses, strict=True)
+            StageClient(worker.label, place.address, pool.dialer, place.stage_index)
+            for worker, place in zip(config.workers, pool.places, strict=True)
         ]
+        # What servers' certificates are for: no longer where a stage stands, once hosts have joined
+        # or left.
+        self._numbers = [place.stage_index for place in pool.places]
         self._agent_addresses: dict[str, str] = {}
         self._devices: dict[str, str] = {}
         self._claims: list[pb.PrepareResponse] = []
         self._running: set[str] = set()
         self._draining: set[str] = set()
+        self._joining: set[str] = set()
         self._saved: defaultdict[str, int] = defaultdict(int)
         self._all_running = asyncio.Event()
         self._may_drain = asyncio.Event()
@@ -124,9 +132,9 @@ class WorkerGroup:
         }
 
     @property
-    def rendezvous(self) -> str:
-        """The address of the server where the members find each other."""
-        return self._clients[0].address
+    def rendezvous(self) -> ServerPlace:
+        """The server where the members find each other."""
+        return ServerPlace(self._clients[0].address, self._numbers[0])
 
     @property
     def exposed(self) -> dict[str, str]:
@@ -158,10 +166,12 @@ class WorkerGroup:
                     worker.name,
                     self._agent_addresses[client.name],
                     client.address,
-                    worker.stage_index,
+                    number,
                 ),
             )
-            for worker, (client, claim) in zip(self._workers, self._claimed(), strict=True)
+            for worker, number, (client, claim) in zip(
+                self._workers, self._numbers, self._claimed(), strict=True
+            )
         ]
         members = [*workers, (network, RelayPeer(DRIVER, driver_address))]
         await gather_all(
@@ -206,13 +216,14 @@ class WorkerGroup:
                 pb.StartRequest(
                     **self._identity,
                     **self.membership(rank),
-                    rendezvous=self.rendezvous,
+                    rendezvous=self.rendezvous.address,
+                    rendezvous_stage=self.rendezvous.stage_index,
                     stage_name=self._workers[rank].stage,
                     assignment=assignments[rank],
                     restore=restore_point.restores.get(client.name),
                     cut=restore_point.cut,
                     is_mirrored=mirror is not None and machines[mirror] != machines[rank],
-                    mirrored_by=None if mirror is None else self._workers[mirror].stage_index,
+                    mirrored_by=None if mirror is None else self._numbers[mirror],
                     saves=self._workers[rank].replica == 0,
                     reads_sent_init=sent[rank],
                     devices_here=neighbours[rank][0],
@@ -322,6 +333,7 @@ class WorkerGroup:
             prepare_request(
                 self._config,
                 worker,
+                self._numbers[index],
                 code,
                 **self._identity,
                 driver_id=self._pool.driver_id,
@@ -333,8 +345,10 @@ class WorkerGroup:
                 relative_checkpoint_folder=self._config.relative_checkpoint_folder,
                 checkpoint_run=self._run_folder,
                 group=[
-                    pb.GroupStage(name=member.stage, replicas=member.num_replicas)
-                    for member in self._workers
+                    pb.GroupStage(
+                        name=member.stage, replicas=member.num_replicas, stage_index=number
+                    )
+                    for member, number in zip(self._workers, self._numbers, strict=True)
                     if member.replica == 0
                 ],
                 may_keep_nothing=self._config.checkpoint is None,
@@ -378,8 +392,12 @@ class WorkerGroup:
             raise from_wire(change.error)
         if change.draining and client.name not in self._draining:
             self._draining.add(client.name)
-            self._report({"event": "draining", "stage": client.name})
+            self._report({"event": "draining", "stage": client.name, "leaves": change.leaves})
             self._failure.supervise(self._release_when_ended(client))
+        for address in change.joining:
+            if address not in self._joining and len(self._joining) < MAX_JOINING:
+                self._joining.add(address)
+                self._report({"event": "joining", "address": address})
         for one in change.saved:
             if one.step > self._saved[client.name]:
                 self._saved[client.name] = one.step

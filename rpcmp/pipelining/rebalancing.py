@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 from rpcmp.config.schema import Config
 from rpcmp.pipelining.calibration import Calibration, Forecast, MeasuredSteps, TimedStep, summarize
-from rpcmp.pipelining.partition import HostProfile, LayerProfile, StageHost
+from rpcmp.pipelining.partition import HostProfile, LayerProfile, StageHost, bounds
 
 WARM_STEPS = 3
 """First steps of a group, which touch memory and code for the first time."""
@@ -69,17 +69,21 @@ class BalanceWatch:
     Args:
         config: the job.
         hosts: of its stages, in order, with the layers measured there; empty: none were.
+        are_guessed: whether some hosts are not as measured, so that the first steps tell.
 
     Attributes:
         refused: balances that are not proposed.
     """
 
-    def __init__(self, config: Config, hosts: Sequence[StageHost] = ()) -> None:
+    def __init__(
+        self, config: Config, hosts: Sequence[StageHost] = (), are_guessed: bool = False
+    ) -> None:
         full = {"num_microbatches": config.num_full_microbatches}
         self._config = config.model_copy(update=full)
         self._hosts = list(hosts)
         self._hosts_by_proposal = self._hosts
-        self._knows_layers = bool(hosts)
+        self._knows_layers = bool(hosts) and not are_guessed
+        self._are_guessed = bool(hosts) and are_guessed
         self.refused: list[list[int]] = []
         self._balance: list[int] = []
         self._cost_s = 0.0
@@ -131,6 +135,8 @@ class BalanceWatch:
             if self._num_blocks < SETTLE_BLOCKS:
                 return None
             self._settled = measured
+            if self._are_guessed:
+                return self._as_found(measured, steps_left)
             return self._disappointment(measured, steps_left)
         ratios = _ratios(self._settled, measured)
         if all(1 / CHANGED < ratio < CHANGED for ratio in ratios.values()):
@@ -162,6 +168,22 @@ class BalanceWatch:
         self._patience = PATIENCE
         return None
 
+    @property
+    def hosts(self) -> list[StageHost]:
+        """The hosts of the stages, as far as they are known."""
+        if self._hosts or self._settled is None:
+            return self._hosts
+        return self._estimated(self._settled)
+
+    def _as_found(self, measured: MeasuredSteps, steps_left: int) -> Proposal | None:
+        """Return the balance for hosts that have turned out to have other speeds than guessed."""
+        self._are_guessed = False
+        ratios = {}
+        for host, part in zip(self._hosts, bounds(self._balance), strict=True):
+            taken = sum(measured.busy[host.stage].values())
+            ratios[host.stage] = max(taken, 1e-9) / max(host.seconds(*part), 1e-9)
+        return self._propose(ratios, measured, measured, steps_left)
+
     def _gains(
         self, now: Forecast, other: Forecast, measured: MeasuredSteps, steps_left: int
     ) -> float | None:
@@ -189,9 +211,10 @@ class BalanceWatch:
             return None
         self._hosts_by_proposal = hosts
         stage, ratio = max(ratios.items(), key=lambda item: abs(math.log(item[1])))
+        then = "was expected" if settled is measured else "did"
         return Proposal(
             other.balance,
-            f"stage {stage!r} computes {ratio:.2f} times as long as it did; a step of "
+            f"stage {stage!r} computes {ratio:.2f} times as long as it {then}; a step of "
             f"{_ms(measured.step_s)} would take {_ms(after_s)}",
         )
 

@@ -12,13 +12,13 @@ the caller of Prepare decides which code a host runs.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import grpc
 
-from rpcmp.config import topology
+from rpcmp.config.topology import Member, member_name
 from rpcmp.errors import ConfigError, SecurityError
 from rpcmp.net.identity import Role
 from rpcmp.server.hardened_grpc import Callers, Interceptor
@@ -28,39 +28,50 @@ if TYPE_CHECKING:
     from rpcmp.server.hardened_grpc import GrpcContext, Handler
 
 
+class GroupStage(NamedTuple):
+    """A stage of a job's group, and the number of its replicas."""
+
+    name: str
+    replicas: int
+
+
 @dataclass(frozen=True)
 class GroupMembers:
     """The stages of a job's group.
 
     Attributes:
         job: the job's name, for errors.
-        stages: their names, in order.
-        replicas: the number of replicas per stage.
+        stages: by the number that the certificates of their servers are for. That is their place
+            in the config, until hosts have joined or left.
     """
 
     job: str
-    stages: Sequence[str]
-    replicas: Sequence[int]
+    stages: Mapping[int, GroupStage]
 
     @classmethod
     def of(cls, request: pb.PrepareRequest) -> Self:
         """Return the group of a Prepare request."""
         group = cls(
             request.job,
-            [stage.name for stage in request.group],
-            [stage.replicas for stage in request.group],
+            {each.stage_index: GroupStage(each.name, each.replicas) for each in request.group},
         )
-        index, replica = request.stage_index, request.replica
-        if index >= len(group.stages) or replica >= group.replicas[index]:
-            raise ConfigError(
-                f"job {request.job!r} has no stage {index} replica {replica} in its group of "
-                f"{len(group.stages)} stages"
-            )
+        group.own(request)
         return group
 
-    def member(self, stage_index: int, replica: int) -> str:
-        """Return the RPC name of a replica."""
-        return topology.member_name(self.stages[stage_index], replica)
+    def own(self, request: pb.PrepareRequest) -> Member:
+        """Return the worker that a Prepare request is for."""
+        index, replica = request.stage_index, request.replica
+        stage = self.stages.get(index)
+        if stage is None or replica >= stage.replicas:
+            raise ConfigError(
+                f"job {request.job!r} has no stage {index} replica {replica} in its group of "
+                f"{len(self.stages)} stages"
+            )
+        return Member(stage.name, index, replica, stage.replicas)
+
+    @property
+    def is_replicated(self) -> bool:
+        return any(stage.replicas > 1 for stage in self.stages.values())
 
     def require_member(self, role: Role | None, what: str) -> None:
         """Refuse a certificate that no member of the group can have.
@@ -69,7 +80,7 @@ class GroupMembers:
             role: the caller's; None without certificates.
             what: for the error, "use the rendezvous".
         """
-        if role is None or role.is_driver or any(map(role.may_serve, range(len(self.stages)))):
+        if role is None or role.is_driver or any(map(role.may_serve, self.stages)):
             return
         raise SecurityError(
             f"the certificate is for {role}, which may not {what} of job {self.job!r}: only its "
@@ -81,10 +92,10 @@ class GroupMembers:
         if role is None or role.is_driver:
             return
         own = {
-            self.member(index, replica)
-            for index, count in enumerate(self.replicas)
+            member_name(stage.name, replica)
+            for index, stage in self.stages.items()
             if role.may_serve(index)
-            for replica in range(count)
+            for replica in range(stage.replicas)
         }
         if name not in own:
             raise SecurityError(
@@ -130,7 +141,8 @@ class GroupMembers:
         elif moves_layers:
             self.require_member(role, f"read snapshots of {name!r}")
         else:
-            index = self.stages.index(name) if name in self.stages else None
+            named = (index for index, stage in self.stages.items() if stage.name == name)
+            index = next(named, None)
             self.require_stage(role, index, f"read snapshots of {name!r}")
 
 

@@ -20,8 +20,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rpcmp.config.topology import DRIVER, Member
-from rpcmp.errors import SecurityError, UnreachableError, WorkerDiedError, from_wire, to_wire
+from rpcmp.config.topology import DRIVER
+from rpcmp.errors import (
+    ConfigError,
+    SecurityError,
+    UnreachableError,
+    WorkerDiedError,
+    from_wire,
+    to_wire,
+)
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.relay import Relay, RelayPeer
 from rpcmp.process import resources
@@ -58,6 +65,9 @@ LESS_MEMORY = (
 MAX_WORD = 256
 """Characters of an address and of a device's name."""
 
+MAX_JOINING = 64
+"""Hosts that may ask to join one generation."""
+
 SAVED_KEPT = 4
 """Finished saves that are kept for a watcher that lags behind; at most two are under way."""
 
@@ -75,6 +85,7 @@ class Claim:
         relay: carries the worker's connections to other networks.
         servers: addresses of the servers of remote members, by the address of their agents.
         lines: the worker's output.
+        joining: addresses of spares that are to serve further stages.
     """
 
     def __init__(
@@ -93,8 +104,7 @@ class Claim:
         self.job, self.job_id = request.job, request.job_id
         self.generation = request.generation
         self.state: pb.ServerState.ValueType = State.SERVER_STATE_CLAIMED
-        index, replica = request.stage_index, request.replica
-        member = Member(group.stages[index], index, replica, group.replicas[index])
+        member = group.own(request)
         self.stage_name = member.label
         self.step = 0
         self.num_parameters = 0
@@ -118,6 +128,7 @@ class Claim:
         self.relay = Relay(*identity, forks, dialer, self._refused, self._cannot_reach)
         self.mirrored_by: int | None = None
         self.moves_layers = request.moves_layers
+        self.joining: list[str] = []
         self._store: StoreProxy | None = None
         self._pulse = HeartbeatMonitor(request.heartbeat_timeout)
         self._threads = request.threads
@@ -182,7 +193,8 @@ class Claim:
     async def start(self, request: pb.StartRequest) -> None:
         """Send the worker its stage and its place in the group, as soon as it listens."""
         self._store = StoreProxy(
-            request.rendezvous, self._dialer, self.job_id, self.generation, self._send
+            *(request.rendezvous, request.rendezvous_stage, self._dialer),
+            *(self.job_id, self.generation, self._send),
         )
         restore = request.restore if request.HasField("restore") else None
         self.step = restore.step if restore else 0
@@ -227,6 +239,17 @@ class Claim:
         self.servers = {peer.listens: peer.server or DRIVER for peer in peers}
         await self.relay.open(self.listens, peers)
 
+    async def take_in(self, address: str) -> None:
+        """Let the driver know of a spare that is to serve a further stage."""
+        if not self.moves_layers:
+            raise ConfigError(f'job {self.job!r} does not move layers: it needs rebalance = "auto"')
+        if self.group.is_replicated:
+            raise ConfigError(f"job {self.job!r} has replicas, and no host can join or leave it")
+        if len(self.joining) == MAX_JOINING:
+            raise ConfigError(f"{MAX_JOINING} hosts are joining job {self.job!r} already")
+        self.joining.append(address[:MAX_WORD])
+        await self.notify()
+
     async def close(self) -> None:
         """Kill the worker and remove the job's code."""
         self.values.close()
@@ -254,6 +277,7 @@ class Claim:
             saved=self.saved,
             listens=self.listens,
             device=self.device,
+            joining=self.joining,
         )
 
     def vitals(self) -> pb.Vitals:
@@ -314,7 +338,7 @@ class Claim:
                 self.worker_vitals.update(message)
             case "snapshot":
                 step = pb.Saved(step=message["step"]).step
-                await self._snapshot_store.notify()
+                await self._snapshot_store.add_written()
                 self._snapshot_store.save_if_pinned(step, self._add_saved)
             case "failed":
                 self.receive_pending()  # lines that it has logged before come first

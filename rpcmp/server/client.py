@@ -138,9 +138,19 @@ class StageClient:
     async def stop(self, request: pb.StopRequest) -> pb.StopResponse:
         return await self._call(self._stub.Stop(request, timeout=CALL_SECONDS))
 
-    async def drain(self) -> str:
-        """Drain the server; return the name of the job that has to end first, or ""."""
-        request = pb.DrainRequest()
+    async def join(self, address: str) -> str:
+        """Have the driver of the server's job take in a spare; return the job's name."""
+        request = pb.JoinRequest(address=address)
+        answer: pb.JoinResponse = await self._call(self._stub.Join(request, timeout=CALL_SECONDS))
+        return answer.job
+
+    async def drain(self, leaves: bool = False) -> str:
+        """Drain the server; return the name of the job that has to end first, or "".
+
+        Args:
+            leaves: whether it will not come back, so that its job need not wait for it.
+        """
+        request = pb.DrainRequest(leaves=leaves)
         answer: pb.DrainResponse = await self._call(self._stub.Drain(request, timeout=CALL_SECONDS))
         return answer.job
 

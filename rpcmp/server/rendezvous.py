@@ -213,18 +213,20 @@ class StoreProxy:
 
     Args:
         address: of the server that has the store: the first stage's.
+        stage_index: what the certificate of that server has to be for.
         send: sends a message to the worker.
     """
 
     def __init__(
         self,
         address: str,
+        stage_index: int,
         dialer: Dialer,
         job_id: str,
         generation: int,
         send: Callable[[Message], None],
     ) -> None:
-        self._client = StageClient("rendezvous", address, dialer, stage_index=0)
+        self._client = StageClient("rendezvous", address, dialer, stage_index)
         self._job = {"job_id": job_id, "generation": generation}
         self._send = send
         self._asking: set[asyncio.Task[None]] = set()

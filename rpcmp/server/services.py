@@ -106,11 +106,18 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return self._server.driver.recall(is_claimed=self._server.claim is not None)
 
     async def Drain(self, request: pb.DrainRequest, grpc_context: GrpcContext) -> pb.DrainResponse:
-        await self._server.drain()
+        await self._server.drain(request.leaves)
         claim = self._server.claim
         if claim is None:
             return pb.DrainResponse()
         return pb.DrainResponse(job=claim.job, generation=claim.generation)
+
+    async def Join(self, request: pb.JoinRequest, grpc_context: GrpcContext) -> pb.JoinResponse:
+        claim = self._server.claim
+        if claim is None:
+            raise ConfigError("no job runs here that a host could join")
+        await claim.take_in(request.address)
+        return pb.JoinResponse(job=claim.job)
 
     async def Stop(self, request: pb.StopRequest, grpc_context: GrpcContext) -> pb.StopResponse:
         await self._server.end(request)

@@ -39,6 +39,11 @@ log = logging.getLogger(__name__)
 FolderOrReason = Inside | str
 """The folder of a job's checkpoints, or the reason why there is none on this host."""
 
+MIRRORED_BY_ALL = 4
+"""Snapshots of a stage in a group, after which each of the others has one that is mirrored: the
+others have done the third step, so they have written their second, for which the first had to be
+mirrored."""
+
 NO_FOLDER = "the job has named no folder of checkpoints"
 
 
@@ -51,6 +56,7 @@ class SnapshotStore:
         slots: the own stage's snapshots.
         parts: other stages', while a fresh worker takes layers over from them.
         mirror: another stage's snapshots; None if there is no mirror.
+        former_mirrors: those of stages that other servers mirror now, until these can do without.
         freed: called when a slot can be written again.
         acknowledged: called with each step that the mirror has acknowledged.
     """
@@ -62,6 +68,8 @@ class SnapshotStore:
         self.slots = Slots.create()
         self.parts = PartMemory()
         self.mirror: Mirror | None = None
+        self.former_mirrors: list[Mirror] = []
+        self._num_written = 0
         self.freed: Callable[[], None] = lambda: None
         self.acknowledged: Callable[[int], None] = lambda step: None
         self._last_acknowledged = self._cut = 0
@@ -111,9 +119,9 @@ class SnapshotStore:
         """Drop everything, once saves that are under way have finished."""
         # Until then its memory must neither hold another snapshot nor go back to the system.
         await asyncio.gather(*self._saves, return_exceptions=True)
-        if self.mirror is not None:
-            await self.mirror.close()
-        self.mirror = None
+        for mirror in self._mirrors:
+            await mirror.close()
+        self.mirror, self.former_mirrors = None, []
         self.job_id = self.stage_name = ""
         self._folder = self._target = NO_FOLDER
         self.slots.free_memory()
@@ -133,6 +141,14 @@ class SnapshotStore:
             if snapshot.step not in self._being_saved:
                 self.slots.unpin(snapshot)
 
+    async def add_written(self) -> None:
+        """Note that the worker has written a snapshot."""
+        self._num_written += 1
+        if self._num_written >= MIRRORED_BY_ALL and self.former_mirrors:
+            formers, self.former_mirrors = self.former_mirrors, []
+            await asyncio.gather(*(former.close() for former in formers))
+        await self.notify()
+
     async def notify(self) -> None:
         """Wake up all tasks that wait for a newer snapshot."""
         async with self._changed:
@@ -140,25 +156,33 @@ class SnapshotStore:
 
     def holdings(self) -> list[pb.Holding]:
         """Return the steps of each stage that are here."""
-        held = {"": self.slots}
-        if self.mirror is not None:
-            held[self.mirror.stage_name] = self.mirror.slots
+        held = [("", self.slots), *((mirror.stage_name, mirror.slots) for mirror in self._mirrors)]
         return [
             pb.Holding(stage_name=name, cut=cut, steps=of_cut)
-            for name, slots in held.items()
+            for name, slots in held
             for cut, of_cut in slots.by_cut().items()
         ]
+
+    @property
+    def _mirrors(self) -> list[Mirror]:
+        return [*filter(None, [self.mirror]), *self.former_mirrors]
 
     async def start_mirror(self, request: pb.MirrorRequest) -> None:
         """Hold the snapshots of another stage as well."""
         file_of(request.stage_name)
         opened = await open_memory(request, self._dialer)
-        last = self.mirror
-        copies = last.take_copies() if last and last.stage_name == request.stage_name else None
+        of_it = [each for each in self._mirrors if each.stage_name == request.stage_name]
+        others = [each for each in self._mirrors if each not in of_it]
+        copies = of_it[0].take_copies() if of_it else None
         self.mirror = Mirror(request, self._save_copy, self._dialer, copies, opened)
-        self._saves_mirror = request.saves
-        if last is not None:
-            await last.close()
+        self._saves_mirror, self._num_written = request.saves, 0
+        # What it has mirrored so far may be all that is left of a host, and no other mirror has
+        # anything yet.
+        self.former_mirrors = others
+        for each in others:
+            await each.pause()
+        for each in of_it:
+            await each.close()
 
     async def prepare(
         self, stage_name: str, restore: pb.Restore | None, generation: int, cut: int = 0
@@ -240,8 +264,7 @@ class SnapshotStore:
 
     def _require(self, stage_name: str, step: int, cut: int) -> tuple[Slots, Snapshot]:
         held = [(self.stage_name, self.slots)]
-        if self.mirror is not None:
-            held.append((self.mirror.stage_name, self.mirror.slots))
+        held += [(mirror.stage_name, mirror.slots) for mirror in self._mirrors]
         for name, slots in held:
             snapshot = slots.get(step, cut) if name == stage_name else None
             if snapshot is not None:

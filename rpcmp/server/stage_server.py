@@ -92,6 +92,7 @@ class StageServer:
 
     Attributes:
         draining: whether it takes no new job.
+        leaves: whether it does not come back after that.
         claim: the current job's; None if idle.
         driver: the current job's, or that of the last one.
         drain_requested: set as soon as it has to stop.
@@ -115,7 +116,7 @@ class StageServer:
         self.works_for, self.device = works_for, device
         self.stage_index = stage_index
         self.replica = replica
-        self.draining = False
+        self.draining = self.leaves = False
         self.metrics_port = 0
         self.claim: Claim | None = None
         self.security = security or Security()
@@ -144,9 +145,9 @@ class StageServer:
         sweep_leftovers()
         return await self._endpoints.open(host, port)
 
-    async def drain(self) -> None:
+    async def drain(self, leaves: bool = False) -> None:
         """Take no new job, and let the current one end after its current step."""
-        self.draining = True
+        self.draining, self.leaves = True, self.leaves or leaves
         self.drain_requested.set()
         await self._endpoints.set_health(NOT_SERVING)
         if self.claim is not None:
@@ -333,7 +334,7 @@ class StageServer:
             clock = asyncio.get_running_loop().time
             while self.claim is claim:
                 now = claim.snapshot()
-                now.draining = self.draining
+                now.draining, now.leaves = self.draining, self.leaves
                 lines = claim.lines.after(last_line)
                 if lines and lines[-1].number < claim.lines.newest:
                     now.error = ""  # a watcher stops at an error, and there are more lines
@@ -370,6 +371,7 @@ class StageServer:
             replica=self.replica,
             state=State.SERVER_STATE_IDLE,
             draining=self.draining,
+            leaves=self.leaves,
             versions=self._versions,
             supervisor_pid=os.getpid(),
             machine=machine(),

@@ -134,6 +134,7 @@ class DescribeResponse(_message.Message):
     HOLDINGS_FIELD_NUMBER: _builtins.int
     HOLDS_S_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    LEAVES_FIELD_NUMBER: _builtins.int
     stage_index: _builtins.int
     replica: _builtins.int
     state: Global___ServerState.ValueType
@@ -159,6 +160,8 @@ class DescribeResponse(_message.Message):
     """how long it still holds the state of a lost driver's job"""
     device: _builtins.str
     """what `device = "auto"` is there; empty: left to the job"""
+    leaves: _builtins.bool
+    """with draining: it does not come back"""
     @_builtins.property
     def versions(self) -> Global___Versions: ...
     @_builtins.property
@@ -185,10 +188,11 @@ class DescribeResponse(_message.Message):
         holdings: _abc.Iterable[Global___Holding] | None = ...,
         holds_s: _builtins.float = ...,
         device: _builtins.str = ...,
+        leaves: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "draining", b"draining", "generation", b"generation", "holdings", b"holdings", "holdings_of", b"holdings_of", "holds_s", b"holds_s", "job", b"job", "machine", b"machine", "num_parameters", b"num_parameters", "replica", b"replica", "spare", b"spare", "stage_index", b"stage_index", "stage_name", b"stage_name", "state", b"state", "step", b"step", "supervisor_pid", b"supervisor_pid", "versions", b"versions", "worker_memory", b"worker_memory", "worker_pid", b"worker_pid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "draining", b"draining", "generation", b"generation", "holdings", b"holdings", "holdings_of", b"holdings_of", "holds_s", b"holds_s", "job", b"job", "leaves", b"leaves", "machine", b"machine", "num_parameters", b"num_parameters", "replica", b"replica", "spare", b"spare", "stage_index", b"stage_index", "stage_name", b"stage_name", "state", b"state", "step", b"step", "supervisor_pid", b"supervisor_pid", "versions", b"versions", "worker_memory", b"worker_memory", "worker_pid", b"worker_pid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -328,18 +332,22 @@ class GroupStage(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
+    STAGE_INDEX_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     replicas: _builtins.int
     """at least 1"""
+    stage_index: _builtins.int
+    """what its servers' certificates are for, wherever it stands"""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         replicas: _builtins.int = ...,
+        stage_index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "replicas", b"replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "replicas", b"replicas", "stage_index", b"stage_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -514,6 +522,7 @@ class StartRequest(_message.Message):
     DEVICES_HERE_FIELD_NUMBER: _builtins.int
     PLACE_HERE_FIELD_NUMBER: _builtins.int
     CUT_FIELD_NUMBER: _builtins.int
+    RENDEZVOUS_STAGE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     stage_name: _builtins.str
@@ -534,6 +543,8 @@ class StartRequest(_message.Message):
     """which of them is its own"""
     cut: _builtins.int
     """the number of the group's cut of the model into stages"""
+    rendezvous_stage: _builtins.int
+    """the stage of the server that serves Rendezvous"""
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """RPC names, by rank"""
@@ -564,10 +575,11 @@ class StartRequest(_message.Message):
         devices_here: _abc.Iterable[_builtins.str] | None = ...,
         place_here: _builtins.int = ...,
         cut: _builtins.int = ...,
+        rendezvous_stage: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_mirrored_by", b"_mirrored_by", "mirrored_by", b"mirrored_by", "restore", b"restore"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mirrored_by", b"_mirrored_by", "assignment", b"assignment", "cut", b"cut", "devices_here", b"devices_here", "generation", b"generation", "is_mirrored", b"is_mirrored", "job_id", b"job_id", "members", b"members", "mirrored_by", b"mirrored_by", "place_here", b"place_here", "rank", b"rank", "reads_sent_init", b"reads_sent_init", "rendezvous", b"rendezvous", "restore", b"restore", "saves", b"saves", "stage_name", b"stage_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mirrored_by", b"_mirrored_by", "assignment", b"assignment", "cut", b"cut", "devices_here", b"devices_here", "generation", b"generation", "is_mirrored", b"is_mirrored", "job_id", b"job_id", "members", b"members", "mirrored_by", b"mirrored_by", "place_here", b"place_here", "rank", b"rank", "reads_sent_init", b"reads_sent_init", "rendezvous", b"rendezvous", "rendezvous_stage", b"rendezvous_stage", "restore", b"restore", "saves", b"saves", "stage_name", b"stage_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__mirrored_by: _TypeAlias = _typing.Literal["mirrored_by"]  # noqa: Y015
     _WhichOneofArgType__mirrored_by: _TypeAlias = _typing.Literal["_mirrored_by", b"_mirrored_by"]  # noqa: Y015
@@ -804,6 +816,8 @@ class WatchResponse(_message.Message):
     VITALS_FIELD_NUMBER: _builtins.int
     LOGS_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    LEAVES_FIELD_NUMBER: _builtins.int
+    JOINING_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     state: Global___ServerState.ValueType
     draining: _builtins.bool
@@ -816,6 +830,8 @@ class WatchResponse(_message.Message):
     """HOST:PORT of the worker's agent, once it has joined"""
     device: _builtins.str
     """torch's name of the stage's, such as "cuda:0", once it is built"""
+    leaves: _builtins.bool
+    """with draining: it does not come back"""
     @_builtins.property
     def saved(self) -> _containers.RepeatedCompositeFieldContainer[Global___Saved]:
         """the last few, oldest first"""
@@ -827,6 +843,10 @@ class WatchResponse(_message.Message):
     @_builtins.property
     def logs(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogLine]:
         """that this watcher has not received yet, oldest first"""
+
+    @_builtins.property
+    def joining(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """HOST:PORT of spares that are to serve further stages"""
 
     def __init__(
         self,
@@ -842,10 +862,12 @@ class WatchResponse(_message.Message):
         vitals: Global___Vitals | None = ...,
         logs: _abc.Iterable[Global___LogLine] | None = ...,
         device: _builtins.str = ...,
+        leaves: _builtins.bool = ...,
+        joining: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["vitals", b"vitals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "draining", b"draining", "error", b"error", "exit_code", b"exit_code", "generation", b"generation", "listens", b"listens", "logs", b"logs", "num_parameters", b"num_parameters", "saved", b"saved", "state", b"state", "vitals", b"vitals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "draining", b"draining", "error", b"error", "exit_code", b"exit_code", "generation", b"generation", "joining", b"joining", "leaves", b"leaves", "listens", b"listens", "logs", b"logs", "num_parameters", b"num_parameters", "saved", b"saved", "state", b"state", "vitals", b"vitals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1630,16 +1652,60 @@ Global___CompletedRun: _TypeAlias = CompletedRun  # noqa: Y015
 class DrainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    LEAVES_FIELD_NUMBER: _builtins.int
+    leaves: _builtins.bool
+    """it does not come back: others take its stage over at once"""
     def __init__(
         self,
+        *,
+        leaves: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaves", b"leaves"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class JoinRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """HOST:PORT of the spare, as the driver reaches it"""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinRequest: _TypeAlias = JoinRequest  # noqa: Y015
+
+@_typing.final
+class JoinResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinResponse: _TypeAlias = JoinResponse  # noqa: Y015
 
 @_typing.final
 class DrainResponse(_message.Message):

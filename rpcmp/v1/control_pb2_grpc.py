@@ -83,6 +83,11 @@ class ControlStub:
                 request_serializer=rpcmp_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
                 response_deserializer=rpcmp_dot_v1_dot_control__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Join = channel.unary_unary(
+                '/rpcmp.v1.Control/Join',
+                request_serializer=rpcmp_dot_v1_dot_control__pb2.JoinRequest.SerializeToString,
+                response_deserializer=rpcmp_dot_v1_dot_control__pb2.JoinResponse.FromString,
+                _registered_method=True)
         self.Stop = channel.unary_unary(
                 '/rpcmp.v1.Control/Stop',
                 request_serializer=rpcmp_dot_v1_dot_control__pb2.StopRequest.SerializeToString,
@@ -170,6 +175,13 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Join(self, request, context):
+        """Tells the driver of the running job of a spare that it may let serve a further stage.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Stop(self, request, context):
         """Ends the job's worker and frees the server for the next job; its snapshots go.
         """
@@ -231,6 +243,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=rpcmp_dot_v1_dot_control__pb2.DrainRequest.FromString,
                     response_serializer=rpcmp_dot_v1_dot_control__pb2.DrainResponse.SerializeToString,
+            ),
+            'Join': grpc.unary_unary_rpc_method_handler(
+                    servicer.Join,
+                    request_deserializer=rpcmp_dot_v1_dot_control__pb2.JoinRequest.FromString,
+                    response_serializer=rpcmp_dot_v1_dot_control__pb2.JoinResponse.SerializeToString,
             ),
             'Stop': grpc.unary_unary_rpc_method_handler(
                     servicer.Stop,
@@ -490,6 +507,33 @@ class Control:
             '/rpcmp.v1.Control/Drain',
             rpcmp_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
             rpcmp_dot_v1_dot_control__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Join(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rpcmp.v1.Control/Join',
+            rpcmp_dot_v1_dot_control__pb2.JoinRequest.SerializeToString,
+            rpcmp_dot_v1_dot_control__pb2.JoinResponse.FromString,
             options,
             channel_credentials,
             insecure,

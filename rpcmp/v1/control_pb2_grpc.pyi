@@ -70,6 +70,8 @@ class ControlStub:
     """Returns what the driver of a job has recorded, to a driver that may take the job over."""
     Drain: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]
     """Refuses new jobs, ends the running one after its current step, and then stops the server."""
+    Join: _grpc.UnaryUnaryMultiCallable[_control_pb2.JoinRequest, _control_pb2.JoinResponse]
+    """Tells the driver of the running job of a spare that it may let serve a further stage."""
     Stop: _grpc.UnaryUnaryMultiCallable[_control_pb2.StopRequest, _control_pb2.StopResponse]
     """Ends the job's worker and frees the server for the next job; its snapshots go."""
     Inspect: _grpc.UnaryUnaryMultiCallable[_control_pb2.InspectRequest, _control_pb2.InspectResponse]
@@ -111,6 +113,8 @@ class ControlAsyncStub(ControlStub):
     """Returns what the driver of a job has recorded, to a driver that may take the job over."""
     Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]  # type: ignore[assignment]
     """Refuses new jobs, ends the running one after its current step, and then stops the server."""
+    Join: _aio.UnaryUnaryMultiCallable[_control_pb2.JoinRequest, _control_pb2.JoinResponse]  # type: ignore[assignment]
+    """Tells the driver of the running job of a spare that it may let serve a further stage."""
     Stop: _aio.UnaryUnaryMultiCallable[_control_pb2.StopRequest, _control_pb2.StopResponse]  # type: ignore[assignment]
     """Ends the job's worker and frees the server for the next job; its snapshots go."""
     Inspect: _aio.UnaryUnaryMultiCallable[_control_pb2.InspectRequest, _control_pb2.InspectResponse]  # type: ignore[assignment]
@@ -203,6 +207,14 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.DrainResponse, _abc.Awaitable[_control_pb2.DrainResponse]]:
         """Refuses new jobs, ends the running one after its current step, and then stops the server."""
+
+    @_abc_1.abstractmethod
+    def Join(
+        self,
+        request: _control_pb2.JoinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.JoinResponse, _abc.Awaitable[_control_pb2.JoinResponse]]:
+        """Tells the driver of the running job of a spare that it may let serve a further stage."""
 
     @_abc_1.abstractmethod
     def Stop(

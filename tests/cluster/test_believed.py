@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from rpcmp.checkpoint.files import beneath
 from rpcmp.checkpoint.slots import NUM_SLOTS, Slots
-from rpcmp.errors import ConfigError, JobError, UnreachableError, from_wire
-from rpcmp.job.training_workload import OutputFiles
+from rpcmp.errors import JobError, UnreachableError, from_wire
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import Security
 from rpcmp.process import resources
@@ -141,37 +140,6 @@ def test_memory_of_a_server_that_is_not_a_neighbour_is_not_opened() -> None:
         accepted[0].close()
     assert not asyncio.run(opened_of(os.getpid(), server.address))
     slots.close()
-
-
-def test_only_files_of_the_driver_process_are_delivered(tmp_path: Path) -> None:
-    scratch, secret, place = tmp_path / "scratch", tmp_path / "key", tmp_path / "run" / "trace.json"
-    scratch.mkdir()
-    place.parent.mkdir()
-    secret.write_text("secret")
-    outputs = OutputFiles(scratch)
-    written = Path(outputs.redirect({"trace": str(place)})["trace"])
-    for make in (written.symlink_to, written.hardlink_to):
-        make(secret)
-        with pytest.raises(ConfigError, match="cannot write"):
-            outputs.deliver()
-        written.unlink()
-        assert not place.exists()
-    os.mkfifo(written)
-    with pytest.raises(ConfigError, match="cannot write"):
-        outputs.deliver()
-    written.unlink()
-    outputs.deliver()  # the file is missing
-    with written.open("wb") as sparse:
-        sparse.truncate(2**40)
-    with pytest.raises(ConfigError, match="cannot write"):
-        outputs.deliver()
-    assert place.stat().st_size == 0
-    written.write_text("a trace")
-    outputs.deliver()
-    assert place.read_text() == "a trace"
-    written.replace(Path(outputs.redirect({"trace": str(tmp_path / "no" / "place")})["trace"]))
-    with pytest.raises(ConfigError, match="no/place: No such file"):
-        outputs.deliver()
 
 
 def test_shared_memory_cannot_be_truncated() -> None:

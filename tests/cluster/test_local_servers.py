@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from rpcmp.config.topology import Member
-from rpcmp.job import server_pool
+from rpcmp.job import local_servers
 from rpcmp.process.fork_client import Forks
 from tests.support.processes import JobFolder, poll_for, running, runs, with_token
 
@@ -40,7 +40,7 @@ def test_servers_outlive_their_template_and_are_started_again(
 ) -> None:
     async def run() -> None:
         async with Forks([]) as forks:
-            servers = server_pool.LocalServers(forks, ["--checkpoints", str(tmp_path)])
+            servers = local_servers.LocalServers(forks, ["--checkpoints", str(tmp_path)])
             assert len({*await servers.start(WORKERS)}) == 3
             before = servers_of(os.getpid(), token)
             assert len(before) == 3
@@ -61,7 +61,7 @@ def test_servers_outlive_their_template_and_are_started_again(
 def test_one_server_needs_no_template(token: str, tmp_path: Path) -> None:
     async def run() -> None:
         async with Forks([]) as forks:
-            servers = server_pool.LocalServers(forks, ["--checkpoints", str(tmp_path)])
+            servers = local_servers.LocalServers(forks, ["--checkpoints", str(tmp_path)])
             await servers.start(WORKERS[:1])
             assert templates(token) == []
             await servers.stop()

@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from rpcmp.config.topology import Member
-from rpcmp.job.server_pool import LocalServers
+from rpcmp.job.local_servers import LocalServers
 from rpcmp.process.fork_client import Forks
 from rpcmp.v1 import control_pb2 as pb
 from tests.support import processes

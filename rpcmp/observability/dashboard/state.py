@@ -41,8 +41,11 @@ class WorkerTable:
         """Return the workers as the page gets them."""
         return [{**worker, "busy": number(worker["busy"])} for worker in self._workers.values()]
 
-    def start(self, event: events.RunEvent) -> None:
+    def start(self, event: events.RunEvent | events.StagesEvent) -> None:
         devices = {stage["name"]: stage.get("device") for stage in event.graph["stages"]}
+        known = {worker["label"] for worker in event.workers}
+        for label in [label for label in self._workers if label not in known | {DRIVER}]:
+            del self._workers[label]  # its host has left
         for worker in event.workers:
             row = self._worker(worker["label"])
             row.update(rounded(worker), device=devices.get(worker["stage"]))
@@ -207,6 +210,9 @@ class State:
         match event:
             case events.RunEvent():
                 self._run(event)
+            case events.StagesEvent():
+                self._workers.start(event)
+                self._set("run", {**self._parts.get("run", {}), "graph": rounded(event.graph)})
             case events.StartEvent():
                 self._progress(status="training", steps=event.steps)
             case events.GenerationEvent():

@@ -35,6 +35,7 @@ EVENTS: dict[str, type[Event]] = {
         RecoveredEvent,
         WaitingEvent,
         ReplacedEvent,
+        StagesEvent,
         RebalanceEvent,
         ResumedEvent,
         WarningEvent,

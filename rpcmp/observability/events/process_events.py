@@ -178,7 +178,7 @@ class ReplacedEvent(Event):
 
 @event_type("rebalance")
 class RebalanceEvent(Event):
-    """Layers move between stages, or should, since a host has become slower or faster.
+    """Layers move between stages, or should: a host has become slower or faster, joined or left.
 
     Attributes:
         step: the last step before

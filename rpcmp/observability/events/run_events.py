@@ -82,6 +82,21 @@ class RunEvent(Event):
     workers: list[WorkerInfo]
 
 
+@event_type("stages")
+class StagesEvent(Event):
+    """Hosts have joined or left: the run has other stages from now on.
+
+    Attributes:
+        step: the step after which it goes on
+        graph: as in `run`
+        workers: as in `run`
+    """
+
+    step: int
+    graph: GraphInfo
+    workers: list[WorkerInfo]
+
+
 @event_type("plan")
 class PlanEvent(Event):
     """The balance was measured: what it promises.

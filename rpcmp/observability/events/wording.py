@@ -51,6 +51,8 @@ class RunContext:
                 recovery = event.config.get("recovery")  # of a file, it may be anything
                 limit = recovery.get("give_up_after") if isinstance(recovery, dict) else None
                 self.give_up_after = limit if isinstance(limit, int | float) else None
+            case events.StagesEvent():
+                self.workers = {worker["label"]: worker for worker in event.workers}
             case events.StartEvent():
                 self.steps = event.steps
             case events.StepEvent() if self.first_loss is None:
@@ -119,6 +121,9 @@ def describe(event: events.Event, run: RunContext) -> str:
                 f"the spare at {event.address} takes stage {event.stage!r}, whose server at "
                 f"{event.lost} is gone"
             )
+        case events.StagesEvent():
+            names = [stage["name"] for stage in event.graph["stages"]]
+            return f"the stages are now {', '.join(names)}"
         case events.RebalanceEvent():
             return _rebalance(event, run)
         case events.ResumedEvent():

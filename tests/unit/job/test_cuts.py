@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rpcmp.checkpoint.slots import CommonSnapshot, HeldSnapshots
+from rpcmp.config.loader import parse_config
+from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
-from rpcmp.job.cuts import Cuts, HeldStep
+from rpcmp.job.cuts import Cuts, HeldStep, with_stages
 from rpcmp.v1 import control_pb2 as pb
 
 FIRST = {"s0": ["a", "b", "c"], "s1": ["d"]}
@@ -94,3 +96,48 @@ def test_a_stage_of_the_same_cut_gets_its_own_snapshot() -> None:
         "s0": pb.Restore(step=5, address="host1:1"),
         "s1": pb.Restore(step=5),
     }
+
+
+SHRUNK, GROWN = {"s1": ["a", "b", "c", "d"]}, {"s0": ["a"], "s2": ["b", "c"], "s1": ["d"]}
+
+
+def test_what_a_mirror_has_of_a_stage_that_has_left_is_restored_from() -> None:
+    run, left = cuts(FIRST, SHRUNK), [Member("s1", 0)]
+    holdings = {"s1": HeldSnapshots((4, 5), {"s0": (4,)})}
+    found = run.newest(left, holdings, range(9))
+    assert found == HeldStep(CommonSnapshot(4, {"s0": "s1", "s1": "s1"}), 0)
+    (parts,) = [each.parts for each in run.restores(found, left, ["host1:1"]).values()]
+    assert [(part.stage_name, part.address) for part in parts] == [("s0", ""), ("s1", "")]
+    assert run.newest(left, {"s1": HeldSnapshots((4, 5))}, range(9)) is None
+
+
+def test_a_stage_that_has_joined_gets_its_layers_from_those_that_had_them() -> None:
+    run = cuts(FIRST, GROWN)
+    members = [Member("s0", 0), Member("s2", 1), Member("s1", 2)]
+    holdings = {**held({"s0": (5,), "s1": (5,)}), "s2": HeldSnapshots()}
+    found = run.newest(members, holdings, range(9))
+    assert found is not None
+    restores = run.restores(found, members, ["host0:1", "host2:1", "host1:1"])
+    assert [(part.stage_name, part.address) for part in restores["s2"].parts] == [("s0", "host0:1")]
+    assert [(part.stage_name, part.address) for part in restores["s1"].parts] == [("s1", "")]
+
+
+def test_stages_of_another_number_have_the_settings_that_all_share() -> None:
+    config = parse_config(
+        {
+            "loss": "torch.nn:MSELoss",
+            "rebalance": "auto",
+            "model": {"layers": "m:layers", "balance": [3, 1]},
+            "stages": [
+                {"name": "front", "threads": 2, "addresses": ["a:1"], "memory": "1 GiB"},
+                {"name": "back", "threads": 2, "addresses": ["b:1"]},
+            ],
+        }
+    )
+    more = with_stages(config, {"front": 1, "stage2": 2, "back": 1})
+    assert more.stage_names == ["front", "stage2", "back"]
+    assert [stage.threads for stage in more.stages] == [2, 2, 2]
+    assert [stage.memory for stage in more.stages] == ["1 GiB", None, None]
+    assert more.addresses == []  # of all stages, or of none
+    assert Config.model_validate_json(more.model_dump_json()).num_stages == 3
+    assert with_stages(config, {"back": 4}).addresses == ["b:1"]

@@ -7,8 +7,9 @@ import time
 import pytest
 
 from rpcmp.config.loader import parse_config
-from rpcmp.errors import UnreachableError, WorkerDiedError
-from rpcmp.job.moving_balance import MovingBalance
+from rpcmp.errors import ConfigError, UnreachableError, WorkerDiedError
+from rpcmp.job.cuts import with_stages
+from rpcmp.job.moving_balance import Change, MovingBalance
 from rpcmp.observability.events import Event, RebalanceEvent
 
 CONFIG = parse_config(
@@ -21,9 +22,9 @@ def changed() -> tuple[MovingBalance, list[Event]]:
     events: list[Event] = []
     balance = MovingBalance(CONFIG, events.append)
     balance.start(LAYERS, 1.0)
-    balance.want([1, 3], "stage0 is slower")
+    balance.want(Change(CONFIG.with_balance([1, 3]), "stage0 is slower"))
     assert balance.config == CONFIG
-    balance.change(7)
+    assert balance.take_wanted(7) is not None
     return balance, events
 
 
@@ -62,10 +63,9 @@ def test_a_fault_before_that_undoes_it() -> None:
 
 def test_a_fault_forgets_what_was_wanted() -> None:
     moving = MovingBalance(CONFIG, lambda event: None)
-    moving.want([1, 3], "")
+    moving.want(Change(CONFIG.with_balance([1, 3]), ""))
     assert not moving.go_back(WorkerDiedError(""))
-    with pytest.raises(AssertionError):
-        moving.change(7)
+    assert moving.take_wanted(7) is None
 
 
 def test_repeated_deaths_bring_back_the_last_balance_that_worked_once() -> None:
@@ -91,3 +91,32 @@ def test_the_first_step_is_no_time_without_training(monkeypatch: pytest.MonkeyPa
     (event,) = events
     assert isinstance(event, RebalanceEvent)
     assert event.seconds == 2.0
+
+
+def without_a_host() -> MovingBalance:
+    moving = MovingBalance(CONFIG, lambda event: None)
+    moving.start(LAYERS, 1.0)
+    change = Change(with_stages(CONFIG, {"stage1": 4}), "stage0 has left", [], is_forced=True)
+    moving.change(change, 7)
+    return moving
+
+
+def test_a_host_that_has_left_is_done_without_until_that_has_failed_twice() -> None:
+    moving = without_a_host()
+    assert not moving.go_back(WorkerDiedError("memory"))
+    assert not moving.go_back(UnreachableError("a link"), is_repeated=True)
+    assert moving.config.stage_names == ["stage1"]
+    assert moving.go_back(WorkerDiedError("memory"), is_repeated=True)
+    assert moving.config.stage_names == ["stage0", "stage1"]
+    assert moving.has_failed_without
+
+
+def test_what_cannot_be_without_a_host_is_undone_at_once() -> None:
+    assert without_a_host().go_back(ConfigError("no such folder"))
+
+
+def test_what_has_worked_without_a_host_goes_on_without_it() -> None:
+    moving = without_a_host()
+    moving.confirm(8)
+    assert not moving.go_back(WorkerDiedError("memory"), is_repeated=True)
+    assert moving.config.stage_names == ["stage1"]

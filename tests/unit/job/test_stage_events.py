@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from rpcmp.config.loader import parse_config
-from rpcmp.job.training_run import run_event
+from rpcmp.job.cuts import with_stages
+from rpcmp.job.server_pool import ServerPlace
+from rpcmp.job.stage_events import run_event, stages_event
+
+PLACES = [
+    ServerPlace(address, index)
+    for address, index in (("a:1", 0), ("b:2", 1), ("c:3", 2), ("d:4", 2))
+]
 
 TOWERS = {
     "name": "towers",
@@ -27,7 +34,7 @@ TOWERS = {
 
 @pytest.fixture
 def event() -> dict[str, Any]:
-    sent = run_event(parse_config(TOWERS), "4711", ["a:1", "b:2", "c:3", "d:4"])
+    sent = run_event(parse_config(TOWERS), "4711", PLACES)
     received: dict[str, Any] = json.loads(json.dumps(sent.to_json()))
     return received
 
@@ -86,3 +93,20 @@ def test_workers_are_in_the_order_of_the_config(event: dict[str, Any]) -> None:
 def test_workers_have_no_address_before_their_servers_are_started() -> None:
     event = run_event(parse_config(TOWERS), "4711", [])
     assert [worker["address"] for worker in event.workers] == [""] * 4
+
+
+def test_a_worker_keeps_its_servers_number_when_other_stages_have_gone() -> None:
+    config = parse_config(
+        {
+            "loss": "torch.nn:MSELoss",
+            "model": {"layers": "m:layers", "balance": [2, 1, 1]},
+            "rebalance": "auto",
+        }
+    )
+    left = with_stages(config, {"stage1": 1, "stage3": 3})
+    event = stages_event(left, [ServerPlace("b:2", 1), ServerPlace("d:4", 3)], 7)
+    assert [(stage["name"], stage["index"]) for stage in event.graph["stages"]] == [
+        ("stage1", 0),
+        ("stage3", 1),
+    ]
+    assert [worker["stage_index"] for worker in event.workers] == [1, 3]

@@ -29,6 +29,7 @@ ABOUT = About(
     run="a",
     run_folder="",
     addresses=["127.0.0.1:1", "127.0.0.1:2"],
+    numbers=[0, 1],
     layers={"stage0": ["x", "y"], "stage1": ["z"]},
     shares={},
     config={},
@@ -330,3 +331,14 @@ def test_of_a_generation_what_knows_most_cuts_counts() -> None:
     lost = find(*(answer(state(4), about=each.model_dump_json()) for each in (moved, late)))
     assert lost is not None
     assert lost.about == moved
+
+
+def test_a_run_goes_on_with_the_stages_that_it_had() -> None:
+    config = small_job(rebalance="auto")
+    layers = {"stage1": ["z"], "stage5": ["x"], "stage0": ["y"]}
+    more = {"layers": layers, "addresses": ["a:1", "b:1", "c:1"], "numbers": [1, 5, 0]}
+    about = ABOUT.model_copy(update=more)
+    found = about.apply_to(config)
+    assert found.stage_names == list(layers)
+    assert about.places[1] == ("b:1", 5)
+    assert about.apply_to(small_job()).stage_names == ["stage0", "stage1"]

@@ -254,3 +254,35 @@ def test_a_stage_with_limited_memory_gets_no_layers_of_unknown_sizes() -> None:
     assert limited.run() is None
     limited.slowness = [2.0, 1.0]
     assert limited.run() is not None
+
+
+def guessed(slowness: list[float], guesses: list[float]) -> Machine:
+    """Return a machine that has just been formed of hosts whose speeds were guessed."""
+    config = chain(schedule="1f1b")
+    hosts = [
+        host([layer(LAYER_S * guess) for _ in range(6)], index, num_microbatches=MICROBATCHES)
+        for index, guess in enumerate(guesses)
+    ]
+    made = Machine(BalanceWatch(config, hosts, are_guessed=True), config, [3, 3], slowness)
+    made.move([3, 3])
+    return made
+
+
+def test_the_first_steps_of_a_new_host_tell_its_speed() -> None:
+    proposal = guessed([1.0, 2.0], [1.0, 1.0]).run()
+    assert proposal is not None
+    assert proposal.balance == [4, 2]
+    assert "times as long as it was expected" in proposal.reason
+
+
+def test_a_new_host_that_is_as_fast_as_was_guessed_keeps_its_layers() -> None:
+    assert guessed([1.0, 1.0], [1.0, 1.0]).run() is None
+    assert guessed([0.5, 0.5], [1.0, 1.0]).run() is None  # as against each other
+
+
+def test_hosts_are_known_from_their_steps() -> None:
+    watch = machine().watch
+    assert [each.stage for each in watch.hosts] == ["stage0", "stage1"]
+    seconds = [each.seconds(0, 6) for each in watch.hosts]
+    assert seconds == pytest.approx(2 * [6 * MICROBATCHES * LAYER_S])
+    assert BalanceWatch(chain(schedule="1f1b")).hosts == []

@@ -9,10 +9,10 @@ import pytest
 from rpcmp.errors import ConfigError, SecurityError
 from rpcmp.net import identity
 from rpcmp.net.identity import Role
-from rpcmp.server.access import GroupMembers
+from rpcmp.server.access import GroupMembers, GroupStage
 from rpcmp.v1 import control_pb2 as pb
 
-GROUP = GroupMembers("j", ["a", "b"], [1, 2])
+GROUP = GroupMembers("j", {0: GroupStage("a", 1), 1: GroupStage("b", 2)})
 
 
 @pytest.mark.parametrize("index", [0, 1, 2, None])
@@ -44,7 +44,10 @@ def expected(is_allowed: bool) -> contextlib.AbstractContextManager[object]:
 
 @pytest.mark.parametrize(("stage", "replica"), [(2, 0), (0, 1), (1, 2)])
 def test_a_claim_is_refused_for_a_member_outside_the_group(stage: int, replica: int) -> None:
-    group = [pb.GroupStage(name="a", replicas=1), pb.GroupStage(name="b", replicas=2)]
+    group = [
+        pb.GroupStage(name="a", replicas=1, stage_index=0),
+        pb.GroupStage(name="b", replicas=2, stage_index=1),
+    ]
     request = pb.PrepareRequest(job="j", stage_index=stage, replica=replica, group=group)
     with pytest.raises(ConfigError, match=f"no stage {stage} replica {replica} in its group of 2"):
         GroupMembers.of(request)
@@ -60,6 +63,18 @@ def test_members_join_under_their_own_names() -> None:
     ):
         with pytest.raises(SecurityError):
             GROUP.require_name(holder, name)
+
+
+def test_a_stage_keeps_its_number_where_others_have_left() -> None:
+    group = GroupMembers("j", {1: GroupStage("b", 1), 7: GroupStage("new", 1)})
+    assert group.own(pb.PrepareRequest(stage_index=7)).name == "new:0"
+    group.require_name(identity.stage(1), "b:0")
+    group.require_name(identity.SPARE, "new:0")
+    for gone in (identity.stage(0), identity.stage(2)):
+        with pytest.raises(SecurityError):
+            group.require_member(gone, "use the rendezvous")
+    with pytest.raises(ConfigError, match="has no stage 0 replica 0"):
+        group.own(pb.PrepareRequest(job="j", stage_index=0))
 
 
 @pytest.mark.parametrize("moves_layers", [False, True])

@@ -130,6 +130,18 @@ def test_a_killed_stage_is_lost_until_the_next_generation_runs() -> None:
     assert part(state, "progress")["generation"] == 2
 
 
+def test_stages_that_join_and_leave_come_and_go() -> None:
+    begun = [event for event in pageevents.run(8) if event["event"] not in ("summary", "end")]
+    state = state_of(*begun)
+    assert "coarse" in health(state)
+    graph = {"stages": [{"name": "new", "index": 0, "inputs": ["input"], "device": "cpu"}]}
+    workers = [{"label": "new", "stage": "new", "stage_index": 7, "replica": 0, "address": "h:1"}]
+    state.apply(typed({"event": "stages", "step": 8, "graph": graph, "workers": workers}))
+    assert set(health(state)) == {"driver", "new"}
+    assert [stage["name"] for stage in part(state, "run")["graph"]["stages"]] == ["new"]
+    assert part(state, "run")["name"]
+
+
 def test_lost_stage_stays_lost_after_a_step_of_its_generation() -> None:
     *begun, step = [event for event in pageevents.run(9) if event["event"] in ("run", "step")]
     state = state_of(*begun, pageevents.fault(8, "lift:1"))

@@ -39,7 +39,7 @@ MESSAGES = {
     *("network", "address", "socket", "started", "ended"),  # a process that forks others
     *("beat", "ready", "joined", "left", "built", "failed", "error", "done"),  # a child
     *("planned", "segment", "progress", "paused", "store"),  # the driver process
-    *("snapshot", "saved", "draining", "devices"),  # a worker and its server
+    *("snapshot", "saved", "draining", "joining", "devices"),  # a worker and its server
     *("cut", "sampled", "profiled", "examined", "counted", "ran", "refused"),  # other children
     *("log", "step"),  # process.logging.records, and the reference of `rpcmp verify`
 }

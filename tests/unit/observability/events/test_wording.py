@@ -103,6 +103,10 @@ LINES: list[tuple[dict[str, Any], str]] = [
         "the spare at s:1 takes stage 'b', whose server at h:1 is gone",
     ),
     (
+        {"event": "stages", "step": 7, "graph": {"stages": [{"name": "a"}, {"name": "c"}]}},
+        "the stages are now a, c",
+    ),
+    (
         {"event": "rebalance", "outcome": "moved", **MOVES},
         "layers have moved in 2.5 s: balance = [1, 3] instead of [2, 2]: b is slower",
     ),
