@@ -23,7 +23,7 @@ import pytest
 from rpcmp.job import server_pool
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.template_client import Template
-from tests.support import pool, processes
+from tests.support import keptobjects, pool, processes
 from tests.support.needs import needs, needs_root
 from tests.support.places import TESTS
 from tests.support.processes import Server
@@ -43,9 +43,10 @@ _unexpected_skips: list[str] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let all tests of a run share a cache folder, which is not the user's: a cut takes seconds."""
+    """Let all tests of a run share a cache folder, not the user's: cuts and kernels are costly."""
     if not hasattr(config, "workerinput"):  # a worker of xdist has its parent's
         os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="rpcmp-tests-")
+        keptobjects.install(Path(os.environ["XDG_CACHE_HOME"]))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -35,7 +35,8 @@ def install(folder: Path) -> dict[str, str]:
     source, built = str(HERE / "guard.cpp"), str(folder / "guard.so")
     options = ["-std=c++20", "-shared", "-fPIC", "-I", str(torch_folder / "include")]
     links = ["-L", str(library), "-lc10", f"-Wl,-rpath,{library}"]
-    subprocess.run(["g++", *options, source, "-o", built, *links], check=True)
+    compiler = os.environ.get("CXX", "g++")
+    subprocess.run([compiler, *options, source, "-o", built, *links], check=True)
     for name in MODULES:
         shutil.copy(HERE / name, folder)
     described = folder / "pretend_accelerator-1.dist-info"

@@ -30,10 +30,11 @@ KEPT = (".so", ".gch")
 
 
 def counting_compiler(folder: Path) -> tuple[Path, Path]:
-    """Return a compiler that is g++ and writes a line for each call, and its file of lines."""
+    """Return a compiler that writes a line for each call, and its file of lines."""
+    compiler = os.environ.get("CXX") or shutil.which("g++")
     log, script = folder / "calls", folder / "g++"  # torch goes by its name
     log.touch()
-    script.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec {shutil.which("g++")} "$@"\n')
+    script.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec {compiler} "$@"\n')
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     return script, log
 
