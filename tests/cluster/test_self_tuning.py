@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.support.faults import Faults, assert_recovered, committed, drive
 from tests.support.processes import JobFolder
 
-JOB = "steps = 150\nmicrobatches_per_message = 1"
+JOB = "steps = 90\nmicrobatches_per_message = 1"
 DATA = """
     [data]
     train = { callable = "zoo:regression", kwargs = { samples = 640 } }
@@ -50,7 +50,7 @@ def layers(**kwargs):
 
 def test_trying_other_options_changes_no_bit_and_survives_a_fault(job: JobFolder) -> None:
     (job.folder / "slow.py").write_text(SLOW)
-    faults = Faults(job).fail_at(1, 120, "forward", "SIGKILL")
+    faults = Faults(job).fail_at(1, 70, "forward", "SIGKILL")
     slow = "--set", "model.layers=slow:layers"
     tried = drive(faults.config(JOB, stages=2, sections=DATA), *slow)
     assert_recovered(faults, tried)
