@@ -21,7 +21,7 @@ batch_size = 10
 """
 
 GRAPH = """
-steps = 100
+steps = 60
 num_microbatches = 3
 evaluate_every = 10
 [metrics]
@@ -69,7 +69,7 @@ shares = [3, 1]
 TIED = tiedjobs.BODY.replace("steps = 6", "steps = 120") + 'test = "zoo:tokens"\n'
 
 MIXED = """
-steps = 120
+steps = 60
 num_microbatches = 2
 autocast = "float16"
 loss_scaling = { initial = 35000.0, growth_interval = 5 }
