@@ -1,16 +1,18 @@
-"""Hosts on their own network, made of namespaces, whose cables can be cut and slowed."""
+"""Hosts on their own network, made of namespaces, whose cables can be cut, slowed and delayed."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import subprocess
+import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rpcmp.cli.certs import certs
+from tests.support import delaying
 from tests.support.needs import needs, needs_root
 from tests.support.processes import Running, Server, running, running_server
 
@@ -60,6 +62,29 @@ class Host:
         finally:
             for command, device in ends:
                 subprocess.run([*command, "del", "dev", device, "root"], check=True)
+
+    @contextlib.contextmanager
+    def delayed(self, seconds: float) -> Iterator[None]:
+        """Let all that passes the cable take so much longer, in each direction."""
+        near, far, bridge = (f"{name}-{self.cable}" for name in ("near", "far", "br"))
+        program = [sys.executable, "-I", "-S", delaying.__file__, near, far, str(seconds)]
+        inside = [needs("ip"), "netns", "exec", self.switch, *program]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen(inside, **pipes, start_new_session=True) as joining:
+            assert joining.stdin
+            assert joining.stdout
+            with joining.stdin:
+                if not joining.stdout.readline():
+                    raise AssertionError("no device with a delay can be made")
+                _ip("-n", self.switch, "link", "add", bridge, "type", "bridge")
+                _ip("-n", self.switch, "link", "set", bridge, "up")
+                for device, master in ((near, "br0"), (far, bridge), (self.cable, bridge)):
+                    _ip("-n", self.switch, "link", "set", device, "master", master, "up")
+                try:
+                    yield
+                finally:
+                    _ip("-n", self.switch, "link", "set", self.cable, "master", "br0")
+                    _ip("-n", self.switch, "link", "del", bridge)
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         """Run a command on the host."""
