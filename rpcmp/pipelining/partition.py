@@ -72,6 +72,11 @@ class LayerProfile(Strict):
     activation_bytes: Bytes
     input_bytes: Bytes
 
+    def scaled(self, factor: float) -> LayerProfile:
+        """Return the layer on a host that takes `factor` times as long."""
+        times = ("forward_s", "backward_s", "weight_s", "update_s")
+        return self.model_copy(update={key: factor * getattr(self, key) for key in times})
+
 
 class HostProfile(Strict):
     """All layers on one host.

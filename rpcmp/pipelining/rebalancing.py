@@ -257,11 +257,7 @@ def _ratios(settled: MeasuredSteps, now: MeasuredSteps) -> dict[str, float]:
 
 def _scaled(host: StageHost, factor: float) -> StageHost:
     """Return a host that takes `factor` times as long for every layer."""
-    times = ("forward_s", "backward_s", "weight_s", "update_s")
-    layers = [
-        layer.model_copy(update={key: factor * getattr(layer, key) for key in times})
-        for layer in host.profile.layers
-    ]
+    layers = [layer.scaled(factor) for layer in host.profile.layers]
     return replace(host, profile=host.profile.model_copy(update={"layers": layers}))
 
 

@@ -6,6 +6,10 @@
 Layers are built and measured one after the other, so only the largest has to fit into memory. Each
 is run as a stage of its own would be: with the same model class, tape and split backward. If stages
 are modules of their own, each of them counts as one layer.
+
+Medians tell how layers compare. They miss what happens now and then: where a container may use half
+a core, a process runs at full speed and then stops for the rest of a period, so that all layers are
+a few times as long as their medians say; see `stretch`.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +52,9 @@ REPEATS = 7
 
 SECONDS = 2.0
 """Time limit per layer, after which it is not measured again."""
+
+Times = list[tuple[float, ...]]
+"""What each action of each layer has taken, time after time."""
 
 
 def sample(message: Message) -> Iterator[Message]:
@@ -91,22 +98,41 @@ def measure(order: ProfileOrder, inputs: Any, targets: Any) -> HostProfile:
     _warm_up_torch(order)
     base, available = devices.base_bytes(device), devices.available_bytes(device)
     measure_layers = _measure_graph if order.config.model is None else _measure_chain
+    times: Times = []
     if order.config.cut is None:
-        profiles = measure_layers(order, inputs, targets)
+        profiles = measure_layers(order, inputs, targets, times)
     else:
         from rpcmp.pipelining import split_layers  # torch.export takes a while to import
 
         with split_layers.any_values():
-            profiles = measure_layers(order, inputs, targets)
+            profiles = measure_layers(order, inputs, targets, times)
+    factor = stretch(times)
     return HostProfile(
-        layers=profiles,
+        layers=[profile.scaled(factor) for profile in profiles],
         base_bytes=base,
         available_bytes=available,
         num_devices=max(1, len(devices.existing()) - 1) if device.type != "cpu" else 1,
     )
 
 
-def _measure_chain(order: ProfileOrder, inputs: Any, targets: Any) -> list[LayerProfile]:
+def stretch(times: Sequence[Sequence[float]]) -> float:
+    """Return how many times their medians all these take on average, together.
+
+    The one that is longest beyond its median does not count: it may have happened once.
+    """
+    medians = [statistics.median(each) for each in times]
+    beyond = [
+        (number - middle) / len(each)
+        for each, middle in zip(times, medians, strict=True)
+        for number in each
+    ]
+    total = sum(medians)
+    return max(1.0, 1.0 + (sum(beyond) - max(beyond)) / total) if total else 1.0
+
+
+def _measure_chain(
+    order: ProfileOrder, inputs: Any, targets: Any, times: Times
+) -> list[LayerProfile]:
     try:
         names = list(layers.chain_layers(order.config))
     except RpcmpError as error:
@@ -115,12 +141,14 @@ def _measure_chain(order: ProfileOrder, inputs: Any, targets: Any) -> list[Layer
     profiles = []
     for name in names:
         layer_targets = targets if name == names[-1] else None
-        layer_profile, inputs = _measure_layer(order, name, [inputs], layer_targets)
+        layer_profile, inputs = _measure_layer(order, name, [inputs], layer_targets, times)
         profiles.append(layer_profile)
     return profiles
 
 
-def _measure_graph(order: ProfileOrder, inputs: Any, targets: Any) -> list[LayerProfile]:
+def _measure_graph(
+    order: ProfileOrder, inputs: Any, targets: Any, times: Times
+) -> list[LayerProfile]:
     """Measure each stage with the outputs that it reads; in the config's order."""
     config, graph = order.config, order.config.graph()
     outputs: dict[str, Any] = dict(zip(SOURCES, (inputs, targets), strict=True))
@@ -130,7 +158,7 @@ def _measure_graph(order: ProfileOrder, inputs: Any, targets: Any) -> list[Layer
         stage_targets = targets if name == graph.sink else None
         index = config.stage_names.index(name)
         profiles[name], outputs[name] = _measure_layer(
-            order, name, stage_inputs, stage_targets, index
+            order, name, stage_inputs, stage_targets, times, index
         )
     return [profiles[name] for name in config.stage_names]
 
@@ -151,7 +179,12 @@ def _warm_up_torch(order: ProfileOrder) -> None:
 
 
 def _measure_layer(
-    order: ProfileOrder, name: str, inputs: list[Any], targets: Any, stage_index: int = 0
+    order: ProfileOrder,
+    name: str,
+    inputs: list[Any],
+    targets: Any,
+    times: Times,
+    stage_index: int = 0,
 ) -> tuple[LayerProfile, Any]:
     """Return the layer's profile and its outputs, which are the next layer's inputs."""
 
@@ -163,7 +196,7 @@ def _measure_layer(
 
     try:
         layer = Layer(order.config, name, inputs, targets, stage_index)
-        return layer.measure(), pytree.map_tensors(as_input, layer.outputs)
+        return layer.measure(times), pytree.map_tensors(as_input, layer.outputs)
     except RpcmpError as error:
         _blame_missing_init(order.config, error)
         raise
@@ -224,10 +257,12 @@ class Layer:
             self._optimizer = optimizers.create(config.optimizer_of(stage_index), trained)
         self.outputs: Any = None
 
-    def measure(self) -> LayerProfile:
-        """Return the medians of as many runs as time allows."""
+    def measure(self, times: Times) -> LayerProfile:
+        """Return the medians of as many runs as time allows; adds all that they are of."""
         activations, received = self._measure_activations()
-        forward, backward, weight = map(statistics.median, zip(*self._repeat(), strict=True))
+        own = list(zip(*self._repeat(), strict=True))
+        times += own
+        forward, backward, weight = map(statistics.median, own)
         update = self._measure_update()
         return LayerProfile(
             forward_s=forward,

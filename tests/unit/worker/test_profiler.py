@@ -17,7 +17,7 @@ from rpcmp.pipelining.simulation import ActionTimes
 from rpcmp.rpc import tensors
 from rpcmp.tools.bench import models
 from rpcmp.worker import profiler
-from rpcmp.worker.profiler import measure
+from rpcmp.worker.profiler import measure, stretch
 from tests.support import splitlayers
 from tests.zoo import zoo
 
@@ -133,3 +133,15 @@ def test_a_sample_is_equal_after_encoding() -> None:
     assert torch.equal(inputs["x"], x)
     assert inputs["pair"][1].dtype is torch.float64
     assert torch.equal(targets, x)
+
+
+def test_a_host_that_stops_now_and_then_takes_as_long_as_it_does_on_average() -> None:
+    short = [(1.0, 1.0, 1.0, 5.0)] * 4
+    assert stretch(short) == 2.0 - 1 / 4
+    assert stretch([(1.0, 1.0, 1.0)]) == 1.0
+
+
+def test_one_pause_is_nobodys_pace() -> None:
+    assert stretch([(1.0, 1.0, 9.0), (2.0, 2.0, 2.0)]) == 1.0
+    assert stretch([(3.0, 3.0, 1.0)]) == 1.0
+    assert stretch([(0.0, 0.0)]) == stretch([]) == 1.0
