@@ -229,6 +229,7 @@ CHECKED_BY = {
         "python -m tests.benchmarks.screenshot",
         "python -m tests.benchmarks.start",
         "python -m tests.benchmarks.strangers",
+        "python -m tests.benchmarks.unequal",
     ],
     "system/test_chaos.py::test_what_random_faults_have_found_stays_mended": [
         "python -m tests.benchmarks.chaos --minutes 60",

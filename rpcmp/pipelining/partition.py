@@ -92,6 +92,10 @@ class HostProfile(Strict):
     available_bytes: Bytes | None
     num_devices: int = 1
 
+    def scaled(self, factor: float) -> HostProfile:
+        """Return the profile of a host that takes `factor` times as long for every layer."""
+        return self.model_copy(update={"layers": [layer.scaled(factor) for layer in self.layers]})
+
 
 def merge_profiles(replicas: Sequence[HostProfile], shares: Sequence[float]) -> HostProfile:
     """Merge the hosts of a stage's replicas into one that is as slow as the slowest of them.

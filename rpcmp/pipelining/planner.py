@@ -11,7 +11,9 @@ The hosts that are left become spares, first those that can take over most stage
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 
 from rpcmp.config.job_sections import StageConfig
@@ -91,14 +93,20 @@ class Planner:
         constraints: Constraints | None = None,
     ) -> None:
         self._config, self._settings = config, settings
-        self._hosts, self._links = hosts, links
+        self._links = links
         self._constraints = constraints or Constraints()
         self.message_s = self.loading_s = 0.0
         self._held: dict[int, dict[str, int]] = {}
+        self._use(hosts)
+
+    def _use(self, hosts: Sequence[PlanHost]) -> None:
+        """Plan for these hosts from now on."""
+        self._hosts = hosts
         self._steps: dict[Hashable, float] = {}
-        count = config.num_microbatches
+        self.__dict__.pop("_chains", None)
+        count, recompute = self._config.num_microbatches, self._settings.recompute
         self._costs = [
-            HostCosts(host.profile, host.limit_bytes, count, settings.recompute) for host in hosts
+            HostCosts(host.profile, host.limit_bytes, count, recompute) for host in hosts
         ]
         required = (i for i, h in enumerate(hosts) if h.address in self._constraints.required)
         members = frozenset(required)
@@ -121,12 +129,29 @@ class Planner:
         return any(len(chain.hosts) > 1 for chain in self._chains)
 
     def calibrate(self, chain: Chain, measured: MeasuredSteps) -> None:
-        """Learn from steps of a chain what a message costs besides the wire, and loading."""
+        """Learn from steps of a chain what a message costs besides the wire, and loading.
+
+        Also how much longer than by themselves layers take in a run, where caches are cold and a
+        host's relay uses its processor too. Hosts beside the chain are taken to be like its own.
+        """
         config = self._config_for(len(chain.hosts))
         wires = self._wires(chain, config.stage_names)
-        self._steps.clear()
         known = Calibration.fit(config, measured, wires)
         self.message_s, self.loading_s = known.message_s, known.loading_s
+        alone = (
+            self._costs[host].ns(*part) / NANOSECONDS
+            for host, part in zip(chain.hosts, bounds(chain.balance), strict=True)
+        )
+        busy = (sum(measured.busy[name].values()) for name in config.stage_names)
+        longer = [there / max(here, 1e-9) for there, here in zip(busy, alone, strict=True)]
+        of_chain = dict(zip(chain.hosts, longer, strict=True))
+        others = statistics.median(longer)
+        self._use(
+            [
+                replace(host, profile=host.profile.scaled(of_chain.get(number, others)))
+                for number, host in enumerate(self._hosts)
+            ]
+        )
 
     @cached_property
     def _chains(self) -> list[Chain]:

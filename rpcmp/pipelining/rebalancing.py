@@ -202,7 +202,7 @@ class BalanceWatch:
         steps_left: int,
     ) -> Proposal | None:
         before = self._hosts or self._estimated(settled)
-        hosts = [_scaled(host, ratios[host.stage]) for host in before]
+        hosts = [replace(host, profile=host.profile.scaled(ratios[host.stage])) for host in before]
         now = Forecast(hosts, self._balance).corrected(self._config, measured)
         other = now.improved(self._config)
         if other.balance in self.refused or self._may_not_fit(other.balance):
@@ -253,12 +253,6 @@ def _ratios(settled: MeasuredSteps, now: MeasuredSteps) -> dict[str, float]:
         stage: max(sum(kinds.values()), 1e-9) / max(sum(settled.busy[stage].values()), 1e-9)
         for stage, kinds in now.busy.items()
     }
-
-
-def _scaled(host: StageHost, factor: float) -> StageHost:
-    """Return a host that takes `factor` times as long for every layer."""
-    layers = [layer.scaled(factor) for layer in host.profile.layers]
-    return replace(host, profile=host.profile.model_copy(update={"layers": layers}))
 
 
 def _ms(seconds: float) -> str:

@@ -106,13 +106,13 @@ def measure(order: ProfileOrder, inputs: Any, targets: Any) -> HostProfile:
 
         with split_layers.any_values():
             profiles = measure_layers(order, inputs, targets, times)
-    factor = stretch(times)
-    return HostProfile(
-        layers=[profile.scaled(factor) for profile in profiles],
+    found = HostProfile(
+        layers=profiles,
         base_bytes=base,
         available_bytes=available,
         num_devices=max(1, len(devices.existing()) - 1) if device.type != "cpu" else 1,
     )
+    return found.scaled(stretch(times))
 
 
 def stretch(times: Sequence[Sequence[float]]) -> float:

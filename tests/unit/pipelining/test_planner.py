@@ -126,6 +126,23 @@ def test_messages_that_cost_more_than_they_bring_are_not_sent() -> None:
     assert len(made.plans()[0].stages) == 1
 
 
+def test_a_host_is_as_slow_as_in_its_steps_and_others_as_those_of_the_chain() -> None:
+    made = Planner(planned_job(), StageConfig(), hosts(0.01, 0.01, 0.01), {})
+    rehearsal = made.to_rehearse(10.0)
+    assert rehearsal is not None
+    job, chain = rehearsal
+    busy = [0.02 * 4 * chain.balance[0], 0.01 * 4 * chain.balance[1]]
+    seconds = {name: {"F": each} for name, each in zip(job.stage_names, busy, strict=True)}
+    made.calibrate(chain, MeasuredSteps(1.0, 0.0, seconds))
+    first, second = job.addresses
+    slowness = {
+        stage.address: stage.busy_s / (0.01 * 4 * count)
+        for plan in made.plans()
+        for stage, count in zip(plan.stages, plan.balance, strict=True)
+    }
+    assert slowness == pytest.approx({first: 2.0, second: 1.0, "host2:1": 1.5})
+
+
 def test_more_hosts_do_not_help_where_loading_takes_longer() -> None:
     made = Planner(planned_job(), StageConfig(), hosts(*[0.01] * 4), {})
     rehearsal = made.to_rehearse(10.0)
