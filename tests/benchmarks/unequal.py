@@ -10,8 +10,11 @@
 
 Hosts are network namespaces with links of 1 Gbit, 200 Mbit, 50 Mbit, and 50 Mbit with a round trip
 of 30 ms; their processors are cgroups of 1, 0.7, 0.5 and 0.25 times `--cores` of a core. With the
-default all four fit two cores. Every run has fixed schedule options, so that none tries others: the
-plan's, which the equal split and the cuts have as well, or those of the try.
+default all four fit two cores. Other processes of the machine take nothing of their parts, but slow
+caches and memory. An interrupt leaves nothing behind; SIGKILL does.
+
+Every run has fixed schedule options, so that none tries others: the plan's, which the equal split
+and the cuts have as well, or those of the try.
 """
 
 from __future__ import annotations
