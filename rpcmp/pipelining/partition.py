@@ -60,6 +60,7 @@ class LayerProfile(Strict):
             gradient; the last layer's include the loss.
         update_s: seconds of the optimizer's step.
         state_bytes: parameters, buffers, gradients and optimizer state.
+        snapshot_bytes: of these, what a snapshot has: all but the gradients.
         activation_bytes: saved tensors of the backward and the output, without the input.
         input_bytes: the layer's input.
     """
@@ -71,6 +72,7 @@ class LayerProfile(Strict):
     state_bytes: Bytes
     activation_bytes: Bytes
     input_bytes: Bytes
+    snapshot_bytes: Bytes = 0
 
     def scaled(self, factor: float) -> LayerProfile:
         """Return the layer on a host that takes `factor` times as long."""
@@ -115,6 +117,7 @@ def merge_profiles(replicas: Sequence[HostProfile], shares: Sequence[float]) -> 
             weight_s=share * slowest.weight_s,
             update_s=max(layer.update_s for layer in each),
             state_bytes=max(layer.state_bytes for layer in each),
+            snapshot_bytes=max(layer.snapshot_bytes for layer in each),
             activation_bytes=max(layer.activation_bytes for layer in each),
             input_bytes=max(layer.input_bytes for layer in each),
         )

@@ -244,8 +244,26 @@ class Planner:
         """
         key = chain.hosts, chain.balance, options
         if key not in self._steps:
-            self._steps[key] = max(self._estimated(chain, options), self.loading_s)
+            at_least = max(self.loading_s, *self._copying(chain), 0.0)
+            self._steps[key] = max(self._estimated(chain, options), at_least)
         return self._steps[key]
+
+    def _copying(self, chain: Chain) -> Iterator[float]:
+        """Yield the seconds per step in which each host sends the next one what it must.
+
+        That is the last step's snapshot, which its neighbour holds, beside the activations. A stage
+        writes no other one before it has arrived, so a step cannot be shorter.
+        """
+        recovery, count = self._config.recovery, len(chain.hosts)
+        if not (recovery.enabled and recovery.mirror_every_steps) or count < 2:
+            return
+        for place, (start, end) in enumerate(bounds(chain.balance)):
+            host, neighbour = chain.hosts[place], chain.hosts[(place + 1) % count]
+            layers = self._hosts[host].profile.layers[start:end]
+            sent = sum(layer.snapshot_bytes for layer in layers) / recovery.mirror_every_steps
+            if place + 1 < count:
+                sent += self._config.num_microbatches * self._bytes(end)
+            yield sent / self._connection(host, neighbour).bytes_per_s
 
     def _estimated(self, chain: Chain, options: ScheduleOptions | None) -> float:
         config = self._config_for(len(chain.hosts))

@@ -273,7 +273,8 @@ class Layer:
             backward_s=backward,
             weight_s=weight,
             update_s=update,
-            state_bytes=self._state_bytes(),
+            state_bytes=self._state_bytes(self._gradients()),
+            snapshot_bytes=self._state_bytes(),
             activation_bytes=activations,
             input_bytes=received,
         )
@@ -347,9 +348,11 @@ class Layer:
         self._optimizer.step()
         return self._now() - started
 
-    def _state_bytes(self) -> int:
+    def _gradients(self) -> list[Tensor]:
+        return [value.grad for value in self._trained if value.grad is not None]
+
+    def _state_bytes(self, gradients: Sequence[Tensor] = ()) -> int:
         state = self._optimizer.state_dict() if self._optimizer is not None else {}
-        gradients = [value.grad for value in self._trained if value.grad is not None]
         tensors = [*self._model.state_dict().values(), *gradients, *pytree.tensors(state)]
         return sum(storage_sizes(tensors).values())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -97,6 +98,22 @@ def test_a_link_as_busy_as_the_hosts_is_avoided() -> None:
     found = plans(hosts(1, 1, 1, received=MB), links)
     pairs = [set(served_by(plan)) for plan in found if len(plan.stages) == 2]
     assert pairs[0] == {"host1:1", "host2:1"}
+
+
+def test_a_step_lasts_until_the_snapshot_of_the_one_before_has_arrived() -> None:
+    links = both_ways("host0:1", "host1:1", Connection(0.0, MB))
+    layers = [layer(0.01).model_copy(update={"snapshot_bytes": MB})] * 8
+    heavy = [replace(each, profile=profile(layers)) for each in hosts(1, 1)]
+
+    def step_s(every: int) -> float:
+        found = plans(heavy, links, recovery={"mirror_every_steps": every})
+        both = next(plan for plan in found if len(plan.stages) == 2)
+        assert both.balance == [4, 4]
+        return both.step_s
+
+    assert step_s(1) == pytest.approx(4, rel=0.01)
+    assert step_s(4) == pytest.approx(1, rel=0.01)
+    assert step_s(0) < 0.5  # of computing alone
 
 
 def test_latency_makes_a_step_longer() -> None:

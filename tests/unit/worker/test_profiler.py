@@ -69,6 +69,7 @@ def test_bytes_count_parameters_gradients_momentum_and_new_activations() -> None
     weight, batch = FEATURES * FEATURES * FLOAT, SAMPLES * FEATURES * FLOAT
     assert linear.state_bytes == 3 * weight
     assert (linear.input_bytes, linear.activation_bytes) == (batch, batch)
+    assert linear.snapshot_bytes == 2 * weight  # without gradients
     assert (relu.state_bytes, relu.input_bytes, relu.activation_bytes) == (0, batch, 0)
     assert head.state_bytes == 3 * (FEATURES + 1) * FLOAT
     assert relu.update_s == 0 < linear.update_s
