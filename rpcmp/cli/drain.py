@@ -24,7 +24,8 @@ from rpcmp.cli.options import certs_options
 def drain(address: str, certs: Path | None, insecure: bool, leave: bool, wait: bool) -> None:
     """Stop a stage server once its job's running step is saved.
 
-    It accepts no new job. A running job continues once the server, or a spare, is there again.
+    It accepts no new job. A running job continues once the server, or a spare, is there again. With
+    --leave the server ends when the others hold all that it held.
 
     \b
     Example:

@@ -112,7 +112,9 @@ def with_stages(config: Config, counts: Mapping[str, int]) -> Config:
     stages = [known.get(name, shared).model_copy(update={"name": name}) for name in counts]
     if not all(stage.addresses for stage in stages):  # all have them, or none
         stages = [stage.model_copy(update={"addresses": []}) for stage in stages]
-    return config.model_copy(update={"stages": stages}).with_balance(list(counts.values()))
+    config = config.model_copy(update={"stages": stages}).with_balance(list(counts.values()))
+    model = config.model and config.model.model_copy(update={"num_stages": None})
+    return config.model_copy(update={"model": model})
 
 
 def restores_of(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import platform
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -112,6 +113,8 @@ class Generation:
         self._log = log
         self._has_drained_logs = False
         self._events: asyncio.Queue[Event | Message] = asyncio.Queue()
+        self._deferred: deque[Event | Message] = deque()  # while the group was forming
+        self._is_drained = False
         self._vitals = vitals or Vitals()
         self.workers = WorkerGroup(
             *(config, pool, number, self.failure, self._receive_from_worker, self._vitals, log),
@@ -189,6 +192,8 @@ class Generation:
         further stage), "saved" (a server has written its part of a checkpoint), and the driver
         process's "progress", "segment", "paused" and "done".
         """
+        if self._deferred:
+            return self._deferred.popleft()
         if not self._events.empty():  # whatever was reported before the failure comes first
             return self._events.get_nowait()
         return await self.failure.unless_failed(self._events.get())
@@ -220,7 +225,8 @@ class Generation:
         await self._drain_logs()
         if self._listening is not None:
             await asyncio.wait([self._listening], timeout=LAST_WORDS_SECONDS)
-        unread = []
+        unread = list(self._deferred)
+        self._deferred.clear()
         while not self._events.empty():
             unread.append(self._events.get_nowait())
         return unread
@@ -309,6 +315,7 @@ class Generation:
     def _receive_from_worker(self, message: Message) -> None:
         if message["event"] == "draining":
             self.draining = self.draining or message["stage"]
+            self._is_drained = self._is_drained or not message["leaves"]
         self._events.put_nowait(message)
 
     async def _kill_driver_if_lost(self, driver: Child) -> None:
@@ -320,7 +327,9 @@ class Generation:
             match await self._events.get():
                 case dict() as message if message["event"] == name:
                     return message
-            if self.draining:
+                case other:
+                    self._deferred.append(other)
+            if self._is_drained:  # one that leaves may be the only one that holds its state
                 raise DrainingError(f"the server of stage {self.draining!r} is being stopped")
 
     async def _drain_logs(self) -> None:

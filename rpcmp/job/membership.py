@@ -15,11 +15,13 @@ before the last one: the first and the last read the batch, perhaps from their o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from rpcmp.config.schema import Config
-from rpcmp.errors import ConfigError, RpcmpError, UnreachableError
+from rpcmp.errors import ConfigError, RpcmpError, UnreachableError, one_line
 from rpcmp.job.autobalance import stage_hosts, with_full_microbatches
 from rpcmp.job.cuts import with_stages
 from rpcmp.job.moving_balance import Change, MovingBalance
@@ -29,6 +31,9 @@ from rpcmp.observability.events import Event, WarningEvent
 from rpcmp.pipelining import cost_model
 from rpcmp.pipelining.partition import StageHost, choose_balance, profile_seconds
 from rpcmp.server.client import StageClient
+
+REFUSED_SECONDS = 60.0
+"""How long a server may not join with which the run could not go on."""
 
 
 class Membership:
@@ -48,6 +53,7 @@ class Membership:
         self._balance, self._pool, self._report = balance, pool, report
         self.requests: list[str] = []
         self._newcomers: dict[str, StageHost | None] = {}
+        self._refused: dict[str, float] = {}
         self._is_warned = False
 
     def request(self, address: str) -> bool:
@@ -61,13 +67,19 @@ class Membership:
         """Let a spare be one of the next stages' hosts, or warn why it cannot.
 
         Args:
-            address: one of `requests`, which it is no longer afterwards.
+            address: one of `requests`, which it is no longer unless the generation ends meanwhile.
         """
+        self.requests.remove(address)
         try:
             self._newcomers[address] = await self._examine(address)
-        except RpcmpError as error:
-            self._report(WarningEvent(text=f"{address} cannot join the run: {error}"))
-        self.requests.remove(address)
+        except asyncio.CancelledError:
+            self.requests.append(address)
+            raise
+        except Exception as error:  # whatever that server answers
+            self._refuse(address, str(error) if isinstance(error, RpcmpError) else one_line(error))
+
+    def _refuse(self, address: str, why: str) -> None:
+        self._report(WarningEvent(text=f"{address} cannot join the run: {why}"))
 
     async def _examine(self, address: str) -> StageHost | None:
         """Return the host of a spare; None: the hosts of the run were not measured either."""
@@ -78,6 +90,8 @@ class Membership:
             raise ConfigError("it serves a stage of it already")
         if address in self._balance.config.recovery.spares:
             raise ConfigError("it is one of `recovery.spares`, and stays one")
+        if time.monotonic() < self._refused.get(address, 0.0):
+            raise ConfigError("it has just failed to; ask again in a minute")
         require_movable(self._balance.config)
         pool.dialer.security.require_allowed([address])
         name, number = self._new_stage([])
@@ -98,34 +112,40 @@ class Membership:
 
     def with_newcomers(self) -> Change | None:
         """Return the change by which spares that were examined serve further stages, if any."""
-        config, joined = self._balance.config, dict[str, ServerPlace]()
-        hosts = self._hosts()
+        change, joined, hosts = None, dict[str, ServerPlace](), self._hosts()
         for address, host in list(self._newcomers.items()):
-            if config.num_stages + len(joined) == sum(self._balance.balance):
-                del self._newcomers[address]
-                text = f"{address} cannot join the run: each stage has but one layer already"
-                self._report(WarningEvent(text=text))
-                continue
             name, number = self._new_stage(joined)
-            joined[name] = ServerPlace(address, number)
-            if host is not None:
-                hosts[name] = host
-        if not joined:
-            return None
-        *first, last = config.stage_names
+            more = {**joined, name: ServerPlace(address, number)}
+            known = hosts if host is None else {**hosts, name: host}
+            try:
+                change = self._with(more, known)
+            except ConfigError as error:
+                del self._newcomers[address]
+                self._refuse(address, str(error))
+            else:
+                joined, hosts = more, known
         self._pool.add(joined)
+        return change
+
+    def _with(self, joined: Mapping[str, ServerPlace], hosts: Mapping[str, StageHost]) -> Change:
+        *first, last = self._balance.config.stage_names
+        names = [*first, *joined, last] if first else [last, *joined]
+        if len(names) > sum(self._balance.balance):
+            raise ConfigError("each stage has but one layer already")
         added = ", ".join(f"{place.address} as stage {name!r}" for name, place in joined.items())
-        return self._change(
-            [*first, *joined, last] if first else [last, *joined],
-            hosts,
-            f"{added} {'has' if len(joined) == 1 else 'have'} joined",
-            joined=[place.address for place in joined.values()],
-        )
+        reason = f"{added} {'has' if len(joined) == 1 else 'have'} joined"
+        addresses = [place.address for place in joined.values()]
+        return self._change(names, hosts, reason, joined=addresses)
 
     def forget(self, addresses: Sequence[str]) -> None:
-        """Forget newcomers that the run has tried to go on with."""
+        """Forget newcomers that the run tries to go on with."""
         for address in addresses:
             self._newcomers.pop(address, None)
+
+    def undone(self, labels: Iterable[str]) -> None:
+        """Note that the run could not go on with the servers of these stages."""
+        until = time.monotonic() + REFUSED_SECONDS
+        self._refused |= {self._pool.place(label).address: until for label in labels}
 
     def can_do_without(self, stages: Sequence[str]) -> bool:
         """Return whether the other stages can take over what these compute."""
@@ -147,11 +167,15 @@ class Membership:
         """
         config = self._balance.config
         names = [name for name in config.stage_names if name not in stages]
+        if self._pool.is_local:
+            raise ConfigError("the run starts its own servers again")
+        if not self._balance.balance:
+            raise ConfigError("the run has not begun")
         if not names:
             raise ConfigError("there is no other stage")
         if not config.recovery.mirror_every_steps:
             raise ConfigError("its snapshots are nowhere else, since mirror_every_steps = 0")
-        if self._balance.has_failed_without:
+        if frozenset(names) in self._balance.failed:
             raise ConfigError("they have tried, and failed")
         left = ", ".join(f"stage {name!r} at {self._pool.place(name).address}" for name in stages)
         reason = f"{left} {'has' if len(stages) == 1 else 'have'} left"

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rpcmp.config.schema import Config
-from rpcmp.errors import ConfigError, StageError, WorkerDiedError, WorkerHungError
+from rpcmp.errors import ConfigError, StageError, UnavailableError, WorkerDiedError, WorkerHungError
 from rpcmp.observability.events import (
     Event,
     RebalanceEvent,
@@ -64,7 +64,7 @@ class MovingBalance:
         balance: layers of each stage of the last generation that was formed.
         num_changes: how many generations were formed for another balance, or to go back.
         are_hosts_measured: whether `hosts` were given.
-        has_failed_without: whether the run could not go on without a stage whose host had left.
+        failed: the stages with which the run could not go on when a host had left.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class MovingBalance:
         self.config, self._report = config, report
         self.num_changes = 0
         self.are_hosts_measured = bool(hosts)
-        self.has_failed_without = False
+        self.failed: list[frozenset[str]] = []
         self._watch = BalanceWatch(config, hosts)
         self._options: Mapping[str, Any] = {}
         self.balance: list[int] = []
@@ -174,18 +174,12 @@ class MovingBalance:
         """Return to the balance before, if the present one has not done a step; return whether.
 
         Also, once, if the fault `is_repeated` without a new step since: the layers may not fit.
-        Where a host has left, only if the fault is of the balance, and was not the first: the stage
+        Where a host has left, only if the fault is no lost server, and was not the first: the stage
         that there was has nobody to serve it.
         """
         self._wanted = None
         change = self._change
-        if change is not None and self._is_forced:
-            self._num_failed += 1
-            is_first = self._num_failed == 1 and not isinstance(error, ConfigError)
-            if is_first or not isinstance(error, (*OF_BALANCE, ConfigError)):
-                return False
-            self.has_failed_without = True
-        if self._change is None and self._is_forced:
+        if self._is_forced and not self._has_failed_again(error):
             return False
         if change is None and is_repeated and isinstance(error, OF_BALANCE):
             change, self._started = self._confirmed, time.monotonic()
@@ -205,6 +199,18 @@ class MovingBalance:
             ),
             time.monotonic() - self._started,
         )
+        return True
+
+    def _has_failed_again(self, error: Exception) -> bool:
+        """Return whether the run cannot go on without a host that has left."""
+        if self._change is None:  # it has gone on
+            return False
+        self._num_failed += 1
+        if isinstance(error, UnavailableError) or (
+            self._num_failed == 1 and type(error) is not ConfigError
+        ):
+            return False
+        self.failed.append(frozenset(self.config.stage_names))
         return True
 
     def _emit(self, event: RebalanceEvent, seconds: float) -> None:

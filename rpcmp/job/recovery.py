@@ -196,6 +196,9 @@ class Workload(ABC, Generic[Result]):
     def report_fault(self, error: RpcmpError, generation: Generation) -> None:
         """Report a fault that the run recovers from."""
 
+    def keep(self, unread: list[Event | Message]) -> None:
+        """Keep what matters of the events of a generation that has paused, and was not read."""
+
     def explain(self, error: RpcmpError) -> RpcmpError:
         """Return the error that the run fails with, with notes on the faults before it."""
         return error
@@ -222,6 +225,8 @@ class RecoveryLoop(Generic[Result]):
             try:
                 return await self.attempt()
             except PausedError:
+                if self.generation is not None:
+                    self._workload.keep(await self.generation.abandon())
                 await self.close()
             except RpcmpError as error:
                 await self.recover(error)

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from rpcmp.checkpoint.folder import new_name
@@ -44,6 +44,10 @@ from rpcmp.v1 import control_pb2 as pb
 RETRY_SECONDS = 0.2
 
 
+async def _cannot(stages: Sequence[str]) -> bool:
+    return False
+
+
 class ServerPlace(NamedTuple):
     """Where a worker is, and the number of the stage that its server's certificate is for."""
 
@@ -64,7 +68,7 @@ class ServerPool:
     Attributes:
         is_local: whether the job has started its servers itself.
         can_do_without: whether the run can do without the stages of these names.
-        leaving: the stages whose servers do not come back.
+        leaving: addresses of servers that do not come back.
         left: the stages that the next generation has to do without.
         driver_id: unique for each start of a driver.
         supersedes: ids of the drivers that this one has taken the job over from.
@@ -95,9 +99,11 @@ class ServerPool:
         self.forks = forks or forks_for(config, connect)
         self._owns_forks = forks is None
         self._local = None if addresses else LocalServers(self.forks, serve_options(config))
-        self.can_do_without: Callable[[Sequence[str]], bool] = lambda stages: False
+        self.can_do_without: Callable[[Sequence[str]], Awaitable[bool]] = _cannot
+        self._deciding = asyncio.Lock()
         self.leaving: set[str] = set()
         self.left: list[str] = []
+        self._departed: list[tuple[str, ServerPlace]] = []
 
     def _settle(self, workers: Sequence[Member], addresses: Sequence[str]) -> None:
         for worker, address in zip(workers, addresses, strict=bool(addresses)):
@@ -127,10 +133,28 @@ class ServerPool:
         self._places.update(joined)
 
     def use(self, config: Config) -> None:
-        """Serve the stages of this config from now on."""
+        """Let the job have the stages of this config from now on."""
         self._config = config
-        self.leaving.clear()
         self.left.clear()
+
+    async def dismiss(self, labels: Iterable[str], generation: int) -> None:
+        """Free the servers of workers that the job has no longer."""
+        await self._stop([(label, self._places[label]) for label in labels], generation)
+
+    @property
+    def has_departed(self) -> bool:
+        """Whether servers have left that wait until the job needs them no longer."""
+        return bool(self._departed)
+
+    async def dismiss_departed(self, generation: int) -> None:
+        here = self.addresses  # one may have joined again meanwhile
+        departed = [each for each in self._departed if each[1].address not in here]
+        self._departed.clear()
+        await self._stop(departed, generation)
+
+    async def _stop(self, places: Iterable[tuple[str, ServerPlace]], generation: int) -> None:
+        stop = pb.StopRequest(job_id=self.job_id, generation=generation, driver_id=self.driver_id)
+        await asyncio.gather(*(self._try_stop(*place, stop) for place in places))
 
     def _move(self, index: int, address: str) -> None:
         """Note that a worker's server is at another address now."""
@@ -203,17 +227,15 @@ class ServerPool:
 
     async def free(self, generation: int) -> None:
         """Free all servers; stop those that the job has started."""
-        stop = pb.StopRequest(job_id=self.job_id, generation=generation, driver_id=self.driver_id)
         try:
-            await asyncio.gather(*(self._try_stop(label, stop) for label in self._places))
+            await self._stop([*self._places.items(), *self._departed], generation)
             if self._local is not None:
                 await self._local.stop()
         finally:
             if self._owns_forks:
                 await self.forks.close()
 
-    async def _try_stop(self, label: str, request: pb.StopRequest) -> None:
-        place = self._places[label]
+    async def _try_stop(self, label: str, place: ServerPlace, request: pb.StopRequest) -> None:
         async with StageClient(label, place.address, self.dialer, place.stage_index) as client:
             with contextlib.suppress(RpcmpError):  # gone, free already, or another job's
                 await client.connect(ANSWER_SECONDS, starting=False)
@@ -231,17 +253,21 @@ class ServerPool:
             except SecurityError as error:
                 if NO_TLS not in (problem := str(error)):
                     raise
+            address = self.addresses[index]
             if server is not None and not server.draining:
+                self.leaving.discard(address)
                 return
             if server is not None and server.leaves:
-                self.leaving.add(stage)
-            waited, is_leaving = time.monotonic() - lost_at, stage in self.leaving
+                self.leaving.add(address)
+            waited, is_leaving = time.monotonic() - lost_at, address in self.leaving
             if waited >= recovery.replace_after or is_leaving:
                 if await self._replace(index):
                     continue
-                if self.can_do_without([*self.left, stage]):
-                    self.left.append(stage)
-                    return
+                async with self._deciding:  # of one after the other
+                    if await self.can_do_without([*self.left, stage]):
+                        self.left.append(stage)
+                        self._departed.append((stage, self.places[index]))
+                        return
             if waited >= recovery.give_up_after:
                 raise RecoveryTimeoutError(
                     f"the server of stage {stage!r} at {self.addresses[index]} did not come back "
@@ -271,7 +297,7 @@ class ServerPool:
             if server is not None and is_free_spare(server) and spare in self._spares:
                 self._spares.remove(spare)
                 self._move(index, spare)
-                self.leaving.discard(label)
+                self._departed.append((label, place))
                 self._report(ReplacedEvent(stage=label, lost=place.address, address=spare))
                 return True
         return False

@@ -17,6 +17,7 @@ from rpcmp.errors import (
     RpcmpError,
 )
 from rpcmp.job.checkpoints import Checkpoints
+from rpcmp.job.cuts import HeldStep
 from rpcmp.job.generation import Generation
 from rpcmp.job.membership import Membership
 from rpcmp.job.moving_balance import Change, MovingBalance
@@ -41,10 +42,13 @@ from rpcmp.observability.events.training_events import EventStream
 from rpcmp.pipelining.partition import StageHost
 from rpcmp.process.channel import Message
 
-COPY_SECONDS = 5.0
+COPY_SECONDS = 20.0
 """How long to wait until other servers hold the last step of one that leaves."""
 
 POLL_SECONDS = 0.1
+
+COPIED = 4
+"""Snapshots of a group after which each stage has one that is mirrored; see snapshot_store."""
 
 
 class TrainingWorkload(Workload[SummaryEvent]):
@@ -87,7 +91,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
             self.checkpoints.generation = lost.generation + 1
         self._balance = MovingBalance(config, events.emit, hosts)
         self._membership = Membership(self._balance, pool, events.emit)
-        pool.can_do_without = self._membership.can_do_without
+        pool.can_do_without = self._can_do_without
         self._leaving = ""
         self._told_stages = config.stage_names
         self._planner = RestorePlanner(config, pool, self.checkpoints, events.emit, start, lost)
@@ -139,15 +143,34 @@ class TrainingWorkload(Workload[SummaryEvent]):
             self._change_to(change)
 
     def _let_leave(self, stage: str) -> None:
-        """Go on without a host after the running step; with a spare, if there is one."""
-        self._pool.leaving.add(stage)
-        if self._leaving or self._generation is None:
-            return
-        if self._membership.can_do_without([stage]):
+        """Go on without a host after the running step; with a spare, if there is one.
+
+        Another one that leaves at the same time may be the only one that holds its state: then the
+        step is saved, as for any server that is drained.
+        """
+        self._pool.leaving.add(self._pool.place(stage).address)
+        is_first = not self._leaving and self._membership.can_do_without([stage])
+        if is_first and self._generation is not None:
             self._leaving = stage
             self._generation.send({"op": "pause"})
-        else:
+        elif stage != self._leaving:
             self.finish_step(save=True)
+
+    async def _can_do_without(self, stages: Sequence[str]) -> bool:
+        """Return whether the servers of the other stages can go on, and hold all that it takes."""
+        if not self._membership.can_do_without(stages):
+            return False
+        held = await self._held_without(stages)
+        # A neighbour holds the snapshot before the last one, at least.
+        oldest = self._events.step - 2 * max(1, self._config.snapshot_every_steps)
+        return held is not None and held.common.step >= oldest
+
+    async def _held_without(self, stages: Sequence[str]) -> HeldStep | None:
+        """Return the newest step that the servers of the other stages hold."""
+        holdings = await self._pool.holdings()
+        return self.checkpoints.newest_held(
+            {label: held for label, held in holdings.items() if label not in stages}
+        )
 
     def interruption(self, signum: int) -> InterruptedJobError:
         """Return the error of a run that a signal has ended."""
@@ -210,7 +233,8 @@ class TrainingWorkload(Workload[SummaryEvent]):
         await self.checkpoints.remove_left_behind(ended_well=False)
         outputs = OutputFiles(generation.driver_scratch)
         progress = self.checkpoints.progress_of(step)
-        restarts = generation.number - 1 - self._balance.num_changes
+        # More than one change may have come together in a generation.
+        restarts = max(0, generation.number - 1 - self._balance.num_changes)
         order = {**self._order, "progress": progress, "restarts": restarts}
         generation.send(outputs.redirect(order))
         summary = await self._train(generation)
@@ -253,7 +277,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
 
     async def _train(self, generation: Generation) -> SummaryEvent:
         self.is_training = True
-        for address in self._membership.requests:  # of the generation before
+        for address in list(self._membership.requests):  # of the generation before
             generation.failure.supervise(self._take_in(address))
         self._change_to_newcomers()
         summary: SummaryEvent | None = None
@@ -276,6 +300,8 @@ class TrainingWorkload(Workload[SummaryEvent]):
         match event:
             case Event():
                 self._events.emit_new(event)
+                if isinstance(event, StepEvent):
+                    self._dismiss_departed(event.step, generation)
                 if (proposal := self._balance.add(event)) is not None:
                     self.rebalance(*proposal)
             case {"event": "paused"} if not self._is_finishing:  # else it ends instead
@@ -305,8 +331,9 @@ class TrainingWorkload(Workload[SummaryEvent]):
             self._membership.forget(change.joined)
         self.checkpoints.forget_parts()
         await self.wait_for_removal()  # on other machines it takes this group's clients
-        if self._leaving:
+        if self._leaving and self._generation is not None:
             await self._wait_for_copies(step)
+            self._generation.workers.release_draining()
             await self._pool.wait_until_ready()  # a spare takes the stage, or the others do
         raise PausedError
 
@@ -318,13 +345,16 @@ class TrainingWorkload(Workload[SummaryEvent]):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(COPY_SECONDS):
                 while True:
-                    holdings = await self._pool.holdings()
-                    for stage in self._pool.leaving:
-                        holdings.pop(stage, None)
-                    held = self.checkpoints.newest_held(holdings)
+                    held = await self._held_without([self._leaving])
                     if held is not None and held.common.step >= step:
                         return
                     await asyncio.sleep(POLL_SECONDS)
+
+    def _dismiss_departed(self, step: int, generation: Generation) -> None:
+        """Let servers go that have left, once others hold all that the group goes on from."""
+        count = step - generation.restore_point.step
+        if self._pool.has_departed and count > COPIED * max(1, self._config.snapshot_every_steps):
+            generation.failure.supervise(self._pool.dismiss_departed(generation.number))
 
     def _begin_record(self) -> None:
         if self._record is not None:
@@ -343,14 +373,17 @@ class TrainingWorkload(Workload[SummaryEvent]):
         for event in unread:
             if _is_message("progress", event) or isinstance(event, StepEvent | EvalEvent):
                 await self._handle(event, generation)
-            elif isinstance(event, dict) and event["event"] == "joining":
-                self._membership.request(event["address"])
+        self.keep(unread)
         self.checkpoints.forget_parts()
         if isinstance(error, InterruptedJobError):
             raise error  # the step is complete, and saved if it has to be
         step = self._events.step
         is_new, self._step_at_fault = step > self._step_at_fault, step
+        before = self._balance.config.stage_names
         goes_back = self._balance.go_back(error, is_repeated=not is_new)
+        if undone := [name for name in before if name not in self._balance.config.stage_names]:
+            self._membership.undone(undone)
+            await self._pool.dismiss(undone, generation.number)
         self._use_stages()
         if is_new:
             self._first_fault = None
@@ -359,6 +392,14 @@ class TrainingWorkload(Workload[SummaryEvent]):
             interruption = InterruptedJobError(self._signals[0], step)
             interruption.add_note(f"it could not end in good order: {error}")
         return Progress(is_new, self.has_begun, step > self._first_step, interruption, goes_back)
+
+    def keep(self, unread: list[Event | Message]) -> None:
+        for event in unread:
+            match event:
+                case {"event": "joining", "address": address}:
+                    self._membership.request(address)
+                case {"event": "draining", "stage": stage, "leaves": True}:
+                    self._pool.leaving.add(self._pool.place(stage).address)
 
     def report_fault(self, error: RpcmpError, generation: Generation) -> None:
         self._first_fault = self._first_fault or error

@@ -90,7 +90,7 @@ class WorkerGroup:
         self._claims: list[pb.PrepareResponse] = []
         self._running: set[str] = set()
         self._draining: set[str] = set()
-        self._joining: set[str] = set()
+        self._num_joining: defaultdict[str, int] = defaultdict(int)
         self._saved: defaultdict[str, int] = defaultdict(int)
         self._all_running = asyncio.Event()
         self._may_drain = asyncio.Event()
@@ -394,10 +394,9 @@ class WorkerGroup:
             self._draining.add(client.name)
             self._report({"event": "draining", "stage": client.name, "leaves": change.leaves})
             self._failure.supervise(self._release_when_ended(client))
-        for address in change.joining:
-            if address not in self._joining and len(self._joining) < MAX_JOINING:
-                self._joining.add(address)
-                self._report({"event": "joining", "address": address})
+        for address in change.joining[self._num_joining[client.name] : MAX_JOINING]:
+            self._num_joining[client.name] += 1
+            self._report({"event": "joining", "address": address})
         for one in change.saved:
             if one.step > self._saved[client.name]:
                 self._saved[client.name] = one.step

@@ -69,7 +69,7 @@ class SnapshotStore:
         self.parts = PartMemory()
         self.mirror: Mirror | None = None
         self.former_mirrors: list[Mirror] = []
-        self._num_written = 0
+        self._num_written, self._mirrors_none = 0, True
         self.freed: Callable[[], None] = lambda: None
         self.acknowledged: Callable[[int], None] = lambda step: None
         self._last_acknowledged = self._cut = 0
@@ -144,8 +144,11 @@ class SnapshotStore:
     async def add_written(self) -> None:
         """Note that the worker has written a snapshot."""
         self._num_written += 1
-        if self._num_written >= MIRRORED_BY_ALL and self.former_mirrors:
+        if self._num_written >= MIRRORED_BY_ALL:
             formers, self.former_mirrors = self.former_mirrors, []
+            if self.mirror is not None and self._mirrors_none:
+                formers.append(self.mirror)
+                self.mirror = None
             await asyncio.gather(*(former.close() for former in formers))
         await self.notify()
 
@@ -175,7 +178,7 @@ class SnapshotStore:
         others = [each for each in self._mirrors if each not in of_it]
         copies = of_it[0].take_copies() if of_it else None
         self.mirror = Mirror(request, self._save_copy, self._dialer, copies, opened)
-        self._saves_mirror, self._num_written = request.saves, 0
+        self._saves_mirror, self._mirrors_none = request.saves, False
         # What it has mirrored so far may be all that is left of a host, and no other mirror has
         # anything yet.
         self.former_mirrors = others
@@ -201,7 +204,8 @@ class SnapshotStore:
         """
         file_of(stage_name)
         self.stage_name, self._cut = stage_name, cut
-        self._last_acknowledged = 0
+        self._last_acknowledged = self._num_written = 0
+        self._mirrors_none = True  # until it is told otherwise
         if restore is None:
             self.slots.drop_all()
             return [], []

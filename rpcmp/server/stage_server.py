@@ -138,6 +138,8 @@ class StageServer:
         self.drain_requested = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._forgotten = asyncio.Event()  # unlike `_idle`, not between two groups of a job
+        self._forgotten.set()
         self._endpoints = Endpoints(self)
 
     async def start(self, host: str, port: int) -> int:
@@ -154,9 +156,12 @@ class StageServer:
             await self.claim.notify()
 
     async def stop(self, seconds: float) -> None:
-        """Wait up to `seconds` for the job to end, then end it, and stop listening."""
+        """Wait up to `seconds` for the job to end, then end it, and stop listening.
+
+        A server that leaves a job waits until the job needs it no longer.
+        """
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), seconds)
+            await asyncio.wait_for((self._forgotten if self.leaves else self._idle).wait(), seconds)
         await self.release(self.claim)
         await asyncio.to_thread(self._job_folder.clear)
         await self._endpoints.close()
@@ -261,6 +266,7 @@ class StageServer:
                 has_init,
             )
             self._idle.clear()
+            self._forgotten.clear()
             try:
                 await claim.open(list(request.code))
             except BaseException:
@@ -466,6 +472,7 @@ class StageServer:
 
     async def _clear(self) -> None:
         """Drop what is kept of a job from one generation to the next."""
+        self._forgotten.set()
         await asyncio.to_thread(self._job_folder.clear)
         await self.snapshot_store.clear()
 

@@ -189,6 +189,36 @@ def test_a_spare_takes_the_stage_of_a_host_that_leaves(
     assert stages_of(result) == []
 
 
+def test_one_host_after_the_other_leaves(job: JobFolder, undisturbed: Committed) -> None:
+    """The second one is told to as soon as the first has ended, whose layers it may have."""
+    with lend_servers(3) as servers:
+        first, second, third = addresses(servers)
+
+        async def leave_one_by_one() -> str:
+            await drain(first, True, Security(), leaves=True)
+            return await drain(second, True, Security(), leaves=True)
+
+        config, calls = job_of(job, [2, 2, 2]), Calls({8: leave_one_by_one})
+        result = train(config, {}, connect=[first, second, third], after_step=calls)
+    assert committed(result) == undisturbed
+    assert stages_of(result)[-1] == ["stage2"]
+    assert repeated(result) <= 1
+
+
+def test_hosts_with_measured_layers_join_as_well(job: JobFolder, undisturbed: Committed) -> None:
+    """The config says how many stages there are, which is true no longer."""
+    config = job_of(job, [3, 3])
+    config.write_text(
+        config.read_text().replace("balance = [3, 3]", 'balance = "auto"\nnum_stages = 2')
+    )
+    with lend_servers(3) as servers:
+        first, second, new = addresses(servers)
+        calls = Calls({8: joins(new, first), 35: leaves(second)})
+        result = train(config, {}, connect=[first, second], after_step=calls)
+    assert committed(result) == undisturbed
+    assert stages_of(result) == [["stage0", "stage2", "stage1"], ["stage0", "stage2"]]
+
+
 def test_checkpoints_of_other_stages_resume_under_the_configs_own(
     job: JobFolder, undisturbed: Committed
 ) -> None:

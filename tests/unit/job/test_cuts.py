@@ -141,3 +141,10 @@ def test_stages_of_another_number_have_the_settings_that_all_share() -> None:
     assert more.addresses == []  # of all stages, or of none
     assert Config.model_validate_json(more.model_dump_json()).num_stages == 3
     assert with_stages(config, {"back": 4}).addresses == ["b:1"]
+
+
+def test_the_number_of_stages_in_the_config_counts_no_longer() -> None:
+    model = {"layers": "m:layers", "num_stages": 2, "balance": "auto"}
+    config = parse_config({"loss": "torch.nn:MSELoss", "rebalance": "auto", "model": model})
+    more = with_stages(config, {"stage0": 1, "stage2": 2, "stage1": 1})
+    assert Config.model_validate_json(more.model_dump_json()).num_stages == 3

@@ -15,7 +15,9 @@ from rpcmp.job.membership import Membership, even
 from rpcmp.job.moving_balance import MovingBalance
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.observability.events import Event, WarningEvent
+from rpcmp.pipelining.rebalancing import BalanceWatch
 from rpcmp.process.fork_client import Forks
+from tests.support.profiles import host, layer
 
 JOB: dict[str, Any] = {
     "loss": "torch.nn:MSELoss",
@@ -87,6 +89,38 @@ def test_there_are_no_more_stages_than_layers() -> None:
     assert change.config.num_stages == 6
     (text,) = run.warnings
     assert "each stage has but one layer already" in text
+
+
+def test_a_host_that_is_too_small_for_any_layer_is_refused_alone() -> None:
+    run = Run()
+    layers = [layer(0.01, state=100) for _ in range(6)]
+    hosts = [host(layers, index) for index in range(3)]
+    run.balance._watch = BalanceWatch(run.balance.config, hosts)
+    small = host(layers, 3, limit=50)
+    run.membership._newcomers.update({NEW: small, "127.0.0.1:10": hosts[0]})
+    change = run.membership.with_newcomers()
+    assert change is not None
+    assert change.joined == ["127.0.0.1:10"]
+    (text,) = run.warnings
+    assert text.startswith(f"{NEW} cannot join the run: ")
+    assert NEW not in [place.address for place in run.pool.known_places.values()]
+
+
+def test_a_host_with_which_the_run_could_not_go_on_is_not_asked_again_at_once() -> None:
+    run = Run()
+    run.join(NEW)
+    assert run.membership.with_newcomers() is not None
+    run.membership.forget([NEW])
+    run.membership.undone(["stage3"])
+    run.examine(NEW)
+    assert "it has just failed to" in run.warnings[0]
+
+
+def test_a_run_that_has_failed_without_a_stage_does_not_try_again() -> None:
+    run = Run()
+    run.balance.failed.append(frozenset({"stage1", "stage2"}))
+    assert not run.membership.can_do_without(["stage0"])
+    assert run.membership.can_do_without(["stage1"])
 
 
 def test_the_others_take_over_from_a_host_that_leaves() -> None:

@@ -108,7 +108,7 @@ def test_a_host_that_has_left_is_done_without_until_that_has_failed_twice() -> N
     assert moving.config.stage_names == ["stage1"]
     assert moving.go_back(WorkerDiedError("memory"), is_repeated=True)
     assert moving.config.stage_names == ["stage0", "stage1"]
-    assert moving.has_failed_without
+    assert moving.failed == [frozenset({"stage1"})]
 
 
 def test_what_cannot_be_without_a_host_is_undone_at_once() -> None:

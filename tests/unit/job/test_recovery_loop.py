@@ -164,7 +164,7 @@ def test_a_fault_of_a_run_that_has_to_stop_ends_it_as_the_signal_would(fault: Rp
 def test_a_workload_that_has_paused_goes_on_in_the_next_generation() -> None:
     workload = FakeWorkload([PausedError(), PausedError()])
     run(workload)
-    assert workload.log == ["run", "close", "run", "close", "run"]
+    assert workload.log == ["run", "abandon", "close", "run", "abandon", "close", "run"]
 
 
 def test_whatever_fails_in_an_attempt_is_tried_without_it() -> None:
