@@ -60,19 +60,58 @@ found["freed"] = [torch.pretend.memory_allocated(1), torch.pretend.max_memory_al
 made = torch.tensor([2.0, 3.0], device="pretend:1", requires_grad=True)
 found["made"] = [str(made.device), made.is_leaf, made.requires_grad, made.detach().cpu().tolist()]
 
-reads = dict(torch.pretend.reads)
+streams = torch.pretend.streams
+before = streams.counts.total()
 torch.ones(1, device="pretend:0").item()
 torch.ones(1, device="pretend:0").cpu()
-found["reads"] = sum(torch.pretend.reads.values()) - sum(reads.values())
+torch.ones(1).to("pretend:0")
+found["reads"] = streams.counts.total() - before
 
 stream = torch.Stream(device="pretend:1")
 with stream:
     found["stream"] = torch.accelerator.current_stream(1) == stream
 event = torch.Event(device="pretend:1")
-event.record(stream)
-torch.accelerator.current_stream(1).wait_event(event)
+current = torch.accelerator.current_stream(1)
+
+pinned = torch.ones(3, pin_memory=True)
+found["pinned"] = [pinned.is_pinned(), pinned[1:].is_pinned(), torch.ones(3).is_pinned()]
+
+def sent():
+    with stream:
+        there = torch.empty(3, device="pretend:1")
+        there.copy_(pinned, non_blocking=True)
+        event.record(stream)
+    return there
+
+def free_early():
+    there = sent()
+    current.wait_event(event)
+    there + 1
+    del there
+    torch.ones(1, device="pretend:1")
+
+found["races"] = [failure(lambda: sent() + 1), failure(free_early)]
+there = sent()
+current.wait_event(event)
+twice = there + there
+there.record_stream(current)
+del there
+back = torch.empty(3, pin_memory=True)
+event.record(current)
+
+def fetch():
+    with stream:
+        back.copy_(twice, non_blocking=True)
+        event.record(stream)
+
+found["races"] += [failure(fetch)]
+stream.wait_event(event)
+fetch()
+found["late"] = [bool(back.isnan().all())]
+event.synchronize()
+found["late"] += [back.tolist()]
+found["races"] += [failure(lambda: twice.zero_())]
 torch.accelerator.synchronize(1)
-found["events"] = [torch.pretend.library.counted(index) for index in range(3)]
 
 def lost():
     torch.pretend.lose()
@@ -132,10 +171,23 @@ def test_memory_is_counted_and_ends(found: dict[str, Any]) -> None:
     assert found["full"].startswith("OutOfMemoryError: pretend out of memory. Tried to allocate")
 
 
-def test_reads_of_the_host_streams_and_events_are_counted(found: dict[str, Any]) -> None:
-    assert found["reads"] == 2
+def test_waits_of_the_host_are_counted(found: dict[str, Any]) -> None:
+    assert found["reads"] == 3
     assert found["stream"] is True
-    assert found["events"] == [1, 1, 1]
+
+
+def test_streams_have_no_order_but_that_of_events(found: dict[str, Any]) -> None:
+    read_too_early, freed, fetched, written = found["races"]
+    race = "RuntimeError: a race on the pretend accelerator: on stream"
+    assert read_too_early == f"{race} (1, 0), aten.add.Tensor reads what stream (1, 1) still uses"
+    assert freed == f"{race} (1, 1), memory is freed that stream (1, 0) still uses"
+    assert fetched == f"{race} (1, 1), aten.copy_.default reads what stream (1, 0) still uses"
+    assert written is None  # the host has waited
+
+
+def test_a_copy_to_pinned_memory_comes_late(found: dict[str, Any]) -> None:
+    assert found["pinned"] == [True, True, False]
+    assert found["late"] == [True, [2.0, 2.0, 2.0]]
 
 
 def test_a_fork_of_a_process_that_used_it_cannot(found: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from tests.support.sharedforks import SharedByAll
 
 HERE = Path(__file__).parent
 
-MODULES = ("pretend_accelerator.py", "pretend_kernels.py")
+MODULES = ("pretend_accelerator.py", "pretend_kernels.py", "pretend_streams.py")
 
 ENTRY_POINT = "[torch.backends]\npretend = pretend_accelerator:register\n"
 
@@ -34,7 +34,7 @@ def install(folder: Path) -> dict[str, str]:
     library = torch_folder / "lib"
     source, built = str(HERE / "guard.cpp"), str(folder / "guard.so")
     options = ["-std=c++20", "-shared", "-fPIC", "-I", str(torch_folder / "include")]
-    links = ["-L", str(library), "-lc10", f"-Wl,-rpath,{library}"]
+    links = ["-L", str(library), "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{library}"]
     compiler = os.environ.get("CXX", "g++")
     subprocess.run([compiler, *options, source, "-o", built, *links], check=True)
     for name in MODULES:

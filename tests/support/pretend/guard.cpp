@@ -1,12 +1,19 @@
-// What torch asks a device for in C++: which one is current, its streams, and its events.
+// What torch asks a device for in C++: which one is current, its streams, its events, pinned memory.
 //
 // torch's guard for backends in Python knows a single device, so that its autograd engine has no
-// thread for a second one.
+// thread for a second one, and its hooks have no pinned memory. What streams and the host wait for
+// is told to Python, see pretend_streams.py.
 
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/alloc_cpu.h>
+#include <unistd.h>
 
 #include <array>
 #include <atomic>
+#include <map>
+#include <mutex>
 
 namespace {
 
@@ -14,7 +21,10 @@ constexpr int MOST_DEVICES = 16;
 
 int devices = 1;
 std::atomic<int64_t> last_stream{0};
-std::atomic<int64_t> counts[3];  // events recorded, waits of a stream for an event, and of the host
+enum What { RECORD, BLOCK, WAIT_FOR_EVENT, WAIT_FOR_STREAM, WAIT_FOR_DEVICE, DESTROY };
+using Told = void (*)(int what, int64_t event, int device, int64_t stream);
+Told told = nullptr;
+pid_t user = 0;  // the process that first used a device
 thread_local c10::DeviceIndex current = 0;
 thread_local std::array<c10::StreamId, MOST_DEVICES> streams{};
 
@@ -53,29 +63,82 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override { ++counts[2]; }
-  void synchronizeDevice(const c10::DeviceIndex) const override { ++counts[2]; }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    told(WAIT_FOR_STREAM, 0, stream.device_index(), stream.id());
+  }
+  void synchronizeDevice(const c10::DeviceIndex device) const override {
+    told(WAIT_FOR_DEVICE, 0, device, 0);
+  }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
               const c10::EventFlag) const override {
-    if (!*event) *event = new c10::StreamId;
-    *static_cast<c10::StreamId*>(*event) = stream.id();
-    ++counts[0];
+    if (!*event) *event = new char;  // whose address names it
+    told(RECORD, reinterpret_cast<int64_t>(*event), stream.device_index(), stream.id());
   }
-  void block(void* event, const c10::Stream&) const override { if (event) ++counts[1]; }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event) told(BLOCK, reinterpret_cast<int64_t>(event), stream.device_index(), stream.id());
+  }
   bool queryEvent(void*) const override { return true; }
-  void synchronizeEvent(void*) const override { ++counts[2]; }
+  void synchronizeEvent(void* event) const override {
+    if (event) told(WAIT_FOR_EVENT, reinterpret_cast<int64_t>(event), 0, 0);
+  }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
-    delete static_cast<c10::StreamId*>(event);
+    if (event) told(DESTROY, reinterpret_cast<int64_t>(event), 0, 0);
+    delete static_cast<char*>(event);
+  }
+};
+
+std::mutex pinning;
+std::map<const char*, size_t> pinned;  // sizes, by address
+
+void unpin(void* address) {
+  std::lock_guard<std::mutex> lock(pinning);
+  pinned.erase(static_cast<char*>(address));
+  c10::free_cpu(address);
+}
+
+struct Pinned final : c10::Allocator {
+  c10::DataPtr allocate(size_t size) override {
+    auto address = size ? c10::alloc_cpu(size) : nullptr;
+    std::lock_guard<std::mutex> lock(pinning);
+    if (size) pinned[static_cast<char*>(address)] = size;
+    return {address, address, &unpin, c10::Device(c10::DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &unpin; }
+  void copy_data(void* to, const void* from, size_t size) const override {
+    default_copy_data(to, from, size);
+  }
+};
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return devices > 0; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return user == getpid(); }
+  bool isPinnedPtr(const void* data) const override {
+    std::lock_guard<std::mutex> lock(pinning);
+    auto address = static_cast<const char*>(data);
+    auto after = pinned.upper_bound(address);
+    if (after == pinned.begin()) return false;
+    auto [start, size] = *--after;
+    return address < start + size;
+  }
+  c10::Allocator* getPinnedMemoryAllocator() const override {
+    static Pinned allocator;
+    return &allocator;
   }
 };
 
 }  // namespace
 
-extern "C" void register_devices(int count) {
+extern "C" void register_devices(int count, Told tell) {
   static Guard guard;
+  static Hooks hooks;
   devices = count;
+  told = tell;
   c10::impl::registerDeviceGuard(c10::DeviceType::PrivateUse1, &guard);
+  at::RegisterPrivateUse1HooksInterface(&hooks);
 }
 
-extern "C" int64_t counted(int what) { return counts[what]; }
+extern "C" void use_devices() { user = getpid(); }
+
+extern "C" int64_t current_stream(int device) { return streams[device]; }

@@ -5,11 +5,13 @@ of vendors outside of torch are; see `tests.support.pretend`. Imports nothing of
 
 As on CUDA, an operation on tensors of two devices raises, a device has an amount of memory that is
 counted and may be used up, an index that does not exist is an error, and a process that was forked
-after its parent had used a device cannot use one. The bits are the CPU's: every kernel is.
+after its parent had used a device cannot use one. Its streams have no order but that of events, see
+pretend_streams.py. The bits are the CPU's: every kernel is.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import weakref
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pretend_kernels  # type: ignore[import-not-found]  # it lies beside this file
+import pretend_streams  # type: ignore[import-not-found]
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -35,8 +38,9 @@ class Devices:
     def __init__(self) -> None:
         self.used = [0] * COUNT
         self.peak = [0] * COUNT
-        self.reads: dict[str, int] = {}  # by kernel, the times the host has waited for a value
+        self.streams = pretend_streams.Streams()
         self.library: Any = None
+        self.told: Any = None
         self.kernels: Any = None
         self._visible = _visible(os.environ.get("PRETEND_VISIBLE_DEVICES"))
         self._user = 0  # the process that first used a device
@@ -51,12 +55,17 @@ class Devices:
                     "has used it"
                 )
             self._user = pid
+            self.library.use_devices()
         if self._is_lost:
             raise torch.AcceleratorError(f"pretend error: {device} is lost, as in every later call")
         index = self.current_device() if device.index is None else device.index
         if index >= self.device_count():
             raise RuntimeError(f"invalid device ordinal: {device}")
         return index
+
+    def stream(self, index: int) -> tuple[int, int]:
+        """Return a device's current stream in this thread."""
+        return index, self.library.current_stream(index)
 
     def lose(self) -> None:
         """Let every later call of this process on any device fail."""
@@ -130,16 +139,23 @@ DEVICES = Devices()
 
 
 class Allocation:
-    """Memory of a device, as long as a tensor lies in it."""
+    """Memory of a device, as long as a tensor lies in it.
+
+    Attributes:
+        accesses: the streams that use it.
+    """
 
     def __init__(self, storage: torch.UntypedStorage, index: int) -> None:
         self._index, self._size = index, 0
         self._storage = storage  # its address is not used again meanwhile
         DEVICES.allocate(index, storage.nbytes())
         self._size = storage.nbytes()
+        self.accesses = DEVICES.streams.fresh(DEVICES.stream(index))
 
     def __del__(self) -> None:
         DEVICES.used[self._index] -= self._size
+        if self._size:
+            DEVICES.streams.free(self.accesses)
 
 
 ALLOCATIONS: weakref.WeakValueDictionary[int, Allocation] = weakref.WeakValueDictionary()
@@ -193,26 +209,35 @@ COPIES = {aten._to_copy.default, aten.copy_.default, aten._copy_from.default}
 """Kernels that take tensors of two devices."""
 
 READS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
-"""Kernels whose result the host waits for, besides copies to it."""
+"""Kernels whose result the host waits for, besides copies from and to it."""
 
 
 def run(kernel: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Compute on the CPU what a kernel computes of tensors of a device."""
     own = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, PretendTensor)]
-    indices = {each.device.index for each in own}
+    if kernel is aten.record_stream.default:
+        own[0].allocation.accesses.recorded.add((args[1].device_index, args[1].stream_id))
+        return None
     if kernel not in COPIES:
         _require_one_device(kernel, args, kwargs)
-    for index in indices:
+    for index in {each.device.index for each in own}:
         DEVICES.use(torch.device(NAME, index))
-    target: int | None = next(iter(indices), None)
+    target: int | None = next((each.device.index for each in own), None)
     if (wanted := kwargs.get("device")) is not None:
         device = torch.device(wanted)
         target = DEVICES.use(device) if device.type == NAME else None
         kwargs = {**kwargs, "device": torch.device("cpu")}
     elif kernel is aten.copy_.default:
         target = args[0].device.index
-    if own and (kernel in READS or (kernel in COPIES and target is None)):
-        DEVICES.reads[str(kernel)] = DEVICES.reads.get(str(kernel), 0) + 1
+    where = own[0].device.index if own else target
+    if where is not None and not _is_view(kernel):
+        launched = launch(where, kernel, args, kwargs)
+        if kernel in COPIES and _is_late(kernel, args, kwargs):
+            DEVICES.streams.count("copy that comes late")
+            DEVICES.streams.copy_late(launched, _raw(args[0]), _raw(args[1]))
+            return args[0]
+        if kernel in READS or (kernel in COPIES and (target is None or _with_host(args))):
+            DEVICES.streams.wait_for(*launched.stream)
     if kernel is aten.copy_.default:
         _raw(args[0]).copy_(_raw(args[1]))
         return args[0]
@@ -230,6 +255,43 @@ def run(kernel: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return pytree.tree_map(wrap, result)
 
 
+def launch(index: int, kernel: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Add a kernel to the current stream of a device; return this piece of its work."""
+    written = {
+        id(each)
+        for number, argument in enumerate(kernel._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for each in pytree.tree_leaves(
+            args[number] if number < len(args) else kwargs.get(argument.name)
+        )
+    }
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, PretendTensor)]
+    reads = [each.allocation.accesses for each in tensors if id(each) not in written]
+    writes = [each.allocation.accesses for each in tensors if id(each) in written]
+    return DEVICES.streams.launch(DEVICES.stream(index), str(kernel), reads, writes)
+
+
+def _is_view(kernel: Any) -> bool:
+    """Whether a kernel neither reads nor writes: its result is a view, or empty."""
+    returned = [each.alias_info for each in kernel._schema.returns]
+    is_alias = any(info is not None and not info.is_write for info in returned)
+    return is_alias or "empty" in str(kernel)
+
+
+def _is_late(kernel: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the host goes on before a copy is made: between a device and pinned memory."""
+    if kernel is not aten.copy_.default or not (kwargs.get("non_blocking") or args[2:3] == (True,)):
+        return False
+    if _with_host(args) and args[0].dtype is not args[1].dtype:
+        raise NotImplementedError("a copy between host and device that comes late and casts")
+    return any(each.is_pinned() for each in _with_host(args))
+
+
+def _with_host(args: Any) -> list[torch.Tensor]:
+    """Return the tensors of the host among those that a kernel copies between."""
+    return [each for each in args[:2] if not isinstance(each, PretendTensor)]
+
+
 def _raw(value: Any) -> Any:
     return value.raw if isinstance(value, PretendTensor) else value
 
@@ -243,19 +305,6 @@ def _require_one_device(kernel: Any, args: Any, kwargs: dict[str, Any]) -> None:
             "Expected all tensors to be on the same device, but found at least two devices, "
             f"{' and '.join(sorted(found))}! (in {kernel})"
         )
-
-
-class Hooks(torch._C._acc.PrivateUse1Hooks):
-    """What torch asks a backend for."""
-
-    def is_available(self) -> bool:
-        return DEVICES.is_available()
-
-    def has_primary_context(self, index: int) -> bool:
-        return DEVICES.is_initialized()
-
-    def is_built(self) -> bool:
-        return True
 
 
 def _tensor(data: Any, *, device: Any = None, requires_grad: bool = False, **options: Any) -> Any:
@@ -274,16 +323,20 @@ TENSOR = torch.tensor
 def register() -> None:
     """Make the devices known to torch: the entry point."""
     DEVICES.library = ctypes.CDLL(str(Path(__file__).parent / "guard.so"))
-    DEVICES.library.register_devices(DEVICES.device_count())
-    # A guard is there already, so that torch's, which knows one device, is not registered.
-    _setup_privateuseone_for_python_backend(NAME, backend_module=DEVICES, hook=Hooks())
+    kind = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_int64, ctypes.c_int, ctypes.c_int64)
+    DEVICES.told = kind(DEVICES.streams.tell)
+    DEVICES.library.current_stream.restype = ctypes.c_int64
+    atexit.register(DEVICES.streams.end)
+    DEVICES.library.register_devices(DEVICES.device_count(), DEVICES.told)
+    # Guard and hooks are there already, so that torch's, which know less, are not registered.
+    _setup_privateuseone_for_python_backend(NAME, backend_module=DEVICES)
     # As on CUDA, a module's parameters stay the objects that they are when it is moved.
     torch.__future__.set_swap_module_params_on_conversion(True)
     fallbacks = torch.library.Library("_", "IMPL")
     fallbacks.fallback(lambda kernel, *args, **kwargs: run(kernel, args, kwargs), "PrivateUse1")
     fallbacks.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     own = torch.library.Library("aten", "IMPL")
-    pretend_kernels.add_fused(own, PretendTensor)
+    pretend_kernels.add_fused(own, PretendTensor, launch)
     pretend_kernels.add_autocast(own, NAME)
     DEVICES.kernels = fallbacks, own
     torch.tensor = _tensor  # type: ignore[assignment]

@@ -27,14 +27,21 @@ class OnCpu(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, kernel: Any, wrap: Callable[..., Any], spec: Any, *leaves: Any
+        ctx: Any,
+        kernel: Any,
+        wrap: Callable[..., Any],
+        launch: Callable[..., Any],
+        spec: Any,
+        *leaves: Any,
     ) -> tuple[torch.Tensor, ...]:
         """Compute `kernel` of the arguments that `leaves` are, by `spec`."""
         ctx.raws = [
             each.raw.detach().requires_grad_(needed) if hasattr(each, "raw") else each
-            for each, needed in zip(leaves, ctx.needs_input_grad[3:], strict=True)
+            for each, needed in zip(leaves, ctx.needs_input_grad[4:], strict=True)
         ]
         index = next(each.device.index for each in leaves if isinstance(each, torch.Tensor))
+        launch(index, kernel, leaves, {})
+        ctx.launch = lambda gradients: launch(index, kernel, gradients, {})
         ctx.wrap = lambda raw: wrap(raw, index)
         args, kwargs = pytree.tree_unflatten(ctx.raws, spec)
         with torch.enable_grad():
@@ -44,7 +51,8 @@ class OnCpu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         """Differentiate it by the inputs that need it."""
-        needed = [i for i, needs in enumerate(ctx.needs_input_grad[3:]) if needs]
+        ctx.launch(gradients)
+        needed = [i for i, needs in enumerate(ctx.needs_input_grad[4:]) if needs]
         found = torch.autograd.grad(
             ctx.outputs,
             [ctx.raws[i] for i in needed],
@@ -54,16 +62,23 @@ class OnCpu(torch.autograd.Function):
         ctx.outputs, result = None, [None] * len(ctx.raws)
         for i, gradient in zip(needed, found, strict=True):
             result[i] = None if gradient is None else ctx.wrap(gradient)
-        return (None, None, None, *result)
+        return (None, None, None, None, *result)
 
 
-def add_fused(library: torch.library.Library, wrap: Callable[..., Any]) -> None:
-    """Let the CPU compute and differentiate what it has a kernel of its own for."""
+def add_fused(
+    library: torch.library.Library, wrap: Callable[..., Any], launch: Callable[..., Any]
+) -> None:
+    """Let the CPU compute and differentiate what it has a kernel of its own for.
+
+    Args:
+        wrap: makes a tensor of the device of the CPU's.
+        launch: adds a kernel to a device's stream.
+    """
 
     def adding(kernel: Any) -> None:
         def compute(*args: Any, **kwargs: Any) -> Any:
             leaves, spec = pytree.tree_flatten((args, kwargs))
-            return OnCpu.apply(kernel, wrap, spec, *leaves)  # type: ignore[no-untyped-call]
+            return OnCpu.apply(kernel, wrap, launch, spec, *leaves)  # type: ignore[no-untyped-call]
 
         library.impl(kernel, compute, "AutogradPrivateUse1")
 
