@@ -26,7 +26,7 @@ import os
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
@@ -167,10 +167,17 @@ class SharedTensor:
         self._block = region.buffer(self.capacity)
         weakref.finalize(self._block, _give_back, region, self.reader, os.getpid())
 
-    def give_gradient(self, gradient: Tensor | None) -> None:
-        """Write its gradient, at the reader."""
+    def give_gradient(
+        self, gradient: Tensor | None, write: Callable[[Tensor, Tensor], object] = Tensor.copy_
+    ) -> None:
+        """Write its gradient, at the reader.
+
+        Args:
+            write: copies the gradient to where the producer finds it, at the latest before that is
+                told.
+        """
         if gradient is not None:
-            self._view(HEADER + _aligned(self.nbytes)).copy_(gradient)
+            write(self._view(HEADER + _aligned(self.nbytes)), gradient)
         self._block[HAS_GRADIENT] = gradient is not None
 
     def take_gradient(self) -> Tensor | None:

@@ -8,7 +8,8 @@ A thread of the distributed autograd engine waits in `run` until the schedule ha
 thread do the work. If the schedule splits backwards, weight gradients are actions of their own.
 
 The sink knows the gradient of its loss, which is one. So its backward is queued right after the
-forward, instead of after a round trip of the loss, and `run` finds the result there.
+forward, once the loss is on the host, instead of after a round trip of the loss, and `run` finds the
+result there.
 """
 
 from __future__ import annotations
@@ -32,10 +33,14 @@ from rpcmp.rpc.shared_memory import SharedTensor
 from rpcmp.rpc.transport import Raised
 from rpcmp.worker import boundary
 from rpcmp.worker.boundary import Gradients, LocalTape
+from rpcmp.worker.copies import Copies
 from rpcmp.worker.executor import ComputeThread, Task
 from rpcmp.worker.failure import stage_failure
 from rpcmp.worker.recompute import Replay
 from rpcmp.worker.weight_grad import WeightGradients
+
+ArrivingGradients = Callable[[], list[Tensor | None]]
+"""Returns the gradient of each tensor that a stage produced, on its device."""
 
 
 def stage_error(
@@ -136,6 +141,7 @@ class Backwards:
             micro-batch, a bundle, the index of the input, its tensors. Blocks.
         failures: collects failures in a backward, which distributed autograd cannot return, and in
             weight gradients, for which no caller waits any more.
+        copies: between the stage's device and the host.
     """
 
     def __init__(
@@ -144,7 +150,9 @@ class Backwards:
         compute: ComputeThread,
         mark_at_producer: Callable[[MicrobatchMeta, int, int, list[int]], None],
         failures: Failures,
+        copies: Copies,
     ) -> None:
+        self.copies = copies
         self._stage = stage
         self._compute = compute
         self._mark_at_producer = mark_at_producer
@@ -180,14 +188,16 @@ class Backwards:
         waiting: Waiting[BackwardResult] = Waiting()
         saved.result = waiting
         result = BackwardResult([], [])
-        by_microbatch = _by_microbatch(saved, gradients)
+        pairs = zip(saved.forwards, _by_microbatch(saved, gradients), strict=True)
+        arriving = iter([self._arriving(*pair) for pair in pairs])
 
         def differentiate(forward: SavedForward) -> None:
             if not waiting.done():  # no earlier micro-batch of the bundle has failed
-                self._differentiate(forward, next(by_microbatch), result, waiting)
+                self._differentiate(forward, next(arriving), result, waiting)
             if forward is saved.forwards[-1]:
                 if not waiting.done():
-                    waiting.set_result(result)
+                    fail = functools.partial(self._fail, forward.meta, waiting)
+                    self.copies.when_made(lambda: waiting.set_result(result), fail)
                 if self.splits:
                     self._submit(Action.WEIGHT, saved, self._accumulate)
 
@@ -213,21 +223,26 @@ class Backwards:
     def _differentiate(
         self,
         forward: SavedForward,
-        gradients: Gradients,
+        arriving: ArrivingGradients,
         result: BackwardResult,
         waiting: Waiting[BackwardResult],
     ) -> None:
         meta = forward.meta
         try:
-            summed = self._sum_by_position(forward, gradients)
+            summed = arriving()
             with forward.weights.defer() if self.splits else contextlib.nullcontext():
                 of_inputs, none = forward.tape.backward(summed)  # stage.py [10]
         except BaseException as error:
-            self._failures.add(meta.round.number, stage_error(self._stage, "backward", meta, error))
-            waiting.set_exception(RuntimeError(f"backward failed at stage {self._stage!r}"))
+            self._fail(meta, waiting, error)
         else:
             result.gradients.extend(of_inputs)
             result.none.extend((meta, index, tensors) for index, tensors in none.items())
+
+    def _fail(
+        self, meta: MicrobatchMeta, waiting: Waiting[BackwardResult], error: BaseException
+    ) -> None:
+        self._failures.add(meta.round.number, stage_error(self._stage, "backward", meta, error))
+        waiting.set_exception(RuntimeError(f"backward failed at stage {self._stage!r}"))
 
     def _accumulate(self, forward: SavedForward) -> None:
         meta = forward.meta
@@ -238,13 +253,13 @@ class Backwards:
             self._failures.add(meta.round.number, broken)
             self._failures.broken = broken
 
-    def _sum_by_position(self, forward: SavedForward, gradients: Gradients) -> list[Tensor | None]:
-        """The readers' gradients of each tensor that the stage produced, summed in one order."""
-        contributions: list[list[Tensor | None]] = [[] for _ in forward.dtypes]
+    def _arriving(self, forward: SavedForward, gradients: Gradients) -> ArrivingGradients:
+        """Start to copy the readers' gradients to the device, and what else the backward needs."""
         remaining = iter(gradients)
         with self._lock:
             key = forward.meta.round.number, forward.meta.number
             marks = self._none_gradients.pop(key, {})
+        found: list[tuple[int, Tensor]] = []
         for port, positions in enumerate(forward.read):
             none = marks.get(port, ())
             arrived = (
@@ -254,10 +269,22 @@ class Backwards:
             )
             for index, (position, gradient) in enumerate(zip(positions, arrived, strict=True)):
                 if gradient is not None and index not in none:
-                    contributions[position].append(gradient.to(forward.dtypes[position]))
+                    found.append((position, gradient))
             if forward.has_token[port]:
                 next(remaining)
-        return [boundary.sum_gradients(each) for each in contributions]
+        forward.tape.prepare()
+        arriving = self.copies.to_device([gradient for _, gradient in found])
+        return lambda: _sum_by_position(forward.dtypes, [each for each, _ in found], arriving())
+
+
+def _sum_by_position(
+    dtypes: Sequence[torch.dtype], positions: Sequence[int], gradients: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Sum the readers' gradients of each tensor that the stage produced, in one order."""
+    contributions: list[list[Tensor | None]] = [[] for _ in dtypes]
+    for position, gradient in zip(positions, gradients, strict=True):
+        contributions[position].append(gradient.to(dtypes[position]))
+    return [boundary.sum_gradients(each) for each in contributions]
 
 
 def _by_microbatch(saved: SavedBundle, gradients: Gradients) -> Iterator[Gradients]:

@@ -8,7 +8,7 @@ Inside a stage the forward runs under an ordinary local tape; distributed autogr
 Its backward hands the work to the stage's compute thread and waits. That is what lets a schedule
 decide when a backward runs, and what makes everything else local: gradients accumulate in `.grad`,
 so any torch optimizer works, and the stage may use any device, since boundary tensors are on the
-host.
+host: see `copies`.
 
 A stage that recomputes its activations has a Replay in place of the local tape; see `recompute`.
 """
@@ -25,6 +25,7 @@ from torch.autograd.function import FunctionCtx
 from rpcmp.pipelining import pytree
 from rpcmp.rpc.messages import StageOutputs
 from rpcmp.rpc.shared_memory import OwnMemory, SharedTensor, is_worth_sharing
+from rpcmp.worker.copies import Arriving, Copies
 
 Gradients = Sequence[Tensor | None]
 
@@ -37,16 +38,22 @@ class LocalTape:
 
     Attributes:
         inputs: `received` on the stage's device, at the start of the local tape.
+
+    Args:
+        arriving: their tensors, if copies have been started.
     """
 
-    def __init__(self, received: Sequence[StageOutputs], device: torch.device) -> None:
-        self._device = device
+    def __init__(
+        self, received: Sequence[StageOutputs], copies: Copies, arriving: Arriving | None = None
+    ) -> None:
+        self._copies = copies
         self._gradients: list[Tensor | None] = []
         self._outputs: list[Tensor] = []
         self._received = [pytree.tensors(outputs.value) for outputs in received]
         self._has_token = [outputs.token is not None for outputs in received]
         self._shared = [outputs.shared for outputs in received]
-        tensors = [tensor for outputs in received for tensor in from_wire_dtype(outputs, device)]
+        arriving = arriving or copies.to_device(tensors_in(received))
+        tensors = from_wire_dtype(received, arriving())
         needed = [tensor.requires_grad for of_input in self._received for tensor in of_input]
         entered = iter(self._enter(tensors, needed))
         self.inputs: list[Any] = [
@@ -59,8 +66,13 @@ class LocalTape:
         self._outputs = pytree.tensors(outputs)
         return self._outputs
 
+    def prepare(self) -> None:
+        """Start what the backward needs."""
+
     def backward(self, gradients: Gradients) -> Differentiated:
         """Differentiate the stage, and write the gradients of inputs in shared memory there.
+
+        The results are there once `Copies.when_made` says so.
 
         Returns:
             The gradient of each other received tensor, tokens included, contiguous on the host, or
@@ -68,7 +80,7 @@ class LocalTape:
             gradient and did not.
         """
         pairs = [
-            (output, gradient.to(self._device))
+            (output, gradient.to(self._copies.device))
             for output, gradient in zip(self._outputs, gradients, strict=True)
             if gradient is not None and output.requires_grad
         ]
@@ -86,11 +98,11 @@ class LocalTape:
         ):
             for place in shared:
                 if place.requires_grad:
-                    place.give_gradient(next(arrived, None))
+                    place.give_gradient(next(arrived, None), self._copies.write)
             if shared:
                 received = []
             grads = [
-                _to_host(next(arrived, None), tensor.dtype) if tensor.requires_grad else None
+                self._to_host(next(arrived, None), tensor.dtype) if tensor.requires_grad else None
                 for tensor in received
             ]
             without = [
@@ -108,6 +120,9 @@ class LocalTape:
         self._gradients.clear()
         self._outputs.clear()
         self.inputs.clear()
+
+    def _to_host(self, gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        return None if gradient is None else self._copies.to_host(gradient, dtype)
 
     def _enter(self, tensors: list[Tensor], needed: list[bool]) -> list[Tensor]:
         """Make the tensors that need a gradient results of an Entry."""
@@ -237,17 +252,14 @@ def sum_gradients(contributions: Sequence[Tensor | None]) -> Tensor | None:
     return total
 
 
-def _to_host(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if gradient is None else gradient.to("cpu", dtype).contiguous()
-
-
 def to_wire_dtype(
-    outputs: Any, dtype: torch.dtype | None, memory: OwnMemory | None = None
+    outputs: Any, dtype: torch.dtype | None, copies: Copies, memory: OwnMemory | None = None
 ) -> StageOutputs:
     """Copy a tree of tensors to contiguous host memory that no other code writes to.
 
     Args:
         dtype: of float32 tensors on their way between stages; None: unchanged.
+        copies: makes them; the values are there once `Copies.when_made` says so.
         memory: shared with the reader; None: torch RPC sends the copies, as it does few bytes.
     """
     tensors = pytree.tensors(outputs)
@@ -256,18 +268,30 @@ def to_wire_dtype(
     narrowed = tuple(i for i, t in enumerate(tensors) if dtype and t.dtype is torch.float32)
 
     def copy(index: int, tensor: Tensor) -> Tensor | SharedTensor:
-        kind = dtype if index in narrowed else tensor.dtype
-        if memory is not None:
-            return memory.place(tensor, kind, tensor.requires_grad and torch.is_grad_enabled())
-        return torch.empty(tensor.shape, dtype=kind, device="cpu").copy_(tensor.detach())
+        kind = (dtype if index in narrowed else None) or tensor.dtype
+        if memory is None:
+            return copies.copied(tensor, kind)
+        needs_gradient = tensor.requires_grad and torch.is_grad_enabled()
+        placed = memory.allocate(tuple(tensor.shape), kind, needs_gradient)
+        copies.write(placed.tensor, tensor)
+        return placed
 
-    copies = iter([copy(*each) for each in enumerate(tensors)])
-    return StageOutputs(pytree.map_tensors(lambda _: next(copies), outputs), narrowed=narrowed)
+    made = iter([copy(*each) for each in enumerate(tensors)])
+    return StageOutputs(pytree.map_tensors(lambda _: next(made), outputs), narrowed=narrowed)
 
 
-def from_wire_dtype(received: StageOutputs, device: torch.device) -> list[Tensor]:
-    """Return the tensors of an input on `device`, of the dtype that the producer computed."""
+def tensors_in(received: Iterable[StageOutputs]) -> list[Tensor]:
+    return [tensor for outputs in received for tensor in pytree.tensors(outputs.value)]
+
+
+def from_wire_dtype(received: Iterable[StageOutputs], arrived: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors that have arrived, of the dtype that the producer computed."""
+    is_narrowed = [
+        index in outputs.narrowed
+        for outputs in received
+        for index in range(len(pytree.tensors(outputs.value)))
+    ]
     return [
-        tensor.detach().to(device, torch.float32 if index in received.narrowed else tensor.dtype)
-        for index, tensor in enumerate(pytree.tensors(received.value))
+        tensor.to(torch.float32) if narrowed else tensor
+        for tensor, narrowed in zip(arrived, is_narrowed, strict=True)
     ]

@@ -1,7 +1,8 @@
 """A stage's forwards: what they compute, and what they save for the backward.
 
 Forwards run micro-batch by micro-batch. The answer to a bundle, which is one message, is one node
-of the distributed graph. All of it runs on the stage's compute thread.
+of the distributed graph. All of it runs on the stage's compute thread, but for an accelerator what
+waits for copies: `Execution.receive`, and the sending of answers. See `copies`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +22,28 @@ from rpcmp.rpc.shared_memory import OwnMemory, SharedTensor
 from rpcmp.worker import boundary
 from rpcmp.worker.backward import Backwards, SavedBundle, SavedForward, stage_error
 from rpcmp.worker.boundary import LocalTape
+from rpcmp.worker.copies import Arriving
 from rpcmp.worker.model import LossScale, StageModel
 from rpcmp.worker.recompute import Buffers, Replay
 from rpcmp.worker.weight_grad import Splitter
+
+
+class Received(NamedTuple):
+    """What a stage has received for one micro-batch, on its way to the device.
+
+    Attributes:
+        inputs: in the order of its references.
+        targets: of a sink that needs them; else any.
+    """
+
+    inputs: list[StageOutputs]
+    targets: StageOutputs
+    inputs_arriving: Arriving
+    targets_arriving: Arriving
+
+    def targets_on_device(self) -> Any:
+        arrived = iter(self.targets_arriving())
+        return pytree.map_tensors(lambda _: next(arrived), self.targets.value)
 
 
 @dataclass
@@ -75,41 +95,62 @@ class Execution:
         self._loss_scale = loss_scale
         self._buffers = Buffers(model.modules()) if recompute else None
 
+    def receive(self, answers: list[StageOutputs]) -> Received:
+        """Start to copy a micro-batch's inputs, which the targets follow if a sink needs them."""
+        inputs, rest = answers[: len(self._references)], answers[len(self._references) :]
+        targets = rest if self._model.is_sink else []
+        to_device = self._backwards.copies.to_device
+        return Received(
+            inputs,
+            answers[-1],
+            to_device(boundary.tensors_in(inputs)),
+            to_device(boundary.tensors_in(targets)),
+        )
+
     def forward(
-        self, meta: MicrobatchMeta, answers: list[StageOutputs], sharing: Set[int] = frozenset()
+        self, meta: MicrobatchMeta, received: Received, sharing: Set[int] = frozenset()
     ) -> Computed:
-        """Compute one micro-batch of its inputs, which the targets follow if a sink needs them.
+        """Compute one micro-batch.
 
         Args:
             sharing: ports whose readers share memory with this process.
         """
-        received = answers[: len(self._references)]
-        targets = answers[-1]
         try:
             if meta.round.is_training:
                 with torch.enable_grad():
-                    return self._train(meta, received, targets, sharing)
+                    return self._train(meta, received, sharing)
             with torch.no_grad():
-                return Computed(received, self._infer(meta, received, targets, sharing), sharing)
+                return Computed(received.inputs, self._infer(meta, received, sharing), sharing)
         except BaseException as error:  # sys.exit() in a layer must not end a worker either
-            sources = zip(self._references, received, strict=False)
+            sources = zip(self._references, received.inputs, strict=False)
             inputs = ", ".join(
                 f"from {str(reference)!r}: {pytree.describe(outputs.value)}"
                 for reference, outputs in sources
             )
             raise stage_error(self._stage, "forward", meta, error, inputs) from error
 
-    def answer(self, bundle: Bundle, computed: list[Computed]) -> list[list[Any]]:
-        """Return for each port the answers of a bundle's micro-batches.
+    def answer(
+        self,
+        bundle: Bundle,
+        computed: list[Computed],
+        send: Callable[[list[list[Any]]], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        """Send for each port the answers of a bundle's micro-batches, once they are on the host.
 
         In training these are results of one node of the distributed graph. Runs no user code.
+
+        Args:
+            failed: called instead if the device has failed.
         """
         answers = [list(port) for port in zip(*(one.answers for one in computed), strict=True)]
         for port in computed[0].sharing if not self._model.is_sink else ():
             answers[port] = [outputs.lent() for outputs in answers[port]]
         forwards = [one.saved for one in computed if one.saved is not None]
+        when_made = self._backwards.copies.when_made
         if not forwards:
-            return answers
+            when_made(lambda: send(answers), failed)
+            return
         _add_tokens(answers, forwards)
         saved = SavedBundle(bundle, forwards)
         tensors = [tensor for answer in answers for tensor in boundary.tensors_of(answer)]
@@ -117,10 +158,16 @@ class Execution:
         constants = [tensor for one in computed for tensor in one.constants]
         run = functools.partial(self._backwards.run, saved)
         connected = iter(boundary.connect(run, tensors, received, constants))  # stage.py [8]
-        if self._model.is_sink and self._are_differentiated(tensors):
-            scale = self._loss_scale or LossScale()
-            self._backwards.start(saved, [scale.gradient(loss) for loss in tensors])  # stage.py [9]
-        return [[_replaced(outputs, connected) for outputs in answer] for answer in answers]
+        answers = [[_replaced(outputs, connected) for outputs in answer] for answer in answers]
+
+        def made() -> None:
+            if self._model.is_sink and self._are_differentiated(tensors):
+                scale = self._loss_scale or LossScale()
+                # stage.py [9]
+                self._backwards.start(saved, [scale.gradient(loss) for loss in tensors])
+            send(answers)
+
+        when_made(made, failed)
 
     def _are_differentiated(self, losses: list[Tensor]) -> bool:
         """Whether the sink's backward follows; without loss scaling, a loss may not be NaN or inf.
@@ -129,34 +176,29 @@ class Execution:
         """
         return self._loss_scale is not None or all(bool(torch.isfinite(loss)) for loss in losses)
 
-    def _train(
-        self,
-        meta: MicrobatchMeta,
-        received: list[StageOutputs],
-        targets: StageOutputs,
-        sharing: Set[int],
-    ) -> Computed:
+    def _train(self, meta: MicrobatchMeta, received: Received, sharing: Set[int]) -> Computed:
         weights = self._splitter.next_microbatch(self._backwards.splits)
-        compute = functools.partial(self._compute, meta, targets)
-        device = self._model.device
+        compute = functools.partial(self._compute, meta, received)
+        inputs, copies, arriving = received.inputs, self._backwards.copies, received.inputs_arriving
         tape: LocalTape | Replay
         if self._buffers is not None:
             tape = replay = Replay(
-                compute, received, device, self._buffers, self._splitter, weights
+                compute, inputs, copies, self._buffers, self._splitter, weights, arriving
             )
             outputs = replay.forward()
         else:
-            tape = local = LocalTape(received, device)  # stage.py [7]
+            tape = local = LocalTape(inputs, copies, arriving)  # stage.py [7]
             with weights.watch():
                 outputs = compute(local.inputs)
             self._splitter.calibrate(local.leave(outputs))
-        return self._computed(SavedForward(meta, tape, weights), outputs, received, sharing)
+        return self._computed(SavedForward(meta, tape, weights), outputs, inputs, sharing)
 
-    def _compute(self, meta: MicrobatchMeta, targets: StageOutputs, inputs: list[Any]) -> Any:
+    def _compute(self, meta: MicrobatchMeta, received: Received, inputs: list[Any]) -> Any:
         outputs = self._model.forward(inputs, meta)
         if not self._model.is_sink:
             return outputs
-        return self._model.loss(outputs, targets.value, meta, targets.weight)
+        targets = received.targets_on_device()
+        return self._model.loss(outputs, targets, meta, received.targets.weight)
 
     def _computed(
         self,
@@ -196,19 +238,15 @@ class Execution:
     def _copied(self, index: int, part: Any, is_sharing: bool) -> StageOutputs:
         _check_plain(part)
         dtype = None if self._ports[index].reader == DRIVER else self._wire_dtype
-        return boundary.to_wire_dtype(part, dtype, self._memory_of() if is_sharing else None)
+        memory = self._memory_of() if is_sharing else None
+        return boundary.to_wire_dtype(part, dtype, self._backwards.copies, memory)
 
-    def _infer(
-        self,
-        meta: MicrobatchMeta,
-        received: list[StageOutputs],
-        targets: StageOutputs,
-        sharing: Set[int],
-    ) -> list[Any]:
-        tape = LocalTape(received, self._model.device)
+    def _infer(self, meta: MicrobatchMeta, received: Received, sharing: Set[int]) -> list[Any]:
+        tape = LocalTape(received.inputs, self._backwards.copies, received.inputs_arriving)
         outputs = self._model.forward(tape.inputs, meta)
         if meta.round.mode is Mode.EVALUATE and self._model.is_sink:
-            evaluated = self._model.evaluate(outputs, targets.value, meta, targets.weight)
+            targets, on_device = received.targets, received.targets_on_device()
+            evaluated = self._model.evaluate(outputs, on_device, meta, targets.weight)
             if self._model.returns_outputs:
                 evaluated = evaluated._replace(
                     outputs=self._copied(0, outputs, is_sharing=False).value,

@@ -248,7 +248,9 @@ class StageOptimizer(ComputeThreadOwner):
     def _scale(self, factor: Tensor) -> None:
         for parameter in self._parameters:
             if parameter.grad is not None:
-                factor = factor.to(parameter.grad.device)  # one copy: a stage has one device
+                if factor.device != parameter.grad.device:  # once: a stage has one device
+                    # Filled in by a kernel: for a copy, the host would wait.
+                    factor = torch.full_like(factor, factor.item(), device=parameter.grad.device)
                 parameter.grad.mul_(factor)
 
     def _step_scheduler(self, loss: float) -> None:

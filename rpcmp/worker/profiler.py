@@ -41,6 +41,7 @@ from rpcmp.rpc import tensors
 from rpcmp.rpc.messages import MicrobatchMeta, Mode, RoundHeader, StageOutputs
 from rpcmp.worker import weight_grad
 from rpcmp.worker.boundary import LocalTape
+from rpcmp.worker.copies import Copies
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.weight_grad import Splitter
 
@@ -337,7 +338,7 @@ class Layer:
             pytree.map_tensors(lambda tensor: _detached(tensor.clone()), each)
             for each in self._inputs
         ]
-        return LocalTape([StageOutputs(copy) for copy in copies], self._model.device)
+        return LocalTape([StageOutputs(copy) for copy in copies], Copies(self._model.device))
 
     def _measure_update(self) -> float:
         """Return the seconds of the optimizer's second step; its first creates its state."""

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from rpcmp.pipelining import pytree
+from rpcmp.pipelining.devices import CPU
 from rpcmp.rpc.messages import StageOutputs
-from rpcmp.worker.boundary import Differentiated, Gradients, LocalTape
+from rpcmp.worker.boundary import Differentiated, Gradients, LocalTape, tensors_in
+from rpcmp.worker.copies import Arriving, Copies
 from rpcmp.worker.weight_grad import Splitter, WeightGradients
 
 
@@ -75,20 +77,23 @@ class Replay:
     Args:
         compute: the stage's forward, of its inputs.
         splitter, weights: collect the weight gradients of the second forward.
+        arriving: see LocalTape; for the first one.
     """
 
     def __init__(
         self,
         compute: Callable[[list[Any]], Any],
         received: Sequence[StageOutputs],
-        device: torch.device,
+        copies: Copies,
         buffers: Buffers,
         splitter: Splitter,
         weights: WeightGradients,
+        arriving: Arriving | None = None,
     ) -> None:
         self._compute = compute
         self._received = list(received)
-        self._device = device
+        self._copies = copies
+        self._arriving = arriving
         self._buffers = buffers
         self._splitter = splitter
         self._weights = weights
@@ -97,23 +102,33 @@ class Replay:
     def forward(self) -> Any:
         """Return the stage's outputs, on a graph that cannot be differentiated."""
         self._before = self._buffers.copy()
-        # The first layer may work in place, and the second forward needs the original inputs.
-        copies = [
-            outputs._replace(value=pytree.map_tensors(_copy, outputs.value))
-            for outputs in self._received
-        ]
-        tape = LocalTape(copies, self._device)
+        tape = self._tape()
         with torch.autograd.graph.saved_tensors_hooks(_drop, _never):
             outputs = self._compute(tape.inputs)
         self._buffers.learn(self._before)
         return outputs
+
+    def _tape(self) -> LocalTape:
+        """Return a tape of inputs that the first layer may change, since they are needed again."""
+        if self._copies.device != CPU:  # copies anyway
+            arriving, self._arriving = self._arriving, None
+            return LocalTape(self._received, self._copies, arriving)
+        copies = [
+            outputs._replace(value=pytree.map_tensors(_copy, outputs.value))
+            for outputs in self._received
+        ]
+        return LocalTape(copies, self._copies)
+
+    def prepare(self) -> None:
+        """Start to copy the inputs again, for the second forward."""
+        self._arriving = self._copies.to_device(tensors_in(self._received))
 
     def backward(self, gradients: Gradients) -> Differentiated:
         """Run the forward again, and then `LocalTape.backward`."""
         after = self._buffers.copy()
         _restore(self._before)
         try:
-            tape = LocalTape(self._received, self._device)
+            tape = LocalTape(self._received, self._copies, self._arriving)
             self.free()
             with torch.enable_grad(), self._weights.watch():
                 self._splitter.calibrate(tape.leave(self._compute(tape.inputs)))
@@ -124,6 +139,7 @@ class Replay:
     def free(self) -> None:
         self._received.clear()
         self._before.clear()
+        self._arriving = None
 
 
 def _copy(tensor: Tensor) -> Tensor:

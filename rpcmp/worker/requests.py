@@ -37,9 +37,9 @@ from rpcmp.rpc.messages import (
     StepReport,
 )
 from rpcmp.rpc.transport import NOBODY, Raised, Transport, result, when_all
-from rpcmp.worker.backward import Failures
+from rpcmp.worker.backward import Failures, stage_error
 from rpcmp.worker.executor import ComputeThread, Task
-from rpcmp.worker.forward import Computed, Execution
+from rpcmp.worker.forward import Computed, Execution, Received
 
 DRIVER_PORT = 0
 """The sink's only port. Its reader wants the loss (TrainStepRunner) or the outputs (the driver)."""
@@ -197,7 +197,10 @@ class ForwardRequests:
             return
         bundle = pending.bundle
         metas = bundle.microbatches
-        received = [[each.opened() for each in inputs] for inputs in zip(*answers, strict=True)]
+        received = [
+            self._execution.receive([each.opened() for each in inputs])
+            for inputs in zip(*answers, strict=True)
+        ]
         sharing = frozenset(pending.sharing)
         parts = [
             functools.partial(self._forward, pending, meta, inputs, sharing, meta is metas[-1])
@@ -211,7 +214,7 @@ class ForwardRequests:
         self,
         pending: _PendingForward,
         meta: MicrobatchMeta,
-        received: list[StageOutputs],
+        received: Received,
         sharing: Set[int],
         is_last: bool,
     ) -> None:
@@ -223,14 +226,23 @@ class ForwardRequests:
                 raise self._failures.broken
             pending.computed.append(self._execution.forward(meta, received, sharing))
         except RpcmpError as error:
-            raised = self._failures.add(meta.round.number, error)
-            self._answer(pending, [raised] * self._num_ports)
+            self._fail(pending, error)
             return
         if is_last:
-            answers = self._execution.answer(pending.bundle, pending.computed)
             first = pending.computed[0].received
-            # stage.py [8]
-            self._answer(pending, self._with_reports(pending.bundle, answers, first))
+
+            def send(answers: list[list[Any]]) -> None:
+                # stage.py [8]
+                self._answer(pending, self._with_reports(pending.bundle, answers, first))
+
+            def failed(error: BaseException) -> None:
+                self._fail(pending, stage_error(self._worker, "forward", meta, error))
+
+            self._execution.answer(pending.bundle, pending.computed, send, failed)
+
+    def _fail(self, pending: _PendingForward, error: RpcmpError) -> None:
+        raised = self._failures.add(pending.bundle.round.number, error)
+        self._answer(pending, [raised] * self._num_ports)
 
     def _with_reports(
         self, bundle: Bundle, answers: list[list[Any]], received: list[StageOutputs]

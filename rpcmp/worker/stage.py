@@ -91,6 +91,7 @@ from rpcmp.rpc.messages import (
 from rpcmp.rpc.shared_memory import OwnMemory
 from rpcmp.rpc.transport import Raised, Transport
 from rpcmp.worker.backward import Backwards, Failures
+from rpcmp.worker.copies import copies_of
 from rpcmp.worker.executor import ComputeThread, ComputeThreadOwner, on_compute_thread
 from rpcmp.worker.failure import stage_failure
 from rpcmp.worker.forward import Execution
@@ -147,7 +148,11 @@ class Stage(ComputeThreadOwner):
         self._inputs = Inputs(graph, stage, share, config.turns_of, peer, transport, loader)
         self._failures = Failures()
         self._backwards = Backwards(
-            self.name, self._compute, self._inputs.mark_none_gradients, self._failures
+            self.name,
+            self._compute,
+            self._inputs.mark_none_gradients,
+            self._failures,
+            copies_of(self.model.device),
         )
 
         def memory_of() -> OwnMemory:  # the stage is built before its process joins the group

@@ -5,7 +5,6 @@ The accelerator is a pretended one, `pretend:0` to `pretend:3`: see tests/suppor
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -140,12 +139,12 @@ def test_library_calls(tmp_path: Path) -> None:
     assert used("pretend:0", "auto") == used("cpu", "cpu")
 
 
-def test_the_host_waits_for_nothing_but_what_leaves_the_device(job: JobFolder) -> None:
-    """A step of four micro-batches: outputs, losses and gradients for others, and one for norms."""
-    path = job.folder / "reads"
+def watched(job: JobFolder, steps: int = 4) -> dict[str, list[dict[str, Any]]]:
+    """Train two stages; return what each device had done at the start of each step."""
+    path = job.folder / "watched"
     result = drive(
         job.config(f"""
-        steps = 4
+        steps = {steps}
         max_grad_norm = 0.5
         optimizer = "torch.optim:AdamW"
         [model]
@@ -158,12 +157,45 @@ def test_the_host_waits_for_nothing_but_what_leaves_the_device(job: JobFolder) -
     """)
     )
     assert result.code == 0, result.err
+    lines = {name: Path(f"{path}-{name}").read_text() for name in ("pretend:0", "pretend:1")}
+    return {name: [*map(json.loads, text.splitlines()[::4])] for name, text in lines.items()}
+
+
+def test_what_a_step_of_four_micro_batches_copies_and_waits_for(job: JobFolder) -> None:
+    """The thread that launches kernels waits for nothing but the norm of the gradients.
+
+    The first stage sends outputs; the second one losses, of which it gets gradients, and gradients.
+    """
     found = {}
-    for device in ("pretend:0", "pretend:1"):
-        counts = [int(line) for line in Path(f"{path}-{device}").read_text().split()]
-        firsts = counts[::4]  # in the first micro-batch of each step
-        found[device] = {after - before for before, after in itertools.pairwise(firsts)}
-    assert found == {"pretend:0": {4 + 1}, "pretend:1": {4 + 4 + 1}}
+    for device, notes in watched(job).items():
+        before, after = (note["counts"] for note in notes[-2:])
+        more = {what: number - before.get(what, 0) for what, number in after.items()}
+        found[device] = {what: number for what, number in more.items() if number}
+    for counts in found.values():  # of what arrives, some may be early, by threads of torch RPC
+        for what in [each for each in counts if ", by rpcmp-" not in each]:
+            assert what.startswith("copy that comes late, by ")
+            del counts[what]
+
+    def expected(leaving: int, arriving: int, **more: int) -> dict[str, int]:
+        return {
+            "copy that comes late, by rpcmp-compute": leaving,
+            "wait of a stream, by rpcmp-compute": leaving + arriving,
+            "wait of the host for an event, by rpcmp-send_0": leaving,
+            "wait of the host for a stream, by rpcmp-compute": 1,
+            **more,
+        }
+
+    of_losses = {"copy that comes late, by rpcmp-send_0": 4}
+    assert found["pretend:0"] == expected(leaving=4, arriving=8)
+    assert found["pretend:1"] == expected(leaving=8, arriving=12) | of_losses
+
+
+def test_no_copy_waits_for_what_it_does_not_need(job: JobFolder) -> None:
+    computing, arriving, leaving = "0", "1", "2"
+    for notes in watched(job).values():
+        waited = notes[-1]["waited"]
+        assert waited.pop(arriving) == []
+        assert waited == {computing: [1], leaving: [0, 1]}
 
 
 def test_a_device_that_runs_out_of_memory_is_explained(job: JobFolder) -> None:

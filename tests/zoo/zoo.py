@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import signal
@@ -690,7 +691,7 @@ def hungry(gigabytes: int = 2) -> Layers:
 
 
 class Reads(nn.Module):
-    """Notes, in each forward, how often the host has waited for its device so far."""
+    """Notes, in each forward, what the streams of its device and the host have done so far."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -699,11 +700,11 @@ class Reads(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         accelerator: Any = torch.get_device_module(x.device)
         with open(f"{self.path}-{x.device}", "a") as file:
-            file.write(f"{sum(accelerator.reads.values())}\n")
+            file.write(f"{json.dumps(accelerator.streams.noted())}\n")
         return x
 
 
 def watched(path: str) -> Layers:
-    """Return two blocks, each of which notes how often its device was read."""
+    """Return two blocks, each of which notes what its device and the host have done."""
     first, second, head = mlp(2)
     return [first, ("reads0", lambda: Reads(path)), second, ("reads1", lambda: Reads(path)), head]

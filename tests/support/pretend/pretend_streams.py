@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -95,6 +95,16 @@ class Streams:
 
     def count(self, what: str) -> None:
         self.counts[what, threading.current_thread().name] += 1
+
+    def noted(self) -> dict[str, Any]:
+        """Return what was counted, and which streams of its device each stream has waited for."""
+        with self._lock:
+            counted = {f"{what}, by {thread}": n for (what, thread), n in self.counts.items()}
+            waited = {
+                str(number): sorted(of for _, of in clock if of != number)
+                for (_, number), clock in self.clocks.items()
+            }
+            return {"counts": counted, "waited": waited}
 
     def tell(self, what: int, event: int, device: int, number: int) -> None:
         """Record what a stream, or the host, does with events."""

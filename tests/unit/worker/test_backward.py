@@ -16,13 +16,14 @@ from rpcmp.pipelining.schedule import Action, InFlightLimits
 from rpcmp.rpc.messages import Bundle, MicrobatchMeta, StageOutputs
 from rpcmp.worker.backward import Backwards, Failures, SavedBundle, SavedForward
 from rpcmp.worker.boundary import LocalTape
+from rpcmp.worker.copies import Copies
 from rpcmp.worker.executor import Task
 from rpcmp.worker.weight_grad import WeightGradients, splittable
 from tests.support.gradients import lists
 from tests.support.rounds import compute_thread, header
 
 SECONDS = 30.0  # a test that hangs fails after this time
-CPU = torch.device("cpu")
+CPU = Copies(torch.device("cpu"))
 ROUND = header(1, step=7)
 (META,) = ROUND.microbatches([0])
 
@@ -47,7 +48,7 @@ class Stage:
         schedule, limits = "zero-bubble" if splits else "1f1b", InFlightLimits(1, 1, splits)
         self.compute = compute_thread(schedule, limits, lambda _: self.ended.set())
         self.compute.start_round(ROUND)
-        self.backwards = Backwards("s", self.compute, self._mark_at_producer, self.failures)
+        self.backwards = Backwards("s", self.compute, self._mark_at_producer, self.failures, CPU)
         for port, tensors in (missing or {}).items():
             self.backwards.mark_none_gradients(1, 0, port, tensors)
         self._pool = ThreadPoolExecutor(1)

@@ -16,9 +16,10 @@ from rpcmp.pipelining import pytree
 from rpcmp.rpc.messages import StageOutputs
 from rpcmp.rpc.shared_memory import OwnMemory, PeerMemory, SharedTensor
 from rpcmp.worker.boundary import LocalTape, connect, sum_gradients, tensors_of
+from rpcmp.worker.copies import Copies
 from tests.support.gradients import lists
 
-CPU = torch.device("cpu")
+CPU = Copies(torch.device("cpu"))
 
 
 def token() -> Tensor:
@@ -376,7 +377,7 @@ def test_a_backward_equals_torchs_backward_without_importing_sympy(
             patch.setitem(sys.modules, name, None)  # importing it fails
         with pytest.raises(ImportError):
             torch.autograd.backward(outputs(*leaves()), gradients)
-        tape = LocalTape([StageOutputs(0)], torch.device("cpu"))
+        tape = LocalTape([StageOutputs(0)], Copies(torch.device("cpu")))
         tape.leave(outputs(*ours))
         tape.backward(gradients)
     for mine, its in zip(ours, theirs, strict=True):

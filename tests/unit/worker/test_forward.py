@@ -17,9 +17,11 @@ from torch.nn.modules.module import register_module_forward_hook
 from rpcmp.config.loader import parse_config
 from rpcmp.config.topology import DRIVER, Port
 from rpcmp.pipelining.assignment import assign
+from rpcmp.pipelining.devices import CPU
 from rpcmp.pipelining.schedule import Action
 from rpcmp.rpc.messages import Bundle, StageOutputs
 from rpcmp.worker.backward import Backwards, Failures
+from rpcmp.worker.copies import Copies
 from rpcmp.worker.executor import Task
 from rpcmp.worker.forward import Execution
 from rpcmp.worker.model import StageModel
@@ -94,7 +96,7 @@ class Stage:
         self._execution = Execution(
             *(name, self.model, graph.inputs[name]),
             graph.ports(name) or (Port(DRIVER, 0, ()),),
-            Backwards(name, self._compute, cast(Any, None), self.failures),
+            Backwards(name, self._compute, cast(Any, None), self.failures, Copies(CPU)),
             recompute=assignment.stage.recompute,
             wire_dtype={None: None, "bfloat16": torch.bfloat16}[config.wire_dtype],
         )
@@ -108,9 +110,10 @@ class Stage:
         answer: Future[list[StageOutputs]] = Future()
 
         def run(received: list[Any]) -> None:
-            computed = self._execution.forward(meta, received)
-            (of_port,) = self._execution.answer(bundle, [computed])
-            answer.set_result(of_port)
+            computed = self._execution.forward(meta, self._execution.receive(received))
+            self._execution.answer(
+                bundle, [computed], lambda ports: answer.set_result(*ports), answer.set_exception
+            )
 
         task = Task([functools.partial(run, list(received))], microbatch)
         self._compute.submit(1, Action.FORWARD, microbatch, task)

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from rpcmp.pipelining import random_streams
 from rpcmp.rpc.messages import StageOutputs
 from rpcmp.worker.boundary import LocalTape
+from rpcmp.worker.copies import Copies
 from rpcmp.worker.recompute import Buffers, Replay
 from rpcmp.worker.weight_grad import Splitter, WeightGradients
 from tests.support import splitlayers
 
-CPU = torch.device("cpu")
+CPU = Copies(torch.device("cpu"))
 SAMPLES, FEATURES, NUM_MICROBATCHES = 6, 4, 3
 
 Forward = Callable[[list[Any]], Any]

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from rpcmp.config.topology import ReplicaAssignment, ReplicaShare
-from rpcmp.errors import JobError, from_wire
+from rpcmp.errors import JobError, StageError, from_wire
 from rpcmp.rpc.messages import Bundle, MicrobatchMeta, RoundHeader, StageOutputs
 from rpcmp.rpc.transport import Raised
 from rpcmp.worker.backward import Failures
@@ -28,6 +28,7 @@ class _Around:
         self.computed: list[MicrobatchMeta] = []
         self.sharing: list[Set[int]] = []
         self.tasks: list[Any] = []
+        self.error: BaseException | None = None
         self.exchange = ForwardRequests(
             "stage1",
             cast(Any, self),
@@ -57,6 +58,9 @@ class _Around:
 
     # Execution
 
+    def receive(self, answers: list[StageOutputs]) -> list[StageOutputs]:
+        return answers
+
     def forward(
         self, meta: MicrobatchMeta, received: list[StageOutputs], sharing: Set[int]
     ) -> Computed:
@@ -64,9 +68,18 @@ class _Around:
         self.sharing.append(sharing)
         return Computed(received, [meta.number])
 
-    def answer(self, _: Bundle, computed: list[Computed]) -> list[list[StageOutputs]]:
+    def answer(
+        self,
+        _: Bundle,
+        computed: list[Computed],
+        send: Callable[[list[list[StageOutputs]]], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        if self.error is not None:
+            failed(self.error)
+            return
         values = [one.answers[0] for one in computed]
-        return [[StageOutputs((port, value)) for value in values] for port in range(NUM_READERS)]
+        send([[StageOutputs((port, value)) for value in values] for port in range(NUM_READERS)])
 
     # All together
 
@@ -131,6 +144,18 @@ def test_a_failed_input_is_the_answer_to_all_readers(around: _Around) -> None:
     around.asked.pop()([failed])
     assert [first.value(), around.exchange.ask(bundle(), 1).value()] == [failed] * 2
     assert around.tasks == []
+
+
+def test_a_device_that_fails_to_copy_what_was_computed_is_the_answer_to_all_readers(
+    around: _Around,
+) -> None:
+    around.error = RuntimeError("the copy has failed")
+    answers = [around.exchange.ask(bundle(), port) for port in range(NUM_READERS)]
+    around.arrive()
+    for answer in answers:
+        with pytest.raises(StageError, match=r"'stage1' failed in forward .* the copy has failed"):
+            raise from_wire(answer.value().error)
+    assert len(around.exchange) == 0
 
 
 def test_requests_before_and_after_an_abort_get_an_error(

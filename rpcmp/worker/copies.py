@@ -1,0 +1,175 @@
+"""Copies between a stage's device and the host, beside what the stage computes.
+
+    RPC threads       message ──> pinned memory ──the stream in──> the device
+    compute thread        waits for the copy: kernels ──> an event of the computing stream
+    sending thread    message <── pinned memory <──the stream out── the device
+
+What arrives is copied as soon as it is there, on a stream that waits for nothing that is computed.
+The computing stream waits for the event of the copies that it needs, and for no others. What leaves
+is copied on a stream that waits for the kernels before it. The host waits for the event of that
+copy in a thread of its own, which then sends: the thread that launches kernels never waits.
+
+The copies are as safe as torch's allocators: pinned memory stays until the copies that it is part
+of are made, and so does memory of the device, once the allocator knows of a second stream.
+
+A CPU computes where the messages are. On devices without streams or pinned memory, each copy is
+made when it is needed, by the thread that needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from rpcmp.pipelining.devices import CPU
+
+Arriving = Callable[[], list[Tensor]]
+"""Returns tensors on the device, on the compute thread, each time the same."""
+
+
+def copies_of(device: torch.device) -> Copies:
+    """Return the copies of a stage on `device`, as fast as that can make them."""
+    if device == CPU:
+        return Copies(device)
+    try:
+        return OverlappedCopies(device)
+    except (RuntimeError, NotImplementedError):  # it has no streams, no events or no pinned memory
+        return Copies(device)
+
+
+class Copies:
+    """Copies that are made at once, by the thread that needs them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def to_device(self, tensors: Sequence[Tensor]) -> Arriving:
+        """Start to copy tensors of the host, from any thread."""
+        return lambda: [tensor.detach().to(self.device) for tensor in tensors]
+
+    def to_host(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a contiguous tensor on the host, which has its values once `when_made` says so."""
+        return tensor.to(CPU, dtype).contiguous()
+
+    def copied(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Do the same as `to_host`, in memory that no other code writes to."""
+        return torch.empty(tensor.shape, dtype=dtype, device=CPU).copy_(tensor.detach())
+
+    def write(self, target: Tensor, source: Tensor) -> None:
+        """Copy to a tensor of the host, which has the values once `when_made` says so."""
+        target.copy_(source.detach())
+
+    def when_made(self, act: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
+        """Call `act` once all copies to the host are made that this thread has started.
+
+        Args:
+            act, failed: must not raise; `failed` is called instead if the device cannot copy.
+        """
+        act()
+
+
+class OverlappedCopies(Copies):
+    """Copies on streams of their own. All but `to_device` is the compute thread's.
+
+    Raises:
+        RuntimeError: the device has no streams or no events, or the host no pinned memory for it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._in, self._out = torch.Stream(device=device), torch.Stream(device=device)
+        self._out.wait_stream(self._computing)
+        torch.empty(1, pin_memory=True)
+        self._starting = threading.Lock()
+        self._writes: list[tuple[Tensor, Tensor]] = []
+        self._is_copying = False
+        self._sending = ThreadPoolExecutor(1, "rpcmp-send")
+
+    def to_device(self, tensors: Sequence[Tensor]) -> Arriving:
+        if not tensors or not all(tensor.layout is torch.strided for tensor in tensors):
+            return super().to_device(tensors)
+        try:
+            copies, made = self._start(tensors)
+        except RuntimeError:  # such as a lack of memory: the compute thread meets and explains it
+            return super().to_device(tensors)
+
+        def arrived() -> list[Tensor]:
+            self._computing.wait_event(made)
+            for copy in copies:
+                copy.record_stream(self._computing)
+            return copies
+
+        return arrived
+
+    def _start(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.Event]:
+        """Copy to memory of the stream in, so that it need not wait until others have freed it."""
+        made = torch.Event(device=self.device)
+        with torch.no_grad():
+            pinned = [torch.empty_like(each, pin_memory=True).copy_(each) for each in tensors]
+            with self._starting, self._in:  # torch: one thread may enter a stream
+                copies = [
+                    torch.empty_like(each, device=self.device).copy_(each, non_blocking=True)
+                    for each in pinned
+                ]
+                made.record(self._in)
+        return copies, made
+
+    def to_host(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        if tensor.device != self.device or tensor.layout is not torch.strided:
+            return super().copied(tensor, dtype)
+        with torch.no_grad():
+            # A copy on the device: a layer may write to its output in its next forward. The cast is
+            # the device's as well, since one on the way would be the host's, which would wait.
+            own = tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+            pinned = torch.empty(own.shape, dtype=dtype, pin_memory=True)
+            self._out.wait_stream(self._computing)
+            with self._out:
+                pinned.copy_(own, non_blocking=True)
+            own.record_stream(self._out)
+        self._is_copying = True
+        return pinned
+
+    copied = to_host
+
+    def write(self, target: Tensor, source: Tensor) -> None:
+        self._writes.append((target, self.to_host(source, target.dtype)))
+
+    def when_made(self, act: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
+        if not self._is_copying:
+            act()
+            return
+        self._is_copying = False
+        made = torch.Event(device=self.device, blocking=True)
+        made.record(self._out)
+        writes, self._writes = self._writes, []
+
+        def send() -> None:
+            try:
+                made.synchronize()
+                for target, source in writes:
+                    target.copy_(source)
+            except BaseException as error:
+                failed(error)
+            else:
+                act()
+
+        self._sending.submit(_or_exit, send)
+
+    @property
+    def _computing(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self.device)
+
+
+def _or_exit(act: Callable[[], None]) -> None:
+    """Call what does not raise; if it does, that is a bug, and no caller would see it."""
+    try:
+        act()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)

@@ -1,0 +1,156 @@
+"""Copies between a device and the host: on the pretend accelerator, in a process that has it.
+
+See tests/support/pretend. A piece of code without its waits has to fail there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from rpcmp.pipelining.devices import CPU
+from rpcmp.worker import copies
+from rpcmp.worker.copies import Copies, copies_of
+from tests.support.pretend import install
+
+COPYING = """
+import json, pathlib, sys, threading, torch
+from rpcmp.worker import copies
+
+source, taken_out = pathlib.Path(copies.__file__).read_text(), sys.argv[1]
+if taken_out:
+    assert source.count(taken_out) == 1
+    exec(compile(source.replace(taken_out, sys.argv[2]), copies.__file__, "exec"), vars(copies))
+
+device = torch.device("pretend:1")
+made = copies.copies_of(device)
+found, received = {"kind": type(made).__name__}, torch.arange(6.0).view(2, 3).t()
+
+def sent(act):
+    done = threading.Event()
+
+    def end(value):
+        found.setdefault("threads", set()).add(threading.current_thread().name)
+        found.setdefault("results", []).append(value)
+        done.set()
+
+    made.when_made(lambda: end(act()), lambda error: end(f"{type(error).__name__}: {error}"))
+    assert done.wait(60)
+
+def computed():
+    (there,) = made.to_device([received])()
+    found["arrived"] = [str(there.device), list(there.stride())]
+    output = there * 2
+    del there
+    host, shared = made.copied(output, torch.bfloat16), torch.zeros(3, 2)
+    made.write(shared, output)
+    output.add_(100)  # as a layer does that writes to its output in its next forward
+    sent(lambda: [host.tolist(), shared.tolist()])
+    made.write(torch.zeros(7), output)
+    sent(lambda: "not reached")
+    on_cpu = made.to_host(torch.ones(2), torch.float64)
+    sent(on_cpu.tolist)
+
+def is_too_large():
+    arriving = made.to_device([torch.empty(1).expand(2**19)])
+    found["memory"] = "the caller has gone on"
+    arriving()
+
+def failure(act):
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+found["failed"] = failure(computed)
+computing = (1, torch.accelerator.current_stream(1).stream_id)
+first = torch.pretend.streams.clocks[1, made._in.stream_id]
+found["waited"] = computing in first
+found["full"] = failure(is_too_large)
+print(json.dumps({**found, "threads": sorted(found.get("threads", []))}))
+"""
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    memory = {"PRETEND_MEMORY": str(2**20)}
+    return {**os.environ, **memory, **install(tmp_path_factory.mktemp("pretend"))}
+
+
+def copied(environment: dict[str, str], taken_out: str = "", instead: str = "") -> dict[str, Any]:
+    """Copy there and back, if need be without a piece of the code; return what was found."""
+    command = [sys.executable, "-c", COPYING, taken_out, instead]
+    asked = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert asked.returncode == 0, asked.stderr
+    found: dict[str, Any] = json.loads(asked.stdout)
+    return found
+
+
+DOUBLED = [[0.0, 6.0], [2.0, 8.0], [4.0, 10.0]]
+
+
+def test_copies_there_and_back(environment: dict[str, str]) -> None:
+    found = copied(environment)
+    assert found["kind"] == "OverlappedCopies"
+    assert found["failed"] is None
+    values, failed, on_cpu = found["results"]
+    assert values == [DOUBLED, DOUBLED]
+    assert found["arrived"] == ["pretend:1", [1, 3]]
+    assert failed.startswith("RuntimeError: The size of tensor a (7) must match")
+    assert on_cpu == [1.0, 1.0]
+    assert set(found["threads"]) == {"rpcmp-send_0", "MainThread"}  # if nothing is left to copy
+    assert found["waited"] is False
+    assert found["memory"] == "the caller has gone on"
+    assert found["full"].startswith("OutOfMemoryError: pretend out of memory")
+
+
+@pytest.mark.parametrize(
+    ("taken_out", "instead", "reason"),
+    [
+        ("self._computing.wait_event(made)", "pass", "aten.mul.Tensor reads what"),
+        ("copy.record_stream(self._computing)", "pass", "memory is freed that"),
+        ("            self._out.wait_stream(self._computing)", "", "aten.copy_.default reads what"),
+        ("own.record_stream(self._out)", "pass", "memory is freed that"),
+        ("dtype, copy=True,", "dtype,", "aten.add_.Tensor writes what"),
+        ("made.synchronize()", "pass", ""),
+    ],
+    ids=["arriving", "arrived memory", "leaving", "left memory", "a copy of its own", "the host"],
+)
+def test_each_wait_is_needed(
+    environment: dict[str, str], taken_out: str, instead: str, reason: str
+) -> None:
+    found = copied(environment, taken_out, instead)
+    if reason:
+        assert "a race on the pretend accelerator" in found["failed"]
+        assert reason in found["failed"]
+    else:
+        assert found["results"][0] != [DOUBLED, DOUBLED]
+
+
+def test_a_cpu_and_a_device_without_streams_copy_plainly() -> None:
+    for device in (CPU, torch.device("meta")):
+        assert type(copies_of(device)) is Copies
+    x, made = torch.ones(2, requires_grad=True), Copies(CPU)
+    (there,) = made.to_device([x])()
+    assert there.data_ptr() == x.data_ptr()
+    assert not there.requires_grad
+    assert made.to_host(x.detach(), torch.float32).data_ptr() == x.data_ptr()
+    assert made.copied(x, torch.float32).data_ptr() != x.data_ptr()
+    acts: list[str] = []
+    made.when_made(lambda: acts.append("now"), pytest.fail)
+    assert acts == ["now"]
+
+
+def test_what_must_not_raise_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    seen: list[object] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(sys, "excepthook", lambda kind, *_: seen.append(kind))
+    copies._or_exit(lambda: {}["missing"])
+    assert (ended, seen) == ([1], [KeyError])
