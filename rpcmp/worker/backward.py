@@ -7,9 +7,8 @@
 A thread of the distributed autograd engine waits in `run` until the schedule has let the compute
 thread do the work. If the schedule splits backwards, weight gradients are actions of their own.
 
-The sink knows the gradient of its loss, which is one. So its backward is queued right after the
-forward, once the loss is on the host, instead of after a round trip of the loss, and `run` finds the
-result there.
+The sink knows the gradient of its loss, which is one. So its backward is queued as soon as the loss
+is on the host, instead of after a round trip of the loss, and `run` finds the result there.
 """
 
 from __future__ import annotations
