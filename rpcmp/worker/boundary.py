@@ -24,8 +24,7 @@ from torch.autograd.function import FunctionCtx
 
 from rpcmp.pipelining import pytree
 from rpcmp.rpc.messages import StageOutputs
-from rpcmp.rpc.shared_memory import OwnMemory, SharedTensor, is_worth_sharing
-from rpcmp.worker.copies import Arriving, Copies
+from rpcmp.worker.copies import Arriving, Copies, from_wire_dtype, tensors_in
 
 Gradients = Sequence[Tensor | None]
 
@@ -250,48 +249,3 @@ def sum_gradients(contributions: Sequence[Tensor | None]) -> Tensor | None:
         if gradient is not None:
             total = gradient if total is None else total + gradient
     return total
-
-
-def to_wire_dtype(
-    outputs: Any, dtype: torch.dtype | None, copies: Copies, memory: OwnMemory | None = None
-) -> StageOutputs:
-    """Copy a tree of tensors to contiguous host memory that no other code writes to.
-
-    Args:
-        dtype: of float32 tensors on their way between stages; None: unchanged.
-        copies: makes them; the values are there once `Copies.when_made` says so.
-        memory: shared with the reader; None: torch RPC sends the copies, as it does few bytes.
-    """
-    tensors = pytree.tensors(outputs)
-    if memory is not None and not is_worth_sharing(tensors):
-        memory = None
-    narrowed = tuple(i for i, t in enumerate(tensors) if dtype and t.dtype is torch.float32)
-
-    def copy(index: int, tensor: Tensor) -> Tensor | SharedTensor:
-        kind = (dtype if index in narrowed else None) or tensor.dtype
-        if memory is None:
-            return copies.copied(tensor, kind)
-        needs_gradient = tensor.requires_grad and torch.is_grad_enabled()
-        placed = memory.allocate(tuple(tensor.shape), kind, needs_gradient)
-        copies.write(placed.tensor, tensor)
-        return placed
-
-    made = iter([copy(*each) for each in enumerate(tensors)])
-    return StageOutputs(pytree.map_tensors(lambda _: next(made), outputs), narrowed=narrowed)
-
-
-def tensors_in(received: Iterable[StageOutputs]) -> list[Tensor]:
-    return [tensor for outputs in received for tensor in pytree.tensors(outputs.value)]
-
-
-def from_wire_dtype(received: Iterable[StageOutputs], arrived: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors that have arrived, of the dtype that the producer computed."""
-    is_narrowed = [
-        index in outputs.narrowed
-        for outputs in received
-        for index in range(len(pytree.tensors(outputs.value)))
-    ]
-    return [
-        tensor.to(torch.float32) if narrowed else tensor
-        for tensor, narrowed in zip(arrived, is_narrowed, strict=True)
-    ]

@@ -21,13 +21,17 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rpcmp.pipelining import pytree
 from rpcmp.pipelining.devices import CPU
+from rpcmp.rpc.messages import StageOutputs
+from rpcmp.rpc.shared_memory import OwnMemory, SharedTensor, is_worth_sharing
 
 Arriving = Callable[[], list[Tensor]]
 """Returns tensors on the device, on the compute thread, each time the same."""
@@ -173,3 +177,76 @@ def _or_exit(act: Callable[[], None]) -> None:
     except BaseException:
         sys.excepthook(*sys.exc_info())
         os._exit(1)
+
+
+class Received(NamedTuple):
+    """What a stage has received for one micro-batch, on its way to the device.
+
+    Attributes:
+        inputs: in the order of its references.
+        targets: of a sink that needs them; else any.
+    """
+
+    inputs: list[StageOutputs]
+    targets: StageOutputs
+    inputs_arriving: Arriving
+    targets_arriving: Arriving
+
+    def targets_on_device(self) -> Any:
+        arrived = iter(self.targets_arriving())
+        return pytree.map_tensors(lambda _: next(arrived), self.targets.value)
+
+
+def receive(
+    copies: Copies, inputs: list[StageOutputs], targets: StageOutputs, has_targets: bool
+) -> Received:
+    """Start to copy what a stage has received for one micro-batch."""
+    arriving = copies.to_device(tensors_in(inputs))
+    return Received(
+        inputs, targets, arriving, copies.to_device(tensors_in([targets] if has_targets else []))
+    )
+
+
+def to_wire_dtype(
+    outputs: Any, dtype: torch.dtype | None, copies: Copies, memory: OwnMemory | None = None
+) -> StageOutputs:
+    """Copy a tree of tensors to contiguous host memory that no other code writes to.
+
+    Args:
+        dtype: of float32 tensors on their way between stages; None: unchanged.
+        copies: makes them; the values are there once `Copies.when_made` says so.
+        memory: shared with the reader; None: torch RPC sends the copies, as it does few bytes.
+    """
+    tensors = pytree.tensors(outputs)
+    if memory is not None and not is_worth_sharing(tensors):
+        memory = None
+    narrowed = tuple(i for i, t in enumerate(tensors) if dtype and t.dtype is torch.float32)
+
+    def copy(index: int, tensor: Tensor) -> Tensor | SharedTensor:
+        kind = (dtype if index in narrowed else None) or tensor.dtype
+        if memory is None:
+            return copies.copied(tensor, kind)
+        needs_gradient = tensor.requires_grad and torch.is_grad_enabled()
+        placed = memory.allocate(tuple(tensor.shape), kind, needs_gradient)
+        copies.write(placed.tensor, tensor)
+        return placed
+
+    made = iter([copy(*each) for each in enumerate(tensors)])
+    return StageOutputs(pytree.map_tensors(lambda _: next(made), outputs), narrowed=narrowed)
+
+
+def tensors_in(received: Iterable[StageOutputs]) -> list[Tensor]:
+    return [tensor for outputs in received for tensor in pytree.tensors(outputs.value)]
+
+
+def from_wire_dtype(received: Iterable[StageOutputs], arrived: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors that have arrived, of the dtype that the producer computed."""
+    is_narrowed = [
+        index in outputs.narrowed
+        for outputs in received
+        for index in range(len(pytree.tensors(outputs.value)))
+    ]
+    return [
+        tensor.to(torch.float32) if narrowed else tensor
+        for tensor, narrowed in zip(arrived, is_narrowed, strict=True)
+    ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,31 +19,13 @@ from rpcmp.config.topology import DRIVER, Port, Reference
 from rpcmp.pipelining import pytree
 from rpcmp.rpc.messages import Bundle, MicrobatchMeta, Mode, StageOutputs
 from rpcmp.rpc.shared_memory import OwnMemory, SharedTensor
-from rpcmp.worker import boundary
+from rpcmp.worker import boundary, copies
 from rpcmp.worker.backward import Backwards, SavedBundle, SavedForward, stage_error
 from rpcmp.worker.boundary import LocalTape
-from rpcmp.worker.copies import Arriving
+from rpcmp.worker.copies import Received, to_wire_dtype
 from rpcmp.worker.model import LossScale, StageModel
 from rpcmp.worker.recompute import Buffers, Replay
 from rpcmp.worker.weight_grad import Splitter
-
-
-class Received(NamedTuple):
-    """What a stage has received for one micro-batch, on its way to the device.
-
-    Attributes:
-        inputs: in the order of its references.
-        targets: of a sink that needs them; else any.
-    """
-
-    inputs: list[StageOutputs]
-    targets: StageOutputs
-    inputs_arriving: Arriving
-    targets_arriving: Arriving
-
-    def targets_on_device(self) -> Any:
-        arrived = iter(self.targets_arriving())
-        return pytree.map_tensors(lambda _: next(arrived), self.targets.value)
 
 
 @dataclass
@@ -97,15 +79,9 @@ class Execution:
 
     def receive(self, answers: list[StageOutputs]) -> Received:
         """Start to copy a micro-batch's inputs, which the targets follow if a sink needs them."""
-        inputs, rest = answers[: len(self._references)], answers[len(self._references) :]
-        targets = rest if self._model.is_sink else []
-        to_device = self._backwards.copies.to_device
-        return Received(
-            inputs,
-            answers[-1],
-            to_device(boundary.tensors_in(inputs)),
-            to_device(boundary.tensors_in(targets)),
-        )
+        has_targets = self._model.is_sink and len(answers) > len(self._references)
+        inputs = answers[: len(self._references)]
+        return copies.receive(self._backwards.copies, inputs, answers[-1], has_targets)
 
     def forward(
         self, meta: MicrobatchMeta, received: Received, sharing: Set[int] = frozenset()
@@ -179,15 +155,15 @@ class Execution:
     def _train(self, meta: MicrobatchMeta, received: Received, sharing: Set[int]) -> Computed:
         weights = self._splitter.next_microbatch(self._backwards.splits)
         compute = functools.partial(self._compute, meta, received)
-        inputs, copies, arriving = received.inputs, self._backwards.copies, received.inputs_arriving
+        inputs, own, arriving = received.inputs, self._backwards.copies, received.inputs_arriving
         tape: LocalTape | Replay
         if self._buffers is not None:
             tape = replay = Replay(
-                compute, inputs, copies, self._buffers, self._splitter, weights, arriving
+                compute, inputs, own, self._buffers, self._splitter, weights, arriving
             )
             outputs = replay.forward()
         else:
-            tape = local = LocalTape(inputs, copies, arriving)  # stage.py [7]
+            tape = local = LocalTape(inputs, own, arriving)  # stage.py [7]
             with weights.watch():
                 outputs = compute(local.inputs)
             self._splitter.calibrate(local.leave(outputs))
@@ -239,7 +215,7 @@ class Execution:
         _check_plain(part)
         dtype = None if self._ports[index].reader == DRIVER else self._wire_dtype
         memory = self._memory_of() if is_sharing else None
-        return boundary.to_wire_dtype(part, dtype, self._backwards.copies, memory)
+        return to_wire_dtype(part, dtype, self._backwards.copies, memory)
 
     def _infer(self, meta: MicrobatchMeta, received: Received, sharing: Set[int]) -> list[Any]:
         tape = LocalTape(received.inputs, self._backwards.copies, received.inputs_arriving)

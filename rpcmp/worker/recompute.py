@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from rpcmp.pipelining import pytree
 from rpcmp.pipelining.devices import CPU
 from rpcmp.rpc.messages import StageOutputs
-from rpcmp.worker.boundary import Differentiated, Gradients, LocalTape, tensors_in
-from rpcmp.worker.copies import Arriving, Copies
+from rpcmp.worker.boundary import Differentiated, Gradients, LocalTape
+from rpcmp.worker.copies import Arriving, Copies, tensors_in
 from rpcmp.worker.weight_grad import Splitter, WeightGradients
 
 

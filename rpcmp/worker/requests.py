@@ -38,8 +38,9 @@ from rpcmp.rpc.messages import (
 )
 from rpcmp.rpc.transport import NOBODY, Raised, Transport, result, when_all
 from rpcmp.worker.backward import Failures, stage_error
+from rpcmp.worker.copies import Received
 from rpcmp.worker.executor import ComputeThread, Task
-from rpcmp.worker.forward import Computed, Execution, Received
+from rpcmp.worker.forward import Computed, Execution
 
 DRIVER_PORT = 0
 """The sink's only port. Its reader wants the loss (TrainStepRunner) or the outputs (the driver)."""

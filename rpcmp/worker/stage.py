@@ -147,13 +147,8 @@ class Stage(ComputeThreadOwner):
         )
         self._inputs = Inputs(graph, stage, share, config.turns_of, peer, transport, loader)
         self._failures = Failures()
-        self._backwards = Backwards(
-            self.name,
-            self._compute,
-            self._inputs.mark_none_gradients,
-            self._failures,
-            copies_of(self.model.device),
-        )
+        copies, mark = copies_of(self.model.device), self._inputs.mark_none_gradients
+        self._backwards = Backwards(self.name, self._compute, mark, self._failures, copies)
 
         def memory_of() -> OwnMemory:  # the stage is built before its process joins the group
             return transport.memory
