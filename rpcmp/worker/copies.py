@@ -239,8 +239,10 @@ def tensors_in(received: Iterable[StageOutputs]) -> list[Tensor]:
     return [tensor for outputs in received for tensor in pytree.tensors(outputs.value)]
 
 
-def from_wire_dtype(received: Iterable[StageOutputs], arrived: Iterable[Tensor]) -> list[Tensor]:
+def from_wire_dtype(received: Sequence[StageOutputs], arrived: Iterable[Tensor]) -> list[Tensor]:
     """Return the tensors that have arrived, of the dtype that the producer computed."""
+    if not any(outputs.narrowed for outputs in received):
+        return list(arrived)
     is_narrowed = [
         index in outputs.narrowed
         for outputs in received
