@@ -28,7 +28,7 @@ from tests.support.needs import needs, needs_root
 from tests.support.places import TESTS
 from tests.support.processes import Server
 from tests.support.reaper import TOKEN, reaping
-from tests.support.sharedforks import DRIVE, borrowing, children_of
+from tests.support.sharedforks import DRIVE, MODELS, borrowing, children_of
 
 hypothesis.settings.register_profile("rpcmp", deadline=None)  # this machine may be busy
 hypothesis.settings.load_profile("rpcmp")
@@ -47,6 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # a worker of xdist has its parent's
         os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="rpcmp-tests-")
         keptobjects.install(Path(os.environ["XDG_CACHE_HOME"]))
+    if config.option.markexpr == "system":
+        processes.FORKS.imports += MODELS
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -37,8 +37,13 @@ BEFORE = dict(os.environ)
 DRIVE = "drive"
 """The fork server of drivers, and of the servers that they start."""
 
-IMPORTED_LATER = "sympy"
+IMPORTED_LATER = ("sympy",)
 """What torch imports in each process that cuts, compiles or sizes layers: 0.6 s of CPU."""
+
+MODELS = ("transformers.modeling_utils", "peft")
+"""What each process imports that has a model of theirs: 4 s of CPU. Tests that need the system have
+many such jobs, the others few.
+"""
 
 
 def adopted(line: socket.socket) -> socket.socket:
@@ -71,13 +76,18 @@ class SharedForks:
     Args:
         without: an environment variable that the fork server does not get.
         more: variables that it gets besides.
+        imports: modules that it imports besides those of workers and drivers.
         first: a fork server to fork from, which has done the imports; None: it imports by itself.
     """
 
     def __init__(
-        self, without: str, more: Mapping[str, str], first: SharedForks | None = None
+        self,
+        without: str,
+        more: Mapping[str, str],
+        imports: Sequence[str],
+        first: SharedForks | None = None,
     ) -> None:
-        self._without, self._more = without, more
+        self._without, self._more, self._imports = without, more, imports
         self._first = first
         self._birth: socket.socket | None = None  # a fork ends with the line that requested it
         self._process: psutil.Process | None = None
@@ -135,7 +145,7 @@ class SharedForks:
     def _new(self, theirs: socket.socket) -> psutil.Process:
         environment = {key: value for key, value in BEFORE.items() if key != self._without}
         environment |= self._more
-        arguments = [str(theirs.fileno()), str(os.getpid()), "", WORKERS, DRIVERS, IMPORTED_LATER]
+        arguments = [str(theirs.fileno()), str(os.getpid()), "", WORKERS, DRIVERS, *self._imports]
         return psutil.Popen(
             [sys.executable, "-P", "-m", "rpcmp.process", *arguments],
             env={**environment, **compute_environment(threads=1), "SPT_NOENV": "1"},
@@ -154,10 +164,12 @@ class SharedByAll:
 
     Attributes:
         in_use: whether the jobs of this test share them.
+        imports: what fork servers import besides; changes count until the first one starts.
     """
 
     def __init__(self, without: str, more: Mapping[str, str] | None = None) -> None:
         self.in_use = True
+        self.imports = [*IMPORTED_LATER]
         self._environment = without, more or {}
         self._all: dict[str, SharedForks] = {}
         # Fork servers end with the thread that started them, so this thread must outlive them.
@@ -169,8 +181,9 @@ class SharedByAll:
 
     def line_of(self, owner: str) -> socket.socket:
         """Return a line to a fork server, even if jobs of this test do not share it."""
-        first = self._all.setdefault(DRIVE, SharedForks(*self._environment))
-        forks = self._all.setdefault(owner, SharedForks(*self._environment, first))
+        about = (*self._environment, self.imports)
+        first = self._all.setdefault(DRIVE, SharedForks(*about))
+        forks = self._all.setdefault(owner, SharedForks(*about, first))
         return self._starter.submit(forks.line).result()
 
     @property
