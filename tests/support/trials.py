@@ -105,14 +105,19 @@ def run_trial(trial: Trial, place: Place, expected: Committed, folder: Path) -> 
     return Outcome(codes, attempts.struck, time.monotonic() - began, silences(results))
 
 
-def run_trial_here(trial: Trial, expected: Committed, folder: Path) -> Outcome:
-    """Run a trial on this machine, with temporary files of its own; raises TrialError."""
+def run_trial_here(trial: Trial, expected: Committed, folder: Path, *options: str) -> Outcome:
+    """Run a trial on this machine, with temporary files of its own; raises TrialError.
+
+    Args:
+        options: more of `drive`, with which `expected` was run.
+    """
     with (
         place_of("here", [], folder) as place,
         tempfile.TemporaryDirectory() as short,  # sockets lie in it
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv("TMPDIR", short)
+        place.options += options
         return run_trial(trial, place, expected, folder / "job")
 
 
