@@ -69,8 +69,8 @@ class Host:
         near, far, bridge = (f"{name}-{self.cable}" for name in ("near", "far", "br"))
         program = [sys.executable, "-I", "-S", delaying.__file__, near, far, str(seconds)]
         inside = [needs("ip"), "netns", "exec", self.switch, *program]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with subprocess.Popen(inside, **pipes, start_new_session=True) as joining:
+        pipe = subprocess.PIPE
+        with subprocess.Popen(inside, stdin=pipe, stdout=pipe, start_new_session=True) as joining:
             assert joining.stdin
             assert joining.stdout
             with joining.stdin:

@@ -75,8 +75,8 @@ class Searcher:
     def random(self) -> Try:
         """Return a config to begin with: parts that are about as large as the hosts are fast."""
         hosts, balance = self._cut()
-        schedule, in_flight, messages = map(self.rng.choice, (SCHEDULES, IN_FLIGHT, MESSAGES))
-        return Try(hosts, balance, schedule, in_flight, messages)
+        schedule, in_flight = self.rng.choice(SCHEDULES), self.rng.choice(IN_FLIGHT)
+        return Try(hosts, balance, schedule, in_flight, self.rng.choice(MESSAGES))
 
     def neighbour(self, best: Try) -> Try:
         """Return a config that differs from another one in one respect."""
@@ -87,12 +87,12 @@ class Searcher:
                 number = self.rng.randint(1, max(1, self.num_layers // 12))
                 number = min(number, best.balance[one] - 1)
                 moved = {one: -number, other: number}
-                balance = (best.balance[place] + moved.get(place, 0) for place in places)
-                return replace(best, balance=tuple(balance))
+                balance = tuple(best.balance[place] + moved.get(place, 0) for place in places)
+                return replace(best, balance=balance)
             case "order":  # each host keeps its number of layers
                 order = [{one: other, other: one}.get(place, place) for place in places]
-                hosts, balance = ([each[i] for i in order] for each in (best.hosts, best.balance))
-                return replace(best, hosts=tuple(hosts), balance=tuple(balance))
+                hosts = tuple(best.hosts[place] for place in order)
+                return replace(best, hosts=hosts, balance=tuple(best.balance[i] for i in order))
             case "hosts":
                 hosts, balance = self._cut()
                 return replace(best, hosts=hosts, balance=balance)

@@ -102,7 +102,8 @@ def events(run: Running, name: str) -> list[dict[str, Any]]:
 
 def settled(steps: Sequence[Mapping[str, Any]]) -> float:
     """Return the median seconds of the second half of some steps; infinite without any."""
-    return median([step["step_s"] for step in steps[len(steps) // 2 :]] or [math.inf])
+    seconds: list[float] = [step["step_s"] for step in steps[len(steps) // 2 :]]
+    return median(seconds or [math.inf])
 
 
 def with_stages(
