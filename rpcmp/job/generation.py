@@ -245,11 +245,13 @@ class Generation:
 
     async def _join(self, plan: Plan) -> None:
         self.restore_point = await self._choose(plan.assignments, self.workers.holdings)
-        await self.workers.start(plan.assignments, plan.weights, self.restore_point)
+        network = (await self._pool.forks.network()).name
+        await self.workers.start(plan.assignments, plan.weights, self.restore_point, network)
         where, stage_index = self.workers.rendezvous
         self._store = StoreProxy(
             *(where, stage_index, self._pool.dialer),
             *(self._pool.job_id, self.number, self.send),
+            await self._relay.reserve(self.workers.elsewhere(network, network)),
         )
         rank = len(plan.assignments)
         await self._pool.forks.add_address(rank)
@@ -292,6 +294,7 @@ class Generation:
         self._heartbeat.beat()
         match message["event"]:
             case "beat":
+                message = self._relay.with_agents(message)
                 doing, carried = driver.activity.read(), self._relay.round_trips
                 self._watchdog.update_driver(doing)
                 counts = (message["ways"], message["tensors"]) if "ways" in message else None

@@ -149,6 +149,12 @@ class WorkerGroup:
     def membership(self, rank: int) -> dict[str, Any]:
         return {"members": member_names(self._workers), "rank": rank}
 
+    def elsewhere(self, network: str, driver_network: str) -> list[str]:
+        """Return the names of the members that are in other networks than `network`."""
+        networks = [*(claim.network for claim in self._claims), driver_network]
+        members = zip(member_names(self._workers), networks, strict=True)
+        return [name for name, other in members if other != network]
+
     async def link(self, network: str, driver_address: str) -> list[RelayPeer]:
         """Let every server relay its worker's connections to members in other networks.
 
@@ -199,12 +205,14 @@ class WorkerGroup:
         assignments: Sequence[str],
         weights: Sequence[Sequence[str] | None],
         restore_point: RestorePoint,
+        driver_network: str,
     ) -> None:
         """Give every worker its stage, which it builds before it joins the group.
 
         Args:
             assignments: of each worker, JSON of rpcmp.pipelining.assignment.Assignment.
             weights: the names of each worker's tensors in `init`; None if they are not known here.
+            driver_network: of the driver process.
         """
         sent = await self._send_weights(weights)
         machines = [claim.machine for claim in self._claims]
@@ -228,6 +236,7 @@ class WorkerGroup:
                     reads_sent_init=sent[rank],
                     devices_here=neighbours[rank][0],
                     place_here=neighbours[rank][1],
+                    elsewhere=self.elsewhere(self._claims[rank].network, driver_network),
                 )
             )
             for rank, (client, mirror) in enumerate(zip(self._clients, mirrors, strict=True))

@@ -1,14 +1,16 @@
 """The relay: supervisors carry torch RPC's connections from host to host.
 
     worker 0 ──loopback──> supervisor 0 ══TLS══> supervisor 1 ──loopback──> worker 1
-                           (listens at worker 1's                           (worker 1 listens)
-                            very address and port)
+              dials port a  listens at a,         dials port b   listens at b
+                            for worker 0 alone
 
-An agent listens on the loopback of its own network and nowhere else. When an agent connects to it,
-it sends its own address, and is dialled again at that. So a supervisor listens for its worker at
-the same address and port that the other worker has on its host, and carries each connection to it.
-The first frame names the member and the generation. Data from the other side is inspected before
-the worker gets it, see `rpcmp.net.rpc_inspection`.
+An agent listens on the loopback of its own network and nowhere else. So for each member in another
+network a supervisor listens at a port of its own, and carries each connection to that member. Its
+worker finds this port in place of the member's address twice: in the rendezvous, and in the
+member's answer to a first connection, which says where to dial the next ones. Several members of a
+group may have one network, as on a host that makes no private ones: a port tells whose connection
+it is. The first frame names the member and the generation. Data from the other side is inspected
+before the worker gets it, see `rpcmp.net.rpc_inspection`.
 
 A driver may be behind NAT, where no server can connect to it. It keeps one connection open to every
 server, for the next time that the worker there connects to the driver's process.
@@ -23,11 +25,11 @@ import logging
 import socket
 import ssl
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rpcmp.config.addresses import parse
+from rpcmp.config.addresses import format_address, parse
 from rpcmp.errors import (
     JobError,
     RelayError,
@@ -43,9 +45,9 @@ from rpcmp.net.local_peer import require_answers, require_same_user
 from rpcmp.net.peer_connection import OPEN_SECONDS, ConnectionTasks, Dialer, PeerConnection
 from rpcmp.net.port import IncomingConnection
 from rpcmp.net.rpc_inspection import Inspection, Pipes
-from rpcmp.net.security import is_loopback
 from rpcmp.net.tunnel import splice
 from rpcmp.process import sockets
+from rpcmp.process.channel import Message
 from rpcmp.process.fork_client import Forks
 
 RETRY_SECONDS = 0.5
@@ -124,7 +126,8 @@ class Relay:
         self._is_shared = False
         self._is_closed = False
         self._has_warned = False
-        self._listeners: list[socket.socket] = []
+        self._listeners: dict[str, socket.socket] = {}
+        self._agents: dict[str, str] = {}  # their addresses, by those that we listen at for them
         self._tasks = ConnectionTasks()
         self._carried: dict[PeerConnection, str] = {}
         self._open: Counter[str] = Counter()
@@ -138,31 +141,52 @@ class Relay:
                 seconds[peer] = min(info.round_trip_s, seconds.get(peer, info.round_trip_s))
         return seconds
 
-    async def open(self, own: str, peers: Sequence[RelayPeer]) -> None:
-        """Start to listen at the addresses of `peers`, which the member cannot reach by itself.
+    def with_agents(self, beat: Message) -> Message:
+        """Return a member's heartbeat with its peers' addresses in place of our listeners'."""
+        if "ways" not in beat:
+            return beat
+        ways = [(self._agents.get(peer, peer), *counts) for peer, *counts in beat["ways"]]
+        return {**beat, "ways": ways}
 
-        `own` is HOST:PORT of the member's agent. Raises WorkerDiedError if an address is taken.
+    async def reserve(self, names: Iterable[str]) -> dict[str, str]:
+        """Listen for connections to the members `names`, which wait until `open` is called.
+
+        Returns:
+            The address at which the member is to dial each of them.
+
+        Raises:
+            WorkerDiedError: there is no port; fresh processes may get one.
         """
-        for peer in peers:
-            if not is_loopback(parse(peer.listens)[0]):
-                raise SecurityError(
-                    f"a peer says that it listens at {peer.listens}, for all to see"
-                )
+        self._require_open()
+        for name in set(names) - self._listeners.keys():
+            try:
+                listener = await self._forks.listener()
+            except JobError as error:
+                raise WorkerDiedError(
+                    f"cannot listen for connections to {name}: {error}"
+                ) from error
+            if self._is_closed:
+                listener.close()
+            self._require_open()
+            listener.setblocking(False)
+            self._listeners[name] = listener
+        return {name: _address(listener) for name, listener in self._listeners.items()}
+
+    async def open(self, own: str, peers: Sequence[RelayPeer]) -> None:
+        """Start to carry connections to `peers`, for which `reserve` has been called.
+
+        `own` is HOST:PORT of the member's agent.
+        """
+        self._require_open()
         self._is_shared = not (await self._forks.network()).is_private
         self._own = own
         self._peers = {peer.name: peer for peer in peers}
         for peer in peers:
-            try:
-                listener = await self._forks.listener(*parse(peer.listens))
-            except JobError as error:
-                raise WorkerDiedError(
-                    f"cannot listen on {peer.listens} for a peer: {error}; fresh processes will "
-                    "have other ports"
-                ) from error
-            listener.setblocking(False)
-            self._listeners.append(listener)
+            if (listener := self._listeners.get(peer.name)) is None:
+                raise RelayError(f"{peer.name} was not said to be in another network")
             if self._is_shared:
                 require_answers(listener)
+            self._agents[_address(listener)] = peer.listens
             self._require_open()
             self._tasks.spawn(self._listen(listener, peer))
 
@@ -210,7 +234,7 @@ class Relay:
     async def close(self) -> None:
         self._is_closed = True
         await self._tasks.cancel()
-        for listener in self._listeners:
+        for listener in self._listeners.values():
             listener.close()
         while not self._parked.empty():
             self._parked.get_nowait().close()
@@ -220,11 +244,12 @@ class Relay:
             raise RelayError("the group has ended")
 
     async def _listen(self, listener: socket.socket, peer: RelayPeer) -> None:
-        """Carry the connections that our worker opens to a peer's address."""
+        """Carry the connections that our worker opens to a peer."""
+        dialled = _address(listener)
         async for connection in connections(listener):
             # One after the other: those that arrive meanwhile wait in the kernel, at no cost here.
             if not self._is_shared or await self._is_ours(connection, peer):
-                self._tasks.spawn(self._pass_on(PeerConnection(connection), peer))
+                self._tasks.spawn(self._pass_on(PeerConnection(connection), peer, dialled))
 
     async def _is_ours(self, connection: socket.socket, peer: RelayPeer) -> bool:
         """Return whether our own user has opened a connection; close it otherwise."""
@@ -259,7 +284,7 @@ class Relay:
             async with asyncio.timeout(ASK_SECONDS):
                 await require_same_user(connection)
 
-    async def _pass_on(self, here: PeerConnection, peer: RelayPeer) -> None:
+    async def _pass_on(self, here: PeerConnection, peer: RelayPeer, dialled: str) -> None:
         with _aborted_on_error(here):
             try:
                 there = await self._connect_to_host(peer)
@@ -270,7 +295,8 @@ class Relay:
                 return
         self._carried[there] = peer.listens
         try:
-            await _carry(here, there, Inspection(self._pipes, peer.name, peer.label, peer.listens))
+            inspected = Inspection(self._pipes, peer.name, peer.label, peer.listens, dialled)
+            await _carry(here, there, inspected)
         finally:
             del self._carried[there]
 
@@ -372,6 +398,10 @@ class Relay:
                 self._fail(f"{peer.label} cannot reach {self._name} from here: {one_line(error)}")
             raise
         await _carry(here, there, Inspection(self._pipes, peer.name, peer.label))
+
+
+def _address(listener: socket.socket) -> str:
+    return format_address(*listener.getsockname())
 
 
 def _is_exhausted(error: BaseException | None) -> bool:

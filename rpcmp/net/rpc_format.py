@@ -251,6 +251,12 @@ CACHED_DESCRIPTOR = 4096
 """Bytes of a descriptor up to which its parse is cached: each micro-batch has the same."""
 
 
+def answer_from(answer: re.Match[bytes], address: str) -> bytes:
+    """Return a match of ANSWER with another address to dial, of at most 127 bytes."""
+    frame, dialled = answer[0], address.encode()
+    return frame[: answer.start(1)] + bytes([len(dialled)]) + dialled + frame[answer.end(2) :]
+
+
 def parse_descriptor(frame: bytes) -> tuple[int, int, tuple[int, ...]] | None:
     """Return the bytes of a message's payload, tensor list, and tensors; None if malformed."""
     parse = _cached_descriptor if len(frame) <= CACHED_DESCRIPTOR else _parse_descriptor

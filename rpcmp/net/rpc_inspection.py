@@ -13,10 +13,11 @@ length in eight bytes, then its content.
     channel      ──hello, with a number from the answer──>     then the tensors' bytes, both ways
     reply        ──hello, likewise──>                          never used: devices are all CPU
 
-Brochures are replaced by one that offers the channel "basic" over sockets and nothing else. The
-tensors' frames have to be as long as the message has announced. The formats come from
-tensorpipe/core/pipe_impl.cc and nop_types.h, encoded by libnop; for the contents of messages see
-`rpcmp.net.rpc_format`.
+Brochures are replaced by one that offers the channel "basic" over sockets and nothing else. An
+answer's address, where the next connections are to be opened, is replaced by the one that the
+worker has dialled: that of its relay. The tensors' frames have to be as long as the message has
+announced. The formats come from tensorpipe/core/pipe_impl.cc and nop_types.h, encoded by libnop;
+for the contents of messages see `rpcmp.net.rpc_format`.
 """
 
 from __future__ import annotations
@@ -142,14 +143,18 @@ class Inspection:
         peer: RPC name of the member on the other side.
         label: its name in errors.
         listens: HOST:PORT of its agent, if our worker has opened the connection.
+        dialled: HOST:PORT that our worker has connected to for that.
 
     Attributes:
         is_held: whether the data has to wait for another connection.
         resume: called when it does not have to wait any longer.
     """
 
-    def __init__(self, pipes: Pipes, peer: str, label: str, listens: str = "") -> None:
-        self._pipes, self._peer, self._label, self._listens = pipes, peer, label, listens
+    def __init__(
+        self, pipes: Pipes, peer: str, label: str, listens: str = "", dialled: str = ""
+    ) -> None:
+        self._pipes, self._peer, self._label = pipes, peer, label
+        self._listens, self._dialled = listens, dialled
         self._is_ours = bool(listens)
         self._buffer, self._at = bytearray(), 0
         self._passed = bytearray()
@@ -248,7 +253,7 @@ class Inspection:
         if answer is None or answer[2] != listens or rpc_format.nop_int(answer[1]) != len(listens):
             raise self._error("an answer that leads somewhere else")
         self._register(answer)
-        self._pass(frame)
+        self._pass(rpc_format.answer_from(answer, self._dialled))
         assert self._lengths is not None
         yield from self._messages(rpc_format.RESPONSES, self._lengths)
 

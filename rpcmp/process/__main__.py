@@ -101,8 +101,7 @@ class ForkServer:
             case "socket":
                 _send_socket(line, namespace.current.connectable)
             case "listener":
-                host, port = message["host"], message["port"]
-                _send_socket(line, lambda: namespace.current.listener(host, port))
+                _send_socket(line, namespace.current.listener)
 
     def _fork(self, line: socket.socket, message: dict[str, Any], fds: list[int]) -> None:
         for stream in (sys.stdout, sys.stderr):

@@ -149,10 +149,9 @@ class Forks:
             connectable: socket.socket = await self._request({"op": "socket"})
             return connectable
 
-    async def listener(self, host: str, port: int) -> socket.socket:
-        """Return a listening TCP socket in the network of forked processes."""
-        message = {"op": "listener", "host": host, "port": port}
-        listener: socket.socket = await self._request(message)
+    async def listener(self) -> socket.socket:
+        """Return a TCP socket that listens on loopback in the network of forked processes."""
+        listener: socket.socket = await self._request({"op": "listener"})
         return listener
 
     async def new_line(self) -> socket.socket:

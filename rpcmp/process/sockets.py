@@ -197,9 +197,9 @@ class PeerTraffic(NamedTuple):
 class Traffic:
     """Counts the bytes between this process and the members of its group, by peer.
 
-    Agents listen on loopback addresses, each on one of its own, so a connection's destination
-    identifies the peer. Only the end that opened a connection can tell: the other end sees an
-    arbitrary port.
+    Agents listen on loopback, each at an address of its own, and so does a relay for each peer that
+    it leads to: a connection's destination identifies the peer. Only the end that opened a
+    connection can tell: the other end sees an arbitrary port.
     """
 
     def __init__(self) -> None:

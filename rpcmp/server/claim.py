@@ -195,6 +195,7 @@ class Claim:
         self._store = StoreProxy(
             *(request.rendezvous, request.rendezvous_stage, self._dialer),
             *(self.job_id, self.generation, self._send),
+            await self.relay.reserve(request.elsewhere),
         )
         restore = request.restore if request.HasField("restore") else None
         self.step = restore.step if restore else 0
@@ -335,7 +336,7 @@ class Claim:
                 await self._become(State.SERVER_STATE_RUNNING)
             case "beat":
                 self.step = max(self.step, self.doing.step)
-                self.worker_vitals.update(message)
+                self.worker_vitals.update(self.relay.with_agents(message))
             case "snapshot":
                 step = pb.Saved(step=message["step"]).step
                 await self._snapshot_store.add_written()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rpcmp.errors import BusyError, JobError, RpcmpError, one_line, to_wire
@@ -215,6 +215,8 @@ class StoreProxy:
         address: of the server that has the store: the first stage's.
         stage_index: what the certificate of that server has to be for.
         send: sends a message to the worker.
+        dialled: where the worker is to dial members in other networks instead of at the addresses
+            of their agents, HOST:PORT by name; see rpcmp.net.relay.
     """
 
     def __init__(
@@ -225,7 +227,11 @@ class StoreProxy:
         job_id: str,
         generation: int,
         send: Callable[[Message], None],
+        dialled: Mapping[str, str],
     ) -> None:
+        self._instead = {
+            f"addrs/{name}": f"uv://{address}".encode() for name, address in dialled.items()
+        }
         self._client = StageClient("rendezvous", address, dialer, stage_index)
         self._job = {"job_id": job_id, "generation": generation}
         self._send = send
@@ -273,7 +279,9 @@ class StoreProxy:
             case "add":
                 value = await self._client.store_add(self._job, keys[0], message["amount"])
             case _:
-                return await self._client.store_get(self._job, keys)
+                values = await self._client.store_get(self._job, keys)
+                pairs = zip(keys, values, strict=True)
+                return [self._instead.get(key, value) for key, value in pairs]
         return [value]
 
 

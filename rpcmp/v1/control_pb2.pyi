@@ -523,6 +523,7 @@ class StartRequest(_message.Message):
     PLACE_HERE_FIELD_NUMBER: _builtins.int
     CUT_FIELD_NUMBER: _builtins.int
     RENDEZVOUS_STAGE_FIELD_NUMBER: _builtins.int
+    ELSEWHERE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     stage_name: _builtins.str
@@ -557,6 +558,10 @@ class StartRequest(_message.Message):
     def devices_here(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Devices that the workers of its machine want, itself included; see rpcmp.config.device_places."""
 
+    @_builtins.property
+    def elsewhere(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the members in other networks, to which the server carries the worker's connections."""
+
     def __init__(
         self,
         *,
@@ -576,10 +581,11 @@ class StartRequest(_message.Message):
         place_here: _builtins.int = ...,
         cut: _builtins.int = ...,
         rendezvous_stage: _builtins.int = ...,
+        elsewhere: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_mirrored_by", b"_mirrored_by", "mirrored_by", b"mirrored_by", "restore", b"restore"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mirrored_by", b"_mirrored_by", "assignment", b"assignment", "cut", b"cut", "devices_here", b"devices_here", "generation", b"generation", "is_mirrored", b"is_mirrored", "job_id", b"job_id", "members", b"members", "mirrored_by", b"mirrored_by", "place_here", b"place_here", "rank", b"rank", "reads_sent_init", b"reads_sent_init", "rendezvous", b"rendezvous", "rendezvous_stage", b"rendezvous_stage", "restore", b"restore", "saves", b"saves", "stage_name", b"stage_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mirrored_by", b"_mirrored_by", "assignment", b"assignment", "cut", b"cut", "devices_here", b"devices_here", "elsewhere", b"elsewhere", "generation", b"generation", "is_mirrored", b"is_mirrored", "job_id", b"job_id", "members", b"members", "mirrored_by", b"mirrored_by", "place_here", b"place_here", "rank", b"rank", "reads_sent_init", b"reads_sent_init", "rendezvous", b"rendezvous", "rendezvous_stage", b"rendezvous_stage", "restore", b"restore", "saves", b"saves", "stage_name", b"stage_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__mirrored_by: _TypeAlias = _typing.Literal["mirrored_by"]  # noqa: Y015
     _WhichOneofArgType__mirrored_by: _TypeAlias = _typing.Literal["_mirrored_by", b"_mirrored_by"]  # noqa: Y015

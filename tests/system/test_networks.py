@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
-import pytest
 
-from rpcmp.errors import JobError
-from tests.support.forkedchildren import end, forks, spawn, write_modules
+from rpcmp.examples import digits
+from tests.support.lan import driving, issue, lan, serving
 from tests.support.longjob import LONG_JOB
 from tests.support.needs import needs
 from tests.support.processes import (
@@ -26,7 +26,7 @@ from tests.support.processes import (
 
 
 def private_listeners(process: psutil.Process) -> set[str]:
-    """Return the listeners in the network namespace of a process's RPC agent."""
+    """Return the addresses of listeners in the network namespace of a process's RPC agent."""
     found = set()
     for thread in Path(f"/proc/{process.pid}/task").iterdir():
         if (thread / "ns/net").readlink() != Path("/proc/self/ns/net").readlink():
@@ -44,9 +44,10 @@ def test_only_members_of_a_group_reach_its_workers(job: JobFolder, servers: list
         run.wait_for_line('"event": "step"')
         (driver,) = forked("rpcmp.driver")
         workers = [psutil.Process(stage["worker_pid"]) for stage in status(config, servers)]
-        for process in [*workers, driver]:
+        for number, process in enumerate([*workers, driver], 1):
             assert process.net_connections("inet") == []
-            assert private_listeners(process) == {"127.77.0.1", "127.77.0.2", "127.77.0.3"}
+            # Its agent, and beside it the supervisor, for connections to the others.
+            assert private_listeners(process) == {f"127.77.0.{number}", "127.0.0.1"}
         for server in servers:
             sockets = psutil.Process(server.pid).net_connections("inet")
             listening = [s for s in sockets if s.status == psutil.CONN_LISTEN]
@@ -55,11 +56,17 @@ def test_only_members_of_a_group_reach_its_workers(job: JobFolder, servers: list
 
 NO_NAMESPACES = 'echo 0 > /proc/sys/user/max_net_namespaces && exec "$@"'
 
+EXAMPLE = Path(digits.__file__).with_suffix(".toml")
+
+
+def without_namespaces() -> tuple[str, ...]:
+    """Return a command that runs another one where no network namespace can be made."""
+    return (needs("unshare"), "--user", "--map-root-user", "sh", "-c", NO_NAMESPACES, "sh")
+
 
 def test_without_network_namespaces_a_job_runs_with_a_warning(job: JobFolder) -> None:
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
-    under = (needs("unshare"), "--user", "--map-root-user", "sh", "-c", NO_NAMESPACES, "sh")
-    with running("drive", config, "--json", under=under) as run:
+    with running("drive", config, "--json", under=without_namespaces()) as run:
         result = run.wait()
     message = result.event("warning")["text"]
     assert "other users of their hosts can reach the processes of stage0, stage1, driver" in message
@@ -67,30 +74,23 @@ def test_without_network_namespaces_a_job_runs_with_a_warning(job: JobFolder) ->
     assert result.event("summary")["parameters_sha256"] == expected
 
 
-def test_a_port_of_the_last_generation_can_be_bound_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_modules(tmp_path, monkeypatch)
-
-    async def run() -> None:
-        async with forks() as by:
-            child, _ = await spawn(by)
-            first = await by.listener("127.0.0.1", 0)
-            where = first.getsockname()
-            with first, await by.connectable() as dialing:
-                dialing.connect(where)
-                accepted, _ = first.accept()
-                accepted.close()  # our end closes first, and so is the one in TIME_WAIT
-                assert dialing.recv(1) == b""
-            # Two servers of this network may listen there for a third; where an agent listens,
-            # nobody else does.
-            with await by.listener(*where), await by.listener(*where):
-                pass
-            with await by.connectable() as agent:
-                agent.bind(("127.0.0.1", 0))
-                agent.listen()
-                with pytest.raises(JobError, match="in use"):
-                    await by.listener(*agent.getsockname())
-            await end(child)
-
-    asyncio.run(run())
+def test_without_network_namespaces_members_of_one_host_reach_another(tmp_path: Path) -> None:
+    """The driver, stage 0 and stage 1 have one network, where stage 2 has an address for each."""
+    options = ("--set", "model.num_stages=3", "--steps", "30")
+    with lan(2, tmp_path) as (one, other), contextlib.ExitStack() as started:
+        shared = replace(one, inside=(*one.inside, *without_namespaces()))
+        places = [shared, shared, other]
+        certs = issue(tmp_path / "certs", *(host.address for host in places))
+        servers = [
+            started.enter_context(serving(i, f"{host.address}:{50051 + i}", certs, host.inside))
+            for i, host in enumerate(places)
+        ]
+        where = ("--connect", connect(servers))
+        with driving(EXAMPLE, certs, *where, *options, on=shared) as run:
+            result = run.wait()
+    assert result.code == 0, result.err
+    exposed = "reach the processes of stage0, stage1, driver"
+    assert exposed in result.event("warning")["text"]
+    assert [event for event in result.events if event["event"] in ("fault", "recovered")] == []
+    expected = rpcmp("drive", EXAMPLE, "--json", *options).event("summary")["parameters_sha256"]
+    assert result.event("summary")["parameters_sha256"] == expected

@@ -91,28 +91,9 @@ class Network:
     def connectable(self) -> socket.socket:
         return self.run(lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM))
 
-    def listener(self, host: str, port: int) -> socket.socket:
-        """Return a listening TCP socket in this network.
-
-        Raises:
-            OSError: the port is taken.
-        """
-
-        def listen() -> socket.socket:
-            listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            try:
-                # Connections of an earlier generation at the same port may still be in TIME_WAIT.
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                # Two servers with the same network may relay to the same third.
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-                listener.bind((host, port))
-                listener.listen()
-            except BaseException:
-                listener.close()
-                raise
-            return listener
-
-        return self.run(listen)
+    def listener(self) -> socket.socket:
+        """Return a TCP socket that listens at a free port of this network's loopback."""
+        return self.run(lambda: socket.create_server(("127.0.0.1", 0)))
 
     def _enter(self) -> None:
         if self.is_private:

@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 
-from rpcmp.errors import JobError, SecurityError, UnreachableError, WorkerDiedError
+from rpcmp.errors import JobError, RelayError, UnreachableError, WorkerDiedError
 from rpcmp.net.peer_connection import HEADER, Dialer, PeerConnection
 from rpcmp.net.port import IncomingConnection, PortMultiplexer
 from rpcmp.net.relay import Relay, RelayPeer
@@ -19,47 +19,87 @@ from rpcmp.process.fork_client import Forks, NetworkOf
 
 
 class OnTheHostsLoopback:
-    """A fork server without private networks, on a host where every port is taken."""
+    """A fork server without private networks."""
 
     async def network(self) -> NetworkOf:
         return NetworkOf("host-a", is_private=False, reason="Operation not permitted")
 
-    async def listener(self, host: str, port: int) -> None:
+    async def listener(self) -> socket.socket:
+        return socket.create_server(("127.0.0.1", 0))
+
+
+class WithoutPorts(OnTheHostsLoopback):
+    """A fork server on a host where every port is taken."""
+
+    async def listener(self) -> socket.socket:
         raise JobError("the system refuses it: Address already in use")
 
 
-class InOneNetwork:
+class InOneNetwork(OnTheHostsLoopback):
     """A fork server whose processes have the test's network."""
 
     async def network(self) -> NetworkOf:
         return NetworkOf("host-a", is_private=True, reason="")
 
-    async def listener(self, host: str, port: int) -> socket.socket:
-        return socket.create_server((host, port))
+
+PEER = RelayPeer("b:0", "127.0.0.1:40001", "host-b:50052", 1)
 
 
-def open_relay_to(peer: RelayPeer) -> None:
-    relay = Relay(
-        "job", 1, "a:0", cast("Forks", OnTheHostsLoopback()), Dialer(Security()), print, print
-    )
-    asyncio.run(relay.open("127.0.0.1:40000", [peer]))
+def relay_of(name: str, by: OnTheHostsLoopback) -> Relay:
+    return Relay("job", 1, name, cast("Forks", by), Dialer(Security()), print, print)
 
 
-@pytest.mark.parametrize("listens", ["10.0.0.1:40001", "0.0.0.0:40001", "[::]:40001"])
-def test_a_peer_that_listens_beyond_loopback_is_refused(listens: str) -> None:
-    with pytest.raises(SecurityError, match="for all to see"):
-        open_relay_to(RelayPeer("b:0", listens, "host-b:50052", 1))
+def test_a_host_without_ports_asks_for_fresh_processes() -> None:
+    relay = relay_of("a:0", WithoutPorts())
+    with pytest.raises(WorkerDiedError, match=r"connections to b:0: .*Address already in use"):
+        asyncio.run(relay.reserve(["b:0"]))
 
 
-def test_a_port_that_is_taken_asks_for_fresh_processes() -> None:
-    with pytest.raises(WorkerDiedError, match=r"127\.0\.0\.1:40001.* fresh processes"):
-        open_relay_to(RelayPeer("b:0", "127.0.0.1:40001", "host-b:50052", 1))
+def test_members_of_one_network_reach_a_peer_at_an_address_of_their_own_each() -> None:
+    """Or the kernel would let one of their relays accept what the other's member has sent."""
+
+    async def run() -> None:
+        relays = [relay_of(name, OnTheHostsLoopback()) for name in ("a:0", "driver")]
+        dialled = [(await relay.reserve(["b:0", "c:0"])) for relay in relays]
+        addresses = [address for each in dialled for address in each.values()]
+        assert len({*addresses, PEER.listens}) == 5
+        other = RelayPeer("c:0", PEER.listens, "host-c:50053", 2)  # the same port by chance
+        for relay, address in zip(relays, (each["b:0"] for each in dialled), strict=True):
+            await relay.open("127.0.0.1:40000", [PEER, other])
+            beat = {"event": "beat", "ways": [[address, 1, 2, 0.5], ["127.0.0.1:1", 3, 4, 0.5]]}
+            ways = [(PEER.listens, 1, 2, 0.5), ("127.0.0.1:1", 3, 4, 0.5)]
+            assert relay.with_agents(beat) == {"event": "beat", "ways": ways}
+            assert relay.with_agents({"event": "beat"}) == {"event": "beat"}
+        for relay in relays:
+            await relay.close()
+
+    asyncio.run(run())
+
+
+def test_a_peer_that_was_not_said_to_be_elsewhere_is_refused() -> None:
+    """The member has its own address by then, and connections to it would lead anywhere."""
+    relay = relay_of("a:0", OnTheHostsLoopback())
+    with pytest.raises(RelayError, match="b:0 was not said to be in another network"):
+        asyncio.run(relay.open("127.0.0.1:40000", [PEER]))
+
+
+def test_a_relay_that_is_closed_meanwhile_leaves_no_listener() -> None:
+    opened: list[socket.socket] = []
+
+    class Slow(OnTheHostsLoopback):
+        async def listener(self) -> socket.socket:
+            opened.append(await super().listener())
+            await relay.close()
+            return opened[0]
+
+    relay = relay_of("a:0", Slow())
+    with pytest.raises(RelayError, match="the group has ended"):
+        asyncio.run(relay.reserve(["b:0"]))
+    assert opened[0].fileno() == -1
 
 
 def test_round_trips_are_measured_to_the_other_host() -> None:
-    relay = Relay(
-        "job", 1, "a:0", cast("Forks", OnTheHostsLoopback()), Dialer(Security()), print, print
-    )
+    relay = relay_of("a:0", OnTheHostsLoopback())
     with socket.create_server(("127.0.0.1", 0)) as listener:
         there = PeerConnection(socket.create_connection(listener.getsockname()))
         assert relay.round_trips == {}
@@ -69,12 +109,6 @@ def test_round_trips_are_measured_to_the_other_host() -> None:
         assert 0 < found[1] < 10
         there.close()
         assert relay.round_trips == {}
-
-
-def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        host, port = listener.getsockname()
-    return f"{host}:{port}"
 
 
 async def carried_after(num_broken: int, unreachable: list[UnreachableError]) -> tuple[bytes, int]:
@@ -104,9 +138,10 @@ async def carried_after(num_broken: int, unreachable: list[UnreachableError]) ->
     )
     try:
         server = f"127.0.0.1:{await port.start('127.0.0.1', 0)}"
-        peer = RelayPeer("b:0", free_address(), server, 1)
+        peer = RelayPeer("b:0", PEER.listens, server, 1)
+        dialled = await relay.reserve(["b:0"])
         await relay.open("127.0.0.1:40000", [peer])
-        reader, writer = await asyncio.open_connection(*peer.listens.split(":"))
+        reader, writer = await asyncio.open_connection(*dialled["b:0"].split(":"))
         writer.write(b"hello")
         await reader.read()  # until the server hangs up
         writer.close()
@@ -172,9 +207,7 @@ def test_there_is_a_second_try_after_a_time_in_which_all_may_have_stood_still(
         return "connection"
 
     monkeypatch.setattr(Relay, "_dial", dial)
-    relay = Relay(
-        *("job", 1, "a:0", cast("Forks", InOneNetwork()), Dialer(Security()), print, print)
-    )
+    relay = relay_of("a:0", InOneNetwork())
     peer = RelayPeer("b:0", "127.0.0.1:1", "host-b:50052", 1)
     assert str(asyncio.run(relay._reach(peer))) == "connection"
     assert dialled == [peer, peer]

@@ -123,7 +123,7 @@ def recorded(agents: Agents, tmp_path_factory: pytest.TempPathFactory) -> list[C
     return talk.proxy.conversations
 
 
-def frames(data: bytes | bytearray) -> list[bytes]:
+def frames(data: bytes | bytearray | memoryview) -> list[bytes]:
     """Return the frames of one side of a connection."""
     found, at = [], 0
     while at < len(data):
@@ -156,12 +156,15 @@ def test_responses_pass_if_they_were_requested(recorded: list[Conversation]) -> 
     main = recorded[0]
     answer = frames(main.from_inside)[0]
     address = answer[8 : 8 + answer[7]].decode()
-    inspection = Inspection(Pipes(print), "inside", "the other", address)
+    inspection = Inspection(Pipes(print), "inside", "the other", address, "127.0.0.1:7")
     inspection.sent(bytes(main.from_outside))
-    assert bytes(inspection.received(bytes(main.from_inside))) == main.from_inside
+    # The worker opens its further connections where it has opened the first one.
+    passed = frames(inspection.received(bytes(main.from_inside)))
+    assert passed[0] == answer[:7] + b"\x0b127.0.0.1:7" + answer[8 + answer[7] :]
+    assert passed[1:] == frames(main.from_inside)[1:]
     with pytest.raises(SecurityError, match="was not asked for"):  # a second time
         inspection.received(joined(frames(main.from_inside)[-5:]))
-    elsewhere = Inspection(Pipes(print), "inside", "the other", "127.77.0.9:1")
+    elsewhere = Inspection(Pipes(print), "inside", "the other", "127.77.0.9:1", "127.0.0.1:7")
     elsewhere.sent(joined(frames(main.from_outside)[:1]))
     with pytest.raises(SecurityError, match="leads somewhere else"):
         elsewhere.received(bytes(main.from_inside))

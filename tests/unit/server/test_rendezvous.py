@@ -1,12 +1,18 @@
-"""The limits of the rendezvous' key-value store."""
+"""The limits of the rendezvous' key-value store, and a worker's end of it."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+from collections.abc import Sequence
 
 import pytest
 
 from rpcmp.errors import BusyError, JobError, RpcmpError
+from rpcmp.net.peer_connection import Dialer
+from rpcmp.net.security import Security
+from rpcmp.process.channel import Message
+from rpcmp.server.client import StageClient
 from rpcmp.server.rendezvous import (
     MAX_ANSWER,
     MAX_BYTES,
@@ -15,6 +21,7 @@ from rpcmp.server.rendezvous import (
     MAX_KEYS_PER_GET,
     MAX_VALUE,
     KeyValueStore,
+    StoreProxy,
     require_key_count,
 )
 
@@ -106,3 +113,25 @@ def test_a_request_is_refused_if_it_names_no_key_or_too_many(count: int) -> None
     with pytest.raises(JobError, match=f"for {count} keys"):
         require_key_count(["k"] * count)
     require_key_count(["k"] * MAX_KEYS_PER_GET)
+
+
+def test_a_worker_finds_a_relay_in_place_of_a_member_in_another_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def store_get(client: StageClient, job: Message, keys: Sequence[str]) -> list[bytes]:
+        return [f"value of {key}".encode() for key in keys]
+
+    monkeypatch.setattr(StageClient, "store_get", store_get)
+
+    async def values_of(*keys: str) -> list[bytes]:
+        answers: asyncio.Queue[Message] = asyncio.Queue()
+        dialled = {"b:0": "127.0.0.1:7"}
+        where = ("127.0.0.1:1", 0, Dialer(Security()))
+        proxy = StoreProxy(*where, "job", 1, answers.put_nowait, dialled)
+        proxy.handle({"id": 1, "call": "get", "keys": keys})
+        answer = await answers.get()
+        await proxy.close()
+        return [base64.b64decode(value) for value in answer["values"]]
+
+    values = asyncio.run(values_of("addrs/a:0", "addrs/b:0", "names/b:0"))
+    assert values == [b"value of addrs/a:0", b"uv://127.0.0.1:7", b"value of names/b:0"]
