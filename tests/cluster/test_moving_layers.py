@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rpcmp.observability.events import GenerationEvent, StepEvent
+from rpcmp.observability.events import Event, GenerationEvent, RebalanceEvent, StepEvent
 from tests.support.faults import Committed, committed, drive
 from tests.support.lan import issue, serving
 from tests.support.processes import JobFolder
@@ -165,6 +165,8 @@ def test_checkpoints_after_a_change_resume_under_any_balance(
     assert committed(resumed)[1] == undisturbed[1]
 
 
+SLOWED = 50
+
 PACED = """
 steps = 100000
 schedule = "1f1b"
@@ -181,16 +183,22 @@ batch_size = 10
 
 
 def changes_of_slowed(job: JobFolder, rebalance: str) -> list[dict[str, Any]]:
-    """Run a job until it says that its second host has become three times as slow."""
+    """Run a job until it says that its second host has become three times as slow.
+
+    Others on the machine may have had an effect before; the last change is the one for that.
+    """
     folder = job.folder / "slowness"
     folder.mkdir()
 
     def slow_down(event: StepEvent) -> None:
-        if event.step == 50:
+        if event.step == SLOWED:
             (folder / "stage1:0").write_text("3.0")
 
+    def is_noticed(event: Event) -> bool:
+        return isinstance(event, RebalanceEvent) and event.step > SLOWED
+
     config = job.config(PACED.format(rebalance=rebalance, folder=folder))
-    result = train(config, {}, after_step=slow_down, until="rebalance")
+    result = train(config, {}, after_step=slow_down, until=is_noticed)
     return [event for event in result.events if event["event"] == "rebalance"]
 
 
@@ -198,10 +206,9 @@ def changes_of_slowed(job: JobFolder, rebalance: str) -> list[dict[str, Any]]:
 def test_a_host_that_has_become_slower_is_noticed(
     job: JobFolder, rebalance: str, outcome: str
 ) -> None:
-    (change,) = changes_of_slowed(job, rebalance)
-    assert (change["outcome"], change["before"]) == (outcome, [3, 3])
-    assert change["balance"][1] < 3
-    assert change["step"] > 50
+    *_, change = changes_of_slowed(job, rebalance)
+    assert change["outcome"] == outcome
+    assert change["balance"][1] < change["before"][1]
     assert "stage 'stage1' computes" in change["reason"]
 
 

@@ -26,7 +26,7 @@ def train(
     connect: Sequence[str] | None = None,
     on_generation: Callable[[GenerationEvent], None] | None = None,
     after_step: Callable[[StepEvent], object] | None = None,
-    until: str = "",
+    until: Callable[[Event], bool] = lambda event: False,
 ) -> Result:
     """Run a job to its end, with another balance after some of the steps.
 
@@ -34,7 +34,7 @@ def train(
         moves: the balances to go on with, by the steps after whose events they are asked for.
         settings: of the config, "KEY=VALUE".
         after_step: called with each step; if it returns True, the run is interrupted.
-        until: the event after which the run is interrupted; by default it runs to its end.
+        until: whether the run is interrupted after an event; by default it runs to its end.
         on_generation: called once a generation has formed, before it does anything.
     """
     left, events = dict(moves), list[dict[str, Any]]()
@@ -51,7 +51,7 @@ def train(
 
                 if isinstance(event, GenerationEvent) and on_generation:
                     on_generation(event)
-                if (event.event == until or is_over is True) and not training.signals:
+                if (until(event) or is_over is True) and not training.signals:
                     training.interrupt(signal.SIGINT, task)
 
             watchers.append(move)
@@ -59,7 +59,7 @@ def train(
             try:
                 await task
             except InterruptedJobError:
-                assert until or after_step
+                assert training.signals
             finally:
                 await training.close()
 
