@@ -46,6 +46,11 @@ NUM_SLOTS = 5
 RETAINED = 2
 """Newest snapshots that must not be overwritten while the next one is written."""
 
+MIRRORED_BY_ALL = 4
+"""Snapshots of a stage in a group, after which each of the others has one that is mirrored: the
+others have done the third step, so they have written their second, for which the first had to be
+mirrored."""
+
 _RECORD = struct.Struct("<QQBBI")
 _PINNED = struct.calcsize("<QQB")
 _SPACING = 32

@@ -57,6 +57,7 @@ class Checkpoints:
     Attributes:
         cuts: of the model into stages, the current one after `set_assignments`.
         generation: the number of the current group.
+        workers: of the next one; hosts may have joined or left.
         run: the id of the run in its manifests; a resumed run keeps it.
         saved: the newest step with a checkpoint.
         remove_elsewhere: removes a checkpoint from the disks of the other machines; None before
@@ -65,7 +66,7 @@ class Checkpoints:
 
     def __init__(self, config: Config, pool: ServerPool, report: Callable[[Event], None]) -> None:
         self._config = config
-        self._workers: Sequence[Member] = config.workers
+        self.workers: Sequence[Member] = config.workers
         self._pool = pool
         self._report = report
         self._folder = CheckpointFolder(config.checkpoint_folder / pool.run_folder)
@@ -84,12 +85,8 @@ class Checkpoints:
         self._failed: list[str] = []
         self.remove_elsewhere: Callable[[Path], Awaitable[None]] | None = None
 
-    def use(self, workers: Sequence[Member]) -> None:
-        """Expect files of these workers from now on: hosts have joined or left."""
-        self._workers = workers
-
     def set_assignments(self, assignments: Sequence[str]) -> None:
-        pairs = zip(self._workers, assignments, strict=True)
+        pairs = zip(self.workers, assignments, strict=True)
         self.cuts.change_to({worker.stage: json.loads(text)["layers"] for worker, text in pairs})
 
     @property
@@ -100,7 +97,7 @@ class Checkpoints:
     def newest_held(self, holdings: Mapping[str, HeldSnapshots]) -> HeldStep | None:
         """Return the newest step that servers hold, and whose driver's state is here."""
         of_any = self._config.rebalance == "auto"
-        return self.cuts.newest(self._workers, holdings, self._progress, of_any)
+        return self.cuts.newest(self.workers, holdings, self._progress, of_any)
 
     def forget_parts(self) -> None:
         """Give up incomplete checkpoints: the generation that wrote them has ended."""
@@ -199,7 +196,7 @@ class Checkpoints:
             return
         self._is_leaving, self.cuts.current = True, held.cut
         self._started_at[held.common.step] = time.monotonic()
-        members = self.cuts.members(held.cut, self._workers)
+        members = self.cuts.members(held.cut, self.workers)
         firsts = [worker for worker in members if worker.replica == 0]
         parts = await asyncio.gather(*(self._save(worker, held) for worker in firsts))
         for worker, saved in zip(firsts, parts, strict=True):
@@ -383,7 +380,7 @@ class Checkpoints:
             await self.remove_elsewhere(folder)
 
     async def _save(self, worker: Member, held: HeldStep) -> pb.Saved:
-        labels = [each.label for each in self._workers]
+        labels = [each.label for each in self.workers]
         holder, step = labels.index(held.common.holders[worker.label]), held.common.step
         request = pb.SaveRequest(
             job_id=self._pool.job_id, stage_name=worker.stage, step=step, cut=held.cut

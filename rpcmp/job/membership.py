@@ -132,8 +132,8 @@ class Membership:
         names = [*first, *joined, last] if first else [last, *joined]
         if len(names) > sum(self._balance.balance):
             raise ConfigError("each stage has but one layer already")
-        added = ", ".join(f"{place.address} as stage {name!r}" for name, place in joined.items())
-        reason = f"{added} {'has' if len(joined) == 1 else 'have'} joined"
+        added = [f"{place.address} as stage {name!r}" for name, place in joined.items()]
+        reason = _all_have(added, "joined")
         addresses = [place.address for place in joined.values()]
         return self._change(names, hosts, reason, joined=addresses)
 
@@ -177,9 +177,8 @@ class Membership:
             raise ConfigError("its snapshots are nowhere else, since mirror_every_steps = 0")
         if frozenset(names) in self._balance.failed:
             raise ConfigError("they have tried, and failed")
-        left = ", ".join(f"stage {name!r} at {self._pool.place(name).address}" for name in stages)
-        reason = f"{left} {'has' if len(stages) == 1 else 'have'} left"
-        return self._change(names, self._hosts(), reason, is_forced=True)
+        left = [f"stage {name!r} at {self._pool.place(name).address}" for name in stages]
+        return self._change(names, self._hosts(), _all_have(left, "left"), is_forced=True)
 
     def _change(
         self,
@@ -222,6 +221,10 @@ def require_movable(config: Config) -> None:
         raise ConfigError('it needs rebalance = "auto"')
     if config.is_replicated:
         raise ConfigError("its stages have replicas")
+
+
+def _all_have(who: Sequence[str], done: str) -> str:
+    return f"{', '.join(who)} {'has' if len(who) == 1 else 'have'} {done}"
 
 
 def even(names: Sequence[str], num_layers: int) -> dict[str, int]:

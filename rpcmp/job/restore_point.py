@@ -9,7 +9,7 @@ be a different partition of the model than the one that wrote them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -19,7 +19,6 @@ from rpcmp.checkpoint.folder import CheckpointFolder, require_none_asked_for, wh
 from rpcmp.checkpoint.manifest import Manifest, StageFile, check_model
 from rpcmp.checkpoint.slots import HeldSnapshots
 from rpcmp.config.schema import Config
-from rpcmp.config.topology import Member
 from rpcmp.errors import CheckpointError
 from rpcmp.job.checkpoints import Checkpoints
 from rpcmp.job.cuts import HeldStep
@@ -72,7 +71,6 @@ class RestorePlanner:
         lost: LostJob | None = None,
     ) -> None:
         self._config = config
-        self._workers: Sequence[Member] = config.workers
         self._pool = pool
         self._checkpoints = checkpoints
         self._report = report
@@ -80,10 +78,6 @@ class RestorePlanner:
         self._start = start
         self._lost = lost
         self._is_first = True
-
-    def use(self, workers: Sequence[Member]) -> None:
-        """Choose for these workers from now on: hosts have joined or left."""
-        self._workers = workers
 
     async def choose(
         self, assignments: list[str], holdings: dict[str, HeldSnapshots]
@@ -115,7 +109,7 @@ class RestorePlanner:
         return self._in_memory(in_memory)
 
     def _in_memory(self, held: HeldStep) -> RestorePoint:
-        workers, addresses = self._workers, self._pool.addresses
+        workers, addresses = self._checkpoints.workers, self._pool.addresses
         restores = self._checkpoints.cuts.restores(held, workers, addresses)
         return RestorePoint(held.common.step, restores)
 
@@ -222,7 +216,8 @@ class RestorePlanner:
         """Choose where each worker gets the files from that have its layers."""
         holders = await self._holders(manifest)
         restores = {}
-        for worker, address in zip(self._workers, self._pool.addresses, strict=True):
+        pairs = zip(self._checkpoints.workers, self._pool.addresses, strict=True)
+        for worker, address in pairs:
             layers = set(self._checkpoints.layers[worker.stage])
             restores[worker.label] = pb.Restore(step=manifest.step)
             for file in manifest.stages:

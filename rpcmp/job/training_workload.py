@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rpcmp.checkpoint.slots import MIRRORED_BY_ALL
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER
 from rpcmp.errors import (
@@ -46,9 +47,6 @@ COPY_SECONDS = 20.0
 """How long to wait until other servers hold the last step of one that leaves."""
 
 POLL_SECONDS = 0.1
-
-COPIED = 4
-"""Snapshots of a group after which each stage has one that is mirrored; see snapshot_store."""
 
 
 class TrainingWorkload(Workload[SummaryEvent]):
@@ -217,8 +215,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
         """Let all know which stages there are from now on."""
         config = self._balance.config
         self._pool.use(config)
-        self.checkpoints.use(config.workers)
-        self._planner.use(config.workers)
+        self.checkpoints.workers = config.workers
         self._vitals.keep([worker.label for worker in config.workers])
 
     async def run(self, generation: Generation) -> SummaryEvent:
@@ -353,7 +350,8 @@ class TrainingWorkload(Workload[SummaryEvent]):
     def _dismiss_departed(self, step: int, generation: Generation) -> None:
         """Let servers go that have left, once others hold all that the group goes on from."""
         count = step - generation.restore_point.step
-        if self._pool.has_departed and count > COPIED * max(1, self._config.snapshot_every_steps):
+        needed = MIRRORED_BY_ALL * max(1, self._config.snapshot_every_steps)
+        if self._pool.has_departed and count > needed:
             generation.failure.supervise(self._pool.dismiss_departed(generation.number))
 
     def _begin_record(self) -> None:

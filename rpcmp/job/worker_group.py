@@ -33,7 +33,7 @@ from rpcmp.process.activity import HeartbeatMonitor
 from rpcmp.process.channel import Message
 from rpcmp.process.logging.records import Entry
 from rpcmp.server.client import StageClient
-from rpcmp.server.connection import machine
+from rpcmp.server.connection import MAX_JOINING, machine
 from rpcmp.v1 import control_pb2 as pb
 
 Args = ParamSpec("Args")
@@ -41,9 +41,6 @@ Result = TypeVar("Result")
 
 SILENT_SECONDS = 4.0
 """After which a server that says nothing is named; it sends its worker's vitals each second."""
-
-MAX_JOINING = 64
-"""Spares that may ask to join one generation, however many a stage server says there are."""
 
 LAST_LINES_SECONDS = 0.5
 """How long to wait for the log lines that workers wrote before something went wrong."""
@@ -82,9 +79,7 @@ class WorkerGroup:
             StageClient(worker.label, place.address, pool.dialer, place.stage_index)
             for worker, place in zip(config.workers, pool.places, strict=True)
         ]
-        # What servers' certificates are for: no longer where a stage stands, once hosts have joined
-        # or left.
-        self._numbers = [place.stage_index for place in pool.places]
+        self._servers = pool.places
         self._agent_addresses: dict[str, str] = {}
         self._devices: dict[str, str] = {}
         self._claims: list[pb.PrepareResponse] = []
@@ -134,7 +129,7 @@ class WorkerGroup:
     @property
     def rendezvous(self) -> ServerPlace:
         """The server where the members find each other."""
-        return ServerPlace(self._clients[0].address, self._numbers[0])
+        return self._servers[0]
 
     @property
     def exposed(self) -> dict[str, str]:
@@ -172,11 +167,11 @@ class WorkerGroup:
                     worker.name,
                     self._agent_addresses[client.name],
                     client.address,
-                    number,
+                    server.stage_index,
                 ),
             )
-            for worker, number, (client, claim) in zip(
-                self._workers, self._numbers, self._claimed(), strict=True
+            for worker, server, (client, claim) in zip(
+                self._workers, self._servers, self._claimed(), strict=True
             )
         ]
         members = [*workers, (network, RelayPeer(DRIVER, driver_address))]
@@ -231,7 +226,7 @@ class WorkerGroup:
                     restore=restore_point.restores.get(client.name),
                     cut=restore_point.cut,
                     is_mirrored=mirror is not None and machines[mirror] != machines[rank],
-                    mirrored_by=None if mirror is None else self._numbers[mirror],
+                    mirrored_by=None if mirror is None else self._servers[mirror].stage_index,
                     saves=self._workers[rank].replica == 0,
                     reads_sent_init=sent[rank],
                     devices_here=neighbours[rank][0],
@@ -342,7 +337,7 @@ class WorkerGroup:
             prepare_request(
                 self._config,
                 worker,
-                self._numbers[index],
+                self._servers[index].stage_index,
                 code,
                 **self._identity,
                 driver_id=self._pool.driver_id,
@@ -355,9 +350,11 @@ class WorkerGroup:
                 checkpoint_run=self._run_folder,
                 group=[
                     pb.GroupStage(
-                        name=member.stage, replicas=member.num_replicas, stage_index=number
+                        name=member.stage,
+                        replicas=member.num_replicas,
+                        stage_index=server.stage_index,
                     )
-                    for member, number in zip(self._workers, self._numbers, strict=True)
+                    for member, server in zip(self._workers, self._servers, strict=True)
                     if member.replica == 0
                 ],
                 may_keep_nothing=self._config.checkpoint is None,
@@ -403,6 +400,7 @@ class WorkerGroup:
             self._draining.add(client.name)
             self._report({"event": "draining", "stage": client.name, "leaves": change.leaves})
             self._failure.supervise(self._release_when_ended(client))
+        # However many a server says there are.
         for address in change.joining[self._num_joining[client.name] : MAX_JOINING]:
             self._num_joining[client.name] += 1
             self._report({"event": "joining", "address": address})

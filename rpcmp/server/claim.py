@@ -42,6 +42,7 @@ from rpcmp.process.sandbox.confinement import FileAccess
 from rpcmp.server import claim_log
 from rpcmp.server.access import GroupMembers
 from rpcmp.server.claim_log import LogBuffer, WorkerVitals
+from rpcmp.server.connection import MAX_JOINING
 from rpcmp.server.device_claims import DeviceClaim
 from rpcmp.server.job_folder import JobFiles
 from rpcmp.server.rendezvous import KeyValueStore, StoreProxy
@@ -64,9 +65,6 @@ LESS_MEMORY = (
 
 MAX_WORD = 256
 """Characters of an address and of a device's name."""
-
-MAX_JOINING = 64
-"""Hosts that may ask to join one generation."""
 
 SAVED_KEPT = 4
 """Finished saves that are kept for a watcher that lags behind; at most two are under way."""

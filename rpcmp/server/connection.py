@@ -25,6 +25,9 @@ from rpcmp.v1 import control_pb2 as pb
 PROTOCOL = 19
 """Incremented whenever a message or the data plane changes its meaning."""
 
+MAX_JOINING = 64
+"""Spares that may ask a server to join one generation."""
+
 MAX_MESSAGE = 64 * 2**20
 """Bytes; enough for the code that a job ships."""
 

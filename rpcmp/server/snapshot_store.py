@@ -26,7 +26,7 @@ from pathlib import Path
 from rpcmp.checkpoint import files
 from rpcmp.checkpoint.files import Inside, require_plain
 from rpcmp.checkpoint.folder import name_of
-from rpcmp.checkpoint.slots import Slots, Snapshot
+from rpcmp.checkpoint.slots import MIRRORED_BY_ALL, Slots, Snapshot
 from rpcmp.errors import CheckpointError, JobError, one_line
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.server.client import StageClient
@@ -38,11 +38,6 @@ log = logging.getLogger(__name__)
 
 FolderOrReason = Inside | str
 """The folder of a job's checkpoints, or the reason why there is none on this host."""
-
-MIRRORED_BY_ALL = 4
-"""Snapshots of a stage in a group, after which each of the others has one that is mirrored: the
-others have done the third step, so they have written their second, for which the first had to be
-mirrored."""
 
 NO_FOLDER = "the job has named no folder of checkpoints"
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.support.pool import PooledServer, lend_servers
-from tests.support.processes import JobFolder, connect, rpcmp_process, running, running_server
+from tests.support.processes import (
+    JobFolder,
+    Running,
+    connect,
+    rpcmp_process,
+    running,
+    running_server,
+)
 
 LONG = """
 steps = 100000
@@ -25,30 +33,31 @@ def train(job: JobFolder, rebalance: str) -> Path:
     return job.config(LONG.format(rebalance=rebalance))
 
 
+@contextlib.contextmanager
+def training(job: JobFolder, rebalance: str, servers: Sequence[PooledServer]) -> Iterator[Running]:
+    """Train at stage servers, and interrupt the run at the end."""
+    where = ("--connect", connect(servers))
+    with running("drive", train(job, rebalance), "--json", *where) as run:
+        run.wait_for_line(STEP)
+        yield run
+        run.process.terminate()
+        run.wait()
+
+
 def test_a_spare_joins_a_job_and_another_host_leaves_it(job: JobFolder) -> None:
-    with lend_servers(3) as (first, second, new):
-        where = ("--connect", connect([first, second]))
-        with running("drive", train(job, "auto"), "--json", *where) as run:
-            run.wait_for_line(STEP)
-            joined = rpcmp_process("join", new.address, "--to", second.address)
-            assert (joined.code, joined.err) == (0, "")
-            assert joined.out == f"{new.address} serves a stage of job 'job'\n"
-            left = rpcmp_process("drain", "--leave", second.address)
-            assert (left.code, left.out) == (0, f"{second.address} has ended\n")
-            run.wait_for_line("stage 'stage1' at .* has left")
-            run.process.terminate()
-            run.wait()
+    with lend_servers(3) as (first, second, new), training(job, "auto", [first, second]) as run:
+        joined = rpcmp_process("join", new.address, "--to", second.address)
+        assert (joined.code, joined.err) == (0, "")
+        assert joined.out == f"{new.address} serves a stage of job 'job'\n"
+        left = rpcmp_process("drain", "--leave", second.address)
+        assert (left.code, left.out) == (0, f"{second.address} has ended\n")
+        run.wait_for_line("stage 'stage1' at .* has left")
 
 
 def test_a_job_that_does_not_move_layers_takes_nobody_in(job: JobFolder) -> None:
-    with lend_servers(3) as (first, second, new):
-        where = ("--connect", connect([first, second]))
-        with running("drive", train(job, "off"), "--json", *where) as run:
-            run.wait_for_line(STEP)
-            refused = rpcmp_process("join", new.address, "--to", first.address)
-            busy = rpcmp_process("join", second.address, "--to", first.address)
-            run.process.terminate()
-            run.wait()
+    with lend_servers(3) as (first, second, new), training(job, "off", [first, second]):
+        refused = rpcmp_process("join", new.address, "--to", first.address)
+        busy = rpcmp_process("join", second.address, "--to", first.address)
     assert refused.code == 2
     assert "job 'job' does not move layers: it needs rebalance = \"auto\"" in refused.err
     assert busy.code == 2
