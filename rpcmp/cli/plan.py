@@ -238,8 +238,9 @@ def _show(found: Planned) -> None:
 def _head(plan: Plan) -> str:
     count = len(plan.stages)
     stages = f"{count} stage{'' if count == 1 else 's'}"
+    how = ", as tried," if plan.is_rehearsed else ", as predicted,"
     return (
-        f"{plan.step_s * 1e3:,.1f} ms a step in {stages}, which idle {plan.bubble:.0%}; "
+        f"{plan.step_s * 1e3:,.1f} ms a step{how} in {stages}, which idle {plan.bubble:.0%}; "
         f"balance = {plan.balance}, {plan.options}"
     )
 

@@ -123,11 +123,19 @@ MOST_REHEARSED = 2.0
 rehearsal would take as long as several."""
 
 
-async def rehearse(config: Config, connect: Sequence[str] | None, forks: Forks) -> MeasuredSteps:
+async def rehearse(
+    config: Config,
+    connect: Sequence[str] | None,
+    forks: Forks,
+    longest: float = MOST_REHEARSED,
+    fewest: int = FEWEST_STEPS,
+) -> MeasuredSteps:
     """Train the first steps of a job, which leave nothing behind.
 
     Args:
         connect: see `balanced`.
+        longest: seconds of a step.
+        fewest: steps that count, at least.
 
     Raises:
         JobError: a step takes too long for it.
@@ -142,20 +150,22 @@ async def rehearse(config: Config, connect: Sequence[str] | None, forks: Forks) 
         await segments.start()
         # The first step touches memory and code for the first time; it may take twice as long.
         seconds = (await segments.run(1, loads_ahead=False)).seconds / 2
-        if seconds <= MOST_REHEARSED:
+        if seconds <= longest:
             seconds = (await segments.run(1, loads_ahead=False)).seconds
-        if seconds > MOST_REHEARSED:
+        if seconds > longest:
             raise JobError(f"a step takes {seconds:.1f} s, too long to train some before the run")
-        return await _settled(config, segments, seconds)
+        return await _settled(config, segments, seconds, fewest)
     finally:
         await segments.close()
 
 
-async def _settled(config: Config, segments: Segments, seconds: float) -> MeasuredSteps:
+async def _settled(
+    config: Config, segments: Segments, seconds: float, fewest: int
+) -> MeasuredSteps:
     """Train blocks of steps until they get no faster; `seconds`: of a step, as far as is known."""
     before, ends = math.inf, time.monotonic() + MOST_SECONDS
     while True:
-        count = max(FEWEST_STEPS, min(int(BLOCK_SECONDS / seconds), MOST_STEPS))
+        count = max(fewest, min(int(BLOCK_SECONDS / seconds), MOST_STEPS))
         done = await segments.run(count + 1, loads_ahead=False)
         measured = summarize(config, done.steps[1:])  # the pipeline was empty before the first
         seconds = measured.step_s

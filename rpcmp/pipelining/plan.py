@@ -110,6 +110,7 @@ class Plan:
         options: the fastest of those that the run may try; it starts with the config's own.
         step_s: seconds per step under these.
         bubble: share of a step in which stages idle, on average.
+        is_rehearsed: whether `step_s` was measured; if not, it is predicted.
     """
 
     stages: list[PlannedStage]
@@ -120,6 +121,7 @@ class Plan:
     step_s: float
     bubble: float
     losses: list[Loss]
+    is_rehearsed: bool = False
 
     @property
     def balance(self) -> list[int]:

@@ -1,20 +1,21 @@
 """Plan a job for given hosts: who serves which layers, in which order, and who stands by. Pure.
 
 (1) for each number of stages, chains of hosts whose slowest part is fastest     `chain_search`
-(2) each simulated with the links between its hosts: the time of a step          `cost_model`
-(3) with what a message costs, if steps of one of them were rehearsed            `calibration`
-(4) the fastest few also under the other schedule options that the run may try   `setting_grid`
-(5) the fastest that differ in who takes part, with what losing each host costs
+(2) each simulated with the links between its hosts: the time of a step     `chain_estimates`
+(3) the fastest few also under the other schedule options                   `setting_grid`
+(4) the fastest that differ in who takes part, with what losing each host costs
 
-The hosts that are left become spares, first those that can take over most stages.
+The caller rehearses the plans, the best one first: what their steps teach may make others the best,
+until those that are left have been tried. The hosts that are left become spares, first those that
+can take over most stages.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property, partial
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
 from rpcmp.config.job_sections import StageConfig
 from rpcmp.config.schedule_options import ScheduleOptions
@@ -22,10 +23,11 @@ from rpcmp.config.schema import Config
 from rpcmp.config.types import format_size
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import cost_model
-from rpcmp.pipelining.calibration import Calibration, MeasuredSteps
+from rpcmp.pipelining.calibration import NOTABLE, MeasuredSteps
 from rpcmp.pipelining.chain_cuts import FORBIDDEN, NANOSECONDS, UNLIMITED, Chain, HostCosts
+from rpcmp.pipelining.chain_estimates import ChainEstimates
 from rpcmp.pipelining.chain_search import ChainSearch
-from rpcmp.pipelining.partition import StageHost, bounds
+from rpcmp.pipelining.partition import bounds
 from rpcmp.pipelining.plan import (
     Connection,
     Constraints,
@@ -37,9 +39,9 @@ from rpcmp.pipelining.plan import (
     PlannedStage,
 )
 from rpcmp.pipelining.setting_grid import options_to_try
-from rpcmp.pipelining.simulation import Wire
 
 NUM_PLANS = 3
+
 SIMULATED = 4
 """Chains of different lengths that are simulated under all schedule options."""
 
@@ -50,9 +52,6 @@ LINK_WEIGHTS = (1, 4)
 """What a second on the wire counts: in the second search four, since a link that is as busy as the
 hosts is no slower part of a step, and yet what it carries arrives late."""
 
-MOST_SIMULATED = 64
-"""Micro-batches of a step that are simulated, if twice the number of stages is not more."""
-
 NUM_REPLACED = 2
 """Fastest hosts that are left, which are tried in the place of one that is lost."""
 
@@ -60,28 +59,22 @@ ALIKE = 1.02
 """Steps that differ by less count as equal; then the plan with fewer stages comes first."""
 
 
-def with_hosts(
-    config: Config, settings: StageConfig, addresses: Sequence[str], balance: Sequence[int]
-) -> Config:
-    """Return the job with a stage on each of these hosts, all with the same settings."""
-    if config.model is None:
-        raise ConfigError("only a job with [model] can be planned: its stages are its layers")
-    model = config.model.model_copy(update={"balance": list(balance), "num_stages": None})
-    stages = [settings.model_copy(update={"addresses": [address]}) for address in addresses]
-    return config.model_copy(update={"model": model, "stages": stages})
+class Timed(NamedTuple):
+    """A chain under the fastest options that the run may try."""
+
+    step_s: float
+    options: ScheduleOptions
+    chain: Chain
 
 
 class Planner:
     """Plans one job.
 
     Args:
-        config: with the number of micro-batches that a full mini-batch has.
-        settings: of every stage; without addresses.
-        links: from each host to each other; those that are missing take no time.
+        config, settings, links: see `ChainEstimates`.
 
     Attributes:
-        message_s: what a message costs each stage besides; see `calibrate`.
-        loading_s: seconds for the samples of a step, whichever the plan.
+        estimates: of the steps of any plan, by what is known so far.
     """
 
     def __init__(
@@ -93,17 +86,15 @@ class Planner:
         constraints: Constraints | None = None,
     ) -> None:
         self._config, self._settings = config, settings
-        self._links = links
         self._constraints = constraints or Constraints()
-        self.message_s = self.loading_s = 0.0
+        self.estimates = ChainEstimates(config, settings, hosts, links)
         self._held: dict[int, dict[str, int]] = {}
         self._use(hosts)
 
     def _use(self, hosts: Sequence[PlanHost]) -> None:
         """Plan for these hosts from now on."""
         self._hosts = hosts
-        self._steps: dict[Hashable, float] = {}
-        self.__dict__.pop("_chains", None)
+        self._best: list[Timed] | None = None
         count, recompute = self._config.num_microbatches, self._settings.recompute
         self._costs = [
             HostCosts(host.profile, host.limit_bytes, count, recompute) for host in hosts
@@ -115,52 +106,17 @@ class Planner:
             for weight in LINK_WEIGHTS
         )
 
-    def to_rehearse(self, most_s: float) -> tuple[Config, Chain] | None:
-        """Return the shortest chain of several stages whose steps take no longer, as a job."""
-        for chain in self._chains:
-            if len(chain.hosts) > 1 and self._step_seconds(chain) <= most_s:
-                addresses = [self._hosts[host].address for host in chain.hosts]
-                return with_hosts(self._config, self._settings, addresses, chain.balance), chain
+    def to_rehearse(self) -> tuple[Config, Timed] | None:
+        """Return the best plan that was not rehearsed, as a job; None if all have been."""
+        for timed in self._ranked():
+            if self.estimates.of(timed.chain) is None:
+                return self.estimates.job(timed.chain, timed.options), timed
         return None
 
-    @property
-    def has_several_stages(self) -> bool:
-        """Whether any chain has messages."""
-        return any(len(chain.hosts) > 1 for chain in self._chains)
-
-    def calibrate(self, chain: Chain, measured: MeasuredSteps) -> None:
-        """Learn from steps of a chain what a message costs besides the wire, and loading.
-
-        Also how much longer than by themselves layers take in a run, where caches are cold and a
-        host's relay uses its processor too. Hosts beside the chain are taken to be like its own.
-        """
-        config = self._config_for(len(chain.hosts))
-        wires = self._wires(chain, config.stage_names)
-        known = Calibration.fit(config, measured, wires)
-        self.message_s, self.loading_s = known.message_s, known.loading_s
-        alone = (
-            self._costs[host].ns(*part) / NANOSECONDS
-            for host, part in zip(chain.hosts, bounds(chain.balance), strict=True)
-        )
-        busy = (sum(measured.busy[name].values()) for name in config.stage_names)
-        longer = [there / max(here, 1e-9) for there, here in zip(busy, alone, strict=True)]
-        of_chain = dict(zip(chain.hosts, longer, strict=True))
-        others = statistics.median(longer)
-        self._use(
-            [
-                replace(host, profile=host.profile.scaled(of_chain.get(number, others)))
-                for number, host in enumerate(self._hosts)
-            ]
-        )
-
-    @cached_property
-    def _chains(self) -> list[Chain]:
-        """The fastest chain for each number of stages for which one fits."""
-        found = []
-        for number in self._search.nums_stages:
-            chains = [search.best(number) for search in (self._search, *self._others)]
-            found += self._fastest(filter(None, chains))[:1]
-        return found
+    def learn(self, timed: Timed, measured: MeasuredSteps) -> None:
+        """Plan from now on by what steps of a plan have taught; see `ChainEstimates.learn`."""
+        self.estimates.learn(timed.chain, timed.options, measured)
+        self._use(self.estimates.hosts)
 
     def plans(self) -> list[Plan]:
         """Return the best plans that differ in who takes part, the fastest first.
@@ -168,9 +124,35 @@ class Planner:
         Raises:
             ConfigError: the hosts are too small for the model, however it is cut.
         """
-        if not self._chains:
+        if not (ranked := self._ranked()):
             raise self._too_small()
-        fastest = self._fastest(self._chains)
+        return [self._plan(*timed) for timed in ranked]
+
+    def _chains(self) -> list[Chain]:
+        """Return the fastest chain for each number of stages for which one fits."""
+        found = []
+        for number in self._search.nums_stages:
+            chains = [search.best(number) for search in (self._search, *self._others)]
+            found += self._fastest(filter(None, chains))[:1]
+        return found
+
+    def _ranked(self) -> list[Timed]:
+        """Return the best plans that differ in who takes part, the fastest first."""
+        if self._best is None:
+            timed = [self._under_best_options(chain) for chain in self._candidates()]
+            timed.sort(key=lambda each: (each.step_s, len(each.chain.hosts), each.chain))
+            alike = [each for each in timed if each.step_s <= ALIKE * timed[0].step_s]
+            first = min(alike, key=lambda each: len(each.chain.hosts), default=None)
+            timed.sort(key=lambda each: each is not first)
+            self._best = timed[:NUM_PLANS]
+        return self._best
+
+    def _candidates(self) -> Iterable[Chain]:
+        """Return chains that may be the fastest of their hosts.
+
+        One that was rehearsed is replaced only by what is clearly faster.
+        """
+        fastest = self._fastest(self._chains())
         pairs = (
             (chain, host)
             for chain in fastest[:NUM_NEAR]
@@ -180,53 +162,44 @@ class Planner:
         near = filter(None, (self._without(*pair) for pair in pairs))
         quickest = sorted(near, key=lambda chain: chain.ns)[:NUM_PLANS]
         chains = {frozenset(chain.hosts): chain for chain in (*quickest, *fastest)}
-        timed = ((*self._under_best_options(chain), chain) for chain in chains.values())
-        ranked = sorted(timed, key=lambda each: (each[0], len(each[-1].hosts), each[-1]))
-        alike = [each for each in ranked if each[0] <= ALIKE * ranked[0][0]]
-        first = min(alike, key=lambda each: len(each[-1].hosts))
-        ranked.sort(key=lambda each: each is not first)
-        return [self._plan(*each) for each in ranked[:NUM_PLANS]]
+        for known in self.estimates.rehearsed.values():
+            other = chains.get(members := frozenset(known.chain.hosts))
+            seconds = math.inf if other is None else self._under_best_options(other).step_s
+            if self.estimates.of(other or known.chain) is None:
+                seconds /= 1 - NOTABLE
+            if known.step_s < seconds:
+                chains[members] = known.chain
+        return chains.values()
 
     def _fastest(self, chains: Iterable[Chain]) -> list[Chain]:
         """Return the fastest few under the options that the run starts with."""
-        timed = ((self._step_seconds(chain), len(chain.hosts), chain) for chain in chains)
+        timed = ((self.estimates.step_seconds(chain), len(chain.hosts), chain) for chain in chains)
         return [chain for *_, chain in sorted(timed)[:SIMULATED]]
 
     def _most_held(self, num_stages: int, depth: int) -> int:
         if num_stages not in self._held:
-            self._held[num_stages] = cost_model.held(self._config_for(num_stages))
+            self._held[num_stages] = cost_model.held(self.estimates.job_with(num_stages))
         return self._held[num_stages][f"stage{num_stages - depth}"]
 
-    def _config_for(self, num_stages: int) -> Config:
-        names = [str(number) for number in range(num_stages)]
-        return with_hosts(self._config, self._settings, names, [1] * num_stages)
-
-    def _bytes(self, start: int) -> int:
-        """Return the bytes of a micro-batch's activations in front of a layer, on the wire."""
-        largest = max(host.profile.layers[start].input_bytes for host in self._hosts)
-        return largest // 2 if self._config.wire_dtype == "bfloat16" else largest
-
-    def _connection(self, one: int, other: int) -> Connection:
-        pair = self._hosts[one].address, self._hosts[other].address
-        return self._links.get(pair, Connection())
-
     def _transfer(self, weight: int, one: int, other: int, start: int) -> int:
-        step_bytes = self._config.num_microbatches * self._bytes(start)
+        step_bytes = self._config.num_microbatches * self.estimates.bytes_before(start)
         pair = frozenset((self._hosts[one].address, self._hosts[other].address))
         if 2 * step_bytes > self._constraints.budgets.get(pair, UNLIMITED):
             return FORBIDDEN
-        seconds = step_bytes / self._connection(one, other).bytes_per_s
+        seconds = step_bytes / self.estimates.connection(one, other).bytes_per_s
         return round(weight * NANOSECONDS * seconds)
 
-    def _under_best_options(self, chain: Chain) -> tuple[float, ScheduleOptions]:
-        config = self._config_for(len(chain.hosts))
+    def _under_best_options(self, chain: Chain) -> Timed:
+        if (known := self.estimates.of(chain)) is not None:
+            return Timed(known.step_s, known.options, chain)
+        config = self.estimates.job_with(len(chain.hosts))
         timed = [
-            (self._step_seconds(chain, options), number, options)
+            (self.estimates.step_seconds(chain, options), number, options)
             for number, options in enumerate(options_to_try(config))
             if number == 0 or self._fits(chain, options.on(config))
         ]
         step_s, _, options = min(timed, key=lambda each: each[:2])
-        return step_s, options
+        return Timed(step_s, options, chain)
 
     def _fits(self, chain: Chain, config: Config) -> bool:
         held = cost_model.held(config).values()
@@ -237,77 +210,21 @@ class Planner:
         limit = self._costs[host].limit_bytes
         return 0 if limit is None else self._costs[host].memory(*part, held) - limit
 
-    def _step_seconds(self, chain: Chain, options: ScheduleOptions | None = None) -> float:
-        """Return the seconds per step; of many micro-batches only the first are simulated.
-
-        Once the pipeline is full, each further one takes as long as the one before.
-        """
-        key = chain.hosts, chain.balance, options
-        if key not in self._steps:
-            at_least = max(self.loading_s, *self._copying(chain), 0.0)
-            self._steps[key] = max(self._estimated(chain, options), at_least)
-        return self._steps[key]
-
-    def _copying(self, chain: Chain) -> Iterator[float]:
-        """Yield the seconds per step in which each host sends the next one what it must.
-
-        That is the last step's snapshot, which its neighbour holds, beside the activations. A stage
-        writes no other one before it has arrived, so a step cannot be shorter.
-        """
-        recovery, count = self._config.recovery, len(chain.hosts)
-        if not (recovery.enabled and recovery.mirror_every_steps) or count < 2:
-            return
-        for place, (start, end) in enumerate(bounds(chain.balance)):
-            host, neighbour = chain.hosts[place], chain.hosts[(place + 1) % count]
-            layers = self._hosts[host].profile.layers[start:end]
-            sent = sum(layer.snapshot_bytes for layer in layers) / recovery.mirror_every_steps
-            if place + 1 < count:
-                sent += self._config.num_microbatches * self._bytes(end)
-            yield sent / self._connection(host, neighbour).bytes_per_s
-
-    def _estimated(self, chain: Chain, options: ScheduleOptions | None) -> float:
-        config = self._config_for(len(chain.hosts))
-        config = config if options is None else options.on(config)
-        count, most = config.num_microbatches, max(MOST_SIMULATED, 2 * len(chain.hosts))
-        if count <= most:
-            return self._simulated(config, chain)
-        fewer, more = (
-            self._simulated(config.model_copy(update={"num_microbatches": number}), chain)
-            for number in (most // 2, most)
-        )
-        return more + (count - most) * (more - fewer) / (most - most // 2)
-
-    def _simulated(self, config: Config, chain: Chain) -> float:
-        names = config.stage_names
-        profiles = [self._hosts[host].profile for host in chain.hosts]
-        hosts = [
-            StageHost(name, profile, None, config.num_microbatches, 0, self._settings.recompute)
-            for name, profile in zip(names, profiles, strict=True)
-        ]
-        updates = cost_model.updates_of(hosts, chain.balance)
-        times, wires = cost_model.times_of(hosts, chain.balance), self._wires(chain, names)
-        return cost_model.step_seconds(config, times, updates, self.message_s, wires)
-
-    def _wires(self, chain: Chain, names: Sequence[str]) -> dict[Pair, Wire]:
-        wires = {}
-        for place, (_, end) in enumerate(bounds(chain.balance)[:-1]):
-            for one, other in ((place, place + 1), (place + 1, place)):
-                way = self._connection(chain.hosts[one], chain.hosts[other])
-                seconds = self._bytes(end) / way.bytes_per_s
-                wires[names[one], names[other]] = Wire(way.latency_s, seconds)
-        return wires
-
     def _plan(self, step_s: float, options: ScheduleOptions, chain: Chain) -> Plan:
-        held = cost_model.held(options.on(self._config_for(len(chain.hosts)))).values()
+        known = self.estimates.of(chain)
+        parts = list(zip(chain.hosts, bounds(chain.balance), strict=True))
+        busy_s = [self._costs[host].ns(*part) / NANOSECONDS for host, part in parts]
+        busy_s = busy_s if known is None else known.busy_s
+        held = cost_model.held(options.on(self.estimates.job_with(len(chain.hosts)))).values()
         stages = [
             PlannedStage(
                 self._hosts[host].address,
                 part,
-                self._costs[host].ns(*part) / NANOSECONDS,
+                seconds,
                 self._costs[host].memory(*part, number),
                 self._costs[host].limit_bytes,
             )
-            for host, part, number in zip(chain.hosts, bounds(chain.balance), held, strict=True)
+            for (host, part), seconds, number in zip(parts, busy_s, held, strict=True)
         ]
         spares = self._spares(chain)
         others = set(range(len(self._hosts))).difference(chain.hosts, spares)
@@ -321,6 +238,7 @@ class Planner:
             step_s,
             max(0.0, 1.0 - busy / (step_s * len(stages))) if step_s else 0.0,
             [self._loss(chain, host, spares, options) for host in chain.hosts],
+            known is not None,
         )
 
     def _planned_links(self, chain: Chain) -> Iterator[PlannedLink]:
@@ -329,7 +247,7 @@ class Planner:
             yield PlannedLink(
                 self._hosts[one].address,
                 self._hosts[other].address,
-                2 * self._config.num_microbatches * self._bytes(end),
+                2 * self._config.num_microbatches * self.estimates.bytes_before(end),
                 self._search.costs.busy(one, other)[end - 1] / NANOSECONDS,
             )
 
@@ -367,8 +285,8 @@ class Planner:
 
     def _again(self, chain: Chain, options: ScheduleOptions) -> float:
         """Return the seconds per step of another chain under these options, if they fit there."""
-        fits = self._fits(chain, options.on(self._config_for(len(chain.hosts))))
-        return self._step_seconds(chain, options if fits else None)
+        fits = self._fits(chain, options.on(self.estimates.job_with(len(chain.hosts))))
+        return self.estimates.step_seconds(chain, options if fits else None)
 
     def _without(self, chain: Chain, host: int) -> Chain | None:
         """Return the best chain near this one that does without a host."""

@@ -6,12 +6,14 @@ measured in rounds, in which each server has one:
 
     1-2 3-4     1-3 2-4     1-4 2-3
 
-A few steps of the plan with two stages, which leave nothing behind, show what a message costs.
+Then a few steps of each of the best plans are trained, which leave nothing behind: they take what a
+run will take, and teach what messages and snapshots cost in other plans.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -28,17 +30,27 @@ from rpcmp.errors import (
     suggest,
 )
 from rpcmp.job import autobalance
-from rpcmp.job.segments import MOST_REHEARSED, rehearse
+from rpcmp.job.segments import rehearse
 from rpcmp.job.server_calls import dialer_for, gather_all, require_addresses
 from rpcmp.job.server_pool import connected, forks_for
+from rpcmp.pipelining.chain_estimates import with_hosts
 from rpcmp.pipelining.plan import Connection, Constraints, Pair, Plan, PlanHost
-from rpcmp.pipelining.planner import Planner, with_hosts
+from rpcmp.pipelining.planner import Planner
 from rpcmp.process.fork_client import Forks
 from rpcmp.server.client import StageClient
 from rpcmp.v1 import doctor_pb2
 
 PLACES = frozenset({"name", "addresses", "replicas", "shares", "memory"})
 """Keys of a stage that a plan sets, or that mean nothing to another host."""
+
+MOST_REHEARSALS, REHEARSING_SECONDS = 5, 90.0
+"""Rehearsals, and the time after which no other one begins."""
+
+STEPS = 6
+"""Steps of a rehearsal that count, at least."""
+
+LONGEST_REHEARSED = 10.0
+"""Seconds of the longest step that is rehearsed."""
 
 PROBE_SECONDS = 0.1
 """How long each link is used in each direction, at least."""
@@ -136,23 +148,28 @@ async def plan(config: Config, addresses: Sequence[str], wishes: Wishes) -> Plan
         constraints = Constraints(frozenset(wishes.use), wishes.budgets)
         planner = Planner(config, settings, hosts, links, constraints)
         notes = list(_notes(addresses, machines))
-        if unknown := await _rehearse(planner, forks):
-            notes.append(f"what messages cost is unknown: {unknown}")
+        if reason := await _rehearse(planner, forks):
+            notes.append(f"not all of these plans were tried, only predicted: {reason}")
     return Planned(config, settings, hosts, links, planner.plans(), notes)
 
 
 async def _rehearse(planner: Planner, forks: Forks) -> str:
-    """Train some steps of a short plan to learn what a message costs; returns why it cannot be."""
-    if not planner.has_several_stages:
-        return ""
-    if (rehearsal := planner.to_rehearse(MOST_REHEARSED)) is None:
-        return "steps are too long to be rehearsed"
-    job, chain = rehearsal
-    try:
-        planner.calibrate(chain, await rehearse(job, job.addresses, forks))
-    except RpcmpError as error:  # the run itself may be shorter, and has its schedulers
-        return f"some steps were rehearsed, and {one_line(error)}"
-    return ""
+    """Train some steps of the best plans; returns why not of all, if so."""
+    ends = time.monotonic() + REHEARSING_SECONDS
+    for _ in range(MOST_REHEARSALS):
+        if (found := planner.to_rehearse()) is None:
+            return ""
+        job, timed = found
+        if timed.step_s > LONGEST_REHEARSED:
+            return f"a step would take about {timed.step_s:,.0f} s"
+        if time.monotonic() > ends:
+            return f"those that were took {REHEARSING_SECONDS:g} s"
+        try:
+            measured = await rehearse(job, job.addresses, forks, LONGEST_REHEARSED, STEPS)
+        except RpcmpError as error:  # the run itself may be shorter, and has its schedulers
+            return f"some steps were rehearsed, and {one_line(error)}"
+        planner.learn(timed, measured)
+    return "each one that was tried has shown others that may be faster"
 
 
 def stage_settings(config: Config) -> StageConfig:

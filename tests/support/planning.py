@@ -7,8 +7,10 @@ from typing import Any
 
 from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
-from rpcmp.pipelining.partition import HostProfile, LayerProfile
+from rpcmp.pipelining.calibration import MeasuredSteps
+from rpcmp.pipelining.partition import HostProfile, LayerProfile, bounds
 from rpcmp.pipelining.plan import PlanHost
+from rpcmp.pipelining.planner import Planner, Timed
 from tests.support import profiles
 
 
@@ -33,6 +35,21 @@ def layer(seconds: float, *, kept: int = 0, held: int = 0, received: int = 0) ->
 
 def profile(layers: Sequence[LayerProfile], base: int = 0) -> HostProfile:
     return HostProfile(layers=list(layers), base_bytes=base, available_bytes=None)
+
+
+def trained_on(truth: Planner, timed: Timed) -> MeasuredSteps:
+    """Return the steps of a plan on hosts that are as another planner takes them to be."""
+    estimates, chain = truth.estimates, timed.chain
+    busy = {}
+    for number, (host, part) in enumerate(zip(chain.hosts, bounds(chain.balance), strict=True)):
+        layers = estimates.hosts[host].profile.layers[slice(*part)]
+        busy[f"stage{number}"] = {
+            "F": sum(4 * each.forward_s for each in layers),
+            "B": sum(4 * each.backward_s for each in layers),
+            "W": sum(4 * each.weight_s for each in layers),
+            "O": sum(each.update_s for each in layers),
+        }
+    return MeasuredSteps(estimates.step_seconds(chain, timed.options), 0.0, busy)
 
 
 def hosts(

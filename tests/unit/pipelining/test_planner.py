@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from rpcmp.config.job_sections import StageConfig
+from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.errors import ConfigError
-from rpcmp.pipelining import planner
+from rpcmp.pipelining import chain_estimates
 from rpcmp.pipelining.calibration import MeasuredSteps
+from rpcmp.pipelining.chain_cuts import Chain
 from rpcmp.pipelining.plan import Connection, Constraints, Plan, PlanHost
 from rpcmp.pipelining.planner import Planner
-from tests.support.planning import hosts, layer, planned_job, profile
+from tests.support.planning import hosts, layer, planned_job, profile, trained_on
 
 MB = 10**6
 
@@ -54,7 +56,7 @@ def test_the_time_of_many_micro_batches_follows_from_fewer(
     job["data"] = {"train": "zoo:x", "batch_size": 200}
     links = both_ways("host0:1", "host1:1", Connection(0.1, MB))
     fewer = plans(hosts(1, 2, 3, received=1000), links, **job)
-    monkeypatch.setattr(planner, "MOST_SIMULATED", 1000)
+    monkeypatch.setattr(chain_estimates, "MOST_SIMULATED", 1000)
     everything = plans(hosts(1, 2, 3, received=1000), links, **job)
     assert [plan.step_s for plan in fewer] == pytest.approx([plan.step_s for plan in everything])
 
@@ -129,29 +131,68 @@ def test_messages_that_cost_more_than_they_bring_are_not_sent() -> None:
     links = both_ways("host0:1", "host1:1", Connection(0.01))
     made = Planner(planned_job(), StageConfig(), hosts(0.01, 0.01), links)
     assert len(made.plans()[0].stages) == 2
-    assert made.to_rehearse(1e-3) is None
-    rehearsal = made.to_rehearse(10.0)
+    assert not made.plans()[0].is_rehearsed
+    rehearsal = made.to_rehearse()
     assert rehearsal is not None
-    job, chain = rehearsal
+    job, timed = rehearsal
     assert job.addresses == served_by(made.plans()[0])
+    assert job.options == timed.options
     busy = {name: {"F": 0.08, "B": 0.04, "W": 0.04} for name in ("stage0", "stage1")}
     quick = 0.2 + 2 * 0.01  # four micro-batches, one to fill, and there and back on the wire
-    made.calibrate(chain, MeasuredSteps(quick, 0.0, busy))
-    assert made.message_s == pytest.approx(0.0, abs=1e-3)
-    made.calibrate(chain, MeasuredSteps(quick + 0.5, 0.0, busy))
-    assert made.message_s > 0.04
+    made.learn(timed, MeasuredSteps(quick, 0.0, busy))
+    assert made.estimates.message_s == pytest.approx(0.0, abs=1e-3)
+    assert made.plans()[0].step_s == quick
+    assert made.plans()[0].is_rehearsed
+    assert made.plans()[0].bubble == pytest.approx(1 - 0.16 / quick)
+    made.learn(timed, MeasuredSteps(quick + 0.5, 0.0, busy))
+    assert made.estimates.message_s > 0.02
     assert len(made.plans()[0].stages) == 1
+
+
+def test_plans_are_rehearsed_until_those_that_are_left_have_been() -> None:
+    """The first host takes three times as long in a run as by itself."""
+    made, truth = (
+        Planner(planned_job(), StageConfig(), hosts(first, 0.011, 0.012), {})
+        for first in (0.01, 0.03)
+    )
+    tried = list[list[str]]()
+    while (rehearsal := made.to_rehearse()) is not None:
+        tried.append(rehearsal[0].addresses)
+        made.learn(rehearsal[1], trained_on(truth, rehearsal[1]))
+        assert len(tried) < 6
+    assert "host0:1" in tried[0]
+    found, best = made.plans(), truth.plans()[0]
+    assert all(plan.is_rehearsed for plan in found)
+    assert set(served_by(found[0])) == set(served_by(best))
+    assert found[0].step_s == pytest.approx(best.step_s, rel=0.05)
+
+
+def test_a_plan_that_was_rehearsed_gives_way_to_what_is_clearly_faster() -> None:
+    """Its own hosts are as fast as they were taken to be, and other cuts are alike."""
+    made = Planner(planned_job(), StageConfig(), hosts(0.01, 0.01), {})
+    rehearsal = made.to_rehearse()
+    assert rehearsal is not None
+    job, timed = rehearsal
+    first, second = ({"F": 0.04 * n} for n in timed.chain.balance)
+    made.learn(timed, MeasuredSteps(timed.step_s, 0.0, {"stage0": first, "stage1": second}))
+    assert made.plans()[0].balance == [4, 4]
+    second = {"F": 3 * 0.04 * 4}
+    made.learn(timed, MeasuredSteps(2.5 * timed.step_s, 0.0, {"stage0": first, "stage1": second}))
+    again = made.to_rehearse()
+    assert again is not None
+    assert set(again[0].addresses) == set(job.addresses)
+    assert sorted(again[1].chain.balance) == [2, 6]
 
 
 def test_a_host_is_as_slow_as_in_its_steps_and_others_as_those_of_the_chain() -> None:
     made = Planner(planned_job(), StageConfig(), hosts(0.01, 0.01, 0.01), {})
-    rehearsal = made.to_rehearse(10.0)
-    assert rehearsal is not None
-    job, chain = rehearsal
-    busy = [0.02 * 4 * chain.balance[0], 0.01 * 4 * chain.balance[1]]
-    seconds = {name: {"F": each} for name, each in zip(job.stage_names, busy, strict=True)}
-    made.calibrate(chain, MeasuredSteps(1.0, 0.0, seconds))
-    first, second = job.addresses
+    known = made.estimates
+    options = ScheduleOptions.of(planned_job())
+    chain = Chain((1, 0), (4, 4), 0)
+    seconds = {"stage0": {"F": 0.02 * 4 * 4}, "stage1": {"F": 0.01 * 4 * 4}}
+    known.learn(chain, options, MeasuredSteps(1.0, 0.0, seconds))
+    made._use(known.hosts)
+    first, second = "host1:1", "host0:1"
     slowness = {
         stage.address: stage.busy_s / (0.01 * 4 * count)
         for plan in made.plans()
@@ -162,18 +203,23 @@ def test_a_host_is_as_slow_as_in_its_steps_and_others_as_those_of_the_chain() ->
 
 def test_more_hosts_do_not_help_where_loading_takes_longer() -> None:
     made = Planner(planned_job(), StageConfig(), hosts(*[0.01] * 4), {})
-    rehearsal = made.to_rehearse(10.0)
+    rehearsal = made.to_rehearse()
     assert rehearsal is not None
-    busy = {name: {"F": 0.08, "B": 0.08} for name in ("stage0", "stage1")}
-    made.calibrate(rehearsal[1], MeasuredSteps(2.0, 0.9, busy))
+    job, timed = rehearsal
+    busy = {name: {"F": 0.01, "B": 0.01} for name in job.stage_names}
+    made.learn(timed, MeasuredSteps(2.0, 0.9, busy))
     best = made.plans()[0]
     assert (best.step_s, len(best.stages)) == (2.0, 1)
 
 
-def test_one_host_rehearses_nothing() -> None:
+def test_one_host_is_rehearsed_as_well() -> None:
     alone = Planner(planned_job(), StageConfig(), hosts(1), {})
-    assert alone.to_rehearse(10.0) is None
-    assert not alone.has_several_stages
+    rehearsal = alone.to_rehearse()
+    assert rehearsal is not None
+    alone.learn(rehearsal[1], MeasuredSteps(9.0, 0.0, {"stage0": {"F": 8.0, "B": 0.5}}))
+    assert alone.to_rehearse() is None
+    (only,) = alone.plans()
+    assert (only.step_s, only.stages[0].busy_s) == (9.0, 8.5)
 
 
 def test_more_hosts_than_layers_cannot_all_take_part() -> None:

@@ -9,7 +9,9 @@ from typing import Any, cast
 import pytest
 
 from rpcmp.config.job_sections import StageConfig
+from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError, NonFiniteLossError, SecurityError, UnreachableError
+from rpcmp.pipelining.calibration import MeasuredSteps
 from rpcmp.pipelining.planner import Planner
 from rpcmp.process.fork_client import Forks
 from rpcmp.server.client import StageClient
@@ -17,7 +19,7 @@ from rpcmp.server.link_speed import LinkSpeed
 from rpcmp.tools import planning
 from rpcmp.tools.planning import Wishes, rounds, stage_settings
 from rpcmp.v1 import doctor_pb2
-from tests.support.planning import hosts, planned_job
+from tests.support.planning import hosts, planned_job, trained_on
 
 
 @pytest.mark.parametrize("count", range(1, 9))
@@ -70,13 +72,36 @@ def test_a_rehearsal_that_diverges_leaves_a_note(monkeypatch: pytest.MonkeyPatch
     planner = Planner(planned_job(), StageConfig(), hosts(0.01, 0.01), {})
     forks = cast(Forks, None)
     assert "the loss is inf" in asyncio.run(planning._rehearse(planner, forks))
-    assert planner.message_s == 0
-    slow, alone = (
-        Planner(planned_job(), StageConfig(), hosts(*seconds), {})
-        for seconds in ((60, 60), (0.01,))
-    )
-    assert "too long" in asyncio.run(planning._rehearse(slow, forks))
-    assert asyncio.run(planning._rehearse(alone, forks)) == ""
+    assert planner.estimates.rehearsed == {}
+    slow = Planner(planned_job(), StageConfig(), hosts(60, 60), {})
+    assert "a step would take about 1" in asyncio.run(planning._rehearse(slow, forks))
+
+
+def test_rehearsals_end_when_all_plans_were_tried_or_it_takes_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def rehearsed(count: int) -> tuple[str, int]:
+        planner, truth = (
+            Planner(planned_job(), StageConfig(), hosts(*[0.01] * count), {}) for _ in range(2)
+        )
+
+        async def measure(job: Config, addresses: list[str], *_: Any) -> MeasuredSteps:
+            found = planner.to_rehearse()
+            assert found is not None
+            assert job.addresses == addresses == found[0].addresses
+            return trained_on(truth, found[1])
+
+        monkeypatch.setattr(planning, "rehearse", measure)
+        reason = asyncio.run(planning._rehearse(planner, cast(Forks, None)))
+        return reason, len(planner.estimates.rehearsed)
+
+    assert rehearsed(1) == ("", 1)
+    assert rehearsed(3) == ("", 3)
+    monkeypatch.setattr(planning, "MOST_REHEARSALS", 1)
+    others = "each one that was tried has shown others that may be faster"
+    assert rehearsed(3) == (others, 1)
+    monkeypatch.setattr(planning, "REHEARSING_SECONDS", -1.0)
+    assert rehearsed(3) == ("those that were took -1 s", 0)
 
 
 class End:

@@ -1,0 +1,204 @@
+"""How long a step of a chain of hosts takes: simulated, or as the steps of a rehearsal tell. Pure.
+
+A chain that was rehearsed takes as long as it took. What that taught about its hosts and messages
+goes into the simulation of the others: how much longer than by themselves layers take in a run,
+where caches are cold and a host's relay and snapshots use its processor too; what a message costs
+besides the wire; and how long the samples of a step take to load.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rpcmp.config.job_sections import StageConfig
+from rpcmp.config.schedule_options import ScheduleOptions
+from rpcmp.config.schema import Config
+from rpcmp.errors import ConfigError
+from rpcmp.pipelining import cost_model
+from rpcmp.pipelining.calibration import Calibration, MeasuredSteps
+from rpcmp.pipelining.chain_cuts import Chain
+from rpcmp.pipelining.partition import StageHost, bounds
+from rpcmp.pipelining.plan import Connection, Pair, PlanHost
+from rpcmp.pipelining.simulation import Wire
+
+MOST_SIMULATED = 64
+"""Micro-batches of a step that are simulated, if twice the number of stages is not more."""
+
+ChainKey = tuple[tuple[int, ...], tuple[int, ...]]
+"""The hosts of a chain and its balance."""
+
+
+def with_hosts(
+    config: Config, settings: StageConfig, addresses: Sequence[str], balance: Sequence[int]
+) -> Config:
+    """Return the job with a stage on each of these hosts, all with the same settings."""
+    if config.model is None:
+        raise ConfigError("only a job with [model] can be planned: its stages are its layers")
+    model = config.model.model_copy(update={"balance": list(balance), "num_stages": None})
+    stages = [settings.model_copy(update={"addresses": [address]}) for address in addresses]
+    return config.model_copy(update={"model": model, "stages": stages})
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """A chain of which some steps were trained.
+
+    Attributes:
+        step_s: seconds per step under these options.
+        busy_s: of these, in which each stage computed.
+    """
+
+    chain: Chain
+    options: ScheduleOptions
+    step_s: float
+    busy_s: list[float]
+
+
+class ChainEstimates:
+    """The steps of any chain of some hosts.
+
+    Args:
+        config: with the number of micro-batches that a full mini-batch has.
+        settings: of every stage; without addresses.
+        links: from each host to each other; those that are missing take no time.
+
+    Attributes:
+        hosts: with their layers as they are known by now.
+        message_s: what a message costs each stage besides the wire.
+        loading_s: seconds for the samples of a step, whichever the chain.
+        rehearsed: the chains of which steps were trained.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        settings: StageConfig,
+        hosts: Sequence[PlanHost],
+        links: Mapping[Pair, Connection],
+    ) -> None:
+        self._config, self._settings, self._links = config, settings, links
+        self._alone = self.hosts = list(hosts)
+        self.message_s = self.loading_s = 0.0
+        self.rehearsed: dict[ChainKey, Rehearsed] = {}
+        self._longer: dict[int, float] = {}
+        self._messages: list[float] = []
+        self._steps: dict[tuple[ChainKey, ScheduleOptions | None], float] = {}
+
+    def job(self, chain: Chain, options: ScheduleOptions) -> Config:
+        """Return the job on these hosts."""
+        addresses = [self.hosts[host].address for host in chain.hosts]
+        return options.on(with_hosts(self._config, self._settings, addresses, chain.balance))
+
+    def job_with(self, num_stages: int) -> Config:
+        """Return the job with so many stages, wherever they are."""
+        names = [str(number) for number in range(num_stages)]
+        return with_hosts(self._config, self._settings, names, [1] * num_stages)
+
+    def learn(self, chain: Chain, options: ScheduleOptions, measured: MeasuredSteps) -> None:
+        """Learn from steps of a chain; hosts that were in none are taken to be like the others."""
+        config = options.on(self.job_with(len(chain.hosts)))
+        wires = self._wires(chain, config.stage_names)
+        known = Calibration.fit(config, measured, wires)
+        busy = [sum(measured.busy[name].values()) for name in config.stage_names]
+        for host, part, there in zip(chain.hosts, bounds(chain.balance), busy, strict=True):
+            self._longer[host] = there / max(self._seconds_alone(host, *part), 1e-9)
+        others = statistics.median(self._longer.values())
+        self.hosts = [
+            replace(host, profile=host.profile.scaled(self._longer.get(number, others)))
+            for number, host in enumerate(self._alone)
+        ]
+        if len(chain.hosts) > 1:
+            self._messages.append(known.message_s)
+            self.message_s = statistics.median(self._messages)
+        self.loading_s = max(self.loading_s, known.loading_s)
+        self._steps.clear()
+        found = Rehearsed(chain, options, measured.step_s, busy)
+        self.rehearsed[chain.hosts, chain.balance] = found
+
+    def of(self, chain: Chain) -> Rehearsed | None:
+        """Return what was measured of a chain, if it was rehearsed."""
+        return self.rehearsed.get((chain.hosts, chain.balance))
+
+    def step_seconds(self, chain: Chain, options: ScheduleOptions | None = None) -> float:
+        """Return the seconds per step; None: under the options that the run starts with.
+
+        Once the pipeline is full, each further micro-batch takes as long as the one before: of many
+        only the first are simulated.
+        """
+        if (known := self.of(chain)) is not None and known.options == options:
+            return known.step_s
+        key = (chain.hosts, chain.balance), options
+        if key not in self._steps:
+            at_least = max(self.loading_s, *self._copying(chain), 0.0)
+            self._steps[key] = max(self._estimated(chain, options), at_least)
+        return self._steps[key]
+
+    def bytes_before(self, layer: int) -> int:
+        """Return the bytes of a micro-batch's activations in front of a layer, on the wire."""
+        largest = max(host.profile.layers[layer].input_bytes for host in self.hosts)
+        return largest // 2 if self._config.wire_dtype == "bfloat16" else largest
+
+    def connection(self, one: int, other: int) -> Connection:
+        pair = self.hosts[one].address, self.hosts[other].address
+        return self._links.get(pair, Connection())
+
+    def _seconds_alone(self, host: int, start: int, end: int) -> float:
+        layers = self._alone[host].profile.layers[start:end]
+        forwards = 2 if self._settings.recompute else 1
+        return sum(
+            self._config.num_microbatches
+            * (forwards * layer.forward_s + layer.backward_s + layer.weight_s)
+            + layer.update_s
+            for layer in layers
+        )
+
+    def _copying(self, chain: Chain) -> Iterator[float]:
+        """Yield the seconds per step in which each host sends the next one what it must.
+
+        That is the last step's snapshot, which its neighbour holds, beside the activations. A stage
+        writes no other one before it has arrived, so a step cannot be shorter.
+        """
+        recovery, count = self._config.recovery, len(chain.hosts)
+        if not (recovery.enabled and recovery.mirror_every_steps) or count < 2:
+            return
+        for place, (start, end) in enumerate(bounds(chain.balance)):
+            host, neighbour = chain.hosts[place], chain.hosts[(place + 1) % count]
+            layers = self.hosts[host].profile.layers[start:end]
+            sent = sum(layer.snapshot_bytes for layer in layers) / recovery.mirror_every_steps
+            if place + 1 < count:
+                sent += self._config.num_microbatches * self.bytes_before(end)
+            yield sent / self.connection(host, neighbour).bytes_per_s
+
+    def _estimated(self, chain: Chain, options: ScheduleOptions | None) -> float:
+        config = self.job_with(len(chain.hosts))
+        config = config if options is None else options.on(config)
+        count, most = config.num_microbatches, max(MOST_SIMULATED, 2 * len(chain.hosts))
+        if count <= most:
+            return self._simulated(config, chain)
+        fewer, more = (
+            self._simulated(config.model_copy(update={"num_microbatches": number}), chain)
+            for number in (most // 2, most)
+        )
+        return more + (count - most) * (more - fewer) / (most - most // 2)
+
+    def _simulated(self, config: Config, chain: Chain) -> float:
+        names = config.stage_names
+        profiles = [self.hosts[host].profile for host in chain.hosts]
+        hosts = [
+            StageHost(name, profile, None, config.num_microbatches, 0, self._settings.recompute)
+            for name, profile in zip(names, profiles, strict=True)
+        ]
+        updates = cost_model.updates_of(hosts, chain.balance)
+        times, wires = cost_model.times_of(hosts, chain.balance), self._wires(chain, names)
+        return cost_model.step_seconds(config, times, updates, self.message_s, wires)
+
+    def _wires(self, chain: Chain, names: Sequence[str]) -> dict[Pair, Wire]:
+        wires = {}
+        for place, (_, end) in enumerate(bounds(chain.balance)[:-1]):
+            for one, other in ((place, place + 1), (place + 1, place)):
+                way = self.connection(chain.hosts[one], chain.hosts[other])
+                seconds = self.bytes_before(end) / way.bytes_per_s
+                wires[names[one], names[other]] = Wire(way.latency_s, seconds)
+        return wires

@@ -1,0 +1,61 @@
+"""What is known about the steps of chains of hosts, before and after rehearsals."""
+
+from __future__ import annotations
+
+import pytest
+
+from rpcmp.config.job_sections import StageConfig
+from rpcmp.config.schedule_options import ScheduleOptions
+from rpcmp.pipelining.calibration import MeasuredSteps
+from rpcmp.pipelining.chain_cuts import Chain
+from rpcmp.pipelining.chain_estimates import ChainEstimates
+from tests.support.planning import hosts, planned_job
+
+OPTIONS = ScheduleOptions.of(planned_job())
+
+CHAIN = Chain((1, 0), (4, 4), 0)
+
+
+@pytest.fixture
+def known() -> ChainEstimates:
+    return ChainEstimates(planned_job(), StageConfig(), hosts(0.01, 0.01, 0.01), {})
+
+
+def measured(step_s: float, first: float, second: float, share: float = 0.0) -> MeasuredSteps:
+    return MeasuredSteps(step_s, share, {"stage0": {"F": first}, "stage1": {"F": second}})
+
+
+def test_a_job_has_the_hosts_of_its_chain(known: ChainEstimates) -> None:
+    job = known.job(CHAIN, OPTIONS)
+    assert job.addresses == ["host1:1", "host0:1"]
+    assert job.options == OPTIONS
+
+
+def test_a_rehearsed_chain_takes_what_it_took(known: ChainEstimates) -> None:
+    assert known.of(CHAIN) is None
+    known.learn(CHAIN, OPTIONS, measured(1.25, 0.16, 0.16))
+    found = known.of(CHAIN)
+    assert found is not None
+    assert found.busy_s == [0.16, 0.16]
+    assert known.step_seconds(CHAIN, OPTIONS) == 1.25
+    assert known.of(CHAIN._replace(balance=(3, 5))) is None
+    assert known.step_seconds(CHAIN._replace(balance=(3, 5)), OPTIONS) > 1.0  # messages cost more
+
+
+def test_hosts_are_as_slow_as_in_their_last_rehearsal_and_others_alike(
+    known: ChainEstimates,
+) -> None:
+    def slowness() -> list[float]:
+        return [host.profile.layers[0].forward_s / before for host in known.hosts]
+
+    before = known.hosts[0].profile.layers[0].forward_s
+    known.learn(CHAIN, OPTIONS, measured(1.0, 0.32, 0.16))
+    assert slowness() == pytest.approx([1.0, 2.0, 1.5])
+    known.learn(CHAIN._replace(hosts=(2, 0)), OPTIONS, measured(1.0, 0.48, 0.32))
+    assert slowness() == pytest.approx([2.0, 2.0, 3.0])
+
+
+def test_loading_is_the_least_that_any_step_takes(known: ChainEstimates) -> None:
+    known.learn(CHAIN, OPTIONS, measured(2.0, 0.01, 0.01, share=0.9))
+    assert known.loading_s == 2.0
+    assert known.step_seconds(Chain((2,), (8,), 0), OPTIONS) == 2.0
