@@ -16,6 +16,7 @@ from rpcmp.config.run_sections import (
     LossScalingConfig,
     RecoveryConfig,
     SecurityConfig,
+    TransferConfig,
 )
 from rpcmp.config.topology import ReplicaAssignment
 from rpcmp.config.types import (
@@ -330,5 +331,7 @@ class JobSettings(Strict):
     """Who may talk to whom."""
     recovery: RecoveryConfig = Field(default_factory=RecoveryConfig)
     """Recovery from lost workers, hosts and connections."""
+    transfer: TransferConfig = Field(default_factory=TransferConfig)
+    """How tensors travel between stages."""
     log: LogConfig = Field(default_factory=LogConfig)
     """What is kept of each run, and which loggers get its events."""

@@ -1,6 +1,7 @@
-"""`[early_stopping]`, `[loss_scaling]`, `[checkpoint]`, `[security]`, `[recovery]` and `[log]`.
+"""The sections about a run: when it ends, what it keeps, who may talk to whom, how tensors travel.
 
-They say when a run ends, what it keeps, and who may talk to whom.
+They are `[early_stopping]`, `[loss_scaling]`, `[checkpoint]`, `[security]`, `[recovery]`,
+`[transfer]` and `[log]`.
 """
 
 from __future__ import annotations
@@ -172,6 +173,12 @@ class RecoveryConfig(Strict):
                 f"for spares after {self.replace_after:g} s (replace_after)"
             )
         return self
+
+
+class TransferConfig(Strict):
+    direct: bool = False
+    """Tensors go from device to device, without a copy on the host, between stages of one host that
+    can open each other's memory of CUDA or ROCm; each pair tries it first."""
 
 
 class LogConfig(Strict):

@@ -14,6 +14,10 @@ because it is another host or user, torch RPC sends the tensors.
 A block belongs to one tensor. Views of it count, not messages: a layer may keep its input, and an
 optimizer a gradient, for as long as it likes. A block whose views are gone at all ends is used
 again for the next tensor of about its size, so the memory holds what is in flight.
+
+With `[transfer] direct`, data and gradient may lie in memory of the producer's device, which the
+reader has opened as well. Their places, headers and marks are as on the host, whose memory has
+pages for the headers alone. Nobody keeps views of these: all is copied, see `copies`.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from enum import IntEnum
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -36,6 +41,7 @@ from torch import Tensor
 
 from rpcmp.errors import SecurityError
 from rpcmp.process.memory_access import create_memory
+from rpcmp.rpc.device_memory import KINDS, DeviceMemory
 
 HEADER = 64
 """Bytes before the data, a cache line. Data and gradient begin at multiples of it."""
@@ -53,16 +59,32 @@ WORTH_SHARING = 64 * 2**10
 
 MIN_BLOCK = mmap.PAGESIZE
 
+DEVICE_HEADER = MIN_BLOCK
+"""Bytes before the data on a device: the header, and behind it how others open that memory."""
+
 SEGMENT = 64 * 2**20
 """Bytes that are mapped at a time, or one block if that is larger: Python keeps a descriptor for
 each map. Only pages that have been written to count as memory."""
 
 
+class Sharing(IntEnum):
+    """Which memory of another process a process can read; false if none."""
+
+    NONE = 0
+    HOST = 1
+    DEVICE = 2
+
+
 class Region(NamedTuple):
-    """A block, as a part of what is mapped at once."""
+    """A block, as a part of what is mapped at once.
+
+    Attributes:
+        twin: memory of a device, of which the block is the same part.
+    """
 
     memory: mmap.mmap
     start: int
+    twin: DeviceMemory | None = None
 
     def buffer(self, capacity: int) -> ctypes.Array[ctypes.c_ubyte]:
         """Return an object that each view of the block keeps alive; finalizers may watch it."""
@@ -96,6 +118,7 @@ class SharedTensor:
         requires_grad: whether it has room for a gradient, of the same dtype and shape.
         start: bytes of the block's data before it.
         reader: from 1, among those to whom the block was lent.
+        on_device: whether it lies on the producer's device.
     """
 
     offset: int
@@ -105,12 +128,15 @@ class SharedTensor:
     requires_grad: bool = False
     start: int = 0
     reader: int = 0
+    on_device: bool = False
     _block: Any = field(default=None, repr=False)
+    _region: Region | None = field(default=None, repr=False)
     _readers: Iterator[int] = field(default_factory=lambda: count(1), repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         tensor = (self.dtype, self.shape, self.requires_grad)
-        return SharedTensor, (self.offset, self.capacity, *tensor, self.start, self.reader)
+        place = (self.start, self.reader, self.on_device)
+        return SharedTensor, (self.offset, self.capacity, *tensor, *place)
 
     @property
     def nbytes(self) -> int:
@@ -120,12 +146,16 @@ class SharedTensor:
     def needed(self) -> int:
         """Bytes of a block up to its end, or that of its gradient."""
         before = _aligned(self.nbytes) if self.requires_grad else 0
-        return HEADER + self.start + before + self.nbytes
+        return self.header + self.start + before + self.nbytes
+
+    @property
+    def header(self) -> int:
+        return DEVICE_HEADER if self.on_device else HEADER
 
     @property
     def tensor(self) -> Tensor:
         """The data, without a copy."""
-        return self._view(HEADER + self.start)
+        return self._view(self.header + self.start)
 
     def lend(self, elements: slice | None = None) -> SharedTensor | Tensor:
         """Return it for one more reader, as part of a message that is sent for certain.
@@ -144,7 +174,7 @@ class SharedTensor:
             lent.start = self.start + first * self.dtype.itemsize
             lent.shape = (last - first,)
         if lent.reader > MAX_READERS:
-            return lent.tensor.clone()
+            return lent.tensor.to("cpu", copy=True)
         self._block[lent.reader] = 1
         return lent
 
@@ -157,13 +187,16 @@ class SharedTensor:
         numbers = self.offset, self.capacity, self.start, self.reader, *self.shape
         if any(type(number) is not int or number < 0 for number in numbers):
             raise SecurityError("a message names memory by what is no number")
-        if not isinstance(self.dtype, torch.dtype) or type(self.requires_grad) is not bool:
+        flags = type(self.requires_grad), type(self.on_device)
+        if not isinstance(self.dtype, torch.dtype) or flags != (bool, bool):
             raise SecurityError("a message names a tensor in memory without its type")
         if self.requires_grad and not (self.dtype.is_floating_point or self.dtype.is_complex):
             raise SecurityError("a message names a gradient of integers")
         if self.needed > self.capacity or not 1 <= self.reader <= MAX_READERS:
             raise SecurityError(f"a tensor of {self.needed} bytes in a block of {self.capacity}")
-        region = memory.region(self.offset, self.capacity)
+        region = self._region = memory.region(self.offset, self.capacity)
+        if self.on_device is not (region.twin is not None):
+            raise SecurityError("a message names memory of a device that is the host's")
         self._block = region.buffer(self.capacity)
         weakref.finalize(self._block, _give_back, region, self.reader, os.getpid())
 
@@ -177,21 +210,32 @@ class SharedTensor:
                 told.
         """
         if gradient is not None:
-            write(self._view(HEADER + _aligned(self.nbytes)), gradient)
+            write(self._view(self.header + _aligned(self.nbytes)), gradient)
         self._block[HAS_GRADIENT] = gradient is not None
 
     def take_gradient(self) -> Tensor | None:
         """Return what `give_gradient` has written, at the producer, without a copy."""
         if not self.requires_grad or not self._block[HAS_GRADIENT]:
             return None
-        return self._view(HEADER + _aligned(self.nbytes))
+        return self._view(self.header + _aligned(self.nbytes))
 
     def _view(self, offset: int) -> Tensor:
         size = math.prod(self.shape)
+        if self.on_device:
+            return self._view_on_device(offset)
         if not size:  # which `frombuffer` refuses
             return torch.empty(self.shape, dtype=self.dtype)
         flat = torch.frombuffer(self._block, dtype=self.dtype, count=size, offset=offset)
         return flat.view(self.shape)
+
+    def _view_on_device(self, offset: int) -> Tensor:
+        """Return a view that keeps the block as long as this very object lives."""
+        assert self._region is not None
+        assert self._region.twin is not None
+        flat = self._region.twin.part(self._region.start + offset, self.nbytes)
+        view = flat.view(self.dtype).view(self.shape)
+        view._block = self._block  # type: ignore[attr-defined]
+        return view
 
 
 def _give_back(region: Region, reader: int, pid: int) -> None:
@@ -205,17 +249,20 @@ class OwnMemory:
 
     Args:
         owner: name of this process.
+        device: on which it places tensors, of one of the KINDS; None: on the host.
 
     Attributes:
         address: where others of its host find it; see `rpcmp.process.memory_access`.
     """
 
-    def __init__(self, owner: str = "") -> None:
+    def __init__(self, owner: str = "", device: torch.device | None = None) -> None:
         self.address = create_memory(owner)
         self._fd = self.address.fd
+        self._device = device
         self._lock = threading.Lock()
         self._size = self._end = self._next = 0
         self._segment: mmap.mmap | None = None
+        self._twin: DeviceMemory | None = None
         self._regions: dict[int, Region] = {}
         self._unused: defaultdict[int, deque[int]] = defaultdict(deque)
         self._returned: deque[tuple[int, int]] = deque()
@@ -241,10 +288,12 @@ class OwnMemory:
         self, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool = False
     ) -> SharedTensor:
         """Return a tensor in a block, as `torch.empty` does."""
-        placed = SharedTensor(0, 0, dtype, shape, requires_grad)
+        is_on_device = self._device is not None
+        placed = SharedTensor(0, 0, dtype, shape, requires_grad, on_device=is_on_device)
         placed.capacity = max(MIN_BLOCK, 1 << (placed.needed - 1).bit_length())
         placed.offset = self._take(placed.capacity)
-        placed._block = self._regions[placed.offset].buffer(placed.capacity)
+        region = placed._region = self._regions[placed.offset]
+        placed._block = region.buffer(placed.capacity)
         placed._block[HAS_GRADIENT] = 0
         # A finalizer may run in the middle of `_take`, so it does no more than this.
         weakref.finalize(placed._block, self._returned.append, (placed.capacity, placed.offset))
@@ -268,21 +317,34 @@ class OwnMemory:
         if self._segment is None or self._next + capacity > self._end:
             length = max(SEGMENT, capacity)
             os.ftruncate(self._fd, self._end + length)
-            self._segment = mmap.mmap(self._fd, length, offset=self._end)
+            segment = mmap.mmap(self._fd, length, offset=self._end)
+            if self._device is not None:
+                self._twin = KINDS[self._device.type].create(self._device, segment)
+            self._segment = segment
             self._next, self._end = self._end, self._end + length
-        offset = self._next
-        self._regions[offset] = Region(self._segment, offset - self._end + len(self._segment))
+        offset, twin = self._next, self._twin
+        start = offset - self._end + len(self._segment)
+        self._regions[offset] = Region(self._segment, start, twin)
+        if twin is not None:
+            write_handle(self._regions[offset], twin.handle)
         self._next += capacity
         self._size += capacity
         return offset
 
 
 class PeerMemory:
-    """The memory of another process of this host, by its descriptor. Thread-safe."""
+    """The memory of another process of this host, by its descriptor. Thread-safe.
 
-    def __init__(self, fd: int) -> None:
+    Args:
+        kind: of the device on which its tensors lie; "": on the host.
+    """
+
+    def __init__(self, fd: int, kind: str = "") -> None:
         self._fd = fd
+        self._kind = kind
         self._segments: dict[tuple[int, int], mmap.mmap] = {}
+        self._twins: dict[tuple[int, int], DeviceMemory] = {}
+        self._opening = threading.Lock()
 
     def region(self, offset: int, capacity: int) -> Region:
         """Return a block's memory.
@@ -290,6 +352,7 @@ class PeerMemory:
         Raises:
             SecurityError: there is no such block.
             OSError: this process may map no more.
+            RuntimeError: the device's memory cannot be opened.
         """
         # A block lies in one segment; a larger one is a segment of its own.
         begin, length = offset // SEGMENT * SEGMENT, -(-capacity // SEGMENT) * SEGMENT
@@ -300,4 +363,30 @@ class PeerMemory:
         if segment is None:
             segment = mmap.mmap(self._fd, length, offset=begin)
             segment = self._segments.setdefault((begin, length), segment)
-        return Region(segment, offset - begin)
+        region = Region(segment, offset - begin)
+        return region._replace(twin=self._twin(begin, region)) if self._kind else region
+
+    def _twin(self, begin: int, region: Region) -> DeviceMemory:
+        key = begin, len(region.memory)
+        with self._opening:
+            if key not in self._twins:
+                self._twins[key] = KINDS[self._kind].open(read_handle(region), region.memory)
+            return self._twins[key]
+
+
+def write_handle(region: Region, handle: bytes) -> None:
+    """Write behind a block's header how others open the memory of which it is a part.
+
+    Raises:
+        RuntimeError: the handle is too long.
+    """
+    if len(handle) >= DEVICE_HEADER - HEADER:
+        raise RuntimeError(f"memory of a device has a handle of {len(handle)} bytes")
+    start = region.start + HEADER
+    region.memory[start : start + len(handle) + 1] = handle + b"\0"
+
+
+def read_handle(region: Region) -> bytes:
+    """Return what `write_handle` has written."""
+    text = region.memory[region.start + HEADER : region.start + DEVICE_HEADER]
+    return text.partition(b"\0")[0]

@@ -34,7 +34,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -64,8 +64,9 @@ from rpcmp.process.sandbox.namespace import address_of
 from rpcmp.process.sockets import listeners
 from rpcmp.rpc import unpickler
 from rpcmp.rpc.channel_store import ChannelStore
+from rpcmp.rpc.group_memory import FindMemory, GroupMemory
 from rpcmp.rpc.payload import Payload
-from rpcmp.rpc.shared_memory import OwnMemory, PeerMemory, SharedTensor
+from rpcmp.rpc.shared_memory import OwnMemory, SharedTensor, Sharing
 from rpcmp.rpc.unpickler import Method
 
 NUM_RPC_THREADS = 4
@@ -76,10 +77,8 @@ ACKNOWLEDGED_SECONDS = 1.0
 
 RRef = rpc.RRef
 
-FindMemory = Callable[[str], int | None]
-
 MEMORY = "memory of {}"
-"""Key of a member's memory in the group's store."""
+"""Key of a member's memory in the group's store: its address, and a trial of its device's."""
 
 NOBODY = ""
 """In place of a member's name: the answer comes from this process."""
@@ -98,21 +97,12 @@ class Raised(NamedTuple):
 
 @dataclass
 class _Served:
-    """The object that this process serves to its group, the group's store, and shared memory.
-
-    Attributes:
-        memory: what this process places for others of its host.
-        find_memory: returns a descriptor of memory at an address, or None.
-        memories: of other members, by name; None: they have to send tensors by RPC.
-    """
+    """The object that this process serves to its group, the group's store, and shared memory."""
 
     service: Any = None
     store: Any = None
     num_members: int = 0
-    memory: OwnMemory | None = None
-    find_memory: FindMemory = open_memory
-    memories: dict[str, PeerMemory | None] = field(default_factory=dict)
-    finding: threading.Lock = field(default_factory=threading.Lock)
+    memory: GroupMemory | None = None
 
 
 _served = _Served()
@@ -134,6 +124,7 @@ def join(
     store: Store,
     service: object,
     find_memory: FindMemory = open_memory,
+    device: torch.device | None = None,
 ) -> str:
     """Join the group; return the address that this process listens on.
 
@@ -147,11 +138,11 @@ def join(
         service: the object whose methods the others may call.
         find_memory: returns a descriptor of another member's memory, by its address; None if it is
             on another host.
+        device: on which this process computes, if tensors may go from there to another device.
     """
     _served.service, _served.store, _served.num_members = service, store, len(members)
-    _served.memory = OwnMemory(members[rank])
-    _served.find_memory = find_memory
-    store.set(MEMORY.format(members[rank]), str(_served.memory.address))
+    _served.memory = GroupMemory(members[rank], find_memory, device)
+    store.set(MEMORY.format(members[rank]), _served.memory.announced)
     os.environ["TP_SOCKET_IFNAME"] = namespace.current.interface(rank)
     before = listeners()
     namespace.current.run(lambda: _start_agent(members, rank, store))
@@ -209,18 +200,18 @@ class Transport:
     @property
     def memory(self) -> OwnMemory:
         """Where this process places tensors for members that share memory with it."""
-        assert _served.memory is not None, "this process has not joined a group"
-        return _served.memory
+        return _memory().own
+
+    def memory_for(self, sharing: Sharing) -> OwnMemory | None:
+        return _memory().for_reader(sharing)
+
+    def sharing(self, member: str) -> Sharing:
+        """Return where `member` may place its answers; finds it out the first time."""
+        return _memory().sharing(member, lambda: _served.store.get(MEMORY.format(member)))
 
     def shares_memory(self, member: str) -> bool:
-        """Whether `member` may answer with a SharedTensor; asks the store the first time."""
-        if member not in _served.memories:
-            with _served.finding:  # one answer for all threads
-                if member not in _served.memories:
-                    address = _served.store.get(MEMORY.format(member)).decode()
-                    fd = _served.find_memory(address)
-                    _served.memories[member] = None if fd is None else PeerMemory(fd)
-        return _served.memories[member] is not None
+        """Whether `member` may answer with a SharedTensor."""
+        return bool(self.sharing(member))
 
     def call(self, member: str, method: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run `method(service, *args)` in the process called `member`."""
@@ -271,6 +262,11 @@ class Transport:
         return {key: int(info.get(key, 0)) for key in (*keys, "num_forks", "num_owner_rrefs")}
 
 
+def _memory() -> GroupMemory:
+    assert _served.memory is not None, "this process has not joined a group"
+    return _served.memory
+
+
 def result(future: Future[Any], member: str = NOBODY) -> Any:
     """Wait for the value of a call to `member`."""
     value = outcome(future, member)
@@ -308,7 +304,7 @@ def outcome(future: Future[Any], member: str) -> Any:
         return value
     try:
         return _received(value, member)
-    except OSError as error:  # such as too many open files
+    except (OSError, RuntimeError) as error:  # too many open files; a device that refuses
         failed = JobError(f"cannot map the memory of {member!r}: {one_line(error)}")
         return Raised(to_wire(failed))
     except RpcmpError as error:
@@ -321,10 +317,7 @@ def _received(answer: Any, member: str) -> Any:
     tensors = [leaf for leaf in pytree.leaves(answer) if isinstance(leaf, kinds)]
     for tensor in tensors:
         if isinstance(tensor, SharedTensor):
-            memory = _served.memories.get(member)
-            if memory is None:
-                raise SecurityError(f"{member!r} answers with memory that it does not share")
-            tensor.attach(memory)
+            _memory().attach(tensor, member)
     answered.count(member, tensors)
     return answer
 

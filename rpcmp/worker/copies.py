@@ -12,6 +12,11 @@ copy in a thread of its own, which then sends: the thread that launches kernels 
 The copies are as safe as torch's allocators: pinned memory stays until the copies that it is part
 of are made, and so does memory of the device, once the allocator knows of a second stream.
 
+From device to device, a tensor goes without the host: its producer copies it within its device to a
+block of shared memory there, its reader from that to its own memory, and gradients likewise. No
+event goes with it: a message is sent once its tensors are there, as on the host. A reader holds
+the block until its copy is made, which it asks whenever it starts another one.
+
 A CPU computes where the messages are. On devices without streams or pinned memory, each copy is
 made when it is needed, by the thread that needs it.
 """
@@ -21,6 +26,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -55,7 +61,9 @@ class Copies:
 
     def to_device(self, tensors: Sequence[Tensor]) -> Arriving:
         """Start to copy tensors of the host, from any thread."""
-        return lambda: [tensor.detach().to(self.device) for tensor in tensors]
+        return lambda: [
+            tensor.detach().to(self.device, copy=tensor.device != CPU) for tensor in tensors
+        ]
 
     def to_host(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a contiguous tensor on the host, which has its values once `when_made` says so."""
@@ -66,7 +74,7 @@ class Copies:
         return torch.empty(tensor.shape, dtype=dtype, device=CPU).copy_(tensor.detach())
 
     def write(self, target: Tensor, source: Tensor) -> None:
-        """Copy to a tensor of the host, which has the values once `when_made` says so."""
+        """Copy to what others read, which has the values once `when_made` says so."""
         target.copy_(source.detach())
 
     def when_made(self, act: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
@@ -92,6 +100,8 @@ class OverlappedCopies(Copies):
         torch.empty(1, pin_memory=True)
         self._starting = threading.Lock()
         self._writes: list[tuple[Tensor, Tensor]] = []
+        self._on_devices: list[Tensor] = []
+        self._reading: deque[tuple[torch.Event, list[Tensor]]] = deque()
         self._is_copying = False
         self._sending = ThreadPoolExecutor(1, "rpcmp-send")
 
@@ -115,13 +125,20 @@ class OverlappedCopies(Copies):
         """Copy to memory of the stream in, so that it need not wait until others have freed it."""
         made = torch.Event(device=self.device)
         with torch.no_grad():
-            pinned = [torch.empty_like(each, pin_memory=True).copy_(each) for each in tensors]
+            ready = [
+                torch.empty_like(each, pin_memory=True).copy_(each) if each.device == CPU else each
+                for each in tensors
+            ]
             with self._starting, self._in:  # torch: one thread may enter a stream
                 copies = [
                     torch.empty_like(each, device=self.device).copy_(each, non_blocking=True)
-                    for each in pinned
+                    for each in ready
                 ]
                 made.record(self._in)
+                while self._reading and self._reading[0][0].query():
+                    self._reading.popleft()
+                if of_peers := [each for each in tensors if each.device != CPU]:
+                    self._reading.append((made, of_peers))
         return copies, made
 
     def to_host(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -142,7 +159,20 @@ class OverlappedCopies(Copies):
     copied = to_host
 
     def write(self, target: Tensor, source: Tensor) -> None:
-        self._writes.append((target, self.to_host(source, target.dtype)))
+        if target.device == CPU:
+            self._writes.append((target, self.to_host(source, target.dtype)))
+            return
+        self._is_copying = True
+        self._on_devices.append(target)
+        with torch.no_grad():
+            is_here = target.device == self.device
+            own = target if is_here else torch.empty_like(target, device=self.device)
+            own.copy_(source)
+            self._out.wait_stream(self._computing)
+            if not is_here:
+                with self._out:
+                    target.copy_(own, non_blocking=True)
+                own.record_stream(self._out)
 
     def when_made(self, act: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
         if not self._is_copying:
@@ -152,10 +182,12 @@ class OverlappedCopies(Copies):
         made = torch.Event(device=self.device, blocking=True)
         made.record(self._out)
         writes, self._writes = self._writes, []
+        on_devices, self._on_devices = self._on_devices, []
 
         def send() -> None:
             try:
                 made.synchronize()
+                on_devices.clear()  # which were kept until now, so that nobody else got them
                 for target, source in writes:
                     target.copy_(source)
             except BaseException as error:
@@ -210,12 +242,13 @@ def receive(
 def to_wire_dtype(
     outputs: Any, dtype: torch.dtype | None, copies: Copies, memory: OwnMemory | None = None
 ) -> StageOutputs:
-    """Copy a tree of tensors to contiguous host memory that no other code writes to.
+    """Copy a tree of tensors to contiguous memory that no other code writes to.
 
     Args:
         dtype: of float32 tensors on their way between stages; None: unchanged.
         copies: makes them; the values are there once `Copies.when_made` says so.
-        memory: shared with the reader; None: torch RPC sends the copies, as it does few bytes.
+        memory: shared with the reader; None: torch RPC sends copies on the host, as it does few
+            bytes.
     """
     tensors = pytree.tensors(outputs)
     if memory is not None and not is_worth_sharing(tensors):

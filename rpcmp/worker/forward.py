@@ -8,7 +8,7 @@ waits for copies: `Execution.receive`, and the sending of answers. See `copies`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from rpcmp.config.topology import DRIVER, Port, Reference
 from rpcmp.pipelining import pytree
 from rpcmp.rpc.messages import Bundle, MicrobatchMeta, Mode, StageOutputs
-from rpcmp.rpc.shared_memory import OwnMemory, SharedTensor
+from rpcmp.rpc.shared_memory import OwnMemory, SharedTensor, Sharing
 from rpcmp.worker import boundary, copies
 from rpcmp.worker.backward import Backwards, SavedBundle, SavedForward, stage_error
 from rpcmp.worker.boundary import LocalTape
@@ -26,6 +26,8 @@ from rpcmp.worker.copies import Received, to_wire_dtype
 from rpcmp.worker.model import LossScale, StageModel
 from rpcmp.worker.recompute import Buffers, Replay
 from rpcmp.worker.weight_grad import Splitter
+
+NOBODY: Mapping[int, Sharing] = {}
 
 
 @dataclass
@@ -35,14 +37,14 @@ class Computed:
     Attributes:
         answers: for each port, StageOutputs that are not in any graph yet. Evaluated instead, from
             the sink in an evaluation.
-        sharing: ports whose readers share memory with this process.
+        sharing: ports whose readers share memory with this process, and which.
         constants: tensors of the answers that depend on nothing that is trained.
         saved: for its backward; None outside of training.
     """
 
     received: list[StageOutputs]
     answers: list[Any]
-    sharing: Set[int] = frozenset()
+    sharing: Mapping[int, Sharing] = field(default_factory=dict)
     constants: list[Tensor] = field(default_factory=list)
     saved: SavedForward | None = None
 
@@ -51,7 +53,7 @@ class Execution:
     """The forwards of one stage.
 
     Args:
-        memory_of: returns the memory that this process shares with others, once it has any.
+        memory_for: returns the memory that this process shares with such a reader, if any.
     """
 
     def __init__(
@@ -64,9 +66,9 @@ class Execution:
         recompute: bool,
         wire_dtype: torch.dtype | None,
         loss_scale: LossScale | None = None,
-        memory_of: Callable[[], OwnMemory | None] = lambda: None,
+        memory_for: Callable[[Sharing], OwnMemory | None] = lambda _: None,
     ) -> None:
-        self._memory_of = memory_of
+        self._memory_for = memory_for
         self._stage = stage
         self._model = model
         self._references = references
@@ -84,12 +86,15 @@ class Execution:
         return copies.receive(self._backwards.copies, inputs, answers[-1], has_targets)
 
     def forward(
-        self, meta: MicrobatchMeta, received: Received, sharing: Set[int] = frozenset()
+        self,
+        meta: MicrobatchMeta,
+        received: Received,
+        sharing: Mapping[int, Sharing] = NOBODY,
     ) -> Computed:
         """Compute one micro-batch.
 
         Args:
-            sharing: ports whose readers share memory with this process.
+            sharing: ports whose readers share memory with this process, and which.
         """
         try:
             if meta.round.is_training:
@@ -152,7 +157,9 @@ class Execution:
         """
         return self._loss_scale is not None or all(bool(torch.isfinite(loss)) for loss in losses)
 
-    def _train(self, meta: MicrobatchMeta, received: Received, sharing: Set[int]) -> Computed:
+    def _train(
+        self, meta: MicrobatchMeta, received: Received, sharing: Mapping[int, Sharing]
+    ) -> Computed:
         weights = self._splitter.next_microbatch(self._backwards.splits)
         compute = functools.partial(self._compute, meta, received)
         inputs, own, arriving = received.inputs, self._backwards.copies, received.inputs_arriving
@@ -181,15 +188,14 @@ class Execution:
         saved: SavedForward,
         outputs: Any,
         received: list[StageOutputs],
-        sharing: Set[int],
+        sharing: Mapping[int, Sharing],
     ) -> Computed:
         produced = pytree.tensors(outputs)
         parts = [pytree.select(outputs, port.path) for port in self._ports]
         positions = {id(tensor): position for position, tensor in enumerate(produced)}
         constants: list[Tensor] = []
         answers = [
-            self._outputs(index, part, constants, index in sharing)
-            for index, part in enumerate(parts)
+            self._outputs(index, part, constants, sharing) for index, part in enumerate(parts)
         ]
         saved.dtypes = [tensor.dtype for tensor in produced]
         saved.read = [[positions[id(tensor)] for tensor in pytree.tensors(part)] for part in parts]
@@ -198,10 +204,10 @@ class Execution:
         return Computed(received, answers, sharing, constants, saved)
 
     def _outputs(
-        self, index: int, part: Any, constants: list[Tensor], is_sharing: bool
+        self, index: int, part: Any, constants: list[Tensor], sharing: Mapping[int, Sharing]
     ) -> StageOutputs:
         """Copies for one reader: its answer is still being sent while the stage computes on."""
-        outputs = self._copied(index, part, is_sharing)
+        outputs = self._copied(index, part, sharing)
         # The loss always has a gradient. What lies in shared memory gets one token per bundle.
         if self._ports[index].reader == DRIVER or _shared_in(outputs):
             return outputs
@@ -211,13 +217,15 @@ class Execution:
         is_all = len(fixed) == len(pairs)
         return outputs._replace(token=torch.empty(0)) if is_all else outputs
 
-    def _copied(self, index: int, part: Any, is_sharing: bool) -> StageOutputs:
+    def _copied(self, index: int, part: Any, sharing: Mapping[int, Sharing]) -> StageOutputs:
         _check_plain(part)
         dtype = None if self._ports[index].reader == DRIVER else self._wire_dtype
-        memory = self._memory_of() if is_sharing else None
+        memory = self._memory_for(sharing.get(index, Sharing.NONE))
         return to_wire_dtype(part, dtype, self._backwards.copies, memory)
 
-    def _infer(self, meta: MicrobatchMeta, received: Received, sharing: Set[int]) -> list[Any]:
+    def _infer(
+        self, meta: MicrobatchMeta, received: Received, sharing: Mapping[int, Sharing]
+    ) -> list[Any]:
         tape = LocalTape(received.inputs, self._backwards.copies, received.inputs_arriving)
         outputs = self._model.forward(tape.inputs, meta)
         if meta.round.mode is Mode.EVALUATE and self._model.is_sink:
@@ -225,12 +233,12 @@ class Execution:
             evaluated = self._model.evaluate(outputs, on_device, meta, targets.weight)
             if self._model.returns_outputs:
                 evaluated = evaluated._replace(
-                    outputs=self._copied(0, outputs, is_sharing=False).value,
+                    outputs=self._copied(0, outputs, NOBODY).value,
                     targets=targets.value if meta.round.batch_id else None,
                 )
             return [evaluated]
         return [
-            self._copied(index, pytree.select(outputs, port.path), index in sharing)
+            self._copied(index, pytree.select(outputs, port.path), sharing)
             for index, port in enumerate(self._ports)
         ]
 

@@ -115,7 +115,8 @@ class WorkerProcess:
                 self._restore(stage, source["step"], source["files"] or parts)
         with self._activity.during("join"):
             place = self._start["members"], self._start["rank"]
-            address = transport.join(*place, self._store, stage, self._memory.find)
+            direct = stage.model.device if assignment.config.transfer.direct else None
+            address = transport.join(*place, self._store, stage, self._memory.find, direct)
         self._channel.send({"event": "joined", "address": address})
         stage.finished.wait()
         self._log.flush()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.futures import Future
@@ -36,6 +36,7 @@ from rpcmp.rpc.messages import (
     StageOutputs,
     StepReport,
 )
+from rpcmp.rpc.shared_memory import Sharing
 from rpcmp.rpc.transport import NOBODY, Raised, Transport, result, when_all
 from rpcmp.worker.backward import Failures, stage_error
 from rpcmp.worker.copies import Received
@@ -164,7 +165,7 @@ class ForwardRequests:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def ask(self, bundle: Bundle, port: int, shares_memory: bool = False) -> Future[Any]:
+    def ask(self, bundle: Bundle, port: int, sharing: Sharing = Sharing.NONE) -> Future[Any]:
         """Return a future of the answer for one reader; see `Stage.forward`."""
         with self._lock:
             if bundle.round.number <= self._aborted_round:  # the abort has overtaken the request
@@ -175,7 +176,7 @@ class ForwardRequests:
             is_first = pending is None
             if pending is None:
                 pending = self._pending[bundle] = _PendingForward(bundle, self._num_ports)
-            answer = pending.ask(port, shares_memory)
+            answer = pending.ask(port, sharing)
             self._forget_if_served(pending)
         if is_first:
             self._compute.start_round(bundle.round)  # stage.py [4]
@@ -202,7 +203,7 @@ class ForwardRequests:
             self._execution.receive([each.opened() for each in inputs])
             for inputs in zip(*answers, strict=True)
         ]
-        sharing = frozenset(pending.sharing)
+        sharing = dict(pending.sharing)
         parts = [
             functools.partial(self._forward, pending, meta, inputs, sharing, meta is metas[-1])
             for meta, inputs in zip(metas, received, strict=True)
@@ -216,7 +217,7 @@ class ForwardRequests:
         pending: _PendingForward,
         meta: MicrobatchMeta,
         received: Received,
-        sharing: Set[int],
+        sharing: Mapping[int, Sharing],
         is_last: bool,
     ) -> None:
         """Compute one micro-batch. The last one answers, or the first one that fails."""
@@ -290,12 +291,12 @@ class _PendingForward:
         self.bundle = bundle
         self.answers: list[Future[Any]] = [Future() for _ in range(num_ports)]
         self.unasked_ports = set(range(num_ports))
-        self.sharing: set[int] = set()
+        self.sharing: dict[int, Sharing] = {}
         self.computed: list[Computed] = []
         self.is_answered = False
 
-    def ask(self, port: int, shares_memory: bool) -> Future[Any]:
+    def ask(self, port: int, sharing: Sharing) -> Future[Any]:
         self.unasked_ports.discard(port)
-        if shares_memory:
-            self.sharing.add(port)
+        if sharing:
+            self.sharing[port] = sharing
         return self.answers[port]

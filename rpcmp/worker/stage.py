@@ -88,7 +88,7 @@ from rpcmp.rpc.messages import (
     StepReport,
     TensorKey,
 )
-from rpcmp.rpc.shared_memory import OwnMemory
+from rpcmp.rpc.shared_memory import OwnMemory, Sharing
 from rpcmp.rpc.transport import Raised, Transport
 from rpcmp.worker.backward import Backwards, Failures
 from rpcmp.worker.copies import copies_of
@@ -164,7 +164,7 @@ class Stage(ComputeThreadOwner):
             recompute=assignment.stage.recompute,
             wire_dtype=_WIRE_DTYPES[config.wire_dtype],
             loss_scale=scale,
-            memory_of=memory_of,
+            memory_for=transport.memory_for,
         )
         self._grad_sync = GradientSync(assignment, self.model, peer, memory_of)
         self.optimizer = StageOptimizer(
@@ -196,15 +196,15 @@ class Stage(ComputeThreadOwner):
 
     # Calls of other stages; see rpcmp.rpc.messages.Peer.
 
-    def forward(self, bundle: Bundle, port: int, shares_memory: bool = False) -> Future[Any]:
+    def forward(self, bundle: Bundle, port: int, sharing: Sharing = Sharing.NONE) -> Future[Any]:
         """Return a future of the answer for one reader, or a Raised.
 
         The answer has one StageOutputs per micro-batch; from the sink in an evaluation, Evaluated.
 
         Args:
-            shares_memory: whether the reader can take tensors from this process's memory.
+            sharing: from which memory of this process the reader can take tensors.
         """
-        return self._requests.ask(bundle, port, shares_memory)
+        return self._requests.ask(bundle, port, sharing)
 
     def mark_none_gradients(
         self, round_number: int, microbatch: int, port: int, tensors: list[int]
@@ -438,7 +438,8 @@ class RemoteStage:
         return self._transport.shares_memory(self.name)
 
     def forward(self, bundle: Bundle, port: int) -> Future[Any]:
-        return self._transport.call(self.name, Stage.forward, bundle, port, self._shares_memory)
+        arguments = bundle, port, self._transport.sharing(self.name)
+        return self._transport.call(self.name, Stage.forward, *arguments)
 
     def mark_none_gradients(
         self, round_number: int, microbatch: int, port: int, tensors: list[int]

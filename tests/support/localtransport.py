@@ -21,7 +21,8 @@ from torch.autograd.function import FunctionCtx
 from torch.futures import Future
 
 from rpcmp.rpc import shared_memory, transport, unpickler
-from rpcmp.rpc.shared_memory import OwnMemory, PeerMemory
+from rpcmp.rpc.group_memory import GroupMemory
+from rpcmp.rpc.shared_memory import PeerMemory, Sharing
 from rpcmp.rpc.transport import Transport, attempt
 
 NUM_THREADS = 4
@@ -45,15 +46,15 @@ class LocalTransport(Transport):
         self._pool = ThreadPoolExecutor(NUM_THREADS, "local-rpc")
         self._contexts = itertools.count(1)
         served = transport._served
-        served.memory = served.memory or OwnMemory()
+        self._group_memory = served.memory = served.memory or GroupMemory()
         shared_memory.WORTH_SHARING = self.worth_sharing
-        self._peer_memory = PeerMemory(served.memory.address.fd)
+        self._peer_memory = PeerMemory(self.memory.address.fd)
 
-    def shares_memory(self, member: str) -> bool:
+    def sharing(self, member: str) -> Sharing:
         if list(self._services).index(member) % 2 == 0:
-            return False
-        transport._served.memories[member] = self._peer_memory
-        return True
+            return Sharing.NONE
+        self._group_memory.members[member] = self._peer_memory
+        return Sharing.HOST
 
     def call(self, member: str, method: Callable[..., Any], *args: Any) -> Future[Any]:
         return self._ask(lambda: self._services[member], method, args)

@@ -23,9 +23,18 @@ from tests.support.sharedforks import SharedByAll
 
 HERE = Path(__file__).parent
 
-MODULES = ("pretend_accelerator.py", "pretend_kernels.py", "pretend_streams.py")
+MODULES = (
+    "pretend_accelerator.py",
+    "pretend_kernels.py",
+    "pretend_memory.py",
+    "pretend_streams.py",
+)
 
-ENTRY_POINT = "[torch.backends]\npretend = pretend_accelerator:register\n"
+ENTRY_POINTS = """
+[torch.backends]
+pretend = pretend_accelerator:register
+pretend_memory = pretend_memory:register
+"""
 
 
 def install(folder: Path) -> dict[str, str]:
@@ -42,7 +51,7 @@ def install(folder: Path) -> dict[str, str]:
     described = folder / "pretend_accelerator-1.dist-info"
     described.mkdir()
     (described / "METADATA").write_text("Metadata-Version: 2.1\nName: pretend-accelerator\n")
-    (described / "entry_points.txt").write_text(ENTRY_POINT)
+    (described / "entry_points.txt").write_text(ENTRY_POINTS)
     before = os.environ.get("PYTHONPATH")
     return {"PYTHONPATH": os.pathsep.join([str(folder), *([before] if before else [])])}
 

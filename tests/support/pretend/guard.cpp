@@ -24,6 +24,8 @@ std::atomic<int64_t> last_stream{0};
 enum What { RECORD, BLOCK, WAIT_FOR_EVENT, WAIT_FOR_STREAM, WAIT_FOR_DEVICE, DESTROY };
 using Told = void (*)(int what, int64_t event, int device, int64_t stream);
 Told told = nullptr;
+using Asked = bool (*)(int64_t event);
+Asked asked = nullptr;
 pid_t user = 0;  // the process that first used a device
 thread_local c10::DeviceIndex current = 0;
 thread_local std::array<c10::StreamId, MOST_DEVICES> streams{};
@@ -78,7 +80,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     if (event) told(BLOCK, reinterpret_cast<int64_t>(event), stream.device_index(), stream.id());
   }
-  bool queryEvent(void*) const override { return true; }
+  bool queryEvent(void* event) const override {
+    return !event || asked(reinterpret_cast<int64_t>(event));
+  }
   void synchronizeEvent(void* event) const override {
     if (event) told(WAIT_FOR_EVENT, reinterpret_cast<int64_t>(event), 0, 0);
   }
@@ -130,11 +134,12 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 }  // namespace
 
-extern "C" void register_devices(int count, Told tell) {
+extern "C" void register_devices(int count, Told tell, Asked ask) {
   static Guard guard;
   static Hooks hooks;
   devices = count;
   told = tell;
+  asked = ask;
   c10::impl::registerDeviceGuard(c10::DeviceType::PrivateUse1, &guard);
   at::RegisterPrivateUse1HooksInterface(&hooks);
 }

@@ -41,6 +41,7 @@ class Devices:
         self.streams = pretend_streams.Streams()
         self.library: Any = None
         self.told: Any = None
+        self.asked: Any = None
         self.kernels: Any = None
         self._visible = _visible(os.environ.get("PRETEND_VISIBLE_DEVICES"))
         self._user = 0  # the process that first used a device
@@ -143,7 +144,10 @@ class Allocation:
 
     Attributes:
         accesses: the streams that use it.
+        is_shared: whether other processes use it as well.
     """
+
+    is_shared = False
 
     def __init__(self, storage: torch.UntypedStorage, index: int) -> None:
         self._index, self._size = index, 0
@@ -233,7 +237,8 @@ def run(kernel: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if where is not None and not _is_view(kernel):
         launched = launch(where, kernel, args, kwargs)
         if kernel in COPIES and _is_late(kernel, args, kwargs):
-            DEVICES.streams.count("copy that comes late")
+            which = "" if _with_host(args) else " within the devices"
+            DEVICES.streams.count(f"copy that comes late{which}")
             DEVICES.streams.copy_late(launched, _raw(args[0]), _raw(args[1]))
             return args[0]
         if kernel in READS or (kernel in COPIES and (target is None or _with_host(args))):
@@ -256,7 +261,20 @@ def run(kernel: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def launch(index: int, kernel: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Add a kernel to the current stream of a device; return this piece of its work."""
+    """Add a kernel to the current stream of a device; return this piece of its work.
+
+    As on CUDA, a copy between two devices is work of its source's, for which both wait.
+    """
+    if kernel is aten.copy_.default and not _with_host(args):
+        target, source = (DEVICES.stream(each.device.index) for each in args[:2])
+        DEVICES.streams.follow(source, target)
+        work = _launch(source, kernel, args, kwargs)
+        DEVICES.streams.follow(target, source)
+        return work
+    return _launch(DEVICES.stream(index), kernel, args, kwargs)
+
+
+def _launch(stream: Any, kernel: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     written = {
         id(each)
         for number, argument in enumerate(kernel._schema.arguments)
@@ -268,7 +286,7 @@ def launch(index: int, kernel: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, PretendTensor)]
     reads = [each.allocation.accesses for each in tensors if id(each) not in written]
     writes = [each.allocation.accesses for each in tensors if id(each) in written]
-    return DEVICES.streams.launch(DEVICES.stream(index), str(kernel), reads, writes)
+    return DEVICES.streams.launch(stream, str(kernel), reads, writes)
 
 
 def _is_view(kernel: Any) -> bool:
@@ -282,7 +300,9 @@ def _is_late(kernel: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether the host goes on before a copy is made: between a device and pinned memory."""
     if kernel is not aten.copy_.default or not (kwargs.get("non_blocking") or args[2:3] == (True,)):
         return False
-    if _with_host(args) and args[0].dtype is not args[1].dtype:
+    if not _with_host(args):
+        return any(each.allocation.is_shared for each in args[:2])
+    if args[0].dtype is not args[1].dtype:
         raise NotImplementedError("a copy between host and device that comes late and casts")
     return any(each.is_pinned() for each in _with_host(args))
 
@@ -327,7 +347,8 @@ def register() -> None:
     DEVICES.told = kind(DEVICES.streams.tell)
     DEVICES.library.current_stream.restype = ctypes.c_int64
     atexit.register(DEVICES.streams.end)
-    DEVICES.library.register_devices(DEVICES.device_count(), DEVICES.told)
+    DEVICES.asked = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_int64)(DEVICES.streams.is_over)
+    DEVICES.library.register_devices(DEVICES.device_count(), DEVICES.told, DEVICES.asked)
     # Guard and hooks are there already, so that torch's, which know less, are not registered.
     _setup_privateuseone_for_python_backend(NAME, backend_module=DEVICES)
     # As on CUDA, a module's parameters stay the objects that they are when it is moved.

@@ -127,6 +127,16 @@ class Streams:
                 case What.DESTROY:
                     self._events.pop(event, None)
 
+    def is_over(self, event: int) -> bool:
+        """Return whether the host knows that all before an event is done."""
+        with self._lock:
+            return all(self._host.get(of, 0) >= n for of, n in self._events[event].items())
+
+    def follow(self, stream: Stream, other: Stream) -> None:
+        """Let a stream wait for another one, without the host."""
+        with self._lock:
+            _merge(self.clocks[stream], self.clocks[other])
+
     def wait_for(self, device: int, number: int) -> None:
         """Let the host wait until a stream has done its work."""
         with self._lock:

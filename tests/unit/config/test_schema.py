@@ -22,6 +22,7 @@ from rpcmp.config.run_sections import (
     LossScalingConfig,
     RecoveryConfig,
     SecurityConfig,
+    TransferConfig,
 )
 from rpcmp.config.schema import Config
 from rpcmp.config.types import Factory, OptimizerFactory
@@ -61,6 +62,7 @@ SECTIONS: list[type[BaseModel]] = [
     EarlyStoppingConfig,
     RecoveryConfig,
     SecurityConfig,
+    TransferConfig,
     LogConfig,
     Factory,
     OptimizerFactory,
@@ -133,6 +135,7 @@ def test_the_defaults_are_as_documented() -> None:
         "checkpoint": None,
         "security": {"certs": None, "insecure": False, "confine": None},
         "recovery": RecoveryConfig().model_dump(),
+        "transfer": {"direct": False},
         "log": {"folder": "runs", "tensorboard": None, "loggers": []},
         "cut": None,
     }

@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import pickle
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from rpcmp.rpc.shared_memory import (
     SharedTensor,
 )
 from rpcmp.rpc.tensors import same_bits
+from tests.support.hostkind import host_kind
 
 X = torch.arange(12.0).reshape(3, 4)
 
@@ -264,3 +266,62 @@ def test_nothing_of_a_block_is_left_for_the_garbage_collector(
         assert own.size == MIN_BLOCK
     finally:
         gc.enable()
+
+
+@pytest.fixture
+def on_device() -> Iterator[tuple[OwnMemory, PeerMemory]]:
+    with host_kind() as opened:
+        own = OwnMemory("", torch.device("cpu"))
+        yield own, PeerMemory(own.address.fd, "cpu")
+        assert len(opened) <= 2  # once a segment
+
+
+@pytest.mark.parametrize("tensor", [X, X.t(), torch.empty(0, 3), torch.tensor([1 + 2j])], ids=str)
+def test_on_a_device_it_is_the_same(
+    tensor: Tensor, on_device: tuple[OwnMemory, PeerMemory]
+) -> None:
+    own, peer = on_device
+    placed = own.place(tensor, requires_grad=True)
+    arrived = sent(placed, peer)
+    assert same_bits(arrived.tensor, tensor)
+    arrived.give_gradient(tensor * 2)
+    gradient = placed.take_gradient()
+    assert gradient is not None
+    assert same_bits(gradient, tensor * 2)
+
+
+def test_on_a_device_a_block_is_kept_by_its_tensors_and_their_very_views(
+    on_device: tuple[OwnMemory, PeerMemory],
+) -> None:
+    own, peer = on_device
+    for _ in range(5):
+        sent(own.place(X), peer)
+    assert own.size == 2 * MIN_BLOCK
+    view = sent(own.place(X), peer).tensor
+    sent(own.place(X * 2), peer)
+    assert same_bits(view, X)
+    assert own.size == 4 * MIN_BLOCK
+    large = sent(own.allocate((SEGMENT // 4,), torch.float32), peer)  # a segment of its own
+    large.tensor[-1] = 1
+    del large, view
+    sent(own.place(X), peer)
+    assert own.size == 4 * MIN_BLOCK + 2 * SEGMENT
+
+
+def test_memory_of_a_device_and_of_the_host_are_told_apart(
+    own: OwnMemory, peer: PeerMemory, on_device: tuple[OwnMemory, PeerMemory]
+) -> None:
+    for lent, wrong in ((own.place(X).lend(), on_device[1]), (on_device[0].place(X).lend(), peer)):
+        assert isinstance(lent, SharedTensor)
+        on_device[0].place(X)
+        with pytest.raises(SecurityError, match="memory"):
+            lent.attach(wrong)
+
+
+def test_too_many_readers_of_a_device_get_copies_on_the_host(
+    on_device: tuple[OwnMemory, PeerMemory],
+) -> None:
+    placed = on_device[0].place(X)
+    *_, last = [placed.lend() for _ in range(MAX_READERS + 1)]
+    assert isinstance(last, Tensor)
+    assert same_bits(last, X)

@@ -20,6 +20,7 @@ from torch.futures import Future
 
 from rpcmp.errors import JobError
 from rpcmp.rpc import shared_memory, transport
+from rpcmp.rpc.group_memory import GroupMemory
 from rpcmp.rpc.messages import GradientPart
 from rpcmp.rpc.shared_memory import OwnMemory, PeerMemory
 from rpcmp.worker import buckets, weight_grad
@@ -44,7 +45,8 @@ class Members:
     def __init__(self, num_members: int, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> None:
         self.memory = OwnMemory()
         memory = PeerMemory(self.memory.address.fd)
-        transport._served.memories = {f"member {n}": memory for n in range(num_members)}
+        served = transport._served.memory = GroupMemory()
+        served.members = {f"member {n}": memory for n in range(num_members)}
         self.parameters = [
             [
                 nn.Parameter(torch.zeros(shape, dtype=dtypes[n % len(dtypes)]))

@@ -77,6 +77,86 @@ print(json.dumps({**found, "threads": sorted(found.get("threads", []))}))
 """
 
 
+DIRECT = """
+import json, os, pathlib, sys, threading, torch
+from rpcmp.rpc.shared_memory import OwnMemory, PeerMemory
+from rpcmp.worker import copies
+
+source, taken_out = pathlib.Path(copies.__file__).read_text(), sys.argv[1]
+if taken_out:
+    assert source.count(taken_out) == 1
+    exec(compile(source.replace(taken_out, sys.argv[2]), copies.__file__, "exec"), vars(copies))
+
+one, other = torch.device("pretend:0"), torch.device(sys.argv[3])
+side = torch.Stream(device=one)  # or all that has no other stream would be in order with it
+reader = copies.copies_of(other)
+with side:
+    producer = copies.copies_of(one)
+own = OwnMemory("", one)
+peer = PeerMemory(own.address.fd, "pretend")
+
+def wait(copies):
+    done = threading.Event()
+    copies.when_made(done.set, lambda error: print(error, file=sys.stderr))
+    assert done.wait(60)
+
+def sent(number):
+    with side:
+        placed = own.allocate((4,), torch.float32, requires_grad=True)
+        output = torch.full((4,), float(number), device=one)
+        producer.write(placed.tensor, output)
+        output.add_(100)
+        lent = placed.lend()
+        wait(producer)
+    lent.attach(peer)
+    return placed, lent
+
+found, kept = {"inputs": [], "gradients": [], "held": []}, []
+try:
+    for number in range(4):
+        placed, lent = sent(number)
+        arriving = reader.to_device([lent.tensor])
+        found["held"].append(len(reader._reading))
+        kept.append(arriving)
+        gradient = torch.full((4,), float(10 * number), device=other)
+        if number % 2:
+            arriving()[0].cpu()
+            reader.to_device([torch.ones(2)])  # finds that all copies are made
+            lent.give_gradient(gradient, reader.write)
+            gradient.add_(1)
+            del lent
+            sent(77)  # which must not get the block that is written to
+            wait(reader)
+            back = producer.to_device([placed.take_gradient()])
+            del placed
+            sent(88)
+            with side:
+                (arrived,) = back()
+                found["gradients"].append(arrived.cpu().tolist())
+        else:
+            del lent, placed
+            sent(99)  # nor one that is read
+    for arriving in kept:
+        (tensor,) = arriving()
+        found["inputs"].append(tensor.cpu().tolist())
+    placed, lent = sent(5)
+    lent.give_gradient(torch.full((4,), 50.0, device=other), reader.write)
+    del placed, lent  # the step was aborted
+    with side:
+        next_ones = [own.allocate((1000,), torch.float32) for _ in range(8)]  # all free blocks
+        for each in next_ones:
+            producer.write(each.tensor, torch.full((1000,), 7.0, device=one))
+    wait(producer)
+    wait(reader)
+    found["next"] = sorted({x for each in next_ones for x in each.tensor.cpu().tolist()})
+    found["failed"] = None
+except Exception as error:
+    found["failed"] = f"{type(error).__name__}: {error}"
+print(json.dumps(found), flush=True)
+os._exit(0)  # events that end with the interpreter would call what is gone
+"""
+
+
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     memory = {"PRETEND_MEMORY": str(2**20)}
@@ -85,8 +165,17 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def copied(environment: dict[str, str], taken_out: str = "", instead: str = "") -> dict[str, Any]:
     """Copy there and back, if need be without a piece of the code; return what was found."""
-    command = [sys.executable, "-c", COPYING, taken_out, instead]
-    asked = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return asked(environment, COPYING, taken_out, instead)
+
+
+def asked(environment: dict[str, str], *command: str) -> dict[str, Any]:
+    asked = subprocess.run(
+        [sys.executable, "-c", *command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert asked.returncode == 0, asked.stderr
     found: dict[str, Any] = json.loads(asked.stdout)
     return found
@@ -115,8 +204,16 @@ def test_copies_there_and_back(environment: dict[str, str]) -> None:
     [
         ("self._computing.wait_event(made)", "pass", "aten.mul.Tensor reads what"),
         ("copy.record_stream(self._computing)", "pass", "memory is freed that"),
-        ("            self._out.wait_stream(self._computing)", "", "aten.copy_.default reads what"),
-        ("own.record_stream(self._out)", "pass", "memory is freed that"),
+        (
+            f"self._out.wait_stream(self._computing)\n{' ' * 12}with self._out:\n{' ' * 16}pinned",
+            f"with self._out:\n{' ' * 16}pinned",
+            "aten.copy_.default reads what",
+        ),
+        (
+            "own.record_stream(self._out)\n        self",
+            "pass\n        self",
+            "memory is freed that",
+        ),
         ("dtype, copy=True,", "dtype,", "aten.add_.Tensor writes what"),
         ("made.synchronize()", "pass", ""),
     ],
@@ -131,6 +228,47 @@ def test_each_wait_is_needed(
         assert reason in found["failed"]
     else:
         assert found["results"][0] != [DOUBLED, DOUBLED]
+
+
+DIRECTLY: dict[str, Any] = {
+    "inputs": [[float(number)] * 4 for number in range(4)],
+    "gradients": [[10.0] * 4, [30.0] * 4],
+    "held": [1, 2, 1, 2],
+    "next": [7.0],
+    "failed": None,
+}
+
+
+@pytest.mark.parametrize("other", ["pretend:0", "pretend:1"])
+def test_tensors_go_from_device_to_device(environment: dict[str, str], other: str) -> None:
+    assert asked(environment, DIRECT, "", "", other) == DIRECTLY
+
+
+@pytest.mark.parametrize(
+    ("taken_out", "instead", "other"),
+    [
+        ("self._reading.append(", "bool(", "pretend:1"),
+        (".query()", " is not None", "pretend:1"),
+        ("self._on_devices.append(target)", "pass", "pretend:1"),
+        ("made.synchronize()", "pass", "pretend:1"),
+        (
+            "                    target.copy_(own, non_blocking=True)",
+            "                    pass",
+            "pretend:1",
+        ),
+        ("own.record_stream(self._out)\n\n", "\n", "pretend:1"),
+        (
+            "            self._out.wait_stream(self._computing)\n            if not",
+            "            if not",
+            "pretend:1",
+        ),
+    ],
+    ids=["held", "until read", "held until written", "the host", "written", "memory", "leaving"],
+)
+def test_each_part_of_that_is_needed(
+    environment: dict[str, str], taken_out: str, instead: str, other: str
+) -> None:
+    assert asked(environment, DIRECT, taken_out, instead, other) != DIRECTLY
 
 
 def test_a_cpu_and_a_device_without_streams_copy_plainly() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from rpcmp.config.topology import ReplicaAssignment, ReplicaShare
 from rpcmp.errors import JobError, StageError, from_wire
 from rpcmp.rpc.messages import Bundle, MicrobatchMeta, RoundHeader, StageOutputs
+from rpcmp.rpc.shared_memory import Sharing
 from rpcmp.rpc.transport import Raised
 from rpcmp.worker.backward import Failures
 from rpcmp.worker.forward import Computed
@@ -26,7 +27,7 @@ class _Around:
         self.asked: list[Callable[[list[Any]], None]] = []
         self.begun: list[RoundHeader] = []
         self.computed: list[MicrobatchMeta] = []
-        self.sharing: list[Set[int]] = []
+        self.sharing: list[Mapping[int, Sharing]] = []
         self.tasks: list[Any] = []
         self.error: BaseException | None = None
         self.exchange = ForwardRequests(
@@ -62,7 +63,7 @@ class _Around:
         return answers
 
     def forward(
-        self, meta: MicrobatchMeta, received: list[StageOutputs], sharing: Set[int]
+        self, meta: MicrobatchMeta, received: list[StageOutputs], sharing: Mapping[int, Sharing]
     ) -> Computed:
         self.computed.append(meta)
         self.sharing.append(sharing)
@@ -105,10 +106,10 @@ def answer_to(port: int) -> list[StageOutputs]:
 
 
 def test_tensors_are_shared_with_the_readers_that_have_asked_for_it(around: _Around) -> None:
-    around.exchange.ask(bundle(), 1, shares_memory=True)
+    around.exchange.ask(bundle(), 1, Sharing.HOST)
     around.arrive()
-    late = around.exchange.ask(bundle(), 0, shares_memory=True)
-    assert around.sharing == [{1}, {1}]
+    late = around.exchange.ask(bundle(), 0, Sharing.DEVICE)
+    assert around.sharing == [{1: Sharing.HOST}, {1: Sharing.HOST}]
     assert late.value() == answer_to(0)  # which torch RPC sends
 
 

@@ -1,0 +1,95 @@
+"""Whether tensors can stay on devices between two processes: tried where `[transfer] direct` asks.
+
+    owner     random bytes in memory of its device; with its address in the group's store: the bytes
+    reader    opens that memory, copies them to its own device, and compares
+
+Documentation cannot tell: drivers, containers, virtual devices and allocators decide. Where a trial
+fails, tensors pass through memory of the host, as without the option. A pair that passes one
+exchanges data and gradients by copies from device to device.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections.abc import Callable
+
+import torch
+
+from rpcmp.errors import SecurityError, one_line
+from rpcmp.rpc.device_memory import KINDS
+from rpcmp.rpc.shared_memory import OwnMemory, PeerMemory, SharedTensor
+
+PATTERN = 64
+"""Random bytes of a trial."""
+
+log = logging.getLogger(__name__)
+
+
+def create(owner: str, device: torch.device) -> tuple[OwnMemory | None, str]:
+    """Create memory on a device, and what others need to try it; None and "" if that cannot be."""
+    if device.type not in KINDS:
+        log.warning(
+            "[transfer] direct: there is no way yet to open memory of a %s device in another "
+            "process; the tensors of %r pass through memory of the host",
+            device.type,
+            owner,
+        )
+        return None, ""
+    try:
+        memory = OwnMemory(owner, device)
+        pattern = secrets.token_bytes(PATTERN)
+        placed = memory.place(torch.frombuffer(bytearray(pattern), dtype=torch.uint8))
+    except RuntimeError as error:
+        log.warning(
+            "[transfer] direct: %s cannot lend its memory to other processes, so the tensors of "
+            "%r pass through memory of the host: %s",
+            device,
+            owner,
+            one_line(error),
+        )
+        return None, ""
+    KEPT.append(placed)
+    trial = [str(memory.address), device.type, placed.offset, placed.capacity, pattern.hex()]
+    return memory, json.dumps(trial)
+
+
+KEPT: list[SharedTensor] = []
+"""The bytes that others try, as long as this process lives."""
+
+
+def open_tried(
+    member: str, trial: str, find_memory: Callable[[str], int | None], device: torch.device
+) -> PeerMemory | None:
+    """Return a member's memory on its device, once its bytes have arrived on this one's.
+
+    Args:
+        trial: what `create` has returned there; "": it has none.
+        find_memory: see `rpcmp.rpc.transport.join`.
+    """
+    if not trial:
+        return None
+    try:
+        address, kind, offset, capacity, pattern = json.loads(trial)
+        if kind not in KINDS:
+            raise SecurityError(f"there is no memory of {kind!r} devices here")
+        if (fd := find_memory(address)) is None:
+            return None  # another host
+        memory = PeerMemory(fd, kind)
+        placed = SharedTensor(offset, capacity, torch.uint8, (PATTERN,), reader=1, on_device=True)
+        placed.attach(memory)
+        here = torch.empty(PATTERN, dtype=torch.uint8, device=device).copy_(placed.tensor)
+        if bytes(here.cpu().tolist()).hex() != pattern:
+            raise RuntimeError("other bytes arrive than are there")
+    except (RuntimeError, OSError, ValueError, TypeError, SecurityError) as error:
+        log.warning(
+            "[transfer] direct: tensors of %r cannot come to %s from its device, so they pass "
+            "through memory of the host: %s",
+            member,
+            device,
+            one_line(error),
+        )
+        return None
+    log.info("[transfer] direct: tensors of %r come to %s from its device", member, device)
+    return memory

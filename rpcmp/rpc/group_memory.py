@@ -1,0 +1,82 @@
+"""The memory that a process shares with other members of its group, and theirs.
+
+announced ──in the group's store──> sharing(member): found, and on devices tried, the first time
+for_reader: where to place tensors for a member        attach: the tensors of an answer
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from rpcmp.errors import SecurityError
+from rpcmp.process.memory_access import open_memory
+from rpcmp.rpc import device_trial
+from rpcmp.rpc.shared_memory import OwnMemory, PeerMemory, SharedTensor, Sharing
+
+FindMemory = Callable[[str], int | None]
+"""Returns a descriptor of memory at an address; None if that is on another host."""
+
+
+class GroupMemory:
+    """What one member needs to exchange tensors with others through memory. Thread-safe.
+
+    Args:
+        device: on which it computes, if its tensors may stay there; None, or the CPU: they may not.
+
+    Attributes:
+        own: what it places for others of its host.
+        members: the memory of others, by name; None: they have to send tensors by RPC.
+        announced: what others need to find its memory.
+    """
+
+    def __init__(
+        self, name: str = "", find: FindMemory = open_memory, device: torch.device | None = None
+    ) -> None:
+        self.own = OwnMemory(name)
+        self.members: dict[str, PeerMemory | None] = {}
+        self._find, self._device, trial = find, None, ""
+        self._on_device: OwnMemory | None = None
+        self._members_devices: dict[str, PeerMemory | None] = {}
+        self._finding = threading.Lock()
+        if device is not None and device.type != "cpu":
+            self._device = device
+            self._on_device, trial = device_trial.create(name, device)
+        self.announced = f"{self.own.address}\n{trial}"
+
+    def for_reader(self, sharing: Sharing) -> OwnMemory | None:
+        """Return where to place tensors for a member that has this much in common with us."""
+        if sharing is Sharing.DEVICE and self._on_device is not None:
+            return self._on_device
+        return self.own if sharing else None
+
+    def sharing(self, member: str, announced: Callable[[], bytes]) -> Sharing:
+        """Return where a member may place its answers.
+
+        Args:
+            announced: asks for what it has announced.
+        """
+        if member not in self.members:
+            with self._finding:  # one answer for all threads
+                if member not in self.members:
+                    self._find_memory(member, announced().decode())
+        if self._members_devices.get(member) is not None:
+            return Sharing.DEVICE
+        return Sharing.NONE if self.members[member] is None else Sharing.HOST
+
+    def attach(self, tensor: SharedTensor, member: str) -> None:
+        """Find a tensor of an answer; see `SharedTensor.attach`."""
+        memory = (self._members_devices if tensor.on_device else self.members).get(member)
+        if memory is None:
+            raise SecurityError(f"{member!r} answers with memory that it does not share")
+        tensor.attach(memory)
+
+    def _find_memory(self, member: str, announced: str) -> None:
+        address, _, trial = announced.partition("\n")
+        if self._device is not None:
+            tried = device_trial.open_tried(member, trial, self._find, self._device)
+            self._members_devices[member] = tried
+        fd = self._find(address)
+        self.members[member] = None if fd is None else PeerMemory(fd)
