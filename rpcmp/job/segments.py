@@ -153,7 +153,7 @@ async def rehearse(
         if seconds <= longest:
             seconds = (await segments.run(1, loads_ahead=False)).seconds
         if seconds > longest:
-            raise JobError(f"a step takes {seconds:.1f} s, too long to train some before the run")
+            raise JobError(f"a step takes {seconds:.1f} s, too long to rehearse some")
         return await _settled(config, segments, seconds, fewest)
     finally:
         await segments.close()

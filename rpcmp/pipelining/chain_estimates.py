@@ -17,7 +17,7 @@ from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import cost_model
-from rpcmp.pipelining.calibration import Calibration, MeasuredSteps
+from rpcmp.pipelining.calibration import WAITING, Calibration, MeasuredSteps
 from rpcmp.pipelining.chain_cuts import Chain
 from rpcmp.pipelining.partition import StageHost, bounds
 from rpcmp.pipelining.plan import Connection, Pair, PlanHost
@@ -25,6 +25,10 @@ from rpcmp.pipelining.simulation import Wire
 
 MOST_SIMULATED = 64
 """Micro-batches of a step that are simulated, if twice the number of stages is not more."""
+
+MOST_LONGER = 4.0
+"""How much longer than by themselves layers may take: what a few tiny ones need besides tells
+nothing about others."""
 
 ChainKey = tuple[tuple[int, ...], tuple[int, ...]]
 """The hosts of a chain and its balance."""
@@ -69,6 +73,7 @@ class ChainEstimates:
         message_s: what a message costs each stage besides the wire.
         loading_s: seconds for the samples of a step, whichever the chain.
         rehearsed: the chains of which steps were trained.
+        failed: those of which steps could not be.
     """
 
     def __init__(
@@ -82,6 +87,7 @@ class ChainEstimates:
         self._alone = self.hosts = list(hosts)
         self.message_s = self.loading_s = 0.0
         self.rehearsed: dict[ChainKey, Rehearsed] = {}
+        self.failed: set[ChainKey] = set()
         self._longer: dict[int, float] = {}
         self._messages: list[float] = []
         self._steps: dict[tuple[ChainKey, ScheduleOptions | None], float] = {}
@@ -103,13 +109,14 @@ class ChainEstimates:
         known = Calibration.fit(config, measured, wires)
         busy = [sum(measured.busy[name].values()) for name in config.stage_names]
         for host, part, there in zip(chain.hosts, bounds(chain.balance), busy, strict=True):
-            self._longer[host] = there / max(self._seconds_alone(host, *part), 1e-9)
+            alone = max(self._seconds_alone(host, *part), there / MOST_LONGER)
+            self._longer[host] = there / alone if alone else 1.0
         others = statistics.median(self._longer.values())
         self.hosts = [
             replace(host, profile=host.profile.scaled(self._longer.get(number, others)))
             for number, host in enumerate(self._alone)
         ]
-        if len(chain.hosts) > 1:
+        if len(chain.hosts) > 1 and measured.data_share <= WAITING:
             self._messages.append(known.message_s)
             self.message_s = statistics.median(self._messages)
         self.loading_s = max(self.loading_s, known.loading_s)
@@ -128,7 +135,7 @@ class ChainEstimates:
         only the first are simulated.
         """
         if (known := self.of(chain)) is not None and known.options == options:
-            return known.step_s
+            return max(known.step_s, *self._copying(chain), 0.0)
         key = (chain.hosts, chain.balance), options
         if key not in self._steps:
             at_least = max(self.loading_s, *self._copying(chain), 0.0)

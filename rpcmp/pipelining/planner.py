@@ -109,7 +109,8 @@ class Planner:
     def to_rehearse(self) -> tuple[Config, Timed] | None:
         """Return the best plan that was not rehearsed, as a job; None if all have been."""
         for timed in self._ranked():
-            if self.estimates.of(timed.chain) is None:
+            key = timed.chain.hosts, timed.chain.balance
+            if self.estimates.of(timed.chain) is None and key not in self.estimates.failed:
                 return self.estimates.job(timed.chain, timed.options), timed
         return None
 
@@ -117,6 +118,11 @@ class Planner:
         """Plan from now on by what steps of a plan have taught; see `ChainEstimates.learn`."""
         self.estimates.learn(timed.chain, timed.options, measured)
         self._use(self.estimates.hosts)
+
+    def give_up(self, timed: Timed) -> None:
+        """Rank a plan last, since its steps could not be trained."""
+        self.estimates.failed.add((timed.chain.hosts, timed.chain.balance))
+        self._best = None
 
     def plans(self) -> list[Plan]:
         """Return the best plans that differ in who takes part, the fastest first.
@@ -140,12 +146,24 @@ class Planner:
         """Return the best plans that differ in who takes part, the fastest first."""
         if self._best is None:
             timed = [self._under_best_options(chain) for chain in self._candidates()]
-            timed.sort(key=lambda each: (each.step_s, len(each.chain.hosts), each.chain))
+            timed.sort(key=self._rank)
             alike = [each for each in timed if each.step_s <= ALIKE * timed[0].step_s]
             first = min(alike, key=lambda each: len(each.chain.hosts), default=None)
             timed.sort(key=lambda each: each is not first)
             self._best = timed[:NUM_PLANS]
         return self._best
+
+    def _rank(self, timed: Timed) -> tuple[bool, float, int, Chain]:
+        """Return what plans are sorted by: one that was not tried may be worse than it looks."""
+        step_s, _, chain = timed
+        if self.estimates.rehearsed and self.estimates.of(chain) is None:
+            step_s /= 1 - NOTABLE
+        return (
+            (chain.hosts, chain.balance) in self.estimates.failed,
+            step_s,
+            len(chain.hosts),
+            chain,
+        )
 
     def _candidates(self) -> Iterable[Chain]:
         """Return chains that may be the fastest of their hosts.
@@ -191,7 +209,7 @@ class Planner:
 
     def _under_best_options(self, chain: Chain) -> Timed:
         if (known := self.estimates.of(chain)) is not None:
-            return Timed(known.step_s, known.options, chain)
+            return Timed(self.estimates.step_seconds(chain, known.options), known.options, chain)
         config = self.estimates.job_with(len(chain.hosts))
         timed = [
             (self.estimates.step_seconds(chain, options), number, options)

@@ -4,7 +4,9 @@
 
 CUDA's and ROCm's is opened by the handles of `torch.multiprocessing`, which says when that works:
 on Linux, where both processes see the device, and not through every container. So nobody relies on
-it: a reader tries it first, see `Transport.sharing`.
+it: a reader tries it first, see `device_trial`. A handle is the word of a process of the same user
+and job. What it says is checked where that is possible, but nobody can tell whose memory it opens:
+with `[transfer] direct` the members of one host trust each other.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import inspect
 import json
 import mmap
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -31,6 +34,12 @@ HANDLE_FIELDS: dict[str, type] = {
     "event_sync_required": bool,
 }
 """What torch tells a reader of the memory of CUDA; the rest is known."""
+
+
+MOST_COUNTERS = 10_000
+"""Reference counts in a file of torch's, of which a handle names one."""
+
+COUNTER_FILE = re.compile(rb"/torch_[0-9a-z_]{1,64}", re.IGNORECASE)
 
 
 class DeviceMemory(Protocol):
@@ -88,6 +97,10 @@ class CudaMemory:
         fields = _parsed(handle)
         if fields["storage_size_bytes"] < len(host):
             raise SecurityError("memory of a device that is smaller than it says")
+        counter, offset = fields["ref_counter_handle"], fields["ref_counter_offset"]
+        is_counter = COUNTER_FILE.fullmatch(counter) and 0 <= offset < MOST_COUNTERS
+        if not is_counter or fields["storage_offset_bytes"] < 0:
+            raise SecurityError("a handle of a device's memory that leads outside of it")
         memory: Tensor = reductions.rebuild_cuda_tensor(
             tensor_cls=torch.Tensor,
             tensor_size=(len(host),),
@@ -104,15 +117,15 @@ class CudaMemory:
 
 def _parsed(handle: bytes) -> dict[str, Any]:
     """Return the fields of a handle of CUDA, each of its type; raises SecurityError."""
+    kinds = {"uuid": str, **HANDLE_FIELDS}
     try:
         found = json.loads(handle)
         fields = {
             name: bytes.fromhex(found[name]) if kind is bytes else found[name]
-            for name, kind in {"uuid": str, **HANDLE_FIELDS}.items()
+            for name, kind in kinds.items()
         }
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise SecurityError("a handle of a device's memory that nobody can read") from error
-    kinds = {"uuid": str, **HANDLE_FIELDS}
     if any(type(fields[name]) is not kind for name, kind in kinds.items()):
         raise SecurityError("a handle of a device's memory with fields of other types")
     return fields

@@ -24,6 +24,7 @@ class GroupMemory:
     """What one member needs to exchange tensors with others through memory. Thread-safe.
 
     Args:
+        announced_by: asks for what a member has announced.
         device: on which it computes, if its tensors may stay there; None, or the CPU: they may not.
 
     Attributes:
@@ -33,13 +34,19 @@ class GroupMemory:
     """
 
     def __init__(
-        self, name: str = "", find: FindMemory = open_memory, device: torch.device | None = None
+        self,
+        name: str,
+        announced_by: Callable[[str], bytes],
+        find: FindMemory = open_memory,
+        device: torch.device | None = None,
     ) -> None:
         self.own = OwnMemory(name)
         self.members: dict[str, PeerMemory | None] = {}
-        self._find, self._device, trial = find, None, ""
+        self._announced_by, self._find = announced_by, find
+        self._device, trial = None, ""
         self._on_device: OwnMemory | None = None
         self._members_devices: dict[str, PeerMemory | None] = {}
+        self._trials: dict[str, str] = {}
         self._finding = threading.Lock()
         if device is not None and device.type != "cpu":
             self._device = device
@@ -52,19 +59,29 @@ class GroupMemory:
             return self._on_device
         return self.own if sharing else None
 
-    def sharing(self, member: str, announced: Callable[[], bytes]) -> Sharing:
-        """Return where a member may place its answers.
+    def sharing(self, member: str) -> Sharing:
+        """Return where a member may place its answers."""
+        is_shared = self.shares_host(member)
+        if self._device is not None and member not in self._members_devices:
+            with self._finding:
+                if member not in self._members_devices:
+                    self._members_devices[member] = device_trial.open_tried(
+                        member, self._trials[member], self._find, self._device
+                    )
+        if self._members_devices.get(member) is not None:
+            return Sharing.DEVICE
+        return Sharing.HOST if is_shared else Sharing.NONE
 
-        Args:
-            announced: asks for what it has announced.
-        """
+    def shares_host(self, member: str) -> bool:
+        """Whether a member may place its answers in memory of this host; tries no device."""
         if member not in self.members:
             with self._finding:  # one answer for all threads
                 if member not in self.members:
-                    self._find_memory(member, announced().decode())
-        if self._members_devices.get(member) is not None:
-            return Sharing.DEVICE
-        return Sharing.NONE if self.members[member] is None else Sharing.HOST
+                    announced = self._announced_by(member).decode()
+                    address, _, self._trials[member] = announced.partition("\n")
+                    fd = self._find(address)
+                    self.members[member] = None if fd is None else PeerMemory(fd)
+        return self.members[member] is not None
 
     def attach(self, tensor: SharedTensor, member: str) -> None:
         """Find a tensor of an answer; see `SharedTensor.attach`."""
@@ -72,11 +89,3 @@ class GroupMemory:
         if memory is None:
             raise SecurityError(f"{member!r} answers with memory that it does not share")
         tensor.attach(memory)
-
-    def _find_memory(self, member: str, announced: str) -> None:
-        address, _, trial = announced.partition("\n")
-        if self._device is not None:
-            tried = device_trial.open_tried(member, trial, self._find, self._device)
-            self._members_devices[member] = tried
-        fd = self._find(address)
-        self.members[member] = None if fd is None else PeerMemory(fd)

@@ -215,7 +215,7 @@ class StageOutputs(NamedTuple):
     """A stage's answer to one reader for one micro-batch. A bundle's answer is a list of them.
 
     Attributes:
-        value: the output, or the part of it that the port reads: a tree of host tensors.
+        value: the output, or the part of it that the port reads: a tree of tensors.
         token: in training, an empty differentiable tensor if torch RPC carries none of `value`:
             distributed autograd must find its way to every stage.
         narrowed: which tensors of `value` are float32 at both ends and travel as the config's

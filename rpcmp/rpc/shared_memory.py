@@ -109,7 +109,7 @@ def _aligned(size: int) -> int:
 
 @dataclass(eq=False)
 class SharedTensor:
-    """A dense, contiguous host tensor in a block.
+    """A dense, contiguous tensor in a block.
 
     The producer's own has no reader; what it lends is what a message carries.
 
@@ -192,6 +192,8 @@ class SharedTensor:
             raise SecurityError("a message names a tensor in memory without its type")
         if self.requires_grad and not (self.dtype.is_floating_point or self.dtype.is_complex):
             raise SecurityError("a message names a gradient of integers")
+        if self.start % self.dtype.itemsize:
+            raise SecurityError("a message names a tensor between two numbers")
         if self.needed > self.capacity or not 1 <= self.reader <= MAX_READERS:
             raise SecurityError(f"a tensor of {self.needed} bytes in a block of {self.capacity}")
         region = self._region = memory.region(self.offset, self.capacity)

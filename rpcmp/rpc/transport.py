@@ -141,7 +141,9 @@ def join(
         device: on which this process computes, if tensors may go from there to another device.
     """
     _served.service, _served.store, _served.num_members = service, store, len(members)
-    _served.memory = GroupMemory(members[rank], find_memory, device)
+    _served.memory = GroupMemory(
+        members[rank], lambda member: store.get(MEMORY.format(member)), find_memory, device
+    )
     store.set(MEMORY.format(members[rank]), _served.memory.announced)
     os.environ["TP_SOCKET_IFNAME"] = namespace.current.interface(rank)
     before = listeners()
@@ -207,11 +209,11 @@ class Transport:
 
     def sharing(self, member: str) -> Sharing:
         """Return where `member` may place its answers; finds it out the first time."""
-        return _memory().sharing(member, lambda: _served.store.get(MEMORY.format(member)))
+        return _memory().sharing(member)
 
     def shares_memory(self, member: str) -> bool:
-        """Whether `member` may answer with a SharedTensor."""
-        return bool(self.sharing(member))
+        """Whether `member` may answer with a SharedTensor in memory of this host."""
+        return _memory().shares_host(member)
 
     def call(self, member: str, method: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run `method(service, *args)` in the process called `member`."""

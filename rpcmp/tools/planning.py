@@ -23,6 +23,7 @@ from rpcmp.config.schema import Config
 from rpcmp.config.types import format_size
 from rpcmp.errors import (
     ConfigError,
+    NonFiniteLossError,
     RpcmpError,
     SecurityError,
     UnreachableError,
@@ -155,10 +156,10 @@ async def plan(config: Config, addresses: Sequence[str], wishes: Wishes) -> Plan
 
 async def _rehearse(planner: Planner, forks: Forks) -> str:
     """Train some steps of the best plans; returns why not of all, if so."""
-    ends = time.monotonic() + REHEARSING_SECONDS
+    ends, reason = time.monotonic() + REHEARSING_SECONDS, ""
     for _ in range(MOST_REHEARSALS):
         if (found := planner.to_rehearse()) is None:
-            return ""
+            return reason
         job, timed = found
         if timed.step_s > LONGEST_REHEARSED:
             return f"a step would take about {timed.step_s:,.0f} s"
@@ -166,9 +167,17 @@ async def _rehearse(planner: Planner, forks: Forks) -> str:
             return f"those that were took {REHEARSING_SECONDS:g} s"
         try:
             measured = await rehearse(job, job.addresses, forks, LONGEST_REHEARSED, STEPS)
-        except RpcmpError as error:  # the run itself may be shorter, and has its schedulers
+        except NonFiniteLossError as error:  # the run may be shorter, and has its schedulers
             return f"some steps were rehearsed, and {one_line(error)}"
-        planner.learn(timed, measured)
+        except RpcmpError as error:  # such as too little memory
+            reason = (
+                f"some steps of {list(timed.chain.balance)} were rehearsed, and {one_line(error)}"
+            )
+            planner.give_up(timed)
+        else:
+            planner.learn(timed, measured)
+    if reason or planner.to_rehearse() is None:
+        return reason
     return "each one that was tried has shown others that may be faster"
 
 

@@ -7,8 +7,8 @@
 Inside a stage the forward runs under an ordinary local tape; distributed autograd sees one node.
 Its backward hands the work to the stage's compute thread and waits. That is what lets a schedule
 decide when a backward runs, and what makes everything else local: gradients accumulate in `.grad`,
-so any torch optimizer works, and the stage may use any device, since boundary tensors are on the
-host: see `copies`.
+so any torch optimizer works, and the stage may use any device, since what others read of it is
+copied: see `copies`.
 
 A stage that recomputes its activations has a Replay in place of the local tape; see `recompute`.
 """

@@ -35,12 +35,12 @@ import torch
 from torch import Tensor
 
 from rpcmp.pipelining import pytree
-from rpcmp.pipelining.devices import CPU
+from rpcmp.pipelining.devices import CPU, synchronize
 from rpcmp.rpc.messages import StageOutputs
 from rpcmp.rpc.shared_memory import OwnMemory, SharedTensor, is_worth_sharing
 
 Arriving = Callable[[], list[Tensor]]
-"""Returns tensors on the device, on the compute thread, each time the same."""
+"""Returns tensors on the device, on the compute thread."""
 
 
 def copies_of(device: torch.device) -> Copies:
@@ -60,10 +60,16 @@ class Copies:
         self.device = device
 
     def to_device(self, tensors: Sequence[Tensor]) -> Arriving:
-        """Start to copy tensors of the host, from any thread."""
-        return lambda: [
-            tensor.detach().to(self.device, copy=tensor.device != CPU) for tensor in tensors
-        ]
+        """Start to copy tensors of the host, or of a peer's device, from any thread."""
+        of_peers = any(tensor.device != CPU for tensor in tensors)
+
+        def arrived() -> list[Tensor]:
+            copies = [each.detach().to(self.device, copy=each.device != CPU) for each in tensors]
+            if of_peers:  # which may be overwritten from now on
+                synchronize(self.device)
+            return copies
+
+        return arrived
 
     def to_host(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a contiguous tensor on the host, which has its values once `when_made` says so."""
@@ -76,9 +82,10 @@ class Copies:
     def write(self, target: Tensor, source: Tensor) -> None:
         """Copy to what others read, which has the values once `when_made` says so."""
         target.copy_(source.detach())
+        synchronize(target.device)
 
     def when_made(self, act: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
-        """Call `act` once all copies to the host are made that this thread has started.
+        """Call `act` once all copies to others are made that this thread has started.
 
         Args:
             act, failed: must not raise; `failed` is called instead if the device cannot copy.

@@ -27,7 +27,7 @@ from rpcmp.worker.model import LossScale, StageModel
 from rpcmp.worker.recompute import Buffers, Replay
 from rpcmp.worker.weight_grad import Splitter
 
-NOBODY: Mapping[int, Sharing] = {}
+UNSHARED: Mapping[int, Sharing] = {}
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Execution:
         self,
         meta: MicrobatchMeta,
         received: Received,
-        sharing: Mapping[int, Sharing] = NOBODY,
+        sharing: Mapping[int, Sharing] = UNSHARED,
     ) -> Computed:
         """Compute one micro-batch.
 
@@ -233,7 +233,7 @@ class Execution:
             evaluated = self._model.evaluate(outputs, on_device, meta, targets.weight)
             if self._model.returns_outputs:
                 evaluated = evaluated._replace(
-                    outputs=self._copied(0, outputs, NOBODY).value,
+                    outputs=self._copied(0, outputs, UNSHARED).value,
                     targets=targets.value if meta.round.batch_id else None,
                 )
             return [evaluated]

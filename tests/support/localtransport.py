@@ -46,9 +46,12 @@ class LocalTransport(Transport):
         self._pool = ThreadPoolExecutor(NUM_THREADS, "local-rpc")
         self._contexts = itertools.count(1)
         served = transport._served
-        self._group_memory = served.memory = served.memory or GroupMemory()
+        self._group_memory = served.memory = served.memory or GroupMemory("", str.encode)
         shared_memory.WORTH_SHARING = self.worth_sharing
         self._peer_memory = PeerMemory(self.memory.address.fd)
+
+    def shares_memory(self, member: str) -> bool:
+        return bool(self.sharing(member))
 
     def sharing(self, member: str) -> Sharing:
         if list(self._services).index(member) % 2 == 0:

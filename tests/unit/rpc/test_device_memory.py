@@ -92,6 +92,11 @@ def test_a_handle_opens_the_same_device_by_whatever_index(
         ({"event_handle": "no hex"}, SecurityError, "nobody can read"),
         ({"event_handle": 7}, SecurityError, "nobody can read"),
         ({"uuid": None}, SecurityError, "fields of other types"),
+        ({"storage_offset_bytes": -1}, SecurityError, "leads outside of it"),
+        ({"ref_counter_offset": -1}, SecurityError, "leads outside of it"),
+        ({"ref_counter_offset": 10_000}, SecurityError, "leads outside of it"),
+        ({"ref_counter_handle": b"/rpcmp-log".hex()}, SecurityError, "leads outside of it"),
+        ({"ref_counter_handle": b"/torch_1/../x".hex()}, SecurityError, "leads outside of it"),
     ],
 )
 def test_a_handle_is_not_believed_but_read(

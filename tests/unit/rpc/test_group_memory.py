@@ -10,6 +10,10 @@ from rpcmp.rpc.group_memory import GroupMemory
 from rpcmp.rpc.shared_memory import SharedTensor, Sharing
 
 
+def nobody(member: str) -> bytes:
+    raise AssertionError(f"{member} is not asked")
+
+
 def lent(memory: GroupMemory, sharing: Sharing) -> SharedTensor:
     place = memory.for_reader(sharing)
     assert place is not None
@@ -19,14 +23,15 @@ def lent(memory: GroupMemory, sharing: Sharing) -> SharedTensor:
 
 
 def test_a_member_of_the_same_host_is_found_once() -> None:
-    own, other = GroupMemory("a"), GroupMemory("b")
     asked: list[str] = []
 
-    def announced() -> bytes:
-        asked.append("b")
+    def announced(member: str) -> bytes:
+        asked.append(member)
         return other.announced.encode()
 
-    assert [own.sharing("b", announced) for _ in range(2)] == [Sharing.HOST] * 2
+    own, other = GroupMemory("a", announced), GroupMemory("b", nobody)
+    assert [own.sharing("b") for _ in range(2)] == [Sharing.HOST] * 2
+    assert own.shares_host("b")
     assert asked == ["b"]
     tensor = lent(other, Sharing.HOST)
     own.attach(tensor, "b")
@@ -34,23 +39,26 @@ def test_a_member_of_the_same_host_is_found_once() -> None:
 
 
 def test_a_member_of_another_host_sends_by_rpc() -> None:
-    own, other = GroupMemory("a", find=lambda _: None), GroupMemory("b")
-    assert own.sharing("b", other.announced.encode) is Sharing.NONE
+    other = GroupMemory("b", nobody)
+    own = GroupMemory("a", lambda _: other.announced.encode(), lambda _: None)
+    assert own.sharing("b") is Sharing.NONE
     assert own.for_reader(Sharing.NONE) is None
     with pytest.raises(SecurityError, match="'b' answers with memory that it does not share"):
         own.attach(lent(other, Sharing.HOST), "b")
 
 
 def test_without_memory_on_a_device_its_readers_get_the_hosts() -> None:
-    own = GroupMemory("a", device=torch.device("cpu"))
+    own = GroupMemory("a", nobody, device=torch.device("cpu"))
     assert own.for_reader(Sharing.DEVICE) is own.own
 
 
 def test_only_who_computes_on_a_device_tries_the_others() -> None:
-    on_device = GroupMemory("a", device=torch.device("meta"))  # which none can open
+    other = GroupMemory("b", nobody)
+    meta = torch.device("meta")  # which none can open
+    on_device = GroupMemory("a", lambda _: other.announced.encode(), device=meta)
     assert on_device.announced.endswith("\n")
-    assert on_device.sharing("b", GroupMemory("b").announced.encode) is Sharing.HOST
-    forged = lent(GroupMemory("b"), Sharing.HOST)
+    assert on_device.sharing("b") is Sharing.HOST
+    forged = lent(other, Sharing.HOST)
     forged.on_device = True
     with pytest.raises(SecurityError, match="memory that it does not share"):
         on_device.attach(forged, "b")

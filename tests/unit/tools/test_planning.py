@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from typing import Any, cast
 
 import pytest
 
 from rpcmp.config.job_sections import StageConfig
 from rpcmp.config.schema import Config
-from rpcmp.errors import ConfigError, NonFiniteLossError, SecurityError, UnreachableError
+from rpcmp.errors import ConfigError, JobError, NonFiniteLossError, SecurityError, UnreachableError
 from rpcmp.pipelining.calibration import MeasuredSteps
 from rpcmp.pipelining.planner import Planner
 from rpcmp.process.fork_client import Forks
@@ -102,6 +103,29 @@ def test_rehearsals_end_when_all_plans_were_tried_or_it_takes_long(
     assert rehearsed(3) == (others, 1)
     monkeypatch.setattr(planning, "REHEARSING_SECONDS", -1.0)
     assert rehearsed(3) == ("those that were took -1 s", 0)
+
+
+def test_a_plan_that_cannot_be_rehearsed_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner, truth = (
+        Planner(planned_job(), StageConfig(), hosts(*[0.01] * 3), {}) for _ in range(2)
+    )
+
+    async def measure(job: Config, addresses: list[str], *_: Any) -> MeasuredSteps:
+        if len(addresses) == 3:
+            raise JobError("a step takes 15.0 s, too long to rehearse some")
+        found = planner.to_rehearse()
+        assert found is not None
+        return trained_on(truth, found[1])
+
+    monkeypatch.setattr(planning, "rehearse", measure)
+    assert len(planner.plans()[0].stages) == 3
+    reason = asyncio.run(planning._rehearse(planner, cast(Forks, None)))
+    assert re.match(
+        r"some steps of \[.*\] were rehearsed, and JobError: a step takes 15.0 s", reason
+    )
+    found = planner.plans()
+    assert len(found[0].stages) == 2
+    assert found[0].is_rehearsed
 
 
 class End:

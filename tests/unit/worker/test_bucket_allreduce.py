@@ -45,7 +45,7 @@ class Members:
     def __init__(self, num_members: int, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> None:
         self.memory = OwnMemory()
         memory = PeerMemory(self.memory.address.fd)
-        served = transport._served.memory = GroupMemory()
+        served = transport._served.memory = GroupMemory("", str.encode)
         served.members = {f"member {n}": memory for n in range(num_members)}
         self.parameters = [
             [
