@@ -112,6 +112,10 @@ class HostCosts:
         return start + bisect_right(ends, most, key=lambda end: self.memory(start, end, held))
 
 
+ChainKey = tuple[tuple[int, ...], tuple[int, ...]]
+"""The hosts of a chain and its balance."""
+
+
 class Chain(NamedTuple):
     """Hosts in the order of their stages.
 
@@ -124,6 +128,11 @@ class Chain(NamedTuple):
     hosts: tuple[int, ...]
     balance: tuple[int, ...]
     ns: int
+
+    @property
+    def key(self) -> ChainKey:
+        """What it is, however long it takes by what is known."""
+        return self.hosts, self.balance
 
 
 class Costs:

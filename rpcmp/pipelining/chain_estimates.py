@@ -18,7 +18,7 @@ from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import cost_model
 from rpcmp.pipelining.calibration import WAITING, Calibration, MeasuredSteps
-from rpcmp.pipelining.chain_cuts import Chain
+from rpcmp.pipelining.chain_cuts import NANOSECONDS, Chain, ChainKey, HostCosts
 from rpcmp.pipelining.partition import StageHost, bounds
 from rpcmp.pipelining.plan import Connection, Pair, PlanHost
 from rpcmp.pipelining.simulation import Wire
@@ -29,9 +29,6 @@ MOST_SIMULATED = 64
 MOST_LONGER = 4.0
 """How much longer than by themselves layers may take: what a few tiny ones need besides tells
 nothing about others."""
-
-ChainKey = tuple[tuple[int, ...], tuple[int, ...]]
-"""The hosts of a chain and its balance."""
 
 
 def with_hosts(
@@ -122,11 +119,11 @@ class ChainEstimates:
         self.loading_s = max(self.loading_s, known.loading_s)
         self._steps.clear()
         found = Rehearsed(chain, options, measured.step_s, busy)
-        self.rehearsed[chain.hosts, chain.balance] = found
+        self.rehearsed[chain.key] = found
 
     def of(self, chain: Chain) -> Rehearsed | None:
         """Return what was measured of a chain, if it was rehearsed."""
-        return self.rehearsed.get((chain.hosts, chain.balance))
+        return self.rehearsed.get(chain.key)
 
     def step_seconds(self, chain: Chain, options: ScheduleOptions | None = None) -> float:
         """Return the seconds per step; None: under the options that the run starts with.
@@ -136,7 +133,7 @@ class ChainEstimates:
         """
         if (known := self.of(chain)) is not None and known.options == options:
             return max(known.step_s, *self._copying(chain), 0.0)
-        key = (chain.hosts, chain.balance), options
+        key = chain.key, options
         if key not in self._steps:
             at_least = max(self.loading_s, *self._copying(chain), 0.0)
             self._steps[key] = max(self._estimated(chain, options), at_least)
@@ -152,14 +149,9 @@ class ChainEstimates:
         return self._links.get(pair, Connection())
 
     def _seconds_alone(self, host: int, start: int, end: int) -> float:
-        layers = self._alone[host].profile.layers[start:end]
-        forwards = 2 if self._settings.recompute else 1
-        return sum(
-            self._config.num_microbatches
-            * (forwards * layer.forward_s + layer.backward_s + layer.weight_s)
-            + layer.update_s
-            for layer in layers
-        )
+        count, recompute = self._config.num_microbatches, self._settings.recompute
+        costs = HostCosts(self._alone[host].profile, None, count, recompute)
+        return costs.ns(start, end) / NANOSECONDS
 
     def _copying(self, chain: Chain) -> Iterator[float]:
         """Yield the seconds per step in which each host sends the next one what it must.

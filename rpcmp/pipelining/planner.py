@@ -109,9 +109,9 @@ class Planner:
     def to_rehearse(self) -> tuple[Config, Timed] | None:
         """Return the best plan that was not rehearsed, as a job; None if all have been."""
         for timed in self._ranked():
-            key = timed.chain.hosts, timed.chain.balance
-            if self.estimates.of(timed.chain) is None and key not in self.estimates.failed:
-                return self.estimates.job(timed.chain, timed.options), timed
+            chain = timed.chain
+            if self.estimates.of(chain) is None and chain.key not in self.estimates.failed:
+                return self.estimates.job(chain, timed.options), timed
         return None
 
     def learn(self, timed: Timed, measured: MeasuredSteps) -> None:
@@ -121,7 +121,7 @@ class Planner:
 
     def give_up(self, timed: Timed) -> None:
         """Rank a plan last, since its steps could not be trained."""
-        self.estimates.failed.add((timed.chain.hosts, timed.chain.balance))
+        self.estimates.failed.add(timed.chain.key)
         self._best = None
 
     def plans(self) -> list[Plan]:
@@ -158,12 +158,7 @@ class Planner:
         step_s, _, chain = timed
         if self.estimates.rehearsed and self.estimates.of(chain) is None:
             step_s /= 1 - NOTABLE
-        return (
-            (chain.hosts, chain.balance) in self.estimates.failed,
-            step_s,
-            len(chain.hosts),
-            chain,
-        )
+        return chain.key in self.estimates.failed, step_s, len(chain.hosts), chain
 
     def _candidates(self) -> Iterable[Chain]:
         """Return chains that may be the fastest of their hosts.
