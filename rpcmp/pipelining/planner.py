@@ -147,7 +147,12 @@ class Planner:
         if self._best is None:
             timed = [self._under_best_options(chain) for chain in self._candidates()]
             timed.sort(key=self._rank)
-            alike = [each for each in timed if each.step_s <= ALIKE * timed[0].step_s]
+            alike = [
+                each
+                for each in timed
+                if each.step_s <= ALIKE * timed[0].step_s
+                and each.chain.key not in self.estimates.failed
+            ]
             first = min(alike, key=lambda each: len(each.chain.hosts), default=None)
             timed.sort(key=lambda each: each is not first)
             self._best = timed[:NUM_PLANS]

@@ -212,6 +212,18 @@ def test_more_hosts_do_not_help_where_loading_takes_longer() -> None:
     assert (best.step_s, len(best.stages)) == (2.0, 1)
 
 
+def test_a_plan_that_failed_is_last_even_with_fewer_stages() -> None:
+    made = Planner(planned_job(), StageConfig(), hosts(*[0.01] * 4), {})
+    rehearsal = made.to_rehearse()
+    assert rehearsal is not None
+    busy = {name: {"F": 0.01, "B": 0.01} for name in rehearsal[0].stage_names}
+    made.learn(rehearsal[1], MeasuredSteps(2.0, 0.9, busy))  # loading is all that takes time
+    assert len(made.plans()[0].stages) == 1
+    while (other := made.to_rehearse()) is not None:
+        made.give_up(other[1])
+    assert served_by(made.plans()[0]) == rehearsal[0].addresses
+
+
 def test_one_host_is_rehearsed_as_well() -> None:
     alone = Planner(planned_job(), StageConfig(), hosts(1), {})
     rehearsal = alone.to_rehearse()
