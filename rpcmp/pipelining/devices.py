@@ -101,6 +101,19 @@ def candidates(wanted: Sequence[str], own: int) -> list[str]:
     return [accelerated[index] for index in order] or ["cpu"]
 
 
+def unique_id(name: str) -> str:
+    """Return what stands for a device in all processes of this host: its unique id, or its name.
+
+    A process that sees only some of the devices has other names for them. One that does not exist
+    has its name; whoever uses it says so.
+    """
+    try:
+        known = getattr(_ask(torch.device(name), "get_device_properties"), "uuid", "")
+    except (RuntimeError, AssertionError):  # the latter is CUDA's
+        known = ""
+    return str(known or name)
+
+
 def device_name(device: torch.device) -> str:
     """Return a name for people, "NVIDIA H100" or "x86_64 AVX512".
 

@@ -2,7 +2,10 @@
 
 Each server holds an abstract Unix socket per worker, whose name says what the worker has:
 
-    @rpcmp-device/cuda:1/JOB/PID
+    @rpcmp-device/GPU/JOB/PID
+
+GPU is the unique id of the device, since what is cuda:0 to one worker may be cuda:1 to another, of
+a server that was started with another CUDA_VISIBLE_DEVICES; or its name, where it has no id.
 
 The kernel lists such names for all users, whichever of them binds them, and drops them when the
 server ends. So there is nothing to clean up and no file to protect, and a stranger who binds such
@@ -23,7 +26,8 @@ from pathlib import Path
 
 PREFIX = "rpcmp-device"
 
-DEVICE = re.compile(r"\w{1,32}(:\d{1,4})?", re.ASCII)
+DEVICE = re.compile(r"[\w:.-]{1,64}", re.ASCII)
+"""What stands for a device. With the rest, it fits the 107 bytes of an abstract socket's name."""
 
 MOST_CANDIDATES = 1024
 
@@ -34,7 +38,7 @@ CHOOSING_SECONDS = 5.0
 """After which a server chooses although another one seems to."""
 
 Holding = tuple[str, str]
-"""A device's name and the digest of the job that has it."""
+"""What stands for a device, and the digest of the job that has it."""
 
 
 def choose(
@@ -43,7 +47,7 @@ def choose(
     """Return the device that a worker gets, and whether another job has it, too.
 
     Args:
-        candidates: the device that it should have, and others that would do.
+        candidates: what stands for the device that it should have, and for others that would do.
         may_share: whether other workers of its job should have the same.
     """
     theirs = {device for device, other in held if other != job}
@@ -90,7 +94,7 @@ def _checked(candidates: object) -> list[str]:
     names = candidates if isinstance(candidates, list) else []
     are_good = all(isinstance(name, str) and DEVICE.fullmatch(name) for name in names)
     if not are_good or not 0 < len(names) <= MOST_CANDIDATES:
-        raise ValueError("a worker's devices have no names")
+        raise ValueError("a worker's devices have no names or ids")
     return names
 
 

@@ -92,16 +92,16 @@ class WorkerProcess:
         if init := self._start["init"]:  # the driver has sent its part of it
             config = assignment.config.model_copy(update={"init": init})
             assignment = assignment.model_copy(update={"config": config})
-        if here := self._start["devices_here"]:
-            device = self._settle(here, self._start["place_here"])
-            assignment = assignment.model_copy(update={"device": device})
         importing.set_allow_list(self._start["allowed"])
         files: list[str] = []
         if folder := self._start["code_folder"]:
             sys.path.insert(0, folder)
             files = [path.stem for path in Path(folder).iterdir()]
         unpickler.allow(importing.filter_allowed(assignment.config.modules), files)
-        loaders = _loaders(assignment)  # before there are threads
+        loaders = _loaders(assignment)  # before there are threads, and before a device is used
+        if here := self._start["devices_here"]:
+            device = self._settle(here, self._start["place_here"])
+            assignment = assignment.model_copy(update={"device": device})
         transport.reserve_threads(assignment.in_flight)
         compiles = assignment.config.compiles(assignment.stage_index)
         if assignment.may_split and not compiles:
@@ -133,11 +133,12 @@ class WorkerProcess:
         if order[0].startswith("cpu"):
             return order[0]
         order = [name if ":" in name else f"{name}:0" for name in order]
+        ids = {devices.unique_id(name): name for name in order}
         may_share = wanted[own] != AUTO or wanted.count(AUTO) > len(order)
-        self._channel.send({"event": "devices", "candidates": order, "may_share": may_share})
+        self._channel.send({"event": "devices", "candidates": [*ids], "may_share": may_share})
         while (answer := self._channel.receive()) is not None:
             if answer["op"] == "device":
-                device: str = answer["device"]
+                device = ids[answer["device"]]
                 if answer["is_shared"]:
                     log.warning("another job has %s of this host as well", device)
                 return device

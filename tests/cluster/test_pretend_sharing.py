@@ -47,6 +47,27 @@ def test_two_runs_that_start_at_once_have_distinct_devices(job: JobFolder) -> No
     assert len(texts) == 2
 
 
+def test_servers_that_see_other_devices_know_them_by_their_ids(job: JobFolder) -> None:
+    """Both have a `pretend:0`."""
+    config = endless(job, "auto")
+    with (
+        pretending(PRETEND_VISIBLE_DEVICES="3,1", PRETEND_HOST="here"),
+        running("drive", config, "--json") as one,
+    ):
+        assert devices_of(one) == ["pretend:0"]
+        with pretending(PRETEND_VISIBLE_DEVICES="0,3", PRETEND_HOST="here"):
+            with running("drive", config, "--json") as other:
+                assert devices_of(other) == ["pretend:0"]
+            with running("drive", endless(job, "pretend:1"), "--json") as third:
+                assert devices_of(third) == ["pretend:1"]
+                third.wait_for_line("another job has pretend:1 of this host")
+        with (
+            pretending(PRETEND_VISIBLE_DEVICES="3,0", PRETEND_HOST="here"),
+            running("drive", config, "--json") as other,
+        ):
+            assert devices_of(other) == ["pretend:1"]
+
+
 def test_standing_servers_choose_what_no_other_job_has(job: JobFolder) -> None:
     config = endless(job, "auto")
     with (

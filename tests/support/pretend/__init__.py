@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,7 +65,9 @@ def pretending(**more: str) -> Iterator[None]:
         more: further variables of their environment.
     """
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        forks = SharedByAll(TOKEN, {**install(Path(folder)), **more})
+        # Devices of its own: jobs of tests that run beside this one do not take them.
+        own = {**install(Path(folder)), "PRETEND_HOST": uuid.uuid4().hex}
+        forks = SharedByAll(TOKEN, {**own, **more})
         servers = pool.ServerPool()
         patch.setattr(processes, "FORKS", forks)
         patch.setattr(pool, "POOL", servers)

@@ -16,6 +16,7 @@ import ctypes
 import os
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pretend_kernels  # type: ignore[import-not-found]  # it lies beside this file
@@ -44,6 +45,7 @@ class Devices:
         self.asked: Any = None
         self.kernels: Any = None
         self._visible = _visible(os.environ.get("PRETEND_VISIBLE_DEVICES"))
+        self._host = os.environ.get("PRETEND_HOST", "")
         self._user = 0  # the process that first used a device
         self._is_lost = False
 
@@ -93,7 +95,7 @@ class Devices:
         return self._user not in (0, os.getpid())
 
     def device_count(self) -> int:
-        return self._visible
+        return len(self._visible)
 
     def current_device(self) -> int:
         return int(torch._C._accelerator_getDeviceIndex())
@@ -116,6 +118,9 @@ class Devices:
     def get_device_name(self, device: Any = None) -> str:
         return "Pretend P1"
 
+    def get_device_properties(self, device: Any = None) -> SimpleNamespace:
+        return SimpleNamespace(uuid=f"{self._host}.{self._visible[self.use(device)]}")
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 
@@ -132,8 +137,10 @@ class Devices:
         return torch.accelerator._utils._get_device_index(device, optional=True)
 
 
-def _visible(variable: str | None) -> int:
-    return COUNT if variable is None else len([each for each in variable.split(",") if each])
+def _visible(variable: str | None) -> list[str]:
+    """Return the numbers on the host of the devices that this process has, in its own order."""
+    every = ",".join(map(str, range(COUNT))) if variable is None else variable
+    return [each for each in every.split(",") if each]
 
 
 DEVICES = Devices()
