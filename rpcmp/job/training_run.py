@@ -27,9 +27,15 @@ from rpcmp.errors import (
     TakenOverError,
     WorkerDiedError,
     WorkerHungError,
+    one_line,
 )
 from rpcmp.job import takeover
-from rpcmp.job.autobalance import balanced, with_full_microbatches, with_saved_shares
+from rpcmp.job.autobalance import (
+    balanced,
+    hosts_to_watch,
+    with_full_microbatches,
+    with_saved_shares,
+)
 from rpcmp.job.recovery import RecoveryLoop
 from rpcmp.job.restore_point import Start
 from rpcmp.job.server_pool import ServerPool, forks_for
@@ -49,6 +55,7 @@ from rpcmp.observability.events import (
 )
 from rpcmp.observability.events.training_events import EventStream
 from rpcmp.pipelining.calibration import Forecast, summarize, what_was_wrong
+from rpcmp.pipelining.partition import StageHost
 from rpcmp.process.channel import Message
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import count_stop_requests, handle_stop_signals
@@ -195,6 +202,7 @@ class TrainingRun:
         self, config: Config, pool: ServerPool, order: Message, lost: LostJob | None
     ) -> SummaryEvent:
         config, forecast = await self._measured(config)
+        hosts = await self._hosts_to_watch(config, lost) if forecast is None else forecast.hosts
         for text in config.warnings:
             self._report(WarningEvent(text=text))
         if forecast is not None:
@@ -208,7 +216,7 @@ class TrainingRun:
             *(config, pool, self._events, self._vitals, self._start, order, self.signals),
             lost,
             self._identity,
-            () if forecast is None else forecast.hosts,
+            hosts,
         )
         if config.checkpoint is not None:
             await asyncio.to_thread(require_place, config.checkpoint_folder)
@@ -234,6 +242,20 @@ class TrainingRun:
             except (WorkerDiedError, WorkerHungError) as error:
                 self._report(WarningEvent(text=f"{error}; the job is measured once more"))
         return await balanced(config, self._connect, self._forks, rehearses=True)
+
+    async def _hosts_to_watch(self, config: Config, lost: LostJob | None) -> Sequence[StageHost]:
+        """Measure the hosts of a run whose layers may move; see `BalanceWatch`."""
+        if lost is not None:
+            return ()
+        try:
+            return await hosts_to_watch(config, self._connect, self._forks)
+        except RpcmpError as error:
+            text = (
+                "the hosts could not be measured, so `rebalance` takes them for equally fast, and "
+                f"the layers of a stage for equal: {one_line(error)}"
+            )
+            self._report(WarningEvent(text=text))
+            return ()
 
     def interrupt(self, signum: int, task: asyncio.Future[SummaryEvent]) -> None:
         """Stop the run after its step on the first signal while training, else at once."""

@@ -6,8 +6,9 @@
     weighed   a balance that is clearly faster on these hosts is worth it if what it saves in
               `rebalance_within` steps, and in the steps that are left, is more than what it
               costs to form a group
-    proved    a balance is given up again if the one before would be clearly faster on the hosts
-              as they are now, and worth its cost; it is not proposed a second time
+    proved    the first steps of a balance tell how fast its hosts really are with it: a further one
+              may be clearly faster, or the one before, to which the run then goes back for good.
+              MOST_CORRECTIONS such moves follow from a change, and perhaps a last way back
 
 Layers that were measured on the hosts tell how they compare. If none were, those of a stage count
 as equal, and hosts as equally fast when the run had settled. Pure.
@@ -29,7 +30,9 @@ WARM_STEPS = 3
 
 BLOCK_SECONDS = 1.0
 FEWEST_STEPS = 3
-"""Of a block: at least as many steps, which take at least so long."""
+LONG_SECONDS = 3.0
+"""Of a block: at least as many steps and so long. Once settled, LONG_SECONDS are enough as well: it
+takes several such blocks to believe in a change."""
 
 SETTLE_BLOCKS = 2
 """Blocks of a balance until the last of them counts as what its stages take."""
@@ -41,6 +44,9 @@ PATIENCE = 3
 """Blocks in a row in which it must; twice as many after each time that nothing was worth it."""
 
 MOST_PATIENCE = 96
+
+MOST_CORRECTIONS = 2
+"""Moves that the first steps of a balance may suggest, until a host changes again."""
 
 MOST_WAITING = 0.5
 """The share of a step in which the driver waits for samples, above which no balance helps."""
@@ -89,8 +95,10 @@ class BalanceWatch:
         self._cost_s = 0.0
         self._steps: list[WatchedStep] = []
         self._warm = self._samples = self._num_blocks = self._num_changed = 0
+        self._num_corrections = 0
         self._settled: MeasuredSteps | None = None
         self._before: list[int] | None = None
+        self._proposed: list[int] | None = None
         self._patience = PATIENCE
 
     def start(self, balance: list[int], cost_s: float) -> None:
@@ -101,7 +109,10 @@ class BalanceWatch:
         self._num_changed = 0
         if balance == self._balance:
             return
-        self._before = self._balance if self._settled is not None else None
+        if not self._balance:
+            self._hosts_by_proposal = _fitting(self._hosts, balance)
+        # What others have asked for is theirs to judge.
+        self._before = self._balance if balance == self._proposed else None
         self._balance, self._settled, self._num_blocks = balance, None, 0
         self._hosts = self._hosts_by_proposal
 
@@ -120,7 +131,8 @@ class BalanceWatch:
             self._steps.clear()
         self._steps.append(step)
         seconds = sum(each.step_s for each in self._steps)
-        if len(self._steps) < FEWEST_STEPS or seconds < BLOCK_SECONDS:
+        is_long = self._settled is not None and seconds >= LONG_SECONDS
+        if seconds < BLOCK_SECONDS or not (is_long or len(self._steps) >= FEWEST_STEPS):
             return None
         measured = summarize(self._config, self._steps)
         self._steps.clear()
@@ -137,7 +149,8 @@ class BalanceWatch:
             self._settled = measured
             if self._are_guessed:
                 return self._as_found(measured, steps_left)
-            return self._disappointment(measured, steps_left)
+            return self._correction(measured, steps_left)
+        measured = _without_pauses(self._settled, measured)
         ratios = _ratios(self._settled, measured)
         if all(1 / CHANGED < ratio < CHANGED for ratio in ratios.values()):
             self._num_changed = 0
@@ -145,28 +158,46 @@ class BalanceWatch:
         self._num_changed += 1
         if self._num_changed < self._patience:
             return None
-        self._num_changed = 0
+        self._num_changed = self._num_corrections = 0
         proposal = self._propose(ratios, self._settled, measured, steps_left)
         if proposal is None:
             self._patience = min(2 * self._patience, MOST_PATIENCE)
         return proposal
 
-    def _disappointment(self, measured: MeasuredSteps, steps_left: int) -> Proposal | None:
-        """Return the balance before if that would be faster on the hosts as they are now."""
+    def _correction(self, measured: MeasuredSteps, steps_left: int) -> Proposal | None:
+        """Return the balance before, or a further one, if it is faster on the hosts as they are."""
         before, self._before = self._before, None
-        if before is not None and before not in self.refused:
-            hosts = self._hosts or self._estimated(measured)
-            now = Forecast(hosts, self._balance).corrected(self._config, measured)
-            # In proportion: the hosts may be other ones than when these layers were measured.
-            other = now.better(self._config, before, ways=[True])
-            after_s = self._gains(now, other, measured, steps_left)
-            if after_s is not None:
-                self._patience = min(2 * self._patience, MOST_PATIENCE)
-                self.refused.append(self._balance)
-                was = f"steps take {_ms(measured.step_s)}, and {_ms(after_s)} as they were before"
-                return Proposal(before, was)
-        self._patience = PATIENCE
-        return None
+        if before is None:
+            self._patience = PATIENCE
+            return None
+        back = self._way_back(before, measured, steps_left)
+        further = None
+        if self._num_corrections < MOST_CORRECTIONS:
+            further = self._as_found(measured, steps_left)
+        self._num_corrections += 1
+        if further is not None and further.balance != before:
+            return further
+        if back is None:
+            self._patience = PATIENCE
+            return further
+        self._patience = min(2 * self._patience, MOST_PATIENCE)
+        self.refused.append(self._balance)
+        self._proposed = None  # it has been judged
+        return back
+
+    def _way_back(
+        self, before: list[int], measured: MeasuredSteps, steps_left: int
+    ) -> Proposal | None:
+        if before in self.refused:
+            return None
+        hosts = self._hosts or self._estimated(measured)
+        now = Forecast(hosts, self._balance).corrected(self._config, measured)
+        # In proportion: the hosts may be other ones than when these layers were measured.
+        other = now.better(self._config, before, ways=[True])
+        if (after_s := self._gains(now, other, measured, steps_left)) is None:
+            return None
+        takes = f"steps take {_ms(measured.step_s)}, and {_ms(after_s)} as they were before"
+        return Proposal(before, takes)
 
     @property
     def hosts(self) -> list[StageHost]:
@@ -176,10 +207,11 @@ class BalanceWatch:
         return self._estimated(self._settled)
 
     def _as_found(self, measured: MeasuredSteps, steps_left: int) -> Proposal | None:
-        """Return the balance for hosts that have turned out to have other speeds than guessed."""
+        """Return the balance for hosts that have turned out to have other speeds than expected."""
         self._are_guessed = False
         ratios = {}
-        for host, part in zip(self._hosts, bounds(self._balance), strict=True):
+        hosts = self._hosts or self._estimated(measured)
+        for host, part in zip(hosts, bounds(self._balance), strict=True):
             taken = sum(measured.busy[host.stage].values())
             ratios[host.stage] = max(taken, 1e-9) / max(host.seconds(*part), 1e-9)
         return self._propose(ratios, measured, measured, steps_left)
@@ -209,7 +241,7 @@ class BalanceWatch:
             return None
         if (after_s := self._gains(now, other, measured, steps_left)) is None:
             return None
-        self._hosts_by_proposal = hosts
+        self._hosts_by_proposal, self._proposed = hosts, other.balance
         stage, ratio = max(ratios.items(), key=lambda item: abs(math.log(item[1])))
         then = "was expected" if settled is measured else "did"
         return Proposal(
@@ -245,6 +277,31 @@ class BalanceWatch:
         profile = HostProfile(layers=layers, base_bytes=0, available_bytes=None)
         count = self._config.num_microbatches
         return [StageHost(name, profile, None, count, 1) for name in self._config.stage_names]
+
+
+def _without_pauses(settled: MeasuredSteps, now: MeasuredSteps) -> MeasuredSteps:
+    """Return the steps without the speed that stages have gained by waiting for a slower one.
+
+    A processor with a limit, or a hot one, is faster in between pauses; it would not be with more
+    layers.
+    """
+    if now.step_s < CHANGED * settled.step_s:
+        return now
+    busy = {
+        stage: settled.busy[stage] if ratio < 1 else now.busy[stage]
+        for stage, ratio in _ratios(settled, now).items()
+    }
+    return now._replace(busy=busy)
+
+
+def _fitting(hosts: Sequence[StageHost], balance: list[int]) -> list[StageHost]:
+    """Return hosts whose limits this balance, which is the user's, does not exceed."""
+    return [
+        host
+        if host.limit_bytes is None
+        else replace(host, limit_bytes=max(host.limit_bytes, host.memory(*part)))
+        for host, part in zip(hosts, bounds(balance), strict=bool(hosts))
+    ]
 
 
 def _ratios(settled: MeasuredSteps, now: MeasuredSteps) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 from rpcmp.observability.events import Event, GenerationEvent, RebalanceEvent, StepEvent
 from tests.support.faults import Committed, committed, drive
 from tests.support.lan import issue, serving
+from tests.support.pool import lend_servers
 from tests.support.processes import JobFolder
 from tests.support.rebalanced import moved, train
 
@@ -174,7 +175,7 @@ rebalance = "{rebalance}"
 [model]
 layers = "paced:layers"
 balance = [3, 3]
-kwargs = {{ folder = "{folder}" }}
+kwargs = {{ folder = "{folder}", milliseconds = {milliseconds} }}
 [data]
 train = "paced:samples"
 batch_size = 10
@@ -182,7 +183,12 @@ batch_size = 10
 """Steps of about 75 ms on hosts of equal speed."""
 
 
-def changes_of_slowed(job: JobFolder, rebalance: str) -> list[dict[str, Any]]:
+def changes_of_slowed(
+    job: JobFolder,
+    rebalance: str,
+    milliseconds: float | list[float] = 2.0,
+    connect: Sequence[str] | None = None,
+) -> list[dict[str, Any]]:
     """Run a job until it says that its second host has become three times as slow.
 
     Others on the machine may have had an effect before; the last change is the one for that.
@@ -197,8 +203,8 @@ def changes_of_slowed(job: JobFolder, rebalance: str) -> list[dict[str, Any]]:
     def is_noticed(event: Event) -> bool:
         return isinstance(event, RebalanceEvent) and event.step > SLOWED
 
-    config = job.config(PACED.format(rebalance=rebalance, folder=folder))
-    result = train(config, {}, after_step=slow_down, until=is_noticed)
+    config = job.config(PACED.format(rebalance=rebalance, folder=folder, milliseconds=milliseconds))
+    result = train(config, {}, connect=connect, after_step=slow_down, until=is_noticed)
     return [event for event in result.events if event["event"] == "rebalance"]
 
 
@@ -210,6 +216,14 @@ def test_a_host_that_has_become_slower_is_noticed(
     assert change["outcome"] == outcome
     assert change["balance"][1] < change["before"][1]
     assert "stage 'stage1' computes" in change["reason"]
+
+
+def test_which_layers_move_is_known_where_hosts_were_measured(job: JobFolder) -> None:
+    """The fourth layer takes most of the time: without it, its stage has nothing to give away."""
+    with lend_servers(2) as servers:
+        addresses = [server.address for server in servers]
+        *_, change = changes_of_slowed(job, "auto", [1, 1, 1, 16, 1, 1], addresses)
+    assert change["balance"] == [4, 2]
 
 
 def test_stages_with_certificates_read_each_others_layers(

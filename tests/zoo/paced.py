@@ -5,6 +5,7 @@ FOLDER/stage1:0     holds 2.0: each layer of that worker sleeps for twice as lon
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +21,12 @@ FEATURES = 4
 Layers = list[tuple[str, Callable[[], nn.Module]]]
 
 
-def layers(folder: str, count: int = 6, milliseconds: float = 2.0) -> Layers:
-    """Return equal layers; each sleeps so long in a forward, and in a backward."""
-    seconds = milliseconds / 1e3
-    return [(f"paced{i}", lambda: Paced(Path(folder), seconds)) for i in range(count)]
+def layers(folder: str, count: int = 6, milliseconds: float | list[float] = 2.0) -> Layers:
+    """Return layers, equal unless there is a list; each sleeps so long in a forward, and in a
+    backward."""
+    each = milliseconds if isinstance(milliseconds, list) else count * [milliseconds]
+    made = [functools.partial(Paced, Path(folder), one / 1e3) for one in each]
+    return [(f"paced{i}", make) for i, make in enumerate(made)]
 
 
 def samples() -> TensorDataset:

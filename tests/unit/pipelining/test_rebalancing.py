@@ -47,10 +47,11 @@ class Machine:
     data_share: float = 0.0
     samples: int = 16
     number: int = 0
+    layer_s: float = LAYER_S
 
     def times(self, balance: Sequence[int]) -> dict[str, ActionTimes]:
         return {
-            name: ActionTimes(*3 * [count * slowness * LAYER_S / 3])
+            name: ActionTimes(*3 * [count * slowness * self.layer_s / 3])
             for name, count, slowness in zip(
                 self.config.stage_names, balance, self.slowness, strict=True
             )
@@ -80,10 +81,10 @@ class Machine:
         self.watch.start(balance, cost_s)
 
 
-def machine(hosts: Sequence[StageHost] = (), **changed: Any) -> Machine:
+def machine(hosts: Sequence[StageHost] = (), layer_s: float = LAYER_S, **changed: Any) -> Machine:
     """Return a machine that has settled, unless `hosts` say otherwise."""
     config = chain(schedule="1f1b", **changed)
-    made = Machine(BalanceWatch(config, hosts), config, [3, 3])
+    made = Machine(BalanceWatch(config, hosts), config, [3, 3], layer_s=layer_s)
     made.move([3, 3])
     assert made.run() is None
     return made
@@ -126,6 +127,15 @@ def test_what_does_not_fit_into_memory_is_not_proposed() -> None:
     made = machine(hosts)
     made.slowness = [1.0, 2.0]
     assert made.run() is None
+
+
+def test_a_stage_that_waits_for_a_slower_one_is_not_faster() -> None:
+    """With pauses, a host with a processor limit computes faster; with more layers it would not."""
+    made = machine()
+    made.slowness = [2.0, 0.6]
+    proposal = made.run()
+    assert proposal is not None
+    assert proposal.balance == [2, 4]
 
 
 @pytest.mark.parametrize("slowness", [[1.0, 1.1], [1.0, 1.2], [1.15, 1.2]])
@@ -220,10 +230,32 @@ def moved(slowness: list[float]) -> Machine:
     return made
 
 
-@pytest.mark.parametrize("slowness", [[2.0, 4.0], [1.0, 4.0], [1.3, 2.6]])
+@pytest.mark.parametrize("slowness", [[2.0, 4.0], [1.3, 2.6]])
 def test_hosts_that_have_changed_meanwhile_do_not_undo_a_move(slowness: list[float]) -> None:
     """The balance before would be slower still, though its steps were faster then."""
     assert moved(slowness).run() is None
+
+
+def test_the_first_steps_of_a_balance_may_suggest_a_further_one() -> None:
+    made = moved([1.0, 6.0])
+    proposal = made.run()
+    assert proposal is not None
+    assert proposal.balance == [5, 1]
+    assert "3.00 times as long as it was expected" in proposal.reason
+    made.move(proposal.balance)
+    assert made.run() is None
+    assert made.watch.refused == []
+
+
+@pytest.mark.parametrize(("step_s", "most"), [(0.02, 100), (0.5, 9), (1.0, 6), (2.0, 3), (5.0, 3)])
+def test_long_steps_are_not_waited_for(step_s: float, most: int) -> None:
+    """A changed host is known after three blocks, of a second or more, and three steps or more, if
+    these do not take longer than three seconds."""
+    made = machine(layer_s=LAYER_S * step_s / machine().step_s([3, 3]))
+    made.slowness = [1.0, 2.0]
+    before = made.number
+    assert made.run() is not None
+    assert made.number - before <= most
 
 
 def test_going_back_has_to_pay_and_is_not_to_a_refused_balance() -> None:
@@ -231,6 +263,44 @@ def test_going_back_has_to_pay_and_is_not_to_a_refused_balance() -> None:
     made = moved([2.0, 2.0])
     made.watch.refused.append([3, 3])
     assert made.run() is None
+
+
+def test_a_balance_that_the_user_has_asked_for_is_the_users_to_judge() -> None:
+    made = machine()
+    made.move([1, 5])
+    assert made.run() is None
+
+
+def test_what_runs_fits_into_memory_whatever_was_measured() -> None:
+    layers = [layer(LAYER_S, state=100) for _ in range(6)]
+    hosts = [host(layers, index, limit=50, num_microbatches=MICROBATCHES) for index in range(2)]
+    made = machine(hosts)
+    made.slowness = [1.0, 2.0]
+    assert made.run() is None  # the first has no room for a fourth layer
+
+
+def test_at_most_four_moves_follow_from_a_change() -> None:
+    made, moves = machine(), 0
+    for _ in range(20):
+        most = made.balance.index(max(made.balance))
+        # Whoever has most layers turns out to be slow with them.
+        made.slowness = [4.0 if index == most else 1.0 for index in range(2)]
+        if (proposal := made.run(steps=40)) is not None:
+            moves += 1
+            made.move(proposal.balance)
+    assert 2 <= moves <= 4
+
+
+def test_a_host_that_is_slower_still_than_when_its_layers_left_is_known_as_such() -> None:
+    made = moved([1.0, 6.0])
+    proposal = made.run()
+    assert proposal is not None
+    made.move(proposal.balance)
+    assert made.run() is None
+    made.slowness = [1.0, 1.0]
+    back = made.run()
+    assert back is not None
+    assert back.balance == [3, 3]
 
 
 def test_moves_come_to_an_end_if_the_host_that_gets_layers_is_the_slow_one() -> None:
