@@ -10,9 +10,13 @@ A pure function of what all workers of a job want on one host, so that the host 
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+ID = re.compile(r"[\w:.-]{1,64}", re.ASCII)
+"""What stands for a device in all processes of a host."""
 
 AUTO = "auto"
 """The config's name for a device of the host's accelerator if it has one, else the CPU."""

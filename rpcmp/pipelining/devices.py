@@ -111,7 +111,8 @@ def unique_id(name: str) -> str:
         known = getattr(_ask(torch.device(name), "get_device_properties"), "uuid", "")
     except (RuntimeError, AssertionError):  # the latter is CUDA's
         known = ""
-    return str(known or name)
+    text = known.hex() if isinstance(known, bytes) else str(known)
+    return text if device_places.ID.fullmatch(text) else name
 
 
 def device_name(device: torch.device) -> str:

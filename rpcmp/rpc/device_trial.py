@@ -1,7 +1,8 @@
 """Whether tensors can stay on devices between two processes: tried where `[transfer] direct` asks.
 
     owner     random bytes in memory of its device; with its address in the group's store: the bytes
-    reader    opens that memory, copies them to its own device, and compares
+    reader    opens that memory, copies them to its own device, and compares; copies them back
+              to where gradients go, and compares
 
 Documentation cannot tell: drivers, containers, virtual devices and allocators decide. Where a trial
 fails, tensors pass through memory of the host, as without the option. A pair that passes one
@@ -12,10 +13,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import secrets
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from rpcmp.errors import SecurityError, one_line
 from rpcmp.rpc.device_memory import KINDS
@@ -23,6 +26,9 @@ from rpcmp.rpc.shared_memory import OwnMemory, PeerMemory, SharedTensor
 
 PATTERN = 64
 """Random bytes of a trial."""
+
+PLACED = torch.float32, (PATTERN // 4,), True, 0, 1
+"""The tensor that has them, with room for a gradient, as `SharedTensor` of the first reader."""
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +46,8 @@ def create(owner: str, device: torch.device) -> tuple[OwnMemory | None, str]:
     try:
         memory = OwnMemory(owner, device)
         pattern = secrets.token_bytes(PATTERN)
-        placed = memory.place(torch.frombuffer(bytearray(pattern), dtype=torch.uint8))
+        numbers = torch.frombuffer(bytearray(pattern), dtype=torch.float32)
+        memory.never_returned.append(placed := memory.place(numbers, requires_grad=True))
     except Exception as error:  # of torch or a driver, whatever it is: there is another way
         log.warning(
             "[transfer] direct: %s cannot lend its memory to other processes, so the tensors of "
@@ -50,13 +57,8 @@ def create(owner: str, device: torch.device) -> tuple[OwnMemory | None, str]:
             one_line(error),
         )
         return None, ""
-    KEPT.append(placed)
     trial = [str(memory.address), device.type, placed.offset, placed.capacity, pattern.hex()]
     return memory, json.dumps(trial)
-
-
-KEPT: list[SharedTensor] = []
-"""The bytes that others try, as long as this process lives."""
 
 
 def open_tried(
@@ -70,6 +72,7 @@ def open_tried(
     """
     if not trial:
         return None
+    fd = None
     try:
         address, kind, offset, capacity, pattern = json.loads(trial)
         if kind not in KINDS:
@@ -77,11 +80,7 @@ def open_tried(
         if (fd := find_memory(address)) is None:
             return None  # another host
         memory = PeerMemory(fd, kind)
-        placed = SharedTensor(offset, capacity, torch.uint8, (PATTERN,), reader=1, on_device=True)
-        placed.attach(memory)
-        here = torch.empty(PATTERN, dtype=torch.uint8, device=device).copy_(placed.tensor)
-        if bytes(here.cpu().tolist()).hex() != pattern:
-            raise RuntimeError("other bytes arrive than are there")
+        _try(memory, SharedTensor(offset, capacity, *PLACED, on_device=True), pattern, device)
     except Exception as error:  # likewise
         log.warning(
             "[transfer] direct: tensors of %r cannot come to %s from its device, so they pass "
@@ -90,6 +89,29 @@ def open_tried(
             device,
             one_line(error),
         )
+        if fd is not None:
+            os.close(fd)
         return None
     log.info("[transfer] direct: tensors of %r come to %s from its device", member, device)
     return memory
+
+
+def _try(memory: PeerMemory, placed: SharedTensor, pattern: str, device: torch.device) -> None:
+    """Copy there and back as training does. All readers write the same bytes to one place, so only
+    the first one would see that they are lost; that a device refuses them, each sees.
+
+    Raises:
+        RuntimeError, SecurityError: that cannot be.
+    """
+    placed.attach(memory)
+    here = torch.empty(placed.shape, dtype=placed.dtype, device=device).copy_(placed.tensor)
+    if _bytes_of(here) != pattern:
+        raise RuntimeError("other bytes arrive than are there")
+    placed.give_gradient(here)
+    there = placed.take_gradient()
+    if there is None or _bytes_of(there) != pattern:
+        raise RuntimeError("other bytes are written there than were sent")
+
+
+def _bytes_of(tensor: Tensor) -> str:
+    return bytes(tensor.cpu().view(torch.uint8).tolist()).hex()

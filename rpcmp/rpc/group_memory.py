@@ -1,6 +1,6 @@
 """The memory that a process shares with other members of its group, and theirs.
 
-announced ──in the group's store──> sharing(member): found, and on devices tried, the first time
+announced ──in the group's store──> sharing(member): found, and on devices tried, at first
 for_reader: where to place tensors for a member        attach: the tensors of an answer
 """
 
@@ -51,6 +51,8 @@ class GroupMemory:
         if device is not None and device.type != "cpu":
             self._device = device
             self._on_device, trial = device_trial.create(name, device)
+            if self._on_device is not None:
+                self._on_device.on_host = self.own
         self.announced = f"{self.own.address}\n{trial}"
 
     def for_reader(self, sharing: Sharing) -> OwnMemory | None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import logging
 import math
 import mmap
 import os
@@ -39,7 +40,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rpcmp.errors import SecurityError
+from rpcmp.errors import SecurityError, one_line
 from rpcmp.process.memory_access import create_memory
 from rpcmp.rpc.device_memory import KINDS, DeviceMemory
 
@@ -65,6 +66,17 @@ DEVICE_HEADER = MIN_BLOCK
 SEGMENT = 64 * 2**20
 """Bytes that are mapped at a time, or one block if that is larger: Python keeps a descriptor for
 each map. Only pages that have been written to count as memory."""
+
+DEVICE_SEGMENT = 4 * 2**20
+"""The same on a device, where all of it counts."""
+
+SIZES_PER_DOUBLING = 8
+"""Sizes of blocks between a power of two and the next one: the rest of a block is lost."""
+
+MOST_LARGER = 2
+"""How many times as large as needed a free block may be that is used again."""
+
+log = logging.getLogger(__name__)
 
 
 class Sharing(IntEnum):
@@ -103,8 +115,14 @@ def is_worth_sharing(tensors: Iterable[Tensor]) -> bool:
     return sum(each.numel() * each.element_size() for each in tensors) >= WORTH_SHARING
 
 
-def _aligned(size: int) -> int:
-    return -(-size // HEADER) * HEADER
+def _aligned(size: int, step: int = HEADER) -> int:
+    return -(-size // step) * step
+
+
+def _block_size(needed: int, segment: int) -> int:
+    """Return the bytes of a block for so many; one above a segment has whole segments."""
+    step = (1 << (needed - 1).bit_length()) // (2 * SIZES_PER_DOUBLING)
+    return _aligned(needed, segment if needed > segment else max(MIN_BLOCK, step))
 
 
 @dataclass(eq=False)
@@ -255,14 +273,20 @@ class OwnMemory:
 
     Attributes:
         address: where others of its host find it; see `rpcmp.process.memory_access`.
+        on_host: where it places tensors for which the device has no memory left; None: nowhere.
+        never_returned: what is kept as long as this object is.
     """
 
     def __init__(self, owner: str = "", device: torch.device | None = None) -> None:
         self.address = create_memory(owner)
+        self.on_host: OwnMemory | None = None
+        self.never_returned: list[SharedTensor] = []
         self._fd = self.address.fd
         self._device = device
         self._lock = threading.Lock()
-        self._size = self._end = self._next = 0
+        self._unit = SEGMENT if device is None else DEVICE_SEGMENT
+        self._size = self._end = self._next = self._length = 0
+        self._is_full = False
         self._segment: mmap.mmap | None = None
         self._twin: DeviceMemory | None = None
         self._regions: dict[int, Region] = {}
@@ -289,11 +313,20 @@ class OwnMemory:
     def allocate(
         self, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool = False
     ) -> SharedTensor:
-        """Return a tensor in a block, as `torch.empty` does."""
+        """Return a tensor in a block, as `torch.empty` does.
+
+        Raises:
+            torch.OutOfMemoryError: the device has too little memory, and there is no `on_host`.
+        """
         is_on_device = self._device is not None
         placed = SharedTensor(0, 0, dtype, shape, requires_grad, on_device=is_on_device)
-        placed.capacity = max(MIN_BLOCK, 1 << (placed.needed - 1).bit_length())
-        placed.offset = self._take(placed.capacity)
+        try:
+            placed.offset, placed.capacity = self._take(_block_size(placed.needed, self._unit))
+        except torch.OutOfMemoryError as error:
+            if self.on_host is None:
+                raise
+            self._warn(error)
+            return self.on_host.allocate(shape, dtype, requires_grad)
         region = placed._region = self._regions[placed.offset]
         placed._block = region.buffer(placed.capacity)
         placed._block[HAS_GRADIENT] = 0
@@ -301,24 +334,41 @@ class OwnMemory:
         weakref.finalize(placed._block, self._returned.append, (placed.capacity, placed.offset))
         return placed
 
-    def _take(self, capacity: int) -> int:
-        """Return the offset of a free block: of one that nobody has a view of, or of a new one."""
+    def _warn(self, error: torch.OutOfMemoryError) -> None:
+        """Say once that tensors may lie on the host from now on."""
+        if not self._is_full:
+            self._is_full = True
+            log.warning(
+                "[transfer] direct: %s has no memory left for tensors on their way to others, so "
+                "some pass through memory of the host from now on: %s",
+                self._device,
+                one_line(error),
+            )
+
+    def _take(self, capacity: int) -> tuple[int, int]:
+        """Return offset and bytes of a block that nobody has a view of, or of a new one."""
         with self._lock:
             while self._returned:
                 size, offset = self._returned.popleft()
                 self._unused[size].append(offset)
-            unused = self._unused[capacity]
-            for index, offset in enumerate(unused):  # the first ones have waited longest
-                if not self._regions[offset].is_read:
-                    del unused[index]
-                    return offset
-            return self._new_block(capacity)
+            for size in sorted(self._unused):
+                if capacity <= size <= MOST_LARGER * capacity:
+                    unused = self._unused[size]
+                    for index, offset in enumerate(unused):  # the first ones have waited longest
+                        if not self._regions[offset].is_read:
+                            del unused[index]
+                            return offset, size
+            return self._new_block(capacity), capacity
 
     def _new_block(self, capacity: int) -> int:
         """Return the offset of a block in the current segment, or in a new one."""
         if self._segment is None or self._next + capacity > self._end:
-            length = max(SEGMENT, capacity)
-            os.ftruncate(self._fd, self._end + length)
+            if self._is_full:  # each try would cost training all that its allocator caches
+                raise torch.OutOfMemoryError(f"{self._device} had no memory left before")
+            length = max(self._unit, capacity)
+            if self._end + length > self._length:  # a refusal may have left a longer one
+                self._length = self._end + length
+                os.ftruncate(self._fd, self._length)
             segment = mmap.mmap(self._fd, length, offset=self._end)
             if self._device is not None:
                 self._twin = KINDS[self._device.type].create(self._device, segment)
@@ -357,7 +407,8 @@ class PeerMemory:
             RuntimeError: the device's memory cannot be opened.
         """
         # A block lies in one segment; a larger one is a segment of its own.
-        begin, length = offset // SEGMENT * SEGMENT, -(-capacity // SEGMENT) * SEGMENT
+        unit = DEVICE_SEGMENT if self._kind else SEGMENT
+        begin, length = offset // unit * unit, _aligned(capacity, unit)
         is_inside = offset + capacity <= begin + length <= os.fstat(self._fd).st_size
         if not is_inside or offset % MIN_BLOCK or capacity < MIN_BLOCK:
             raise SecurityError(f"a message names memory that is no block, at byte {offset}")

@@ -19,15 +19,13 @@ import asyncio
 import contextlib
 import hashlib
 import os
-import re
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-PREFIX = "rpcmp-device"
+from rpcmp.config.device_places import ID
 
-DEVICE = re.compile(r"[\w:.-]{1,64}", re.ASCII)
-"""What stands for a device. With the rest, it fits the 107 bytes of an abstract socket's name."""
+PREFIX = "rpcmp-device"
 
 MOST_CANDIDATES = 1024
 
@@ -80,6 +78,7 @@ class DeviceClaim:
         self.release()
         with await _alone():
             device, is_shared = choose(names, may_share, self._job, [*_held()])
+            # An ID is so short that the name fits the 107 bytes that there are.
             self._held = _bind(f"\0{PREFIX}/{device}/{self._job}/{os.getpid()}")
         return device, is_shared
 
@@ -92,7 +91,7 @@ class DeviceClaim:
 def _checked(candidates: object) -> list[str]:
     """Return the names that a worker has sent, whose code is the job's."""
     names = candidates if isinstance(candidates, list) else []
-    are_good = all(isinstance(name, str) and DEVICE.fullmatch(name) for name in names)
+    are_good = all(isinstance(name, str) and ID.fullmatch(name) for name in names)
     if not are_good or not 0 < len(names) <= MOST_CANDIDATES:
         raise ValueError("a worker's devices have no names or ids")
     return names

@@ -133,8 +133,10 @@ class WorkerProcess:
         if order[0].startswith("cpu"):
             return order[0]
         order = [name if ":" in name else f"{name}:0" for name in order]
-        ids = {devices.unique_id(name): name for name in order}
         may_share = wanted[own] != AUTO or wanted.count(AUTO) > len(order)
+        ids = {devices.unique_id(name): name for name in order}
+        if len(ids) < len(order):  # parts of a device, which has but one
+            ids = {name: name for name in order}
         self._channel.send({"event": "devices", "candidates": [*ids], "may_share": may_share})
         while (answer := self._channel.receive()) is not None:
             if answer["op"] == "device":

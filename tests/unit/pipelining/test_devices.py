@@ -130,3 +130,29 @@ def test_free_memory_is_what_a_container_has_left(
     assert meter.free() == 200
     (tmp_path / "memory.max").write_text("500\n")
     assert meter.free() == 0
+
+
+@pytest.mark.parametrize(
+    ("uuid", "expected"),
+    [
+        ("1b2c-3d", "1b2c-3d"),
+        (b"\x01\xfe", "01fe"),
+        (None, "cuda:1"),
+        ("", "cuda:1"),
+        (["no id"], "cuda:1"),
+    ],
+)
+def test_a_device_is_known_by_its_unique_id(
+    monkeypatch: pytest.MonkeyPatch, uuid: Any, expected: str
+) -> None:
+    class Properties:
+        def __init__(self) -> None:
+            if uuid is not None:
+                self.uuid = uuid
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties())
+    assert devices.unique_id("cuda:1") == expected
+
+
+def test_a_device_that_does_not_exist_is_known_by_its_name() -> None:
+    assert devices.unique_id("cuda:77") == "cuda:77"

@@ -15,15 +15,14 @@ from rpcmp.process.memory_access import MemoryAddress
 from rpcmp.rpc import device_trial
 from rpcmp.rpc.device_memory import KINDS
 from rpcmp.rpc.device_trial import create, open_tried
-from rpcmp.rpc.shared_memory import OwnMemory
+from rpcmp.rpc.shared_memory import OwnMemory, SharedTensor
 from tests.support.hostkind import host_kind
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def _kind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(device_trial, "KEPT", [])
+def _kind() -> Iterator[None]:
     with host_kind():
         yield
 
@@ -99,6 +98,27 @@ def test_a_trial_that_fails_is_told(
     assert open_tried("a", json.dumps(fields), found, CPU) is None
     assert "tensors of 'a' cannot come to cpu from its device" in caplog.text
     assert message in caplog.text
+
+
+def test_a_device_that_others_can_only_read_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    give, close, closed = SharedTensor.give_gradient, os.close, list[int]()
+
+    def lose(placed: SharedTensor, gradient: torch.Tensor) -> None:
+        give(placed, gradient * 0)
+
+    def closing(fd: int) -> None:
+        closed.append(fd)
+        close(fd)
+
+    _, trial = create("a", CPU)
+    descriptor = found(json.loads(trial)[0])
+    monkeypatch.setattr(SharedTensor, "give_gradient", lose)
+    monkeypatch.setattr(os, "close", closing)
+    assert open_tried("a", trial, lambda _: descriptor, CPU) is None
+    assert "other bytes are written there than were sent" in caplog.text
+    assert descriptor in closed
 
 
 @pytest.mark.parametrize("trial", ["{", "7", "[1]", json.dumps(["", "cpu", 0, 4096, 5])])

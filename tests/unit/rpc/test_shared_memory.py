@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import mmap
 import os
 import pickle
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from rpcmp.errors import SecurityError
 from rpcmp.rpc import shared_memory, unpickler
+from rpcmp.rpc.device_memory import KINDS, DeviceMemory
 from rpcmp.rpc.shared_memory import (
+    DEVICE_SEGMENT,
     MAX_READERS,
     MIN_BLOCK,
     SEGMENT,
@@ -305,7 +308,7 @@ def test_on_a_device_a_block_is_kept_by_its_tensors_and_their_very_views(
     large.tensor[-1] = 1
     del large, view
     sent(own.place(X), peer)
-    assert own.size == 4 * MIN_BLOCK + 2 * SEGMENT
+    assert own.size == 4 * MIN_BLOCK + SEGMENT + DEVICE_SEGMENT
 
 
 def test_memory_of_a_device_and_of_the_host_are_told_apart(
@@ -325,3 +328,66 @@ def test_too_many_readers_of_a_device_get_copies_on_the_host(
     *_, last = [placed.lend() for _ in range(MAX_READERS + 1)]
     assert isinstance(last, Tensor)
     assert same_bits(last, X)
+
+
+def test_a_device_without_memory_left_has_the_hosts_and_says_so(
+    on_device: tuple[OwnMemory, PeerMemory],
+    own: OwnMemory,
+    peer: PeerMemory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    own_there, peer_there = on_device
+    sent(own_there.place(X), peer_there)
+    with monkeypatch.context() as full:
+        full.setitem(KINDS, "cpu", KINDS["cpu"]._replace(create=refuse))
+        with pytest.raises(torch.OutOfMemoryError):
+            own_there.allocate((SEGMENT // 4,), torch.float32)
+    smaller = sent(own_there.allocate((DEVICE_SEGMENT // 4,), torch.float32), peer_there)
+    assert smaller.on_device
+    monkeypatch.setitem(KINDS, "cpu", KINDS["cpu"]._replace(create=refuse))
+    own_there.on_host = own
+    for _ in range(2):
+        large = sent(own_there.allocate((SEGMENT // 4,), torch.float32, True), peer)
+        assert not large.on_device
+        assert large.requires_grad
+    assert sent(own_there.place(X), peer_there).on_device  # there is room in what it has
+    (warning,) = caplog.messages
+    assert "cpu has no memory left for tensors on their way to others" in warning
+
+
+SIZES = (1, 4096, 5000, 70_000, 10**6, DEVICE_SEGMENT, 2**24 + 1, SEGMENT - 64, SEGMENT)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_block_is_little_larger_than_what_it_holds(own: OwnMemory, size: int) -> None:
+    placed = own.allocate((size,), torch.uint8)
+    spare = placed.capacity - placed.needed
+    assert 0 <= spare < max(MIN_BLOCK, size / 8 if size < SEGMENT else SEGMENT)
+
+
+@pytest.mark.parametrize("size", [DEVICE_SEGMENT + 1, 2**24 + 1, SEGMENT])
+def test_a_device_has_no_segments_of_the_hosts_size(
+    on_device: tuple[OwnMemory, PeerMemory], size: int
+) -> None:
+    own, _ = on_device
+    created: list[int] = []
+    create = KINDS["cpu"].create
+
+    def counting(device: torch.device, host: mmap.mmap) -> DeviceMemory:
+        created.append(len(host))
+        return create(device, host)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(KINDS, "cpu", KINDS["cpu"]._replace(create=counting))
+        own.allocate((size,), torch.uint8)
+    assert size < created[0] <= size + DEVICE_SEGMENT + MIN_BLOCK
+
+
+def test_tensors_of_varying_sizes_share_blocks(own: OwnMemory, peer: PeerMemory) -> None:
+    for size in range(60_000, 100_000, 1000):
+        sent(own.allocate((100_000 + 60_000 - size,), torch.uint8), peer)
+    assert own.size < 2 * 110_000
