@@ -43,6 +43,7 @@ class HostCosts:
         limit_bytes: memory limit of its stage; None: no limit.
         num_microbatches: per step.
         recompute: whether it holds only its inputs and recomputes activations.
+        besides_s: seconds per step that it computes besides its layers, whichever they are.
     """
 
     def __init__(
@@ -51,11 +52,13 @@ class HostCosts:
         limit_bytes: int | None,
         num_microbatches: int,
         recompute: bool = False,
+        besides_s: float = 0.0,
     ) -> None:
         forwards = 2 if recompute else 1
         layers = profile.layers
         self.profile, self.limit_bytes = profile, limit_bytes
         self.num_layers, self._recompute = len(layers), recompute
+        self._besides_ns = round(NANOSECONDS * besides_s)
         self._ns = _sums(
             round(
                 NANOSECONDS
@@ -74,11 +77,11 @@ class HostCosts:
     @property
     def total_ns(self) -> int:
         """Nanoseconds per step of the whole model."""
-        return self._ns[-1]
+        return self.ns(0, self.num_layers)
 
     def ns(self, start: int, end: int) -> int:
         """Return the nanoseconds per step of the layers from `start` up to `end`."""
-        return self._ns[end] - self._ns[start]
+        return self._ns[end] - self._ns[start] + self._besides_ns
 
     def memory(self, start: int, end: int, held: int) -> int:
         """Return the bytes that these layers need while it holds that many micro-batches."""
@@ -93,8 +96,8 @@ class HostCosts:
 
     def lasts(self, most_ns: int) -> list[int]:
         """Return the last end of layers from each start that take no longer than that."""
-        ends = self._ns
-        return [bisect_right(ends, begun + most_ns) - 1 for begun in ends[:-1]]
+        ends, most = self._ns, max(0, most_ns - self._besides_ns)
+        return [bisect_right(ends, begun + most) - 1 for begun in ends[:-1]]
 
     def lasts_in_memory(self, held: int, extra: int) -> list[int]:
         """Return the last end of layers from each start that fit, with `extra` bytes of memory."""

@@ -2,15 +2,18 @@
 
 A chain that was rehearsed takes as long as it took. What that taught about its hosts and messages
 goes into the simulation of the others: how much longer than by themselves layers take in a run,
-where caches are cold and a host's relay and snapshots use its processor too; what a message costs
-besides the wire; and how long the samples of a step take to load.
+where caches are cold and a host's relay and snapshots use its processor too; what a stage takes
+besides, however few its layers; what a message costs besides the wire; and how long the samples of
+a step take to load.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from rpcmp.config.job_sections import StageConfig
 from rpcmp.config.schedule_options import ScheduleOptions
@@ -25,6 +28,9 @@ from rpcmp.pipelining.simulation import Wire
 
 MOST_SIMULATED = 64
 """Micro-batches of a step that are simulated, if twice the number of stages is not more."""
+
+NUM_TRIED = 50
+"""Values that are tried for what a stage takes besides its layers."""
 
 MOST_LONGER = 4.0
 """How much longer than by themselves layers may take: what a few tiny ones need besides tells
@@ -57,6 +63,24 @@ class Rehearsed:
     busy_s: list[float]
 
 
+class Sample(NamedTuple):
+    """What a stage of a rehearsal took.
+
+    Attributes:
+        alone_s: seconds per step of its layers by themselves.
+        busy_s: those that it computed.
+    """
+
+    host: int
+    alone_s: float
+    busy_s: float
+
+    def ratio(self, besides_s: float) -> float:
+        """Return how much longer its layers took than alone, if it did something besides."""
+        alone = max(self.alone_s + besides_s, self.busy_s / MOST_LONGER)
+        return self.busy_s / alone if alone else 1.0
+
+
 class ChainEstimates:
     """The steps of any chain of some hosts.
 
@@ -85,7 +109,8 @@ class ChainEstimates:
         self.message_s = self.loading_s = 0.0
         self.rehearsed: dict[ChainKey, Rehearsed] = {}
         self.failed: set[ChainKey] = set()
-        self._longer: dict[int, float] = {}
+        self._samples: list[Sample] = []
+        self._slowness = _slowness([self._seconds_alone(i, 0) for i in range(len(hosts))])
         self._messages: list[float] = []
         self._steps: dict[tuple[ChainKey, ScheduleOptions | None], float] = {}
 
@@ -106,11 +131,16 @@ class ChainEstimates:
         known = Calibration.fit(config, measured, wires)
         busy = [sum(measured.busy[name].values()) for name in config.stage_names]
         for host, part, there in zip(chain.hosts, bounds(chain.balance), busy, strict=True):
-            alone = max(self._seconds_alone(host, *part), there / MOST_LONGER)
-            self._longer[host] = there / alone if alone else 1.0
-        others = statistics.median(self._longer.values())
+            self._samples.append(Sample(host, self._seconds_alone(host, *part), there))
+        besides_s = self._besides()
+        longer = {each.host: self._ratio(each, besides_s) for each in self._samples}
+        others = statistics.median(longer.values())
         self.hosts = [
-            replace(host, profile=host.profile.scaled(self._longer.get(number, others)))
+            replace(
+                host,
+                profile=host.profile.scaled(ratio := longer.get(number, others)),
+                besides_s=ratio * besides_s * self._slowness[number],
+            )
             for number, host in enumerate(self._alone)
         ]
         if len(chain.hosts) > 1 and measured.data_share <= WAITING:
@@ -120,6 +150,26 @@ class ChainEstimates:
         self._steps.clear()
         found = Rehearsed(chain, options, measured.step_s, busy)
         self.rehearsed[chain.key] = found
+
+    def _ratio(self, sample: Sample, besides_s: float) -> float:
+        return sample.ratio(besides_s * self._slowness[sample.host])
+
+    def _besides(self) -> float:
+        """Return what a stage takes per step besides its layers, on a host of average speed.
+
+        Of some values, the one with which layers take most alike in all stages, as many times what
+        they take alone: a stage that takes much longer only because it has few layers has spent
+        that on messages. At most as much as the layers of the smallest stage.
+        """
+        parts = (each.alone_s / self._slowness[each.host] for each in self._samples)
+        most = min(parts) / NUM_TRIED
+        tried = [number * most for number in range(NUM_TRIED + 1)]
+
+        def unevenness(besides_s: float) -> float:
+            ratios = [self._ratio(each, besides_s) for each in self._samples]
+            return round(statistics.pvariance([math.log(max(r, 1e-9)) for r in ratios]), 9)
+
+        return min(tried, key=unevenness)
 
     def of(self, chain: Chain) -> Rehearsed | None:
         """Return what was measured of a chain, if it was rehearsed."""
@@ -148,10 +198,10 @@ class ChainEstimates:
         pair = self.hosts[one].address, self.hosts[other].address
         return self._links.get(pair, Connection())
 
-    def _seconds_alone(self, host: int, start: int, end: int) -> float:
+    def _seconds_alone(self, host: int, start: int, end: int | None = None) -> float:
         count, recompute = self._config.num_microbatches, self._settings.recompute
         costs = HostCosts(self._alone[host].profile, None, count, recompute)
-        return costs.ns(start, end) / NANOSECONDS
+        return costs.ns(start, costs.num_layers if end is None else end) / NANOSECONDS
 
     def _copying(self, chain: Chain) -> Iterator[float]:
         """Yield the seconds per step in which each host sends the next one what it must.
@@ -184,10 +234,10 @@ class ChainEstimates:
 
     def _simulated(self, config: Config, chain: Chain) -> float:
         names = config.stage_names
-        profiles = [self.hosts[host].profile for host in chain.hosts]
+        count, recompute = config.num_microbatches, self._settings.recompute
         hosts = [
-            StageHost(name, profile, None, config.num_microbatches, 0, self._settings.recompute)
-            for name, profile in zip(names, profiles, strict=True)
+            StageHost(name, host.profile, None, count, 0, recompute, host.besides_s)
+            for name, host in zip(names, (self.hosts[host] for host in chain.hosts), strict=True)
         ]
         updates = cost_model.updates_of(hosts, chain.balance)
         times, wires = cost_model.times_of(hosts, chain.balance), self._wires(chain, names)
@@ -201,3 +251,9 @@ class ChainEstimates:
                 seconds = self.bytes_before(end) / way.bytes_per_s
                 wires[names[one], names[other]] = Wire(way.latency_s, seconds)
         return wires
+
+
+def _slowness(seconds: Sequence[float]) -> list[float]:
+    """Return how slow hosts are as against their average, by the seconds of the whole model."""
+    average = statistics.mean(seconds)
+    return [each / average if average else 1.0 for each in seconds]

@@ -174,10 +174,11 @@ def times_of(hosts: Sequence[StageHost], balance: Sequence[int]) -> dict[str, Ac
         layers = host.profile.layers[start:end]
         forward = sum(layer.forward_s for layer in layers)
         backward = sum(layer.backward_s for layer in layers)
+        besides = host.besides_s / (len(ActionTimes._fields) * host.num_microbatches)
         times[host.stage] = ActionTimes(
-            forward,
-            backward + (forward if host.recompute else 0.0),
-            sum(layer.weight_s for layer in layers),
+            forward + besides,
+            backward + (forward if host.recompute else 0.0) + besides,
+            sum(layer.weight_s for layer in layers) + besides,
         )
     return times
 

@@ -18,11 +18,13 @@ class PlanHost:
     Attributes:
         profile: of all layers, measured there.
         limit_bytes: memory that its worker may use; None: no limit.
+        besides_s: seconds per step that a stage computes there besides its layers.
     """
 
     address: str
     profile: HostProfile
     limit_bytes: int | None = None
+    besides_s: float = 0.0
 
 
 @dataclass(frozen=True)

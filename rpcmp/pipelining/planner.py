@@ -97,7 +97,8 @@ class Planner:
         self._best: list[Timed] | None = None
         count, recompute = self._config.num_microbatches, self._settings.recompute
         self._costs = [
-            HostCosts(host.profile, host.limit_bytes, count, recompute) for host in hosts
+            HostCosts(host.profile, host.limit_bytes, count, recompute, host.besides_s)
+            for host in hosts
         ]
         required = (i for i, h in enumerate(hosts) if h.address in self._constraints.required)
         members = frozenset(required)

@@ -4,7 +4,8 @@
 
     plans       each plan of `rpcmp plan`: predicted / measured step
     equal       an equal split in the order given / the planned config
-    tries       the planned config / the best of `--tries` configs
+    tries       the planned config, whose run finds its schedule options / the best of `--tries`
+                configs
     rebalance   a processor halved in mid-run, rebalance = "auto": the throughput `--seconds` later,
                 in parts of that of the best cut for the new speeds, of the `--cuts` most promising
 
@@ -13,8 +14,8 @@ of 30 ms; their processors are cgroups of 1, 0.7, 0.5 and 0.25 times `--cores` o
 default all four fit two cores. Other processes of the machine take nothing of their parts, but slow
 caches and memory. An interrupt leaves nothing behind; SIGKILL does.
 
-Every run has fixed schedule options, so that none tries others: the plan's, which the equal split
-and the cuts have as well, or those of the try.
+Every other run has fixed schedule options, so that none tries others: the plan's, which the equal
+split and the cuts have as well, or those of the try.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ SPEEDS = [kind.processor for kind in KINDS]
 
 SETTLES, MEASURED = 25.0, 10.0
 """Seconds of a run before a processor is halved, and those whose steps count after it."""
+
+TUNED_STEPS = 80
+"""Steps of a run that looks for its options; the last quarter counts."""
 
 HALF = 0.5
 ENDLESS = 10**6
@@ -100,6 +104,16 @@ class Bench:
 
     def measured(self, plan: dict[str, Any]) -> float:
         return settled(self.hosts.train(self.planned(plan)))
+
+    def as_run(self) -> float:
+        """Return the seconds of a step of the planned config, once its run has found options."""
+        plan = self.plans[0]
+        addresses = [stage["address"] for stage in plan["stages"]]
+        keys = {"steps": TUNED_STEPS}
+        path = with_stages(self.config, "as_run", addresses, plan["balance"], keys)
+        seconds = settled(self.hosts.train(path)[TUNED_STEPS // 2 :])
+        print(f"  planned {plan['balance']}: {ms(seconds)}", flush=True)
+        return seconds
 
     def ratios(self) -> Iterator[float]:
         """Yield predicted / measured step of each plan."""
@@ -182,7 +196,7 @@ class Bench:
             rng = random.Random(options.seed)
             best = Searcher(SPEEDS, self.model.count, self.tried, rng).search(options.tries)
             # Both once more: the best of many was lucky as well.
-            pairs = [(self.tried(best), self.measured(self.plans[0])) for _ in range(options.pairs)]
+            pairs = [(self.tried(best), self.as_run()) for _ in range(options.pairs)]
             found.tries = median(planned / best_s for best_s, planned in pairs)
         if "rebalance" in parts and self.model.has_equal_layers:
             found.rebalance = self.throughput(options.seconds, options.cuts)

@@ -59,3 +59,17 @@ def test_loading_is_the_least_that_any_step_takes(known: ChainEstimates) -> None
     known.learn(CHAIN, OPTIONS, measured(2.0, 0.01, 0.01, share=0.9))
     assert known.loading_s == 2.0
     assert known.step_seconds(Chain((2,), (8,), 0), OPTIONS) == 2.0
+
+
+def test_what_a_stage_takes_besides_its_layers_is_told_from_them(known: ChainEstimates) -> None:
+    """Layers take 0.08 s in a run, twice as long as alone; messages take 0.05 s at each stage."""
+    before = known.hosts[0].profile.layers[0].forward_s
+    known.learn(CHAIN._replace(balance=(7, 1)), OPTIONS, measured(1.0, 0.61, 0.13))
+    assert [host.besides_s for host in known.hosts] == pytest.approx(3 * [0.05], rel=0.02)
+    layers = [host.profile.layers[0] for host in known.hosts]
+    assert [each.forward_s for each in layers] == pytest.approx(3 * [2 * before], rel=0.02)
+
+
+def test_stages_of_one_size_say_nothing_of_what_they_take_besides(known: ChainEstimates) -> None:
+    known.learn(CHAIN, OPTIONS, measured(1.0, 0.32, 0.16))
+    assert [host.besides_s for host in known.hosts] == [0.0, 0.0, 0.0]

@@ -319,6 +319,24 @@ def test_options_that_are_open_are_chosen_among_those_that_fit() -> None:
     assert roomy.step_s < tight.step_s
 
 
+def test_a_stage_that_takes_long_with_few_layers_is_not_taken_for_a_slow_host() -> None:
+    """Each stage takes as long as one layer besides its own, which take as long as alone."""
+    made = Planner(planned_job(), StageConfig(), hosts(0.01, 0.03), {})
+    rehearsal = made.to_rehearse()
+    assert rehearsal is not None
+    job, timed = rehearsal
+    seconds = [0.01 if address == "host0:1" else 0.03 for address in job.addresses]
+    parts = zip(job.stage_names, seconds, timed.chain.balance, strict=True)
+    busy = {name: {"F": 4 * (1 + count) * each} for name, each, count in parts}
+    made.learn(timed, MeasuredSteps(0.5, 0.0, busy))
+    assert [host.besides_s for host in made.estimates.hosts] == pytest.approx(
+        [0.04, 0.12], rel=0.05
+    )
+    for host, alone in zip(made.estimates.hosts, hosts(0.01, 0.03), strict=True):
+        seconds = [each.profile.layers[0].forward_s for each in (host, alone)]
+        assert seconds[0] == pytest.approx(seconds[1], rel=0.05)
+
+
 def test_hosts_may_be_equal_in_everything() -> None:
     found = plans(hosts(1, 1, 1), schedule="auto", max_in_flight="auto")
     assert len(found) == 3
