@@ -22,7 +22,8 @@ from torch import Tensor
 
 from rpcmp.errors import SecurityError, one_line
 from rpcmp.rpc.device_memory import KINDS
-from rpcmp.rpc.shared_memory import OwnMemory, PeerMemory, SharedTensor
+from rpcmp.rpc.memory_blocks import PeerMemory
+from rpcmp.rpc.shared_memory import OwnMemory, SharedTensor
 
 PATTERN = 64
 """Random bytes of a trial."""

@@ -14,7 +14,8 @@ import torch
 from rpcmp.errors import SecurityError
 from rpcmp.process.memory_access import open_memory
 from rpcmp.rpc import device_trial
-from rpcmp.rpc.shared_memory import OwnMemory, PeerMemory, SharedTensor, Sharing
+from rpcmp.rpc.memory_blocks import PeerMemory
+from rpcmp.rpc.shared_memory import OwnMemory, SharedTensor, Sharing
 
 FindMemory = Callable[[str], int | None]
 """Returns a descriptor of memory at an address; None if that is on another host."""

@@ -44,7 +44,7 @@ from rpcmp.v1 import doctor_pb2
 PLACES = frozenset({"name", "addresses", "replicas", "shares", "memory"})
 """Keys of a stage that a plan sets, or that mean nothing to another host."""
 
-MOST_REHEARSALS, REHEARSING_SECONDS = 5, 90.0
+MOST_REHEARSALS, REHEARSING_SECONDS = 5, 150.0
 """Rehearsals, and the time after which no other one begins."""
 
 STEPS = 6

@@ -121,7 +121,8 @@ class Bench:
             seconds = self.measured(plan)
             hosts = [self.hosts.addresses.index(stage["address"]) for stage in plan["stages"]]
             print(
-                f"  hosts {hosts}, balance {plan['balance']}: predicted {ms(plan['step_s'])}, "
+                f"  hosts {hosts}, balance {plan['balance']}: "
+                f"{'tried' if plan['is_rehearsed'] else 'predicted'} {ms(plan['step_s'])}, "
                 f"measured {ms(seconds)}",
                 flush=True,
             )

@@ -22,7 +22,8 @@ from torch.futures import Future
 
 from rpcmp.rpc import shared_memory, transport, unpickler
 from rpcmp.rpc.group_memory import GroupMemory
-from rpcmp.rpc.shared_memory import PeerMemory, Sharing
+from rpcmp.rpc.memory_blocks import PeerMemory
+from rpcmp.rpc.shared_memory import Sharing
 from rpcmp.rpc.transport import Transport, attempt
 
 NUM_THREADS = 4

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from rpcmp.rpc import shared_memory
+from rpcmp.rpc.memory_blocks import PeerMemory
 from rpcmp.rpc.messages import GradientPart, StageOutputs
-from rpcmp.rpc.shared_memory import OwnMemory, PeerMemory, SharedTensor
+from rpcmp.rpc.shared_memory import OwnMemory, SharedTensor
 
 
 def arrived(own: OwnMemory, lent: object) -> SharedTensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import mmap
 import os
 import pickle
 from collections.abc import Iterator
@@ -17,16 +16,9 @@ from torch import Tensor
 
 from rpcmp.errors import SecurityError
 from rpcmp.rpc import shared_memory, unpickler
-from rpcmp.rpc.device_memory import KINDS, DeviceMemory
-from rpcmp.rpc.shared_memory import (
-    DEVICE_SEGMENT,
-    MAX_READERS,
-    MIN_BLOCK,
-    SEGMENT,
-    OwnMemory,
-    PeerMemory,
-    SharedTensor,
-)
+from rpcmp.rpc.device_memory import KINDS
+from rpcmp.rpc.memory_blocks import DEVICE_SEGMENT, MAX_READERS, MIN_BLOCK, SEGMENT, PeerMemory
+from rpcmp.rpc.shared_memory import OwnMemory, SharedTensor
 from rpcmp.rpc.tensors import same_bits
 from tests.support.hostkind import host_kind
 
@@ -357,34 +349,6 @@ def test_a_device_without_memory_left_has_the_hosts_and_says_so(
     assert sent(own_there.place(X), peer_there).on_device  # there is room in what it has
     (warning,) = caplog.messages
     assert "cpu has no memory left for tensors on their way to others" in warning
-
-
-SIZES = (1, 4096, 5000, 70_000, 10**6, DEVICE_SEGMENT, 2**24 + 1, SEGMENT - 64, SEGMENT)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_block_is_little_larger_than_what_it_holds(own: OwnMemory, size: int) -> None:
-    placed = own.allocate((size,), torch.uint8)
-    spare = placed.capacity - placed.needed
-    assert 0 <= spare < max(MIN_BLOCK, size / 8 if size < SEGMENT else SEGMENT)
-
-
-@pytest.mark.parametrize("size", [DEVICE_SEGMENT + 1, 2**24 + 1, SEGMENT])
-def test_a_device_has_no_segments_of_the_hosts_size(
-    on_device: tuple[OwnMemory, PeerMemory], size: int
-) -> None:
-    own, _ = on_device
-    created: list[int] = []
-    create = KINDS["cpu"].create
-
-    def counting(device: torch.device, host: mmap.mmap) -> DeviceMemory:
-        created.append(len(host))
-        return create(device, host)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(KINDS, "cpu", KINDS["cpu"]._replace(create=counting))
-        own.allocate((size,), torch.uint8)
-    assert size < created[0] <= size + DEVICE_SEGMENT + MIN_BLOCK
 
 
 def test_tensors_of_varying_sizes_share_blocks(own: OwnMemory, peer: PeerMemory) -> None:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from rpcmp.pipelining import pytree
+from rpcmp.rpc.memory_blocks import PeerMemory
 from rpcmp.rpc.messages import StageOutputs
-from rpcmp.rpc.shared_memory import OwnMemory, PeerMemory, SharedTensor
+from rpcmp.rpc.shared_memory import OwnMemory, SharedTensor
 from rpcmp.worker.boundary import LocalTape, connect, sum_gradients, tensors_of
 from rpcmp.worker.copies import Copies
 from tests.support.gradients import lists

@@ -21,8 +21,9 @@ from torch.futures import Future
 from rpcmp.errors import JobError
 from rpcmp.rpc import shared_memory, transport
 from rpcmp.rpc.group_memory import GroupMemory
+from rpcmp.rpc.memory_blocks import PeerMemory
 from rpcmp.rpc.messages import GradientPart
-from rpcmp.rpc.shared_memory import OwnMemory, PeerMemory
+from rpcmp.rpc.shared_memory import OwnMemory
 from rpcmp.worker import buckets, weight_grad
 from rpcmp.worker.bucket_allreduce import BucketAllReduce
 from rpcmp.worker.buckets import GradientReadyTracker

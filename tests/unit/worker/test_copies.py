@@ -79,7 +79,8 @@ print(json.dumps({**found, "threads": sorted(found.get("threads", []))}))
 
 DIRECT = """
 import json, os, pathlib, sys, threading, torch
-from rpcmp.rpc.shared_memory import OwnMemory, PeerMemory
+from rpcmp.rpc.memory_blocks import PeerMemory
+from rpcmp.rpc.shared_memory import OwnMemory
 from rpcmp.worker import copies
 
 source, taken_out = pathlib.Path(copies.__file__).read_text(), sys.argv[1]
