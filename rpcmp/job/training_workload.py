@@ -300,7 +300,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
                 if isinstance(event, StepEvent):
                     self._dismiss_departed(event.step, generation)
                 if (proposal := self._balance.add(event)) is not None:
-                    self.rebalance(*proposal)
+                    self.rebalance(proposal.balance, proposal.reason)
             case {"event": "paused"} if not self._is_finishing:  # else it ends instead
                 await self._pause()
             case {"event": "progress"}:

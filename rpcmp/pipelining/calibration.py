@@ -203,7 +203,7 @@ class Forecast:
             return self
         parts = self.predict(config).stages.values()
         hosts = [
-            replace(host, besides_s=part.busy_s - host.seconds(start, end))
+            replace(host, besides_s=host.besides_s + part.busy_s - host.seconds(start, end))
             for host, part, (start, end) in zip(
                 self.hosts, parts, bounds(self.balance), strict=True
             )

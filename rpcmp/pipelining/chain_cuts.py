@@ -95,8 +95,11 @@ class HostCosts:
         )
 
     def lasts(self, most_ns: int) -> list[int]:
-        """Return the last end of layers from each start that take no longer than that."""
-        ends, most = self._ns, max(0, most_ns - self._besides_ns)
+        """Return the last end of layers from each start that take no longer than that.
+
+        It is not behind the start if there are none.
+        """
+        ends, most = self._ns, most_ns - self._besides_ns
         return [bisect_right(ends, begun + most) - 1 for begun in ends[:-1]]
 
     def lasts_in_memory(self, held: int, extra: int) -> list[int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -29,12 +30,19 @@ from rpcmp.pipelining.simulation import Wire
 MOST_SIMULATED = 64
 """Micro-batches of a step that are simulated, if twice the number of stages is not more."""
 
-NUM_TRIED = 50
-"""Values that are tried for what a stage takes besides its layers."""
-
 MOST_LONGER = 4.0
 """How much longer than by themselves layers may take: what a few tiny ones need besides tells
 nothing about others."""
+
+NUM_TRIED = 50
+"""Values that are tried for what a stage takes besides its layers."""
+
+NOISE = 0.03
+"""How much the stages of a run differ in any case."""
+
+SAME_HOST = 10.0
+"""How much more two stages of one host tell about it than those of two hosts do, of which one may
+really be slower in a run."""
 
 
 def with_hosts(
@@ -74,11 +82,6 @@ class Sample(NamedTuple):
     host: int
     alone_s: float
     busy_s: float
-
-    def ratio(self, besides_s: float) -> float:
-        """Return how much longer its layers took than alone, if it did something besides."""
-        alone = max(self.alone_s + besides_s, self.busy_s / MOST_LONGER)
-        return self.busy_s / alone if alone else 1.0
 
 
 class ChainEstimates:
@@ -133,7 +136,9 @@ class ChainEstimates:
         for host, part, there in zip(chain.hosts, bounds(chain.balance), busy, strict=True):
             self._samples.append(Sample(host, self._seconds_alone(host, *part), there))
         besides_s = self._besides()
-        longer = {each.host: self._ratio(each, besides_s) for each in self._samples}
+        longer = {
+            each.host: min(self._ratio(each, besides_s), MOST_LONGER) for each in self._samples
+        }
         others = statistics.median(longer.values())
         self.hosts = [
             replace(
@@ -152,24 +157,37 @@ class ChainEstimates:
         self.rehearsed[chain.key] = found
 
     def _ratio(self, sample: Sample, besides_s: float) -> float:
-        return sample.ratio(besides_s * self._slowness[sample.host])
+        """Return how much longer its layers took than alone, if it did something besides."""
+        alone_s = sample.alone_s + besides_s * self._slowness[sample.host]
+        return sample.busy_s / alone_s if alone_s else 1.0
 
     def _besides(self) -> float:
         """Return what a stage takes per step besides its layers, on a host of average speed.
 
-        Of some values, the one with which layers take most alike in all stages, as many times what
-        they take alone: a stage that takes much longer only because it has few layers has spent
-        that on messages. At most as much as the layers of the smallest stage.
+        A stage with few layers that takes many times as long as alone may be on a host that is slow
+        in a run, or its processor has been busy with messages, whose pauses count. So this is the
+        least value with which layers take as many times as long in all stages as they do with any
+        value, or nearly. It is taken to be in proportion to how slow a host's layers are alone.
         """
-        parts = (each.alone_s / self._slowness[each.host] for each in self._samples)
-        most = min(parts) / NUM_TRIED
-        tried = [number * most for number in range(NUM_TRIED + 1)]
+        samples = [each for each in self._samples if each.alone_s and each.busy_s]
+        if not samples:
+            return 0.0
+        most = min(each.busy_s / self._slowness[each.host] for each in samples)
+        tried = [number * most / NUM_TRIED for number in range(NUM_TRIED + 1)]
+        unevenness = {each: self._unevenness(samples, each) for each in tried}
+        enough = max(NOISE**2, min(unevenness.values()))
+        return next(each for each in tried if unevenness[each] <= enough)
 
-        def unevenness(besides_s: float) -> float:
-            ratios = [self._ratio(each, besides_s) for each in self._samples]
-            return round(statistics.pvariance([math.log(max(r, 1e-9)) for r in ratios]), 9)
-
-        return min(tried, key=unevenness)
+    def _unevenness(self, samples: Sequence[Sample], besides_s: float) -> float:
+        """Return by how much layers do not take the same number of times as long as alone."""
+        of_hosts = defaultdict[int, list[float]](list)
+        for each in samples:
+            of_hosts[each.host].append(math.log(self._ratio(each, besides_s)))
+        means = [statistics.mean(ratios) for ratios in of_hosts.values()]
+        within = max(statistics.pvariance(ratios) for ratios in of_hosts.values())
+        has_several = any(len(ratios) > 1 for ratios in of_hosts.values())
+        between = statistics.pvariance(means) / (SAME_HOST if has_several else 1.0)
+        return round(within + between, 9)  # where no value matters, none is less for rounding
 
     def of(self, chain: Chain) -> Rehearsed | None:
         """Return what was measured of a chain, if it was rehearsed."""
@@ -234,7 +252,8 @@ class ChainEstimates:
 
     def _simulated(self, config: Config, chain: Chain) -> float:
         names = config.stage_names
-        count, recompute = config.num_microbatches, self._settings.recompute
+        # Of a whole step, of which `config` may have but a part.
+        count, recompute = self._config.num_microbatches, self._settings.recompute
         hosts = [
             StageHost(name, host.profile, None, count, 0, recompute, host.besides_s)
             for name, host in zip(names, (self.hosts[host] for host in chain.hosts), strict=True)
@@ -256,4 +275,4 @@ class ChainEstimates:
 def _slowness(seconds: Sequence[float]) -> list[float]:
     """Return how slow hosts are as against their average, by the seconds of the whole model."""
     average = statistics.mean(seconds)
-    return [each / average if average else 1.0 for each in seconds]
+    return [each / average if each else 1.0 for each in seconds]

@@ -53,10 +53,15 @@ MOST_WAITING = 0.5
 
 
 class Proposal(NamedTuple):
-    """A balance to change to, and why."""
+    """A balance to change to, and why.
+
+    Attributes:
+        step_s: seconds per step that it is predicted to take.
+    """
 
     balance: list[int]
     reason: str
+    step_s: float
 
 
 class WatchedStep(TimedStep, Protocol):
@@ -175,9 +180,7 @@ class BalanceWatch:
         if self._num_corrections < MOST_CORRECTIONS:
             further = self._as_found(measured, steps_left)
         self._num_corrections += 1
-        if further is not None and further.balance != before:
-            return further
-        if back is None:
+        if back is None or (further is not None and further.step_s < back.step_s):
             self._patience = PATIENCE
             return further
         self._patience = min(2 * self._patience, MOST_PATIENCE)
@@ -197,7 +200,7 @@ class BalanceWatch:
         if (after_s := self._gains(now, other, measured, steps_left)) is None:
             return None
         takes = f"steps take {_ms(measured.step_s)}, and {_ms(after_s)} as they were before"
-        return Proposal(before, takes)
+        return Proposal(before, takes, after_s)
 
     @property
     def hosts(self) -> list[StageHost]:
@@ -248,6 +251,7 @@ class BalanceWatch:
             other.balance,
             f"stage {stage!r} computes {ratio:.2f} times as long as it {then}; a step of "
             f"{_ms(measured.step_s)} would take {_ms(after_s)}",
+            after_s,
         )
 
     def _may_not_fit(self, balance: list[int]) -> bool:

@@ -98,6 +98,8 @@ class OwnBlocks:
         address: where others of its host find them; see `rpcmp.process.memory_access`.
         size: bytes of all blocks.
         is_full: set where the device has no memory left: only free blocks are taken then.
+        returned: offset and bytes of blocks of which this process has no view left. Finalizers,
+            which may run in the middle of `take`, append to it and do no more.
     """
 
     def __init__(self, owner: str, device: torch.device | None) -> None:
@@ -113,14 +115,7 @@ class OwnBlocks:
         self._twin: DeviceMemory | None = None
         self._regions: dict[int, Region] = {}
         self._unused: defaultdict[int, deque[int]] = defaultdict(deque)
-        self._returned: deque[tuple[int, int]] = deque()
-
-    def give_back(self, offset: int, capacity: int) -> None:
-        """Note that this process has no view left of a block that it took.
-
-        A finalizer may call this in the middle of `take`, so it does no more than that.
-        """
-        self._returned.append((offset, capacity))
+        self.returned: deque[tuple[int, int]] = deque()
 
     def take(self, needed: int) -> tuple[int, int, Region]:
         """Return offset, bytes and memory of a block that nobody has a view of.
@@ -130,8 +125,8 @@ class OwnBlocks:
         """
         capacity = _block_size(needed, self._unit)
         with self._lock:
-            while self._returned:
-                offset, size = self._returned.popleft()
+            while self.returned:
+                offset, size = self.returned.popleft()
                 self._unused[size].append(offset)
             for size in sorted(self._unused):
                 if capacity <= size <= MOST_LARGER * capacity:

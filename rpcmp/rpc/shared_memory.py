@@ -261,7 +261,9 @@ class OwnMemory:
             return self.on_host.allocate(shape, dtype, requires_grad)
         placed._region, placed._block = region, region.buffer(placed.capacity)
         placed._block[HAS_GRADIENT] = 0
-        weakref.finalize(placed._block, self._blocks.give_back, placed.offset, placed.capacity)
+        weakref.finalize(
+            placed._block, self._blocks.returned.append, (placed.offset, placed.capacity)
+        )
         return placed
 
     def _warn(self, error: torch.OutOfMemoryError) -> None:

@@ -52,7 +52,7 @@ SPEEDS = [kind.processor for kind in KINDS]
 SETTLES, MEASURED = 25.0, 10.0
 """Seconds of a run before a processor is halved, and those whose steps count after it."""
 
-TUNED_STEPS = 80
+TUNED_STEPS = 120
 """Steps of a run that looks for its options; the last quarter counts."""
 
 HALF = 0.5

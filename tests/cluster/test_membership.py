@@ -82,6 +82,16 @@ def stages_of(result: Result) -> list[list[str]]:
     ]
 
 
+def numbers(result: Result) -> list[tuple[str, int, int]]:
+    """Return the outcome of each change, with the number of stages after and before it.
+
+    How many layers each has depends on how fast the hosts are measured to be.
+    """
+    found = moved(result)
+    assert all(sum(balance) == 6 for _, *balances in found for balance in balances)
+    return [(outcome, len(after), len(before)) for outcome, after, before in found]
+
+
 def repeated(result: Result) -> int:
     """Return the most steps that any generation does once more."""
     last, most = 0, 0
@@ -100,7 +110,7 @@ def test_a_host_joins_and_another_leaves(job: JobFolder, undisturbed: Committed)
         result = train(job_of(job, [3, 3]), {}, connect=[first, second], after_step=calls)
     assert committed(result) == undisturbed
     assert stages_of(result) == [["stage0", "stage2", "stage1"], ["stage0", "stage2"]]
-    assert moved(result)[0] == ("moved", [2, 2, 2], [3, 3])
+    assert numbers(result)[0] == ("moved", 3, 2)
     assert repeated(result) <= 1
 
 
@@ -150,7 +160,7 @@ def test_a_host_that_is_lost_while_it_joins_has_not_joined(
         config = job_of(job, [3, 3])
         result = train(config, {}, connect=[first, second], after_step=calls, on_generation=strike)
     assert committed(result) == undisturbed
-    assert moved(result) == [("undone", [3, 3], [2, 2, 2])]
+    assert numbers(result) == [("undone", 2, 3)]
     assert stages_of(result) == [["stage0", "stage2", "stage1"], ["stage0", "stage1"]]
 
 

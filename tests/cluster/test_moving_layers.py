@@ -222,7 +222,7 @@ def test_which_layers_move_is_known_where_hosts_were_measured(job: JobFolder) ->
     """The fourth layer takes most of the time: without it, its stage has nothing to give away."""
     with lend_servers(2) as servers:
         addresses = [server.address for server in servers]
-        *_, change = changes_of_slowed(job, "auto", [1, 1, 1, 16, 1, 1], addresses)
+        *_, change = changes_of_slowed(job, "auto", [1, 1, 1, 12, 4, 1], addresses)
     assert change["balance"] == [4, 2]
 
 

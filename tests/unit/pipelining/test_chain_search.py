@@ -91,6 +91,7 @@ def small_search(seed: int) -> ChainSearch:
             draw.choice([None, draw.randint(5, 60)]),
             draw.randint(1, 3),
             draw.random() < 0.3,
+            draw.choice([0, 3e-9, 20e-9]),
         )
         for _ in range(count)
     ]
