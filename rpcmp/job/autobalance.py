@@ -248,19 +248,6 @@ async def balanced(
     return await with_shares(config, connect, forks), forecast
 
 
-async def hosts_to_watch(
-    config: Config, connect: Sequence[str] | None, forks: Forks
-) -> list[StageHost]:
-    """Measure the hosts of a run that may move layers, under the balance that it has.
-
-    Empty if the job starts its servers itself, on one machine: these count as equally fast.
-    """
-    addresses = config.addresses if connect is None else connect
-    if config.rebalance == "off" or not addresses:
-        return []
-    return await stage_hosts(with_full_microbatches(config), connect, forks)
-
-
 async def with_measured_balance(
     config: Config, connect: Sequence[str] | None, forks: Forks, rehearses: bool
 ) -> tuple[Config, Forecast]:

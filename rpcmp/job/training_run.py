@@ -32,7 +32,7 @@ from rpcmp.errors import (
 from rpcmp.job import takeover
 from rpcmp.job.autobalance import (
     balanced,
-    hosts_to_watch,
+    stage_hosts,
     with_full_microbatches,
     with_saved_shares,
 )
@@ -202,7 +202,11 @@ class TrainingRun:
         self, config: Config, pool: ServerPool, order: Message, lost: LostJob | None
     ) -> SummaryEvent:
         config, forecast = await self._measured(config)
-        hosts = await self._hosts_to_watch(config, lost) if forecast is None else forecast.hosts
+        hosts: Sequence[StageHost] = ()
+        if forecast is not None:
+            hosts = forecast.hosts
+        elif config.rebalance != "off" and lost is None and not pool.is_local:
+            hosts = await self._hosts_to_watch(config)
         for text in config.warnings:
             self._report(WarningEvent(text=text))
         if forecast is not None:
@@ -243,12 +247,10 @@ class TrainingRun:
                 self._report(WarningEvent(text=f"{error}; the job is measured once more"))
         return await balanced(config, self._connect, self._forks, rehearses=True)
 
-    async def _hosts_to_watch(self, config: Config, lost: LostJob | None) -> Sequence[StageHost]:
+    async def _hosts_to_watch(self, config: Config) -> Sequence[StageHost]:
         """Measure the hosts of a run whose layers may move; see `BalanceWatch`."""
-        if lost is not None:
-            return ()
         try:
-            return await hosts_to_watch(config, self._connect, self._forks)
+            return await stage_hosts(with_full_microbatches(config), self._connect, self._forks)
         except RpcmpError as error:
             text = (
                 "the hosts could not be measured, so `rebalance` takes them for equally fast, and "

@@ -109,11 +109,13 @@ class ChainEstimates:
     ) -> None:
         self._config, self._settings, self._links = config, settings, links
         self._alone = self.hosts = list(hosts)
+        count, recompute = config.num_microbatches, settings.recompute
+        self._costs_alone = [HostCosts(host.profile, None, count, recompute) for host in hosts]
         self.message_s = self.loading_s = 0.0
         self.rehearsed: dict[ChainKey, Rehearsed] = {}
         self.failed: set[ChainKey] = set()
         self._samples: list[Sample] = []
-        self._slowness = _slowness([self._seconds_alone(i, 0) for i in range(len(hosts))])
+        self._slowness = _slowness([costs.total_ns for costs in self._costs_alone])
         self._messages: list[float] = []
         self._steps: dict[tuple[ChainKey, ScheduleOptions | None], float] = {}
 
@@ -134,7 +136,8 @@ class ChainEstimates:
         known = Calibration.fit(config, measured, wires)
         busy = [sum(measured.busy[name].values()) for name in config.stage_names]
         for host, part, there in zip(chain.hosts, bounds(chain.balance), busy, strict=True):
-            self._samples.append(Sample(host, self._seconds_alone(host, *part), there))
+            alone_s = self._costs_alone[host].ns(*part) / NANOSECONDS
+            self._samples.append(Sample(host, alone_s, there))
         besides_s = self._besides()
         longer = {
             each.host: min(self._ratio(each, besides_s), MOST_LONGER) for each in self._samples
@@ -216,11 +219,6 @@ class ChainEstimates:
         pair = self.hosts[one].address, self.hosts[other].address
         return self._links.get(pair, Connection())
 
-    def _seconds_alone(self, host: int, start: int, end: int | None = None) -> float:
-        count, recompute = self._config.num_microbatches, self._settings.recompute
-        costs = HostCosts(self._alone[host].profile, None, count, recompute)
-        return costs.ns(start, costs.num_layers if end is None else end) / NANOSECONDS
-
     def _copying(self, chain: Chain) -> Iterator[float]:
         """Yield the seconds per step in which each host sends the next one what it must.
 
@@ -272,7 +270,7 @@ class ChainEstimates:
         return wires
 
 
-def _slowness(seconds: Sequence[float]) -> list[float]:
-    """Return how slow hosts are as against their average, by the seconds of the whole model."""
-    average = statistics.mean(seconds)
-    return [each / average if each else 1.0 for each in seconds]
+def _slowness(times: Sequence[float]) -> list[float]:
+    """Return how slow hosts are as against their average, by their times for the whole model."""
+    average = statistics.mean(times)
+    return [each / average if each else 1.0 for each in times]

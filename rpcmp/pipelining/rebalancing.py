@@ -164,7 +164,7 @@ class BalanceWatch:
         if self._num_changed < self._patience:
             return None
         self._num_changed = self._num_corrections = 0
-        proposal = self._propose(ratios, self._settled, measured, steps_left)
+        proposal = self._propose(ratios, measured, steps_left)
         if proposal is None:
             self._patience = min(2 * self._patience, MOST_PATIENCE)
         return proposal
@@ -193,8 +193,7 @@ class BalanceWatch:
     ) -> Proposal | None:
         if before in self.refused:
             return None
-        hosts = self._hosts or self._estimated(measured)
-        now = Forecast(hosts, self._balance).corrected(self._config, measured)
+        now = Forecast(self.hosts, self._balance).corrected(self._config, measured)
         # In proportion: the hosts may be other ones than when these layers were measured.
         other = now.better(self._config, before, ways=[True])
         if (after_s := self._gains(now, other, measured, steps_left)) is None:
@@ -213,11 +212,10 @@ class BalanceWatch:
         """Return the balance for hosts that have turned out to have other speeds than expected."""
         self._are_guessed = False
         ratios = {}
-        hosts = self._hosts or self._estimated(measured)
-        for host, part in zip(hosts, bounds(self._balance), strict=True):
+        for host, part in zip(self.hosts, bounds(self._balance), strict=True):
             taken = sum(measured.busy[host.stage].values())
             ratios[host.stage] = max(taken, 1e-9) / max(host.seconds(*part), 1e-9)
-        return self._propose(ratios, measured, measured, steps_left)
+        return self._propose(ratios, measured, steps_left)
 
     def _gains(
         self, now: Forecast, other: Forecast, measured: MeasuredSteps, steps_left: int
@@ -230,14 +228,11 @@ class BalanceWatch:
         return after_s if other is not now and is_worth and not is_waiting else None
 
     def _propose(
-        self,
-        ratios: Mapping[str, float],
-        settled: MeasuredSteps,
-        measured: MeasuredSteps,
-        steps_left: int,
+        self, ratios: Mapping[str, float], measured: MeasuredSteps, steps_left: int
     ) -> Proposal | None:
-        before = self._hosts or self._estimated(settled)
-        hosts = [replace(host, profile=host.profile.scaled(ratios[host.stage])) for host in before]
+        hosts = [
+            replace(host, profile=host.profile.scaled(ratios[host.stage])) for host in self.hosts
+        ]
         now = Forecast(hosts, self._balance).corrected(self._config, measured)
         other = now.improved(self._config)
         if other.balance in self.refused or self._may_not_fit(other.balance):
@@ -246,7 +241,7 @@ class BalanceWatch:
             return None
         self._hosts_by_proposal, self._proposed = hosts, other.balance
         stage, ratio = max(ratios.items(), key=lambda item: abs(math.log(item[1])))
-        then = "was expected" if settled is measured else "did"
+        then = "was expected" if measured is self._settled else "did"
         return Proposal(
             other.balance,
             f"stage {stage!r} computes {ratio:.2f} times as long as it {then}; a step of "

@@ -28,9 +28,6 @@ from rpcmp.rpc.shared_memory import OwnMemory, SharedTensor
 PATTERN = 64
 """Random bytes of a trial."""
 
-PLACED = torch.float32, (PATTERN // 4,), True, 0, 1
-"""The tensor that has them, with room for a gradient, as `SharedTensor` of the first reader."""
-
 log = logging.getLogger(__name__)
 
 
@@ -81,7 +78,9 @@ def open_tried(
         if (fd := find_memory(address)) is None:
             return None  # another host
         memory = PeerMemory(fd, kind)
-        _try(memory, SharedTensor(offset, capacity, *PLACED, on_device=True), pattern, device)
+        numbers = torch.float32, (PATTERN // torch.float32.itemsize,), True  # as they were placed
+        placed = SharedTensor(offset, capacity, *numbers, reader=1, on_device=True)
+        _try(memory, placed, pattern, device)
     except Exception as error:  # likewise
         log.warning(
             "[transfer] direct: tensors of %r cannot come to %s from its device, so they pass "

@@ -1,6 +1,6 @@
 """The memory that a process shares with other members of its group, and theirs.
 
-announced ──in the group's store──> sharing(member): found, and on devices tried, at first
+announced ──in the group's store──> sharing(member): found, and on devices tried, the first time
 for_reader: where to place tensors for a member        attach: the tensors of an answer
 """
 

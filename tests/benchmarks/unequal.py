@@ -108,9 +108,8 @@ class Bench:
     def as_run(self) -> float:
         """Return the seconds of a step of the planned config, once its run has found options."""
         plan = self.plans[0]
-        addresses = [stage["address"] for stage in plan["stages"]]
-        keys = {"steps": TUNED_STEPS}
-        path = with_stages(self.config, "as_run", addresses, plan["balance"], keys)
+        open_options = dict.fromkeys(plan["options"])  # those of the config itself
+        path = self.planned(plan, **open_options, steps=TUNED_STEPS)
         seconds = settled(self.hosts.train(path)[TUNED_STEPS // 2 :])
         print(f"  planned {plan['balance']}: {ms(seconds)}", flush=True)
         return seconds

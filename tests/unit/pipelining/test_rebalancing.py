@@ -76,6 +76,12 @@ class Machine:
                 return proposal
         return None
 
+    def suggested(self) -> Proposal:
+        """Do steps until one of them suggests something, as it has to."""
+        proposal = self.run()
+        assert proposal is not None
+        return proposal
+
     def move(self, balance: list[int], cost_s: float = FORMS_S) -> None:
         self.balance = balance
         self.watch.start(balance, cost_s)
@@ -93,15 +99,13 @@ def machine(hosts: Sequence[StageHost] = (), layer_s: float = LAYER_S, **changed
 def test_layers_leave_a_host_that_has_become_slower() -> None:
     made = machine()
     made.slowness = [1.0, 2.0]
-    proposal = made.run()
-    assert proposal is not None
+    proposal = made.suggested()
     assert proposal.balance == [4, 2]
     assert "stage 'stage1' computes 2.00 times as long" in proposal.reason
     made.move(proposal.balance)
     assert made.run() is None
     made.slowness = [1.0, 1.0]  # whatever it was has ended
-    proposal = made.run()
-    assert proposal is not None
+    proposal = made.suggested()
     assert proposal.balance == [3, 3]
     assert "computes 0.50 times as long" in proposal.reason
 
@@ -113,8 +117,7 @@ def test_measured_layers_say_which_ones_to_move() -> None:
     hosts = [host(layers, index, num_microbatches=MICROBATCHES) for index in range(2)]
     made = machine(hosts)
     made.slowness = [1.0, 2.0]
-    proposal = made.run()
-    assert proposal is not None
+    proposal = made.suggested()
     assert proposal.balance == [5, 1]
 
 
@@ -133,8 +136,7 @@ def test_a_stage_that_waits_for_a_slower_one_is_not_faster() -> None:
     """With pauses, a host with a processor limit computes faster; with more layers it would not."""
     made = machine()
     made.slowness = [2.0, 0.6]
-    proposal = made.run()
-    assert proposal is not None
+    proposal = made.suggested()
     assert proposal.balance == [2, 4]
 
 
@@ -188,12 +190,10 @@ def test_smaller_mini_batches_and_lost_reports_do_not_count() -> None:
 def test_a_balance_that_is_not_faster_is_given_up() -> None:
     made = machine()
     made.slowness = [1.0, 2.0]
-    proposal = made.run()
-    assert proposal is not None
+    proposal = made.suggested()
     made.move(proposal.balance)
     made.slowness = [2.0, 2.0]  # the layers that have moved are slow there, too
-    back = made.run()
-    assert back is not None
+    back = made.suggested()
     assert back.balance == [3, 3]
     assert "before" in back.reason
     made.move(back.balance)
@@ -214,8 +214,7 @@ def test_a_fault_does_not_make_slow_hosts_usual() -> None:
     made.slowness = [1.0, 2.0]
     assert made.run(steps=8) is None
     made.move([3, 3])
-    proposal = made.run()
-    assert proposal is not None
+    proposal = made.suggested()
     assert proposal.balance == [4, 2]
 
 
@@ -223,8 +222,7 @@ def moved(slowness: list[float]) -> Machine:
     """Return a machine whose second host has become slow, after layers have left it."""
     made = machine()
     made.slowness = [1.0, 2.0]
-    proposal = made.run()
-    assert proposal is not None
+    proposal = made.suggested()
     made.move(proposal.balance)
     made.slowness = slowness
     return made
@@ -238,8 +236,7 @@ def test_hosts_that_have_changed_meanwhile_do_not_undo_a_move(slowness: list[flo
 
 def test_the_first_steps_of_a_balance_may_suggest_a_further_one() -> None:
     made = moved([1.0, 6.0])
-    proposal = made.run()
-    assert proposal is not None
+    proposal = made.suggested()
     assert proposal.balance == [5, 1]
     assert "3.00 times as long as it was expected" in proposal.reason
     made.move(proposal.balance)
@@ -293,13 +290,11 @@ def test_at_most_four_moves_follow_from_a_change() -> None:
 
 def test_a_host_that_is_slower_still_than_when_its_layers_left_is_known_as_such() -> None:
     made = moved([1.0, 6.0])
-    proposal = made.run()
-    assert proposal is not None
+    proposal = made.suggested()
     made.move(proposal.balance)
     assert made.run() is None
     made.slowness = [1.0, 1.0]
-    back = made.run()
-    assert back is not None
+    back = made.suggested()
     assert back.balance == [3, 3]
 
 
@@ -339,8 +334,7 @@ def guessed(slowness: list[float], guesses: list[float]) -> Machine:
 
 
 def test_the_first_steps_of_a_new_host_tell_its_speed() -> None:
-    proposal = guessed([1.0, 2.0], [1.0, 1.0]).run()
-    assert proposal is not None
+    proposal = guessed([1.0, 2.0], [1.0, 1.0]).suggested()
     assert proposal.balance == [4, 2]
     assert "times as long as it was expected" in proposal.reason
 
