@@ -72,7 +72,7 @@ def _modules(
 @click.option(
     "--checkpoints",
     metavar="DIR",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=click.Path(file_okay=False, resolve_path=True, path_type=Path),
     default="checkpoints",
     show_default=True,
     help="Let jobs keep checkpoints only in this folder or below it.",
@@ -159,6 +159,7 @@ def serve(
         # Imported late: `rpcmp --help` needs no gRPC.
         from rpcmp.process.fork_client import WORKERS, Forks
         from rpcmp.process.resources import raise_descriptor_limit
+        from rpcmp.server.admission import Admission
         from rpcmp.server.lifecycle import serve as run_server
         from rpcmp.server.stage_server import StageServer
 
@@ -173,19 +174,16 @@ def serve(
         file_access = _file_access(certs, data) if is_confining else None
         # A driver that has started us prints the workers' lines itself.
         show = pass_on if parent is None else lambda entry: None
-        server = StageServer(
+        admission = Admission(
             stage,
             replica,
-            not no_code,
-            Forks([WORKERS], *lines),
-            security,
-            allowed if allowed or no_code else None,
-            show,
-            checkpoints,
-            file_access,
-            parent or 0,
-            device,
+            accepts_code=not no_code,
+            allowed=list(allowed) if allowed or no_code else None,
+            checkpoints=checkpoints,
+            file_access=file_access,
         )
+        fork_server = Forks([WORKERS], *lines)
+        server = StageServer(admission, fork_server, security, show, parent or 0, device)
         display.source = lambda: server.log_source
         with _metrics_at(metrics, server, security):  # before the server is announced
             return await run_server(server, host, port, announce)

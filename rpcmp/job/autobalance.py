@@ -38,7 +38,7 @@ from rpcmp.job.server_calls import (
     dialer_for,
     gather_all,
     prepare_request,
-    require_addresses,
+    server_addresses,
     shipped_code,
 )
 from rpcmp.job.server_pool import connected
@@ -230,6 +230,11 @@ def _shares(config: Config, index: int, busy: dict[str, float]) -> list[int]:
     return shares_by_speed([mean if each is None else each for each in measured], count)
 
 
+def needs_measuring(config: Config) -> bool:
+    """Return whether a job cannot begin before its hosts have been measured."""
+    return config.is_balanced_by_measurement or bool(_unshared(config))
+
+
 async def balanced(
     config: Config, connect: Sequence[str] | None, forks: Forks, rehearses: bool = False
 ) -> tuple[Config, Forecast | None]:
@@ -318,8 +323,7 @@ async def stage_hosts(
         config: from `with_full_microbatches`; without a list of layers, each stage is one layer.
     """
     held = cost_model.held(config)
-    addresses = config.addresses if connect is None else connect
-    require_addresses(config, addresses)
+    addresses = server_addresses(config, connect)
     sample, num_layers = await sample_of(config, forks)
     if config.num_stages > num_layers:
         raise ConfigError(

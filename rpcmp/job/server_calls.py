@@ -35,12 +35,17 @@ MAX_FILES = 500
 MAX_BYTES = 8 * 2**20
 
 
-def require_addresses(config: Config, addresses: Sequence[str]) -> None:
-    """Check the addresses of running servers, if there are any, and of spares.
+def server_addresses(config: Config, connect: Sequence[str] | None) -> Sequence[str]:
+    """Return where the servers of a job run, one per worker; empty: the run starts them.
 
-    Raises ConfigError unless there is one per worker, each once, and for spares of servers that a
-    run starts by itself; also for servers that a planned config was not made for.
+    Args:
+        connect: None: where the config says.
+
+    Raises:
+        ConfigError: there is not one per worker, each once, or there are spares for servers that a
+            run starts by itself, or a planned config was not made for these servers.
     """
+    addresses = config.addresses if connect is None else connect
     planned = config.planned_for
     if strangers := [address for address in addresses if planned and address not in planned]:
         raise ConfigError(
@@ -62,6 +67,7 @@ def require_addresses(config: Config, addresses: Sequence[str]) -> None:
     everything = [*addresses, *spares]
     if twice := sorted({address for address in everything if everything.count(address) > 1}):
         raise ConfigError(f"{', '.join(twice)} is given twice: a server serves one stage at a time")
+    return addresses
 
 
 def dialer_for(config: Config, addresses: Sequence[str], drives: bool = True) -> Dialer:

@@ -31,7 +31,7 @@ from rpcmp.job.server_calls import (
     describe,
     dialer_for,
     is_free_spare,
-    require_addresses,
+    server_addresses,
 )
 from rpcmp.net.identity import NO_TLS
 from rpcmp.net.peer_connection import Dialer
@@ -63,7 +63,7 @@ class ServerPool:
             none, starts servers on this machine.
 
     Raises:
-        ConfigError, SecurityError: see `require_addresses` and `dialer_for`.
+        ConfigError, SecurityError: see `server_addresses` and `dialer_for`.
 
     Attributes:
         is_local: whether the job has started its servers itself.
@@ -84,8 +84,7 @@ class ServerPool:
         report: Callable[[Event], None] = lambda event: None,
         forks: Forks | None = None,
     ) -> None:
-        addresses = config.addresses if connect is None else connect
-        require_addresses(config, addresses)
+        addresses = server_addresses(config, connect)
         self.dialer = dialer_for(config, [*addresses, *config.recovery.spares])
         self._places: dict[str, ServerPlace] = {}
         self._settle(config.workers, addresses)

@@ -32,6 +32,7 @@ from rpcmp.errors import (
 from rpcmp.job import takeover
 from rpcmp.job.autobalance import (
     balanced,
+    needs_measuring,
     stage_hosts,
     with_full_microbatches,
     with_saved_shares,
@@ -46,6 +47,7 @@ from rpcmp.job.vitals import VITALS_SECONDS, Vitals
 from rpcmp.net.security import INSECURE, WARN_SECONDS, Security, watch
 from rpcmp.observability.events import (
     Event,
+    MeasuringEvent,
     PlanEvent,
     PlanOutcome,
     ResumedEvent,
@@ -201,11 +203,14 @@ class TrainingRun:
     async def _train(
         self, config: Config, pool: ServerPool, order: Message, lost: LostJob | None
     ) -> SummaryEvent:
+        watches = config.rebalance != "off" and lost is None and not pool.is_local
+        if watches or needs_measuring(config):
+            self._report(MeasuringEvent())
         config, forecast = await self._measured(config)
         hosts: Sequence[StageHost] = ()
         if forecast is not None:
             hosts = forecast.hosts
-        elif config.rebalance != "off" and lost is None and not pool.is_local:
+        elif watches:
             hosts = await self._hosts_to_watch(config)
         for text in config.warnings:
             self._report(WarningEvent(text=text))

@@ -61,14 +61,22 @@ class Rehearsed:
     """A chain of which some steps were trained.
 
     Attributes:
-        step_s: seconds per step under these options.
+        step_s: seconds per step under these options; the mean of the rehearsals.
         busy_s: of these, in which each stage computed.
+        times: how often it was rehearsed.
     """
 
     chain: Chain
     options: ScheduleOptions
     step_s: float
     busy_s: list[float]
+    times: int = 1
+
+    def again(self, step_s: float, busy_s: Sequence[float]) -> Rehearsed:
+        """Return it with one more rehearsal."""
+        pairs = zip((self.step_s, *self.busy_s), (step_s, *busy_s), strict=True)
+        step, *busy = (old + (new - old) / (self.times + 1) for old, new in pairs)
+        return replace(self, step_s=step, busy_s=busy, times=self.times + 1)
 
 
 class Sample(NamedTuple):
@@ -156,7 +164,9 @@ class ChainEstimates:
             self.message_s = statistics.median(self._messages)
         self.loading_s = max(self.loading_s, known.loading_s)
         self._steps.clear()
-        found = Rehearsed(chain, options, measured.step_s, busy)
+        found, before = Rehearsed(chain, options, measured.step_s, busy), self.of(chain)
+        if before is not None and before.options == options:
+            found = before.again(measured.step_s, busy)
         self.rehearsed[chain.key] = found
 
     def _ratio(self, sample: Sample, besides_s: float) -> float:

@@ -6,8 +6,8 @@
 (4) the fastest that differ in who takes part, with what losing each host costs
 
 The caller rehearses the plans, the best one first: what their steps teach may make others the best,
-until those that are left have been tried. The hosts that are left become spares, first those that
-can take over most stages.
+until those that are left have been tried, the best two twice if they are nearly equal. The hosts
+that are left become spares, first those that can take over most stages.
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ NUM_REPLACED = 2
 
 ALIKE = 1.02
 """Steps that differ by less count as equal; then the plan with fewer stages comes first."""
+
+CLOSE = 1.2
+"""Steps of rehearsals that differ by less may be in the other order in a run."""
 
 
 class Timed(NamedTuple):
@@ -113,6 +116,20 @@ class Planner:
             chain = timed.chain
             if self.estimates.of(chain) is None and chain.key not in self.estimates.failed:
                 return self.estimates.job(chain, timed.options), timed
+        return None
+
+    def to_rehearse_again(self) -> tuple[Config, Timed] | None:
+        """Return one of the best two plans, as a job, that was rehearsed once, if they are close.
+
+        The best of several rehearsals was lucky as well: its run may be slower than the next one's.
+        """
+        first, second = [*self._ranked()[:2], None, None][:2]
+        if first is None or second is None or second.step_s > CLOSE * first.step_s:
+            return None
+        for timed in (first, second):
+            known = self.estimates.of(timed.chain)
+            if known is not None and known.times == 1:
+                return self.estimates.job(timed.chain, timed.options), timed
         return None
 
     def learn(self, timed: Timed, measured: MeasuredSteps) -> None:

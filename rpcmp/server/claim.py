@@ -17,7 +17,7 @@ import asyncio
 import logging
 import platform
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from rpcmp.config.topology import DRIVER
@@ -38,9 +38,9 @@ from rpcmp.process.child import Child
 from rpcmp.process.fork_client import WORKERS, Forks
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.logging.records import Entry, Line, entry_of
-from rpcmp.process.sandbox.confinement import FileAccess
 from rpcmp.server import claim_log
 from rpcmp.server.access import GroupMembers
+from rpcmp.server.admission import Admission
 from rpcmp.server.claim_log import LogBuffer, WorkerVitals
 from rpcmp.server.connection import MAX_JOINING
 from rpcmp.server.device_claims import DeviceClaim
@@ -75,7 +75,8 @@ class Claim:
 
     Args:
         request: the driver's Prepare request, for `group`.
-        allowed, show, file_access: see StageServer.
+        admission: what the job may use here.
+        show: see StageServer.
         files: what is kept of the job from one generation to the next.
         has_init: whether the weights to start from are on this host.
 
@@ -93,9 +94,8 @@ class Claim:
         snapshot_store: SnapshotStore,
         forks: Forks,
         dialer: Dialer,
-        allowed: Sequence[str] | None,
+        admission: Admission,
         show: Callable[[Entry], None],
-        file_access: FileAccess | None,
         files: JobFiles,
         has_init: bool,
     ) -> None:
@@ -120,7 +120,7 @@ class Claim:
         self.servers: dict[str, str] = {}
         self.worker_vitals = WorkerVitals()
         self._forks, self._dialer = forks, dialer
-        self._allowed, self._file_access, self._show = allowed, file_access, show
+        self._admission, self._show = admission, show
         self.group = group
         identity = (request.job_id, request.generation, member.name)
         self.relay = Relay(*identity, forks, dialer, self._refused, self._cannot_reach)
@@ -161,7 +161,8 @@ class Claim:
 
     async def _spawn(self) -> None:
         checkpoints = self._snapshot_store.folder  # the server's word for it, not the job's
-        file_access = self._file_access and self._file_access.reading(self._folder, checkpoints)
+        file_access = self._admission.file_access
+        file_access = file_access and file_access.reading(self._folder, checkpoints)
         # Nothing that a request names: a link there may be another one by now.
         file_access = file_access and file_access.reading(self.files.weights)
         file_access = file_access and file_access.writing(self.files.compiled)
@@ -214,7 +215,7 @@ class Claim:
             # A state restored by an earlier generation was rehearsed then.
             "rehearses": restore is None or self.generation == 1,
             "assignment": request.assignment,
-            "allowed": self._allowed,
+            "allowed": self._admission.allowed,
             "code_folder": str(self._folder) if self._folder else "",
             "compiled": str(self.files.compiled),
             "init": str(self.files.weights) if request.reads_sent_init else "",

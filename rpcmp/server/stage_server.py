@@ -8,19 +8,15 @@ import contextlib
 import json
 import logging
 import os
-import platform
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from rpcmp.checkpoint.files import Inside, place_of, require_place
+from rpcmp.checkpoint.files import Inside, require_place
 from rpcmp.config.device_places import AUTO
 from rpcmp.errors import (
     BusyError,
-    CheckpointError,
-    ConfigError,
     DrainingError,
     TakenOverError,
-    VersionError,
     from_wire,
     one_line,
 )
@@ -38,12 +34,13 @@ from rpcmp.process.sandbox.confinement import SCRATCH, FileAccess
 from rpcmp.process.task import run_task
 from rpcmp.server import claim_log, job_folder, services
 from rpcmp.server.access import GroupMembers
+from rpcmp.server.admission import Admission
 from rpcmp.server.claim import Claim, State
-from rpcmp.server.connection import differences, machine, versions
+from rpcmp.server.connection import machine
 from rpcmp.server.driver_memory import DriverMemory
 from rpcmp.server.job_folder import JobFolder
 from rpcmp.server.services import NOT_SERVING, Endpoints
-from rpcmp.server.snapshot_store import NO_FOLDER, FolderOrReason, SnapshotStore
+from rpcmp.server.snapshot_store import SnapshotStore
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import doctor_pb2
 
@@ -77,16 +74,10 @@ class StageServer:
     """One stage's server, from `start` to `stop`.
 
     Args:
-        stage_index, replica: the stage that it serves; None: any, as a spare.
-        accept_code: whether jobs may bring Python files along.
+        admission: which jobs it takes, and what they may use here.
         forks: starts workers; closed with the server.
         security: which connections are accepted; None: this user's processes on this machine.
-        allowed: modules that jobs' callables may come from, besides what every allow list has;
-            None: there is no list.
         show: called with each line of a worker's output.
-        checkpoints: the folder that jobs' checkpoints may lie in; None: "checkpoints" below the
-            current directory.
-        file_access: files that workers may open beyond a job's own; None: they are not confined.
         works_for: process id of the driver that has started the server for its job; 0: any driver.
         device: what `device = "auto"` is here; empty: left to the job.
 
@@ -101,21 +92,15 @@ class StageServer:
 
     def __init__(
         self,
-        stage_index: int | None,
-        replica: int = 0,
-        accept_code: bool = True,
+        admission: Admission,
         forks: Forks | None = None,
         security: Security | None = None,
-        allowed: Sequence[str] | None = None,
         show: Callable[[Entry], None] = pass_on,
-        checkpoints: Path | None = None,
-        file_access: FileAccess | None = None,
         works_for: int = 0,
         device: str = "",
     ) -> None:
         self.works_for, self.device = works_for, device
-        self.stage_index = stage_index
-        self.replica = replica
+        self.admission = admission
         self.draining = self.leaves = False
         self.metrics_port = 0
         self.claim: Claim | None = None
@@ -124,17 +109,11 @@ class StageServer:
         self.snapshot_store = SnapshotStore(self.dialer)
         self._job_folder = JobFolder()
         self.driver = DriverMemory()
-        self._accept_code = accept_code and allowed is None  # code could take any name of the list
-        self._allowed = None if allowed is None else list(allowed)
         self._show = show
-        # Links on the way to it are its owner's, and followed once.
-        self._checkpoints = Path(checkpoints or "checkpoints").resolve()
-        self._file_access = file_access
         self.forks = forks or Forks([WORKERS])
         self._forgetting: asyncio.TimerHandle | None = None
         self._changing = asyncio.Lock()  # held while a claim begins or ends
         self._examined = ""
-        self._versions = versions()
         self.drain_requested = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -178,7 +157,7 @@ class StageServer:
                     "op": "profile",
                     "order": request.order,
                     "code_folder": str(folder or ""),
-                    "allowed": self._allowed,
+                    "allowed": self.admission.allowed,
                     "sample": base64.b64encode(request.sample).decode(),
                 },
                 compute_environment(request.job.threads),
@@ -201,8 +180,8 @@ class StageServer:
                 self.security,
                 folder,
                 request.job.threads,
-                self._allowed,
-                self._checkpoints,
+                self.admission.allowed,
+                self.admission.checkpoints,
                 file_access,
             )
         return facts.model_copy(update={"metrics_port": self.metrics_port}).model_dump_json()
@@ -216,7 +195,7 @@ class StageServer:
         Yields the folder of the job's Python files, if it has any, and what its code may open.
         """
         async with self._changing:
-            self._check(job, await asyncio.to_thread(os.path.exists, job.init))
+            self._admit(job, await asyncio.to_thread(os.path.exists, job.init))
             if self.claim is not None:  # not even for its own job's next generation
                 raise BusyError(f"busy with job {self.claim.job!r}")
             self._examined = job.job
@@ -224,7 +203,8 @@ class StageServer:
         folder = None
         try:
             folder = claim_log.unpack(job.code) if job.code else None
-            yield folder, self._file_access and self._file_access.reading(folder)
+            file_access = self.admission.file_access
+            yield folder, file_access and file_access.reading(folder)
         finally:
             if folder is not None:
                 resources.remove_folder(folder)
@@ -241,9 +221,9 @@ class StageServer:
         async with self._changing:
             self.driver.require_may_claim(request, self.claim is not None)
             has_init = await asyncio.to_thread(os.path.exists, request.init)
-            self._check(request, has_init)
+            self._admit(request, has_init)
             group = GroupMembers.of(request)
-            folder = self._folder_of(request)
+            folder = self.admission.checkpoint_folder(request)
             is_first = request.generation == 1
             if isinstance(folder, Inside) and not request.may_keep_nothing and is_first:
                 await asyncio.to_thread(require_place, folder)
@@ -259,9 +239,8 @@ class StageServer:
                 self.snapshot_store,
                 self.forks,
                 self.dialer,
-                self._allowed,
+                self.admission,
                 self._show,
-                self._file_access,
                 await asyncio.to_thread(self._job_folder.open, request.job_id),
                 has_init,
             )
@@ -364,7 +343,8 @@ class StageServer:
     @property
     def log_source(self) -> RecordSource:
         """The source of this server's own log records."""
-        who = "spare" if self.stage_index is None else f"stage {self.stage_index}"
+        stage_index = self.admission.stage_index
+        who = "spare" if stage_index is None else f"stage {stage_index}"
         claim = self.claim
         if claim is None:
             return RecordSource(who)
@@ -372,13 +352,13 @@ class StageServer:
 
     def describe(self) -> pb.DescribeResponse:
         answer = pb.DescribeResponse(
-            stage_index=self.stage_index or 0,
-            spare=self.stage_index is None,
-            replica=self.replica,
+            stage_index=self.admission.stage_index or 0,
+            spare=self.admission.stage_index is None,
+            replica=self.admission.replica,
             state=State.SERVER_STATE_IDLE,
             draining=self.draining,
             leaves=self.leaves,
-            versions=self._versions,
+            versions=self.admission.versions,
             supervisor_pid=os.getpid(),
             machine=machine(),
             holdings_of=self.snapshot_store.job_id,
@@ -401,53 +381,24 @@ class StageServer:
             answer.worker_memory = resident_bytes(claim.worker_pid)
         return answer
 
-    def _check(self, request: pb.PrepareRequest, has_init: bool) -> None:
+    def _admit(self, request: pb.PrepareRequest, has_init: bool) -> None:
+        """Refuse a job that must not run here, or not now.
+
+        Raises:
+            DrainingError: the server is being stopped, and another one may take its place.
+            ConfigError, VersionError: see `Admission.require`.
+            BusyError: it has another job, or measures for one. The next generation of its own job
+                may claim it.
+        """
         if self.draining:
             raise DrainingError("the server is being stopped")
-        own = self.stage_index, self.replica
-        if self.stage_index is not None and own != (request.stage_index, request.replica):
-            raise ConfigError(
-                f"serves stage {self.stage_index} replica {self.replica}, not stage "
-                f"{request.stage_index} replica {request.replica}; check `addresses`"
-            )
-        if different := differences(self._versions, request.versions):
-            raise VersionError(f"other software than the driver's: {'; '.join(different)}")
-        if request.code and not self._accept_code:
-            option = "--allow" if self._allowed else "--no-code"
-            raise ConfigError(
-                f"was started with {option} and refuses {len(request.code)} Python files; "
-                "install the model's package on the host and set ship_code = false"
-            )
-        for path in [*request.data_paths, *([request.init] if has_init else [])]:  # else it is sent
-            if self._file_access is not None and not self._file_access.may_read(path):
-                raise ConfigError(
-                    f"does not let jobs read {path}, which is one of `data.paths` or `init`: start "
-                    f"it with --data {path}, or a folder above"
-                )
+        self.admission.require(request, has_init)
         if (claim := self.claim) is not None:
             is_next = request.job_id == claim.job_id and request.generation > claim.generation
             if not is_next:
                 raise BusyError(f"busy with job {claim.job!r}")
         if self._examined:
             raise BusyError(f"busy measuring for job {self._examined!r}")
-
-    def _folder_of(self, request: pb.PrepareRequest) -> FolderOrReason:
-        """Return the folder of the job's checkpoints on this host."""
-        if not request.checkpoint_folder:
-            return NO_FOLDER
-        # What a run leaves that has to give up is welcome anywhere below.
-        parents = [self._checkpoints] if request.may_keep_nothing else []
-        folder, relative = request.checkpoint_folder, request.relative_checkpoint_folder
-        try:
-            return place_of(self._checkpoints, folder, relative, parents)
-        except CheckpointError as error:
-            text = (
-                f"checkpoints cannot lie on {platform.node()}: {error}: start `rpcmp serve` there "
-                "with --checkpoints, or set [checkpoint] dir"
-            )
-            if request.may_keep_nothing:
-                return text
-            raise ConfigError(text) from error
 
     def _log(self, claim: Claim, event: str) -> None:
         """Log what a job does. A driver that has started this server for its job need not read it.

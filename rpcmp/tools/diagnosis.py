@@ -16,7 +16,7 @@ from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER
 from rpcmp.config.types import format_size, parse_size
 from rpcmp.errors import RpcmpError, SecurityError, UnavailableError, UnreachableError, VersionError
-from rpcmp.job.server_calls import dialer_for, require_addresses
+from rpcmp.job.server_calls import dialer_for, server_addresses
 from rpcmp.job.server_pool import connected, forks_for
 from rpcmp.net.authority import SKEW
 from rpcmp.net.peer_connection import Dialer
@@ -340,8 +340,7 @@ async def check_up(config: Config, connect: Sequence[str] | None = None) -> list
         connect: addresses of running stage servers, one per worker; None uses the config's or, if
             it has none, starts servers on this machine.
     """
-    addresses = config.addresses if connect is None else connect
-    require_addresses(config, addresses)
+    addresses = server_addresses(config, connect)
     dialer = dialer_for(config, [*addresses, *config.recovery.spares])
     async with (
         forks_for(config, connect) as forks,

@@ -6,12 +6,14 @@ measured in rounds, in which each server has one:
 
     1-2 3-4     1-3 2-4     1-4 2-3
 
-Then a few steps of each of the best plans are trained, which leave nothing behind: they take what a
-run will take, and teach what messages and snapshots cost in other plans.
+Then a few steps of each of the best plans are trained, of the best two twice if they are nearly
+equal. They leave nothing behind, take what a run will take, and teach what messages and snapshots
+cost in other plans.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -32,8 +34,9 @@ from rpcmp.errors import (
 )
 from rpcmp.job import autobalance
 from rpcmp.job.segments import rehearse
-from rpcmp.job.server_calls import dialer_for, gather_all, require_addresses
+from rpcmp.job.server_calls import dialer_for, gather_all, server_addresses
 from rpcmp.job.server_pool import connected, forks_for
+from rpcmp.pipelining.calibration import MeasuredSteps
 from rpcmp.pipelining.chain_estimates import with_hosts
 from rpcmp.pipelining.plan import Connection, Constraints, Pair, Plan, PlanHost
 from rpcmp.pipelining.planner import Planner
@@ -44,8 +47,11 @@ from rpcmp.v1 import doctor_pb2
 PLACES = frozenset({"name", "addresses", "replicas", "shares", "memory"})
 """Keys of a stage that a plan sets, or that mean nothing to another host."""
 
-MOST_REHEARSALS, REHEARSING_SECONDS = 5, 150.0
-"""Rehearsals, and the time after which no other one begins."""
+MOST_REHEARSALS, MOST_AGAIN = 5, 3
+"""Plans that are rehearsed, and second rehearsals of those among the best two by then."""
+
+REHEARSING_SECONDS = 240.0
+"""The time after which no other rehearsal begins."""
 
 STEPS = 6
 """Steps of a rehearsal that count, at least."""
@@ -140,7 +146,7 @@ async def plan(config: Config, addresses: Sequence[str], wishes: Wishes) -> Plan
     config = autobalance.with_full_microbatches(config)
     config.require_data("planning")
     everywhere = with_hosts(config, settings, addresses, [1] * len(addresses))
-    require_addresses(everywhere, addresses)
+    server_addresses(everywhere, addresses)  # refuses impossible ones
     async with forks_for(config, addresses) as forks:
         everywhere = await autobalance.with_cut(everywhere, forks)
         links = await _measure_links(everywhere, addresses, forks)
@@ -156,7 +162,25 @@ async def plan(config: Config, addresses: Sequence[str], wishes: Wishes) -> Plan
 
 async def _rehearse(planner: Planner, forks: Forks) -> str:
     """Train some steps of the best plans; returns why not of all, if so."""
-    ends, reason = time.monotonic() + REHEARSING_SECONDS, ""
+    ends = time.monotonic() + REHEARSING_SECONDS
+    try:
+        reason = await _rehearse_new(planner, forks, ends)
+    except NonFiniteLossError as error:  # the run may be shorter, and has its schedulers
+        return f"some steps were rehearsed, and {one_line(error)}"
+    with contextlib.suppress(RpcmpError):  # what the first rehearsals have shown stands
+        await _rehearse_again(planner, forks, ends)
+    if reason or planner.to_rehearse() is None:
+        return reason
+    return "each one that was tried has shown others that may be faster"
+
+
+async def _rehearse_new(planner: Planner, forks: Forks, ends: float) -> str:
+    """Rehearse plans that were not yet, the best one first; returns why not all, if so.
+
+    Raises:
+        NonFiniteLossError: the loss diverges in these steps.
+    """
+    reason = ""
     for _ in range(MOST_REHEARSALS):
         if (found := planner.to_rehearse()) is None:
             return reason
@@ -166,19 +190,29 @@ async def _rehearse(planner: Planner, forks: Forks) -> str:
         if time.monotonic() > ends:
             return f"those that were took {REHEARSING_SECONDS:g} s"
         try:
-            measured = await rehearse(job, job.addresses, forks, LONGEST_REHEARSED, STEPS)
-        except NonFiniteLossError as error:  # the run may be shorter, and has its schedulers
-            return f"some steps were rehearsed, and {one_line(error)}"
+            planner.learn(timed, await _trained(job, forks))
+        except NonFiniteLossError:
+            raise
         except RpcmpError as error:  # such as too little memory
             reason = (
                 f"some steps of {list(timed.chain.balance)} were rehearsed, and {one_line(error)}"
             )
             planner.give_up(timed)
-        else:
-            planner.learn(timed, measured)
-    if reason or planner.to_rehearse() is None:
-        return reason
-    return "each one that was tried has shown others that may be faster"
+    return reason
+
+
+async def _rehearse_again(planner: Planner, forks: Forks, ends: float) -> None:
+    """Rehearse the best two plans once more, if either may be the faster one."""
+    for _ in range(MOST_AGAIN):
+        found = planner.to_rehearse_again()
+        if found is None or time.monotonic() > ends:
+            return
+        job, timed = found
+        planner.learn(timed, await _trained(job, forks))
+
+
+async def _trained(job: Config, forks: Forks) -> MeasuredSteps:
+    return await rehearse(job, job.addresses, forks, LONGEST_REHEARSED, STEPS)
 
 
 def stage_settings(config: Config) -> StageConfig:

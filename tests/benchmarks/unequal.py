@@ -4,8 +4,8 @@
 
     plans       each plan of `rpcmp plan`: predicted / measured step
     equal       an equal split in the order given / the planned config
-    tries       the planned config, whose run finds its schedule options / the best of `--tries`
-                configs
+    tries       the planned config, under the schedule options that its run finds / the best of
+                `--tries` configs, in turn, `--duels` times each
     rebalance   a processor halved in mid-run, rebalance = "auto": the throughput `--seconds` later,
                 in parts of that of the best cut for the new speeds, of the `--cuts` most promising
 
@@ -15,7 +15,7 @@ default all four fit two cores. Other processes of the machine take nothing of t
 caches and memory. An interrupt leaves nothing behind; SIGKILL does.
 
 Every other run has fixed schedule options, so that none tries others: the plan's, which the equal
-split and the cuts have as well, or those of the try.
+split and the cuts have as well, those of the try, or those that a run has found.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from tests.support.quotas import PERIOD
 from tests.support.searching import Searcher, Try, fastest_cuts, split
 from tests.support.unequalhosts import (
     KINDS,
+    LONGEST_RUN,
     UnequalHosts,
     events,
     settled,
@@ -53,7 +54,7 @@ SETTLES, MEASURED = 25.0, 10.0
 """Seconds of a run before a processor is halved, and those whose steps count after it."""
 
 TUNED_STEPS = 120
-"""Steps of a run that looks for its options; the last quarter counts."""
+"""Steps of a run that looks for its options."""
 
 HALF = 0.5
 ENDLESS = 10**6
@@ -105,13 +106,22 @@ class Bench:
     def measured(self, plan: dict[str, Any]) -> float:
         return settled(self.hosts.train(self.planned(plan)))
 
-    def as_run(self) -> float:
-        """Return the seconds of a step of the planned config, once its run has found options."""
+    def found_options(self) -> dict[str, Any]:
+        """Return the schedule options that a run of the planned config finds."""
         plan = self.plans[0]
-        open_options = dict.fromkeys(plan["options"])  # those of the config itself
-        path = self.planned(plan, **open_options, steps=TUNED_STEPS)
-        seconds = settled(self.hosts.train(path)[TUNED_STEPS // 2 :])
-        print(f"  planned {plan['balance']}: {ms(seconds)}", flush=True)
+        keys = dict.fromkeys(plan["options"])  # a key without a value is left to the run
+        with self.hosts.driving(self.planned(plan, **keys, steps=TUNED_STEPS)) as run:
+            if (result := run.wait(LONGEST_RUN)).code:
+                raise RuntimeError(result.err)
+            searches = events(run, "schedule")
+        options = {key: searches[-1].get(key) for key in keys} if searches else keys
+        print(f"  its run has found {options}", flush=True)
+        return options
+
+    def planned_under(self, options: dict[str, Any]) -> float:
+        """Return the seconds of a step of the best plan under other options."""
+        seconds = settled(self.hosts.train(self.planned(self.plans[0], **options)))
+        print(f"  planned {self.plans[0]['balance']}: {ms(seconds)}", flush=True)
         return seconds
 
     def ratios(self) -> Iterator[float]:
@@ -195,9 +205,11 @@ class Bench:
         if "tries" in parts:
             rng = random.Random(options.seed)
             best = Searcher(SPEEDS, self.model.count, self.tried, rng).search(options.tries)
-            # Both once more: the best of many was lucky as well.
-            pairs = [(self.tried(best), self.as_run()) for _ in range(options.pairs)]
-            found.tries = median(planned / best_s for best_s, planned in pairs)
+            # The best of many was lucky as well.
+            chosen = self.found_options()
+            duels = [(self.tried(best), self.planned_under(chosen)) for _ in range(options.duels)]
+            bests, planned = zip(*duels, strict=True)
+            found.tries = median(planned) / median(bests)
         if "rebalance" in parts and self.model.has_equal_layers:
             found.rebalance = self.throughput(options.seconds, options.cuts)
         return found
@@ -222,6 +234,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="of a run; the second half counts")
     parser.add_argument("--pairs", type=int, default=2)
     parser.add_argument("--tries", type=int, default=40)
+    parser.add_argument("--duels", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cuts", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=30.0)

@@ -102,7 +102,8 @@ def test_digits_trains_and_shows_prediction_and_measurement() -> None:
     config = EXAMPLES / "digits.toml"
     result = rpcmp("drive", config, "--steps", "5", "--set", "model.balance=auto")
     assert result.code == 0, result.err
-    first, *stages = result.out.splitlines()[:3]
+    measuring, first, *stages = result.out.splitlines()[:4]
+    assert measuring == "measuring the hosts before the first step"
     assert first.startswith("balance = [")
     assert "predicted: step" in first
     assert [line.split()[0] for line in stages] == ["stage0", "stage1"]
@@ -124,7 +125,7 @@ def test_a_model_that_cannot_be_balanced_is_refused_before_training(
     result = rpcmp("drive", job.config(LOPSIDED), "--set", override)
     assert result.code == 2
     assert re.search(message, result.err), result.err
-    assert result.out == ""
+    assert result.out == "measuring the hosts before the first step\n"
 
 
 def test_a_server_is_free_again_after_its_driver_dies(job: JobFolder) -> None:

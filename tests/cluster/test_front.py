@@ -215,11 +215,12 @@ def test_a_server_with_the_wrong_identity_gets_no_job(
     code = f"""
 import asyncio
 from pathlib import Path
+from rpcmp.server.admission import Admission
 from rpcmp.server.stage_server import StageServer
 from rpcmp.net.security import Security
 
 async def main():
-    server = StageServer(0, security=Security(Path({str(certs / name)!r})))
+    server = StageServer(Admission(0), security=Security(Path({str(certs / name)!r})))
     print(await server.start("{HERE}", 0), flush=True)
     await asyncio.sleep(60)
 
@@ -249,6 +250,7 @@ def test_a_draining_server_answers_before_it_closes_the_connection() -> None:
     """The answer is written after the server has started to close."""
     code = f"""
 import asyncio
+from rpcmp.server.admission import Admission
 from rpcmp.server.services import ControlServicer, Endpoints
 from rpcmp.server.lifecycle import serve
 from rpcmp.server.stage_server import StageServer
@@ -267,7 +269,7 @@ async def logged_close(self):
     await close(self)
 
 async def main():
-    await serve(StageServer(0), "{HERE}", 0, lambda port: print(port, flush=True))
+    await serve(StageServer(Admission(0)), "{HERE}", 0, lambda port: print(port, flush=True))
 
 ControlServicer.Drain, Endpoints.close = slow_drain, logged_close
 asyncio.run(main())

@@ -226,6 +226,35 @@ def test_which_layers_move_is_known_where_hosts_were_measured(job: JobFolder) ->
     assert change["balance"] == [4, 2]
 
 
+GROUPED = """
+from torch import nn
+from torch.distributed import rpc
+
+class Grouped(nn.Linear):
+    def forward(self, x):
+        rpc.get_worker_info()  # raises where there is no group
+        return super().forward(x)
+
+def layers():
+    return [(name, lambda: Grouped(4, 4)) for name in ("first", "last")]
+"""
+
+
+def test_a_run_whose_hosts_cannot_be_measured_says_so_and_trains(job: JobFolder) -> None:
+    (job.folder / "grouped.py").write_text(GROUPED)
+    model = '[model]\nlayers = "grouped:layers"\nbalance = [1, 1]\n'
+    config = job.config(f'rebalance = "suggest"\n{model}[data]\ntrain = "paced:samples"')
+    with lend_servers(2) as servers:
+        result = train(config, {}, connect=[server.address for server in servers])
+    names = [event["event"] for event in result.events]
+    assert names.index("measuring") < names.index("warning") < names.index("step")
+    warning = result.event("warning")["text"]
+    assert warning.startswith(
+        "the hosts could not be measured, so `rebalance` takes them for equal"
+    )
+    assert "layer 'first'" in warning
+
+
 def test_stages_with_certificates_read_each_others_layers(
     job: JobFolder, undisturbed: Committed, tmp_path: Path
 ) -> None:

@@ -126,7 +126,10 @@ ENTRIES = {
     "checkpoint": ("checkpoint", "best"),
     "evaluation": ("eval", "early_stop"),
     "message": ("warning", "log"),
-    "run": ("plan", "shares", "start", "schedule", "rebalance", "report", "summary", "end"),
+    "run": (
+        *("measuring", "plan", "shares", "start", "schedule", "rebalance"),
+        *("report", "summary", "end"),
+    ),
 }
 """The kinds of entries, and the events that make them; other events make none."""
 

@@ -20,6 +20,7 @@ EVENTS: dict[str, type[Event]] = {
     for kind in (
         UiEvent,
         RunEvent,
+        MeasuringEvent,
         PlanEvent,
         SharesEvent,
         GenerationEvent,

@@ -97,6 +97,11 @@ class StagesEvent(Event):
     workers: list[WorkerInfo]
 
 
+@event_type("measuring")
+class MeasuringEvent(Event):
+    """Before the first step, if `balance`, `balance_replicas` or `rebalance` asks for speeds."""
+
+
 @event_type("plan")
 class PlanEvent(Event):
     """The balance was measured: what it promises.

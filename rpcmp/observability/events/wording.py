@@ -71,6 +71,8 @@ def describe(event: events.Event, run: RunContext) -> str:
     match event:
         case events.UiEvent():
             return f"page: {event.url}"
+        case events.MeasuringEvent():
+            return "measuring the hosts before the first step"
         case events.PlanEvent():
             without = "" if event.is_rehearsed else ", without messages and loading"
             return (

@@ -24,7 +24,7 @@ from rpcmp.job.autobalance import (
     with_full_microbatches,
     with_measured_balance,
 )
-from rpcmp.job.server_calls import collect_code, dialer_for, require_addresses
+from rpcmp.job.server_calls import collect_code, dialer_for, server_addresses
 from rpcmp.job.server_pool import connected, forks_for
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import is_loopback
@@ -184,9 +184,8 @@ async def explain(
         measures: whether to measure layers on the stages' hosts. If not, no host is asked for
             anything, and servers need not run.
     """
-    addresses = config.addresses if connect is None else list(connect)
     # These refuse impossible jobs.
-    require_addresses(config, addresses)
+    addresses = server_addresses(config, connect)
     dialer = dialer_for(config, [*addresses, *config.recovery.spares])
     cost_model.limits(config)
     if config.is_balanced_by_measurement and not measures:

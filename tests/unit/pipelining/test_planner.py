@@ -144,7 +144,7 @@ def test_messages_that_cost_more_than_they_bring_are_not_sent() -> None:
     assert made.plans()[0].step_s == quick
     assert made.plans()[0].is_rehearsed
     assert made.plans()[0].bubble == pytest.approx(1 - 0.16 / quick)
-    made.learn(timed, MeasuredSteps(quick + 0.5, 0.0, busy))
+    made.learn(timed, MeasuredSteps(quick + 1.0, 0.0, busy))
     assert made.estimates.message_s > 0.02
     assert len(made.plans()[0].stages) == 1
 
@@ -165,6 +165,34 @@ def test_plans_are_rehearsed_until_those_that_are_left_have_been() -> None:
     assert all(plan.is_rehearsed for plan in found)
     assert set(served_by(found[0])) == set(served_by(best))
     assert found[0].step_s == pytest.approx(best.step_s, rel=0.05)
+
+
+def test_the_best_two_are_rehearsed_again_if_one_may_have_been_lucky() -> None:
+    made, truth = (
+        Planner(planned_job(), StageConfig(), hosts(0.01, 0.02, 0.04), {}) for _ in range(2)
+    )
+    while (rehearsal := made.to_rehearse()) is not None:
+        measured = trained_on(truth, rehearsal[1])
+        if len(rehearsal[0].addresses) == 2:
+            measured = measured._replace(step_s=0.85 * measured.step_s)
+        made.learn(rehearsal[1], measured)
+    assert [len(plan.stages) for plan in made.plans()] == [2, 3, 1]
+    again = list[int]()
+    while (rehearsal := made.to_rehearse_again()) is not None:
+        again.append(len(rehearsal[0].addresses))
+        made.learn(rehearsal[1], trained_on(truth, rehearsal[1]))
+        assert len(again) < 6
+    assert again == [2, 3]
+    found = made.plans()
+    assert [len(plan.stages) for plan in found] == [3, 2, 1]
+    assert found[1].step_s == pytest.approx(0.925 * truth.plans()[1].step_s)
+
+
+def test_plans_that_clearly_differ_are_not_rehearsed_again() -> None:
+    made = Planner(planned_job(), StageConfig(), hosts(0.01, 0.01), {})
+    while (rehearsal := made.to_rehearse()) is not None:
+        made.learn(rehearsal[1], trained_on(made, rehearsal[1]))
+    assert made.to_rehearse_again() is None
 
 
 def test_a_plan_that_was_rehearsed_gives_way_to_what_is_clearly_faster() -> None:

@@ -8,10 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from rpcmp.errors import ConfigError
+from rpcmp.errors import ConfigError, DrainingError
 from rpcmp.process.child import Child
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.sandbox.confinement import FileAccess
+from rpcmp.server.admission import Admission
 from rpcmp.server.claim import Claim
 from rpcmp.server.connection import versions
 from rpcmp.server.stage_server import StageServer
@@ -19,7 +20,7 @@ from rpcmp.v1 import control_pb2 as pb
 
 
 def server(tmp_path: Path, file_access: FileAccess | None = None) -> StageServer:
-    return StageServer(0, forks=Forks([]), checkpoints=tmp_path, file_access=file_access)
+    return StageServer(Admission(0, checkpoints=tmp_path, file_access=file_access), Forks([]))
 
 
 def prepare(**fields: Any) -> pb.PrepareRequest:
@@ -44,6 +45,20 @@ def test_a_job_that_has_just_claimed_the_server_keeps_its_files(tmp_path: Path) 
         made._start_forgetting()
         await made._releasing
         assert not files.folder.exists()
+
+    asyncio.run(run())
+
+
+def test_a_server_that_is_being_stopped_says_so_to_a_job_that_it_could_not_serve_either(
+    tmp_path: Path,
+) -> None:
+    """A new version of it may take its place: the job should come again."""
+
+    async def run() -> None:
+        made = server(tmp_path)
+        made.draining = True
+        with pytest.raises(DrainingError):
+            await made.prepare(prepare(versions=pb.Versions(), stage_index=1), "driver")
 
     asyncio.run(run())
 

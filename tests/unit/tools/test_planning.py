@@ -13,7 +13,7 @@ from rpcmp.config.job_sections import StageConfig
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError, JobError, NonFiniteLossError, SecurityError, UnreachableError
 from rpcmp.pipelining.calibration import MeasuredSteps
-from rpcmp.pipelining.planner import Planner
+from rpcmp.pipelining.planner import Planner, Timed
 from rpcmp.process.fork_client import Forks
 from rpcmp.server.client import StageClient
 from rpcmp.server.link_speed import LinkSpeed
@@ -65,6 +65,12 @@ def test_all_stages_of_a_plan_have_the_settings_that_a_configs_share() -> None:
         stage_settings(planned_job(model=None, stages=[{"module": "zoo:Encoder"}]))
 
 
+def timed_of(planner: Planner, job: Config) -> Timed:
+    """Return the plan that a job was made from."""
+    jobs = {timed: planner.estimates.job(timed.chain, timed.options) for timed in planner._ranked()}
+    return next(timed for timed, own in jobs.items() if own.addresses == job.addresses)
+
+
 def test_a_rehearsal_that_diverges_leaves_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     async def diverge(*_: Any) -> None:
         raise NonFiniteLossError(math.inf, step=4, microbatch=2)
@@ -87,10 +93,8 @@ def test_rehearsals_end_when_all_plans_were_tried_or_it_takes_long(
         )
 
         async def measure(job: Config, addresses: list[str], *_: Any) -> MeasuredSteps:
-            found = planner.to_rehearse()
-            assert found is not None
-            assert job.addresses == addresses == found[0].addresses
-            return trained_on(truth, found[1])
+            assert job.addresses == addresses
+            return trained_on(truth, timed_of(planner, job))
 
         monkeypatch.setattr(planning, "rehearse", measure)
         reason = asyncio.run(planning._rehearse(planner, cast(Forks, None)))
@@ -113,9 +117,7 @@ def test_a_plan_that_cannot_be_rehearsed_comes_last(monkeypatch: pytest.MonkeyPa
     async def measure(job: Config, addresses: list[str], *_: Any) -> MeasuredSteps:
         if len(addresses) == 3:
             raise JobError("a step takes 15.0 s, too long to rehearse some")
-        found = planner.to_rehearse()
-        assert found is not None
-        return trained_on(truth, found[1])
+        return trained_on(truth, timed_of(planner, job))
 
     monkeypatch.setattr(planning, "rehearse", measure)
     assert len(planner.plans()[0].stages) == 3
@@ -126,6 +128,49 @@ def test_a_plan_that_cannot_be_rehearsed_comes_last(monkeypatch: pytest.MonkeyPa
     found = planner.plans()
     assert len(found[0].stages) == 2
     assert found[0].is_rehearsed
+
+
+def unequal_planners() -> tuple[Planner, Planner]:
+    """Return a planner, and one for the truth: the best two plans are close."""
+    made, truth = (
+        Planner(planned_job(), StageConfig(), hosts(0.01, 0.02, 0.04), {}) for _ in range(2)
+    )
+    return made, truth
+
+
+def test_the_best_two_are_rehearsed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner, truth = unequal_planners()
+    trained = list[tuple[str, ...]]()
+
+    async def measure(job: Config, addresses: list[str], *_: Any) -> MeasuredSteps:
+        trained.append(tuple(addresses))
+        return trained_on(truth, timed_of(planner, job))
+
+    monkeypatch.setattr(planning, "rehearse", measure)
+    assert asyncio.run(planning._rehearse(planner, cast(Forks, None))) == ""
+    best = {tuple(stage.address for stage in plan.stages) for plan in planner.plans()[:2]}
+    assert {each for each in trained if trained.count(each) == 2} == best
+    assert max(map(trained.count, trained)) == 2
+
+
+@pytest.mark.parametrize("kind", [JobError("too slow"), NonFiniteLossError(math.inf, 4, 2)])
+def test_what_was_rehearsed_stands_if_it_cannot_be_once_more(
+    monkeypatch: pytest.MonkeyPatch, kind: Exception
+) -> None:
+    planner, truth = unequal_planners()
+    trained = list[list[str]]()
+
+    async def measure(job: Config, addresses: list[str], *_: Any) -> MeasuredSteps:
+        trained.append(addresses)
+        if trained.count(addresses) == 2:
+            raise kind
+        return trained_on(truth, timed_of(planner, job))
+
+    monkeypatch.setattr(planning, "rehearse", measure)
+    assert asyncio.run(planning._rehearse(planner, cast(Forks, None))) == ""
+    assert trained.count(trained[-1]) == 2
+    assert [len(plan.stages) for plan in planner.plans()] == [3, 2, 1]
+    assert planner.estimates.failed == set()
 
 
 class End:

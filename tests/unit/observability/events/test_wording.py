@@ -34,6 +34,7 @@ MOVES = {
 
 LINES: list[tuple[dict[str, Any], str]] = [
     ({"event": "ui", "url": "http://here"}, "page: http://here"),
+    ({"event": "measuring"}, "measuring the hosts before the first step"),
     (
         {"event": "plan", "balance": [1, 2], "step_s": 0.25, "bubble": 0.1, "is_rehearsed": True},
         "balance = [1, 2]  predicted: step 250.0 ms  bubble 10%",
