@@ -1,4 +1,4 @@
-"""Predicted next to measured steps, of all examples and cases of `rpcmp bench`.
+"""Predicted next to measured steps, of cases of `rpcmp bench` and examples that run as they are.
 
     python -m tests.benchmarks.predictions [--pairs N] [--steps N] [CASE or EXAMPLE[:STAGES] ...]
 
@@ -25,6 +25,9 @@ from rpcmp.tools.bench import cases
 from tests.support.places import EXAMPLES
 
 CASES = ("sleep:4", "overhead:2", "overhead:4", "transformer:2", "activations:2", "activations:4")
+
+PREPARED = {"finetune"}
+"""Examples that read weights which are to be made first."""
 
 
 def load(name: str) -> Config:
@@ -94,8 +97,8 @@ def measure(name: str, steps: int) -> tuple[float, float | None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    examples = [path.stem for path in sorted(EXAMPLES.glob("*.toml"))]
-    parser.add_argument("names", nargs="*", default=[*CASES, *examples])
+    examples = {path.stem for path in EXAMPLES.glob("*.toml")} - PREPARED
+    parser.add_argument("names", nargs="*", default=[*CASES, *sorted(examples)])
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
     arguments = parser.parse_args()
