@@ -123,10 +123,10 @@ class Planner:
 
         The best of several rehearsals was lucky as well: its run may be slower than the next one's.
         """
-        first, second = [*self._ranked()[:2], None, None][:2]
-        if first is None or second is None or second.step_s > CLOSE * first.step_s:
+        best = self._ranked()[:2]
+        if len(best) < 2 or best[1].step_s > CLOSE * best[0].step_s:
             return None
-        for timed in (first, second):
+        for timed in best:
             known = self.estimates.of(timed.chain)
             if known is not None and known.times == 1:
                 return self.estimates.job(timed.chain, timed.options), timed

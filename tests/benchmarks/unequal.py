@@ -103,8 +103,8 @@ class Bench:
         balance = keys.pop("balance", plan["balance"])
         return with_stages(self.config, "planned", addresses, balance, {**plan["options"], **keys})
 
-    def measured(self, plan: dict[str, Any]) -> float:
-        return settled(self.hosts.train(self.planned(plan)))
+    def measured(self, plan: dict[str, Any], **keys: Any) -> float:
+        return settled(self.hosts.train(self.planned(plan, **keys)))
 
     def found_options(self) -> dict[str, Any]:
         """Return the schedule options that a run of the planned config finds."""
@@ -120,7 +120,7 @@ class Bench:
 
     def planned_under(self, options: dict[str, Any]) -> float:
         """Return the seconds of a step of the best plan under other options."""
-        seconds = settled(self.hosts.train(self.planned(self.plans[0], **options)))
+        seconds = self.measured(self.plans[0], **options)
         print(f"  planned {self.plans[0]['balance']}: {ms(seconds)}", flush=True)
         return seconds
 

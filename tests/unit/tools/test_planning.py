@@ -65,10 +65,16 @@ def test_all_stages_of_a_plan_have_the_settings_that_a_configs_share() -> None:
         stage_settings(planned_job(model=None, stages=[{"module": "zoo:Encoder"}]))
 
 
+def planner_and_truth(*seconds: float) -> tuple[Planner, Planner]:
+    """Return a planner for hosts of these speeds, and another one that knows what steps take."""
+    made, truth = (Planner(planned_job(), StageConfig(), hosts(*seconds), {}) for _ in range(2))
+    return made, truth
+
+
 def timed_of(planner: Planner, job: Config) -> Timed:
-    """Return the plan that a job was made from."""
-    jobs = {timed: planner.estimates.job(timed.chain, timed.options) for timed in planner._ranked()}
-    return next(timed for timed, own in jobs.items() if own.addresses == job.addresses)
+    """Return the plan that a job was made from; the planner has to ask for it just now."""
+    asked = filter(None, (planner.to_rehearse(), planner.to_rehearse_again()))
+    return next(timed for own, timed in asked if own.addresses == job.addresses)
 
 
 def test_a_rehearsal_that_diverges_leaves_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,9 +94,7 @@ def test_rehearsals_end_when_all_plans_were_tried_or_it_takes_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def rehearsed(count: int) -> tuple[str, int]:
-        planner, truth = (
-            Planner(planned_job(), StageConfig(), hosts(*[0.01] * count), {}) for _ in range(2)
-        )
+        planner, truth = planner_and_truth(*[0.01] * count)
 
         async def measure(job: Config, addresses: list[str], *_: Any) -> MeasuredSteps:
             assert job.addresses == addresses
@@ -110,9 +114,7 @@ def test_rehearsals_end_when_all_plans_were_tried_or_it_takes_long(
 
 
 def test_a_plan_that_cannot_be_rehearsed_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    planner, truth = (
-        Planner(planned_job(), StageConfig(), hosts(*[0.01] * 3), {}) for _ in range(2)
-    )
+    planner, truth = planner_and_truth(*[0.01] * 3)
 
     async def measure(job: Config, addresses: list[str], *_: Any) -> MeasuredSteps:
         if len(addresses) == 3:
@@ -130,16 +132,12 @@ def test_a_plan_that_cannot_be_rehearsed_comes_last(monkeypatch: pytest.MonkeyPa
     assert found[0].is_rehearsed
 
 
-def unequal_planners() -> tuple[Planner, Planner]:
-    """Return a planner, and one for the truth: the best two plans are close."""
-    made, truth = (
-        Planner(planned_job(), StageConfig(), hosts(0.01, 0.02, 0.04), {}) for _ in range(2)
-    )
-    return made, truth
+CLOSE = (0.01, 0.02, 0.04)
+"""Speeds of hosts for which the best two plans are nearly equal."""
 
 
 def test_the_best_two_are_rehearsed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    planner, truth = unequal_planners()
+    planner, truth = planner_and_truth(*CLOSE)
     trained = list[tuple[str, ...]]()
 
     async def measure(job: Config, addresses: list[str], *_: Any) -> MeasuredSteps:
@@ -157,7 +155,7 @@ def test_the_best_two_are_rehearsed_twice(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_was_rehearsed_stands_if_it_cannot_be_once_more(
     monkeypatch: pytest.MonkeyPatch, kind: Exception
 ) -> None:
-    planner, truth = unequal_planners()
+    planner, truth = planner_and_truth(*CLOSE)
     trained = list[list[str]]()
 
     async def measure(job: Config, addresses: list[str], *_: Any) -> MeasuredSteps:
