@@ -115,7 +115,7 @@ class ChainEstimates:
         hosts: Sequence[PlanHost],
         links: Mapping[Pair, Connection],
     ) -> None:
-        self._config, self._settings, self._links = config, settings, links
+        self.config, self.settings, self._links = config, settings, links
         self._alone = self.hosts = list(hosts)
         count, recompute = config.num_microbatches, settings.recompute
         self._costs_alone = [HostCosts(host.profile, None, count, recompute) for host in hosts]
@@ -130,12 +130,12 @@ class ChainEstimates:
     def job(self, chain: Chain, options: ScheduleOptions) -> Config:
         """Return the job on these hosts."""
         addresses = [self.hosts[host].address for host in chain.hosts]
-        return options.on(with_hosts(self._config, self._settings, addresses, chain.balance))
+        return options.on(with_hosts(self.config, self.settings, addresses, chain.balance))
 
     def job_with(self, num_stages: int) -> Config:
         """Return the job with so many stages, wherever they are."""
         names = [str(number) for number in range(num_stages)]
-        return with_hosts(self._config, self._settings, names, [1] * num_stages)
+        return with_hosts(self.config, self.settings, names, [1] * num_stages)
 
     def learn(self, chain: Chain, options: ScheduleOptions, measured: MeasuredSteps) -> None:
         """Learn from steps of a chain; hosts that were in none are taken to be like the others."""
@@ -223,7 +223,7 @@ class ChainEstimates:
     def bytes_before(self, layer: int) -> int:
         """Return the bytes of a micro-batch's activations in front of a layer, on the wire."""
         largest = max(host.profile.layers[layer].input_bytes for host in self.hosts)
-        return largest // 2 if self._config.wire_dtype == "bfloat16" else largest
+        return largest // 2 if self.config.wire_dtype == "bfloat16" else largest
 
     def connection(self, one: int, other: int) -> Connection:
         pair = self.hosts[one].address, self.hosts[other].address
@@ -235,7 +235,7 @@ class ChainEstimates:
         That is the last step's snapshot, which its neighbour holds, beside the activations. A stage
         writes no other one before it has arrived, so a step cannot be shorter.
         """
-        recovery, count = self._config.recovery, len(chain.hosts)
+        recovery, count = self.config.recovery, len(chain.hosts)
         if not (recovery.enabled and recovery.mirror_every_steps) or count < 2:
             return
         for place, (start, end) in enumerate(bounds(chain.balance)):
@@ -243,7 +243,7 @@ class ChainEstimates:
             layers = self.hosts[host].profile.layers[start:end]
             sent = sum(layer.snapshot_bytes for layer in layers) / recovery.mirror_every_steps
             if place + 1 < count:
-                sent += self._config.num_microbatches * self.bytes_before(end)
+                sent += self.config.num_microbatches * self.bytes_before(end)
             yield sent / self.connection(host, neighbour).bytes_per_s
 
     def _estimated(self, chain: Chain, options: ScheduleOptions | None) -> float:
@@ -261,7 +261,7 @@ class ChainEstimates:
     def _simulated(self, config: Config, chain: Chain) -> float:
         names = config.stage_names
         # Of a whole step, of which `config` may have but a part.
-        count, recompute = self._config.num_microbatches, self._settings.recompute
+        count, recompute = self.config.num_microbatches, self.settings.recompute
         hosts = [
             StageHost(name, host.profile, None, count, 0, recompute, host.besides_s)
             for name, host in zip(names, (self.hosts[host] for host in chain.hosts), strict=True)

@@ -6,16 +6,12 @@ measured in rounds, in which each server has one:
 
     1-2 3-4     1-3 2-4     1-4 2-3
 
-Then a few steps of each of the best plans are trained, of the best two twice if they are nearly
-equal. They leave nothing behind, take what a run will take, and teach what messages and snapshots
-cost in other plans.
+Then a few steps of the best plans are trained; see `rpcmp.tools.plan_rehearsals`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import time
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -25,39 +21,23 @@ from rpcmp.config.schema import Config
 from rpcmp.config.types import format_size
 from rpcmp.errors import (
     ConfigError,
-    NonFiniteLossError,
-    RpcmpError,
     SecurityError,
     UnreachableError,
-    one_line,
     suggest,
 )
 from rpcmp.job import autobalance
-from rpcmp.job.segments import rehearse
 from rpcmp.job.server_calls import dialer_for, gather_all, server_addresses
 from rpcmp.job.server_pool import connected, forks_for
-from rpcmp.pipelining.calibration import MeasuredSteps
 from rpcmp.pipelining.chain_estimates import with_hosts
 from rpcmp.pipelining.plan import Connection, Constraints, Pair, Plan, PlanHost
 from rpcmp.pipelining.planner import Planner
 from rpcmp.process.fork_client import Forks
 from rpcmp.server.client import StageClient
+from rpcmp.tools.plan_rehearsals import rehearse_best
 from rpcmp.v1 import doctor_pb2
 
 PLACES = frozenset({"name", "addresses", "replicas", "shares", "memory"})
 """Keys of a stage that a plan sets, or that mean nothing to another host."""
-
-MOST_REHEARSALS, MOST_AGAIN = 5, 3
-"""Plans that are rehearsed, and second rehearsals of those among the best two by then."""
-
-REHEARSING_SECONDS = 240.0
-"""The time after which no other rehearsal begins."""
-
-STEPS = 6
-"""Steps of a rehearsal that count, at least."""
-
-LONGEST_REHEARSED = 10.0
-"""Seconds of the longest step that is rehearsed."""
 
 PROBE_SECONDS = 0.1
 """How long each link is used in each direction, at least."""
@@ -155,64 +135,9 @@ async def plan(config: Config, addresses: Sequence[str], wishes: Wishes) -> Plan
         constraints = Constraints(frozenset(wishes.use), wishes.budgets)
         planner = Planner(config, settings, hosts, links, constraints)
         notes = list(_notes(addresses, machines))
-        if reason := await _rehearse(planner, forks):
+        if reason := await rehearse_best(planner, forks):
             notes.append(f"not all of these plans were tried, only predicted: {reason}")
     return Planned(config, settings, hosts, links, planner.plans(), notes)
-
-
-async def _rehearse(planner: Planner, forks: Forks) -> str:
-    """Train some steps of the best plans; returns why not of all, if so."""
-    ends = time.monotonic() + REHEARSING_SECONDS
-    try:
-        reason = await _rehearse_new(planner, forks, ends)
-    except NonFiniteLossError as error:  # the run may be shorter, and has its schedulers
-        return f"some steps were rehearsed, and {one_line(error)}"
-    with contextlib.suppress(RpcmpError):  # what the first rehearsals have shown stands
-        await _rehearse_again(planner, forks, ends)
-    if reason or planner.to_rehearse() is None:
-        return reason
-    return "each one that was tried has shown others that may be faster"
-
-
-async def _rehearse_new(planner: Planner, forks: Forks, ends: float) -> str:
-    """Rehearse plans that were not yet, the best one first; returns why not all, if so.
-
-    Raises:
-        NonFiniteLossError: the loss diverges in these steps.
-    """
-    reason = ""
-    for _ in range(MOST_REHEARSALS):
-        if (found := planner.to_rehearse()) is None:
-            return reason
-        job, timed = found
-        if timed.step_s > LONGEST_REHEARSED:
-            return f"a step would take about {timed.step_s:,.0f} s"
-        if time.monotonic() > ends:
-            return f"those that were took {REHEARSING_SECONDS:g} s"
-        try:
-            planner.learn(timed, await _trained(job, forks))
-        except NonFiniteLossError:
-            raise
-        except RpcmpError as error:  # such as too little memory
-            reason = (
-                f"some steps of {list(timed.chain.balance)} were rehearsed, and {one_line(error)}"
-            )
-            planner.give_up(timed)
-    return reason
-
-
-async def _rehearse_again(planner: Planner, forks: Forks, ends: float) -> None:
-    """Rehearse the best two plans once more, if either may be the faster one."""
-    for _ in range(MOST_AGAIN):
-        found = planner.to_rehearse_again()
-        if found is None or time.monotonic() > ends:
-            return
-        job, timed = found
-        planner.learn(timed, await _trained(job, forks))
-
-
-async def _trained(job: Config, forks: Forks) -> MeasuredSteps:
-    return await rehearse(job, job.addresses, forks, LONGEST_REHEARSED, STEPS)
 
 
 def stage_settings(config: Config) -> StageConfig:

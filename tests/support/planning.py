@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rpcmp.config.job_sections import StageConfig
 from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
 from rpcmp.pipelining.calibration import MeasuredSteps
 from rpcmp.pipelining.partition import HostProfile, LayerProfile, bounds
-from rpcmp.pipelining.plan import PlanHost
+from rpcmp.pipelining.plan import Connection, Constraints, Plan, PlanHost
 from rpcmp.pipelining.planner import Planner, Timed
 from tests.support import profiles
 
@@ -35,6 +36,21 @@ def layer(seconds: float, *, kept: int = 0, held: int = 0, received: int = 0) ->
 
 def profile(layers: Sequence[LayerProfile], base: int = 0) -> HostProfile:
     return HostProfile(layers=list(layers), base_bytes=base, available_bytes=None)
+
+
+def plans(
+    given: list[PlanHost],
+    links: dict[tuple[str, str], Connection] | None = None,
+    constraints: Constraints | None = None,
+    **keys: Any,
+) -> list[Plan]:
+    """Return the plans of `planned_job`, with what is not given as it is there."""
+    return Planner(planned_job(**keys), StageConfig(), given, links or {}, constraints).plans()
+
+
+def served_by(plan: Plan) -> list[str]:
+    """Return the addresses of a plan's stages, in order."""
+    return [stage.address for stage in plan.stages]
 
 
 def trained_on(truth: Planner, timed: Timed) -> MeasuredSteps:

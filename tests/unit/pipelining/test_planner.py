@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -15,24 +14,19 @@ from rpcmp.errors import ConfigError
 from rpcmp.pipelining import chain_estimates
 from rpcmp.pipelining.calibration import MeasuredSteps
 from rpcmp.pipelining.chain_cuts import Chain
-from rpcmp.pipelining.plan import Connection, Constraints, Plan, PlanHost
-from rpcmp.pipelining.planner import Planner
-from tests.support.planning import hosts, layer, planned_job, profile, trained_on
+from rpcmp.pipelining.plan import Connection
+from rpcmp.pipelining.planner import Planner, Timed
+from tests.support.planning import (
+    hosts,
+    layer,
+    planned_job,
+    plans,
+    profile,
+    served_by,
+    trained_on,
+)
 
 MB = 10**6
-
-
-def plans(
-    given: list[PlanHost],
-    links: dict[tuple[str, str], Connection] | None = None,
-    constraints: Constraints | None = None,
-    **keys: Any,
-) -> list[Plan]:
-    return Planner(planned_job(**keys), StageConfig(), given, links or {}, constraints).plans()
-
-
-def served_by(plan: Plan) -> list[str]:
-    return [stage.address for stage in plan.stages]
 
 
 def both_ways(one: str, other: str, way: Connection) -> dict[tuple[str, str], Connection]:
@@ -132,9 +126,9 @@ def test_messages_that_cost_more_than_they_bring_are_not_sent() -> None:
     made = Planner(planned_job(), StageConfig(), hosts(0.01, 0.01), links)
     assert len(made.plans()[0].stages) == 2
     assert not made.plans()[0].is_rehearsed
-    rehearsal = made.to_rehearse()
-    assert rehearsal is not None
-    job, timed = rehearsal
+    timed = made.to_rehearse()
+    assert timed is not None
+    job = made.job(timed)
     assert job.addresses == served_by(made.plans()[0])
     assert job.options == timed.options
     busy = {name: {"F": 0.08, "B": 0.04, "W": 0.04} for name in ("stage0", "stage1")}
@@ -156,9 +150,9 @@ def test_plans_are_rehearsed_until_those_that_are_left_have_been() -> None:
         for first in (0.01, 0.03)
     )
     tried = list[list[str]]()
-    while (rehearsal := made.to_rehearse()) is not None:
-        tried.append(rehearsal[0].addresses)
-        made.learn(rehearsal[1], trained_on(truth, rehearsal[1]))
+    while (timed := made.to_rehearse()) is not None:
+        tried.append(made.job(timed).addresses)
+        made.learn(timed, trained_on(truth, timed))
         assert len(tried) < 6
     assert "host0:1" in tried[0]
     found, best = made.plans(), truth.plans()[0]
@@ -171,16 +165,16 @@ def test_the_best_two_are_rehearsed_again_if_one_may_have_been_lucky() -> None:
     made, truth = (
         Planner(planned_job(), StageConfig(), hosts(0.01, 0.02, 0.04), {}) for _ in range(2)
     )
-    while (rehearsal := made.to_rehearse()) is not None:
-        measured = trained_on(truth, rehearsal[1])
-        if len(rehearsal[0].addresses) == 2:
+    while (timed := made.to_rehearse()) is not None:
+        measured = trained_on(truth, timed)
+        if len(timed.chain.hosts) == 2:
             measured = measured._replace(step_s=0.85 * measured.step_s)
-        made.learn(rehearsal[1], measured)
+        made.learn(timed, measured)
     assert [len(plan.stages) for plan in made.plans()] == [2, 3, 1]
     again = list[int]()
-    while (rehearsal := made.to_rehearse_again()) is not None:
-        again.append(len(rehearsal[0].addresses))
-        made.learn(rehearsal[1], trained_on(truth, rehearsal[1]))
+    while (timed := made.to_rehearse_again()) is not None:
+        again.append(len(timed.chain.hosts))
+        made.learn(timed, trained_on(truth, timed))
         assert len(again) < 6
     assert again == [2, 3]
     found = made.plans()
@@ -190,17 +184,16 @@ def test_the_best_two_are_rehearsed_again_if_one_may_have_been_lucky() -> None:
 
 def test_plans_that_clearly_differ_are_not_rehearsed_again() -> None:
     made = Planner(planned_job(), StageConfig(), hosts(0.01, 0.01), {})
-    while (rehearsal := made.to_rehearse()) is not None:
-        made.learn(rehearsal[1], trained_on(made, rehearsal[1]))
+    while (timed := made.to_rehearse()) is not None:
+        made.learn(timed, trained_on(made, timed))
     assert made.to_rehearse_again() is None
 
 
 def test_a_plan_that_was_rehearsed_gives_way_to_what_is_clearly_faster() -> None:
     """Its own hosts are as fast as they were taken to be, and other cuts are alike."""
     made = Planner(planned_job(), StageConfig(), hosts(0.01, 0.01), {})
-    rehearsal = made.to_rehearse()
-    assert rehearsal is not None
-    job, timed = rehearsal
+    timed = made.to_rehearse()
+    assert timed is not None
     first, second = ({"F": 0.04 * n} for n in timed.chain.balance)
     made.learn(timed, MeasuredSteps(timed.step_s, 0.0, {"stage0": first, "stage1": second}))
     assert made.plans()[0].balance == [4, 4]
@@ -208,18 +201,16 @@ def test_a_plan_that_was_rehearsed_gives_way_to_what_is_clearly_faster() -> None
     made.learn(timed, MeasuredSteps(2.5 * timed.step_s, 0.0, {"stage0": first, "stage1": second}))
     again = made.to_rehearse()
     assert again is not None
-    assert set(again[0].addresses) == set(job.addresses)
-    assert sorted(again[1].chain.balance) == [2, 6]
+    assert set(again.chain.hosts) == set(timed.chain.hosts)
+    assert sorted(again.chain.balance) == [2, 6]
 
 
 def test_a_host_is_as_slow_as_in_its_steps_and_others_as_those_of_the_chain() -> None:
     made = Planner(planned_job(), StageConfig(), hosts(0.01, 0.01, 0.01), {})
-    known = made.estimates
     options = ScheduleOptions.of(planned_job())
     chain = Chain((1, 0), (4, 4), 0)
     seconds = {"stage0": {"F": 0.02 * 4 * 4}, "stage1": {"F": 0.01 * 4 * 4}}
-    known.learn(chain, options, MeasuredSteps(1.0, 0.0, seconds))
-    made._use(known.hosts)
+    made.learn(Timed(1.0, options, chain), MeasuredSteps(1.0, 0.0, seconds))
     first, second = "host1:1", "host0:1"
     slowness = {
         stage.address: stage.busy_s / (0.01 * 4 * count)
@@ -231,9 +222,9 @@ def test_a_host_is_as_slow_as_in_its_steps_and_others_as_those_of_the_chain() ->
 
 def test_more_hosts_do_not_help_where_loading_takes_longer() -> None:
     made = Planner(planned_job(), StageConfig(), hosts(*[0.01] * 4), {})
-    rehearsal = made.to_rehearse()
-    assert rehearsal is not None
-    job, timed = rehearsal
+    timed = made.to_rehearse()
+    assert timed is not None
+    job = made.job(timed)
     busy = {name: {"F": 0.01, "B": 0.01} for name in job.stage_names}
     made.learn(timed, MeasuredSteps(2.0, 0.9, busy))
     best = made.plans()[0]
@@ -242,117 +233,33 @@ def test_more_hosts_do_not_help_where_loading_takes_longer() -> None:
 
 def test_a_plan_that_failed_is_last_even_with_fewer_stages() -> None:
     made = Planner(planned_job(), StageConfig(), hosts(*[0.01] * 4), {})
-    rehearsal = made.to_rehearse()
-    assert rehearsal is not None
-    busy = {name: {"F": 0.01, "B": 0.01} for name in rehearsal[0].stage_names}
-    made.learn(rehearsal[1], MeasuredSteps(2.0, 0.9, busy))  # loading is all that takes time
+    timed = made.to_rehearse()
+    assert timed is not None
+    job = made.job(timed)
+    busy = {name: {"F": 0.01, "B": 0.01} for name in job.stage_names}
+    made.learn(timed, MeasuredSteps(2.0, 0.9, busy))  # loading is all that takes time
     assert len(made.plans()[0].stages) == 1
     while (other := made.to_rehearse()) is not None:
-        made.give_up(other[1])
-    assert served_by(made.plans()[0]) == rehearsal[0].addresses
+        made.give_up(other)
+    assert served_by(made.plans()[0]) == job.addresses
 
 
 def test_one_host_is_rehearsed_as_well() -> None:
     alone = Planner(planned_job(), StageConfig(), hosts(1), {})
-    rehearsal = alone.to_rehearse()
-    assert rehearsal is not None
-    alone.learn(rehearsal[1], MeasuredSteps(9.0, 0.0, {"stage0": {"F": 8.0, "B": 0.5}}))
+    timed = alone.to_rehearse()
+    assert timed is not None
+    alone.learn(timed, MeasuredSteps(9.0, 0.0, {"stage0": {"F": 8.0, "B": 0.5}}))
     assert alone.to_rehearse() is None
     (only,) = alone.plans()
     assert (only.step_s, only.stages[0].busy_s) == (9.0, 8.5)
 
 
-def test_more_hosts_than_layers_cannot_all_take_part() -> None:
-    given = hosts(*[1] * 9)
-    required = Constraints(frozenset(host.address for host in given), {})
-    with pytest.raises(ConfigError, match="9 hosts have to take part, but the model has 8 layers"):
-        plans(given, None, required)
-
-
-def test_a_spare_keeps_to_the_budgets_too() -> None:
-    pairs = [frozenset((f"host{i}:1", "host2:1")) for i in (0, 1)]
-    given = [PlanHost(f"host{i}:1", profile([layer(1, received=MB)] * 8)) for i in range(3)]
-    best = plans(given, None, Constraints(frozenset(), dict.fromkeys(pairs, 1)))[0]
-    assert served_by(best) == ["host0:1", "host1:1"]
-    assert [loss.spare for loss in best.losses] == [None, None]
-    assert best.spares == []
-
-
-def test_a_budget_forbids_the_cuts_that_would_exceed_it() -> None:
-    sizes = [MB] * 3 + [1000] + [MB] * 4
-    given = [
-        PlanHost(f"host{i}:1", profile([layer(1, received=size) for size in sizes]))
-        for i in range(2)
-    ]
-    budgets = {frozenset(("host0:1", "host1:1")): 2 * 4 * 1000}
-    required = frozenset(("host0:1", "host1:1"))
-    best = plans(given, None, Constraints(required, budgets))[0]
-    assert best.balance == [3, 5]
-    budgets = dict.fromkeys(budgets, 100)
-    with pytest.raises(ConfigError, match="no plan keeps to the budgets of the links"):
-        plans(given, None, Constraints(required, budgets))
-    assert len(plans(given, None, Constraints(frozenset(), budgets))[0].stages) == 1
-
-
-def test_a_required_host_takes_part_in_every_plan() -> None:
-    found = plans(hosts(1, 1, 9), None, Constraints(frozenset(("host2:1",))))
-    assert all("host2:1" in served_by(plan) for plan in found)
-
-
-def test_a_model_that_fits_no_host_is_cut_by_memory() -> None:
-    given = hosts(1, 9, limit=600, kept=100)  # of 8 layers
-    best = plans(given)[0]
-    layers = dict(zip(served_by(best), best.balance, strict=True))
-    assert layers == {"host0:1": 6, "host1:1": 2}
-    assert [stage.memory_bytes for stage in best.stages] == [100 * n for n in best.balance]
-
-
-def test_hosts_that_are_too_small_in_any_plan_are_told_by_how_much() -> None:
-    with pytest.raises(ConfigError) as raised:
-        plans(hosts(1, 1, limit=300, kept=100))
-    assert re.search(
-        r"each would need 100 B more\. .* balance = \[4, 4\], host\d:1 needs 400 B for layers "
-        r"\d to \d and may have 300 B",
-        str(raised.value),
-    )
-
-
-def test_a_lost_host_costs_what_its_spare_is_slower_or_a_new_plan() -> None:
-    with_spare, *_ = plans(hosts(1, 1, 2, layers=2), num_microbatches=4)
-    assert served_by(with_spare) in (["host0:1", "host1:1"], ["host1:1", "host0:1"])
-    assert with_spare.spares == ["host2:1"]
-    assert [loss.spare for loss in with_spare.losses] == ["host2:1"] * 2
-    assert [loss.step_s for loss in with_spare.losses] == [8, 9]  # the last one fills first
-    alone, *_ = plans(hosts(1, 1, layers=2), num_microbatches=4)
-    assert [(loss.spare, loss.step_s) for loss in alone.losses] == [(None, 8), (None, 8)]
-    small, *_ = plans(hosts(1, 1, layers=2, limit=100, kept=100))
-    assert [(loss.spare, loss.step_s) for loss in small.losses] == [(None, None)] * 2
-
-
-def test_a_host_too_small_for_any_stage_is_no_spare() -> None:
-    given = [
-        *hosts(1, 1, layers=2, kept=100),
-        PlanHost("tiny:1", profile([layer(1, kept=100)] * 2), 99),
-    ]
-    best = plans(given)[0]
-    assert (best.spares, best.unused) == ([], ["tiny:1"])
-
-
-def test_options_that_are_open_are_chosen_among_those_that_fit() -> None:
-    open_: dict[str, Any] = {"schedule": "auto", "max_in_flight": "auto"}
-    roomy = plans(hosts(1, 1, held=100), **open_)[0]
-    assert roomy.options.schedule == "zero-bubble"
-    tight = plans(hosts(1, 1, held=100, limit=800), **open_)[0]
-    assert tight.options.schedule == "1f1b"  # the first stage holds two micro-batches
-    assert roomy.step_s < tight.step_s
-
-
 def test_a_stage_that_takes_long_with_few_layers_is_not_taken_for_a_slow_host() -> None:
     """Each stage takes as long as one layer besides its own, which take as long as alone."""
     made = Planner(planned_job(), StageConfig(), hosts(0.01, 0.03), {})
-    rehearsal = made.to_rehearse()
-    assert rehearsal is not None
-    job, timed = rehearsal
+    timed = made.to_rehearse()
+    assert timed is not None
+    job = made.job(timed)
     seconds = [0.01 if address == "host0:1" else 0.03 for address in job.addresses]
     parts = zip(job.stage_names, seconds, timed.chain.balance, strict=True)
     busy = {name: {"F": 4 * (1 + count) * each} for name, each, count in parts}
