@@ -99,7 +99,8 @@ class TrainingProgress:
         evaluated_after: the step before the last evaluation; 0: there was none.
         scaler: state of the loss scaler; None: the loss is not scaled.
         stream: the Position of a `data.train` that is a stream, as text.
-        options: the fastest ScheduleOptions so far, as plain data, and those that are being tried.
+        options: the fastest ScheduleOptions so far, as plain data, and those that are on trial, or
+            were when a group was lost.
     """
 
     step: int = 0

@@ -2,32 +2,34 @@
 
     first     a block of steps under the options that the run starts with
     search    a simulation with the times measured there ranks the others, and the most promising
-              one is tried: a block of steps and, if they were faster, one of each of both again
+              one is tried: it and the best so far have turns, a block of steps each, until it is
+              clear which is faster, or some turns are over
     then      the best is kept, until steps take longer or shorter than they did: another search
 
 No option changes a bit (see rpcmp.pipelining.schedule), so trying costs time alone: of some blocks
-that are slower, and of a pipeline that drains before each change. What is predicted to be slower is
-not tried, nor what would not pay for its trial in the steps that are left, nor what needs memory
-that is not there. After a fault, options that were just being tried are not tried again, and the
-search begins later each time: what it tries may be why.
+that are slower, and of a pipeline that drains before each change. What is predicted to be slower by
+more than predictions err is not tried, nor what would not pay for its trial, and for those that
+have failed, in the steps that are left, nor what needs memory that is not there. After a fault,
+options that were just being tried are not tried again, and the search begins later each time: what
+it tries may be why.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, NamedTuple
+import math
+import statistics
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.config.schema import Config
 from rpcmp.driver.progress import TrainingProgress
 from rpcmp.driver.stage_group import StageGroup
+from rpcmp.driver.trial_memory import TrialMemory
 from rpcmp.observability.events import Event, ScheduleEvent, StepEvent
-from rpcmp.pipelining import cost_model
 from rpcmp.pipelining.calibration import Calibration, MeasuredSteps, summarize
 from rpcmp.pipelining.setting_grid import SETTLE_STEPS
-from rpcmp.worker.stage import Stage
 
 WARM_STEPS = 2
 """First steps of a group, which touch memory and code for the first time."""
@@ -40,9 +42,20 @@ MOST_STEPS = 8
 FASTER = 0.97
 """What a step must take at most, in times of the best so far, to be called faster."""
 
-PAYS_BACK = 10.0
-"""Steps' worth of time that options must be predicted to save in the rest of the run: their trial
-may cost as much."""
+NOISE = 0.1
+"""How much the times of two blocks differ for other reasons, as a rule."""
+
+FEWEST_TURNS, MOST_TURNS, STEPS_PER_TURN = 2, 4, 100
+"""Blocks that options need in a trial to be called faster, and that they have at most, if it is not
+clear earlier: one for so many steps that are left."""
+
+UNSURE = 1.05
+"""What a step may be predicted to take, in times of the best so far, to be tried where a trial
+costs nothing: predictions are off by as much. After a fault it is FASTER."""
+
+TRIAL_STEPS = 6.0
+"""What a trial costs at most, in steps' worth of time, and one more for each that has failed: by so
+much in the rest of the run the prediction must be below that limit."""
 
 MOST_TRIED = 6
 """Options that a search tries."""
@@ -59,25 +72,6 @@ takes so long is not the schedule."""
 
 MOST_DELAYS = 12
 """How often the first search may be delayed to twice as late."""
-
-MEMORY_SHARE = 0.25
-"""The part of a device's free memory that other options may take in all."""
-
-
-class Memory(NamedTuple):
-    """The memory of one worker.
-
-    Attributes:
-        place: equal for workers that share it.
-        most: bytes of the worker so far, at its peak.
-        used: those of them that it has taken since it was built.
-        free: bytes that nobody uses; None: unknown.
-    """
-
-    place: str
-    most: int
-    used: int
-    free: int | None
 
 
 class SelfTuning:
@@ -107,19 +101,18 @@ class SelfTuning:
     ) -> None:
         self._config, self._group, self._report = config, group, report
         self._total, self._step = total, before.step
-        self._workers = {worker.label: worker for worker in config.workers}
-        self._free: dict[str, int] = {}  # the least so far, by place
         self._samples = 0
         self._steps: list[StepEvent] = []
         self._counts_after = before.step + WARM_STEPS
         self._measured: dict[ScheduleOptions, float] = {}
-        fastest, in_trial = before.options[:1], before.options[1:]
-        others = (one for one in options if one.model_dump() not in in_trial)
+        fastest, self._avoided = before.options[:1], before.options[1:]
+        others = (one for one in options if one.model_dump() not in self._avoided)
         self._options = [config.options, *others]
         known = (one for one in self._options if [one.model_dump()] == fastest)
         self._best = self.current = next(known, self._options[0])
+        self._on_trial: ScheduleOptions | None = None
         self._restarts = restarts
-        self._held = [cost_model.held(self._under(self.current))]
+        self._memory = TrialMemory(group, self._under(self.current))
         if self.current != config.options:
             group.reschedule(self.current.on(config))
         self._course = self._run()
@@ -128,8 +121,8 @@ class SelfTuning:
     @property
     def known(self) -> list[dict[str, Any]]:
         """What the next group of the run has to know; see `TrainingProgress.options`."""
-        in_trial = [self._wanted] if self._wanted != self._best else []
-        return [options.model_dump() for options in (self._best, *in_trial)]
+        best, *others = dict.fromkeys((self._best, self.current, self._on_trial or self._best))
+        return [best.model_dump(), *(one.model_dump() for one in others), *self._avoided]
 
     @property
     def is_changing(self) -> bool:
@@ -139,7 +132,7 @@ class SelfTuning:
     def change(self, next_step: int) -> None:
         """Change the group's options before step `next_step`."""
         self.current = self._wanted
-        self._held.append(cost_model.held(self._under(self.current)))
+        self._memory.use(self._under(self.current))
         self._group.reschedule(self.current.on(self._config))
         self.has_drained(next_step - 1)
 
@@ -189,36 +182,63 @@ class SelfTuning:
     def _search(self, block: MeasuredSteps) -> Generator[ScheduleOptions, MeasuredSteps, None]:
         measured = self._measured = {self._best: block.step_s}
         predict = _predictor(self._under, self._best, block)
+        failed = 0
         while len(measured) <= MOST_TRIED:
             untried = [one for one in self._options if one not in measured]
-            candidate = self._most_promising(untried, predict, block)
+            candidate = self._most_promising(untried, predict, block, failed)
             if candidate is None:
                 return
-            first = yield candidate
-            measured[candidate] = first.step_s
-            if first.step_s >= FASTER * block.step_s:
-                continue
-            block = yield self._best
-            second = yield candidate
-            measured |= {self._best: block.step_s, candidate: second.step_s}
-            if second.step_s < FASTER * block.step_s:
-                self._best, block = candidate, second
+            self._on_trial = candidate
+            ratio, block, other = yield from self._trial(candidate, block)
+            self._on_trial = None
+            if ratio < FASTER:
+                self._best, block = candidate, other
                 predict = _predictor(self._under, self._best, block)
+            else:
+                failed += 1
+
+    def _trial(
+        self, candidate: ScheduleOptions, block: MeasuredSteps
+    ) -> Generator[ScheduleOptions, MeasuredSteps, tuple[float, MeasuredSteps, MeasuredSteps]]:
+        """Let options and the best so far have turns, until it is clear which are faster.
+
+        Args:
+            block: the last steps under the best so far.
+
+        Returns:
+            What a step takes in times of the best so far; the last steps under these, and under
+            `candidate`.
+        """
+        most = max(FEWEST_TURNS, min(MOST_TURNS, (self._total - self._step) // STEPS_PER_TURN))
+        ratios = list[float]()
+        while True:
+            other = yield candidate
+            ratios.append(other.step_s / block.step_s)
+            ratio, count = statistics.mean(ratios), len(ratios)
+            self._measured |= {self._best: block.step_s, candidate: ratio * block.step_s}
+            is_clear = abs(ratio - FASTER) > NOISE / math.sqrt(count)
+            may_be_faster = ratio < FASTER and count < FEWEST_TURNS
+            if count == most or (is_clear and not may_be_faster):
+                return ratio, block, other
+            block = yield self._best
 
     def _most_promising(
         self,
         untried: Sequence[ScheduleOptions],
         predict: Callable[[ScheduleOptions], float],
         block: MeasuredSteps,
+        failed: int,
     ) -> ScheduleOptions | None:
         """Return the fastest options by prediction; None if trying them is not worth it."""
         left = self._total - self._step
-        if not untried or left < PAYS_BACK or block.data_share > MOST_WAITING:
+        if not untried or left <= 0 or block.data_share > MOST_WAITING:
             return None
-        limit = min(FASTER, 1.0 - PAYS_BACK / left) * block.step_s
+        most = FASTER if self._restarts else UNSURE
+        limit = (most - (1 + failed) * TRIAL_STEPS / left) * block.step_s
         ranked = sorted((one for one in untried if predict(one) < limit), key=predict)
-        memory = self._memory() if ranked else {}
-        return next((one for one in ranked if self._fits(one, memory)), None)
+        if ranked:
+            self._memory.measure()
+        return next((one for one in ranked if self._memory.fits(self._under(one))), None)
 
     def _watch(self, patience: int) -> Generator[ScheduleOptions, MeasuredSteps, MeasuredSteps]:
         """Wait until steps take another time than after the last search; return the last block."""
@@ -235,37 +255,6 @@ class SelfTuning:
         """Return the job under these options, with the micro-batches of its full mini-batches."""
         count = self._group.num_full_microbatches
         return options.on(self._config).model_copy(update={"num_microbatches": count})
-
-    def _memory(self) -> dict[str, Memory]:
-        """Return the memory of each worker, by label."""
-        taken = self._group.workers.everywhere(Stage.memory)
-        free = self._group.workers.everywhere(Stage.free_memory)
-        return {
-            label: Memory(place, taken[label]["peak"], taken[label]["peak"] - idle, bytes_left)
-            for label, (place, bytes_left) in free.items()
-            for idle in [taken[label]["idle"]]
-        }
-
-    def _fits(self, options: ScheduleOptions, memory: Mapping[str, Memory]) -> bool:
-        """Return whether every worker may hold as many micro-batches as the options let it.
-
-        All that a worker has taken since it was built counts as their activations.
-        """
-        held = cost_model.held(self._under(options))
-        more: defaultdict[str, float] = defaultdict(float)  # than the group has started with
-        for label, own in memory.items():
-            stage = self._workers[label].stage
-            before = max(each[stage] for each in self._held)
-            per_microbatch = own.used / before
-            limit = self._config.stage(self._workers[label].stage_index).memory_bytes
-            extra = per_microbatch * max(0, held[stage] - before)
-            if limit is not None and extra and own.most + extra > limit:
-                return False
-            more[own.place] += per_microbatch * max(0, held[stage] - self._held[0][stage])
-        for own in memory.values():
-            free = own.free or 0
-            self._free[own.place] = min(self._free.get(own.place, free), free)
-        return all(extra <= MEMORY_SHARE * self._free[place] for place, extra in more.items())
 
 
 def _predictor(

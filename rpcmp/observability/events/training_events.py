@@ -99,7 +99,8 @@ class ScheduleEvent(Event):
         max_in_flight: micro-batches of which a stage may hold activations; missing: as many as the
             schedule needs
         microbatches_per_message: micro-batches in one message
-        measured: median seconds of a step under all that were tried, in words
+        measured: seconds of a step under all that were tried, in words; what was in turn with the
+            fastest by then counts by its ratio to that
     """
 
     step: int

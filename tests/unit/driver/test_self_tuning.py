@@ -11,7 +11,7 @@ import pytest
 from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.config.schema import Config
 from rpcmp.driver.progress import TrainingProgress
-from rpcmp.driver.self_tuning import MOST_TRIED, SelfTuning, _predictor
+from rpcmp.driver.self_tuning import FASTER, MOST_TRIED, UNSURE, SelfTuning, _predictor
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.observability.events import Event, ScheduleEvent, StepEvent
 from rpcmp.pipelining import cost_model
@@ -35,7 +35,6 @@ class Machine:
         start: what an earlier group has found, and what it was trying.
         restarts: groups lost before.
         data_share: share of a step in which the driver waits for samples.
-        idle: bytes of a worker before its first step.
         used: options of each step so far.
         changes: options that the group was told to change to.
         found: what the searches have found.
@@ -49,7 +48,6 @@ class Machine:
     start: list[ScheduleOptions] = field(default_factory=list)
     restarts: int = 0
     data_share: float = 0.0
-    idle: int = 1 << 20
     changes: list[ScheduleOptions] = field(default_factory=list)
     used: list[ScheduleOptions] = field(default_factory=list)
     found: list[ScheduleEvent] = field(default_factory=list)
@@ -74,7 +72,7 @@ class Machine:
         return {worker.label: answer for worker in self.config.workers}
 
     def memory(self) -> dict[str, int]:
-        return {"idle": self.idle, "peak": self.idle + (1 << 20)}
+        return {"idle": 1 << 20, "peak": 2 << 20}
 
     def free_memory(self) -> tuple[str, int | None]:
         return "here", self.free
@@ -162,7 +160,7 @@ def test_the_fastest_options_are_found(stages: int, message_s: float) -> None:
     assert machine.used[0] == config.options
     (found,) = machine.found
     assert found.chosen == chosen.without_count
-    assert found.measured[found.chosen] == min(found.measured.values())
+    assert found.measured[found.chosen] <= min(found.measured.values()) / FASTER
     assert len(found.measured) <= 1 + MOST_TRIED
 
 
@@ -175,6 +173,55 @@ def test_what_is_slower_than_predicted_is_left_after_one_block() -> None:
     (found,) = machine.found
     assert found.chosen == "1f1b"
     assert sum(options != own for options in machine.used) <= 4 * len(found.measured)
+
+
+def test_the_shorter_a_run_and_the_more_has_failed_the_less_is_tried() -> None:
+    config = chain(num_microbatches=8)
+    own = config.options
+
+    def tried(total: int) -> int:
+        def slow(options: ScheduleOptions) -> float:
+            return 0.0 if options == own else 1.0
+
+        machine = Machine(config, total=total, message_s=1 * MS, slow=slow)
+        machine.run(total)
+        return sum(len(found.measured) - 1 for found in machine.found)
+
+    assert [tried(total) for total in (12, 60, 500)] == [0, 2, MOST_TRIED]
+
+
+def test_what_is_predicted_to_be_a_bit_slower_is_tried_if_many_steps_are_left() -> None:
+    config = chain(schedule="1f1b", num_microbatches=16)
+    usual = Machine(config).seconds
+    own, wanted, *_ = options_to_try(config)
+    assert FASTER < usual(wanted) / usual(own) < UNSURE
+
+    def chosen(total: int) -> ScheduleOptions:
+        def slow(options: ScheduleOptions) -> float:
+            return 0.9 * usual(own) - usual(wanted) if options == wanted else 0.0
+
+        return Machine(config, total=total, slow=slow).run(total)
+
+    assert [chosen(total) for total in (60, 1000)] == [own, wanted]
+
+
+@pytest.mark.parametrize(("is_own_unlucky", "truth"), [(False, 0.8), (True, 1.08)])
+def test_one_block_of_bad_luck_does_not_decide(is_own_unlucky: bool, truth: float) -> None:
+    """The first block of what is tried takes a quarter longer, or the one that it is next to."""
+    config = chain(num_microbatches=4)
+    own = config.options
+    seen: list[ScheduleOptions] = []
+
+    class Noisy(Machine):
+        def seconds(self, options: ScheduleOptions) -> float:
+            seen.append(options)
+            is_first = seen.count(options) <= 6 and is_own_unlucky == (options == own)
+            seconds = super().seconds(own) * (1.0 if options == own else truth)
+            return 1.25 * seconds if is_first else seconds
+
+    machine = Noisy(config)
+    assert (machine.run(500) == own) == (truth > 1)
+    assert set(machine.used) > {own}
 
 
 @pytest.mark.parametrize(
@@ -200,19 +247,7 @@ def test_memory_that_is_not_there_is_not_used(free: int | None) -> None:
         assert all(more[stage] <= held[stage] for stage in held)
 
 
-def test_the_limit_of_a_stage_counts() -> None:
-    config = chain(stages=[{"memory": "102 MiB"}, {"memory": "102 MiB"}])
-    held = cost_model.held(config)
-    tight = Machine(config, message_s=5 * MS, idle=101 << 20)
-    tight.run(300)
-    for options in set(tight.used):
-        more = cost_model.held(options.on(config))
-        assert all(more[stage] <= held[stage] for stage in held)
-    roomy = Machine(config, message_s=5 * MS, idle=1 << 20)
-    assert roomy.run(300) not in tight.used
-
-
-def test_what_one_trial_has_taken_counts_for_the_next() -> None:
+def test_all_trials_together_keep_to_a_part_of_the_free_memory() -> None:
     """A worker takes 1 MiB for each micro-batch that it may hold, of 64 MiB."""
     config = chain(num_microbatches=16)
 
@@ -252,6 +287,20 @@ def test_what_was_tried_when_the_group_was_lost_is_not_tried_again() -> None:
     again = Machine(config, message_s=1 * MS, start=[config.options, candidate])
     again.run(300)
     assert candidate not in again.used
+    assert candidate.model_dump() in again.tuning.known  # nor by the group after that
+
+
+def test_options_are_on_trial_until_the_group_has_changed_back() -> None:
+    """A fault may come from them while the best has its turn, or while the pipeline drains."""
+    machine = Machine(chain(num_microbatches=4), slow=lambda options: 0.0)
+    own, seen = machine.config.options, set[tuple[bool, int]]()
+    for _ in range(60):
+        before = machine.tuning.current
+        machine.run(1)
+        seen.add((before == own, len(machine.tuning.known)))
+        if before != own:
+            assert before.model_dump() in machine.tuning.known
+    assert (True, 2) in seen  # the best has its turn
 
 
 def test_each_lost_group_delays_the_next_search() -> None:
@@ -295,7 +344,7 @@ def test_steps_of_smaller_mini_batches_do_not_count() -> None:
 def test_a_group_starts_with_what_the_one_before_has_found() -> None:
     config = chain(num_microbatches=8)
     found = Machine(config, message_s=1 * MS).run(300)
-    again = Machine(config, message_s=1 * MS, start=[found])
+    again = Machine(config, message_s=1 * MS, start=[found], restarts=1)
     assert again.run(300) == found
     assert set(again.used) == set(again.changes) == {found}
 
