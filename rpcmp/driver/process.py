@@ -172,8 +172,10 @@ class DriverProcess:
         seconds = order["timeline"]
         sampler = StepSampler(config, group, self._report, seconds) if seconds else None
         tracers = [each for each in (tracer, sampler) if each is not None]
-        progress = TrainingProgress.from_message(order["progress"]) if order["progress"] else None
-        if progress is not None and progress.scaler is not None:
+        progress = TrainingProgress(options=order["options"])
+        if order["progress"]:
+            progress = TrainingProgress.from_message(order["progress"])
+        if progress.scaler is not None:
             group.optimizer.load_scaler(progress.scaler)
         training = self._training = self._make_training(
             *(config, planned, group, tracers, progress, planned.settings),

@@ -1,6 +1,7 @@
 """Find the fastest schedule options while a run trains.
 
-    first     a block of steps under the options that the run starts with
+    first     a block of steps under the options that the run starts with: the config's own, or what
+              is predicted to be the fastest where hosts were measured before
     search    a simulation with the times measured there ranks the others, and the most promising
               one is tried: it and the best so far have turns, a block of steps each, until it is
               clear which is faster, or some turns are over
@@ -113,10 +114,14 @@ class SelfTuning:
         self._on_trial: ScheduleOptions | None = None
         self._restarts = restarts
         self._memory = TrialMemory(group, self._under(self.current))
-        if self.current != config.options:
-            group.reschedule(self.current.on(config))
         self._course = self._run()
         self._wanted = next(self._course)
+
+    def start(self) -> None:
+        """Let the group start with the fastest options that are known, and say so."""
+        if self.current != self._config.options:
+            self._group.reschedule(self.current.on(self._config))
+            self._report_best({})
 
     @property
     def known(self) -> list[dict[str, Any]]:
@@ -160,9 +165,12 @@ class SelfTuning:
         measured, self._measured = self._measured, {}
         if len(measured) > 1:
             words = {options.without_count: seconds for options, seconds in measured.items()}
-            keys = self._best.model_dump(exclude={"num_microbatches"})
-            chosen = self._best.without_count
-            self._report(ScheduleEvent(step=self._step, chosen=chosen, measured=words, **keys))
+            self._report_best(words)
+
+    def _report_best(self, measured: dict[str, float]) -> None:
+        keys = self._best.model_dump(exclude={"num_microbatches"})
+        chosen = self._best.without_count
+        self._report(ScheduleEvent(step=self._step, chosen=chosen, measured=measured, **keys))
 
     def _is_block(self) -> bool:
         count = len(self._steps)

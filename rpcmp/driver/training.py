@@ -128,6 +128,7 @@ class Training:
             evaluate: whether to evaluate as the config says and at the end, and write the report.
         """
         self._evaluates = evaluate
+        self._tuning.start()
         if evaluate and self.progress.step == 0 and (warning := self._evaluator.rehearse()):
             self._report(WarningEvent(text=warning))
         self._resume_after()

@@ -12,10 +12,8 @@ from typing import NamedTuple
 from rpcmp.config.schema import Config
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.pipelining import cost_model
+from rpcmp.pipelining.setting_grid import MEMORY_SHARE
 from rpcmp.worker.stage import Stage
-
-MEMORY_SHARE = 0.25
-"""The part of a device's free memory that other options may take in all."""
 
 
 class WorkerMemory(NamedTuple):

@@ -107,7 +107,7 @@ async def drive(
     own_forks = forks_for(config, connect) if forks is None else contextlib.nullcontext(forks)
     files = {"save_state": save_state, "trace": trace, "last_steps": last_steps}
     paths = {key: str(path.absolute()) if path else "" for key, path in files.items()}
-    order = {"op": "train", "evaluate": evaluate, "timeline": timeline, **paths}
+    order = {"op": "train", "options": [], "evaluate": evaluate, "timeline": timeline, **paths}
     async with own_forks as processes:
         run = TrainingRun(config, connect, report, start, processes)
         task = asyncio.ensure_future(run.train(order))
@@ -215,7 +215,9 @@ class TrainingRun:
         for text in config.warnings:
             self._report(WarningEvent(text=text))
         if forecast is not None:
-            prediction = forecast.predict(with_full_microbatches(config))
+            start = await asyncio.to_thread(forecast.fastest_options, config)
+            order = {**order, "options": [start.model_dump()]}
+            prediction = forecast.predict(with_full_microbatches(start.on(config)))
             self._report(PlanEvent(**asdict(prediction)))
             if forecast.note:
                 self._report(WarningEvent(text=forecast.note))

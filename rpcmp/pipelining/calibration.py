@@ -18,10 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.config.schema import Config
 from rpcmp.pipelining import cost_model
 from rpcmp.pipelining.cost_model import Prediction, times_of, updates_of
 from rpcmp.pipelining.partition import StageHost, bounds, choose_balance
+from rpcmp.pipelining.setting_grid import MEMORY_SHARE, options_to_try
 from rpcmp.pipelining.simulation import ActionTimes
 
 BISECTIONS = 10
@@ -181,13 +183,47 @@ class Forecast:
 
     def predict(self, config: Config) -> Prediction:
         """Predict a step under a job's options; `config`: from `with_full_microbatches`."""
-        known = self.calibration
+        known, hosts = self.calibration, self._hosts_under(config)
         if known is None:
-            return cost_model.predict(config, self.hosts, self.balance)
+            return cost_model.predict(config, hosts, self.balance)
         return cost_model.predict(
-            *(config, self.hosts, self.balance, known.times, known.updates),
+            *(config, hosts, self.balance, known.times, known.updates),
             *(known.message_s, known.loading_s),
         )
+
+    def fastest_options(self, config: Config) -> ScheduleOptions:
+        """Return the options that a run best starts with, of those that it may try and that fit.
+
+        Without measured steps they are its own: what messages cost decides.
+        """
+        own, *others = options_to_try(config)
+        known = self.calibration
+        if known is None:
+            return own
+
+        def under(options: ScheduleOptions) -> Config:
+            count = config.num_full_microbatches
+            return options.on(config).model_copy(update={"num_microbatches": count})
+
+        usual = self._hosts_under(under(own))
+        fitting = [own, *(one for one in others if self._fits(usual, under(one)))]
+        return min(fitting, key=lambda one: known.step_seconds(under(one)))
+
+    def _fits(self, usual: Sequence[StageHost], config: Config) -> bool:
+        """Return whether a job's options leave every host most of what is free there.
+
+        Args:
+            usual: the hosts under the options that are the config's own.
+        """
+        hosts = zip(usual, self._hosts_under(config), bounds(self.balance), strict=True)
+        return all(
+            other.memory(*part) - own.memory(*part) <= MEMORY_SHARE * max(0, -own.overrun(*part))
+            for own, other, part in hosts
+        )
+
+    def _hosts_under(self, config: Config) -> list[StageHost]:
+        held = cost_model.held(config)
+        return [replace(host, held=held[host.stage]) for host in self.hosts]
 
     def corrected(self, config: Config, measured: MeasuredSteps) -> Forecast:
         """Return the forecast that follows from steps of this balance."""

@@ -23,6 +23,9 @@ SETTLE_STEPS = 1
 """Steps after a change before the clock counts: memory of other sizes, new threads, a pipeline that
 was empty."""
 
+MEMORY_SHARE = 0.25
+"""The part of a device's free memory that options other than the config's own may take in all."""
+
 MOST_MICROBATCHES = 128
 MOST_PER_MESSAGE = 16
 

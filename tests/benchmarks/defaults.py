@@ -54,7 +54,7 @@ async def found(config: Config) -> tuple[ScheduleOptions, str]:
         if isinstance(event, ScheduleEvent):
             options = config.options.model_copy(update=event.options)
             tried = (f"{name}: {seconds * 1e3:.1f} ms" for name, seconds in event.measured.items())
-            words = f"by step {event.step} it has tried {'; '.join(tried)}"
+            words = f"by step {event.step} it has tried {'; '.join(tried) or 'nothing'}"
 
     plain = {"ui": None, "checkpoint": None}
     await drive(config.model_copy(update=plain), report, evaluate=False)

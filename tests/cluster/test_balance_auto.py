@@ -111,6 +111,18 @@ def test_digits_trains_and_shows_prediction_and_measurement() -> None:
     assert "measured" in result.out.splitlines()[-2]
 
 
+def test_a_run_starts_under_the_options_that_are_predicted_to_be_the_fastest() -> None:
+    """The first that its search has measured are those that it has started with."""
+    result = rpcmp("drive", EXAMPLES / "digits.toml", "--json", "--set", "model.balance=auto")
+    assert result.code == 0, result.err
+    assert result.event("plan")["is_rehearsed"]
+    start, *found = [event for event in result.events if event["event"] == "schedule"]
+    assert (start["step"], start["measured"]) == (0, {})
+    assert start["chosen"] != "1f1b"  # these layers are tiny, so messages cost most
+    assert all(next(iter(event["measured"])) == start["chosen"] for event in found[:1])
+    assert result.event("summary")["plan"]["measured_step_s"] > 0
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

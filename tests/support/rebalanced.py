@@ -16,7 +16,14 @@ from rpcmp.job.training_run import TrainingRun
 from rpcmp.observability.events import Event, GenerationEvent, StepEvent
 from tests.support.processes import Result
 
-ORDER = {"evaluate": True, "timeline": 0.0, "save_state": "", "trace": "", "last_steps": ""}
+ORDER = {
+    "options": [],
+    "evaluate": True,
+    "timeline": 0.0,
+    "save_state": "",
+    "trace": "",
+    "last_steps": "",
+}
 
 
 def train(

@@ -90,17 +90,18 @@ class StepEvent(Event):
 
 @event_type("schedule")
 class ScheduleEvent(Event):
-    """With options that are `"auto"`: the run has tried others, and goes on with the fastest.
+    """With options that are `"auto"`: the fastest that were tried, or those that it starts with.
 
     Attributes:
         step: the last step before
-        chosen: what it goes on with, in words
+        chosen: what it goes on with, in words; at the start, unless it is the config's own: what is
+            predicted to be the fastest with a measured balance, or was found before a fault
         schedule: the schedule of it
         max_in_flight: micro-batches of which a stage may hold activations; missing: as many as the
             schedule needs
         microbatches_per_message: micro-batches in one message
-        measured: seconds of a step under all that were tried, in words; what was in turn with the
-            fastest by then counts by its ratio to that
+        measured: seconds of a step under all that were tried, in words; what had turns with the
+            fastest by then, by its ratio to that; empty at the start
     """
 
     step: int

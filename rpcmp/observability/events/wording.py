@@ -193,6 +193,8 @@ def describe_loss_scale(event: events.StepEvent) -> str:
 
 
 def _schedule(event: events.ScheduleEvent) -> str:
+    if not event.measured:
+        return f"schedule: starts with {event.chosen}"
     times = {words: f"{words} {_ms(seconds)}" for words, seconds in event.measured.items()}
     kept = times.pop(event.chosen, event.chosen)
     return f"schedule: {kept} a step; tried: {', '.join(times.values())}"

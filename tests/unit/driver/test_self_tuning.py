@@ -62,6 +62,7 @@ class Machine:
             self._add_event,
             self.restarts,
         )
+        self.tuning.start()
 
     @property
     def workers(self) -> Self:

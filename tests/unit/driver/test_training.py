@@ -201,8 +201,14 @@ def test_a_later_generation_goes_on_with_the_options_found() -> None:
     ):
         stages = Tuned(config)
         progress = TrainingProgress(step=1, batch=1, options=found)
-        _training(config, stages, list[Json]().append, threading.Event(), progress, options=options)
-        assert stages.log == first
+        reported = list[Json]()
+        training = _training(
+            config, stages, reported.append, threading.Event(), progress, options=options
+        )
+        training.run(evaluate=False)
+        assert [line for line in stages.log if line.startswith("reschedule")] == first
+        told = [event["chosen"] for event in reported if event["event"] == "schedule"]
+        assert told == [line.removeprefix("reschedule ") for line in first]
 
 
 def test_the_next_step_starts_before_this_one_finishes() -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from rpcmp.config.schema import Config
 from rpcmp.driver.stage_group import StageGroup
-from rpcmp.driver.trial_memory import MEMORY_SHARE, TrialMemory
+from rpcmp.driver.trial_memory import TrialMemory
 from rpcmp.pipelining import cost_model
+from rpcmp.pipelining.setting_grid import MEMORY_SHARE
 from tests.support.settings import chain
 
 MIB = 1 << 20

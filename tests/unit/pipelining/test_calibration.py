@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.config.schema import Config
 from rpcmp.pipelining import cost_model
 from rpcmp.pipelining.calibration import (
@@ -16,6 +17,7 @@ from rpcmp.pipelining.calibration import (
     summarize,
     what_was_wrong,
 )
+from rpcmp.pipelining.setting_grid import MEMORY_SHARE, options_to_try
 from rpcmp.pipelining.simulation import ActionTimes
 from tests.support.profiles import host, layer
 from tests.support.settings import chain
@@ -103,6 +105,36 @@ def test_a_rehearsed_forecast_says_what_was_measured() -> None:
     stage = found.stages["stage1"]
     assert stage.busy_s == pytest.approx(COUNT * 6 * MS + 1 * MS)
     assert stage.messages_s == pytest.approx(2 * COUNT * 2 * MS, rel=0.05)
+
+
+@pytest.mark.parametrize("limit", [None, 10_000, 100_000])
+def test_a_run_starts_with_what_is_predicted_to_be_fastest_and_fits(limit: int | None) -> None:
+    """Each layer holds 1 kB of activations for a micro-batch."""
+    config = chain()
+    layers = [layer(1 * MS, activations=1000, received=0)] * 4
+    hosts = [host(layers, index, num_microbatches=COUNT, limit=limit) for index in (0, 1)]
+    seen = measured(config, equal_times(config), 5 * MS)
+    found = Forecast(hosts, [2, 2]).corrected(config, seen)
+    own, *others = options_to_try(config)
+    usual = cost_model.held(config)
+
+    def takes(options: ScheduleOptions) -> int:
+        held = cost_model.held(options.on(config))
+        return max(2000 * (held[stage] - usual[stage]) for stage in held)
+
+    def free(stage: str) -> float:
+        return 0.0 if limit is None else MEMORY_SHARE * (limit - 2000 * usual[stage])
+
+    least = min(map(free, usual))
+    fitting = [own, *(one for one in others if takes(one) <= least)]
+    fastest = found.fastest_options(config)
+    known = Calibration.fit(config, seen)
+    seconds = {one: known.step_seconds(one.on(config)) for one in fitting}
+    assert seconds[fastest] == min(seconds.values())
+    assert (fastest != own) == (limit == 100_000)
+    assert (fitting == [own, *others]) == (limit == 100_000)
+    assert Forecast(hosts, [2, 2]).fastest_options(config) == own
+    assert found.fastest_options(fastest.on(config)) == fastest
 
 
 def test_a_stage_that_computes_much_besides_its_layers_gets_fewer() -> None:

@@ -66,6 +66,10 @@ LINES: list[tuple[dict[str, Any], str]] = [
         "tried: 1f1b 20.0 ms, zero-bubble 19.0 ms",
     ),
     (
+        {"event": "schedule", "step": 0, "chosen": "1f1b, 2 a message", "measured": {}},
+        "schedule: starts with 1f1b, 2 a message",
+    ),
+    (
         {"event": "eval", "step": 3, "epoch": 1, "loss": 0.5, "f1": None},
         "evaluation after step 3: loss 0.5000, f1 nan",
     ),
