@@ -29,7 +29,7 @@ class ScheduleOptions(Strict):
 
     @classmethod
     def of(cls, settings: JobSettings) -> Self:
-        """Return the options that a run starts with: those of a config, or else the defaults."""
+        """Return the options of a config, and the defaults for those that are "auto"."""
         keys = {key: getattr(settings, key) for key in cls.model_fields}
         return cls(**{key: value for key, value in keys.items() if value != "auto"})
 

@@ -158,7 +158,7 @@ class Config(JobSettings):
 
     @property
     def options(self) -> ScheduleOptions:
-        """The schedule options that a run starts with."""
+        """The schedule options, with the defaults for those that are "auto"."""
         return ScheduleOptions.of(self)
 
     def bundles(self, num_microbatches: int) -> tuple[range, ...]:

@@ -172,9 +172,7 @@ class DriverProcess:
         seconds = order["timeline"]
         sampler = StepSampler(config, group, self._report, seconds) if seconds else None
         tracers = [each for each in (tracer, sampler) if each is not None]
-        progress = TrainingProgress(options=order["options"])
-        if order["progress"]:
-            progress = TrainingProgress.from_message(order["progress"])
+        progress = TrainingProgress.from_order(order)
         if progress.scaler is not None:
             group.optimizer.load_scaler(progress.scaler)
         training = self._training = self._make_training(

@@ -174,6 +174,17 @@ class TrainingProgress:
         return self.epoch_loss / self.batch
 
     @classmethod
+    def from_order(cls, order: Mapping[str, Any]) -> Self:
+        """Return the progress that an order to train is to start from.
+
+        A run starts with the options of the order, which are but predicted: not after a fault that
+        came before any progress, since they may be why.
+        """
+        if order["progress"]:
+            return cls.from_message(order["progress"])
+        return cls(options=[] if order["restarts"] else order["options"])
+
+    @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Self:
         """Return the progress whose `asdict` is in `message`; other keys are ignored."""
         return TypeAdapter(cls).validate_python(dict(message))

@@ -30,7 +30,7 @@ from rpcmp.driver.stage_group import StageGroup
 from rpcmp.driver.trial_memory import TrialMemory
 from rpcmp.observability.events import Event, ScheduleEvent, StepEvent
 from rpcmp.pipelining.calibration import Calibration, MeasuredSteps, summarize
-from rpcmp.pipelining.setting_grid import SETTLE_STEPS
+from rpcmp.pipelining.setting_grid import FASTER, SETTLE_STEPS
 
 WARM_STEPS = 2
 """First steps of a group, which touch memory and code for the first time."""
@@ -39,9 +39,6 @@ BLOCK_SECONDS = 0.15
 FEWEST_STEPS = 3
 MOST_STEPS = 8
 """Of a block: as many steps as BLOCK_SECONDS have, within these limits."""
-
-FASTER = 0.97
-"""What a step must take at most, in times of the best so far, to be called faster."""
 
 NOISE = 0.1
 """How much the times of two blocks differ for other reasons, as a rule."""
@@ -55,7 +52,7 @@ UNSURE = 1.05
 costs nothing: predictions are off by as much. After a fault it is FASTER."""
 
 TRIAL_STEPS = 6.0
-"""What a trial costs at most, in steps' worth of time, and one more for each that has failed: by so
+"""What a trial may cost, in steps' worth of time, and as much again for each that has failed: by so
 much in the rest of the run the prediction must be below that limit."""
 
 MOST_TRIED = 6
@@ -107,27 +104,38 @@ class SelfTuning:
         self._counts_after = before.step + WARM_STEPS
         self._measured: dict[ScheduleOptions, float] = {}
         fastest, self._avoided = before.options[:1], before.options[1:]
-        others = (one for one in options if one.model_dump() not in self._avoided)
-        self._options = [config.options, *others]
+        self._options = [config.options, *options]
         known = (one for one in self._options if [one.model_dump()] == fastest)
         self._best = self.current = next(known, self._options[0])
         self._on_trial: ScheduleOptions | None = None
+        self._has_block, self._is_closed = before.step > 0, False
+        self._may_differ = bool(before.options and options)
         self._restarts = restarts
-        self._memory = TrialMemory(group, self._under(self.current))
+        self._memory = TrialMemory(group, self._under(config.options), self._under(self.current))
         self._course = self._run()
         self._wanted = next(self._course)
 
     def start(self) -> None:
-        """Let the group start with the fastest options that are known, and say so."""
+        """Let the group start with the fastest options that are known, and say which these are."""
         if self.current != self._config.options:
             self._group.reschedule(self.current.on(self._config))
+        if self._may_differ:
             self._report_best({})
 
     @property
     def known(self) -> list[dict[str, Any]]:
         """What the next group of the run has to know; see `TrainingProgress.options`."""
-        best, *others = dict.fromkeys((self._best, self.current, self._on_trial or self._best))
-        return [best.model_dump(), *(one.model_dump() for one in others), *self._avoided]
+        best, on_trial = self._best, [self.current, self._on_trial]
+        if self._is_closed:
+            on_trial = []
+        elif not self._has_block:  # nor has any group before: they are but predicted
+            best = self._config.options
+        known = [best.model_dump()]
+        others = (one.model_dump() for one in on_trial if one is not None)
+        for options in (*others, *self._avoided):
+            if options not in known:
+                known.append(options)
+        return known
 
     @property
     def is_changing(self) -> bool:
@@ -156,11 +164,17 @@ class SelfTuning:
             self._steps.clear()
         self._steps.append(event)
         if self._is_block():
+            self._has_block = True
             block = summarize(self._config, self._steps)
             self._steps.clear()
             self._wanted = self._course.send(block)
 
     def close(self) -> None:
+        """End in good order, with an empty pipeline: what was on trial may be tried again."""
+        self._is_closed = True
+        self._report_search()
+
+    def _report_search(self) -> None:
         """Report what the search has found until now, if it has tried anything."""
         measured, self._measured = self._measured, {}
         if len(measured) > 1:
@@ -183,7 +197,7 @@ class SelfTuning:
             block = yield self._best
         while True:
             yield from self._search(block)
-            self.close()
+            self._report_search()
             block = yield from self._watch(patience)
             patience *= 2
 
@@ -192,7 +206,11 @@ class SelfTuning:
         predict = _predictor(self._under, self._best, block)
         failed = 0
         while len(measured) <= MOST_TRIED:
-            untried = [one for one in self._options if one not in measured]
+            untried = [
+                one
+                for one in self._options
+                if one not in measured and one.model_dump() not in self._avoided
+            ]
             candidate = self._most_promising(untried, predict, block, failed)
             if candidate is None:
                 return
@@ -242,7 +260,7 @@ class SelfTuning:
         if not untried or left <= 0 or block.data_share > MOST_WAITING:
             return None
         most = FASTER if self._restarts else UNSURE
-        limit = (most - (1 + failed) * TRIAL_STEPS / left) * block.step_s
+        limit = (most - (1 + failed) * TRIAL_STEPS / left) * predict(self._best)
         ranked = sorted((one for one in untried if predict(one) < limit), key=predict)
         if ranked:
             self._memory.measure()

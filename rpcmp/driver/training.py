@@ -136,6 +136,8 @@ class Training:
         if self._early_stop is None and not is_stopped:
             self._train(self._steps.after(self.progress.step))
         self._tuning.close()
+        if self._stop.is_set() and self.progress.step:
+            self._report_progress()  # with nothing on trial
         if (state := self._early_stop) is not None:
             state = replace(state, step=self.progress.step)
             self._report(EarlyStopEvent(**asdict(state)))

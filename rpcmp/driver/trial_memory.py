@@ -34,12 +34,13 @@ class TrialMemory:
     """What steps under other options may take.
 
     Args:
-        job: under the options that the group starts with.
+        job: under the config's own options; what others need besides is shared out.
+        first: under the options that the group starts with.
     """
 
-    def __init__(self, group: StageGroup, job: Config) -> None:
+    def __init__(self, group: StageGroup, job: Config, first: Config) -> None:
         self._group, self._job = group, job
-        self._held = [cost_model.held(job)]
+        self._usual, self._held = cost_model.held(job), [cost_model.held(first)]
         self._workers: dict[str, WorkerMemory] = {}
         self._least_free: dict[str, int] = {}  # so far, by place
 
@@ -63,7 +64,7 @@ class TrialMemory:
         By what was measured last, within its stage's limit, and a part of what is free.
         """
         held = cost_model.held(job)
-        more: defaultdict[str, float] = defaultdict(float)  # than the group has started with
+        more: defaultdict[str, float] = defaultdict(float)  # than under the config's own options
         for worker in self._job.workers:
             own, stage = self._workers[worker.label], worker.stage
             before = max(each[stage] for each in self._held)
@@ -72,5 +73,5 @@ class TrialMemory:
             limit = self._job.stage(worker.stage_index).memory_bytes
             if limit is not None and extra and own.most + extra > limit:
                 return False
-            more[own.place] += per_microbatch * max(0, held[stage] - self._held[0][stage])
+            more[own.place] += per_microbatch * max(0, held[stage] - self._usual[stage])
         return all(extra <= MEMORY_SHARE * self._least_free[place] for place, extra in more.items())

@@ -23,7 +23,7 @@ from rpcmp.config.schema import Config
 from rpcmp.pipelining import cost_model
 from rpcmp.pipelining.cost_model import Prediction, times_of, updates_of
 from rpcmp.pipelining.partition import StageHost, bounds, choose_balance
-from rpcmp.pipelining.setting_grid import MEMORY_SHARE, options_to_try
+from rpcmp.pipelining.setting_grid import FASTER, MEMORY_SHARE, options_to_try
 from rpcmp.pipelining.simulation import ActionTimes
 
 BISECTIONS = 10
@@ -196,18 +196,22 @@ class Forecast:
 
         Without measured steps they are its own: what messages cost decides.
         """
+        if (known := self.calibration) is None:
+            return config.options
         own, *others = options_to_try(config)
-        known = self.calibration
-        if known is None:
-            return own
 
         def under(options: ScheduleOptions) -> Config:
             count = config.num_full_microbatches
             return options.on(config).model_copy(update={"num_microbatches": count})
 
         usual = self._hosts_under(under(own))
-        fitting = [own, *(one for one in others if self._fits(usual, under(one)))]
-        return min(fitting, key=lambda one: known.step_seconds(under(one)))
+        seconds = {
+            one: known.step_seconds(under(one))
+            for one in (own, *others)
+            if one == own or self._fits(usual, under(one))
+        }
+        fastest = min(seconds, key=seconds.__getitem__)
+        return fastest if seconds[fastest] < FASTER * seconds[own] else own
 
     def _fits(self, usual: Sequence[StageHost], config: Config) -> bool:
         """Return whether a job's options leave every host most of what is free there.
@@ -223,7 +227,10 @@ class Forecast:
 
     def _hosts_under(self, config: Config) -> list[StageHost]:
         held = cost_model.held(config)
-        return [replace(host, held=held[host.stage]) for host in self.hosts]
+        return [
+            host if host.held == held[host.stage] else replace(host, held=held[host.stage])
+            for host in self.hosts
+        ]
 
     def corrected(self, config: Config, measured: MeasuredSteps) -> Forecast:
         """Return the forecast that follows from steps of this balance."""

@@ -247,7 +247,7 @@ class EventStream:
     Attributes:
         step: the last step that was reported.
         recent_steps: the newest steps that were reported.
-        chosen: the newest options that the run has found; None: those that it started with.
+        chosen: the options that the run goes on with; None: the config's own.
     """
 
     def __init__(self, report: Callable[[Event], None], generation: Callable[[], int]) -> None:

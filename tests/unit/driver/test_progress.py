@@ -39,6 +39,18 @@ def test_progress_sums_up_an_epoch() -> None:
     assert progress.mean_loss == 0.875 / 3
 
 
+def test_predicted_options_are_for_the_first_group_of_a_run() -> None:
+    predicted, found = [{"schedule": "zero-bubble"}], [{"schedule": "1f1b"}]
+    saved = asdict(TrainingProgress(step=3, options=found))
+    for progress, restarts, expected in (
+        (None, 0, TrainingProgress(options=predicted)),
+        (None, 1, TrainingProgress()),
+        (saved, 0, TrainingProgress(step=3, options=found)),
+    ):
+        order = {"progress": progress, "restarts": restarts, "options": predicted}
+        assert TrainingProgress.from_order(order).options == expected.options
+
+
 def test_progress_starts_anew_in_the_next_epoch() -> None:
     last = TrainingProgress(
         step=3, epoch=1, batch=3, loss=0.1, epoch_loss=0.9, metrics={"loss": 0.2}

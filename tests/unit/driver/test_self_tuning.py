@@ -11,12 +11,12 @@ import pytest
 from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.config.schema import Config
 from rpcmp.driver.progress import TrainingProgress
-from rpcmp.driver.self_tuning import FASTER, MOST_TRIED, UNSURE, SelfTuning, _predictor
+from rpcmp.driver.self_tuning import MOST_TRIED, UNSURE, SelfTuning, _predictor
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.observability.events import Event, ScheduleEvent, StepEvent
 from rpcmp.pipelining import cost_model
 from rpcmp.pipelining.calibration import MeasuredSteps
-from rpcmp.pipelining.setting_grid import options_to_try
+from rpcmp.pipelining.setting_grid import FASTER, options_to_try
 from rpcmp.pipelining.simulation import ActionTimes
 from tests.support.settings import chain
 
@@ -286,9 +286,40 @@ def test_what_was_tried_when_the_group_was_lost_is_not_tried_again() -> None:
         one for one in options_to_try(config) if one.model_dump() == lost.tuning.known[1]
     )
     again = Machine(config, message_s=1 * MS, start=[config.options, candidate])
+    (told,) = again.found
+    assert (told.step, told.chosen, told.measured) == (0, config.options.without_count, {})
     again.run(300)
     assert candidate not in again.used
     assert candidate.model_dump() in again.tuning.known  # nor by the group after that
+
+
+def test_predicted_options_have_to_prove_themselves() -> None:
+    """A fault in the first steps may come from them."""
+    config = chain(num_microbatches=8)
+    own, predicted = options_to_try(config)[:2]
+    machine = Machine(config, start=[predicted])
+    for _ in range(4):
+        assert machine.tuning.known == [own.model_dump(), predicted.model_dump()]
+        assert machine.run(1) == predicted
+    machine.run(20)
+    assert own.model_dump() not in machine.tuning.known[:1]
+
+
+def test_the_configs_own_options_are_not_tried_again_either() -> None:
+    config = chain(num_microbatches=8)
+    own, other = options_to_try(config)[:2]
+    machine = Machine(config, start=[other, own], message_s=1 * MS)
+    machine.run(300)
+    assert own not in machine.used
+    assert machine.tuning.known.count(own.model_dump()) == 1
+
+
+def test_what_is_on_trial_when_a_run_pauses_may_be_tried_again() -> None:
+    machine = Machine(chain(num_microbatches=4))
+    while len(machine.tuning.known) == 1:
+        machine.run(1)
+    machine.tuning.close()
+    assert machine.tuning.known == [machine.config.options.model_dump()]
 
 
 def test_options_are_on_trial_until_the_group_has_changed_back() -> None:

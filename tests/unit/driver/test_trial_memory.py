@@ -46,7 +46,7 @@ class Workers:
         }
 
     def memory(self) -> TrialMemory:
-        memory = TrialMemory(cast(StageGroup, self), self.job)
+        memory = TrialMemory(cast(StageGroup, self), self.job, self.job)
         memory.measure()
         return memory
 
@@ -99,6 +99,18 @@ def test_what_one_trial_has_taken_counts_for_the_next() -> None:
     workers.free = 100 * free
     memory.measure()
     assert not memory.fits(larger)
+
+
+def test_what_a_group_starts_with_counts_as_more_than_the_configs_own() -> None:
+    """Its workers have taken memory for LARGE already, and nothing under SMALL."""
+    free = int(more(LARGE) / MEMORY_SHARE)
+    workers = Workers(LARGE, free)
+    memory = TrialMemory(cast(StageGroup, workers), SMALL, LARGE)
+    memory.measure()
+    assert memory.fits(LARGE)
+    workers.free = free - MIB
+    memory.measure()
+    assert not memory.fits(LARGE)
 
 
 def test_what_has_been_held_tells_how_much_a_micro_batch_takes() -> None:

@@ -107,33 +107,39 @@ def test_a_rehearsed_forecast_says_what_was_measured() -> None:
     assert stage.messages_s == pytest.approx(2 * COUNT * 2 * MS, rel=0.05)
 
 
-@pytest.mark.parametrize("limit", [None, 10_000, 100_000])
-def test_a_run_starts_with_what_is_predicted_to_be_fastest_and_fits(limit: int | None) -> None:
+@pytest.mark.parametrize(
+    ("limits", "count"),
+    [((None, None), 1), ((15_000, 400_000), 3), ((400_000, 400_000), 6)],
+)
+def test_a_run_starts_with_what_is_predicted_to_be_fastest_and_fits(
+    limits: tuple[int | None, int | None], count: int
+) -> None:
     """Each layer holds 1 kB of activations for a micro-batch."""
     config = chain()
     layers = [layer(1 * MS, activations=1000, received=0)] * 4
-    hosts = [host(layers, index, num_microbatches=COUNT, limit=limit) for index in (0, 1)]
+    hosts = [
+        host(layers, index, limit=limit, num_microbatches=COUNT)
+        for index, limit in enumerate(limits)
+    ]
     seen = measured(config, equal_times(config), 5 * MS)
-    found = Forecast(hosts, [2, 2]).corrected(config, seen)
+    alone = Forecast(hosts, [2, 2])
+    found, known = alone.corrected(config, seen), Calibration.fit(config, seen)
     own, *others = options_to_try(config)
     usual = cost_model.held(config)
 
-    def takes(options: ScheduleOptions) -> int:
+    def fits(options: ScheduleOptions) -> bool:
         held = cost_model.held(options.on(config))
-        return max(2000 * (held[stage] - usual[stage]) for stage in held)
+        return all(
+            2000 * (held[stage] - usual[stage])
+            <= (MEMORY_SHARE * (limit - 2000 * usual[stage] - 10) if limit else 0)
+            for stage, limit in zip(usual, limits, strict=True)
+        )
 
-    def free(stage: str) -> float:
-        return 0.0 if limit is None else MEMORY_SHARE * (limit - 2000 * usual[stage])
-
-    least = min(map(free, usual))
-    fitting = [own, *(one for one in others if takes(one) <= least)]
+    seconds = {one: known.step_seconds(one.on(config)) for one in (own, *filter(fits, others))}
+    assert len(seconds) == count
     fastest = found.fastest_options(config)
-    known = Calibration.fit(config, seen)
-    seconds = {one: known.step_seconds(one.on(config)) for one in fitting}
     assert seconds[fastest] == min(seconds.values())
-    assert (fastest != own) == (limit == 100_000)
-    assert (fitting == [own, *others]) == (limit == 100_000)
-    assert Forecast(hosts, [2, 2]).fastest_options(config) == own
+    assert alone.fastest_options(config) == own
     assert found.fastest_options(fastest.on(config)) == fastest
 
 
