@@ -104,9 +104,10 @@ class SelfTuning:
         self._counts_after = before.step + WARM_STEPS
         self._measured: dict[ScheduleOptions, float] = {}
         fastest, self._avoided = before.options[:1], before.options[1:]
-        self._options = [config.options, *options]
-        known = (one for one in self._options if [one.model_dump()] == fastest)
-        self._best = self.current = next(known, self._options[0])
+        everything = [config.options, *options]
+        known = (one for one in everything if [one.model_dump()] == fastest)
+        self._best = self.current = next(known, config.options)
+        self._options = [one for one in everything if one.model_dump() not in self._avoided]
         self._on_trial: ScheduleOptions | None = None
         self._has_block, self._is_closed = before.step > 0, False
         self._may_differ = bool(before.options and options)
@@ -206,11 +207,7 @@ class SelfTuning:
         predict = _predictor(self._under, self._best, block)
         failed = 0
         while len(measured) <= MOST_TRIED:
-            untried = [
-                one
-                for one in self._options
-                if one not in measured and one.model_dump() not in self._avoided
-            ]
+            untried = [one for one in self._options if one not in measured]
             candidate = self._most_promising(untried, predict, block, failed)
             if candidate is None:
                 return
