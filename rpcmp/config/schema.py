@@ -88,6 +88,13 @@ class Config(JobSettings):
             return self.num_microbatches
         return min(self.num_microbatches, self.data.batch_size // (self.data.min_microbatch or 1))
 
+    def with_full_microbatches(self) -> Self:
+        """Return the job with as many micro-batches as its full mini-batches really have."""
+        count = self.num_full_microbatches
+        if count == self.num_microbatches:
+            return self
+        return self.model_copy(update={"num_microbatches": count})
+
     @property
     def num_stages(self) -> int:
         if self.model is None or self.stages:

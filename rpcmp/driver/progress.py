@@ -177,12 +177,10 @@ class TrainingProgress:
     def from_order(cls, order: Mapping[str, Any]) -> Self:
         """Return the progress that an order to train is to start from.
 
-        A run starts with the options of the order, which are but predicted: not after a fault that
-        came before any progress, since they may be why.
+        Its options are those of the order, which may be predicted, or leave those of the progress.
         """
-        if order["progress"]:
-            return cls.from_message(order["progress"])
-        return cls(options=[] if order["restarts"] else order["options"])
+        before = cls.from_message(order["progress"]) if order["progress"] else cls()
+        return replace(before, options=order["options"])
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Self:

@@ -258,7 +258,7 @@ async def with_measured_balance(
 ) -> tuple[Config, Forecast]:
     """Return the job with the balance that its hosts suggest, and the forecast; see `balanced`."""
     cost_model.limits(config)  # raises for configs that it does not support
-    full = with_full_microbatches(config)
+    full = config.with_full_microbatches()
     hosts = await stage_hosts(full, connect, forks)
     forecast = Forecast(hosts, choose_balance(hosts))
     config = config.with_balance(forecast.balance)
@@ -274,7 +274,7 @@ async def rehearsed(
 
     A rehearsal that fails does not end anything: a run may do without what it has met.
     """
-    full = with_full_microbatches(config)
+    full = config.with_full_microbatches()
     predicted = forecast.predict(full)
     if config.data is None or _unshared(config) or predicted.step_s > MOST_REHEARSED:
         return forecast
@@ -306,21 +306,14 @@ async def with_cut(config: Config, forks: Forks | None = None) -> Config:
     return config.with_cut(ModelCut.model_validate(answer["cut"]))
 
 
-def with_full_microbatches(config: Config) -> Config:
-    """Return the job with the number of micro-batches that its full mini-batches really have."""
-    count = config.num_full_microbatches
-    if count == config.num_microbatches:
-        return config
-    return config.model_copy(update={"num_microbatches": count})
-
-
 async def stage_hosts(
     config: Config, connect: Sequence[str] | None, forks: Forks
 ) -> list[StageHost]:
     """Measure the cost of every part of the model at each stage's hosts.
 
     Args:
-        config: from `with_full_microbatches`; without a list of layers, each stage is one layer.
+        config: from `Config.with_full_microbatches`; without a list of layers, each stage is one
+            layer.
     """
     held = cost_model.held(config)
     addresses = server_addresses(config, connect)

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError, RpcmpError, UnreachableError, one_line
-from rpcmp.job.autobalance import stage_hosts, with_full_microbatches
+from rpcmp.job.autobalance import stage_hosts
 from rpcmp.job.cuts import with_stages
 from rpcmp.job.moving_balance import Change, MovingBalance
 from rpcmp.job.server_calls import describe, is_free_spare
@@ -106,7 +106,7 @@ class Membership:
         config = with_stages(self._balance.config, {name: sum(self._balance.balance)})
         recovery = config.recovery.model_copy(update={"spares": []})
         config = config.model_copy(update={"recovery": recovery, "planned_for": []})
-        full = with_full_microbatches(config)
+        full = config.with_full_microbatches()
         (host,) = await stage_hosts(full, [address], pool.forks)
         return host
 
@@ -188,19 +188,25 @@ class Membership:
         joined: Sequence[str] = (),
         is_forced: bool = False,
     ) -> Change:
-        """Return the change to stages of these names, each with the layers that suit its host."""
+        """Return the change to stages of these names, each with the layers that suit its host.
+
+        They fit into memory under the options that the run has now, or else under the config's own.
+        """
         num_layers = sum(self._balance.balance)
         config = with_stages(self._balance.config, even(names, num_layers))
         if not hosts:
             return Change(config, reason, [], joined, is_forced)
-        held = cost_model.held(config)
         by_speed = sorted(hosts.values(), key=lambda host: profile_seconds(host.profile))
         typical = by_speed[len(by_speed) // 2]
-        of_stages = [
-            replace(hosts.get(name, typical), stage=name, held=held[name]) for name in names
-        ]
-        config = config.with_balance(choose_balance(of_stages))
-        return Change(config, reason, of_stages, joined, is_forced)
+        stages = [replace(hosts.get(name, typical), stage=name) for name in names]
+        options = self._balance.options
+        fits_options = True
+        try:
+            balance = choose_balance(cost_model.hosts_under(options.on(config), stages))
+        except ConfigError:
+            fits_options = False
+            balance = choose_balance(cost_model.hosts_under(config, stages))
+        return Change(config.with_balance(balance), reason, stages, joined, is_forced, fits_options)
 
     def _hosts(self) -> dict[str, StageHost]:
         return {host.stage: host for host in self._balance.hosts}

@@ -4,6 +4,9 @@
                                            ├──fault before that──> go_back, to the balance before
                                            └──later, faults without a new step──> go_back, once
 
+Its schedule options may differ from the config's as well (`rpcmp.driver.self_tuning`). Faults
+without a new step may be theirs: the next generation is then under the config's own.
+
 Its stages may change with it, when hosts join or leave (`rpcmp.job.membership`).
 
 A generation with another balance starts from the snapshots in memory, like any other. Until it has
@@ -18,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError, StageError, UnavailableError, WorkerDiedError, WorkerHungError
 from rpcmp.observability.events import (
@@ -42,6 +46,8 @@ class Change(NamedTuple):
         reason: why.
         hosts: of the stages, as far as they are known; None: the stages are the same.
         joined: addresses of servers that serve further stages.
+        fits_options: whether its layers fit into memory under the options that the run has by then,
+            and not only under the config's own.
         is_forced: whether the stages before cannot be had again, as a host has left.
     """
 
@@ -50,6 +56,7 @@ class Change(NamedTuple):
     hosts: Sequence[StageHost] | None = None
     joined: Sequence[str] = ()
     is_forced: bool = False
+    fits_options: bool = True
 
 
 class MovingBalance:
@@ -63,6 +70,8 @@ class MovingBalance:
         config: with the balance that the next generation has.
         balance: layers of each stage of the last generation that was formed.
         num_changes: how many generations were formed for another balance, or to go back.
+        leaves_options: whether the next generation is under the config's own options, whichever the
+            run has had; until there is a step under them.
         are_hosts_measured: whether `hosts` were given.
         failed: the stages with which the run could not go on when a host had left.
     """
@@ -72,6 +81,7 @@ class MovingBalance:
     ) -> None:
         self.config, self._report = config, report
         self.num_changes = 0
+        self.leaves_options = False
         self.are_hosts_measured = bool(hosts)
         self.failed: list[frozenset[str]] = []
         self._watch = BalanceWatch(config, hosts)
@@ -108,6 +118,7 @@ class MovingBalance:
 
     def _add_step(self, event: StepEvent) -> Proposal | None:
         self.confirm(event.step)
+        self.leaves_options = False
         if self.config.rebalance == "off" or self._wanted is not None:
             return None
         proposal = self._watch.add(event, self._total - event.step)
@@ -125,6 +136,11 @@ class MovingBalance:
             )
         )
         return None
+
+    @property
+    def options(self) -> ScheduleOptions:
+        """The schedule options that the run has now."""
+        return self.config.model_copy(update=self._options).options
 
     @property
     def hosts(self) -> list[StageHost]:
@@ -158,6 +174,8 @@ class MovingBalance:
             seconds=0.0,
         )
         self._before, self.config = (self.config, self._watch), change.config
+        if not change.fits_options:
+            self._use_own_options()
         if change.hosts is not None:
             self._watch = BalanceWatch(change.config, change.hosts, are_guessed=True)
             self._watch.use_options(self._options)
@@ -200,6 +218,22 @@ class MovingBalance:
             time.monotonic() - self._started,
         )
         return True
+
+    def leave_options(self, error: Exception, is_repeated: bool) -> bool:
+        """Leave the run's options, if a fault may be theirs; return whether they were others.
+
+        Args:
+            is_repeated: whether there was no new step since the fault before, or the start.
+        """
+        if not is_repeated or self.leaves_options or not isinstance(error, OF_BALANCE):
+            return False
+        were_others = self.options != self.config.options
+        self._use_own_options()
+        return were_others
+
+    def _use_own_options(self) -> None:
+        self.leaves_options, self._options = True, {}
+        self._watch.use_options(self.config.options.model_dump(exclude={"num_microbatches"}))
 
     def _has_failed_again(self, error: Exception) -> bool:
         """Return whether the run cannot go on without a host that has left."""

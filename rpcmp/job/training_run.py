@@ -34,7 +34,6 @@ from rpcmp.job.autobalance import (
     balanced,
     needs_measuring,
     stage_hosts,
-    with_full_microbatches,
     with_saved_shares,
 )
 from rpcmp.job.recovery import RecoveryLoop
@@ -105,9 +104,7 @@ async def drive(
         RpcmpError: why the job did not come to its end; InterruptedJobError for a signal.
     """
     own_forks = forks_for(config, connect) if forks is None else contextlib.nullcontext(forks)
-    files = {"save_state": save_state, "trace": trace, "last_steps": last_steps}
-    paths = {key: str(path.absolute()) if path else "" for key, path in files.items()}
-    order = {"op": "train", "options": [], "evaluate": evaluate, "timeline": timeline, **paths}
+    order = order_to_train(evaluate, timeline, save_state, trace, last_steps)
     async with own_forks as processes:
         run = TrainingRun(config, connect, report, start, processes)
         task = asyncio.ensure_future(run.train(order))
@@ -119,6 +116,19 @@ async def drive(
                 raise
             finally:
                 await run.close()
+
+
+def order_to_train(
+    evaluate: bool = True,
+    timeline: float = 0.0,
+    save_state: Path | None = None,
+    trace: Path | None = None,
+    last_steps: Path | None = None,
+) -> Message:
+    """Return the order for a driver process; for the arguments see `drive`."""
+    files = {"save_state": save_state, "trace": trace, "last_steps": last_steps}
+    paths = {key: str(path.absolute()) if path else "" for key, path in files.items()}
+    return {"op": "train", "options": [], "evaluate": evaluate, "timeline": timeline, **paths}
 
 
 async def _completed(run: TrainingRun, task: asyncio.Future[SummaryEvent]) -> SummaryEvent:
@@ -217,7 +227,7 @@ class TrainingRun:
         if forecast is not None:
             start = await asyncio.to_thread(forecast.fastest_options, config)
             order = {**order, "options": [start.model_dump()]}
-            prediction = forecast.predict(with_full_microbatches(start.on(config)))
+            prediction = forecast.predict(start.on(config).with_full_microbatches())
             self._report(PlanEvent(**asdict(prediction)))
             if forecast.note:
                 self._report(WarningEvent(text=forecast.note))
@@ -240,7 +250,7 @@ class TrainingRun:
             raise
         self._is_done = True
         if forecast is not None and not workload.has_moved:  # it is of the first balance
-            outcome = _compared(with_full_microbatches(config), forecast, self._events)
+            outcome = _compared(config.with_full_microbatches(), forecast, self._events)
             summary = replace(summary, plan=outcome)
         self._report(summary)
         return summary
@@ -257,7 +267,7 @@ class TrainingRun:
     async def _hosts_to_watch(self, config: Config) -> Sequence[StageHost]:
         """Measure the hosts of a run whose layers may move; see `BalanceWatch`."""
         try:
-            return await stage_hosts(with_full_microbatches(config), self._connect, self._forks)
+            return await stage_hosts(config.with_full_microbatches(), self._connect, self._forks)
         except RpcmpError as error:
             text = (
                 "the hosts could not be measured, so `rebalance` takes them for equally fast, and "
@@ -367,7 +377,7 @@ def _compared(config: Config, forecast: Forecast, events: EventStream) -> PlanOu
     """Compare what is predicted under the options at the end with the newest steps under them.
 
     Args:
-        config: from `with_full_microbatches`.
+        config: from `Config.with_full_microbatches`.
     """
     chosen, steps = events.chosen, list(events.recent_steps)
     seconds, wrong = None, ""

@@ -36,6 +36,7 @@ from rpcmp.observability.events import (
     GenerationEvent,
     LogEvent,
     RecoveredEvent,
+    ScheduleEvent,
     StepEvent,
     SummaryEvent,
 )
@@ -47,6 +48,9 @@ COPY_SECONDS = 20.0
 """How long to wait until other servers hold the last step of one that leaves."""
 
 POLL_SECONDS = 0.1
+
+OF_STEPS = StepEvent, EvalEvent, ScheduleEvent
+"""Events that matter though their generation has been abandoned."""
 
 
 class TrainingWorkload(Workload[SummaryEvent]):
@@ -230,9 +234,13 @@ class TrainingWorkload(Workload[SummaryEvent]):
         await self.checkpoints.remove_left_behind(ended_well=False)
         outputs = OutputFiles(generation.driver_scratch)
         progress = self.checkpoints.progress_of(step)
+        options = progress.get("options", []) if progress else self._order["options"]
+        if self._balance.leaves_options:
+            options = [self._config.options.model_dump(), *options]
         # More than one change may have come together in a generation.
         restarts = max(0, generation.number - 1 - self._balance.num_changes)
-        order = {**self._order, "progress": progress, "restarts": restarts}
+        changing = {"progress": progress, "options": options, "restarts": restarts}
+        order = {**self._order, **changing}
         generation.send(outputs.redirect(order))
         summary = await self._train(generation)
         await asyncio.to_thread(outputs.deliver)
@@ -369,7 +377,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
         self, error: RpcmpError, generation: Generation, unread: list[Event | Message]
     ) -> Progress:
         for event in unread:
-            if _is_message("progress", event) or isinstance(event, StepEvent | EvalEvent):
+            if _is_message("progress", event) or isinstance(event, OF_STEPS):
                 await self._handle(event, generation)
         self.keep(unread)
         self.checkpoints.forget_parts()
@@ -379,6 +387,9 @@ class TrainingWorkload(Workload[SummaryEvent]):
         is_new, self._step_at_fault = step > self._step_at_fault, step
         before = self._balance.config.stage_names
         goes_back = self._balance.go_back(error, is_repeated=not is_new)
+        has_stepped = step > self._first_step
+        # Else the first step's fault is the user's to mend.
+        goes_back |= self._balance.leave_options(error, not is_new) and not has_stepped
         if undone := [name for name in before if name not in self._balance.config.stage_names]:
             self._membership.undone(undone)
             await self._pool.dismiss(undone, generation.number)
@@ -389,7 +400,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
         if self._signals:
             interruption = InterruptedJobError(self._signals[0], step)
             interruption.add_note(f"it could not end in good order: {error}")
-        return Progress(is_new, self.has_begun, step > self._first_step, interruption, goes_back)
+        return Progress(is_new, self.has_begun, has_stepped, interruption, goes_back)
 
     def keep(self, unread: list[Event | Message]) -> None:
         for event in unread:

@@ -182,8 +182,8 @@ class Forecast:
     note: str = ""
 
     def predict(self, config: Config) -> Prediction:
-        """Predict a step under a job's options; `config`: from `with_full_microbatches`."""
-        known, hosts = self.calibration, self._hosts_under(config)
+        """Predict a step under a job's options; `config`: from `Config.with_full_microbatches`."""
+        known, hosts = self.calibration, cost_model.hosts_under(config, self.hosts)
         if known is None:
             return cost_model.predict(config, hosts, self.balance)
         return cost_model.predict(
@@ -199,16 +199,12 @@ class Forecast:
         if (known := self.calibration) is None:
             return config.options
         own, *others = options_to_try(config)
-
-        def under(options: ScheduleOptions) -> Config:
-            count = config.num_full_microbatches
-            return options.on(config).model_copy(update={"num_microbatches": count})
-
-        usual = self._hosts_under(under(own))
+        jobs = {one: one.on(config).with_full_microbatches() for one in (own, *others)}
+        usual = cost_model.hosts_under(jobs[own], self.hosts)
         seconds = {
-            one: known.step_seconds(under(one))
-            for one in (own, *others)
-            if one == own or self._fits(usual, under(one))
+            one: known.step_seconds(job)
+            for one, job in jobs.items()
+            if one == own or self._fits(usual, job)
         }
         fastest = min(seconds, key=seconds.__getitem__)
         return fastest if seconds[fastest] < FASTER * seconds[own] else own
@@ -219,18 +215,12 @@ class Forecast:
         Args:
             usual: the hosts under the options that are the config's own.
         """
-        hosts = zip(usual, self._hosts_under(config), bounds(self.balance), strict=True)
+        others = cost_model.hosts_under(config, self.hosts)
+        hosts = zip(usual, others, bounds(self.balance), strict=True)
         return all(
             other.memory(*part) - own.memory(*part) <= MEMORY_SHARE * max(0, -own.overrun(*part))
             for own, other, part in hosts
         )
-
-    def _hosts_under(self, config: Config) -> list[StageHost]:
-        held = cost_model.held(config)
-        return [
-            host if host.held == held[host.stage] else replace(host, held=held[host.stage])
-            for host in self.hosts
-        ]
 
     def corrected(self, config: Config, measured: MeasuredSteps) -> Forecast:
         """Return the forecast that follows from steps of this balance."""
@@ -240,17 +230,17 @@ class Forecast:
         """Return the forecast of the balance that the measured steps suggest, if it is faster.
 
         What a stage computes besides its layers may stay there, as the loss does, or go with them:
-        another balance has to be clearly faster either way.
+        another balance has to be clearly faster either way. It fits into memory under the job's
+        options; the balance of the measured steps does, whatever was measured of its layers.
         """
         if self.calibration is None:
             return self
         parts = self.predict(config).stages.values()
-        hosts = [
-            replace(host, besides_s=host.besides_s + part.busy_s - host.seconds(start, end))
-            for host, part, (start, end) in zip(
-                self.hosts, parts, bounds(self.balance), strict=True
-            )
-        ]
+        now, hosts = cost_model.hosts_under(config, self.hosts), []
+        for host, part, cut in zip(now, parts, bounds(self.balance), strict=True):
+            besides = host.besides_s + part.busy_s - host.seconds(*cut)
+            limit = None if host.limit_bytes is None else max(host.limit_bytes, host.memory(*cut))
+            hosts.append(replace(host, besides_s=besides, limit_bytes=limit))
         return self.better(config, choose_balance(hosts))
 
     def better(

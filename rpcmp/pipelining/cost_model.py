@@ -66,6 +66,15 @@ def held(config: Config) -> dict[str, int]:
     }
 
 
+def hosts_under(config: Config, hosts: Sequence[StageHost]) -> list[StageHost]:
+    """Return the hosts as they are under a job's options, which say what a stage holds."""
+    most = held(config)
+    return [
+        host if host.held == most[host.stage] else replace(host, held=most[host.stage])
+        for host in hosts
+    ]
+
+
 def in_flight(config: Config) -> int:
     """Return the most bundles in flight in the whole job."""
     return in_flight_per_replica(config) * _sink(config).num_replicas

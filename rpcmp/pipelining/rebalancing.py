@@ -89,8 +89,7 @@ class BalanceWatch:
     def __init__(
         self, config: Config, hosts: Sequence[StageHost] = (), are_guessed: bool = False
     ) -> None:
-        full = {"num_microbatches": config.num_full_microbatches}
-        self._config = config.model_copy(update=full)
+        self._config = config.with_full_microbatches()
         self._hosts = list(hosts)
         self._hosts_by_proposal = self._hosts
         self._knows_layers = bool(hosts) and not are_guessed
@@ -114,8 +113,6 @@ class BalanceWatch:
         self._num_changed = 0
         if balance == self._balance:
             return
-        if not self._balance:
-            self._hosts_by_proposal = _fitting(self._hosts, balance)
         # What others have asked for is theirs to judge.
         self._before = self._balance if balance == self._proposed else None
         self._balance, self._settled, self._num_blocks = balance, None, 0
@@ -291,16 +288,6 @@ def _without_pauses(settled: MeasuredSteps, now: MeasuredSteps) -> MeasuredSteps
         for stage, ratio in _ratios(settled, now).items()
     }
     return now._replace(busy=busy)
-
-
-def _fitting(hosts: Sequence[StageHost], balance: list[int]) -> list[StageHost]:
-    """Return hosts whose limits this balance, which is the user's, does not exceed."""
-    return [
-        host
-        if host.limit_bytes is None
-        else replace(host, limit_bytes=max(host.limit_bytes, host.memory(*part)))
-        for host, part in zip(hosts, bounds(balance), strict=bool(hosts))
-    ]
 
 
 def _ratios(settled: MeasuredSteps, now: MeasuredSteps) -> dict[str, float]:

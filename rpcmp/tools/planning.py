@@ -123,7 +123,7 @@ async def plan(config: Config, addresses: Sequence[str], wishes: Wishes) -> Plan
     settings = stage_settings(config)
     recovery = config.recovery.model_copy(update={"spares": []})
     config = config.model_copy(update={"recovery": recovery, "planned_for": []})
-    config = autobalance.with_full_microbatches(config)
+    config = config.with_full_microbatches()
     config.require_data("planning")
     everywhere = with_hosts(config, settings, addresses, [1] * len(addresses))
     server_addresses(everywhere, addresses)  # refuses impossible ones

@@ -15,7 +15,7 @@ from statistics import median
 
 from rpcmp.config import loader
 from rpcmp.config.schema import Config
-from rpcmp.job.autobalance import rehearsed, stage_hosts, with_cut, with_full_microbatches
+from rpcmp.job.autobalance import rehearsed, stage_hosts, with_cut
 from rpcmp.job.server_pool import forks_for
 from rpcmp.job.training_run import drive
 from rpcmp.observability.events import Event, StepEvent
@@ -43,7 +43,7 @@ def load(name: str) -> Config:
 
 async def forecast(config: Config) -> tuple[Config, Forecast]:
     async with forks_for(config, None) as forks:
-        config = with_full_microbatches(await with_cut(config, forks))
+        config = (await with_cut(config, forks)).with_full_microbatches()
         hosts = await stage_hosts(config, None, forks)
         if config.model is None:
             balance = [1] * config.num_stages

@@ -12,18 +12,9 @@ from typing import Any
 from rpcmp.config.loader import load_config
 from rpcmp.errors import InterruptedJobError
 from rpcmp.job.server_pool import forks_for
-from rpcmp.job.training_run import TrainingRun
+from rpcmp.job.training_run import TrainingRun, order_to_train
 from rpcmp.observability.events import Event, GenerationEvent, StepEvent
 from tests.support.processes import Result
-
-ORDER = {
-    "options": [],
-    "evaluate": True,
-    "timeline": 0.0,
-    "save_state": "",
-    "trace": "",
-    "last_steps": "",
-}
 
 
 def train(
@@ -34,6 +25,7 @@ def train(
     on_generation: Callable[[GenerationEvent], None] | None = None,
     after_step: Callable[[StepEvent], object] | None = None,
     until: Callable[[Event], bool] = lambda event: False,
+    predicted: Mapping[str, Any] | None = None,
 ) -> Result:
     """Run a job to its end, with another balance after some of the steps.
 
@@ -42,12 +34,15 @@ def train(
         settings: of the config, "KEY=VALUE".
         after_step: called with each step; if it returns True, the run is interrupted.
         until: whether the run is interrupted after an event; by default it runs to its end.
+        predicted: keys of the config that are predicted to be faster than its own.
         on_generation: called once a generation has formed, before it does anything.
     """
     left, events = dict(moves), list[dict[str, Any]]()
 
     async def run() -> None:
-        config = load_config(path, settings)
+        config, order = load_config(path, settings), order_to_train()
+        if predicted is not None:
+            order["options"] = [config.options.model_copy(update=predicted).model_dump()]
         async with forks_for(config, connect) as forks:
             training = TrainingRun(config, connect, report, "fresh", forks)
 
@@ -62,7 +57,7 @@ def train(
                     training.interrupt(signal.SIGINT, task)
 
             watchers.append(move)
-            task = asyncio.ensure_future(training.train({"op": "train", **ORDER}))
+            task = asyncio.ensure_future(training.train(order))
             try:
                 await task
             except InterruptedJobError:

@@ -94,8 +94,9 @@ class ScheduleEvent(Event):
 
     Attributes:
         step: the last step before
-        chosen: what it goes on with, in words; at the start, unless it is the config's own: what is
-            predicted to be the fastest with a measured balance, or was found before a fault
+        chosen: what it goes on with, in words; at the start: what is predicted to be the fastest
+            with a measured balance, or was found before, or the config's own after a fault that may
+            be due to others
         schedule: the schedule of it
         max_in_flight: micro-batches of which a stage may hold activations; missing: as many as the
             schedule needs

@@ -21,7 +21,6 @@ from rpcmp.job.autobalance import (
     rehearsed,
     stage_hosts,
     with_cut,
-    with_full_microbatches,
     with_measured_balance,
 )
 from rpcmp.job.server_calls import collect_code, dialer_for, server_addresses
@@ -191,7 +190,7 @@ async def explain(
     if config.is_balanced_by_measurement and not measures:
         raise ConfigError('balance = "auto" is measured: explain it without --no-measure')
     async with forks_for(config, connect) as forks:
-        configured, config = config.num_microbatches, with_full_microbatches(config)
+        configured, config = config.num_microbatches, config.with_full_microbatches()
         notes, forecast = list(config.warnings), None
         if (count := config.num_microbatches) < configured:
             notes.append(

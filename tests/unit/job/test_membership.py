@@ -14,7 +14,7 @@ from rpcmp.job.cuts import with_stages
 from rpcmp.job.membership import Membership, even
 from rpcmp.job.moving_balance import MovingBalance
 from rpcmp.job.server_pool import ServerPool
-from rpcmp.observability.events import Event, WarningEvent
+from rpcmp.observability.events import Event, ScheduleEvent, WarningEvent
 from rpcmp.pipelining.rebalancing import BalanceWatch
 from rpcmp.process.fork_client import Forks
 from tests.support.profiles import host, layer
@@ -104,6 +104,25 @@ def test_a_host_that_is_too_small_for_any_layer_is_refused_alone() -> None:
     (text,) = run.warnings
     assert text.startswith(f"{NEW} cannot join the run: ")
     assert NEW not in [place.address for place in run.pool.known_places.values()]
+
+
+@pytest.mark.parametrize(("limit", "fits"), [(1000, True), (450, False), (200, None)])
+def test_layers_fit_under_the_options_of_the_run_or_the_config_s_own(
+    limit: int, fits: bool | None
+) -> None:
+    """One host has to take over all, of which it holds two micro-batches a message, or one."""
+    run = Run(schedule="1f1b", model={"layers": "m:layers", "balance": [3, 3]})
+    layers = [layer(0.01, activations=60) for _ in range(6)]
+    hosts = [host(layers, index, limit=limit) for index in range(2)]
+    run.balance._watch = BalanceWatch(run.balance.config, hosts)
+    run.balance.add(
+        ScheduleEvent(step=3, chosen="", schedule="1f1b", microbatches_per_message=2, measured={})
+    )
+    if fits is None:
+        with pytest.raises(ConfigError, match="no balance fits into memory"):
+            run.membership.without(["stage1"])
+    else:
+        assert run.membership.without(["stage1"]).fits_options == fits
 
 
 def test_a_host_with_which_the_run_could_not_go_on_is_not_asked_again_at_once() -> None:

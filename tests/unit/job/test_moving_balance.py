@@ -7,10 +7,10 @@ import time
 import pytest
 
 from rpcmp.config.loader import parse_config
-from rpcmp.errors import ConfigError, UnreachableError, WorkerDiedError
+from rpcmp.errors import ConfigError, StageError, UnreachableError, WorkerDiedError
 from rpcmp.job.cuts import with_stages
 from rpcmp.job.moving_balance import Change, MovingBalance
-from rpcmp.observability.events import Event, RebalanceEvent
+from rpcmp.observability.events import Event, RebalanceEvent, ScheduleEvent, StepEvent
 
 CONFIG = parse_config(
     {"loss": "torch.nn:MSELoss", "model": {"layers": "m:layers", "balance": [3, 1]}}
@@ -59,6 +59,59 @@ def test_a_fault_before_that_undoes_it() -> None:
     assert balance_of(moving) == [3, 1]
     assert moving.num_changes == 2
     assert not moving.go_back(WorkerDiedError("again"))
+
+
+def step_event(step: int) -> StepEvent:
+    return StepEvent(
+        step=step,
+        epoch=1,
+        loss=0.5,
+        samples_per_s=8.0,
+        step_s=1.0,
+        data_share=0.0,
+        busy={},
+        busy_seconds={},
+        learning_rate=None,
+        learning_rates={},
+    )
+
+
+OTHERS = ScheduleEvent(
+    step=0, chosen="", schedule="zero-bubble", microbatches_per_message=1, measured={}
+)
+
+
+def test_options_are_left_after_repeated_faults_that_may_be_theirs() -> None:
+    moving = MovingBalance(CONFIG, lambda event: None)
+    moving.add(OTHERS)
+    assert moving.options.schedule == "zero-bubble"
+    assert not moving.leave_options(WorkerDiedError("memory"), is_repeated=False)
+    assert not moving.leave_options(UnreachableError("a link"), is_repeated=True)
+    assert not moving.leaves_options
+    assert moving.leave_options(WorkerDiedError("memory"), is_repeated=True)
+    assert moving.leaves_options
+    assert moving.options == CONFIG.options
+    assert not moving.leave_options(WorkerDiedError("memory"), is_repeated=True)  # not theirs
+    assert moving.leaves_options
+    moving.add(step_event(1))
+    assert not moving.leaves_options  # what it finds from now on is another matter
+
+
+def test_options_of_the_config_are_nothing_to_leave() -> None:
+    moving = MovingBalance(CONFIG, lambda event: None)
+    assert not moving.leave_options(StageError("stage0", "forward", "bug"), is_repeated=True)
+
+
+def test_layers_that_fit_only_under_the_config_s_own_options_have_them_until_a_step() -> None:
+    moving = MovingBalance(CONFIG, lambda event: None)
+    moving.add(OTHERS)
+    moving.change(Change(CONFIG.with_balance([1, 3]), "", fits_options=False), 7)
+    assert moving.leaves_options
+    assert moving.options == CONFIG.options
+    assert not moving.leave_options(WorkerDiedError("chance"), is_repeated=False)
+    assert moving.leaves_options
+    moving.add(step_event(8))
+    assert not moving.leaves_options
 
 
 def test_a_fault_forgets_what_was_wanted() -> None:

@@ -14,7 +14,7 @@ from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
 from rpcmp.job import autobalance
-from rpcmp.job.autobalance import as_one, with_full_microbatches
+from rpcmp.job.autobalance import as_one
 from rpcmp.pipelining.cost_model import Prediction, predict
 from rpcmp.pipelining.partition import StageHost, choose_balance
 from rpcmp.process.fork_client import Forks
@@ -192,10 +192,10 @@ def test_steps_of_few_samples_are_measured_as_they_are(batch_size: int, count: i
         {"loss": "m:loss", "model": {"layers": "m:l", "balance": "auto", "num_stages": 2}}
         | {"num_microbatches": 4, "data": data}
     )
-    full = with_full_microbatches(given)
+    full = given.with_full_microbatches()
     assert full == given.model_copy(update={"num_microbatches": count})
     without = given.model_copy(update={"data": None})
-    assert with_full_microbatches(without) is without
+    assert without.with_full_microbatches() is without
 
 
 def test_a_stage_is_never_busy_for_longer_than_a_step_of_few_samples(
@@ -213,6 +213,6 @@ def test_a_stage_is_never_busy_for_longer_than_a_step_of_few_samples(
     config, found = asyncio.run(autobalance.balanced(given, None, Forks([])))
     assert config.num_microbatches == 4  # the config keeps its number
     assert found is not None
-    prediction = found.predict(with_full_microbatches(config))
+    prediction = found.predict(config.with_full_microbatches())
     assert [stage.busy_s for stage in prediction.stages.values()] == [2.0, 2.0]
     assert prediction.step_s == pytest.approx(3.0)

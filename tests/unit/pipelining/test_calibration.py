@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -152,6 +153,20 @@ def test_a_stage_that_computes_much_besides_its_layers_gets_fewer() -> None:
     assert better.balance == [6, 2]
     assert better.predict(config).step_s < start.predict(config).step_s
     assert better.improved(config).balance == [6, 2]
+
+
+def test_what_is_better_fits_into_memory_under_the_options_that_there_are() -> None:
+    """The first stage has room for a fifth layer, unless it holds four micro-batches, not two."""
+    own = chain(schedule="1f1b")
+    layers = [layer(1 * MS, activations=10) for _ in range(8)]
+    hosts = [host(layers, index, num_microbatches=COUNT, held=2) for index in (0, 1)]
+    hosts[0] = replace(hosts[0], limit_bytes=hosts[0].memory(0, 6))
+    as_alone, slow = ActionTimes(2 * MS, 1 * MS, 1 * MS), ActionTimes(4 * MS, 2 * MS, 2 * MS)
+    for update, balance in (({}, [6, 2]), ({"microbatches_per_message": 2}, [4, 4])):
+        config = own.model_copy(update=update)
+        seen = measured(config, {"stage0": as_alone, "stage1": slow}, 0.0, update_s=0.0)
+        start = Forecast(hosts, [4, 4]).corrected(config, seen)
+        assert start.improved(config).balance == balance
 
 
 @pytest.mark.parametrize("factor", [1.5, 3.0])
