@@ -37,7 +37,7 @@ ELSEWHERE = {
     "cluster/test_verify.py": "cli/verify",
     "group/test_bits.py": "driver/stage_group",
     "group/test_precision.py": "driver/distributed_optimizer",
-    "group/test_replicas.py": "driver/worker_refs worker/grad_sync",
+    "group/test_replicas.py": "worker/grad_sync",
     "system/test_examples.py": """
         examples/branches examples/encoder_decoder examples/hybrid_devices examples/llama
         examples/residual_ddp examples/resnet50 examples/stdlib_gpt examples/two_parts

@@ -219,6 +219,7 @@ class DriverProcess:
     def _train_segments(self, config: Config, planned: Planned, group: StageGroup) -> None:
         """Train a few steps for each "segment" message, and block in between."""
         training = self._make_training(config, planned, group)
+        shared_cores = group.workers.shared_cores()
         while True:
             self._activity.stop()
             order = self._messages.get()
@@ -229,7 +230,8 @@ class DriverProcess:
                     group.reschedule(ScheduleOptions(**order["setting"]).on(config))
                 case "segment":
                     totals = training.segment(order["steps"], order["loads_ahead"])
-                    self._channel.send({"event": "segment", **totals._asdict()})
+                    done = {"event": "segment", **totals._asdict(), "shared_cores": shared_cores}
+                    self._channel.send(done)
                 case unknown:
                     raise JobError(f"the driver process does not know the order {unknown!r}")
         self._channel.send({"event": "done"})

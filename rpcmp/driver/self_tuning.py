@@ -31,6 +31,7 @@ from rpcmp.driver.trial_memory import TrialMemory
 from rpcmp.observability.events import Event, ScheduleEvent, StepEvent
 from rpcmp.pipelining.calibration import Calibration, MeasuredSteps, summarize
 from rpcmp.pipelining.setting_grid import FASTER, SETTLE_STEPS
+from rpcmp.pipelining.simulation import SharedCores
 
 WARM_STEPS = 2
 """First steps of a group, which touch memory and code for the first time."""
@@ -166,7 +167,7 @@ class SelfTuning:
         self._steps.append(event)
         if self._is_block():
             self._has_block = True
-            block = summarize(self._config, self._steps)
+            block = summarize(self._config, self._steps, self._shared_cores)
             self._steps.clear()
             self._wanted = self._course.send(block)
 
@@ -186,6 +187,10 @@ class SelfTuning:
         keys = self._best.model_dump(exclude={"num_microbatches"})
         chosen = self._best.without_count
         self._report(ScheduleEvent(step=self._step, chosen=chosen, measured=measured, **keys))
+
+    @functools.cached_property
+    def _shared_cores(self) -> list[SharedCores]:
+        return self._group.workers.shared_cores()
 
     def _is_block(self) -> bool:
         count = len(self._steps)

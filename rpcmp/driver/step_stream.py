@@ -157,6 +157,7 @@ def with_stage_reports(
         event,
         group_learning_rates=groups or None,
         busy_seconds=busy_seconds,
+        core_seconds={label: dict(report.core_seconds) for label, report in reports.items()},
         busy={label: sum(kinds.values()) / event.step_s for label, kinds in busy_seconds.items()},
         learning_rates=rates,
         learning_rate=next((rate for rate in rates.values() if rate is not None), None),

@@ -6,6 +6,7 @@ hashed.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from rpcmp.config.topology import Member
 from rpcmp.errors import ConfigError, MismatchError
 from rpcmp.pipelining import optimizers
 from rpcmp.pipelining.parameter_names import require_distinct, require_equal_ties
+from rpcmp.pipelining.simulation import SharedCores
 from rpcmp.rpc.transport import RRef, Transport, result, results
 from rpcmp.worker.model import HOST
 from rpcmp.worker.stage import Stage
@@ -54,6 +56,19 @@ class WorkerRefs:
     def everywhere(self, method: Callable[..., Any], *args: Any) -> dict[str, Any]:
         """Call `method(object, *args)` at all workers; return the results by label."""
         return self.start(method, lambda worker: args)()
+
+    def shared_cores(self) -> list[SharedCores]:
+        """Return the hosts that compute more stages than they have cores; none with replicas."""
+        if any(worker.label != worker.stage for worker in self):
+            return []
+        stages: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
+        for stage, host in self.everywhere(Stage.cores).items():
+            stages[host].append(stage)
+        return [
+            SharedCores(number, dict.fromkeys(names, 0.0))
+            for (_, number), names in stages.items()
+            if len(names) > number
+        ]
 
     def start(
         self, method: Callable[..., Any], args_of: Callable[[Member], Sequence[Any]]

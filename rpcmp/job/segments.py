@@ -18,6 +18,7 @@ from rpcmp.job.generation import Generation
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.observability.events import StepEvent
 from rpcmp.pipelining.calibration import MeasuredSteps, summarize
+from rpcmp.pipelining.simulation import SharedCores
 from rpcmp.process.fork_client import Forks
 
 ENDLESS = 10**9
@@ -33,12 +34,14 @@ class Segment:
         cpu_seconds: CPU time of the driver process.
         losses: the mini-batch's loss in each step.
         steps: the events of them.
+        shared: the cores that stages share.
     """
 
     seconds: float
     cpu_seconds: float
     losses: list[float]
     steps: list[StepEvent]
+    shared: list[SharedCores]
 
     @property
     def busy_seconds(self) -> Mapping[str, float]:
@@ -100,7 +103,10 @@ class Segments:
                     raise DrainingError(f"the server of stage {stage!r} is being stopped")
                 case dict() as message if message["event"] == "segment":
                     seconds, cpu_seconds = message["seconds"], message["cpu_seconds"]
-                    return Segment(seconds / steps, cpu_seconds / steps, message["losses"], events)
+                    shared = [SharedCores(*each) for each in message["shared_cores"]]
+                    return Segment(
+                        seconds / steps, cpu_seconds / steps, message["losses"], events, shared
+                    )
 
     async def close(self) -> None:
         if self._started is not None:
@@ -167,7 +173,7 @@ async def _settled(
     while True:
         count = max(fewest, min(int(BLOCK_SECONDS / seconds), MOST_STEPS))
         done = await segments.run(count + 1, loads_ahead=False)
-        measured = summarize(config, done.steps[1:])  # the pipeline was empty before the first
+        measured = summarize(config, done.steps[1:], done.shared)  # the first found no work
         seconds = measured.step_s
         if seconds >= SETTLED * before or time.monotonic() > ends:
             return measured

@@ -6,6 +6,8 @@ processes use the same cores. Steps that were measured tell all of that, for the
 options that they had. A calibration carries it over to others:
 
     computing    as measured; where layers move, what they take by themselves goes with them
+    cores        those that too many stages share are simulated; computing is without what it has
+                 waited for them
     messages     one cost for each, such that the simulation takes as long as the steps did
     loading      as measured: a step takes at least as long as its samples do
 """
@@ -24,12 +26,15 @@ from rpcmp.pipelining import cost_model
 from rpcmp.pipelining.cost_model import Prediction, times_of, updates_of
 from rpcmp.pipelining.partition import StageHost, bounds, choose_balance
 from rpcmp.pipelining.setting_grid import FASTER, MEMORY_SHARE, options_to_try
-from rpcmp.pipelining.simulation import ActionTimes
+from rpcmp.pipelining.simulation import ActionTimes, SharedCores, waits_for_cores
 
 BISECTIONS = 10
 
 NOTABLE = 0.08
 """The part of a step that is worth a word, or other layers at a stage."""
+
+MOSTLY = 0.5
+"""The share of a stage's computing for which it has a core, above which it counts as using one."""
 
 WAITING = 0.8
 """The share of a step in which the driver waits for samples, above which these set its time."""
@@ -47,6 +52,9 @@ class TimedStep(Protocol):
     @property
     def busy_seconds(self) -> Mapping[str, Mapping[str, float]]: ...
 
+    @property
+    def core_seconds(self) -> Mapping[str, Mapping[str, float]] | None: ...
+
 
 class MeasuredSteps(NamedTuple):
     """Consecutive steps under the same options; medians.
@@ -56,15 +64,36 @@ class MeasuredSteps(NamedTuple):
         data_share: the share of it in which the driver waited for samples.
         busy: seconds per step in which the workers of a stage compute, all together, by kind of
             action; see `StepReport.busy_seconds`.
+        shared: the cores that stages share, which compute on them for most of their busy time.
     """
 
     step_s: float
     data_share: float
     busy: Mapping[str, Mapping[str, float]]
+    shared: Sequence[SharedCores] = ()
+
+    @property
+    def computing(self) -> Mapping[str, Mapping[str, float]]:
+        """`busy`, without the time in which stages waited for a core."""
+        waited = waits_for_cores(self.shared)
+        parts = {
+            stage: 1 - waited.get(stage, 0.0) / max(sum(kinds.values()), 1e-9)
+            for stage, kinds in self.busy.items()
+        }
+        return {
+            stage: {kind: parts[stage] * seconds for kind, seconds in kinds.items()}
+            for stage, kinds in self.busy.items()
+        }
 
 
-def summarize(config: Config, steps: Sequence[TimedStep]) -> MeasuredSteps:
-    """Return the medians of at least one step of a job."""
+def summarize(
+    config: Config, steps: Sequence[TimedStep], shared: Sequence[SharedCores] = ()
+) -> MeasuredSteps:
+    """Return the medians of at least one step of a job.
+
+    Args:
+        shared: the stages that are on hosts with fewer cores.
+    """
     busy: dict[str, defaultdict[str, float]] = {
         stage: defaultdict(float) for stage in config.stage_names
     }
@@ -76,7 +105,28 @@ def summarize(config: Config, steps: Sequence[TimedStep]) -> MeasuredSteps:
         statistics.median(step.step_s for step in steps),
         statistics.median(step.data_share for step in steps),
         {stage: dict(kinds) for stage, kinds in busy.items()},
+        [each for cores in shared if (each := _as_used(cores, busy, steps)) is not None],
     )
+
+
+def _as_used(
+    cores: SharedCores, busy: Mapping[str, Mapping[str, float]], steps: Sequence[TimedStep]
+) -> SharedCores | None:
+    """Return the stages that compute on cores, and how long they wait; None if there are enough.
+
+    A stage that sleeps, or has an accelerator, hardly uses any.
+    """
+    waited = {}
+    for stage in cores.waited:
+        times = [each for step in steps if (each := (step.core_seconds or {}).get(stage))]
+        total = sum(busy[stage].values())
+        if not times or not total:
+            continue
+        used, waits = (statistics.median(each[key] for each in times) for key in ("used", "waited"))
+        waits = min(waits, max(0.0, total - used))  # a part of it may be between two actions
+        if used > MOSTLY * (total - waits):
+            waited[stage] = waits
+    return SharedCores(cores.number, waited) if len(waited) > cores.number else None
 
 
 @dataclass(frozen=True)
@@ -87,7 +137,8 @@ class Calibration:
         times: of one micro-batch, by the stage's name; replicas count as one fast host.
         updates: seconds of each stage's optimizer.
         message_s: see `cost_model.simulate`. It stands for all that stages do besides their
-            actions, and for cores that they share.
+            actions.
+        shared: the cores that stages share.
         loading_s: seconds for the samples of a step, which are loaded beside the one before.
     """
 
@@ -95,6 +146,7 @@ class Calibration:
     updates: Mapping[str, float]
     message_s: float
     loading_s: float
+    shared: Sequence[SharedCores] = ()
 
     @classmethod
     def fit(
@@ -105,27 +157,30 @@ class Calibration:
         Args:
             wires: what messages take between hosts, if that is known by itself.
         """
-        times = {name: _times(config, name, busy) for name, busy in measured.busy.items()}
+        computing, shared = measured.computing, measured.shared
+        times = {name: _times(config, name, busy) for name, busy in computing.items()}
         updates = {  # replicas step at the same time
             name: busy.get("O", 0.0) / config.turns_of(name).num_replicas
-            for name, busy in measured.busy.items()
+            for name, busy in computing.items()
         }
         if measured.data_share > WAITING:  # stages wait, so that their steps do not tell
-            return cls(times, updates, 0.0, measured.step_s)
+            return cls(times, updates, 0.0, measured.step_s, shared)
         # Every stage has two for each bundle: more each than that would take the whole step.
         least, most = 0.0, measured.step_s / (2 * cost_model.num_bundles(config))
         for _ in range(BISECTIONS):
             between = (least + most) / 2
-            step = cost_model.step_seconds(config, times, updates, between, wires)
+            step = cost_model.step_seconds(config, times, updates, between, wires, shared)
             if step < measured.step_s:
                 least = between
             else:
                 most = between
-        return cls(times, updates, least, measured.data_share * measured.step_s)
+        return cls(times, updates, least, measured.data_share * measured.step_s, shared)
 
     def step_seconds(self, config: Config) -> float:
         """Return the seconds of a step of the same balance under a job's options."""
-        step = cost_model.step_seconds(config, self.times, self.updates, self.message_s)
+        step = cost_model.step_seconds(
+            config, self.times, self.updates, self.message_s, shared=self.shared
+        )
         return max(step, self.loading_s)
 
     def moved(
@@ -188,7 +243,7 @@ class Forecast:
             return cost_model.predict(config, hosts, self.balance)
         return cost_model.predict(
             *(config, hosts, self.balance, known.times, known.updates),
-            *(known.message_s, known.loading_s),
+            *(known.message_s, known.loading_s, known.shared),
         )
 
     def fastest_options(self, config: Config) -> ScheduleOptions:

@@ -16,7 +16,7 @@ from rpcmp.errors import ConfigError
 from rpcmp.pipelining import simulation
 from rpcmp.pipelining.partition import StageHost, bounds
 from rpcmp.pipelining.schedule import Action, InFlightLimits, policy
-from rpcmp.pipelining.simulation import ActionTimes, Simulation, Wire
+from rpcmp.pipelining.simulation import ActionTimes, SharedCores, Simulation, Wire, waits_for_cores
 
 AHEAD = 2
 """Bundles that are requested beyond the stages' limits: their requests then lie at the first stage
@@ -98,7 +98,7 @@ class StagePrediction:
     """The prediction for one stage.
 
     Attributes:
-        busy_s: seconds per step in which it computes.
+        busy_s: seconds per step in which it computes, or waits for a core.
         messages_s: seconds per step that messages take it besides; 0 if no steps were measured.
         bubble: share of a step in which it idles.
         limit_bytes: its memory limit; None: no limit.
@@ -141,21 +141,25 @@ def predict(
     updates: Mapping[str, float] | None = None,
     message_s: float | None = None,
     loading_s: float = 0.0,
+    shared: Sequence[SharedCores] = (),
 ) -> Prediction:
     """Predict a step that starts as soon as every stage has time for it.
 
     Args:
-        times, updates, message_s: see `step_seconds`; by default those of the layers as they were
-            measured by themselves, and no messages.
+        times, updates, message_s, shared: see `step_seconds`; by default those of the layers as
+            they were measured by themselves, and no messages.
         loading_s: seconds for the samples of a step, beside the step before.
     """
     times = times_of(hosts, balance) if times is None else times
     updates = updates_of(hosts, balance) if updates is None else updates
-    step = max(step_seconds(config, times, updates, message_s or 0.0), loading_s)
+    alone = step_seconds(config, times, updates, message_s or 0.0, shared=shared)
+    step = max(alone, loading_s)
+    waited = waits_for_cores(shared)
     messages = 2 * num_bundles(config) * (message_s or 0.0)
     stages = {}
     for host, (start, end) in zip(hosts, bounds(balance), strict=True):
         busy = config.num_microbatches * times[host.stage].total + updates[host.stage]
+        busy += waited.get(host.stage, 0.0)
         stages[host.stage] = StagePrediction(
             num_layers=end - start,
             busy_s=busy,
@@ -201,6 +205,7 @@ def simulate(
     times: Mapping[str, ActionTimes],
     message_s: float = 0.0,
     wires: Wires | None = None,
+    shared: Sequence[SharedCores] = (),
 ) -> Simulation:
     """Simulate one step. The replicas of a stage count as one fast host; see `merge_profiles`.
 
@@ -208,6 +213,7 @@ def simulate(
         times: per micro-batch and stage; the simulation runs bundles of micro-batches.
         message_s: what each forward or backward of a bundle takes besides, for its messages.
         wires: what a micro-batch takes between stages; None: no time.
+        shared: the stages that share cores; `times` are without what they wait for these.
     """
     by_stage = limits(config)
     for worker in config.workers:
@@ -233,6 +239,7 @@ def simulate(
     return Simulation(
         *(config.graph(), policy(config.options.schedule), len(bundles), duration, by_stage),
         wires=None if wires is None else wire,
+        shared=shared,
     )
 
 
@@ -242,6 +249,7 @@ def step_seconds(
     updates: Mapping[str, float],
     message_s: float = 0.0,
     wires: Wires | None = None,
+    shared: Sequence[SharedCores] = (),
 ) -> float:
     """Return the seconds from the start of one step to the start of the next.
 
@@ -250,10 +258,10 @@ def step_seconds(
     step starts only after all of them have finished.
 
     Args:
-        times, message_s, wires: see `simulate`.
+        times, message_s, wires, shared: see `simulate`.
         updates: seconds of each stage's optimizer.
     """
-    run = simulate(config, times, message_s, wires)
+    run = simulate(config, times, message_s, wires, shared)
     if config.holds_steps:
         return run.makespan + max(updates.values())
     return max(

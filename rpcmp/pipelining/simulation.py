@@ -2,14 +2,16 @@
 
 The rules are a run's: a stage's thread does one action at a time and asks its policy for the
 next; a forward needs its inputs' forwards, a backward the forward and its readers' backwards, and
-both take time on the wire. `balance = "auto"` predicts with it, and the tests draw every schedule
-with it. Pure: no torch, no processes.
+both take time on the wire. Where stages share too few cores, an action waits until one is free,
+first come, first served; a kernel gives them turns instead, and is done with all about as late.
+`balance = "auto"` predicts with it, and the tests draw every schedule with it. Pure: no torch, no
+processes.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -49,6 +51,23 @@ class Wire(NamedTuple):
 
 WireOf = Callable[[str, str, int], Wire]
 """What a micro-batch takes from a stage to another: activations, or gradients on the way back."""
+
+
+class SharedCores(NamedTuple):
+    """The cores of a host that computes more stages than it has cores.
+
+    Attributes:
+        number: of cores.
+        waited: seconds per step for which each of these stages has waited for a core, as measured.
+    """
+
+    number: int
+    waited: Mapping[str, float]
+
+
+def waits_for_cores(shared: Sequence[SharedCores]) -> dict[str, float]:
+    """Return for how long stages have waited for a core, by their names."""
+    return {stage: seconds for cores in shared for stage, seconds in cores.waited.items()}
 
 
 class SimulatedRun(NamedTuple):
@@ -123,6 +142,7 @@ class Simulation:
         limits: by stage; see `limits`.
         latency: seconds on the wire, each way.
         wires: instead of `latency`; the two directions of a link do not share it.
+        shared: the stages that share cores; others have one each.
 
     Attributes:
         runs: the actions of each stage, in order.
@@ -138,6 +158,7 @@ class Simulation:
     limits: Mapping[str, InFlightLimits]
     latency: float = 0.0
     wires: WireOf | None = None
+    shared: Sequence[SharedCores] = ()
     runs: dict[str, list[SimulatedRun]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -161,6 +182,10 @@ class Simulation:
         self._arrives: dict[tuple[str, str, Action, int], float] = {}
         self._sent: dict[tuple[str, str], float] = {}  # when each link is free again
         self._done = {(stage, action): 0 for stage in self.graph.stages for action in Action}
+        self._cores: dict[str, list[float]] = {}  # a heap: when each of a stage's cores is free
+        for cores in self.shared:
+            self._cores |= dict.fromkeys(cores.waited, [0.0] * cores.number)
+        self._queued: dict[int, float] = {}  # since when a place waits for a core
         self._run()
 
     @property
@@ -171,17 +196,26 @@ class Simulation:
     def _run(self) -> None:
         kinds = sum(3 if limits.splits else 2 for limits in self.limits.values())
         left = kinds * self.num_microbatches
-        looks = [(0.0, place) for place in range(len(self.graph.stages))]  # a heap, as it is sorted
+        # A heap, as it is sorted: when to look at a place, and since when that has been due.
+        looks = [(0.0, 0.0, place) for place in range(len(self.graph.stages))]
         while left:
             if not looks:
                 raise RuntimeError(f"the schedule deadlocks after {self.runs}")
-            now, place = heapq.heappop(looks)
+            now, since, place = heapq.heappop(looks)
             stage = self.graph.stages[place]
-            if self._free(stage) <= now and (run := self._start(stage, now)) is not None:
+            if self._free(stage) > now or self._queued.get(place, since) != since:
+                continue  # it is looked at when it is free
+            if (free := self._cores.get(stage, [now])[0]) > now:
+                self._queued[place] = since
+                heapq.heappush(looks, (free, since, place))
+                continue
+            self._queued.pop(place, None)
+            if (run := self._start(stage, now)) is not None:
                 left -= 1
-                heapq.heappush(looks, (run.end, place))
+                heapq.heappush(looks, (run.end, run.end, place))
                 for other in self._wakes[run.action][place]:
-                    heapq.heappush(looks, (self._send(run, stage, other), other))
+                    arrives = self._send(run, stage, other)
+                    heapq.heappush(looks, (arrives, arrives, other))
 
     def _start(self, stage: str, now: float) -> SimulatedRun | None:
         """Start the next action of a free stage, and return it, or None if the stage waits."""
@@ -192,6 +226,8 @@ class Simulation:
         end = now + self.duration(stage, action, microbatch)
         run = SimulatedRun(action, microbatch, now, end)
         self.runs[stage].append(run)
+        if (cores := self._cores.get(stage)) is not None:
+            heapq.heapreplace(cores, end)
         self._done[stage, action] += 1
         if action is Action.BACKWARD and not self.limits[stage].splits:
             self._done[stage, Action.WEIGHT] += 1

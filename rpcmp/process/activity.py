@@ -243,6 +243,18 @@ class HeartbeatMonitor:
             self._last += late  # which a heartbeat may have changed meanwhile
 
 
+def core_seconds() -> tuple[float, float]:
+    """Return for how long the calling thread has had a core, and has waited for one.
+
+    The latter is 0 where the kernel does not tell.
+    """
+    try:
+        used, waited, *_ = Path("/proc/thread-self/schedstat").read_text().split()
+        return int(used) / 1e9, int(waited) / 1e9
+    except (OSError, ValueError):
+        return time.thread_time(), 0.0
+
+
 def resident_bytes(pid: int) -> int:
     """Return the resident memory of a process; 0 if unknown."""
     try:

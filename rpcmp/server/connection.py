@@ -22,7 +22,7 @@ from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.tunnel import Tunnel
 from rpcmp.v1 import control_pb2 as pb
 
-PROTOCOL = 19
+PROTOCOL = 20
 """Incremented whenever a message or the data plane changes its meaning."""
 
 MAX_JOINING = 64

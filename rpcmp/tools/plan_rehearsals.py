@@ -80,4 +80,5 @@ async def _rehearse_again(planner: Planner, forks: Forks, ends: float) -> None:
 
 async def _trained(planner: Planner, timed: Timed, forks: Forks) -> MeasuredSteps:
     job = planner.job(timed)
-    return await rehearse(job, job.addresses, forks, LONGEST_REHEARSED, STEPS)
+    measured = await rehearse(job, job.addresses, forks, LONGEST_REHEARSED, STEPS)
+    return measured._replace(shared=())  # a plan's hosts have their own, perhaps limited, cores

@@ -234,7 +234,7 @@ class StageOptimizer(ComputeThreadOwner):
         self._after_step(self.steps)
         recorder = self._compute.recorder
         recorder.add(Kind.OPTIMIZER, self.steps, NO_MICROBATCH, started, started)
-        self.report = StepReport(self.steps, recorder.take_busy(), self._learning_rates())
+        self.report = StepReport(self.steps, *recorder.take(), self._learning_rates())
         return self.report
 
     def _learning_rates(self) -> list[float]:

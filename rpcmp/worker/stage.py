@@ -58,6 +58,7 @@ Comments in the code cite the numbers, such as `stage.py [4]`:
 
 from __future__ import annotations
 
+import os
 import platform
 import threading
 import time
@@ -347,6 +348,10 @@ class Stage(ComputeThreadOwner):
     def free_memory(self) -> tuple[str, int | None]:
         """Return which device it computes on, and how many bytes nobody uses there, if known."""
         return f"{platform.node()} {self.model.device}", self._meter.free()
+
+    def cores(self) -> tuple[str, int]:
+        """Return the name of this host, and how many of its cores may be used."""
+        return platform.node(), len(os.sched_getaffinity(0))
 
     def host(self) -> dict[str, str]:
         return host_facts(self.model.device)

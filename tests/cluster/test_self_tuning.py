@@ -58,6 +58,10 @@ def test_trying_other_options_changes_no_bit_and_survives_a_fault(job: JobFolder
     slow = "--set", "model.layers=slow:layers"
     tried = drive(faults.config(JOB, stages=2, sections=DATA), *slow)
     assert_recovered(faults, tried)
+    # The last step before the fault has no report of the stage that was lost.
+    steps = [each["core_seconds"] for each in tried.events if each.get("busy")]
+    assert len(steps) > 80
+    assert all(each[stage]["used"] > 0 for each in steps for stage in ("stage0", "stage1"))
     found, *_ = [event for event in tried.events if event["event"] == "schedule"]
     assert len(found["measured"]) > 1
     assert found["chosen"] in found["measured"]

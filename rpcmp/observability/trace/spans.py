@@ -35,6 +35,7 @@ from typing import NamedTuple
 
 from rpcmp.config.topology import Graph
 from rpcmp.errors import ConfigError
+from rpcmp.process.activity import core_seconds
 
 
 class Ping(NamedTuple):
@@ -296,6 +297,7 @@ class SpanRecorder:
     def __init__(self) -> None:
         self.total: dict[str, int] = dict.fromkeys(Kind, 0)
         self._taken = dict(self.total)
+        self._core_seconds = 0.0, 0.0
         self._spans: deque[Span] = deque()
         self._first = 0  # the position of the oldest span that is kept
         self._steps_kept = 0
@@ -311,10 +313,17 @@ class SpanRecorder:
             self._spans.popleft()
             self._first += 1
 
-    def take_busy(self) -> dict[str, float]:
-        """Return the seconds per kind of action since the last call."""
+    def take(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the seconds since the last call: per kind of action, and of this thread's cores.
+
+        The latter are those for which it had one, "used", and for which it waited for one,
+        "waited".
+        """
         before, self._taken = self._taken, dict(self.total)
-        return {str(kind): (now - before[kind]) / 1e9 for kind, now in self.total.items()}
+        (used, waited), self._core_seconds = self._core_seconds, core_seconds()
+        now_used, now_waited = self._core_seconds
+        busy = {str(kind): (now - before[kind]) / 1e9 for kind, now in self.total.items()}
+        return busy, {"used": now_used - used, "waited": now_waited - waited}
 
     def keep(self, steps: int) -> int:
         """Keep the spans of the newest step and `steps` before it; return the cursor to read from.

@@ -304,7 +304,7 @@ def _predict(
     if known is None:
         runs = simulate(config, times_of(forecast.hosts, forecast.balance)).runs
     else:
-        runs = simulate(config, known.times, known.message_s).runs
+        runs = simulate(config, known.times, known.message_s, shared=known.shared).runs
     return runs, forecast.predict(config)
 
 

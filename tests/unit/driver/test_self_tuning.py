@@ -17,7 +17,7 @@ from rpcmp.observability.events import Event, ScheduleEvent, StepEvent
 from rpcmp.pipelining import cost_model
 from rpcmp.pipelining.calibration import MeasuredSteps
 from rpcmp.pipelining.setting_grid import FASTER, options_to_try
-from rpcmp.pipelining.simulation import ActionTimes
+from rpcmp.pipelining.simulation import ActionTimes, SharedCores
 from tests.support.settings import chain
 
 MS = 1e-3
@@ -71,6 +71,9 @@ class Machine:
     def everywhere(self, method: Callable[..., object]) -> dict[str, object]:
         answer = getattr(self, method.__name__)()
         return {worker.label: answer for worker in self.config.workers}
+
+    def shared_cores(self) -> list[SharedCores]:
+        return []
 
     def memory(self) -> dict[str, int]:
         return {"idle": 1 << 20, "peak": 2 << 20}

@@ -29,6 +29,7 @@ from rpcmp.observability.events import Json
 from rpcmp.observability.trace import chrome
 from rpcmp.observability.trace.spans import Kind, Span
 from rpcmp.pipelining.setting_grid import options_to_try
+from rpcmp.pipelining.simulation import SharedCores
 from rpcmp.rpc.messages import AfterRound, Mode, RoundHeader, StepReport, Trained
 from rpcmp.worker.stage import Stage
 from tests.support.twostages import STAGES, job
@@ -99,6 +100,9 @@ class Stages:
     def everywhere(self, method: Callable[..., Any], *args: Any) -> Any:
         return getattr(self, method.__name__)(*args)
 
+    def shared_cores(self) -> list[SharedCores]:
+        return []
+
     def save(self, step: int) -> None:
         self.log.append(f"save{step}")
 
@@ -114,7 +118,9 @@ class Stages:
 
     @staticmethod
     def _reports(step: int) -> dict[str, StepReport]:
-        return {name: StepReport(step, {"F": 0.0}, [step / 10]) for name in STAGES} if step else {}
+        return (
+            {name: StepReport(step, {"F": 0.0}, {}, [step / 10]) for name in STAGES} if step else {}
+        )
 
 
 def train(

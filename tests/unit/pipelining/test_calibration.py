@@ -19,7 +19,7 @@ from rpcmp.pipelining.calibration import (
     what_was_wrong,
 )
 from rpcmp.pipelining.setting_grid import MEMORY_SHARE, options_to_try
-from rpcmp.pipelining.simulation import ActionTimes
+from rpcmp.pipelining.simulation import ActionTimes, SharedCores
 from tests.support.profiles import host, layer
 from tests.support.settings import chain
 
@@ -32,6 +32,7 @@ class Step(NamedTuple):
     step_s: float
     busy_seconds: Mapping[str, Mapping[str, float]]
     data_share: float = 0.0
+    core_seconds: Mapping[str, Mapping[str, float]] | None = None
 
 
 def measured(
@@ -73,6 +74,92 @@ def test_what_a_message_costs_is_found(message_s: float) -> None:
     other = config.model_copy(update={"schedule": "zero-bubble"})
     expected = cost_model.step_seconds(other, equal_times(config), found.updates, message_s)
     assert found.step_seconds(other) == pytest.approx(expected, rel=1e-2)
+
+
+FOUR = chain(model={"layers": "zoo:mlp", "num_stages": 4}, num_microbatches=8)
+"""Four stages on two cores, unless a test says otherwise."""
+
+CORES = [SharedCores(2, dict.fromkeys(FOUR.stage_names, 0.0))]
+
+
+def step_on_cores(
+    config: Config, times: Mapping[str, ActionTimes], message_s: float, busy: float, used: float
+) -> Step:
+    """Return a step on two cores, in which each stage is `busy` for so many times its `times`."""
+    updates = dict.fromkeys(times, 0.0)
+    seconds = cost_model.step_seconds(config, times, updates, message_s, shared=CORES)
+    each = {name: one.scaled(config.num_microbatches) for name, one in times.items()}
+    return Step(
+        seconds,
+        {
+            name: {"F": busy * one.forward, "B": busy * (one.total - one.forward)}
+            for name, one in each.items()
+        },
+        core_seconds={
+            name: {"used": used * one.total, "waited": (busy - 1) * one.total}
+            for name, one in each.items()
+        },
+    )
+
+
+@pytest.mark.parametrize("message_s", [0.5 * MS, 4 * MS])
+def test_other_options_are_predicted_where_stages_share_cores(message_s: float) -> None:
+    times = equal_times(FOUR)
+    seen = summarize(FOUR, [step_on_cores(FOUR, times, message_s, 1.8, 1.0)], CORES)
+    found = Calibration.fit(FOUR, seen)
+    assert found.step_seconds(FOUR) == pytest.approx(seen.step_s, rel=0.03)
+    without = Calibration.fit(FOUR, seen._replace(shared=()))
+    updates, errors = dict.fromkeys(times, 0.0), []
+    for options in options_to_try(FOUR):
+        other = options.on(FOUR)
+        expected = cost_model.step_seconds(other, times, updates, message_s, shared=CORES)
+        # Who is first in a queue may change with a message's cost, and so may the step by a bit.
+        assert found.step_seconds(other) == pytest.approx(expected, rel=0.05)
+        errors.append(abs(without.step_seconds(other) / expected - 1))
+    assert max(errors) > 0.2
+
+
+@pytest.mark.parametrize(
+    ("used", "waited", "cores", "expected"),
+    [
+        (1.0, 0.5, 2, 0.5),
+        (1.0, 0.8, 2, 0.6),  # some of it was between two actions
+        (0.2, 0.1, 2, None),  # it sleeps, or has an accelerator
+        (1.0, 0.5, 4, None),  # there are enough
+    ],
+)
+def test_cores_count_where_they_are_too_few_for_what_computes_on_them(
+    used: float, waited: float, cores: int, expected: float | None
+) -> None:
+    names = FOUR.stage_names
+    step = Step(
+        2.0,
+        {name: {"F": 1.2, "B": 0.4} for name in names},
+        core_seconds={name: {"used": used, "waited": waited} for name in names},
+    )
+    seen = summarize(FOUR, [step], [SharedCores(cores, dict.fromkeys(names, 0.0))])
+    assert seen.busy["stage0"] == {"F": 1.2, "B": 0.4}
+    if expected is None:
+        assert seen.shared == []
+        assert seen.computing == seen.busy
+    else:
+        (found,) = seen.shared
+        assert found.number == cores
+        assert found.waited == pytest.approx(dict.fromkeys(names, expected))
+        part = 1 - expected / 1.6
+        assert seen.computing["stage3"] == pytest.approx({"F": 1.2 * part, "B": 0.4 * part})
+    unknown = summarize(FOUR, [step._replace(core_seconds=None)], CORES)
+    assert unknown.shared == []
+
+
+def test_a_stage_is_busy_while_it_waits_for_a_core() -> None:
+    hosts = [host([layer(2 * MS)] * 4, index, num_microbatches=8) for index in range(4)]
+    seen = summarize(FOUR, [step_on_cores(FOUR, equal_times(FOUR), 1 * MS, 1.8, 1.0)], CORES)
+    predicted = Forecast(hosts, [1, 1, 1, 1]).corrected(FOUR, seen).predict(FOUR)
+    busy = {name: part.busy_s for name, part in predicted.stages.items()}
+    assert busy == pytest.approx(dict.fromkeys(busy, 1.8 * 8 * 6 * MS))
+    assert predicted.step_s == pytest.approx(seen.step_s, rel=1e-2)
+    assert what_was_wrong(FOUR, predicted, seen) == ""
 
 
 def forecast(seconds: list[float], balance: list[int]) -> Forecast:

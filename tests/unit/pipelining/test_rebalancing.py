@@ -34,6 +34,7 @@ class Step:
     busy_seconds: Mapping[str, Mapping[str, float]]
     samples_per_s: float
     data_share: float = 0.0
+    core_seconds: Mapping[str, Mapping[str, float]] | None = None
 
 
 @dataclass

@@ -13,7 +13,7 @@ from rpcmp.config import topology
 from rpcmp.config.topology import Graph
 from rpcmp.pipelining import schedule, simulation
 from rpcmp.pipelining.schedule import Action, InFlightLimits
-from rpcmp.pipelining.simulation import ActionTimes, Simulation, Wire, fixed
+from rpcmp.pipelining.simulation import ActionTimes, SharedCores, Simulation, Wire, fixed
 from tests.support.graphs import graphs
 from tests.support.simulations import idle_share, most_held
 
@@ -65,6 +65,35 @@ def test_a_link_carries_one_message_after_the_other_each_way() -> None:
         (B, 1, 8.25, 9.25),
     ]
     assert [done.start for done in run.runs["a"]] == [0.0, 1.0, 6.5, 9.5]
+
+
+def test_stages_that_share_a_core_have_it_one_after_the_other() -> None:
+    limits = simulation.limits(PAIR, ONE_F_ONE_B, 2)
+    durations = fixed(dict.fromkeys("ab", ActionTimes(1.0, 1.0, 0.0)), limits)
+    for number, starts in ((1, [[0.0, 2.0, 4.0, 7.0], [1.0, 3.0, 5.0, 6.0]]), (2, None)):
+        shared = [SharedCores(number, dict.fromkeys("ab", 0.0))]
+        run = Simulation(PAIR, ONE_F_ONE_B, 2, durations, limits, shared=shared)
+        if starts is None:  # there are enough
+            assert run.runs == Simulation(PAIR, ONE_F_ONE_B, 2, durations, limits).runs
+        else:
+            assert [[done.start for done in run.runs[stage]] for stage in "ab"] == starts
+
+
+@settings(deadline=None)
+@given(graphs(), st.sampled_from(["1f1b", "zero-bubble"]), st.integers(1, 6), st.integers(1, 3))
+def test_no_more_actions_run_at_once_than_there_are_cores(
+    stages: Graph, name: str, count: int, number: int
+) -> None:
+    policy = schedule.policy(name)
+    limits = simulation.limits(stages, policy, count)
+    durations = fixed(dict.fromkeys(stages.stages, ActionTimes(1.0, 2.0, 3.0)), limits)
+    shared = [SharedCores(number, dict.fromkeys(stages.stages, 0.0))]
+    run = Simulation(stages, policy, count, durations, limits, shared=shared)
+    done = [each for runs in run.runs.values() for each in runs]
+    assert sum(each.end - each.start for each in done) == 6.0 * count * len(stages.stages)
+    for each in done:
+        at_once = [other for other in done if other.start <= each.start < other.end]
+        assert len(at_once) <= number
 
 
 def test_a_stage_is_idle_when_it_does_nothing() -> None:

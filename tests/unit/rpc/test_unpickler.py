@@ -120,6 +120,7 @@ def test_all_other_names_are_refused(value: Any) -> None:
                 *("signature", "smallest_microbatch", "digests", "parameter_digests"),
                 *("state_dict", "state_names", "load_state_dict", "live_state", "memory", "host"),
                 *("record_spans", "read_spans", "clock", "its_optimizer", "finish", "free_memory"),
+                "cores",
             },
         ),
         (

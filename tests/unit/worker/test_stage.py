@@ -15,7 +15,7 @@ PASSED_THROUGH = ("driver/stage_group.py", "rpc/messages.py", "rpc/transport.py"
 """Modules that do a part of several numbered actions."""
 
 MOST_MODULES = 20
-MOST_LINES = 4630
+MOST_LINES = 4640
 
 
 def citations() -> dict[Path, set[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -51,8 +52,20 @@ def test_busy_seconds_add_up_by_kind_since_the_last_call(clock: Clock) -> None:
     add(stage, clock, "F", 0, 2_000_000_000)
     add(stage, clock, "F", 5_000_000_000, 6_000_000_000)
     add(stage, clock, "O", 6_000_000_000, 6_500_000_000)
-    assert stage.take_busy() == {"F": 3.0, "B": 0.0, "W": 0.0, "O": 0.5}
-    assert stage.take_busy() == {"F": 0.0, "B": 0.0, "W": 0.0, "O": 0.0}
+    assert stage.take()[0] == {"F": 3.0, "B": 0.0, "W": 0.0, "O": 0.5}
+    assert stage.take()[0] == {"F": 0.0, "B": 0.0, "W": 0.0, "O": 0.0}
+
+
+def test_what_a_thread_has_of_a_core_is_told_apart_from_what_it_sleeps() -> None:
+    stage = SpanRecorder()
+    stage.take()
+    ends = time.thread_time() + 0.05
+    while time.thread_time() < ends:
+        pass
+    time.sleep(0.5)
+    _, cores = stage.take()
+    assert 0.05 <= cores["used"] < 0.4
+    assert cores["waited"] >= 0.0
 
 
 def test_actions_are_kept_once_that_is_requested_and_read_from_a_cursor(clock: Clock) -> None:
