@@ -48,9 +48,10 @@ FEWEST_TURNS, MOST_TURNS, STEPS_PER_TURN = 2, 4, 100
 """Blocks that options need in a trial to be called faster, and that they have at most, if it is not
 clear earlier: one for so many steps that are left."""
 
-UNSURE = 1.05
+UNSURE, MOST_UNSURE = 1.05, 1.25
 """What a step may be predicted to take, in times of the best so far, to be tried where a trial
-costs nothing: predictions are off by as much. After a fault it is FASTER."""
+costs nothing: predictions are off by as much, or by what the trial of faster ones has shown, within
+these limits. After a fault it is FASTER."""
 
 TRIAL_STEPS = 6.0
 """What a trial may cost, in steps' worth of time, and as much again for each that has failed: by so
@@ -209,19 +210,20 @@ class SelfTuning:
 
     def _search(self, block: MeasuredSteps) -> Generator[ScheduleOptions, MeasuredSteps, None]:
         measured = self._measured = {self._best: block.step_s}
-        predict = _predictor(self._under, self._best, block)
-        failed = 0
+        predict = Predictor(self._under, self._best, block)
+        failed, unsure = 0, UNSURE
         while len(measured) <= MOST_TRIED:
             untried = [one for one in self._options if one not in measured]
-            candidate = self._most_promising(untried, predict, block, failed)
+            candidate = self._most_promising(untried, predict, block, failed, unsure)
             if candidate is None:
                 return
-            self._on_trial = candidate
+            self._on_trial, expected = candidate, predict(candidate) / predict(self._best)
             ratio, block, other = yield from self._trial(candidate, block)
             self._on_trial = None
+            predict.learn(candidate, other, ratio, is_best=ratio < FASTER)
             if ratio < FASTER:
+                unsure = min(MOST_UNSURE, max(unsure, ratio / expected, expected / ratio))
                 self._best, block = candidate, other
-                predict = _predictor(self._under, self._best, block)
             else:
                 failed += 1
 
@@ -256,12 +258,13 @@ class SelfTuning:
         predict: Callable[[ScheduleOptions], float],
         block: MeasuredSteps,
         failed: int,
+        unsure: float,
     ) -> ScheduleOptions | None:
         """Return the fastest options by prediction; None if trying them is not worth it."""
         left = self._total - self._step
         if not untried or left <= 0 or block.data_share > MOST_WAITING:
             return None
-        most = FASTER if self._restarts else UNSURE
+        most = FASTER if self._restarts else unsure
         limit = (most - (1 + failed) * TRIAL_STEPS / left) * predict(self._best)
         ranked = sorted((one for one in untried if predict(one) < limit), key=predict)
         if ranked:
@@ -285,25 +288,48 @@ class SelfTuning:
         return options.on(self._config).model_copy(update={"num_microbatches": count})
 
 
-def _predictor(
-    under: Callable[[ScheduleOptions], Config], best: ScheduleOptions, block: MeasuredSteps
-) -> Callable[[ScheduleOptions], float]:
-    """Return a function that predicts the seconds of a step.
+class Predictor:
+    """Predicts the seconds of a step under options from steps under others.
 
-    Its results are remembered: with many stages and micro-batches a simulation takes tenths of a
-    second.
+    If steps under the same schedule were measured, from these: what it costs to split backwards, no
+    other schedule's steps tell. Else from steps under the best. Results are remembered: with many
+    stages and micro-batches a simulation takes tenths of a second.
 
     Args:
         under: returns the job under given options.
-        best: the options of `block`.
     """
 
-    @functools.cache
-    def calibration() -> Calibration:
-        return Calibration.fit(under(best), block)
+    def __init__(
+        self,
+        under: Callable[[ScheduleOptions], Config],
+        best: ScheduleOptions,
+        block: MeasuredSteps,
+    ) -> None:
+        self._under, self._best = under, best
+        self._known = {best.schedule: (best, block, block.step_s)}
+        self._fitted: dict[ScheduleOptions, Calibration] = {}
+        self._seconds: dict[tuple[ScheduleOptions, ScheduleOptions], float] = {}
 
-    @functools.cache
-    def predict(options: ScheduleOptions) -> float:
-        return calibration().step_seconds(under(options))
+    def learn(
+        self, options: ScheduleOptions, block: MeasuredSteps, ratio: float, is_best: bool
+    ) -> None:
+        """Learn from steps under options, which took `ratio` times as long as the best so far."""
+        seconds = ratio * self(self._best)
+        if is_best or options.schedule != self._best.schedule:
+            self._known[options.schedule] = options, block, seconds
+        if is_best:
+            self._best = options
 
-    return predict
+    def __call__(self, options: ScheduleOptions) -> float:
+        known = self._known.get(options.schedule, self._known[self._best.schedule])
+        measured, block, seconds = known
+        if measured not in self._fitted:
+            self._fitted[measured] = Calibration.fit(self._under(measured), block)
+        simulated = (self._simulated(measured, one) for one in (options, measured))
+        return seconds * next(simulated) / next(simulated)
+
+    def _simulated(self, measured: ScheduleOptions, options: ScheduleOptions) -> float:
+        key = measured, options
+        if key not in self._seconds:
+            self._seconds[key] = self._fitted[measured].step_seconds(self._under(options))
+        return self._seconds[key]

@@ -387,8 +387,7 @@ def _compared(config: Config, forecast: Forecast, events: EventStream) -> PlanOu
         seconds = chosen.measured.get(chosen.chosen)  # unless there are steps after it
     predicted = forecast.predict(config)
     if steps := steps[1:] or steps:  # the first warms up, or finds an empty pipeline
-        shared = () if forecast.calibration is None else forecast.calibration.shared
-        measured = summarize(config, steps, shared)
+        measured = summarize(config, steps)
         seconds, wrong = measured.step_s, what_was_wrong(config, predicted, measured)
     return {
         "balance": predicted.balance,

@@ -152,8 +152,8 @@ def predict(
     """
     times = times_of(hosts, balance) if times is None else times
     updates = updates_of(hosts, balance) if updates is None else updates
-    alone = step_seconds(config, times, updates, message_s or 0.0, shared=shared)
-    step = max(alone, loading_s)
+    step = step_seconds(config, times, updates, message_s or 0.0, shared=shared)
+    step = max(step, loading_s)
     waited = waits_for_cores(shared)
     messages = 2 * num_bundles(config) * (message_s or 0.0)
     stages = {}

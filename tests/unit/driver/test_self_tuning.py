@@ -11,7 +11,7 @@ import pytest
 from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.config.schema import Config
 from rpcmp.driver.progress import TrainingProgress
-from rpcmp.driver.self_tuning import MOST_TRIED, UNSURE, SelfTuning, _predictor
+from rpcmp.driver.self_tuning import MOST_TRIED, MOST_UNSURE, UNSURE, Predictor, SelfTuning
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.observability.events import Event, ScheduleEvent, StepEvent
 from rpcmp.pipelining import cost_model
@@ -146,7 +146,7 @@ def test_replicas_are_predicted_as_one_fast_host() -> None:
         return cost_model.step_seconds(one.on(config), times, updates)
 
     block = MeasuredSteps(truth(options[0]), 0.0, busy)
-    predict = _predictor(lambda one: one.on(config), options[0], block)
+    predict = Predictor(lambda one: one.on(config), options[0], block)
     assert [predict(one) for one in options] == pytest.approx([truth(one) for one in options], 1e-2)
 
 
@@ -166,6 +166,22 @@ def test_the_fastest_options_are_found(stages: int, message_s: float) -> None:
     assert found.chosen == chosen.without_count
     assert found.measured[found.chosen] <= min(found.measured.values()) / FASTER
     assert len(found.measured) <= 1 + MOST_TRIED
+
+
+def test_what_a_schedule_costs_is_learned_from_its_first_trial() -> None:
+    """To split backwards costs so much that nothing with "zero-bubble" is faster than what is."""
+    config = chain(schedule="auto", num_microbatches=8)
+    own = config.options
+    wanted = own.model_copy(update={"microbatches_per_message": 2})
+
+    def slow(options: ScheduleOptions) -> float:
+        parts = {wanted: 0.8 * usual(own) - usual(wanted)}
+        return parts.get(options, 0.0 if options.schedule == "1f1b" else 0.4 * usual(own))
+
+    usual = Machine(config, message_s=1 * MS).seconds
+    machine = Machine(config, message_s=1 * MS, slow=slow)
+    assert machine.run(1000) == wanted
+    assert len({one for one in machine.used if one.schedule != "1f1b"}) == 1
 
 
 def test_what_is_slower_than_predicted_is_left_after_one_block() -> None:
@@ -191,7 +207,7 @@ def test_the_shorter_a_run_and_the_more_has_failed_the_less_is_tried() -> None:
         machine.run(total)
         return sum(len(found.measured) - 1 for found in machine.found)
 
-    assert [tried(total) for total in (12, 60, 500)] == [0, 2, MOST_TRIED]
+    assert [tried(total) for total in (12, 60, 500)] == [0, 1, 3]
 
 
 def test_what_is_predicted_to_be_a_bit_slower_is_tried_if_many_steps_are_left() -> None:
@@ -207,6 +223,25 @@ def test_what_is_predicted_to_be_a_bit_slower_is_tried_if_many_steps_are_left() 
         return Machine(config, total=total, slow=slow).run(total)
 
     assert [chosen(total) for total in (60, 1000)] == [own, wanted]
+
+
+def test_the_more_a_prediction_was_off_the_more_is_tried() -> None:
+    config = chain(
+        model={"layers": "m:layers", "num_stages": 4}, schedule="auto", num_microbatches=8
+    )
+    usual = Machine(config, message_s=1 * MS).seconds
+    own, *others = options_to_try(config)
+    first = min(others, key=usual)
+    wanted = next(one for one in others if UNSURE < usual(one) / usual(first) < MOST_UNSURE)
+
+    def chosen(part: float) -> ScheduleOptions:
+        def slow(options: ScheduleOptions) -> float:
+            parts = {first: part, wanted: 0.7}
+            return parts[options] * usual(own) - usual(options) if options in parts else 0.0
+
+        return Machine(config, message_s=1 * MS, slow=slow).run(1000)
+
+    assert [chosen(usual(first) / usual(own)), chosen(0.92)] == [first, wanted]
 
 
 @pytest.mark.parametrize(("is_own_unlucky", "truth"), [(False, 0.8), (True, 1.08)])
