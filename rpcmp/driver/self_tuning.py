@@ -17,7 +17,6 @@ it tries may be why.
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 from collections.abc import Callable, Generator, Sequence
@@ -114,12 +113,15 @@ class SelfTuning:
         self._has_block, self._is_closed = before.step > 0, False
         self._may_differ = bool(before.options and options)
         self._restarts = restarts
+        self._shared_cores: list[SharedCores] = []
         self._memory = TrialMemory(group, self._under(config.options), self._under(self.current))
         self._course = self._run()
         self._wanted = next(self._course)
 
     def start(self) -> None:
         """Let the group start with the fastest options that are known, and say which these are."""
+        if len(self._options) > 1:
+            self._shared_cores = self._group.workers.shared_cores()
         if self.current != self._config.options:
             self._group.reschedule(self.current.on(self._config))
         if self._may_differ:
@@ -189,10 +191,6 @@ class SelfTuning:
         chosen = self._best.without_count
         self._report(ScheduleEvent(step=self._step, chosen=chosen, measured=measured, **keys))
 
-    @functools.cached_property
-    def _shared_cores(self) -> list[SharedCores]:
-        return self._group.workers.shared_cores()
-
     def _is_block(self) -> bool:
         count = len(self._steps)
         is_long = sum(event.step_s for event in self._steps) >= BLOCK_SECONDS
@@ -220,12 +218,13 @@ class SelfTuning:
             self._on_trial, expected = candidate, predict(candidate) / predict(self._best)
             ratio, block, other = yield from self._trial(candidate, block)
             self._on_trial = None
-            predict.learn(candidate, other, ratio, is_best=ratio < FASTER)
-            if ratio < FASTER:
+            if ratio >= FASTER:  # it may have been unlucky, as it had few blocks
+                failed += 1
+                predict.learn(candidate, other, max(expected, ratio - NOISE), is_best=False)
+            else:
+                predict.learn(candidate, other, ratio, is_best=True)
                 unsure = min(MOST_UNSURE, max(unsure, ratio / expected, expected / ratio))
                 self._best, block = candidate, other
-            else:
-                failed += 1
 
     def _trial(
         self, candidate: ScheduleOptions, block: MeasuredSteps

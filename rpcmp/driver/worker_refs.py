@@ -61,13 +61,13 @@ class WorkerRefs:
         """Return the hosts that compute more stages than they have cores; none with replicas."""
         if any(worker.label != worker.stage for worker in self):
             return []
-        stages: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
-        for stage, host in self.everywhere(Stage.cores).items():
-            stages[host].append(stage)
+        stages: defaultdict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
+        for stage, (host, cores) in self.everywhere(Stage.cores).items():
+            stages[host, tuple(cores)].append(stage)
         return [
-            SharedCores(number, dict.fromkeys(names, 0.0))
-            for (_, number), names in stages.items()
-            if len(names) > number
+            SharedCores(len(cores), dict.fromkeys(names, 0.0))
+            for (_, cores), names in stages.items()
+            if len(names) > len(cores)
         ]
 
     def start(

@@ -202,10 +202,12 @@ class Membership:
         options = self._balance.options
         fits_options = True
         try:
-            balance = choose_balance(cost_model.hosts_under(options.on(config), stages))
+            job = options.on(config).with_full_microbatches()
+            balance = choose_balance(cost_model.hosts_under(job, stages))
         except ConfigError:
             fits_options = False
-            balance = choose_balance(cost_model.hosts_under(config, stages))
+            job = config.with_full_microbatches()
+            balance = choose_balance(cost_model.hosts_under(job, stages))
         return Change(config.with_balance(balance), reason, stages, joined, is_forced, fits_options)
 
     def _hosts(self) -> dict[str, StageHost]:

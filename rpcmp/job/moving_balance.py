@@ -46,9 +46,9 @@ class Change(NamedTuple):
         reason: why.
         hosts: of the stages, as far as they are known; None: the stages are the same.
         joined: addresses of servers that serve further stages.
+        is_forced: whether the stages before cannot be had again, as a host has left.
         fits_options: whether its layers fit into memory under the options that the run has by then,
             and not only under the config's own.
-        is_forced: whether the stages before cannot be had again, as a host has left.
     """
 
     config: Config
@@ -91,7 +91,8 @@ class MovingBalance:
         self._wanted: Change | None = None
         self._change: RebalanceEvent | None = None
         self._confirmed: RebalanceEvent | None = None
-        self._before = config, self._watch
+        self._before: tuple[Config, BalanceWatch, Mapping[str, Any], bool]
+        self._before = config, self._watch, self._options, self.leaves_options
         self._num_failed, self._is_forced = 0, False
         self._started = self._seconds = 0.0
 
@@ -173,12 +174,13 @@ class MovingBalance:
             reason=change.reason,
             seconds=0.0,
         )
-        self._before, self.config = (self.config, self._watch), change.config
-        if not change.fits_options:
-            self._use_own_options()
+        self._before = self.config, self._watch, self._options, self.leaves_options
+        self.config = change.config
         if change.hosts is not None:
             self._watch = BalanceWatch(change.config, change.hosts, are_guessed=True)
             self._watch.use_options(self._options)
+        if not change.fits_options:
+            self._use_own_options()
         self._num_failed, self._is_forced = 0, change.is_forced
         self._started, self.num_changes = time.monotonic(), self.num_changes + 1
 
@@ -204,7 +206,7 @@ class MovingBalance:
         if change is None:
             return False
         self._change = self._confirmed = None
-        self.config, self._watch = self._before
+        self.config, self._watch, self._options, self.leaves_options = self._before
         self._watch.refused.append(change.balance)
         self.num_changes += 1
         self._emit(
@@ -219,17 +221,12 @@ class MovingBalance:
         )
         return True
 
-    def leave_options(self, error: Exception, is_repeated: bool) -> bool:
-        """Leave the run's options, if a fault may be theirs; return whether they were others.
-
-        Args:
-            is_repeated: whether there was no new step since the fault before, or the start.
-        """
-        if not is_repeated or self.leaves_options or not isinstance(error, OF_BALANCE):
+    def leave_options(self, error: Exception) -> bool:
+        """Leave the run's options, if a fault without a new step may be theirs; return whether."""
+        if self.options == self.config.options or not isinstance(error, OF_BALANCE):
             return False
-        were_others = self.options != self.config.options
         self._use_own_options()
-        return were_others
+        return True
 
     def _use_own_options(self) -> None:
         self.leaves_options, self._options = True, {}

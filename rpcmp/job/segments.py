@@ -173,7 +173,8 @@ async def _settled(
     while True:
         count = max(fewest, min(int(BLOCK_SECONDS / seconds), MOST_STEPS))
         done = await segments.run(count + 1, loads_ahead=False)
-        measured = summarize(config, done.steps[1:], done.shared)  # the first found no work
+        steps = done.steps[1:]  # the pipeline was empty before the first
+        measured = summarize(config, steps, done.shared)
         seconds = measured.step_s
         if seconds >= SETTLED * before or time.monotonic() > ends:
             return measured

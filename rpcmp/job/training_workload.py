@@ -102,6 +102,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
         self.is_training = self._is_finishing = False
         self._generation: Generation | None = None
         self.has_begun = False
+        self._formed = 0  # the newest generation that was
         self._first_step = 0
         self._step_at_fault = 0
         self._first_fault: RpcmpError | None = None
@@ -228,7 +229,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
         self._balance.start(self.checkpoints.layers, time.monotonic() - began)
         step = generation.restore_point.step
         self._report_start(generation, step)
-        self.has_begun = True
+        self.has_begun, self._formed = True, generation.number
         self._begin_record()
         self.checkpoints.remove_elsewhere = generation.workers.remove_checkpoint
         await self.checkpoints.remove_left_behind(ended_well=False)
@@ -236,7 +237,8 @@ class TrainingWorkload(Workload[SummaryEvent]):
         progress = self.checkpoints.progress_of(step)
         options = progress.get("options", []) if progress else self._order["options"]
         if self._balance.leaves_options:
-            options = [self._config.options.model_dump(), *options]
+            own = self._config.options.model_dump()
+            options = [own, *(each for each in options if each != own)]
         # More than one change may have come together in a generation.
         restarts = max(0, generation.number - 1 - self._balance.num_changes)
         changing = {"progress": progress, "options": options, "restarts": restarts}
@@ -278,7 +280,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
         elif not self.has_begun:  # later, a pause may be followed by an earlier step
             self._events.step = step
         if not self.has_begun:
-            self._first_step = step
+            self._first_step = self._step_at_fault = step
 
     async def _train(self, generation: Generation) -> SummaryEvent:
         self.is_training = True
@@ -387,9 +389,8 @@ class TrainingWorkload(Workload[SummaryEvent]):
         is_new, self._step_at_fault = step > self._step_at_fault, step
         before = self._balance.config.stage_names
         goes_back = self._balance.go_back(error, is_repeated=not is_new)
-        has_stepped = step > self._first_step
-        # Else the first step's fault is the user's to mend.
-        goes_back |= self._balance.leave_options(error, not is_new) and not has_stepped
+        if not goes_back and not is_new and generation.number == self._formed:
+            goes_back = self._balance.leave_options(error)
         if undone := [name for name in before if name not in self._balance.config.stage_names]:
             self._membership.undone(undone)
             await self._pool.dismiss(undone, generation.number)
@@ -400,7 +401,7 @@ class TrainingWorkload(Workload[SummaryEvent]):
         if self._signals:
             interruption = InterruptedJobError(self._signals[0], step)
             interruption.add_note(f"it could not end in good order: {error}")
-        return Progress(is_new, self.has_begun, has_stepped, interruption, goes_back)
+        return Progress(is_new, self.has_begun, step > self._first_step, interruption, goes_back)
 
     def keep(self, unread: list[Event | Message]) -> None:
         for event in unread:

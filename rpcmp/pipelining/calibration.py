@@ -114,9 +114,10 @@ def _as_used(
 ) -> SharedCores | None:
     """Return the stages that compute on cores, and how long they wait; None if there are enough.
 
-    A stage that sleeps, or has an accelerator, hardly uses any.
+    A stage that sleeps, or has an accelerator, hardly uses any. If they hardly wait, they are on
+    different hosts of the same name.
     """
-    waited = {}
+    waited, computing = {}, 0.0
     for stage in cores.waited:
         times = [each for step in steps if (each := (step.core_seconds or {}).get(stage))]
         total = sum(busy[stage].values())
@@ -126,7 +127,9 @@ def _as_used(
         waits = min(waits, max(0.0, total - used))  # a part of it may be between two actions
         if used > MOSTLY * (total - waits):
             waited[stage] = waits
-    return SharedCores(cores.number, waited) if len(waited) > cores.number else None
+            computing += total
+    are_few = len(waited) > cores.number and sum(waited.values()) > NOTABLE * computing
+    return SharedCores(cores.number, waited) if are_few else None
 
 
 @dataclass(frozen=True)

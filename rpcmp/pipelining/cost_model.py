@@ -263,8 +263,14 @@ def step_seconds(
     """
     run = simulate(config, times, message_s, wires, shared)
     if config.holds_steps:
-        return run.makespan + max(updates.values())
-    return max(
-        run.runs[stage][-1].end + update - run.runs[stage][0].start
-        for stage, update in updates.items()
-    )
+        seconds = [run.makespan + max(updates.values())]
+    else:
+        seconds = [
+            run.runs[stage][-1].end + update - run.runs[stage][0].start
+            for stage, update in updates.items()
+        ]
+    for cores in shared:  # the next step overlaps this one, but needs the same cores
+        busy = [each.end - each.start for stage in cores.waited for each in run.runs[stage]]
+        busy += [updates[stage] for stage in cores.waited]
+        seconds.append(sum(busy) / cores.number)
+    return max(seconds)

@@ -206,6 +206,8 @@ class Simulation:
             if self._free(stage) > now or self._queued.get(place, since) != since:
                 continue  # it is looked at when it is free
             if (free := self._cores.get(stage, [now])[0]) > now:
+                if self._next(stage, now) is None:
+                    continue
                 self._queued[place] = since
                 heapq.heappush(looks, (free, since, place))
                 continue
@@ -219,8 +221,7 @@ class Simulation:
 
     def _start(self, stage: str, now: float) -> SimulatedRun | None:
         """Start the next action of a free stage, and return it, or None if the stage waits."""
-        action = self.policy.choose(self._progress(stage, now), self.limits[stage])
-        if action is None:
+        if (action := self._next(stage, now)) is None:
             return None
         microbatch = self._done[stage, action]
         end = now + self.duration(stage, action, microbatch)
@@ -232,6 +233,9 @@ class Simulation:
         if action is Action.BACKWARD and not self.limits[stage].splits:
             self._done[stage, Action.WEIGHT] += 1
         return run
+
+    def _next(self, stage: str, now: float) -> Action | None:
+        return self.policy.choose(self._progress(stage, now), self.limits[stage])
 
     def _progress(self, stage: str, now: float) -> RoundProgress:
         forwards, backwards, weights = (self._done[stage, action] for action in Action)

@@ -249,10 +249,10 @@ def core_seconds() -> tuple[float, float]:
     The latter is 0 where the kernel does not tell.
     """
     try:
-        used, waited, *_ = Path("/proc/thread-self/schedstat").read_text().split()
-        return int(used) / 1e9, int(waited) / 1e9
+        used, waited, *_ = map(int, Path("/proc/thread-self/schedstat").read_text().split())
     except (OSError, ValueError):
-        return time.thread_time(), 0.0
+        used = waited = 0
+    return (used / 1e9, waited / 1e9) if used else (time.thread_time(), 0.0)
 
 
 def resident_bytes(pid: int) -> int:

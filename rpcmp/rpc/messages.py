@@ -198,7 +198,7 @@ class StepReport(NamedTuple):
 
     Attributes:
         busy_seconds: by kind of action ("F", "B", "W", "O"), since the step before.
-        core_seconds: for which its computing had a core, "used", or waited for one, "waited".
+        core_seconds: in which the compute thread had a core, "used", or waited for one, "waited".
         learning_rates: of its parameter groups. Empty without trainable parameters, or if the
             user's optimizer does not call them "lr".
     """

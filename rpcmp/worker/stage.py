@@ -349,9 +349,9 @@ class Stage(ComputeThreadOwner):
         """Return which device it computes on, and how many bytes nobody uses there, if known."""
         return f"{platform.node()} {self.model.device}", self._meter.free()
 
-    def cores(self) -> tuple[str, int]:
-        """Return the name of this host, and how many of its cores may be used."""
-        return platform.node(), len(os.sched_getaffinity(0))
+    def cores(self) -> tuple[str, list[int]]:
+        """Return the name of this host, and which of its cores may be used."""
+        return platform.node(), sorted(os.sched_getaffinity(0))
 
     def host(self) -> dict[str, str]:
         return host_facts(self.model.device)

@@ -64,8 +64,8 @@ class StepEvent(Event):
         busy: share of that time in which each stage computed
         busy_seconds: seconds in which each stage computed, by kind: `F` forward, `B` backward, `W`
             weight gradients, `O` optimizer
-        core_seconds: seconds in which each stage's computing had a core, `used`, or waited for one,
-            `waited`
+        core_seconds: seconds in which the thread that computes a stage had a core, `used`, or
+            waited for one, `waited`
         learning_rate: learning rate of the first stage that has one
         learning_rates: learning rate of each stage's first parameter group
         loss_scale: with `[loss_scaling]`: what the loss was multiplied by

@@ -16,7 +16,7 @@ from tests.support.settings import chain
 class Hosts(WorkerRefs):
     """Workers of a chain of two stages that are on given hosts, with so many cores."""
 
-    def __init__(self, members: list[Member], cores: list[tuple[str, int]]) -> None:
+    def __init__(self, members: list[Member], cores: list[tuple[str, list[int]]]) -> None:
         super().__init__(cast(Transport, None), dict.fromkeys(members))  # type: ignore[arg-type]
         self._cores = cores
 
@@ -28,17 +28,18 @@ class Hosts(WorkerRefs):
 @pytest.mark.parametrize(
     ("cores", "shared"),
     [
-        ([("a", 1), ("a", 1)], [(1, {"stage0": 0.0, "stage1": 0.0})]),
-        ([("a", 2), ("a", 2)], []),
-        ([("a", 1), ("b", 1)], []),
+        ([("a", [3]), ("a", [3])], [(1, {"stage0": 0.0, "stage1": 0.0})]),
+        ([("a", [0, 1]), ("a", [0, 1])], []),
+        ([("a", [0]), ("a", [1])], []),
+        ([("a", [0]), ("b", [0])], []),
     ],
 )
 def test_stages_share_cores_on_a_host_that_has_fewer(
-    cores: list[tuple[str, int]], shared: list[tuple[int, dict[str, float]]]
+    cores: list[tuple[str, list[int]]], shared: list[tuple[int, dict[str, float]]]
 ) -> None:
     assert [tuple(each) for each in Hosts(chain().workers, cores).shared_cores()] == shared
 
 
 def test_replicas_count_as_one_fast_host() -> None:
     config = chain(stages=[{"replicas": 2}, {}])
-    assert Hosts(config.workers, [("a", 1)] * 3).shared_cores() == []
+    assert Hosts(config.workers, [("a", [0])] * 3).shared_cores() == []

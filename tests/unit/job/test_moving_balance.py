@@ -85,13 +85,12 @@ def test_options_are_left_after_repeated_faults_that_may_be_theirs() -> None:
     moving = MovingBalance(CONFIG, lambda event: None)
     moving.add(OTHERS)
     assert moving.options.schedule == "zero-bubble"
-    assert not moving.leave_options(WorkerDiedError("memory"), is_repeated=False)
-    assert not moving.leave_options(UnreachableError("a link"), is_repeated=True)
+    assert not moving.leave_options(UnreachableError("a link"))
     assert not moving.leaves_options
-    assert moving.leave_options(WorkerDiedError("memory"), is_repeated=True)
+    assert moving.leave_options(WorkerDiedError("memory"))
     assert moving.leaves_options
     assert moving.options == CONFIG.options
-    assert not moving.leave_options(WorkerDiedError("memory"), is_repeated=True)  # not theirs
+    assert not moving.leave_options(WorkerDiedError("memory"))  # not theirs
     assert moving.leaves_options
     moving.add(step_event(1))
     assert not moving.leaves_options  # what it finds from now on is another matter
@@ -99,7 +98,8 @@ def test_options_are_left_after_repeated_faults_that_may_be_theirs() -> None:
 
 def test_options_of_the_config_are_nothing_to_leave() -> None:
     moving = MovingBalance(CONFIG, lambda event: None)
-    assert not moving.leave_options(StageError("stage0", "forward", "bug"), is_repeated=True)
+    assert not moving.leave_options(StageError("stage0", "forward", "bug"))
+    assert not moving.leaves_options
 
 
 def test_layers_that_fit_only_under_the_config_s_own_options_have_them_until_a_step() -> None:
@@ -108,10 +108,17 @@ def test_layers_that_fit_only_under_the_config_s_own_options_have_them_until_a_s
     moving.change(Change(CONFIG.with_balance([1, 3]), "", fits_options=False), 7)
     assert moving.leaves_options
     assert moving.options == CONFIG.options
-    assert not moving.leave_options(WorkerDiedError("chance"), is_repeated=False)
-    assert moving.leaves_options
     moving.add(step_event(8))
     assert not moving.leaves_options
+
+
+def test_layers_that_go_back_have_the_options_before() -> None:
+    moving = MovingBalance(CONFIG, lambda event: None)
+    moving.add(OTHERS)
+    moving.change(Change(CONFIG.with_balance([1, 3]), "", fits_options=False), 7)
+    assert moving.go_back(WorkerDiedError("memory"))
+    assert not moving.leaves_options
+    assert moving.options.schedule == "zero-bubble"
 
 
 def test_a_fault_forgets_what_was_wanted() -> None:

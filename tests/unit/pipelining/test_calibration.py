@@ -119,6 +119,17 @@ def test_other_options_are_predicted_where_stages_share_cores(message_s: float) 
     assert max(errors) > 0.2
 
 
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("update_s", [0.0, 10 * MS])
+def test_no_step_takes_less_than_its_cores_allow(number: int, update_s: float) -> None:
+    times, names = equal_times(FOUR), FOUR.stage_names
+    updates, cores = dict.fromkeys(names, update_s), SharedCores(number, dict.fromkeys(names, 0.0))
+    least = (4 * 8 * times["stage0"].total + 4 * update_s) / number
+    for options in options_to_try(FOUR):
+        seconds = cost_model.step_seconds(options.on(FOUR), times, updates, shared=[cores])
+        assert seconds >= least * (1 - 1e-9)
+
+
 @pytest.mark.parametrize(
     ("used", "waited", "cores", "expected"),
     [
@@ -126,6 +137,7 @@ def test_other_options_are_predicted_where_stages_share_cores(message_s: float) 
         (1.0, 0.8, 2, 0.6),  # some of it was between two actions
         (0.2, 0.1, 2, None),  # it sleeps, or has an accelerator
         (1.0, 0.5, 4, None),  # there are enough
+        (1.5, 0.1, 2, None),  # it is a core of its own, on another host of that name
     ],
 )
 def test_cores_count_where_they_are_too_few_for_what_computes_on_them(

@@ -70,7 +70,7 @@ def test_a_link_carries_one_message_after_the_other_each_way() -> None:
 def test_stages_that_share_a_core_have_it_one_after_the_other() -> None:
     limits = simulation.limits(PAIR, ONE_F_ONE_B, 2)
     durations = fixed(dict.fromkeys("ab", ActionTimes(1.0, 1.0, 0.0)), limits)
-    for number, starts in ((1, [[0.0, 2.0, 4.0, 7.0], [1.0, 3.0, 5.0, 6.0]]), (2, None)):
+    for number, starts in ((1, [[0.0, 1.0, 4.0, 7.0], [2.0, 3.0, 5.0, 6.0]]), (2, None)):
         shared = [SharedCores(number, dict.fromkeys("ab", 0.0))]
         run = Simulation(PAIR, ONE_F_ONE_B, 2, durations, limits, shared=shared)
         if starts is None:  # there are enough
