@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from rpcmp.errors import StageError
 from tests.support import rebalanced
 from tests.support.faults import Faults, assert_recovered, committed, drive
-from tests.support.processes import JobFolder
+from tests.support.processes import JobFolder, Result
 
 JOB = "steps = 90\nmicrobatches_per_message = 1"
 DATA = """
@@ -74,6 +77,8 @@ def test_trying_other_options_changes_no_bit_and_survives_a_fault(job: JobFolder
 SMALL = '''
 """The layers of `faults`, of which the first has no memory for more than some micro-batches."""
 
+import pathlib
+
 import torch
 from torch import nn
 
@@ -107,29 +112,64 @@ class Small(nn.Module):
         return Count.apply(self.layer(x))
 
 
-def layers(most, **kwargs):
+def layers(limit, **kwargs):
     (name, make), *others = faults.layers(**kwargs)
+    most = int(pathlib.Path(limit).read_text())
     return [(name, lambda: Small(make(), most)), *others]
 '''
 PREDICTED = {"microbatches_per_message": 2}
 """With two stages the first then holds four micro-batches, not two."""
 
 
+def small_job(job: JobFolder, text: str, sections: str = "") -> tuple[Path, Path]:
+    """Return a config, and the file that says how many micro-batches its first layer can hold."""
+    (job.folder / "small.py").write_text(SMALL)
+    limit = job.folder / "limit"
+    config = Faults(job).config(text, stages=2, sections=sections)
+    changed = config.read_text().replace("faults:layers", "small:layers")
+    config.write_text(changed.replace("[model.kwargs]", f'[model.kwargs]\nlimit = "{limit}"'))
+    return config, limit
+
+
+def of_kind(result: Result, kind: str) -> list[dict[str, Any]]:
+    return [event for event in result.events if event["event"] == kind]
+
+
 def test_a_run_leaves_predicted_options_that_its_first_step_has_no_memory_for(
     job: JobFolder,
 ) -> None:
-    (job.folder / "small.py").write_text(SMALL)
-    config = Faults(job).config("steps = 4", stages=2)
-    small = "model.layers=small:layers"
-    found = rebalanced.train(config, {}, small, "model.kwargs.most=2", predicted=PREDICTED)
-    assert found.code == 0
-    (fault,) = [event for event in found.events if event["event"] == "fault"]
+    config, limit = small_job(job, "steps = 4")
+    limit.write_text("2")
+    found = rebalanced.train(config, {}, predicted=PREDICTED)
+    (fault,) = of_kind(found, "fault")
     assert fault["stage"] == "stage0"
     assert "out of memory" in fault["error"]
-    first, then = [event for event in found.events if event["event"] == "schedule"]
+    first, then = of_kind(found, "schedule")
     assert (first["step"], first["microbatches_per_message"]) == (0, 2)
     assert (then["step"], then["microbatches_per_message"]) == (0, 1)
-    plain = rebalanced.train(config, {}, small, "model.kwargs.most=4")
-    assert committed(found) == committed(plain)
+    limit.write_text("4")
+    assert committed(found) == committed(rebalanced.train(config, {}))
+    limit.write_text("1")
     with pytest.raises(StageError, match="out of memory"):
-        rebalanced.train(config, {}, small, "model.kwargs.most=1", predicted=PREDICTED)
+        rebalanced.train(config, {}, predicted=PREDICTED)
+
+
+def test_a_run_leaves_found_options_if_it_resumes_where_there_is_less_memory(
+    job: JobFolder,
+) -> None:
+    config, limit = small_job(job, "steps = 20", '[checkpoint]\ndir = "saved"\nevery_steps = 100')
+    limit.write_text("4")
+    before = rebalanced.train(
+        config, {}, predicted=PREDICTED, after_step=lambda event: event.step == 14
+    )
+    assert all(event["microbatches_per_message"] == 2 for event in of_kind(before, "schedule"))
+    limit.write_text("2")
+    resumed = drive(config, "--resume")
+    assert resumed.code == 0, resumed.err
+    first, then, *_ = of_kind(resumed, "schedule")
+    assert [each["microbatches_per_message"] for each in (first, then)] == [2, 1]
+    assert len(of_kind(resumed, "fault")) == 1
+    limit.write_text("4")
+    steps, parameters = committed(rebalanced.train(config, {}))
+    done = of_kind(before, "step")[-1]["step"]
+    assert committed(resumed) == (steps[done:], parameters)
