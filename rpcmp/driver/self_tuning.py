@@ -296,6 +296,7 @@ class Predictor:
 
     Args:
         under: returns the job under given options.
+        best: the options of `block`.
     """
 
     def __init__(

@@ -205,13 +205,12 @@ class Simulation:
             stage = self.graph.stages[place]
             if self._free(stage) > now or self._queued.get(place, since) != since:
                 continue  # it is looked at when it is free
-            if (free := self._cores.get(stage, [now])[0]) > now:
-                if self._next(stage, now) is None:
-                    continue
-                self._queued[place] = since
-                heapq.heappush(looks, (free, since, place))
-                continue
             self._queued.pop(place, None)
+            if (free := self._cores.get(stage, [now])[0]) > now:
+                if self._next(stage, now) is not None:
+                    self._queued[place] = since
+                    heapq.heappush(looks, (free, since, place))
+                continue
             if (run := self._start(stage, now)) is not None:
                 left -= 1
                 heapq.heappush(looks, (run.end, run.end, place))
