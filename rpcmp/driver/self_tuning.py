@@ -321,12 +321,12 @@ class Predictor:
             self._best = options
 
     def __call__(self, options: ScheduleOptions) -> float:
-        known = self._known.get(options.schedule, self._known[self._best.schedule])
-        measured, block, seconds = known
+        of_best = self._known[self._best.schedule]
+        measured, block, seconds = self._known.get(options.schedule, of_best)
         if measured not in self._fitted:
             self._fitted[measured] = Calibration.fit(self._under(measured), block)
-        simulated = (self._simulated(measured, one) for one in (options, measured))
-        return seconds * next(simulated) / next(simulated)
+        ratio = self._simulated(measured, options) / self._simulated(measured, measured)
+        return seconds * ratio
 
     def _simulated(self, measured: ScheduleOptions, options: ScheduleOptions) -> float:
         key = measured, options

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError, RpcmpError, UnreachableError, one_line
 from rpcmp.job.autobalance import stage_hosts
@@ -199,15 +200,15 @@ class Membership:
         by_speed = sorted(hosts.values(), key=lambda host: profile_seconds(host.profile))
         typical = by_speed[len(by_speed) // 2]
         stages = [replace(hosts.get(name, typical), stage=name) for name in names]
-        options = self._balance.options
-        fits_options = True
-        try:
+
+        def chosen(options: ScheduleOptions) -> list[int]:
             job = options.on(config).with_full_microbatches()
-            balance = choose_balance(cost_model.hosts_under(job, stages))
+            return choose_balance(cost_model.hosts_under(job, stages))
+
+        try:
+            balance, fits_options = chosen(self._balance.options), True
         except ConfigError:
-            fits_options = False
-            job = config.with_full_microbatches()
-            balance = choose_balance(cost_model.hosts_under(job, stages))
+            balance, fits_options = chosen(config.options), False
         return Change(config.with_balance(balance), reason, stages, joined, is_forced, fits_options)
 
     def _hosts(self) -> dict[str, StageHost]:

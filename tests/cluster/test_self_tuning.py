@@ -65,13 +65,13 @@ def test_trying_other_options_changes_no_bit_and_survives_a_fault(job: JobFolder
     steps = [each["core_seconds"] for each in tried.events if each.get("busy")]
     assert len(steps) > 80
     assert all(each[stage]["used"] > 0 for each in steps for stage in ("stage0", "stage1"))
-    found, *_ = [event for event in tried.events if event["event"] == "schedule"]
+    found, *_ = of_kind(tried, "schedule")
     assert len(found["measured"]) > 1
     assert found["chosen"] in found["measured"]
     given = f'{JOB}\nschedule = "1f1b"\nmax_in_flight = 2'
     fixed = drive(Faults(job).config(given, stages=2, sections=DATA), *slow)
     assert committed(tried) == committed(fixed)
-    assert not [event for event in fixed.events if event["event"] == "schedule"]
+    assert not of_kind(fixed, "schedule")
 
 
 SMALL = '''

@@ -47,9 +47,8 @@ def test_the_order_says_which_options_a_group_starts_with() -> None:
         (asdict(saved), replace(saved, options=wanted)),
     ):
         order = {"progress": progress, "options": wanted}
-        assert repr(TrainingProgress.from_order(order)) == repr(
-            expected
-        )  # of no step the loss is NaN
+        found = TrainingProgress.from_order(order)
+        assert repr(found) == repr(expected)  # of no step the loss is NaN
 
 
 def test_progress_starts_anew_in_the_next_epoch() -> None:
