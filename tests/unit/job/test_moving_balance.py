@@ -10,7 +10,8 @@ from rpcmp.config.loader import parse_config
 from rpcmp.errors import ConfigError, StageError, UnreachableError, WorkerDiedError
 from rpcmp.job.cuts import with_stages
 from rpcmp.job.moving_balance import Change, MovingBalance
-from rpcmp.observability.events import Event, RebalanceEvent, ScheduleEvent, StepEvent
+from rpcmp.observability.events import Event, RebalanceEvent, ScheduleEvent
+from tests.support.runevents import typed
 
 CONFIG = parse_config(
     {"loss": "torch.nn:MSELoss", "model": {"layers": "m:layers", "balance": [3, 1]}}
@@ -61,21 +62,6 @@ def test_a_fault_before_that_undoes_it() -> None:
     assert not moving.go_back(WorkerDiedError("again"))
 
 
-def step_event(step: int) -> StepEvent:
-    return StepEvent(
-        step=step,
-        epoch=1,
-        loss=0.5,
-        samples_per_s=8.0,
-        step_s=1.0,
-        data_share=0.0,
-        busy={},
-        busy_seconds={},
-        learning_rate=None,
-        learning_rates={},
-    )
-
-
 OTHERS = ScheduleEvent(
     step=0, chosen="", schedule="zero-bubble", microbatches_per_message=1, measured={}
 )
@@ -92,7 +78,7 @@ def test_options_are_left_after_repeated_faults_that_may_be_theirs() -> None:
     assert moving.options == CONFIG.options
     assert not moving.leave_options(WorkerDiedError("memory"))  # not theirs
     assert moving.leaves_options
-    moving.add(step_event(1))
+    moving.add(typed({"event": "step", "step": 1}))
     assert not moving.leaves_options  # what it finds from now on is another matter
 
 
@@ -108,7 +94,7 @@ def test_layers_that_fit_only_under_the_config_s_own_options_have_them_until_a_s
     moving.change(Change(CONFIG.with_balance([1, 3]), "", fits_options=False), 7)
     assert moving.leaves_options
     assert moving.options == CONFIG.options
-    moving.add(step_event(8))
+    moving.add(typed({"event": "step", "step": 8}))
     assert not moving.leaves_options
 
 
