@@ -181,6 +181,7 @@ class DriverProcess:
         )
         self._report(StartEvent(steps=training.total_steps))
         training.run(evaluate=order["evaluate"])
+        is_cut_short = self._stop.is_set()  # what comes later finds a run that is complete
         if self._pauses and not self._ends.is_set():
             training.keep()
             training.saves.wait()
@@ -204,7 +205,7 @@ class DriverProcess:
         self._report(
             SummaryEvent(
                 steps=training.progress.step,
-                is_cut_short=self._stop.is_set(),
+                is_cut_short=is_cut_short,
                 loss=training.progress.loss,
                 metrics=training.progress.metrics,
                 loss_scale=None if scaler is None else scaler.scale,

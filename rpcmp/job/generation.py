@@ -231,17 +231,21 @@ class Generation:
             unread.append(self._events.get_nowait())
         return unread
 
-    async def close(self) -> None:
+    async def close(self) -> list[Event | Message]:
         """End all processes, after up to LAST_WORDS_SECONDS for what the driver still reports.
 
         The servers end their workers when they are no longer watched.
+
+        Returns:
+            The events that have not been read; servers may have told of others since `abandon`.
         """
-        await self.abandon()
+        unread = await self.abandon()
         await self.failure.close()
         await self._relay.close()
         if self._store is not None:
             await self._store.close()
         await self.workers.close()
+        return unread
 
     async def _join(self, plan: Plan) -> None:
         self.restore_point = await self._choose(plan.assignments, self.workers.holdings)

@@ -165,23 +165,29 @@ class MovingBalance:
         return change
 
     def change(self, change: Change, step: int) -> None:
-        """Let the next generation have another balance after `step`."""
+        """Let the next generation have another balance after `step`.
+
+        If the change before has not been confirmed by a step, a fault undoes both.
+        """
+        unproven = self._change
+        if unproven is None:
+            self._before = self.config, self._watch, self._options, self.leaves_options
         self._change = RebalanceEvent(
             step=step,
             outcome="moved",
             balance=_balance_of(change.config),
-            before=self.balance,
-            reason=change.reason,
+            before=self.balance if unproven is None else unproven.before,
+            reason=change.reason if unproven is None else f"{unproven.reason}; {change.reason}",
             seconds=0.0,
         )
-        self._before = self.config, self._watch, self._options, self.leaves_options
         self.config = change.config
         if change.hosts is not None:
             self._watch = BalanceWatch(change.config, change.hosts, are_guessed=True)
             self._watch.use_options(self._options)
         if not change.fits_options:
             self._use_own_options()
-        self._num_failed, self._is_forced = 0, change.is_forced
+        self._num_failed = 0
+        self._is_forced = change.is_forced or (unproven is not None and self._is_forced)
         self._started, self.num_changes = time.monotonic(), self.num_changes + 1
 
     def confirm(self, step: int) -> None:
@@ -238,7 +244,7 @@ class MovingBalance:
             return False
         self._num_failed += 1
         if isinstance(error, UnavailableError) or (
-            self._num_failed == 1 and type(error) is not ConfigError
+            self._num_failed == 1 and not isinstance(error, ConfigError)
         ):
             return False
         self.failed.append(frozenset(self.config.stage_names))

@@ -226,8 +226,7 @@ class RecoveryLoop(Generic[Result]):
                 return await self.attempt()
             except PausedError:
                 if self.generation is not None:
-                    self._workload.keep(await self.generation.abandon())
-                await self.close()
+                    self._workload.keep(await self.generation.close())
             except RpcmpError as error:
                 await self.recover(error)
 
@@ -265,7 +264,7 @@ class RecoveryLoop(Generic[Result]):
             await self._workload.give_up(generation)
             raise
         # Only now: until here the servers stay claimed, so that no other job takes them.
-        await generation.close()
+        self._workload.keep(await generation.close())
 
     async def close(self) -> None:
         if self.generation is not None:

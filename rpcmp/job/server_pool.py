@@ -130,6 +130,7 @@ class ServerPool:
     def add(self, joined: Mapping[str, ServerPlace]) -> None:
         """Note where the workers of further stages will be; see `use`."""
         self._places.update(joined)
+        self.leaving -= {place.address for place in joined.values()}  # one may have come back
 
     def use(self, config: Config) -> None:
         """Let the job have the stages of this config from now on."""
@@ -138,7 +139,7 @@ class ServerPool:
 
     async def dismiss(self, labels: Iterable[str], generation: int) -> None:
         """Free the servers of workers that the job has no longer."""
-        await self._stop([(label, self._places[label]) for label in labels], generation)
+        await self._dismiss([(label, self._places[label]) for label in labels], generation)
 
     @property
     def has_departed(self) -> bool:
@@ -149,10 +150,17 @@ class ServerPool:
         here = self.addresses  # one may have joined again meanwhile
         departed = [each for each in self._departed if each[1].address not in here]
         self._departed.clear()
-        await self._stop(departed, generation)
+        await self._dismiss(departed, generation)
 
-    async def _stop(self, places: Iterable[tuple[str, ServerPlace]], generation: int) -> None:
-        stop = pb.StopRequest(job_id=self.job_id, generation=generation, driver_id=self.driver_id)
+    async def _dismiss(self, places: Iterable[tuple[str, ServerPlace]], generation: int) -> None:
+        stop = self._stop_request(generation)
+        stop.dismisses = True
+        await self._stop(places, stop)
+
+    def _stop_request(self, generation: int) -> pb.StopRequest:
+        return pb.StopRequest(job_id=self.job_id, generation=generation, driver_id=self.driver_id)
+
+    async def _stop(self, places: Iterable[tuple[str, ServerPlace]], stop: pb.StopRequest) -> None:
         await asyncio.gather(*(self._try_stop(*place, stop) for place in places))
 
     def _move(self, index: int, address: str) -> None:
@@ -227,7 +235,8 @@ class ServerPool:
     async def free(self, generation: int) -> None:
         """Free all servers; stop those that the job has started."""
         try:
-            await self._stop([*self._places.items(), *self._departed], generation)
+            places = [*self._places.items(), *self._departed]
+            await self._stop(places, self._stop_request(generation))
             if self._local is not None:
                 await self._local.stop()
         finally:

@@ -137,7 +137,7 @@ class StageServer:
     async def stop(self, seconds: float) -> None:
         """Wait up to `seconds` for the job to end, then end it, and stop listening.
 
-        A server that leaves a job waits until the job needs it no longer.
+        A server that leaves a job waits as long until the job needs it no longer.
         """
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for((self._forgotten if self.leaves else self._idle).wait(), seconds)
@@ -281,14 +281,17 @@ class StageServer:
         self._idle.set()
 
     async def end(self, request: pb.StopRequest) -> None:
-        """End a job for good, and drop its snapshots."""
+        """End a job for good, or this server's part in it, and drop its snapshots."""
         job_id, generation = request.job_id, request.generation
         async with self._changing:
             if self.driver.job_id == job_id and not self.driver.is_of(request.driver_id):
                 raise TakenOverError(f"job {self.driver.job!r} is another driver's now")
             if self.claim is not None or self.snapshot_store.job_id != job_id:
                 await self._release(self.claimed_by(job_id, generation), is_stopped=True)
-            self.driver.end()
+            if request.dismisses:
+                self.driver.clear()
+            else:
+                self.driver.end()
             await self._clear()
 
     def record(self, request: pb.RecordRequest) -> None:

@@ -1743,19 +1743,23 @@ class StopRequest(_message.Message):
     JOB_ID_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     DRIVER_ID_FIELD_NUMBER: _builtins.int
+    DISMISSES_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     driver_id: _builtins.str
+    dismisses: _builtins.bool
+    """The job goes on without this server, which may join it again."""
     def __init__(
         self,
         *,
         job_id: _builtins.str = ...,
         generation: _builtins.int = ...,
         driver_id: _builtins.str = ...,
+        dismisses: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["driver_id", b"driver_id", "generation", b"generation", "job_id", b"job_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dismisses", b"dismisses", "driver_id", b"driver_id", "generation", b"generation", "job_id", b"job_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

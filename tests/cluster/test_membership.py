@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from rpcmp.job import membership
 from rpcmp.job.server_calls import drain, join
 from rpcmp.net.security import Security
 from rpcmp.observability.events import GenerationEvent, StepEvent
@@ -162,6 +163,37 @@ def test_a_host_that_is_lost_while_it_joins_has_not_joined(
     assert committed(result) == undisturbed
     assert numbers(result) == [("undone", 2, 3)]
     assert stages_of(result) == [["stage0", "stage2", "stage1"], ["stage0", "stage1"]]
+
+
+def test_a_host_that_has_not_joined_may_try_again(
+    job: JobFolder, undisturbed: Committed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server was dismissed, which is no end of the job."""
+    monkeypatch.setattr(membership, "REFUSED_SECONDS", 0.0)
+    with lend_servers(3) as servers:
+        first, second, new = addresses(servers)
+
+        def strike(event: GenerationEvent) -> None:
+            if "stage2" in event.workers:
+                kill(event.workers["stage2"]["pid"])
+
+        calls = Calls({8: joins(new, first), 30: joins(new, first)})
+        config = job_of(job, [3, 3])
+        result = train(config, {}, connect=[first, second], after_step=calls, on_generation=strike)
+    assert committed(result) == undisturbed
+    assert numbers(result) == [("undone", 2, 3), ("moved", 3, 2)]
+    assert stages_of(result)[-1] == ["stage0", "stage3", "stage1"]
+
+
+def test_a_run_that_is_complete_stays_so_if_a_host_joins_then(
+    job: JobFolder, undisturbed: Committed
+) -> None:
+    with lend_servers(3) as servers:
+        first, second, new = addresses(servers)
+        calls = Calls({70: joins(new, first)})
+        result = train(job_of(job, [3, 3]), {}, connect=[first, second], after_step=calls)
+    assert committed(result) == undisturbed
+    assert not result.event("summary")["is_cut_short"]
 
 
 @pytest.mark.parametrize("how", ["killed", "drained"])

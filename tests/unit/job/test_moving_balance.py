@@ -7,7 +7,13 @@ import time
 import pytest
 
 from rpcmp.config.loader import parse_config
-from rpcmp.errors import ConfigError, StageError, UnreachableError, WorkerDiedError
+from rpcmp.errors import (
+    CheckpointError,
+    ConfigError,
+    StageError,
+    UnreachableError,
+    WorkerDiedError,
+)
 from rpcmp.job.cuts import with_stages
 from rpcmp.job.moving_balance import Change, MovingBalance
 from rpcmp.observability.events import Event, RebalanceEvent, ScheduleEvent
@@ -159,6 +165,33 @@ def test_a_host_that_has_left_is_done_without_until_that_has_failed_twice() -> N
 
 def test_what_cannot_be_without_a_host_is_undone_at_once() -> None:
     assert without_a_host().go_back(ConfigError("no such folder"))
+
+
+def test_a_state_that_fits_no_other_cut_is_undone_at_once_without_a_host_too() -> None:
+    assert without_a_host().go_back(CheckpointError("the optimizer's state fits no other cut"))
+
+
+def test_a_fault_undoes_every_change_that_no_step_has_confirmed() -> None:
+    moving, events = changed()
+    moving.change(Change(with_stages(CONFIG, {"stage1": 4}), "stage0 has left", is_forced=True), 7)
+    moving.change(Change(with_stages(CONFIG, {"stage2": 4}), "another has joined"), 7)
+    assert not moving.go_back(WorkerDiedError("memory"))  # one has left: that may have been a fault
+    assert moving.go_back(WorkerDiedError("memory"))
+    assert moving.config == CONFIG
+    (event,) = events
+    assert isinstance(event, RebalanceEvent)
+    assert (event.balance, event.before) == ([3, 1], [4])
+    assert moving.failed == [frozenset({"stage2"})]
+
+
+def test_changes_that_one_step_confirms_are_told_together() -> None:
+    moving, events = changed()
+    moving.change(Change(CONFIG.with_balance([2, 2]), "stage1 is slower"), 7)
+    moving.confirm(8)
+    (event,) = events
+    assert isinstance(event, RebalanceEvent)
+    assert (event.balance, event.before) == ([2, 2], [3, 1])
+    assert event.reason == "stage0 is slower; stage1 is slower"
 
 
 def test_what_has_worked_without_a_host_goes_on_without_it() -> None:

@@ -42,8 +42,9 @@ class FakeGeneration:
     def release_draining(self) -> None:
         self._log.append("release")
 
-    async def close(self) -> None:
+    async def close(self) -> list[Event | Message]:
         self._log.append("close")
+        return [{"event": "joining", "address": "told meanwhile"}]
 
 
 @dataclass
@@ -67,6 +68,7 @@ class FakeWorkload(Workload[str]):
     faults: list[RpcmpError | PausedError]
     progress: Progress = field(default_factory=lambda: Progress(is_new=False))
     log: list[str] = field(default_factory=list)
+    kept: list[Event | Message] = field(default_factory=list)
 
     def next_generation(self) -> Generation:
         return cast(Generation, FakeGeneration(self.log))
@@ -84,6 +86,9 @@ class FakeWorkload(Workload[str]):
         if isinstance(error, InterruptedJobError):
             raise error
         return self.progress
+
+    def keep(self, unread: list[Event | Message]) -> None:
+        self.kept += unread
 
     def report_fault(self, error: RpcmpError, generation: Generation) -> None:
         self.log.append("report fault")
@@ -122,6 +127,14 @@ def test_a_generation_closes_only_when_the_servers_are_ready_for_the_next() -> N
     workload = FakeWorkload(lost())
     run(workload)
     assert workload.log == ["run", *RECOVERY, "run"]
+
+
+@pytest.mark.parametrize("why", [WorkerDiedError("died"), PausedError()])
+def test_what_servers_tell_while_a_generation_ends_is_kept(why: RpcmpError | PausedError) -> None:
+    """A host may ask to join while the run waits for another one."""
+    workload = FakeWorkload([why])
+    run(workload)
+    assert workload.kept == [{"event": "joining", "address": "told meanwhile"}]
 
 
 def test_a_second_fault_while_the_next_generation_starts_is_recovered_from_as_well() -> None:
@@ -164,7 +177,7 @@ def test_a_fault_of_a_run_that_has_to_stop_ends_it_as_the_signal_would(fault: Rp
 def test_a_workload_that_has_paused_goes_on_in_the_next_generation() -> None:
     workload = FakeWorkload([PausedError(), PausedError()])
     run(workload)
-    assert workload.log == ["run", "abandon", "close", "run", "abandon", "close", "run"]
+    assert workload.log == ["run", "close", "run", "close", "run"]
 
 
 def test_whatever_fails_in_an_attempt_is_tried_without_it() -> None:
