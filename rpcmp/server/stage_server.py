@@ -137,7 +137,7 @@ class StageServer:
     async def stop(self, seconds: float) -> None:
         """Wait up to `seconds` for the job to end, then end it, and stop listening.
 
-        A server that leaves a job waits as long until the job needs it no longer.
+        A server that leaves a job waits, as long at most, until the job needs it no longer.
         """
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for((self._forgotten if self.leaves else self._idle).wait(), seconds)
