@@ -139,7 +139,8 @@ class ServerPool:
 
     async def dismiss(self, labels: Iterable[str], generation: int) -> None:
         """Free the servers of workers that the job has no longer."""
-        await self._dismiss([(label, self._places[label]) for label in labels], generation)
+        places = [(label, self._places[label]) for label in labels]
+        await self._stop(places, generation, dismisses=True)
 
     @property
     def has_departed(self) -> bool:
@@ -150,17 +151,17 @@ class ServerPool:
         here = self.addresses  # one may have joined again meanwhile
         departed = [each for each in self._departed if each[1].address not in here]
         self._departed.clear()
-        await self._dismiss(departed, generation)
+        await self._stop(departed, generation, dismisses=True)
 
-    async def _dismiss(self, places: Iterable[tuple[str, ServerPlace]], generation: int) -> None:
-        stop = self._stop_request(generation)
-        stop.dismisses = True
-        await self._stop(places, stop)
-
-    def _stop_request(self, generation: int) -> pb.StopRequest:
-        return pb.StopRequest(job_id=self.job_id, generation=generation, driver_id=self.driver_id)
-
-    async def _stop(self, places: Iterable[tuple[str, ServerPlace]], stop: pb.StopRequest) -> None:
+    async def _stop(
+        self, places: Iterable[tuple[str, ServerPlace]], generation: int, dismisses: bool = False
+    ) -> None:
+        stop = pb.StopRequest(
+            job_id=self.job_id,
+            generation=generation,
+            driver_id=self.driver_id,
+            dismisses=dismisses,
+        )
         await asyncio.gather(*(self._try_stop(*place, stop) for place in places))
 
     def _move(self, index: int, address: str) -> None:
@@ -235,8 +236,7 @@ class ServerPool:
     async def free(self, generation: int) -> None:
         """Free all servers; stop those that the job has started."""
         try:
-            places = [*self._places.items(), *self._departed]
-            await self._stop(places, self._stop_request(generation))
+            await self._stop([*self._places.items(), *self._departed], generation)
             if self._local is not None:
                 await self._local.stop()
         finally:

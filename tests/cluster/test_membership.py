@@ -147,19 +147,23 @@ def test_the_first_stage_leaves_and_another_host_is_lost_at_once(
     assert repeated(result) <= 1
 
 
+def kill_newcomer(event: GenerationEvent) -> None:
+    """Kill the worker of the first host that joins."""
+    if "stage2" in event.workers:
+        kill(event.workers["stage2"]["pid"])
+
+
 def test_a_host_that_is_lost_while_it_joins_has_not_joined(
     job: JobFolder, undisturbed: Committed
 ) -> None:
     with lend_servers(3) as servers:
         first, second, new = addresses(servers)
 
-        def strike(event: GenerationEvent) -> None:
-            if "stage2" in event.workers:
-                kill(event.workers["stage2"]["pid"])
-
         calls = Calls({8: joins(new, first)})
         config = job_of(job, [3, 3])
-        result = train(config, {}, connect=[first, second], after_step=calls, on_generation=strike)
+        result = train(
+            config, {}, connect=[first, second], after_step=calls, on_generation=kill_newcomer
+        )
     assert committed(result) == undisturbed
     assert numbers(result) == [("undone", 2, 3)]
     assert stages_of(result) == [["stage0", "stage2", "stage1"], ["stage0", "stage1"]]
@@ -173,13 +177,11 @@ def test_a_host_that_has_not_joined_may_try_again(
     with lend_servers(3) as servers:
         first, second, new = addresses(servers)
 
-        def strike(event: GenerationEvent) -> None:
-            if "stage2" in event.workers:
-                kill(event.workers["stage2"]["pid"])
-
         calls = Calls({8: joins(new, first), 30: joins(new, first)})
         config = job_of(job, [3, 3])
-        result = train(config, {}, connect=[first, second], after_step=calls, on_generation=strike)
+        result = train(
+            config, {}, connect=[first, second], after_step=calls, on_generation=kill_newcomer
+        )
     assert committed(result) == undisturbed
     assert numbers(result) == [("undone", 2, 3), ("moved", 3, 2)]
     assert stages_of(result)[-1] == ["stage0", "stage3", "stage1"]

@@ -163,12 +163,11 @@ def test_a_host_that_has_left_is_done_without_until_that_has_failed_twice() -> N
     assert moving.failed == [frozenset({"stage1"})]
 
 
-def test_what_cannot_be_without_a_host_is_undone_at_once() -> None:
-    assert without_a_host().go_back(ConfigError("no such folder"))
-
-
-def test_a_state_that_fits_no_other_cut_is_undone_at_once_without_a_host_too() -> None:
-    assert without_a_host().go_back(CheckpointError("the optimizer's state fits no other cut"))
+@pytest.mark.parametrize(
+    "error", [ConfigError("no such folder"), CheckpointError("the state fits no other cut")]
+)
+def test_what_cannot_be_without_a_host_is_undone_at_once(error: ConfigError) -> None:
+    assert without_a_host().go_back(error)
 
 
 def test_a_fault_undoes_every_change_that_no_step_has_confirmed() -> None:
