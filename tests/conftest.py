@@ -30,6 +30,8 @@ from tests.support.processes import Server
 from tests.support.reaper import TOKEN, reaping
 from tests.support.sharedforks import DRIVE, MODELS, borrowing, children_of
 
+pytest_plugins = ["tests.support.costs"]
+
 hypothesis.settings.register_profile("rpcmp", deadline=None)  # this machine may be busy
 hypothesis.settings.load_profile("rpcmp")
 

@@ -1,0 +1,157 @@
+"""What a run of tests costs: CPU seconds in units of `import torch`, and which tests are the dearest.
+
+A unit is what `python -c "import torch"` takes in the same environment, so that a slow machine, or a
+build of torch that is larger, changes the figures of a run less than the suite does.
+
+The costs of a test are those of its process and of all processes below, measured around its set-up,
+call and teardown. Those of a fixture that several tests share are counted apart, and so are those of
+the shared fork servers themselves. The sum has everything: collection, the workers of pytest-xdist,
+and what pytest itself does. A process that has lost its parent is counted until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import processes
+
+MAX_UNITS = 4.0
+"""Most units that a test of `pytest` may take which DEAR does not list."""
+
+DEAR: dict[str, str] = {}
+"""Tests and shared fixtures that may take more than MAX_UNITS, by node id without parameters."""
+
+PROPERTY = "cpu seconds"
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--max-units",
+        type=float,
+        help=f"fail if the run costs more than so many `import torch`, or one test more than "
+        f"{MAX_UNITS:.0f} which is not listed in tests/support/costs.py",
+    )
+
+
+def cpu_seconds(pid: int, without: frozenset[int] = frozenset()) -> float:
+    """Return the CPU time of a process and all below it, with the ended ones that were waited for.
+
+    Args:
+        without: processes whose own time does not count; that of their children does.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:  # it has ended: its parent has its time, or will
+        return 0.0
+    used = sum(map(int, stat[13:15] if pid in without else stat[11:15])) / _TICKS
+    for task in tasks:
+        with contextlib.suppress(OSError):
+            children = (task / "children").read_text().split()
+            used += sum(cpu_seconds(int(child), without) for child in children)
+    return used
+
+
+def _now() -> float:
+    return cpu_seconds(os.getpid(), frozenset(processes.FORKS.pids))
+
+
+class Meter:
+    """Measures the tests of one process, and reports them with the test's last report."""
+
+    def __init__(self) -> None:
+        self._begun = 0.0
+        self._shared: list[tuple[str, float]] = []
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logstart(self) -> None:
+        self._begun, self._shared = _now(), []
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+    ) -> Iterator[None]:
+        """Count a fixture that several tests share apart from the first of them."""
+        begun, before = _now(), len(self._shared)
+        result = yield
+        if fixturedef.scope != "function":
+            inner = sum(seconds for _, seconds in self._shared[before:])
+            self._shared.append(
+                (f"{request.node.nodeid}::{fixturedef.argname}", _now() - begun - inner)
+            )
+        return result
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+        if call.when == "teardown":
+            shared = sum(seconds for _, seconds in self._shared)
+            own = (item.nodeid, _now() - self._begun - shared)
+            item.user_properties.append((PROPERTY, [own, *self._shared]))
+
+
+class Summary:
+    """Adds up what the tests of all processes have cost, and prints it."""
+
+    def __init__(self, limit: float | None) -> None:
+        self._limit = limit
+        self._each: dict[str, float] = {}
+        self._lines: list[str] = []
+        self._failed: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for name, value in report.user_properties if report.when == "teardown" else ():
+            for nodeid, seconds in value if name == PROPERTY else ():  # type: ignore[union-attr]
+                self._each[nodeid] = max(seconds, self._each.get(nodeid, 0.0))
+
+    @pytest.hookimpl(trylast=True)  # when the workers have ended, and count
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        used, unit = cpu_seconds(os.getpid()), min(unit_seconds() for _ in range(2))
+        self._lines = [
+            f"{used / unit:.0f} units: {used:.0f} CPU seconds, {unit:.2f} of them an `import torch`"
+        ]
+        dearest = sorted(self._each.items(), key=lambda each: -each[1])
+        self._lines += [f"{seconds / unit:6.1f}  {nodeid}" for nodeid, seconds in dearest[:10]]
+        if self._limit is None:
+            return
+        if used / unit > self._limit:
+            self._failed.append(f"the run cost {used / unit:.0f} units, at most {self._limit:.0f}")
+        self._failed += [
+            f"{nodeid} cost {seconds / unit:.1f} units, at most {MAX_UNITS:.0f}; see DEAR in "
+            "tests/support/costs.py"
+            for nodeid, seconds in dearest
+            if seconds / unit > MAX_UNITS and nodeid.partition("[")[0] not in DEAR
+        ]
+        if self._failed:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.section("costs, in units of `import torch`")
+        for line in self._lines:
+            terminalreporter.write_line(line)
+        for line in self._failed:
+            terminalreporter.write_line(line, red=True)
+
+
+def unit_seconds() -> float:
+    """Return the CPU time of `python -c "import torch"`."""
+    process = subprocess.Popen([sys.executable, "-c", "import torch"])
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage.ru_utime + usage.ru_stime
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure in each process that runs tests, and add up in the one that the user has started."""
+    config.pluginmanager.register(Meter(), "costs of tests")
+    if not hasattr(config, "workerinput") and config.option.numprocesses:
+        config.pluginmanager.register(Summary(config.option.max_units), "costs of the run")
