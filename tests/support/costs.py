@@ -49,7 +49,7 @@ def cpu_seconds(pid: int, without: frozenset[int] = frozenset()) -> float:
         without: processes whose own time does not count; that of their children does.
     """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        stat = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:  # it has ended: its parent has its time, or will
         return 0.0
@@ -152,6 +152,8 @@ def unit_seconds() -> float:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Measure in each process that runs tests, and add up in the one that the user has started."""
-    config.pluginmanager.register(Meter(), "costs of tests")
-    if not hasattr(config, "workerinput") and config.option.numprocesses:
+    is_worker = hasattr(config, "workerinput")
+    if is_worker or not config.option.numprocesses:
+        config.pluginmanager.register(Meter(), "costs of tests")
+    else:
         config.pluginmanager.register(Summary(config.option.max_units), "costs of the run")
