@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 import tomllib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from rpcmp.observability.events import (
     StagesEvent,
     StepEvent,
     SummaryEvent,
+    VitalsEvent,
 )
 from rpcmp.process.fork_client import DRIVERS, WORKERS
 from rpcmp.server.admission import Admission
@@ -38,12 +40,16 @@ TASKS = "rpcmp.process.task"
 SECONDS = 30.0
 """Most that a case may take before it counts as hung; it takes less than one."""
 
+MOST_SHOWN = 500
+"""Characters of an event that are printed if a test fails."""
+
 Committed = tuple[list[tuple[int, float]], str]
 """What must not depend on faults: the losses by step, and the hash of the parameters."""
 
 Call = Callable[[], Coroutine[Any, Any, Any]]
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
+Kind = TypeVar("Kind", bound=Event)
 
 
 def in_event_loop(
@@ -166,6 +172,7 @@ class Cluster:
         self.group = Group()
         self.servers: list[Server] = []
         self._calls: dict[int, list[Call]] = {}
+        self._waiting: list[tuple[type[Any], int, Callable[[Any], Coroutine[Any, Any, Any]]]] = []
         self._called: list[asyncio.Task[Any]] = []
         self._driver_forks: list[FakeForks] = []
         self._started: list[Server] = []
@@ -177,6 +184,10 @@ class Cluster:
         return self
 
     async def __aexit__(self, *raised: object) -> None:
+        if raised[0] is not None:  # pytest shows what a failed test has printed
+            for event in self.run.events:
+                if not isinstance(event, StepEvent | VitalsEvent):
+                    print(json.dumps(event.to_json())[:MOST_SHOWN])
         for task in self._called:
             task.cancel()
         await asyncio.gather(*self._called, return_exceptions=True)
@@ -203,6 +214,12 @@ class Cluster:
     def at(self, step: int, call: Call) -> None:
         """Call something beside the run, after a step; it need not end before the next one."""
         self._calls.setdefault(step, []).append(call)
+
+    def when(
+        self, kind: type[Kind], number: int, call: Callable[[Kind], Coroutine[Any, Any, Any]]
+    ) -> None:
+        """Call something beside the run, at the event of that kind and number, from 1."""
+        self._waiting.append((kind, number, call))
 
     async def serve(
         self, stage: int | None, address: str = "127.0.0.1:0", security: Security | None = None
@@ -254,12 +271,14 @@ class Cluster:
         start: Start = "fresh",
         connect: Sequence[str] | None = None,
         lost_at: int = 0,
+        holders: Sequence[Server] = (),
     ) -> Run:
         """Train to the end, and return what became of it.
 
         Args:
             connect: addresses of the servers; the first of the cluster's by default.
             lost_at: the step after which the driver is lost with its host; 0: it is not.
+            holders: servers that then hold the job; all of the cluster's by default.
         """
         run = self.run = Run()
         if lost_at:
@@ -276,7 +295,8 @@ class Cluster:
                     raise
         if lost_at:
             del self.group.held[lost_at + 1]
-            await self.until(lambda: all(s.state == "holding" for s in self.servers))
+            held_by = holders or self.servers
+            await self.until(lambda: all(server.state == "holding" for server in held_by))
         return run
 
     async def _lose_driver(self) -> None:
@@ -294,9 +314,11 @@ class Cluster:
 
         def report(event: Event) -> None:
             run.events.append(event)
-            if isinstance(event, StepEvent):
-                for call in self._calls.pop(event.step, []):
-                    self._called.append(asyncio.create_task(call()))
+            calls = self._calls.pop(event.step, []) if isinstance(event, StepEvent) else []
+            for kind, number, call in self._waiting:
+                if isinstance(event, kind) and len(run.of(kind)) == number:
+                    calls.append(functools.partial(call, event))
+            self._called += [asyncio.create_task(call()) for call in calls]
 
         forks = self._forks()
         self._driver_forks.append(forks)
@@ -313,7 +335,9 @@ class Cluster:
         return StageClient("", server.address, server.served.dialer)
 
     def _forks(self) -> FakeForks:
-        def main(kind: type[FakeWorker | FakeDriver | FakeTask]) -> Callable[[FakeProcess], Awaitable[int]]:
+        def main(
+            kind: type[FakeWorker | FakeDriver | FakeTask],
+        ) -> Callable[[FakeProcess], Awaitable[int]]:
             return lambda process: kind(process, self.group).main()
 
         mains: Mapping[str, Callable[[FakeProcess], Awaitable[int]]] = {

@@ -68,8 +68,9 @@ class FakeProcess(ForkedChild):
             except Exception:  # a mistake in the fake, or in the test
                 traceback.print_exc()
                 code = BUG
-            await self._writer.drain()
-            os.write(self._exiting, b"%d\n" % code)
+            if self.returncode is None:  # else it was killed just now
+                await self._writer.drain()
+                os.write(self._exiting, b"%d\n" % code)
             return code
 
         self._task = asyncio.create_task(exits())

@@ -308,9 +308,7 @@ class FakeDriver(Member):
         )
         order = await self.orders.get()
         members = order["members"]
-        addresses = await self.join(
-            members[order["rank"]], f"fake-{self.process.pid}", members
-        )
+        addresses = await self.join(members[order["rank"]], f"fake-{self.process.pid}", members)
         self.workers = [
             self.group.members[address] for address in addresses if address in self.group.members
         ]
