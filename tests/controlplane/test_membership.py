@@ -212,7 +212,7 @@ async def test_a_host_that_cannot_join_is_told_why(tmp_path: Path, undisturbed: 
             cluster.at(
                 step,
                 lambda new=each: join(new.address, cluster.servers[0].address, Security(), 0.0),
-            )  # type: ignore[misc]  # noqa: E501
+            )  # type: ignore[misc]
         cluster.hold(12, lambda: len(refusals(cluster)) == 2)
         config = cluster.config(AUTO, f"recovery.spares=['{spare.address}']", balance=[1, 1])
         await cluster.drive(config)

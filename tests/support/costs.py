@@ -1,12 +1,12 @@
-"""What a run of tests costs: CPU seconds in units of `import torch`, and which tests are the dearest.
+"""What a run of tests costs: CPU seconds in units of `import torch`, and the dearest tests.
 
-A unit is what `python -c "import torch"` takes in the same environment, so that a slow machine, or a
-build of torch that is larger, changes the figures of a run less than the suite does.
+A unit is what `python -c "import torch"` takes in the same environment, so that a slow machine, or
+a larger build of torch, changes the figures of a run less than the suite does.
 
 The costs of a test are those of its process and of all processes below, measured around its set-up,
-call and teardown. Those of a fixture that several tests share are counted apart, and so are those of
-the shared fork servers themselves. The sum has everything: collection, the workers of pytest-xdist,
-and what pytest itself does. A process that has lost its parent is counted until then.
+call and teardown. Those of a fixture that several tests share are counted apart, and so are those
+of the shared fork servers themselves. The sum has everything: collection, the workers of
+pytest-xdist, and what pytest itself does. A process that has lost its parent is counted until then.
 """
 
 from __future__ import annotations

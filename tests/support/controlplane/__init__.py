@@ -2,12 +2,12 @@
 
     test ──> Cluster ──> StageServer ... and TrainingRun: real, with real gRPC over loopback
                               │ Forks                │ Forks
-                         FakeWorker             FakeDriver       coroutines, beside a process to kill
+                         FakeWorker             FakeDriver       coroutines, each beside a process
 
-A fake speaks its supervisor's channel protocol, meets the others by the rendezvous, beats, and takes
-real snapshots of a "model" of one number per layer. The number after a step depends on all steps
-before it, so a run that restores a wrong state, or repeats a step, ends with other losses and another
-hash. A case takes some tenths of a second, and no torch is computed with.
+A fake speaks its supervisor's channel protocol, meets the others by the rendezvous, beats, and
+takes real snapshots of a "model" of one number per layer. The number after a step depends on all
+steps before it, so a run that restores a wrong state, or repeats a step, ends with other losses and
+another hash. A case takes some tenths of a second of CPU, and computes nothing with torch.
 
 What this cannot show is shown by real processes: tests/cluster. Faults are planted by
 `Cluster.fail_at(stage, step, how)`.

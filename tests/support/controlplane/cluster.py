@@ -150,7 +150,7 @@ class Server:
         return state.removeprefix("SERVER_STATE_").lower()
 
     async def lose(self) -> None:
-        """End at once, as by the loss of the host: connections break, and all that it held is gone."""
+        """End at once, as by the loss of the host: all that it held is gone."""
         await self.served._endpoints._port.stop()
         await self.end()
 
@@ -203,7 +203,7 @@ class Cluster:
 
         Args:
             how: a signal's name, "exception" (the user's code raises), "deadlock" (no heartbeat any
-                more), "hang" (heartbeats, and no progress), "garbled" (no message that can be read).
+                more), "hang" (heartbeats, and no progress), "garbled" (an unreadable message).
             phase: "build" and "join" belong to step 0; the driver's are "plan" and "step".
         """
         name = f"stage{stage}" if isinstance(stage, int) else stage
@@ -258,7 +258,8 @@ class Cluster:
         balance = balance or [2] * self._num_stages
         self.group.num_layers = sum(balance)
         data = tomllib.loads(
-            f'name = "job"\nsteps = {steps}\nloss = "torch.nn:MSELoss"\n[model]\nlayers = "zoo:mlp"\nbalance = {[*balance]}\n'
+            f'name = "job"\nsteps = {steps}\nloss = "torch.nn:MSELoss"\n'
+            f'[model]\nlayers = "zoo:mlp"\nbalance = {[*balance]}\n'
             '[data]\ntrain = "zoo:regression"\nbatch_size = 10\n[security]\nconfine = false\n'
         )
         for setting in settings:

@@ -1,4 +1,4 @@
-"""A fork server whose children are coroutines, each beside a process of its own that can be killed."""
+"""A fork server whose children are coroutines, each beside a process that can be killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rpcmp.process.forked import ForkedChild
 from rpcmp.process.sandbox.confinement import FileAccess
 
 EXIT = 'trap "" USR1 34; read -r code; exit "${code:-137}"'
-"""The process beside a coroutine: it ignores requests for stacks, and exits with the code it reads."""
+"""The process beside a coroutine: ignores requests for stacks, exits with the code that it reads."""
 
 BUG = 70
 """Exit code of a child whose coroutine has raised."""
@@ -93,7 +93,7 @@ class FakeProcess(ForkedChild):
         os.kill(self.pid, signum)
 
     def set_returncode(self, code: int) -> None:
-        """Note the end of the process: its coroutine ends too, and its end of the channel closes."""
+        """Note the end of the process: its coroutine ends, and its end of the channel closes."""
         if self._task is not None:
             self._task.cancel()
         if hasattr(self, "_writer"):
