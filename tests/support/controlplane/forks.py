@@ -17,7 +17,7 @@ from rpcmp.process.forked import ForkedChild
 from rpcmp.process.sandbox.confinement import FileAccess
 
 EXIT = 'trap "" USR1 34; read -r code; exit "${code:-137}"'
-"""The process beside a coroutine: ignores requests for stacks, exits with the code that it reads."""
+"""The process beside a coroutine: ignores requests for stacks, exits with a code that it reads."""
 
 BUG = 70
 """Exit code of a child whose coroutine has raised."""
