@@ -25,7 +25,7 @@ MODEL = "model."
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportSummary:
     """The result of `export`; `skipped` are problems of newer checkpoints, a line each."""
 
     step: int
@@ -37,7 +37,7 @@ class Exported:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _StoredTensor:
     """A tensor, and the open file that it lies in."""
 
     stage: str
@@ -46,7 +46,9 @@ class _Source:
     tensor: TensorRange
 
 
-def export(source: Path, target: Path, best: bool = False, tied_once: bool = False) -> Exported:
+def export(
+    source: Path, target: Path, best: bool = False, tied_once: bool = False
+) -> ExportSummary:
     """Write the model of a checkpoint to `target`, all or nothing.
 
     Args:
@@ -132,9 +134,9 @@ def _export(
     target: Path,
     skipped: tuple[str, ...],
     tied_once: bool,
-) -> Exported:
+) -> ExportSummary:
     with contextlib.ExitStack() as stack:
-        sources: dict[str, _Source] = {}
+        sources: dict[str, _StoredTensor] = {}
         for stage in manifest.stages:
             for name, tensor in _tensors(step_folder / stage.file, stage.name, stack):
                 if name in sources:
@@ -155,7 +157,7 @@ def _export(
             written = write_durably(target, chunks, mode=0o666)  # its user named it
         except OSError as error:
             raise ConfigError(f"cannot write {target}: {error.strerror}") from error
-    return Exported(
+    return ExportSummary(
         step=manifest.step,
         num_tensors=len(ordered),
         num_elements=sum(tensor.num_elements for tensor in ordered.values()),
@@ -165,7 +167,7 @@ def _export(
     )
 
 
-def _tied_to(manifest: Manifest, sources: Mapping[str, _Source]) -> dict[str, str]:
+def _tied_to(manifest: Manifest, sources: Mapping[str, _StoredTensor]) -> dict[str, str]:
     tied = manifest.config.get("tied")
     groups = tied if isinstance(tied, list) else []
     found: dict[str, str] = {}
@@ -187,7 +189,9 @@ def _aliases(manifest: Manifest, tied: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _tensors(path: Path, stage: str, stack: contextlib.ExitStack) -> Iterator[tuple[str, _Source]]:
+def _tensors(
+    path: Path, stage: str, stack: contextlib.ExitStack
+) -> Iterator[tuple[str, _StoredTensor]]:
     """Yield the model's tensors in a stage's file, which stays open as long as `stack`.
 
     An open file can be read to its end even if a run that goes on removes the checkpoint.
@@ -199,10 +203,10 @@ def _tensors(path: Path, stage: str, stack: contextlib.ExitStack) -> Iterator[tu
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     for name, tensor in tensors.items():
         if name.startswith(MODEL):
-            yield name.removeprefix(MODEL), _Source(stage, path, file, tensor)
+            yield name.removeprefix(MODEL), _StoredTensor(stage, path, file, tensor)
 
 
-def _chunks(header: bytes, sources: list[_Source]) -> Iterator[bytes]:
+def _chunks(header: bytes, sources: list[_StoredTensor]) -> Iterator[bytes]:
     yield header
     for source in sources:
         yield from safetensors_header.blocks(source.file, source.tensor, source.path)

@@ -46,7 +46,7 @@ def layer_factories(config: Config) -> dict[str, Callable[[], nn.Module]]:
     if config.cut is None:
         raise ConfigError("the model's `module` has not been cut")
     split = unpacked(config.cut)
-    source = _Source(config)
+    source = _WeightSource(config)
     return {
         layer.name: functools.partial(source.build, split, index)
         for index, layer in enumerate(split.layers)
@@ -102,7 +102,7 @@ def build_skeleton(config: Config) -> nn.Module:
             return build_module(config)
 
 
-class _Source:
+class _WeightSource:
     """Where the tensors of all layers come from; the module is built once."""
 
     def __init__(self, config: Config) -> None:

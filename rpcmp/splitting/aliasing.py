@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from rpcmp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rpcmp.splitting.cutting import Graph
+    from rpcmp.splitting.cutting import BlockGraph
 
 MAY_RETURN_ITS_ARGUMENT = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 """In evaluation, which the export does not see; torch's schema does not tell either."""
@@ -29,7 +29,7 @@ WRITES_NO_VALUES = ("detach_", "requires_grad_", "set_data")
 """Operations that change how a tensor is differentiated, and not its memory."""
 
 
-class Memory:
+class AliasSets:
     """Which values of a graph share memory.
 
     Attributes:
@@ -110,7 +110,7 @@ def _writes(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def find_torn(
-    graph: Graph, layers: Sequence[Sequence[fx.Node]], alive: Sequence[Iterable[fx.Node]]
+    graph: BlockGraph, layers: Sequence[Sequence[fx.Node]], alive: Sequence[Iterable[fx.Node]]
 ) -> tuple[int, int] | None:
     """Return two layers that have to be one with all between, if there are any.
 

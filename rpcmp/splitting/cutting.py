@@ -25,8 +25,8 @@ from torch.export.graph_signature import InputKind
 
 from rpcmp.errors import ConfigError, did_you_mean, nearest
 from rpcmp.splitting import regions
-from rpcmp.splitting.aliasing import Memory
-from rpcmp.splitting.exporting import OWNER, Exported
+from rpcmp.splitting.aliasing import AliasSets
+from rpcmp.splitting.exporting import OWNER, ExportedGraph
 
 
 def find_blocks(module: nn.Module, patterns: Collection[str] = ()) -> list[str]:
@@ -76,7 +76,7 @@ class Run:
     nodes: list[fx.Node] = field(default_factory=list)
 
 
-class Graph:
+class BlockGraph:
     """A module's graph in one mode, and which of its operations are in which block.
 
     Attributes:
@@ -88,10 +88,10 @@ class Graph:
         memory: which values share it.
     """
 
-    def __init__(self, exported: Exported, blocks: Iterable[str]) -> None:
+    def __init__(self, exported: ExportedGraph, blocks: Iterable[str]) -> None:
         signature = exported.program.graph_signature
         self._graph = regions.inline(exported.program)  # its nodes live as long as it does
-        self.memory = Memory(self._graph)
+        self.memory = AliasSets(self._graph)
         nodes = list(self._graph.nodes)
         placeholders = {node.name: node for node in nodes if node.op == "placeholder"}
         specs = {spec.arg.name: spec for spec in signature.input_specs}
@@ -167,10 +167,10 @@ def _around(paths: Iterable[str]) -> Iterator[str]:
         yield from (".".join(parts[:count]) for count in range(1, len(parts) + 1))
 
 
-class Cuts:
+class LayerMap:
     """Which layer each place belongs to, in both modes; layers are numbered from 0."""
 
-    def __init__(self, training: Graph) -> None:
+    def __init__(self, training: BlockGraph) -> None:
         self._layer: dict[Place, int] = {}
         for run in training.runs:
             is_own = bool(run.block) or training.weighs(run)
@@ -198,22 +198,22 @@ class Cuts:
             elif layer > last:
                 self._layer[place] = layer - (last - first)
 
-    def nodes(self, graph: Graph) -> list[list[fx.Node]]:
+    def nodes(self, graph: BlockGraph) -> list[list[fx.Node]]:
         """Return each layer's operations."""
         return [[node for run in runs for node in run.nodes] for runs in self._runs(graph)]
 
-    def blocks(self, graph: Graph) -> list[list[str]]:
+    def blocks(self, graph: BlockGraph) -> list[list[str]]:
         """Return the names of each layer's blocks, as they run; empty for what lies between."""
         return [[run.block for run in runs] for runs in self._runs(graph)]
 
-    def _runs(self, graph: Graph) -> list[list[Run]]:
+    def _runs(self, graph: BlockGraph) -> list[list[Run]]:
         layers: list[list[Run]] = [[] for _ in range(len(self))]
         for run in graph.runs:
             layers[self.of(run.place)].append(run)
         return layers
 
 
-def alive(graph: Graph, layers: Sequence[Sequence[fx.Node]]) -> list[list[fx.Node]]:
+def alive(graph: BlockGraph, layers: Sequence[Sequence[fx.Node]]) -> list[list[fx.Node]]:
     """Return what passes into each layer, and what the last one returns, in the graph's order."""
     born = dict.fromkeys(graph.inputs, -1)
     born |= {node: number for number, nodes in enumerate(layers) for node in nodes}

@@ -31,7 +31,7 @@ OWNER = "module"
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedGraph:
     """A module's graph in one mode.
 
     Attributes:
@@ -47,7 +47,7 @@ class Exported:
 
 def export(
     module: nn.Module, batch: Any, training: bool, autocast: torch.dtype | None = None
-) -> Exported:
+) -> ExportedGraph:
     """Return the graph of a module.
 
     Args:
@@ -76,7 +76,7 @@ def export(
 
 def _export(
     module: nn.Module, batch: Any, training: bool, autocast: torch.dtype | None, tells: bool
-) -> Exported:
+) -> ExportedGraph:
     """Export a module; `tells` says whether it may know that it is exported."""
     names, leaves = arguments(batch)
     whole = _Flat(module, names, tells)
@@ -95,7 +95,7 @@ def _export(
     _require_plain(program)
     _require_all_regions(program, whole.seen.autocasts)
     # A private name: ExportedProgram.range_constraints has no more than the least and most.
-    return Exported(program, whole.seen.structure, program._guards_code)
+    return ExportedGraph(program, whole.seen.structure, program._guards_code)
 
 
 @contextlib.contextmanager

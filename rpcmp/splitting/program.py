@@ -248,7 +248,7 @@ def _is_allowed(name: str) -> bool:
 
 def _function(node: Node, device: torch.device) -> Callable[..., Any]:
     if node.body is not None and node.calls in REGIONS:
-        return _Region(node.calls, node.body, device)
+        return _CompiledRegion(node.calls, node.body, device)
     if node.calls in _SIZES:
         of_sizes = _SIZES[node.calls]
         is_arithmetic = node.calls.startswith("operator.") and of_sizes is not operator.getitem
@@ -282,7 +282,7 @@ _SPLITTABLE = {
 """Operations by which a module calls a function of `torch.nn.functional` that can be split."""
 
 
-class _Region:
+class _CompiledRegion:
     """A `with` of the module, and what is computed within it."""
 
     __name__ = __qualname__ = "region"

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from rpcmp.errors import MAX_LISTED, ConfigError
 from rpcmp.splitting import exporting, guards, weights
-from rpcmp.splitting.cutting import Cuts, Graph, alive, find_blocks
+from rpcmp.splitting.cutting import BlockGraph, LayerMap, alive, find_blocks
 from rpcmp.splitting.exporting import Structure, export
 from rpcmp.splitting.program import Node, Program, encode, name_of, name_of_kind
 from rpcmp.splitting.regions import Region, by_region
@@ -151,8 +151,8 @@ def split_module(
     finally:
         for part, was_training in modes.items():
             part.training = was_training
-    graphs = [Graph(each, blocks) for each in exports]
-    cuts = Cuts(graphs[0])
+    graphs = [BlockGraph(each, blocks) for each in exports]
+    cuts = LayerMap(graphs[0])
     holdings = weights.assign(module, cuts, graphs, blocks)
     names = _names_of_layers(cuts, graphs[0], holdings)
     by_mode = dict(zip(MODES, graphs, strict=True))
@@ -201,7 +201,7 @@ MODES = ("in_training", "in_evaluation")
 """As submodules of CONSTANTS."""
 
 
-def _names_of_layers(cuts: Cuts, graph: Graph, holdings: Holdings) -> list[str]:
+def _names_of_layers(cuts: LayerMap, graph: BlockGraph, holdings: Holdings) -> list[str]:
     """Return a name per layer: its first block, or the first module that it has weights of."""
     names: list[str] = []
     for blocks, held in zip(cuts.blocks(graph), holdings.names, strict=True):
@@ -213,7 +213,7 @@ def _names_of_layers(cuts: Cuts, graph: Graph, holdings: Holdings) -> list[str]:
     return names
 
 
-def _programs(graph: Graph, cuts: Cuts, holdings: Holdings, mode: str) -> list[Program]:
+def _programs(graph: BlockGraph, cuts: LayerMap, holdings: Holdings, mode: str) -> list[Program]:
     layers = cuts.nodes(graph)
     passing = alive(graph, layers)
     return [
@@ -228,7 +228,7 @@ def _programs(graph: Graph, cuts: Cuts, holdings: Holdings, mode: str) -> list[P
 
 
 def _tensors(
-    graph: Graph, nodes: Sequence[fx.Node], names: dict[str, str], mode: str
+    graph: BlockGraph, nodes: Sequence[fx.Node], names: dict[str, str], mode: str
 ) -> dict[str, str]:
     used = dict.fromkeys(each.name for node in nodes for each in (node, *node.all_input_nodes))
     held = {name: names[name] for name in used if name in names}
@@ -303,7 +303,7 @@ def _where(node: fx.Node) -> str:
     return ":".join(own[-1]) if own else ""
 
 
-def _inputs(graphs: Sequence[Graph], names: Sequence[str]) -> list[InputPlan]:
+def _inputs(graphs: Sequence[BlockGraph], names: Sequence[str]) -> list[InputPlan]:
     """Return what the inputs have to be for all graphs."""
     plans = []
     for name, *nodes in zip(names, *(graph.inputs for graph in graphs), strict=True):

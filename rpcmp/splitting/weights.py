@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from rpcmp.config.types import COPY
 from rpcmp.splitting.aliasing import find_torn
-from rpcmp.splitting.cutting import Cuts, Graph, alive, paths_of
+from rpcmp.splitting.cutting import BlockGraph, LayerMap, alive, paths_of
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Holdings:
 
 
 def assign(
-    module: nn.Module, cuts: Cuts, graphs: Sequence[Graph], blocks: Sequence[str]
+    module: nn.Module, cuts: LayerMap, graphs: Sequence[BlockGraph], blocks: Sequence[str]
 ) -> Holdings:
     """Decide what each layer holds; join layers of `cuts` that cannot be apart."""
     known = _Names(module, blocks)
@@ -91,7 +91,10 @@ class _Names:
 
 
 def _hold(
-    known: _Names, count: int, graphs: Sequence[Graph], layers: Sequence[Sequence[list[fx.Node]]]
+    known: _Names,
+    count: int,
+    graphs: Sequence[BlockGraph],
+    layers: Sequence[Sequence[list[fx.Node]]],
 ) -> tuple[Holdings, tuple[int, int] | None]:
     """Return the holdings, and two layers that cannot be apart, if there are any."""
     holdings = Holdings([{} for _ in range(count)])

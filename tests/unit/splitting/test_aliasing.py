@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from rpcmp.errors import ConfigError
 from rpcmp.splitting import regions
-from rpcmp.splitting.aliasing import Memory
+from rpcmp.splitting.aliasing import AliasSets
 from rpcmp.splitting.exporting import export
 from rpcmp.splitting.split import split_module
 from tests.support.splitmodules import rows
@@ -36,7 +36,7 @@ class Writing(nn.Module):
 
 def test_every_way_to_write_is_seen() -> None:
     graph = regions.inline(export(Writing(), rows(4, 8), training=True).program)
-    memory = Memory(graph)
+    memory = AliasSets(graph)
     by_name = {node.name: node for node in graph.nodes}
     groups: dict[str, set[str]] = {}
     for name, node in by_name.items():
