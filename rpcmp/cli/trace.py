@@ -105,13 +105,13 @@ def _object(window: Window, shares: Sequence[Shares], bottleneck: Bottleneck) ->
 
 def _print(shares: Sequence[Shares]) -> None:
     from rpcmp.cli.console import print_wide, table
-    from rpcmp.observability.trace.critical_path import Loss
+    from rpcmp.observability.trace.critical_path import IdleReason
     from rpcmp.observability.trace.spans import Kind
 
     kinds = {kind: f"{kind} %" for kind in Kind} | {Kind.OPTIMIZER: "optimizer %"}
-    heads = (*kinds.values(), *(f"{loss} %" for loss in Loss))
+    heads = (*kinds.values(), *(f"{loss} %" for loss in IdleReason))
     rows = []
     for stage in shares:
-        values = (*(stage.busy[kind] for kind in kinds), *(stage.lost[loss] for loss in Loss))
+        values = (*(stage.busy[kind] for kind in kinds), *(stage.lost[loss] for loss in IdleReason))
         rows.append((stage.stage, stage.host, *(f"{100 * value:.1f}" for value in values)))
     print_wide(table(("stage", "host", *heads), rows, right=heads), WIDTH)

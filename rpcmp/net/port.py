@@ -70,7 +70,7 @@ class IncomingConnection(NamedTuple):
         return address if self.role is None else f"{self.role} at {address}"
 
 
-class _Sender(NamedTuple):
+class _PeerIdentity(NamedTuple):
     """What the kernel tells about a connection's other end.
 
     Attributes:
@@ -152,7 +152,7 @@ class PortMultiplexer:
             admitted.end = serving.cancel
             serving.add_done_callback(functools.partial(self._closed, connection, admitted))
 
-    async def _identify(self, connection: socket.socket) -> _Sender | None:
+    async def _identify(self, connection: socket.socket) -> _PeerIdentity | None:
         """Ask the kernel about the other end; None: it is refused."""
         peer, role = address_of(connection), None
         asks = self._asks_kernel or (self._works_for and self._security.credentials is None)
@@ -174,7 +174,7 @@ class PortMultiplexer:
         except BaseException:
             connection.close()
             raise
-        return _Sender(peer, role)
+        return _PeerIdentity(peer, role)
 
     def _closed(
         self, connection: socket.socket, admitted: AdmittedConnection, task: asyncio.Future[None]

@@ -30,7 +30,7 @@ from rpcmp.net.rpc_inspection import Inspection
 from rpcmp.process import resources
 
 
-class _Buffers(threading.local):
+class _ReadBuffers(threading.local):
     """Buffers for all connections of a loop: data that is read is sent on before the next read.
 
     Per thread, not per process: a program may have a pipeline, with a loop of its own, in each of
@@ -42,7 +42,7 @@ class _Buffers(threading.local):
         self.plain = memoryview(bytearray(HEADER.size + CHUNK))
 
 
-_buffers = _Buffers()
+_buffers = _ReadBuffers()
 
 
 async def splice(

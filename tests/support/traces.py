@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from textwrap import dedent
 
-from rpcmp.observability.trace.critical_path import Causes, Loss, idle
+from rpcmp.observability.trace.critical_path import Causes, IdleReason, idle
 from rpcmp.observability.trace.spans import NO_MICROBATCH, Kind, Span, Trace, Track
 
 CELL_NS = 1_000_000
 
-SIGNS = {Loss.BUBBLE: ".", Loss.NETWORK: "~", Loss.OVERHEAD: "-"}
+SIGNS = {IdleReason.BUBBLE: ".", IdleReason.NETWORK: "~", IdleReason.OVERHEAD: "-"}
 
 
 def drawn(picture: str, producers: Mapping[str, tuple[str, ...]] | None = None) -> Trace:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rpcmp.observability.events import StageTimeline, TimelineEvent
-from rpcmp.observability.trace.critical_path import Causes, Loss, Via, critical_path, idle
+from rpcmp.observability.trace.critical_path import Causes, IdleReason, Via, critical_path, idle
 from rpcmp.observability.trace.spans import Kind, Trace, Track, Window
 
 
@@ -38,7 +38,7 @@ class Shares:
     stage: str
     host: str
     busy: Mapping[Kind, float]
-    lost: Mapping[Loss, float]
+    lost: Mapping[IdleReason, float]
 
     @property
     def total_busy(self) -> float:
@@ -51,13 +51,13 @@ def measure(trace: Trace, window: Window) -> tuple[Shares, ...]:
     return tuple(_shares(track, trace, causes, window) for track in trace.tracks)
 
 
-def mean_lost(shares: tuple[Shares, ...], loss: Loss) -> float:
+def mean_lost(shares: tuple[Shares, ...], loss: IdleReason) -> float:
     """Return the mean share of a loss over all stages."""
     return sum(stage.lost[loss] for stage in shares) / len(shares)
 
 
 def _shares(track: Track, trace: Trace, causes: Causes, window: Window) -> Shares:
-    busy, lost = dict.fromkeys(Kind, 0), dict.fromkeys(Loss, 0)
+    busy, lost = dict.fromkeys(Kind, 0), dict.fromkeys(IdleReason, 0)
     for span in track.spans:
         busy[span.kind] += window.overlap_ns(span.start_ns, span.end_ns)
     for gap in idle(track, causes, trace.begin_ns, trace.end_ns):
@@ -141,9 +141,9 @@ def _waits(trace: Trace, window: Window) -> dict[tuple[str, str], float]:
     """Return the waits on the critical path, by reason and stage, as shares of the window."""
     waits_ns: Counter[tuple[str, str]] = Counter()
     for leg in critical_path(trace, window):
-        if leg.what is Loss.OVERHEAD:
+        if leg.what is IdleReason.OVERHEAD:
             waits_ns["overhead", leg.stage] += leg.ns
-        elif leg.what is Loss.NETWORK:
+        elif leg.what is IdleReason.NETWORK:
             sender = "the driver" if leg.via is Via.DRIVER else "network"
             waits_ns[f"waiting for {sender}", leg.stage] += leg.ns
     return {key: ns / (window.end_ns - window.begin_ns) for key, ns in waits_ns.items()}

@@ -178,7 +178,7 @@ SHOWN = 300
 _KINDS = {category(kind): kind for kind in Kind}
 
 
-class _Stage(BaseModel):
+class _TrackHeader(BaseModel):
     """A track without its spans; its process id is its index + 1."""
 
     name: str
@@ -186,7 +186,7 @@ class _Stage(BaseModel):
     producers: tuple[str, ...]
 
 
-class _Header(BaseModel):
+class _TraceHeader(BaseModel):
     """The parts of a trace that the events lack.
 
     Attributes:
@@ -197,11 +197,11 @@ class _Header(BaseModel):
 
     version: str
     begin_ns: int
-    stages: tuple[_Stage, ...]
+    stages: tuple[_TrackHeader, ...]
 
 
 class _Metadata(BaseModel):
-    rpcmp: _Header
+    rpcmp: _TraceHeader
 
 
 class _Document(BaseModel):
@@ -209,7 +209,7 @@ class _Document(BaseModel):
     traceEvents: list[None]  # noqa: N815
 
 
-class _Event(NamedTuple):
+class _SpanEvent(NamedTuple):
     """A span in a file; its times count from `begin_ns`."""
 
     pid: int
@@ -266,12 +266,14 @@ def read(path: Path, first: int | None = None, last: int | None = None) -> Trace
     raise ConfigError(f"{path} is not a trace that `rpcmp drive --trace` wrote: {reason}")
 
 
-def _header(trace: Trace) -> _Header:
+def _header(trace: Trace) -> _TraceHeader:
     stages = tuple(
-        _Stage(name=track.stage, host=track.host, producers=trace.producers.get(track.stage, ()))
+        _TrackHeader(
+            name=track.stage, host=track.host, producers=trace.producers.get(track.stage, ())
+        )
         for track in trace.tracks
     )
-    return _Header(version=rpcmp.__version__, begin_ns=trace.begin_ns, stages=stages)
+    return _TraceHeader(version=rpcmp.__version__, begin_ns=trace.begin_ns, stages=stages)
 
 
 def _only_spans(event: dict[str, Any]) -> Any:
@@ -290,7 +292,7 @@ def _only_spans(event: dict[str, Any]) -> Any:
             start_ns=start_ns,
             end_ns=start_ns + round(event["dur"] * 1000),
         )
-        return _Event(int(event["pid"]), span)
+        return _SpanEvent(int(event["pid"]), span)
     except (KeyError, TypeError) as error:
         raise ValueError(f"an event without a proper {error}: {str(event)[:SHOWN]}") from error
 
@@ -316,7 +318,7 @@ class _Spans:
 
     def take(self, event: Any) -> None:
         """Keep an event if it is a span of these steps."""
-        if not isinstance(event, _Event) or not self._first <= event.span.step <= self._last:
+        if not isinstance(event, _SpanEvent) or not self._first <= event.span.step <= self._last:
             return
         if not self._left:
             raise _TooManyError(

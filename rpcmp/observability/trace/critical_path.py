@@ -159,7 +159,7 @@ def _last_backwards(trace: Trace) -> Iterator[Cause]:
             yield cause
 
 
-class Loss(StrEnum):
+class IdleReason(StrEnum):
     """The reason of idle time.
 
     BUBBLE: the input of the next action was not computed yet.
@@ -175,7 +175,7 @@ class Loss(StrEnum):
 class Idle(NamedTuple):
     """An interval without a span, never empty."""
 
-    loss: Loss
+    loss: IdleReason
     start_ns: int
     end_ns: int
 
@@ -191,7 +191,7 @@ def idle(track: Track, causes: Causes, begin_ns: int, end_ns: int) -> Iterator[I
             yield from gap(free_ns, span, causes.latest(track.stage, span))
         free_ns = max(free_ns, span.end_ns)
     if end_ns > free_ns:
-        yield Idle(Loss.BUBBLE, free_ns, end_ns)
+        yield Idle(IdleReason.BUBBLE, free_ns, end_ns)
 
 
 def gap(free_ns: int, span: Span, cause: Cause | None) -> Iterator[Idle]:
@@ -201,7 +201,7 @@ def gap(free_ns: int, span: Span, cause: Cause | None) -> Iterator[Idle]:
     if cause is not None and cause.via is Via.OWN:
         ready_ns = sent_ns  # nothing travels
     times = (free_ns, sent_ns, ready_ns, span.start_ns)
-    for loss, start_ns, end_ns in zip(Loss, times, times[1:], strict=False):
+    for loss, start_ns, end_ns in zip(IdleReason, times, times[1:], strict=False):
         if start_ns < end_ns:
             yield Idle(loss, start_ns, end_ns)
 
@@ -217,7 +217,7 @@ class Leg(NamedTuple):
     """
 
     stage: str
-    what: Kind | Loss
+    what: Kind | IdleReason
     via: Via
     ns: int
 
@@ -240,7 +240,7 @@ def critical_path(trace: Trace, window: Window) -> Iterator[Leg]:
         free_ns = window.begin_ns if before is None else before.end_ns
         at = before and Cause(stage, before, Via.OWN)
         for loss, start_ns, end_ns in reversed(list(gap(free_ns, span, cause))):
-            if loss is Loss.BUBBLE:
+            if loss is IdleReason.BUBBLE:
                 at = cause
                 break
             via = Via.LINK if cause is None else cause.via

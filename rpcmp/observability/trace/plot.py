@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rpcmp.errors import ConfigError
 from rpcmp.observability.trace.analysis import mean_lost, measure
-from rpcmp.observability.trace.critical_path import Loss
+from rpcmp.observability.trace.critical_path import IdleReason
 from rpcmp.observability.trace.spans import NO_MICROBATCH, Kind, Span, Trace, Track, Window
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def figure(trace: Trace, window: Window) -> Figure:
     axes.set_ylim(len(trace.tracks) - 0.5, -0.5)
     axes.set_yticks(range(len(trace.tracks)), [track.stage for track in trace.tracks])
     axes.set_xlabel("ms")
-    bubble = mean_lost(measure(trace, window), Loss.BUBBLE)
+    bubble = mean_lost(measure(trace, window), IdleReason.BUBBLE)
     axes.set_title(f"{window}, {window.step_s * 1e3:,.1f} ms each, bubble {bubble:.1%}")
     for row, track in enumerate(trace.tracks):
         _draw(axes, row, track, window)

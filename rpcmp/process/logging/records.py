@@ -218,7 +218,7 @@ Kind = tuple[str, str]
 
 
 @dataclass
-class _Window:
+class _RateWindow:
     ends: float
     seconds: float = SECONDS
     passed: int = 0
@@ -238,11 +238,11 @@ class LogRateLimiter:
     """Decides which lines pass. Pure: times are arguments, in seconds of any clock."""
 
     def __init__(self) -> None:
-        self._windows: OrderedDict[Kind, _Window] = OrderedDict()
+        self._windows: OrderedDict[Kind, _RateWindow] = OrderedDict()
         self._budget, self._filled = BURST, 0.0
-        self._rest = _Window(ends=float("inf"))
+        self._rest = _RateWindow(ends=float("inf"))
         self._next = float("inf")  # nothing is due before
-        self._newest: _Window | None = None
+        self._newest: _RateWindow | None = None
 
     @property
     def newest_held(self) -> Line | None:
@@ -256,7 +256,7 @@ class LogRateLimiter:
         kind = line.level, _NOT_WORDS.sub(" ", line.text[:_KIND_CHARACTERS])
         window = self._windows.get(kind)
         if window is None:
-            window = self._windows[kind] = _Window(ends=now + SECONDS)
+            window = self._windows[kind] = _RateWindow(ends=now + SECONDS)
             self._next = min(self._next, window.ends)
             self._forget_oldest(now)
         if window.passed < FIRST and self._affords(line, now):

@@ -92,11 +92,11 @@ class FileAccess:
 
 
 @dataclass
-class _State:
+class _ConfinementState:
     is_confined: bool = False
 
 
-_state = _State()
+_state = _ConfinementState()
 
 
 def is_confined() -> bool:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from rpcmp.observability.trace.analysis import bottleneck, measure
-from rpcmp.observability.trace.critical_path import Loss, Via, critical_path
+from rpcmp.observability.trace.critical_path import IdleReason, Via, critical_path
 from rpcmp.observability.trace.spans import Trace, Window, choose_window
 from tests.support.traces import (
     CELL_NS,
@@ -46,7 +46,7 @@ def test_path_goes_through_the_driver() -> None:
     trace = drawn(FROZEN_FIRST)
     assert path(trace) == "0F 1F 1B 0n 0F 1F 1B"
     legs = list(critical_path(trace, choose_window(trace)))
-    assert [leg.via for leg in legs if leg.what is Loss.NETWORK] == [Via.DRIVER]
+    assert [leg.via for leg in legs if leg.what is IdleReason.NETWORK] == [Via.DRIVER]
 
 
 @settings(deadline=None, derandomize=True)
@@ -55,7 +55,7 @@ def test_path_is_never_longer_than_its_window(trace: Trace) -> None:
     whole = Window((1,), trace.begin_ns, trace.end_ns)
     legs = list(critical_path(trace, whole))
     assert 0 < sum(leg.ns for leg in legs) <= trace.end_ns - trace.begin_ns
-    assert Loss.BUBBLE not in {leg.what for leg in legs}
+    assert IdleReason.BUBBLE not in {leg.what for leg in legs}
 
 
 def advice(picture: str) -> str:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rpcmp.config import topology
 from rpcmp.errors import ConfigError
 from rpcmp.observability.trace.analysis import measure
-from rpcmp.observability.trace.critical_path import Loss
+from rpcmp.observability.trace.critical_path import IdleReason
 from rpcmp.observability.trace.spans import (
     Kind,
     Span,
@@ -73,8 +73,16 @@ def test_shares_match_the_picture_without_its_first_step() -> None:
     assert first.busy == {Kind.FORWARD: 2 / 12, Kind.BACKWARD: 2 / 12, Kind.WEIGHT: 0} | {
         Kind.OPTIMIZER: 1 / 12
     }
-    assert first.lost == {Loss.BUBBLE: 3 / 12, Loss.NETWORK: 3 / 12, Loss.OVERHEAD: 1 / 12}
-    assert second.lost == {Loss.BUBBLE: 3 / 12, Loss.NETWORK: 2 / 12, Loss.OVERHEAD: 2 / 12}
+    assert first.lost == {
+        IdleReason.BUBBLE: 3 / 12,
+        IdleReason.NETWORK: 3 / 12,
+        IdleReason.OVERHEAD: 1 / 12,
+    }
+    assert second.lost == {
+        IdleReason.BUBBLE: 3 / 12,
+        IdleReason.NETWORK: 2 / 12,
+        IdleReason.OVERHEAD: 2 / 12,
+    }
     assert (first.stage, first.host) == ("stage0", "host-stage0")
 
 
