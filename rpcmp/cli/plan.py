@@ -24,8 +24,8 @@ from rpcmp.errors import ConfigError
 
 if TYPE_CHECKING:
     from rpcmp.config.schema import Config
-    from rpcmp.pipelining.plan import Loss, Plan
-    from rpcmp.tools.planning import Planned, Wishes
+    from rpcmp.pipelining.plan import HostLoss, Plan
+    from rpcmp.tools.planning import PlanningResult, Wishes
 
 SECURITY = "security."
 """Begins the overrides that --certs and --insecure stand for."""
@@ -199,7 +199,9 @@ def _require_beside(output: Path, config: Path) -> None:
         )
 
 
-def _planned_text(text: str, overrides: tuple[str, ...], found: Planned, wishes: Wishes) -> str:
+def _planned_text(
+    text: str, overrides: tuple[str, ...], found: PlanningResult, wishes: Wishes
+) -> str:
     data: dict[str, Any] = {"name": found.config.name, **tomllib.loads(text)}
     for override in overrides:
         if not override.startswith(SECURITY):  # of --certs and --insecure, which drive takes too
@@ -219,7 +221,7 @@ def _planned_text(text: str, overrides: tuple[str, ...], found: Planned, wishes:
     return written(text, planned(data, best.balance, stages, best.spares), comment)
 
 
-def _show(found: Planned) -> None:
+def _show(found: PlanningResult) -> None:
     from rpcmp.cli.console import print_wide, table
 
     for number, each in enumerate(found.plans, start=1):
@@ -265,7 +267,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, ...]]:
         )
 
 
-def _cost(loss: Loss) -> str:
+def _cost(loss: HostLoss) -> str:
     if loss.spare is not None:
         return f"{loss.spare} takes over: {(loss.step_s or 0.0) * 1e3:,.1f} ms"
     if loss.step_s is None:

@@ -49,7 +49,7 @@ from rpcmp.rpc.transport import Transport
 from rpcmp.worker.stage import Stage
 
 
-class Planned(NamedTuple):
+class PlannedJob(NamedTuple):
     """A job that is ready to start.
 
     Attributes:
@@ -69,7 +69,7 @@ class Planned(NamedTuple):
 
 def plan_job(
     config: Config, settings: Sequence[ScheduleOptions] = (), load_data: bool = True
-) -> Planned:
+) -> PlannedJob:
     """Import, plan and load everything that the driver needs, so that what is wrong shows now.
 
     Args:
@@ -85,7 +85,7 @@ def plan_job(
         LossWeights(config)
     if config.report is not None:
         importing.resolve_factory(config.report, "report", num_args=1)
-    return Planned(assignments, metrics, datasets, at_stages, settings)
+    return PlannedJob(assignments, metrics, datasets, at_stages, settings)
 
 
 LEAVE_SECONDS = 10.0
@@ -151,7 +151,7 @@ class DriverProcess:
         group.close()
         transport.leave(LEAVE_SECONDS)
 
-    def _plan(self, message: Message) -> tuple[Config, Planned]:
+    def _plan(self, message: Message) -> tuple[Config, PlannedJob]:
         folder = Path(message["folder"])
         sys.path.insert(0, str(folder))
         config = Config.model_validate_json(message["config"]).with_folder(folder)
@@ -167,7 +167,9 @@ class DriverProcess:
         self._channel.send({"event": "planned", "assignments": assignments, "weights": weights})
         return config, planned
 
-    def _train(self, config: Config, planned: Planned, group: StageGroup, order: Message) -> None:
+    def _train(
+        self, config: Config, planned: PlannedJob, group: StageGroup, order: Message
+    ) -> None:
         tracer = Tracer(config, group) if order["trace"] else None
         seconds = order["timeline"]
         sampler = StepSampler(config, group, self._report, seconds) if seconds else None
@@ -217,7 +219,7 @@ class DriverProcess:
         )
         self._channel.send({"event": "done"})
 
-    def _train_segments(self, config: Config, planned: Planned, group: StageGroup) -> None:
+    def _train_segments(self, config: Config, planned: PlannedJob, group: StageGroup) -> None:
         """Train a few steps for each "segment" message, and block in between."""
         training = self._make_training(config, planned, group)
         shared_cores = group.workers.shared_cores()
@@ -240,7 +242,7 @@ class DriverProcess:
     def _make_training(
         self,
         config: Config,
-        planned: Planned,
+        planned: PlannedJob,
         group: StageGroup,
         tracers: Sequence[Tracer | StepSampler] = (),
         progress: TrainingProgress | None = None,

@@ -59,7 +59,7 @@ EXPLAIN_SECONDS = 2.0
 """How long to wait for a server to explain a lost connection, which by itself says little."""
 
 
-class Plan(BaseModel):
+class GroupPlan(BaseModel):
     """What each worker gets, in the config's order; see WorkerGroup.start."""
 
     assignments: list[str]
@@ -132,14 +132,14 @@ class Generation:
         self.failure.supervise(self._watchdog.run())
         await self.failure.unless_failed(self._join(plan))
 
-    async def _plan_and_claim(self) -> Plan:
+    async def _plan_and_claim(self) -> GroupPlan:
         code = shipped_code(self._config)
         async with task_group() as tasks:
             plan = tasks.create_task(self._plan())
             tasks.create_task(self.workers.claim(code))
         return plan.result()
 
-    async def _plan(self) -> Plan:
+    async def _plan(self) -> GroupPlan:
         """Start the driver process, and let it plan."""
         environment = compute_environment(threads=1)
         driver = await Child.spawn(
@@ -165,7 +165,7 @@ class Generation:
         planned = await self._expect("planned")
         self._heartbeat.begin()
         try:
-            plan = Plan.model_validate(planned)
+            plan = GroupPlan.model_validate(planned)
             if not len(plan.assignments) == len(plan.weights) == len(self._config.workers):
                 raise ValueError("a plan for another number of workers")
         except ValueError as error:  # pydantic's is one; the job's code runs there
@@ -247,7 +247,7 @@ class Generation:
         await self.workers.close()
         return unread
 
-    async def _join(self, plan: Plan) -> None:
+    async def _join(self, plan: GroupPlan) -> None:
         self.restore_point = await self._choose(plan.assignments, self.workers.holdings)
         network = (await self._pool.forks.network()).name
         await self.workers.start(plan.assignments, plan.weights, self.restore_point, network)

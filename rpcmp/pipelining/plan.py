@@ -88,7 +88,7 @@ class PlannedLink:
 
 
 @dataclass(frozen=True)
-class Loss:
+class HostLoss:
     """What losing a host costs.
 
     Attributes:
@@ -122,7 +122,7 @@ class Plan:
     options: ScheduleOptions
     step_s: float
     bubble: float
-    losses: list[Loss]
+    losses: list[HostLoss]
     is_rehearsed: bool = False
 
     @property

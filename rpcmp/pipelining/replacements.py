@@ -12,7 +12,7 @@ from rpcmp.pipelining.chain_cuts import Chain
 from rpcmp.pipelining.chain_estimates import ChainEstimates
 from rpcmp.pipelining.chain_limits import ChainLimits
 from rpcmp.pipelining.chain_search import ChainSearch
-from rpcmp.pipelining.plan import Loss
+from rpcmp.pipelining.plan import HostLoss
 
 NUM_REPLACED = 2
 """Fastest hosts that are left, which are tried in the place of one that is lost."""
@@ -36,7 +36,9 @@ class Replacements:
         able = [host for host, stages in can_take.items() if stages]
         return sorted(able, key=lambda host: (-can_take[host], self._limits.costs[host].total_ns))
 
-    def losses(self, chain: Chain, spares: Sequence[int], options: ScheduleOptions) -> list[Loss]:
+    def losses(
+        self, chain: Chain, spares: Sequence[int], options: ScheduleOptions
+    ) -> list[HostLoss]:
         """Return what losing each host of a chain costs, with these spares."""
         return [self._loss(chain, place, spares, options) for place in range(len(chain.hosts))]
 
@@ -57,15 +59,15 @@ class Replacements:
 
     def _loss(
         self, chain: Chain, place: int, spares: Sequence[int], options: ScheduleOptions
-    ) -> Loss:
+    ) -> HostLoss:
         hosts, lost = self._estimates.hosts, chain.hosts[place]
         for spare in spares:
             if (replaced := self._limits.replaced(chain, place, spare)) is not None:
                 spare_step_s = self._step_seconds(replaced, options)
-                return Loss(hosts[lost].address, hosts[spare].address, spare_step_s)
+                return HostLoss(hosts[lost].address, hosts[spare].address, spare_step_s)
         without = self.without(chain, lost)
         step_s = None if without is None else self._step_seconds(without, options)
-        return Loss(hosts[lost].address, None, step_s)
+        return HostLoss(hosts[lost].address, None, step_s)
 
     def _step_seconds(self, chain: Chain, options: ScheduleOptions) -> float:
         """Return the seconds per step of another chain under these options, if they fit there."""

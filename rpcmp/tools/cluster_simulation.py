@@ -67,7 +67,7 @@ class Hosts(Strict):
     """Mean hours until a host fails."""
 
 
-class Links(Strict):
+class LinkSpec(Strict):
     """The link between two neighbours."""
 
     bandwidth: Size = "1 GB"
@@ -103,7 +103,7 @@ class Cluster(Strict):
     """Of the hosts' speeds and the jitter."""
     work: Work
     hosts: Hosts = Field(default_factory=Hosts)
-    links: Links = Field(default_factory=Links)
+    links: LinkSpec = Field(default_factory=LinkSpec)
     overheads: Overheads = Field(default_factory=Overheads)
 
 

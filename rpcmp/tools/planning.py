@@ -86,7 +86,7 @@ class Wishes:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlanningResult:
     """The best plans, and what they were made from.
 
     Attributes:
@@ -110,7 +110,7 @@ class Planned:
         return {"name": self.config.name, "plans": plans, "links": links, "notes": self.notes}
 
 
-async def plan(config: Config, addresses: Sequence[str], wishes: Wishes) -> Planned:
+async def plan(config: Config, addresses: Sequence[str], wishes: Wishes) -> PlanningResult:
     """Plan a job for the servers at these addresses.
 
     Raises:
@@ -137,7 +137,7 @@ async def plan(config: Config, addresses: Sequence[str], wishes: Wishes) -> Plan
         notes = list(_notes(addresses, machines))
         if reason := await rehearse_best(planner, forks):
             notes.append(f"not all of these plans were tried, only predicted: {reason}")
-    return Planned(config, settings, hosts, links, planner.plans(), notes)
+    return PlanningResult(config, settings, hosts, links, planner.plans(), notes)
 
 
 def stage_settings(config: Config) -> StageConfig:

@@ -32,7 +32,7 @@ from rpcmp.tools.measurement import (
     paired_ratio,
     rotated,
 )
-from rpcmp.tools.tuning_rounds import Plan, spread_out
+from rpcmp.tools.tuning_rounds import SweepPlan, spread_out
 
 
 class Measurement(NamedTuple):
@@ -314,16 +314,16 @@ class Sweep:
         self._report(what, plan, pending, after)
 
     def _report(
-        self, what: str, plan: Plan, pending: Sequence[ScheduleOptions], after: float
+        self, what: str, plan: SweepPlan, pending: Sequence[ScheduleOptions], after: float
     ) -> None:
         seconds = min(self.limits.left, plan.cost(pending) + after)
         self.progress(what, max(seconds, plan.cost(pending[:1])))
 
-    def _plan(self, steps: int | None = None) -> Plan:
+    def _plan(self, steps: int | None = None) -> SweepPlan:
         """Return the plan; a setting that was not measured yet takes as long as the others."""
         known = {one.setting: one.median_s for one in self.series.values() if one.counted}
         usual = mean(known.values())
-        return Plan(
+        return SweepPlan(
             own=self.grid.own,
             rounds=self.rounds,
             steps=steps or self.steps or self._affordable_steps(),

@@ -30,7 +30,7 @@ ALL_HALVES = 2
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """The rest of a sweep, predicted from the speeds measured so far.
 
     Attributes:

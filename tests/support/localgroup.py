@@ -40,7 +40,7 @@ from rpcmp.data.loading import training_batches
 from rpcmp.data.sample_order import OwnSampler
 from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.evaluation import Metrics
-from rpcmp.driver.process import Planned, plan_job
+from rpcmp.driver.process import PlannedJob, plan_job
 from rpcmp.driver.progress import TrainingProgress
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.driver.training import Training
@@ -183,7 +183,7 @@ class LocalGroup:
     """
 
     config: Config
-    planned: Planned
+    planned: PlannedJob
     workers: list[LocalWorker]
     group: StageGroup
     saved: SavedGroup | None = None

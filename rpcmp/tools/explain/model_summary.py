@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from rpcmp.driver.datasets import Datasets
-    from rpcmp.driver.process import Planned
+    from rpcmp.driver.process import PlannedJob
     from rpcmp.pipelining.assignment import Assignment
 
 SNAPSHOTS = RETAINED + 1
@@ -175,7 +175,7 @@ def summarize_model(config: Config, is_here: bool = True) -> ModelSummary:
     )
 
 
-def _datasets(config: Config, planned: Planned, is_here: bool) -> tuple[Datasets | None, str]:
+def _datasets(config: Config, planned: PlannedJob, is_here: bool) -> tuple[Datasets | None, str]:
     """Return the driver's datasets, or the stages' if this host has them, or why it has none."""
     from rpcmp.driver.datasets import Datasets
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from rpcmp.config.schedule_options import ScheduleOptions
-from rpcmp.pipelining.plan import Loss, Plan, PlannedLink, PlannedStage
+from rpcmp.pipelining.plan import HostLoss, Plan, PlannedLink, PlannedStage
 
 
 def test_a_plan_is_plain_data_with_its_balance() -> None:
@@ -17,7 +17,7 @@ def test_a_plan_is_plain_data_with_its_balance() -> None:
         options=ScheduleOptions(num_microbatches=4),
         step_s=2.0,
         bubble=0.5,
-        losses=[Loss("a:1", "c:1", 3.0), Loss("b:1", None, None)],
+        losses=[HostLoss("a:1", "c:1", 3.0), HostLoss("b:1", None, None)],
     )
     data = json.loads(json.dumps(plan.as_json()))
     assert data["balance"] == plan.balance == [2, 5]

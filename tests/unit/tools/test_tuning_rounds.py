@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from rpcmp.config.schedule_options import ScheduleOptions
-from rpcmp.tools.tuning_rounds import FEWEST, Plan, spread_out
+from rpcmp.tools.tuning_rounds import FEWEST, SweepPlan, spread_out
 from tests.support.settings import setting
 
 SETTINGS = [setting(number, "1f1b") for number in range(1, 9)]
 
 
-def plan(seconds: dict[ScheduleOptions, float], budget: float = 1e6) -> Plan:
-    return Plan(own=SETTINGS[-1], rounds=3, steps=4, budget=budget, step_s=seconds)
+def plan(seconds: dict[ScheduleOptions, float], budget: float = 1e6) -> SweepPlan:
+    return SweepPlan(own=SETTINGS[-1], rounds=3, steps=4, budget=budget, step_s=seconds)
 
 
 def test_the_better_half_stays_and_so_does_the_configs_own() -> None:
