@@ -148,7 +148,7 @@ class ShareReader(IterableDataset[Any]):
         info, start = get_worker_info(), self._start
         own, num_shares = (0, 1) if info is None else (info.id, info.num_workers)
         before, again = start.shares[own], start.is_read_again
-        samples = _Samples(self._config, own, num_shares, None if again else before)
+        samples = _ShareSamples(self._config, own, num_shares, None if again else before)
         # This process has the mini-batches with the indices own, own + num_shares, ...
         first = own if again else own + start.read - start.read % num_shares
         for index in itertools.count(first, num_shares):
@@ -160,13 +160,15 @@ class ShareReader(IterableDataset[Any]):
             else:  # done before; the processes take turns from the first one on
                 yield False, None, before
 
-    def _mini_batch(self, samples: _Samples, index: int) -> tuple[Any, tuple[Any, ...]]:
+    def _mini_batch(self, samples: _ShareSamples, index: int) -> tuple[Any, tuple[Any, ...]]:
         with samples.clock:
             batch = samples.collate(samples.take(index))
         share = samples.share()._replace(digest=digest_of(batch))
         return pickle.dumps(batch) if self._sends_bytes else batch, tuple(share)
 
-    def _read_again(self, samples: _Samples, index: int, last: Share | None) -> tuple[Any, ...]:
+    def _read_again(
+        self, samples: _ShareSamples, index: int, last: Share | None
+    ) -> tuple[Any, ...]:
         """Read a mini-batch that was read before; compare it if it is the `last` one of these."""
         with samples.clock:
             drawn = samples.take(index)
@@ -175,7 +177,7 @@ class ShareReader(IterableDataset[Any]):
         return tuple(share._replace(note=_ANOTHER) if is_another else share)
 
 
-class _Samples:
+class _ShareSamples:
     """The samples of one process's share of a stream, pass after pass, without an end.
 
     Args:
@@ -190,7 +192,7 @@ class _Samples:
         self._own, self._num_shares, self._start = own, num_shares, start
         self._passes = 0 if start is None else start.passes
         self._stride = num_shares if start is None else start.stride
-        self.clock = _Clock(0.0 if start is None else start.seconds)
+        self.clock = _Stopwatch(0.0 if start is None else start.seconds)
         importing.resolve(section.train.callable, "data.train")  # not under a watch, which is slow
         self._watch = _CallWatch(get_worker_info)
         with self._watch:
@@ -274,7 +276,7 @@ class _Samples:
         )
 
 
-class _Clock:
+class _Stopwatch:
     """Adds up the seconds of `with` blocks."""
 
     def __init__(self, seconds: float) -> None:

@@ -55,7 +55,7 @@ class Step:
         )
 
 
-class _StoppedError(Exception):
+class _RunEndedError(Exception):
     """The run ends before a stream was read again."""
 
 
@@ -104,7 +104,7 @@ class StepStream:
 
         def skipped(position: Position) -> None:
             if self._stop.is_set():
-                raise _StoppedError
+                raise _RunEndedError
             self._activity.start("data", position.read)  # so that it does not look stuck
             tell(position.last.note)
 
@@ -120,7 +120,7 @@ class StepStream:
 
     def after(self, number: int) -> Iterator[Step]:
         """Yield the steps after step `number`, to the end of the run."""
-        with contextlib.suppress(_StoppedError):
+        with contextlib.suppress(_RunEndedError):
             yield from self._after(number)
 
     def _after(self, number: int) -> Iterator[Step]:

@@ -57,7 +57,7 @@ class DeviceMemory(Protocol):
         """Return some of its bytes as uint8, without a copy."""
 
 
-class Kind(NamedTuple):
+class MemoryKind(NamedTuple):
     """How memory of a kind of device is made and opened, beside as much memory of the host.
 
     Both raise RuntimeError if the device or its driver refuses. That of the host is shared as well,
@@ -144,5 +144,5 @@ def _index_of(uuid: str) -> int:
     raise RuntimeError(f"the device {uuid} is not visible here")
 
 
-KINDS: dict[str, Kind] = {"cuda": Kind(CudaMemory.create, CudaMemory.open)}
+KINDS: dict[str, MemoryKind] = {"cuda": MemoryKind(CudaMemory.create, CudaMemory.open)}
 """By the type of the device; others can be added, as our tests do."""

@@ -54,7 +54,7 @@ MOST_LARGER = 2
 """How many times as large as needed a free block may be that is used again."""
 
 
-class Region(NamedTuple):
+class MappedBlock(NamedTuple):
     """A block, as a part of what is mapped at once.
 
     Attributes:
@@ -113,11 +113,11 @@ class OwnBlocks:
         self._end = self._next = self._length = 0
         self._segment: mmap.mmap | None = None
         self._twin: DeviceMemory | None = None
-        self._regions: dict[int, Region] = {}
+        self._regions: dict[int, MappedBlock] = {}
         self._unused: defaultdict[int, deque[int]] = defaultdict(deque)
         self.returned: deque[tuple[int, int]] = deque()
 
-    def take(self, needed: int) -> tuple[int, int, Region]:
+    def take(self, needed: int) -> tuple[int, int, MappedBlock]:
         """Return offset, bytes and memory of a block that nobody has a view of.
 
         Raises:
@@ -154,7 +154,7 @@ class OwnBlocks:
             self._next, self._end = self._end, self._end + length
         offset, twin = self._next, self._twin
         start = offset - self._end + len(self._segment)
-        self._regions[offset] = Region(self._segment, start, twin)
+        self._regions[offset] = MappedBlock(self._segment, start, twin)
         if twin is not None:
             write_handle(self._regions[offset], twin.handle)
         self._next += capacity
@@ -176,7 +176,7 @@ class PeerMemory:
         self._twins: dict[tuple[int, int], DeviceMemory] = {}
         self._opening = threading.Lock()
 
-    def region(self, offset: int, capacity: int) -> Region:
+    def region(self, offset: int, capacity: int) -> MappedBlock:
         """Return a block's memory.
 
         Raises:
@@ -194,10 +194,10 @@ class PeerMemory:
         if segment is None:
             segment = mmap.mmap(self._fd, length, offset=begin)
             segment = self._segments.setdefault((begin, length), segment)
-        region = Region(segment, offset - begin)
+        region = MappedBlock(segment, offset - begin)
         return region._replace(twin=self._twin(begin, region)) if self._kind else region
 
-    def _twin(self, begin: int, region: Region) -> DeviceMemory:
+    def _twin(self, begin: int, region: MappedBlock) -> DeviceMemory:
         key = begin, len(region.memory)
         with self._opening:
             if key not in self._twins:
@@ -205,7 +205,7 @@ class PeerMemory:
             return self._twins[key]
 
 
-def write_handle(region: Region, handle: bytes) -> None:
+def write_handle(region: MappedBlock, handle: bytes) -> None:
     """Write behind a block's header how others open the memory of which it is a part.
 
     Raises:
@@ -217,7 +217,7 @@ def write_handle(region: Region, handle: bytes) -> None:
     region.memory[start : start + len(handle) + 1] = handle + b"\0"
 
 
-def read_handle(region: Region) -> bytes:
+def read_handle(region: MappedBlock) -> bytes:
     """Return what `write_handle` has written."""
     text = region.memory[region.start + HEADER : region.start + DEVICE_HEADER]
     return text.partition(b"\0")[0]

@@ -41,9 +41,9 @@ from rpcmp.rpc.memory_blocks import (
     HAS_GRADIENT,
     HEADER,
     MAX_READERS,
+    MappedBlock,
     OwnBlocks,
     PeerMemory,
-    Region,
     aligned,
 )
 
@@ -89,7 +89,7 @@ class SharedTensor:
     reader: int = 0
     on_device: bool = False
     _block: Any = field(default=None, repr=False)
-    _region: Region | None = field(default=None, repr=False)
+    _region: MappedBlock | None = field(default=None, repr=False)
     _readers: Iterator[int] = field(default_factory=lambda: count(1), repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -199,7 +199,7 @@ class SharedTensor:
         return view
 
 
-def _give_back(region: Region, reader: int, pid: int) -> None:
+def _give_back(region: MappedBlock, reader: int, pid: int) -> None:
     """Tell the producer that a reader has no view left; a fork of the reader has no say in it."""
     if os.getpid() == pid:
         region.mark(reader, 0)

@@ -31,7 +31,7 @@ NEVER = 2**62
 
 
 @dataclass
-class _Entry:
+class _MailboxEntry:
     tensors: list[Tensor | None] | None = None
     unread: int = 0
     waiting: list[Future[Any]] = field(default_factory=list)
@@ -42,7 +42,7 @@ class TensorMailbox:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._entries: dict[TensorKey, _Entry] = {}
+        self._entries: dict[TensorKey, _MailboxEntry] = {}
         self._aborted: dict[int, str] = {}
 
     def __len__(self) -> int:
@@ -53,7 +53,7 @@ class TensorMailbox:
         with self._lock:
             if not readers or key[0] in self._aborted:
                 return
-            entry = self._entries.setdefault(key, _Entry())
+            entry = self._entries.setdefault(key, _MailboxEntry())
             entry.tensors = [None if t is None else t.detach().cpu().clone() for t in tensors]
             entry.unread += readers
             waiting, entry.waiting = entry.waiting, []
@@ -69,7 +69,7 @@ class TensorMailbox:
             if key[0] in self._aborted:
                 value = Raised(self._aborted[key[0]])
             else:
-                entry = self._entries.setdefault(key, _Entry())
+                entry = self._entries.setdefault(key, _MailboxEntry())
                 value = entry.tensors
                 if value is None:
                     entry.waiting.append(answer)

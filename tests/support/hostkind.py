@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rpcmp.rpc.device_memory import KINDS, Kind
+from rpcmp.rpc.device_memory import KINDS, MemoryKind
 
 
 class HostMemory:
@@ -38,5 +38,5 @@ def host_kind(handle: bytes = b"of the host") -> Iterator[list[bytes]]:
         return HostMemory(host, found)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(KINDS, "cpu", Kind(lambda _, host: HostMemory(host, handle), opening))
+        patch.setitem(KINDS, "cpu", MemoryKind(lambda _, host: HostMemory(host, handle), opening))
         yield opened

@@ -61,4 +61,4 @@ def _open(handle: bytes, host: mmap.mmap) -> PretendMemory:
 
 def register() -> None:
     """Let rpcmp open it: an entry point of torch's, as the device itself has."""
-    device_memory.KINDS[pretend_accelerator.NAME] = device_memory.Kind(PretendMemory, _open)
+    device_memory.KINDS[pretend_accelerator.NAME] = device_memory.MemoryKind(PretendMemory, _open)
