@@ -38,6 +38,9 @@ hypothesis.settings.load_profile("rpcmp")
 TIERS = ("gpu", "long", "system")
 """Folders that `pytest` alone leaves out, with the markers of their tests."""
 
+CLUSTER = "pytest.mark.cluster"
+"""Mark of the tier `cluster`, which tests of any other folder may have, written in full."""
+
 ALLOWED_SKIPS: dict[str, str] = {}
 """Tests that may be skipped, by node id, and why. Any other skip fails the run."""
 
@@ -73,12 +76,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Do not import modules that a run deselects, with all their libraries; None: other plugins
     decide.
     """
+    asked, name = config.option.markexpr, collection_path.name
+    if collection_path.suffix == ".py":
+        return _lacks_tests(collection_path.read_text(), asked) or None
     if collection_path.parent != TESTS:
         return None
-    asked, name = config.option.markexpr, collection_path.name
     if asked in ("gpu", "system"):  # all tests with this marker are below the folder of that name
         return name != asked or None
-    return (name in TIERS and f"not {name}" in asked) or None
+    return (name in TIERS and (asked == "cluster" or f"not {name}" in asked)) or None
+
+
+def _lacks_tests(text: str, asked: str) -> bool:
+    """Whether no test of a module is in the tiers `asked`, by its marks of the tier `cluster`."""
+    if asked == "cluster":
+        return CLUSTER not in text
+    return "not cluster" in asked and f"\npytestmark = {CLUSTER}\n" in text
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -55,6 +55,7 @@ RUN_BY = {
         "pip install -e '.[test]'",  # which contains the next
         "pip install -e '.[examples]'",
         "pytest",
+        "pytest -m cluster",
         "pytest -m system",
         "ruff format .",
         "ruff check --fix .",
@@ -270,6 +271,17 @@ def test_the_tiers_equal_the_markers_of_pytest() -> None:
     markers = {marker.partition(":")[0] for marker in options["markers"]}
     tiers = re.findall(r"(?m)^\| `pytest -m (\w+)` \|", PAGES["tests/README.md"])
     assert markers == set(tiers)
+
+
+def test_the_pages_promise_one_time_for_the_tests() -> None:
+    """A run costs at most MAX_UNITS of tests/support/costs.py, which this figure follows from."""
+    promises = {
+        "README.md": r"That takes ([\w ]+) minutes on two cores",
+        "tests/README.md": r"(?m)^\| `pytest` \|.*\| ([\w ]+) minutes \|$",
+        ".github/CONTRIBUTING.md": r"(?m)^pytest +# ([\w ]+) minutes, before you push$",
+    }
+    found = {path: re.findall(promise, PAGES[path]) for path, promise in promises.items()}
+    assert list(found.values()) == [["five"]] * len(promises), found
 
 
 def test_paths_and_modules_that_pages_name_exist() -> None:

@@ -127,3 +127,14 @@ def test_unit_mirrors_the_package() -> None:
     found = {path.relative_to(TESTS / "unit") for path in TESTS.glob("unit/**/test_*.py")}
     assert {str(path) for path in found if owner(path) is None} == set(OF_SEVERAL)
     assert [path for path in found if not (PACKAGE / path.parent).is_dir()] == []
+
+
+def test_modules_are_in_the_tier_cluster_by_a_mark_that_is_written_in_full() -> None:
+    """`pytest -m cluster` imports only modules with these words; see tests/conftest.py."""
+    word = "mark." + "cluster"  # which this module must not have
+    marked = {path: text for path in TESTS.rglob("*.py") if word in (text := path.read_text())}
+    marked.pop(TESTS / "conftest.py")
+    assert [path for path in marked if not path.name.startswith("test_")] == []
+    assert [
+        path for path, text in marked.items() if text.count(word) != text.count(f"pytest.{word}")
+    ] == []
