@@ -21,12 +21,10 @@ FEATURES = 4
 Layers = list[tuple[str, Callable[[], nn.Module]]]
 
 
-def layers(folder: str, count: int = 6, milliseconds: float | list[float] = 2.0) -> Layers:
-    """Return layers, equal unless there is a list; each sleeps so long in a forward, and in a
-    backward."""
-    each = milliseconds if isinstance(milliseconds, list) else count * [milliseconds]
-    made = [functools.partial(Paced, Path(folder), one / 1e3) for one in each]
-    return [(f"paced{i}", make) for i, make in enumerate(made)]
+def layers(folder: str, count: int = 6, milliseconds: float = 2.0) -> Layers:
+    """Return equal layers; each sleeps so long in a forward, and in a backward."""
+    make = functools.partial(Paced, Path(folder), milliseconds / 1e3)
+    return [(f"paced{i}", make) for i in range(count)]
 
 
 def samples() -> TensorDataset:

@@ -197,19 +197,49 @@ class Cluster:
             await forks.close()
 
     def fail_at(
-        self, stage: int | str, step: int, how: str, phase: str = "forward", times: int = 1
+        self,
+        stage: int | str,
+        step: int,
+        how: str,
+        phase: str = "forward",
+        times: int = 1,
+        after: int = 0,
     ) -> Cluster:
-        """Plant a fault at a stage, or at "driver".
+        """Plant a fault at a stage, at "driver", or at a "task" that measures.
 
         Args:
             how: a signal's name, "exception" (the user's code raises), "deadlock" (no heartbeat any
                 more), "hang" (heartbeats, and no progress), "garbled" (an unreadable message).
             phase: "build" and "join" belong to step 0; the driver's are "plan" and "step".
+            times: how often it happens.
+            after: how often it does not happen before.
         """
         name = f"stage{stage}" if isinstance(stage, int) else stage
         phase = "step" if name == "driver" and phase == "forward" else phase
-        self.group.faults.append(Fault(name, step, how, phase, times))
+        self.group.faults.append(Fault(name, step, how, phase, times, after))
         return self
+
+    def lose_at(self, index: int, step: int) -> None:
+        """Lose a server as soon as its worker is in this step; another starts there later."""
+
+        async def lose() -> None:
+            await self.until(lambda: self.group.happened[f"stage{index}", step, "hang"])
+            await self.servers[index].lose()
+            await self.replace(index)
+
+        self._called.append(asyncio.create_task(lose()))
+
+    def move_after(self, step: int, balance: list[int]) -> None:
+        """Have the run move layers after a step, and go on no further before that."""
+        formed = self.run.generation
+
+        async def move() -> None:
+            nonlocal formed
+            formed = self.run.generation
+            self.training_run.rebalance(balance, "asked for")
+
+        self.at(step, move)
+        self.hold(step + 1, lambda: self.run.generation > formed > 0)
 
     def at(self, step: int, call: Call) -> None:
         """Call something beside the run, after a step; it need not end before the next one."""

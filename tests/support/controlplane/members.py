@@ -26,7 +26,15 @@ from rpcmp.checkpoint.slots import NUM_SLOTS, Slots
 from rpcmp.checkpoint.stage_state import SnapshotWriter, StageState, pack, unpack
 from rpcmp.config.schema import Config
 from rpcmp.driver.progress import TrainingProgress
-from rpcmp.errors import JobError, RpcmpError, StageError, WorkerDiedError, to_wire
+from rpcmp.errors import (
+    ConfigError,
+    JobError,
+    RpcmpError,
+    StageConfigError,
+    StageError,
+    WorkerDiedError,
+    to_wire,
+)
 from rpcmp.observability.events import Event, StartEvent, StepEvent, SummaryEvent
 from rpcmp.pipelining.partition import HostProfile, LayerProfile
 from rpcmp.process.activity import BEAT_SECONDS
@@ -50,6 +58,7 @@ class Fault:
     how: str
     phase: str
     times: int
+    after: int
 
 
 @dataclass
@@ -78,7 +87,11 @@ class Group:
     async def meet(self, process: FakeProcess, stage: str, step: int, phase: str) -> None:
         """Let a fault happen that is planted here."""
         for fault in self.faults:
-            if (fault.stage, fault.step, fault.phase) == (stage, step, phase) and fault.times:
+            if (fault.stage, fault.step, fault.phase) != (stage, step, phase) or not fault.times:
+                continue
+            if fault.after:
+                fault.after -= 1
+            else:
                 fault.times -= 1
                 self.happened[stage, step, fault.how] += 1
                 await _fail(process, fault)
@@ -88,6 +101,8 @@ async def _fail(process: FakeProcess, fault: Fault) -> None:
     match fault.how:
         case "exception":
             raise StageError(fault.stage, fault.phase, "planted", "", fault.step)
+        case "refusal":
+            raise StageConfigError(fault.stage, fault.phase, "its state fits no other cut")
         case "deadlock":
             process.beats = False
         case "hang":  # it beats, and does nothing
@@ -302,6 +317,8 @@ class FakeDriver(Member):
         self.config = Config.model_validate_json(plan["config"])
         self.config = self.config.with_folder(Path(plan["folder"]))
         await self.group.meet(self.process, DRIVER, 0, "plan")
+        if sum(self._balance) != self.group.num_layers:
+            raise ConfigError(f"the model has {self.group.num_layers} layers")
         parts = [self._part(worker.stage, worker.label) for worker in self.config.workers]
         self.process.send(
             {"event": "planned", "assignments": parts, "weights": [None] * len(parts)}
@@ -315,11 +332,14 @@ class FakeDriver(Member):
         await self._train(await self.orders.get())
         await asyncio.gather(*(worker.finish() for worker in self.workers))
 
-    def _part(self, stage: str, label: str) -> str:
+    @property
+    def _balance(self) -> list[int]:
         assert self.config.model is not None
-        balance = self.config.model.balance
-        assert isinstance(balance, list)
-        index = self.config.stage_names.index(stage)
+        assert isinstance(self.config.model.balance, list)
+        return self.config.model.balance
+
+    def _part(self, stage: str, label: str) -> str:
+        index, balance = self.config.stage_names.index(stage), self._balance
         first = sum(balance[:index])
         layers = [f"layer{n}" for n in range(first, first + balance[index])]
         keeps = self.config.takes_snapshots
@@ -434,6 +454,7 @@ class FakeTask(Member):
                 count = self.group.num_layers
                 self.process.send({"event": "sampled", "num_layers": count, "sample": ""})
             case "profile":
+                await self.group.meet(self.process, "task", 0, "profile")
                 profile = HostProfile(
                     layers=[self._profile(n) for n in range(self.group.num_layers)],
                     base_bytes=0,
