@@ -32,9 +32,9 @@ from tests.support.processes import Server, running_servers
     ("options", "layers"),
     [
         (("--no-code",), "pty:spawn"),
-        (("--no-code",), "os:system"),
+        pytest.param(("--no-code",), "os:system", marks=pytest.mark.cluster),
         (("--allow", "tests.zoo.models"), "tests.zoo.models:torch.os.system"),
-        (("--allow", "tests.zoo.models"), "os:system"),
+        pytest.param(("--allow", "tests.zoo.models"), "os:system", marks=pytest.mark.cluster),
     ],
 )
 def test_a_server_runs_only_code_that_its_allow_list_names(

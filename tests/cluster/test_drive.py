@@ -10,6 +10,8 @@ import re
 import subprocess
 from collections import Counter
 
+import pytest
+
 from rpcmp.config import loader
 from rpcmp.observability.trace import chrome
 from tests.support.faults import committed
@@ -20,6 +22,7 @@ from tests.support.samplekinds import MADE
 from tests.support.sharedforks import DRIVE
 
 
+@pytest.mark.cluster
 def test_digits_reaches_98_percent() -> None:
     short = ("--set", "epochs=3", "--set", "scheduler.kwargs.T_max=3")
     result = rpcmp("drive", EXAMPLES / "digits.toml", "--json", *short)
@@ -96,6 +99,7 @@ def test_output_is_plain_lines_without_a_terminal(job: JobFolder) -> None:
     assert result.err == ""
 
 
+@pytest.mark.cluster
 def test_a_loader_process_changes_no_bit_and_logs_nothing(job: JobFolder) -> None:
     text = "steps = 4" + MADE["mappings"].replace("[data]", "[data]\nbatch_size = 7")
     text = text.replace('test = "samples:Mapped"', "")  # it would have its own loader process

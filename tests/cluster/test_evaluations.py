@@ -61,6 +61,7 @@ def test_faults_during_evaluation_and_after_the_best_step_change_no_bit(
     assert [manifest.step for manifest in folder.valid()] == [LAST, BEST]
 
 
+@pytest.mark.cluster
 def test_a_run_killed_after_its_best_step_finds_it_again(
     fault_free: tuple[JobFolder, Result], job: JobFolder
 ) -> None:

@@ -34,7 +34,9 @@ def servers_of(parent: int, token: str) -> list[psutil.Process]:
 
 
 @pytest.mark.usefixtures("own_forks")
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.cluster)]
+)
 def test_servers_outlive_their_template_and_are_started_again(
     signum: signal.Signals, token: str, tmp_path: Path
 ) -> None:

@@ -42,6 +42,7 @@ def committed(result: Result) -> list[tuple[Any, ...]]:
     return [*steps, result.event("summary")["parameters_sha256"]]
 
 
+@pytest.mark.cluster
 def test_a_worker_killed_in_a_skipped_step_changes_nothing(job: JobFolder) -> None:
     expected = in_this_process(Faults(job).config(SCALED))
     faults = Faults(job).fail_at(1, 2, "backward", "SIGKILL").fail_at(2, 5, "saving", "SIGKILL")
@@ -53,6 +54,7 @@ def test_a_worker_killed_in_a_skipped_step_changes_nothing(job: JobFolder) -> No
     assert (summary["loss_scale"], summary["skipped_steps"]) == (8750.0, 3)
 
 
+@pytest.mark.cluster
 def test_a_step_skipped_by_one_replica_is_skipped_by_all_whichever_worker_is_lost(
     job: JobFolder,
 ) -> None:
@@ -94,6 +96,7 @@ replicas = 3
 they add three gradients in the same order, and no layer has statistics of its replica."""
 
 
+@pytest.mark.cluster
 def test_a_run_is_resumed_after_a_skipped_step_with_another_cut_and_other_numbers_of_replicas(
     job: JobFolder,
 ) -> None:

@@ -17,7 +17,7 @@ from tests.support.processes import JobFolder
 from tests.support.rebalanced import moved, train
 
 CHAIN = """
-steps = 14
+steps = 8
 num_microbatches = 3
 max_grad_norm = 0.5
 scheduler_interval = "step"
@@ -69,7 +69,7 @@ def test_layers_move_between_two_steps_with_the_same_bits(
     job: JobFolder, text: str, first: list[int], other: list[int]
 ) -> None:
     config = job.config(text)
-    result = train(config, {4: other, 9: first})
+    result = train(config, {2: other, 5: first})
     assert moved(result) == [("moved", other, first), ("moved", first, other)]
     assert committed(result) == committed(drive(config))
 

@@ -157,6 +157,7 @@ CONFIG = """
 """
 
 
+@pytest.mark.cluster
 def test_traffic_counts_tensors_copied_through_shared_memory(job: JobFolder) -> None:
     (job.folder / "wide.py").write_text(WIDE)
 

@@ -33,7 +33,13 @@ def fault_free(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int
     return committed_without_fault(tmp_path_factory.mktemp("fault_free"))
 
 
-@pytest.mark.parametrize(("phase", "how"), [("backward", "SIGKILL"), ("saving", "host")])
+@pytest.mark.parametrize(
+    ("phase", "how"),
+    [
+        ("backward", "SIGKILL"),
+        pytest.param("saving", "host", marks=pytest.mark.cluster),
+    ],
+)
 def test_losing_a_replica_changes_no_bit(
     job: JobFolder,
     fault_free: tuple[list[tuple[int, str]], str],
@@ -146,6 +152,7 @@ FILES = {
 }
 
 
+@pytest.mark.cluster
 def test_replicas_with_another_loss_or_package_are_refused_before_the_first_step(
     job: JobFolder, tmp_path: Path
 ) -> None:

@@ -47,7 +47,7 @@ def test_a_job_with_a_revoked_certificate_does_not_start(
     ("name", "why"),
     [
         ("stage0", "is not trusted: certificate revoked"),
-        ("driver", "says that our certificate is revoked"),
+        pytest.param("driver", "says that our certificate is revoked", marks=pytest.mark.cluster),
     ],
 )
 def test_a_running_job_ends_when_a_certificate_is_revoked(

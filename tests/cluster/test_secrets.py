@@ -129,6 +129,7 @@ def secret() -> str:
     return secrets.token_urlsafe(30)
 
 
+@pytest.mark.cluster
 def test_a_job_with_a_fault_leaks_no_secret(
     certs: Path,
     job: JobFolder,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.support.pool import lend_servers
 from tests.support.processes import JobFolder, Running, connect, rpcmp, running
 
@@ -69,6 +71,7 @@ def test_readers_map_the_memory_of_those_that_they_read(job: JobFolder) -> None:
         assert shared_with(run) == SHARED
 
 
+@pytest.mark.cluster
 def test_so_do_confined_workers_which_may_open_nothing_of_each_other(job: JobFolder) -> None:
     confined = ("--set", "security.confine=true")
     with running("drive", endless(job), "--json", *confined) as run:
@@ -76,6 +79,7 @@ def test_so_do_confined_workers_which_may_open_nothing_of_each_other(job: JobFol
         assert shared_with(run) == SHARED
 
 
+@pytest.mark.cluster
 def test_standing_servers_of_one_host_share_memory_as_well(job: JobFolder) -> None:
     with lend_servers(2) as servers:
         where = ("--connect", connect(servers))

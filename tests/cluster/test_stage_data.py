@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import platform
 
+import pytest
+
 from rpcmp.config import loader
 from tests.support.faults import committed
 from tests.support.localgroup import local_group
@@ -31,6 +33,7 @@ def test_stages_that_load_samples_and_are_killed_give_the_same_bits(
     assert built(job, "stage") == {"rpcmp.data.batches": expected}
 
 
+@pytest.mark.cluster
 def test_replicas_that_load_samples_and_are_killed_give_the_same_bits(
     job: JobFolder,
 ) -> None:
