@@ -28,7 +28,7 @@ ELSEWHERE = {
     "cluster/test_hosts.py": "job/server_pool server/snapshot_store",
     "cluster/test_launch.py": "driver/operations",
     "cluster/test_leftovers.py": "job/restore_point",
-    "cluster/test_openmetrics.py": "observability/server_metrics",
+    "cluster/test_openmetrics.py": "server/server_metrics",
     "cluster/test_recovery.py": "job/training_workload worker/snapshots",
     "cluster/test_run_log.py": "job/worker_group",
     "cluster/test_servers.py": """

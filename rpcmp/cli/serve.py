@@ -212,7 +212,7 @@ def _metrics_at(address: str | None, server: StageServer, security: Security) ->
         yield
         return
     from rpcmp.observability.prometheus import serving
-    from rpcmp.observability.server_metrics import ServerMetrics
+    from rpcmp.server.server_metrics import ServerMetrics
 
     server_metrics = ServerMetrics(server)
     with serving(server_metrics.store, address, security) as url:

@@ -126,7 +126,7 @@ class DriverProcess:
     def run(self) -> None:
         with self._activity.during("plan"):
             config, planned = self._plan(self._messages.get())
-        start_heartbeat(self._channel, lambda: {"tensors": transport.answered.read()})
+        start_heartbeat(self._channel.send, lambda: {"tensors": transport.answered.read()})
         order, source = self._messages.get(), BatchServer()
         with self._activity.during("join"):
             place = order["members"], order["rank"]

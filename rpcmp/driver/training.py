@@ -20,7 +20,8 @@ from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.config.schema import Config
 from rpcmp.data.batches import Loaded
 from rpcmp.driver.datasets import Datasets, fewest_samples
-from rpcmp.driver.evaluation import Evaluator, Metrics
+from rpcmp.driver.evaluation import Metrics
+from rpcmp.driver.evaluator import Evaluator
 from rpcmp.driver.progress import Best, CheckpointCadence, EarlyStopping, TrainingProgress
 from rpcmp.driver.rounds import RoundHandle
 from rpcmp.driver.self_tuning import SelfTuning

@@ -20,15 +20,25 @@ import weakref
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from rpcmp.config.addresses import parse
 from rpcmp.errors import ConfigError, SecurityError
-from rpcmp.net.identity import CA, CERTIFICATE, CRL, GRPC, HTTP, KEY, RELAY, Role, require_private
+from rpcmp.net.identity import (
+    CA,
+    CERTIFICATE,
+    CRL,
+    GRPC,
+    HTTP,
+    KEY,
+    RELAY,
+    Role,
+    TlsState,
+    require_private,
+)
 
 if TYPE_CHECKING:
     from rpcmp.net.certificates import Certificate, Revocations
-    from rpcmp.net.peer_connection import PeerConnection
 
 log = logging.getLogger(__name__)
 
@@ -165,6 +175,16 @@ WARN_SECONDS = 60.0
 """Interval of that warning."""
 
 
+class VerifiedConnection(Protocol):
+    """A connection whose peer has a certificate; it ends if that is revoked."""
+
+    @property
+    def session(self) -> TlsState | None: ...
+    @property
+    def gone(self) -> asyncio.Event: ...
+    def shut_down(self) -> None: ...
+
+
 class Security:
     """A process's certificate, from a folder; `insecure` talks to other machines without one."""
 
@@ -173,9 +193,9 @@ class Security:
             raise ConfigError("give --certs or --insecure, not both")
         self.certs, self.insecure = certs, insecure
         self.credentials = None if certs is None else Credentials(certs)
-        self._established: weakref.WeakSet[PeerConnection] = weakref.WeakSet()
+        self._established: weakref.WeakSet[VerifiedConnection] = weakref.WeakSet()
 
-    def establish(self, end: PeerConnection) -> None:
+    def establish(self, end: VerifiedConnection) -> None:
         """Register a verified connection, so that it can be ended if the peer is revoked."""
         if self._is_revoked(end):
             raise SecurityError("certificate revoked")
@@ -189,7 +209,7 @@ class Security:
             end.shut_down()
         return [str(end.session.peer_role) for end in revoked if end.session is not None]
 
-    def _is_revoked(self, end: PeerConnection) -> bool:
+    def _is_revoked(self, end: VerifiedConnection) -> bool:
         revocations = None if self.credentials is None else self.credentials.revocations
         if revocations is None or end.session is None or end.gone.is_set():
             return False

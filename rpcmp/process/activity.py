@@ -25,13 +25,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from rpcmp.process.sockets import Connections
 from rpcmp.process.stopped import POLL_SECONDS, kill_stopped_loaders, sleep_late, stopped
-
-if TYPE_CHECKING:
-    from rpcmp.process.channel import Channel, Message
 
 NO_MICROBATCH = -1
 
@@ -164,8 +161,13 @@ _USER, _SYSTEM = 11, 12
 """Fields of /proc/PID/stat, counted after the name, which may contain anything."""
 
 
-def start_heartbeat(channel: Channel, more: Callable[[], Message]) -> None:
-    """Start the heartbeat thread, which calls `more` for what else each heartbeat carries.
+def start_heartbeat(
+    send: Callable[[dict[str, Any]], None], more: Callable[[], dict[str, Any]]
+) -> None:
+    """Start the heartbeat thread, which calls `send` with each heartbeat.
+
+    Args:
+        more: returns what else a heartbeat carries.
 
     A heartbeat without "ways" carries no new counts of bytes: `Connections.look` was too early.
     """
@@ -175,7 +177,7 @@ def start_heartbeat(channel: Channel, more: Callable[[], Message]) -> None:
         while not pause.wait(BEAT_SECONDS):
             ways = connections.look()
             counted = {} if ways is None else {"ways": ways}
-            channel.send({"event": "beat", **counted, **more()})
+            send({"event": "beat", **counted, **more()})
 
     threading.Thread(target=beat, name="rpcmp-heartbeat", daemon=True).start()
 

@@ -15,22 +15,11 @@ import asyncio
 import base64
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from rpcmp.errors import BusyError, JobError, RpcmpError, one_line, to_wire
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.process.channel import Message
 from rpcmp.server.client import StageClient
-from rpcmp.server.hardened_grpc import Callers
-from rpcmp.v1 import control_pb2 as pb
-from rpcmp.v1 import control_pb2_grpc
-
-if TYPE_CHECKING:
-    from rpcmp.server.claim import Claim
-    from rpcmp.server.hardened_grpc import GrpcContext
-    from rpcmp.server.stage_server import StageServer
-
-    Job = pb.SetRequest | pb.GetRequest | pb.CompareSetRequest | pb.AddRequest
 
 MAX_KEY = 4096
 """Characters of a key. Keys contain workers' names, and these contain stages' names."""
@@ -147,61 +136,6 @@ def require_key_count(keys: Iterable[str]) -> None:
 
 def _size(key: str, value: bytes) -> int:
     return len(key.encode()) + len(value)
-
-
-class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
-    """See protos/rpcmp/v1/control.proto. The values go with the claim."""
-
-    def __init__(self, server: StageServer, callers: Callers) -> None:
-        self._server, self._callers = server, callers
-
-    def _claim_of(self, job: Job, grpc_context: GrpcContext) -> Claim:
-        """Return the current claim; the caller must belong to its group."""
-        role = self._callers.role(grpc_context.peer())
-        claim = self._server.claimed_by(job.job_id, job.generation)
-        claim.group.require_member(role, "use the rendezvous")
-        return claim
-
-    def _require_own(self, claim: Claim, key: str, value: bytes, grpc_context: GrpcContext) -> None:
-        """Refuse a member that would set another's address, or take another's rank.
-
-        torch's agents store their addresses under "addrs/NAME" and their names under "names/RANK",
-        and do not check which agent answers at an address.
-        """
-        kind, _, rest = key.partition("/")
-        if kind in ("addrs", "names"):
-            name = rest if kind == "addrs" else value.decode(errors="replace")
-            claim.group.require_name(self._callers.role(grpc_context.peer()), name)
-
-    async def Set(self, request: pb.SetRequest, grpc_context: GrpcContext) -> pb.SetResponse:
-        claim = self._claim_of(request, grpc_context)
-        self._require_own(claim, request.key, request.value, grpc_context)
-        claim.values.set(request.key, request.value)
-        return pb.SetResponse(generation=claim.generation)
-
-    async def Get(self, request: pb.GetRequest, grpc_context: GrpcContext) -> pb.GetResponse:
-        claim = self._claim_of(request, grpc_context)
-        require_key_count(request.keys)
-        await claim.values.wait_for(request.keys)
-        values = claim.values.get_all(request.keys)
-        return pb.GetResponse(generation=claim.generation, values=values)
-
-    async def CompareSet(
-        self, request: pb.CompareSetRequest, grpc_context: GrpcContext
-    ) -> pb.CompareSetResponse:
-        claim = self._claim_of(request, grpc_context)
-        self._require_own(claim, request.key, request.desired, grpc_context)
-        held = claim.values.get(request.key)
-        if (held or b"") == request.expected:
-            held = request.desired
-            claim.values.set(request.key, held)
-        return pb.CompareSetResponse(generation=claim.generation, value=held or b"")
-
-    async def Add(self, request: pb.AddRequest, grpc_context: GrpcContext) -> pb.AddResponse:
-        claim = self._claim_of(request, grpc_context)
-        self._require_own(claim, request.key, b"", grpc_context)
-        value = claim.values.add(request.key, request.amount)
-        return pb.AddResponse(generation=claim.generation, value=value)
 
 
 MAX_CALLS = 64

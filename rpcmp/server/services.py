@@ -1,21 +1,24 @@
 """The services of a stage server behind its one port: gRPC, the relay and link measurements.
 
-Each call of Control and Doctor becomes a call of the stage server.
+Each call becomes one of the stage server, of its current claim or of its snapshot store.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import platform
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from rpcmp.errors import ConfigError, RelayError
+from rpcmp.checkpoint import files
+from rpcmp.checkpoint.folder import remove
+from rpcmp.errors import BusyError, ConfigError, RelayError
 from rpcmp.net.peer_connection import PeerConnection
 from rpcmp.net.port import GREETING_SECONDS, IncomingConnection, PortMultiplexer
 from rpcmp.process import resources
@@ -23,15 +26,18 @@ from rpcmp.server.access import OnlyPeers
 from rpcmp.server.connection import PEERS_OPTIONS, SERVER_OPTIONS, machine
 from rpcmp.server.hardened_grpc import Callers, GrpcServers
 from rpcmp.server.link_speed import answer_link_test, measure_link
-from rpcmp.server.rendezvous import RendezvousServicer
-from rpcmp.server.snapshot_transfer import SnapshotsServicer
+from rpcmp.server.rendezvous import require_key_count
+from rpcmp.server.snapshot_transfer import receive_file
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import control_pb2_grpc, doctor_pb2, doctor_pb2_grpc
 
 if TYPE_CHECKING:
+    from rpcmp.server.claim import Claim
+    from rpcmp.server.snapshot_store import SnapshotStore
     from rpcmp.server.stage_server import StageServer
 
     GrpcContext = grpc.aio.ServicerContext[Any, Any]
+    RendezvousRequest = pb.SetRequest | pb.GetRequest | pb.CompareSetRequest | pb.AddRequest
 
 
 class ControlServicer(control_pb2_grpc.ControlServicer):
@@ -154,6 +160,144 @@ class DoctorServicer(doctor_pb2_grpc.DoctorServicer):
         place = (request.stage_name, request.address, request.stage_index)
         way = await measure_link(self._server.dialer, *place, request.seconds)
         return doctor_pb2.ProbeResponse(**asdict(way))
+
+
+class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
+    """See protos/rpcmp/v1/control.proto. The values go with the claim."""
+
+    def __init__(self, server: StageServer, callers: Callers) -> None:
+        self._server, self._callers = server, callers
+
+    def _claim_of(self, job: RendezvousRequest, grpc_context: GrpcContext) -> Claim:
+        """Return the current claim; the caller must belong to its group."""
+        role = self._callers.role(grpc_context.peer())
+        claim = self._server.claimed_by(job.job_id, job.generation)
+        claim.group.require_member(role, "use the rendezvous")
+        return claim
+
+    def _require_own(self, claim: Claim, key: str, value: bytes, grpc_context: GrpcContext) -> None:
+        """Refuse a member that would set another's address, or take another's rank.
+
+        torch's agents store their addresses under "addrs/NAME" and their names under "names/RANK",
+        and do not check which agent answers at an address.
+        """
+        kind, _, rest = key.partition("/")
+        if kind in ("addrs", "names"):
+            name = rest if kind == "addrs" else value.decode(errors="replace")
+            claim.group.require_name(self._callers.role(grpc_context.peer()), name)
+
+    async def Set(self, request: pb.SetRequest, grpc_context: GrpcContext) -> pb.SetResponse:
+        claim = self._claim_of(request, grpc_context)
+        self._require_own(claim, request.key, request.value, grpc_context)
+        claim.values.set(request.key, request.value)
+        return pb.SetResponse(generation=claim.generation)
+
+    async def Get(self, request: pb.GetRequest, grpc_context: GrpcContext) -> pb.GetResponse:
+        claim = self._claim_of(request, grpc_context)
+        require_key_count(request.keys)
+        await claim.values.wait_for(request.keys)
+        values = claim.values.get_all(request.keys)
+        return pb.GetResponse(generation=claim.generation, values=values)
+
+    async def CompareSet(
+        self, request: pb.CompareSetRequest, grpc_context: GrpcContext
+    ) -> pb.CompareSetResponse:
+        claim = self._claim_of(request, grpc_context)
+        self._require_own(claim, request.key, request.desired, grpc_context)
+        held = claim.values.get(request.key)
+        if (held or b"") == request.expected:
+            held = request.desired
+            claim.values.set(request.key, held)
+        return pb.CompareSetResponse(generation=claim.generation, value=held or b"")
+
+    async def Add(self, request: pb.AddRequest, grpc_context: GrpcContext) -> pb.AddResponse:
+        claim = self._claim_of(request, grpc_context)
+        self._require_own(claim, request.key, b"", grpc_context)
+        value = claim.values.add(request.key, request.amount)
+        return pb.AddResponse(generation=claim.generation, value=value)
+
+
+MAX_FETCHING = 64
+"""Fetch calls at a time: by the mirror, and after a fault by each stage that needs what is here."""
+
+
+class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
+    """See protos/rpcmp/v1/control.proto."""
+
+    def __init__(self, server: StageServer, callers: Callers) -> None:
+        self._server, self._callers = server, callers
+        self._fetching = 0
+
+    async def Fetch(
+        self, request: pb.FetchRequest, grpc_context: GrpcContext
+    ) -> AsyncIterator[pb.FetchResponse]:
+        # A host that was replaced must not speak for its successor.
+        claim = self._server.claimed_by(request.job_id, request.generation)
+        role = self._callers.role(grpc_context.peer())
+        claim.group.require_may_fetch(role, request, claim.mirrored_by, claim.moves_layers)
+        snapshot_store = self._store_of(request.job_id)
+        with self._one_more():
+            async for part in snapshot_store.stream(request):
+                yield part
+
+    async def Save(self, request: pb.SaveRequest, grpc_context: GrpcContext) -> pb.SaveResponse:
+        snapshot_store = self._store_of(request.job_id)
+        saved = await snapshot_store.save(request.stage_name, request.step, request.cut)
+        return pb.SaveResponse(saved=saved)
+
+    async def Mirror(
+        self, request: pb.MirrorRequest, grpc_context: GrpcContext
+    ) -> pb.MirrorResponse:
+        claim = self._server.claimed_by(request.job_id, request.generation)
+        await self._server.snapshot_store.start_mirror(request)
+        return pb.MirrorResponse(generation=claim.generation)
+
+    async def Check(self, request: pb.CheckRequest, grpc_context: GrpcContext) -> pb.CheckResponse:
+        paths = [self._server.snapshot_store.require_ours(file.path) for file in request.files]
+        states = [
+            await asyncio.to_thread(files.check, path, file.sha256, file.size)
+            for path, file in zip(paths, request.files, strict=True)
+        ]
+        return pb.CheckResponse(states=states)
+
+    async def Put(
+        self, requests: AsyncIterator[pb.PutRequest], grpc_context: GrpcContext
+    ) -> pb.PutResponse:
+        head = await anext(requests, pb.PutRequest())
+        data = (request.data async for request in requests)
+        if head.is_init:
+            kept = self._server.claimed_by(head.job_id, head.generation).files
+            await kept.receive_weights(head.file, data)
+            self._server.claimed_by(head.job_id, head.generation)  # it may have taken long
+            kept.weights_key = head.file.sha256
+        else:
+            path = self._store_of(head.job_id).require_ours(head.file.path)
+            await receive_file(data, path, head.file.size)
+        return pb.PutResponse()
+
+    async def Remove(
+        self, request: pb.RemoveRequest, grpc_context: GrpcContext
+    ) -> pb.RemoveResponse:
+        folder = self._server.snapshot_store.require_ours(request.folder)
+        await asyncio.to_thread(remove, folder)
+        return pb.RemoveResponse()
+
+    @contextlib.contextmanager
+    def _one_more(self) -> Iterator[None]:
+        """Count a Fetch call; each holds a part in memory."""
+        if self._fetching >= MAX_FETCHING:
+            raise BusyError(f"{MAX_FETCHING} others fetch from this server already")
+        self._fetching += 1
+        try:
+            yield
+        finally:
+            self._fetching -= 1
+
+    def _store_of(self, job_id: str) -> SnapshotStore:
+        """Return the snapshot store, if it holds the caller's job."""
+        if not job_id or self._server.snapshot_store.job_id != job_id:
+            raise BusyError("this server holds nothing of the job")
+        return self._server.snapshot_store
 
 
 SERVING = health_pb2.HealthCheckResponse.SERVING

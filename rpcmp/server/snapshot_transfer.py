@@ -1,4 +1,4 @@
-"""Snapshots and checkpoints' files on their way between hosts: the Snapshots service, and mirrors.
+"""Snapshots and checkpoints' files on their way between hosts, and mirrors.
 
 A mirror lets a neighbour's snapshots outlive its host, or at least its server. On the same machine
 the neighbour's memory is opened, which costs nothing and keeps it alive when the neighbour is gone.
@@ -9,17 +9,14 @@ acknowledges the last.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING
 
 from rpcmp.checkpoint import files
 from rpcmp.checkpoint.files import Inside
-from rpcmp.checkpoint.folder import remove
 from rpcmp.checkpoint.slots import NUM_SLOTS, Slots, Snapshot, memory_name
-from rpcmp.errors import BusyError, CheckpointError, RpcmpError, SecurityError, UnreachableError
+from rpcmp.errors import CheckpointError, RpcmpError, SecurityError, UnreachableError
 from rpcmp.net.identity import GRPC
 from rpcmp.net.local_peer import is_process
 from rpcmp.net.peer_connection import Dialer
@@ -27,18 +24,8 @@ from rpcmp.process.memory_access import open_descriptor
 from rpcmp.process.resources import is_sealed
 from rpcmp.server.client import StageClient
 from rpcmp.server.connection import machine
-from rpcmp.server.hardened_grpc import Callers
 from rpcmp.server.moved_layers import fill
 from rpcmp.v1 import control_pb2 as pb
-from rpcmp.v1 import control_pb2_grpc
-
-if TYPE_CHECKING:
-    from rpcmp.server.hardened_grpc import GrpcContext
-    from rpcmp.server.snapshot_store import SnapshotStore
-    from rpcmp.server.stage_server import StageServer
-
-MAX_FETCHING = 64
-"""Fetch calls at a time: by the mirror, and after a fault by each stage that needs what is here."""
 
 RETRY_SECONDS = 1.0
 
@@ -211,82 +198,3 @@ def _open(request: pb.MirrorRequest) -> Slots | None:
         for fd in fds:
             os.close(fd)
         return None
-
-
-class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
-    """See protos/rpcmp/v1/control.proto."""
-
-    def __init__(self, server: StageServer, callers: Callers) -> None:
-        self._server, self._callers = server, callers
-        self._fetching = 0
-
-    async def Fetch(
-        self, request: pb.FetchRequest, grpc_context: GrpcContext
-    ) -> AsyncIterator[pb.FetchResponse]:
-        # A host that was replaced must not speak for its successor.
-        claim = self._server.claimed_by(request.job_id, request.generation)
-        role = self._callers.role(grpc_context.peer())
-        claim.group.require_may_fetch(role, request, claim.mirrored_by, claim.moves_layers)
-        snapshot_store = self._store_of(request.job_id)
-        with self._one_more():
-            async for part in snapshot_store.stream(request):
-                yield part
-
-    async def Save(self, request: pb.SaveRequest, grpc_context: GrpcContext) -> pb.SaveResponse:
-        snapshot_store = self._store_of(request.job_id)
-        saved = await snapshot_store.save(request.stage_name, request.step, request.cut)
-        return pb.SaveResponse(saved=saved)
-
-    async def Mirror(
-        self, request: pb.MirrorRequest, grpc_context: GrpcContext
-    ) -> pb.MirrorResponse:
-        claim = self._server.claimed_by(request.job_id, request.generation)
-        await self._server.snapshot_store.start_mirror(request)
-        return pb.MirrorResponse(generation=claim.generation)
-
-    async def Check(self, request: pb.CheckRequest, grpc_context: GrpcContext) -> pb.CheckResponse:
-        paths = [self._server.snapshot_store.require_ours(file.path) for file in request.files]
-        states = [
-            await asyncio.to_thread(files.check, path, file.sha256, file.size)
-            for path, file in zip(paths, request.files, strict=True)
-        ]
-        return pb.CheckResponse(states=states)
-
-    async def Put(
-        self, requests: AsyncIterator[pb.PutRequest], grpc_context: GrpcContext
-    ) -> pb.PutResponse:
-        head = await anext(requests, pb.PutRequest())
-        data = (request.data async for request in requests)
-        if head.is_init:
-            kept = self._server.claimed_by(head.job_id, head.generation).files
-            await kept.receive_weights(head.file, data)
-            self._server.claimed_by(head.job_id, head.generation)  # it may have taken long
-            kept.weights_key = head.file.sha256
-        else:
-            path = self._store_of(head.job_id).require_ours(head.file.path)
-            await receive_file(data, path, head.file.size)
-        return pb.PutResponse()
-
-    async def Remove(
-        self, request: pb.RemoveRequest, grpc_context: GrpcContext
-    ) -> pb.RemoveResponse:
-        folder = self._server.snapshot_store.require_ours(request.folder)
-        await asyncio.to_thread(remove, folder)
-        return pb.RemoveResponse()
-
-    @contextlib.contextmanager
-    def _one_more(self) -> Iterator[None]:
-        """Count a Fetch call; each holds a part in memory."""
-        if self._fetching >= MAX_FETCHING:
-            raise BusyError(f"{MAX_FETCHING} others fetch from this server already")
-        self._fetching += 1
-        try:
-            yield
-        finally:
-            self._fetching -= 1
-
-    def _store_of(self, job_id: str) -> SnapshotStore:
-        """Return the snapshot store, if it holds the caller's job."""
-        if not job_id or self._server.snapshot_store.job_id != job_id:
-            raise BusyError("this server holds nothing of the job")
-        return self._server.snapshot_store

@@ -1,4 +1,4 @@
-"""Which values of a graph share memory, and which layers therefore have to be one.
+"""Which values of a graph share memory, so that no cut may part them.
 
     first = self.inner(x)        passes the cut
     view = first.view(-1, 2)     passes it as well
@@ -12,15 +12,10 @@ has seen (their storages). Some operations say nothing and return their argument
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, fx
-
-from rpcmp.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rpcmp.splitting.cutting import BlockGraph
 
 MAY_RETURN_ITS_ARGUMENT = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 """In evaluation, which the export does not see; torch's schema does not tell either."""
@@ -107,39 +102,3 @@ def _writes(node: fx.Node) -> Iterator[fx.Node]:
     for parameter, values in _arguments(node):
         if parameter.alias_info is not None and parameter.alias_info.is_write:
             yield from values
-
-
-def find_torn(
-    graph: BlockGraph, layers: Sequence[Sequence[fx.Node]], alive: Sequence[Iterable[fx.Node]]
-) -> tuple[int, int] | None:
-    """Return two layers that have to be one with all between, if there are any.
-
-    Args:
-        alive: what passes into each layer, and what the last one returns.
-
-    Raises:
-        ConfigError: the module changes a tensor that is not its parameter or buffer.
-    """
-    number_of = {node: number for number, nodes in enumerate(layers) for node in nodes}
-    memory = graph.memory
-    written = memory.written
-    held: defaultdict[fx.Node, set[int]] = defaultdict(set)
-    for node in graph.held:
-        if (base := memory.of(node)) in written:
-            if node.name in graph.constants:
-                raise ConfigError(
-                    f"the module changes {graph.constant_names[node.name]!r}, which no state dict "
-                    "has: make it a buffer (`register_buffer`)"
-                )
-            held[base] |= {number_of[user] for user in node.users if user in number_of}
-    for base, numbers in held.items():
-        numbers |= {number_of[node] for node in written[base]}
-        numbers |= {number_of[node] for node in number_of if memory.of(node) is base}
-        if len(numbers) > 1:
-            return min(numbers), max(numbers)
-    for number, passing in enumerate(alive[:-1]):
-        bases = [memory.of(node) for node in passing]
-        for base, writers in written.items():
-            if number and bases.count(base) > 1 and number_of[writers[-1]] >= number:
-                return number - 1, number
-    return None

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, fx, nn
 
 from rpcmp.config.types import COPY
-from rpcmp.splitting.aliasing import find_torn
+from rpcmp.errors import ConfigError
 from rpcmp.splitting.cutting import BlockGraph, LayerMap, alive, paths_of
 
 
@@ -167,3 +167,39 @@ def _common(one: str, other: str) -> int:
             break
         count += 1
     return count
+
+
+def find_torn(
+    graph: BlockGraph, layers: Sequence[Sequence[fx.Node]], alive: Sequence[Iterable[fx.Node]]
+) -> tuple[int, int] | None:
+    """Return two layers that have to be one with all between, if there are any.
+
+    Args:
+        alive: what passes into each layer, and what the last one returns.
+
+    Raises:
+        ConfigError: the module changes a tensor that is not its parameter or buffer.
+    """
+    number_of = {node: number for number, nodes in enumerate(layers) for node in nodes}
+    memory = graph.memory
+    written = memory.written
+    held: defaultdict[fx.Node, set[int]] = defaultdict(set)
+    for node in graph.held:
+        if (base := memory.of(node)) in written:
+            if node.name in graph.constants:
+                raise ConfigError(
+                    f"the module changes {graph.constant_names[node.name]!r}, which no state dict "
+                    "has: make it a buffer (`register_buffer`)"
+                )
+            held[base] |= {number_of[user] for user in node.users if user in number_of}
+    for base, numbers in held.items():
+        numbers |= {number_of[node] for node in written[base]}
+        numbers |= {number_of[node] for node in number_of if memory.of(node) is base}
+        if len(numbers) > 1:
+            return min(numbers), max(numbers)
+    for number, passing in enumerate(alive[:-1]):
+        bases = [memory.of(node) for node in passing]
+        for base, writers in written.items():
+            if number and bases.count(base) > 1 and number_of[writers[-1]] >= number:
+                return number - 1, number
+    return None

@@ -107,7 +107,7 @@ class WorkerProcess:
         if assignment.may_split and not compiles:
             weight_grad.install()
         threading.Thread(target=self._listen, daemon=True).start()
-        start_heartbeat(self._channel, self._vitals)
+        start_heartbeat(self._channel.send, self._vitals)
         with self._activity.during("build"):
             stage = self._stage = self._build(assignment, loaders)
             if (source := self._start["restore"]) is not None:

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from rpcmp.observability import run_metrics as run_module
-from rpcmp.observability import server_metrics as server_module
+from rpcmp.server import server_metrics as server_module
 from tests.support.faults import Faults
 from tests.support.processes import (
     JobFolder,

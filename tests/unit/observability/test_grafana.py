@@ -9,7 +9,8 @@ from typing import Any
 import promql_parser
 import pytest
 
-from rpcmp.observability import run_metrics, server_metrics
+from rpcmp.observability import run_metrics
+from rpcmp.server import server_metrics
 from tests.support.places import DEPLOY
 
 GRAFANA = DEPLOY / "grafana.json"
