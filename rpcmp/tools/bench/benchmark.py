@@ -210,7 +210,7 @@ async def compare(
     Raises:
         StoppedError: stopped before the end of the first round.
     """
-    rounds = _ComparisonRounds(contestants, pairs, steps, progress, limits or TimeLimits())
+    rounds = _RoundRunner(contestants, pairs, steps, progress, limits or TimeLimits())
     async with contextlib.AsyncExitStack() as stack:
         await rounds.start(stack)
         with contextlib.suppress(StoppedError):
@@ -218,7 +218,7 @@ async def compare(
     return rounds.result()
 
 
-class _ComparisonRounds:
+class _RoundRunner:
     """The rounds of contestants; see `compare`."""
 
     def __init__(
