@@ -16,6 +16,7 @@ from torch import Tensor
 from rpcmp.config import device_places
 from rpcmp.config.device_places import AUTO
 from rpcmp.config.types import format_size
+from rpcmp.errors import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -41,21 +42,49 @@ def host_differences(reference: dict[str, str], hosts: dict[str, dict[str, str]]
     ]
 
 
-@functools.cache
-def _accelerator() -> ModuleType | None:
-    """Return torch's module of the accelerator that it is built for, such as CUDA's, or None.
+def is_current(device: torch.device) -> bool:
+    """Return whether `torch.accelerator` answers for this kind of device; it raises for others.
 
-    Its devices are not touched, and need not exist.
+    It has one kind per process, without a driver as well: the one that torch is built for, such as
+    CUDA, or a vendor's if that is registered. CUDA's devices work beside a vendor's.
     """
     found = torch.accelerator.current_accelerator()
-    return None if found is None else torch.get_device_module(found)
+    return found is not None and found.type == device.type
+
+
+def _module(device: torch.device) -> ModuleType | None:
+    """Return torch's module of a kind of device, such as `torch.cuda`; None of one without any."""
+    try:
+        module: ModuleType = torch.get_device_module(device)
+    except RuntimeError:  # such as meta, or a vendor's that is not installed
+        return None
+    return module
+
+
+@functools.cache
+def _accelerators() -> dict[str, ModuleType]:
+    """Return torch's modules of the kinds of accelerators that a process may use: see `is_current`.
+
+    Their devices are not touched, and need not exist.
+    """
+    current = torch.accelerator.current_accelerator()
+    kinds = dict.fromkeys([*([] if current is None else [current.type]), "cuda"])
+    found = {kind: _module(torch.device(kind)) for kind in kinds}
+    return {kind: module for kind, module in found.items() if module is not None}
+
+
+def _in_use() -> list[ModuleType]:
+    """Return torch's modules of the accelerators of which this process has used a device."""
+    return [
+        module
+        for module in _accelerators().values()
+        if getattr(module, "is_initialized", lambda: True)()  # MPS is, as soon as it is there
+    ]
 
 
 def seed_accelerator(seed: int) -> None:
     """Seed the generators of all devices, if this process uses any."""
-    if (module := _accelerator()) is None:
-        return
-    if getattr(module, "is_initialized", lambda: True)():  # MPS is, as soon as it is there
+    for module in _in_use():
         getattr(module, "manual_seed_all" if hasattr(module, "manual_seed_all") else "manual_seed")(
             seed
         )
@@ -72,11 +101,36 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def working_device(name: str) -> torch.device:
+    """Return the device that a config's name stands for, with its number, once it has computed.
+
+    Raises:
+        ConfigError: this host has no such device, or torch cannot use it.
+    """
+    try:
+        tensor = torch.ones(2, device=resolve_device(name))
+        tensor.sum().item()
+    except torch.OutOfMemoryError:  # it is there
+        raise
+    except (RuntimeError, AssertionError, ImportError) as error:  # by the kind of device
+        reason, found = str(error).partition("\n")[0], ", ".join(existing())
+        raise ConfigError(
+            f"device = {name!r} is not available here, but {found}: {reason}; "
+            'device = "auto" takes what a host has'
+        ) from error
+    return tensor.device
+
+
 def existing() -> list[str]:
     """Return the names of this host's devices."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    count = 0 if kind is None else torch.accelerator.device_count()
-    return ["cpu", *(f"{kind}:{index}" for index in range(count))]
+    return ["cpu", *(name for kind in _accelerators() for name in alike(kind))]
+
+
+def alike(kind: str) -> list[str]:
+    """Return the names of this host's devices of a kind of accelerator."""
+    module = _accelerators().get(kind)
+    count = 0 if module is None or not module.is_available() else module.device_count()
+    return [f"{kind}:{index}" for index in range(count)]
 
 
 def settle(wanted: Sequence[str], own: int) -> str:
@@ -96,7 +150,7 @@ def candidates(wanted: Sequence[str], own: int) -> list[str]:
     """
     if wanted[own] != AUTO:
         return [wanted[own]]
-    accelerated = existing()[1:]
+    accelerated = alike(resolve_device(AUTO).type)
     order = device_places.candidates(wanted, own, len(accelerated)) if accelerated else []
     return [accelerated[index] for index in order] or ["cpu"]
 
@@ -109,7 +163,7 @@ def unique_id(name: str) -> str:
     """
     try:
         known = getattr(_ask(torch.device(name), "get_device_properties"), "uuid", "")
-    except (RuntimeError, AssertionError):  # the latter is CUDA's
+    except (RuntimeError, AssertionError, ImportError):  # by the kind of device
         known = ""
     text = known.hex() if isinstance(known, bytes) else str(known)
     return text if device_places.ID.fullmatch(text) else name
@@ -143,7 +197,8 @@ def is_lost(error: BaseException) -> bool:
     An assertion in a kernel does so as well, but it fails again wherever the code runs: an index is
     out of range.
     """
-    return isinstance(error, torch.AcceleratorError) and "assert" not in str(error)
+    is_of_a_driver = isinstance(error, torch.AcceleratorError) and "assert" not in str(error)
+    return is_of_a_driver and bool(_in_use())  # else there was none to lose
 
 
 def scalars_to_host(scalars: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -157,13 +212,15 @@ def scalars_to_host(scalars: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has finished all work."""
-    if device.type != "cpu":
+    if is_current(device):
         torch.accelerator.synchronize(device)
+    else:
+        _ask(device, "synchronize")
 
 
 def _ask(device: torch.device, question: str) -> Any:
     """Return what torch's module of the device's kind answers; None if it has no such function."""
-    function = getattr(torch.get_device_module(device), question, None)
+    function = getattr(_module(device), question, None)
     return None if function is None else function(device)
 
 

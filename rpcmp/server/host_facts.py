@@ -23,7 +23,7 @@ from rpcmp.checkpoint.files import place_of, require_plain, write_durably
 from rpcmp.config import importing
 from rpcmp.config.files import COMPARED_BY_VERSION, sha256_of
 from rpcmp.config.types import Strict
-from rpcmp.errors import CheckpointError, FactoryError, one_line
+from rpcmp.errors import CheckpointError, ConfigError, FactoryError, one_line
 from rpcmp.net.security import Security
 from rpcmp.process.channel import Message
 from rpcmp.process.fork_client import Forks
@@ -324,18 +324,16 @@ def _code_hashes(request: CheckRequest, problems: dict[str, str]) -> dict[str, s
 
 
 def _try_device(name: str) -> Device:
-    import torch
-
-    from rpcmp.pipelining import devices
+    from rpcmp.pipelining import devices  # imports torch
 
     try:
-        device = devices.resolve_device(name)
-        torch.ones(2, device=device).sum().item()
+        device = devices.working_device(name)
         return Device(
             name=devices.device_name(device),
             available_bytes=devices.available_bytes(device),
-            alike=devices.existing()[1:] if device.type != "cpu" else [],
+            alike=devices.alike(device.type),
         )
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-        found = ", ".join(devices.existing())
-        return Device(problem=f"{one_line(error)} (there are: {found})")
+    except ConfigError as error:
+        return Device(problem=str(error))
+    except RuntimeError as error:  # such as a lack of memory
+        return Device(problem=f"device = {name!r} cannot be used now: {one_line(error)}")

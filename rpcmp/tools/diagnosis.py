@@ -225,7 +225,7 @@ def _device(
     settings: StageConfig, name: str, device: Device, processors: int
 ) -> tuple[Status, str]:
     if device.problem:
-        return Status.FAILED, f"{name} cannot be used: {device.problem}"
+        return Status.FAILED, device.problem
     free = device.available_bytes
     memory = "" if free is None else f", {format_size(free)} free"
     text = f"{name} ({device.name}), {settings.threads} of {processors} processors{memory}"

@@ -17,8 +17,9 @@ block of shared memory there, its reader from that to its own memory, and gradie
 event goes with it: a message is sent once its tensors are there, as on the host. A reader holds
 the block until its copy is made, which it asks whenever it starts another one.
 
-A CPU computes where the messages are. On devices without streams or pinned memory, each copy is
-made when it is needed, by the thread that needs it.
+A CPU computes where the messages are. On devices without streams or pinned memory, and on
+those that torch has beside its accelerator, each copy is made when it is needed, by the thread that
+needs it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import torch
 from torch import Tensor
 
 from rpcmp.pipelining import pytree
-from rpcmp.pipelining.devices import CPU, synchronize
+from rpcmp.pipelining.devices import CPU, is_current, synchronize
 from rpcmp.rpc.messages import StageOutputs
 from rpcmp.rpc.shared_memory import OwnMemory, SharedTensor, is_worth_sharing
 
@@ -45,7 +46,7 @@ Arriving = Callable[[], list[Tensor]]
 
 def copies_of(device: torch.device) -> Copies:
     """Return the copies of a stage on `device`, as fast as that can make them."""
-    if device == CPU:
+    if not is_current(device):  # only the streams of those are known, and memory pinned for them
         return Copies(device)
     try:
         return OverlappedCopies(device)

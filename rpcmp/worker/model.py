@@ -81,7 +81,7 @@ class StageModel:
         self._loaded_elsewhere = _modules_of_data(assignment)
         self._training: bool | None = None
         self.is_sink = config.graph().sink == assignment.stage_name
-        self.device = _device(assignment.device or settings.device)
+        self.device = devices.working_device(assignment.device or settings.device)
         dtype = config.autocast_of(assignment.stage_index)
         self._autocast = _autocast(self.device, dtype)
         self._compiles = config.compiles(assignment.stage_index)
@@ -246,17 +246,6 @@ def _aligned(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        # A tensor's device has its number: "cuda:0".
-        return torch.empty(0, device=devices.resolve_device(name)).device
-    except (RuntimeError, AssertionError) as error:
-        reason, found = str(error).splitlines()[0], ", ".join(devices.existing())
-        raise ConfigError(
-            f"device = {name!r} is not available here, but {found}: {reason}"
-        ) from error
 
 
 def _autocast(device: torch.device, dtype: Autocast | None) -> AbstractContextManager[object]:

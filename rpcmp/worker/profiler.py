@@ -97,7 +97,7 @@ def profile(message: Message) -> Iterator[Message]:
 
 def measure(order: ProfileOrder, inputs: Any, targets: Any) -> HostProfile:
     """Measure every layer with the outputs of the layer before it, first with one micro-batch."""
-    device = devices.resolve_device(order.config.stage(0).device)
+    device = devices.working_device(order.config.stage(0).device)
     _warm_up_torch(order)
     base, available = devices.base_bytes(device), devices.available_bytes(device)
     measure_layers = _measure_graph if order.config.model is None else _measure_chain
@@ -113,7 +113,7 @@ def measure(order: ProfileOrder, inputs: Any, targets: Any) -> HostProfile:
         layers=profiles,
         base_bytes=base,
         available_bytes=available,
-        num_devices=max(1, len(devices.existing()) - 1) if device.type != "cpu" else 1,
+        num_devices=max(1, len(devices.alike(device.type))),
     )
     return found.scaled(stretch(times))
 

@@ -186,9 +186,10 @@ def test_too_few_processors_or_too_little_memory_is_a_warning(
 
 def test_a_device_that_cannot_be_used_is_a_failure() -> None:
     stage = replace(
-        having(devices={"cuda:1": Device(problem="no CUDA")}), settings=StageConfig(device="cuda:1")
+        having(devices={"cuda:1": Device(problem="device = 'cuda:1': no CUDA")}),
+        settings=StageConfig(device="cuda:1"),
     )
-    expected = (Status.FAILED, "cuda:1 cannot be used: no CUDA")
+    expected = (Status.FAILED, "device = 'cuda:1': no CUDA")
     assert judged(stage, "device") == expected
 
 

@@ -37,5 +37,8 @@ def test_a_full_device_is_explained_in_every_phase(phase: str) -> None:
         ("CUDA error: device-side assert triggered", StageError),  # such as an index out of range
     ],
 )
-def test_an_error_of_the_driver_is_a_lost_device(text: str, kind: type[StageError]) -> None:
+def test_an_error_of_the_driver_is_a_lost_device(
+    monkeypatch: pytest.MonkeyPatch, text: str, kind: type[StageError]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert type(raised(torch.AcceleratorError(text))) is kind
