@@ -23,7 +23,7 @@ import pytest
 from rpcmp.job import server_pool
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.template_client import Template
-from tests.support import keptobjects, pool, processes
+from tests.support import keptobjects, pool, pretend, processes
 from tests.support.needs import needs, needs_root
 from tests.support.places import TESTS
 from tests.support.processes import Server
@@ -174,6 +174,20 @@ def _shared() -> Iterator[None]:
         yield
     pool.POOL.close()
     processes.FORKS.close()
+
+
+@pytest.fixture(scope="session")
+def all_pretended() -> Iterator[pretend.Pretended]:
+    """A pretend accelerator, once for all tests of this process."""
+    with pretend.pretended() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def pretended(all_pretended: pretend.Pretended) -> Iterator[pretend.Pretended]:
+    """Let the jobs and forks of a module have a pretend accelerator; see tests/support/pretend."""
+    with all_pretended.in_use():
+        yield all_pretended
 
 
 @pytest.fixture

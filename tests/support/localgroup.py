@@ -46,7 +46,7 @@ from rpcmp.driver.stage_group import StageGroup
 from rpcmp.driver.training import Training
 from rpcmp.errors import JobError, from_wire
 from rpcmp.observability.events import Json
-from rpcmp.pipelining import assignment, parameter_names
+from rpcmp.pipelining import assignment, devices, parameter_names
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.process.activity import Activity
 from rpcmp.process.channel import ChildContext, Message
@@ -288,7 +288,9 @@ def local_group(
         stack.callback(peers.close)
         patch.setattr(process, "Transport", lambda: peers)
         workers = []
-        for part in planned.assignments:
+        wanted = [part.stage.device for part in planned.assignments]
+        for own, assigned in enumerate(planned.assignments):
+            part = assigned.model_copy(update={"device": devices.settle(wanted, own)})
             workers.append(LocalWorker(part, [] if saved is None else saved.files))
             stack.callback(workers[-1].end)
             services[part.member.name] = workers[-1].stage

@@ -6,6 +6,7 @@ torch loads it by an entry point from a folder on PYTHONPATH, so no process need
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -15,14 +16,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support import pool, processes
 from tests.support.processes import rpcmp
 from tests.support.reaper import TOKEN
-from tests.support.sharedforks import SharedByAll
+from tests.support.sharedforks import DRIVE, SharedByAll
 
 HERE = Path(__file__).parent
+
+IN_ONE_PROCESS = ("tests.support.localpipeline",)
+"""What forks import that have all stages of a job."""
 
 MODULES = (
     "pretend_accelerator.py",
@@ -40,7 +43,7 @@ pretend_memory = pretend_memory:register
 
 def install(folder: Path) -> dict[str, str]:
     """Build it into `folder`; return the environment that gives it to torch."""
-    torch_folder = Path(torch.__file__).parent
+    torch_folder = Path(str(importlib.util.find_spec("torch").origin)).parent
     library = torch_folder / "lib"
     source, built = str(HERE / "guard.cpp"), str(folder / "guard.so")
     options = ["-std=c++20", "-shared", "-fPIC", "-I", str(torch_folder / "include")]
@@ -57,30 +60,72 @@ def install(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(folder), *([before] if before else [])])}
 
 
-@contextlib.contextmanager
-def pretending(**more: str) -> Iterator[None]:
-    """Let the jobs of this process run where there is a pretend accelerator, in this block.
+class Pretended:
+    """Fork servers and stage servers whose processes have a pretend accelerator.
 
     Args:
+        installed: the environment that gives it to torch.
         more: further variables of their environment.
     """
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+
+    def __init__(self, installed: dict[str, str], **more: str) -> None:
         # Devices of its own: jobs of tests that run beside this one do not take them.
-        own = {**install(Path(folder)), "PRETEND_HOST": uuid.uuid4().hex}
-        forks = SharedByAll(TOKEN, {**own, **more})
-        servers = pool.ServerPool()
-        patch.setattr(processes, "FORKS", forks)
-        patch.setattr(pool, "POOL", servers)
-        try:
+        own = {**installed, "PRETEND_HOST": uuid.uuid4().hex}
+        self.installed = installed
+        self._forks = SharedByAll(TOKEN, {**own, **more})
+        self._forks.imports += IN_ONE_PROCESS
+        self._servers = pool.ServerPool()
+
+    def start(self) -> None:
+        """Start the first fork server now."""
+        self._forks.line_of(DRIVE).close()
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Let the jobs and the forks of this process be theirs, in this block."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(processes, "FORKS", self._forks)
+            patch.setattr(pool, "POOL", self._servers)
             yield
+
+    def close(self) -> None:
+        self._servers.close()
+        self._forks.close()
+
+
+@contextlib.contextmanager
+def pretended() -> Iterator[Pretended]:
+    """Install the accelerator and start its first fork server, for all tests of a process."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = Pretended(install(Path(folder)))
+        try:
+            found.start()
+            yield found
         finally:
-            servers.close()
-            forks.close()
+            found.close()
+
+
+@contextlib.contextmanager
+def pretending(first: Pretended, **more: str) -> Iterator[None]:
+    """Let the jobs of this process run in processes with more variables, in this block."""
+    other = Pretended(first.installed, **more)
+    try:
+        with other.in_use():
+            yield
+    finally:
+        other.close()
 
 
 def on(*devices: str) -> str:
     """Return the [[stages]] tables that put each stage on its device."""
     return "\n".join(f'[[stages]]\ndevice = "{device}"' for device in devices)
+
+
+def placed(text: str, *devices: str) -> str:
+    """Return a job's text with a device in each of its [[stages]] tables."""
+    head, *tables = text.split("[[stages]]")
+    pairs = zip(devices, tables, strict=True)
+    return head + "".join(f'[[stages]]\ndevice = "{device}"{table}' for device, table in pairs)
 
 
 def proved(config: Path, *overrides: str) -> str:

@@ -1,192 +1,176 @@
-"""Copies between a device and the host: on the pretend accelerator, in a process that has it.
+"""Copies between a device and the host: on the pretend accelerator, in forks that have it.
 
 See tests/support/pretend. A piece of code without its waits has to fail there.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from rpcmp.pipelining.devices import CPU
+from rpcmp.rpc.memory_blocks import PeerMemory
+from rpcmp.rpc.shared_memory import OwnMemory, SharedTensor
 from rpcmp.worker import copies
 from rpcmp.worker.copies import Copies, copies_of
-from tests.support.pretend import install
+from tests.support.forkedcall import in_a_fork
 
-COPYING = """
-import json, pathlib, sys, threading, torch
-from rpcmp.worker import copies
+pytestmark = pytest.mark.xdist_group("pretend")
+on_a_device = pytest.mark.usefixtures("pretended")
 
-source, taken_out = pathlib.Path(copies.__file__).read_text(), sys.argv[1]
-if taken_out:
-    assert source.count(taken_out) == 1
-    exec(compile(source.replace(taken_out, sys.argv[2]), copies.__file__, "exec"), vars(copies))
 
-device = torch.device("pretend:1")
-made = copies.copies_of(device)
-found, received = {"kind": type(made).__name__}, torch.arange(6.0).view(2, 3).t()
+def take_out(piece: str, instead: str) -> None:
+    """Let the copies of this process be made by code without a piece, if there is one."""
+    source = Path(copies.__file__).read_text(encoding="utf-8")
+    if piece:
+        assert source.count(piece) == 1
+        exec(compile(source.replace(piece, instead), copies.__file__, "exec"), vars(copies))
 
-def sent(act):
-    done = threading.Event()
 
-    def end(value):
-        found.setdefault("threads", set()).add(threading.current_thread().name)
-        found.setdefault("results", []).append(value)
-        done.set()
-
-    made.when_made(lambda: end(act()), lambda error: end(f"{type(error).__name__}: {error}"))
-    assert done.wait(60)
-
-def computed():
-    (there,) = made.to_device([received])()
-    found["arrived"] = [str(there.device), list(there.stride())]
-    output = there * 2
-    del there
-    host, shared = made.copied(output, torch.bfloat16), torch.zeros(3, 2)
-    made.write(shared, output)
-    output.add_(100)  # as a layer does that writes to its output in its next forward
-    sent(lambda: [host.tolist(), shared.tolist()])
-    made.write(torch.zeros(7), output)
-    sent(lambda: "not reached")
-    on_cpu = made.to_host(torch.ones(2), torch.float64)
-    sent(on_cpu.tolist)
-
-def is_too_large():
-    arriving = made.to_device([torch.empty(1).expand(2**19)])
-    found["memory"] = "the caller has gone on"
-    arriving()
-
-def failure(act):
+def failure(act: Callable[[], object]) -> str | None:
     try:
         act()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-
-found["failed"] = failure(computed)
-computing = (1, torch.accelerator.current_stream(1).stream_id)
-first = torch.pretend.streams.clocks[1, made._in.stream_id]
-found["waited"] = computing in first
-found["full"] = failure(is_too_large)
-print(json.dumps({**found, "threads": sorted(found.get("threads", []))}))
-"""
+    return None
 
 
-DIRECT = """
-import json, os, pathlib, sys, threading, torch
-from rpcmp.rpc.memory_blocks import PeerMemory
-from rpcmp.rpc.shared_memory import OwnMemory
-from rpcmp.worker import copies
+def copied(taken_out: str = "", instead: str = "") -> dict[str, Any]:
+    """Copy there and back, in this process, on a device of 1 MiB; return what was found."""
+    take_out(taken_out, instead)
+    sys.modules["pretend_accelerator"].MEMORY = 2**20  # type: ignore[attr-defined]
+    device = torch.device("pretend:1")
+    made: Any = copies.copies_of(device)
+    threads, results = set[str](), list[Any]()
+    found: dict[str, Any] = {"kind": type(made).__name__, "results": results}
 
-source, taken_out = pathlib.Path(copies.__file__).read_text(), sys.argv[1]
-if taken_out:
-    assert source.count(taken_out) == 1
-    exec(compile(source.replace(taken_out, sys.argv[2]), copies.__file__, "exec"), vars(copies))
+    def sent(act: Callable[[], object]) -> None:
+        done = threading.Event()
 
-one, other = torch.device("pretend:0"), torch.device(sys.argv[3])
-side = torch.Stream(device=one)  # or all that has no other stream would be in order with it
-reader = copies.copies_of(other)
-with side:
-    producer = copies.copies_of(one)
-own = OwnMemory("", one)
-peer = PeerMemory(own.address.fd, "pretend")
+        def end(value: object) -> None:
+            threads.add(threading.current_thread().name)
+            results.append(value)
+            done.set()
 
-def wait(copies):
-    done = threading.Event()
-    copies.when_made(done.set, lambda error: print(error, file=sys.stderr))
-    assert done.wait(60)
+        made.when_made(lambda: end(act()), lambda error: end(f"{type(error).__name__}: {error}"))
+        assert done.wait(60)
 
-def sent(number):
+    def computed() -> None:
+        (there,) = made.to_device([torch.arange(6.0).view(2, 3).t()])()
+        found["arrived"] = [str(there.device), list(there.stride())]
+        output = there * 2
+        del there
+        host, shared = made.copied(output, torch.bfloat16), torch.zeros(3, 2)
+        made.write(shared, output)
+        output.add_(100)  # as a layer does that writes to its output in its next forward
+        sent(lambda: [host.tolist(), shared.tolist()])
+        made.write(torch.zeros(7), output)
+        sent(lambda: "not reached")
+        on_cpu = made.to_host(torch.ones(2), torch.float64)
+        sent(on_cpu.tolist)
+
+    def is_too_large() -> None:
+        arriving = made.to_device([torch.empty(1).expand(2**19)])
+        found["memory"] = "the caller has gone on"
+        arriving()
+
+    found["failed"] = failure(computed)
+    computing = (1, torch.accelerator.current_stream(1).stream_id)
+    streams = torch.get_device_module(device).streams
+    found["waited"] = computing in streams.clocks[1, made._in.stream_id]
+    found["full"] = failure(is_too_large)
+    return {**found, "threads": sorted(threads)}
+
+
+def copied_directly(other_device: str, taken_out: str = "", instead: str = "") -> dict[str, Any]:
+    """Copy from device to device and back, in this process; return what was found."""
+    take_out(taken_out, instead)
+    one, other = torch.device("pretend:0"), torch.device(other_device)
+    side = torch.Stream(device=one)  # or all that has no other stream would be in order with it
+    reader: Any = copies.copies_of(other)
     with side:
-        placed = own.allocate((4,), torch.float32, requires_grad=True)
-        output = torch.full((4,), float(number), device=one)
-        producer.write(placed.tensor, output)
-        output.add_(100)
-        lent = placed.lend()
+        producer = copies.copies_of(one)
+    own = OwnMemory("", one)
+    peer = PeerMemory(own.address.fd, "pretend")
+
+    def wait(of: Copies) -> None:
+        done = threading.Event()
+        of.when_made(done.set, lambda error: print(error, file=sys.stderr))
+        assert done.wait(60)
+
+    def sent(number: int) -> tuple[SharedTensor, Any]:
+        with side:
+            placed = own.allocate((4,), torch.float32, requires_grad=True)
+            output = torch.full((4,), float(number), device=one)
+            producer.write(placed.tensor, output)
+            output.add_(100)
+            lent = placed.lend()
+            wait(producer)
+        assert not isinstance(lent, Tensor)
+        lent.attach(peer)
+        return placed, lent
+
+    found: dict[str, Any] = {"inputs": [], "gradients": [], "held": []}
+    kept = list[Callable[[], list[Tensor]]]()
+
+    def exchanged() -> None:
+        for number in range(4):
+            placed, lent = sent(number)
+            arriving = reader.to_device([lent.tensor])
+            found["held"].append(len(reader._reading))
+            kept.append(arriving)
+            gradient = torch.full((4,), float(10 * number), device=other)
+            if number % 2:
+                arriving()[0].cpu()
+                reader.to_device([torch.ones(2)])  # finds that all copies are made
+                lent.give_gradient(gradient, reader.write)
+                gradient.add_(1)
+                del lent
+                sent(77)  # which must not get the block that is written to
+                wait(reader)
+                taken = placed.take_gradient()
+                assert taken is not None
+                back = producer.to_device([taken])
+                del placed, taken
+                sent(88)
+                with side:
+                    (arrived,) = back()
+                    found["gradients"].append(arrived.cpu().tolist())
+            else:
+                del lent, placed
+                sent(99)  # nor one that is read
+        for each in kept:
+            (tensor,) = each()
+            found["inputs"].append(tensor.cpu().tolist())
+        placed, lent = sent(5)
+        lent.give_gradient(torch.full((4,), 50.0, device=other), reader.write)
+        del placed, lent  # the step was aborted
+        with side:
+            next_ones = [own.allocate((1000,), torch.float32) for _ in range(8)]  # all free blocks
+            for following in next_ones:
+                producer.write(following.tensor, torch.full((1000,), 7.0, device=one))
         wait(producer)
-    lent.attach(peer)
-    return placed, lent
+        wait(reader)
+        found["next"] = sorted({x for each in next_ones for x in each.tensor.cpu().tolist()})
 
-found, kept = {"inputs": [], "gradients": [], "held": []}, []
-try:
-    for number in range(4):
-        placed, lent = sent(number)
-        arriving = reader.to_device([lent.tensor])
-        found["held"].append(len(reader._reading))
-        kept.append(arriving)
-        gradient = torch.full((4,), float(10 * number), device=other)
-        if number % 2:
-            arriving()[0].cpu()
-            reader.to_device([torch.ones(2)])  # finds that all copies are made
-            lent.give_gradient(gradient, reader.write)
-            gradient.add_(1)
-            del lent
-            sent(77)  # which must not get the block that is written to
-            wait(reader)
-            back = producer.to_device([placed.take_gradient()])
-            del placed
-            sent(88)
-            with side:
-                (arrived,) = back()
-                found["gradients"].append(arrived.cpu().tolist())
-        else:
-            del lent, placed
-            sent(99)  # nor one that is read
-    for arriving in kept:
-        (tensor,) = arriving()
-        found["inputs"].append(tensor.cpu().tolist())
-    placed, lent = sent(5)
-    lent.give_gradient(torch.full((4,), 50.0, device=other), reader.write)
-    del placed, lent  # the step was aborted
-    with side:
-        next_ones = [own.allocate((1000,), torch.float32) for _ in range(8)]  # all free blocks
-        for each in next_ones:
-            producer.write(each.tensor, torch.full((1000,), 7.0, device=one))
-    wait(producer)
-    wait(reader)
-    found["next"] = sorted({x for each in next_ones for x in each.tensor.cpu().tolist()})
-    found["failed"] = None
-except Exception as error:
-    found["failed"] = f"{type(error).__name__}: {error}"
-print(json.dumps(found), flush=True)
-os._exit(0)  # events that end with the interpreter would call what is gone
-"""
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    memory = {"PRETEND_MEMORY": str(2**20)}
-    return {**os.environ, **memory, **install(tmp_path_factory.mktemp("pretend"))}
-
-
-def copied(environment: dict[str, str], taken_out: str = "", instead: str = "") -> dict[str, Any]:
-    """Copy there and back, if need be without a piece of the code; return what was found."""
-    return asked(environment, COPYING, taken_out, instead)
-
-
-def asked(environment: dict[str, str], *command: str) -> dict[str, Any]:
-    asked = subprocess.run(
-        [sys.executable, "-c", *command],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert asked.returncode == 0, asked.stderr
-    found: dict[str, Any] = json.loads(asked.stdout)
+    found["failed"] = failure(exchanged)
     return found
 
 
 DOUBLED = [[0.0, 6.0], [2.0, 8.0], [4.0, 10.0]]
 
 
-def test_copies_there_and_back(environment: dict[str, str]) -> None:
-    found = copied(environment)
+@on_a_device
+def test_copies_there_and_back() -> None:
+    found = in_a_fork(copied)
     assert found["kind"] == "OverlappedCopies"
     assert found["failed"] is None
     values, failed, on_cpu = found["results"]
@@ -220,10 +204,9 @@ def test_copies_there_and_back(environment: dict[str, str]) -> None:
     ],
     ids=["arriving", "arrived memory", "leaving", "left memory", "a copy of its own", "the host"],
 )
-def test_each_wait_is_needed(
-    environment: dict[str, str], taken_out: str, instead: str, reason: str
-) -> None:
-    found = copied(environment, taken_out, instead)
+@on_a_device
+def test_each_wait_is_needed(taken_out: str, instead: str, reason: str) -> None:
+    found = in_a_fork(copied, taken_out, instead)
     if reason:
         assert "a race on the pretend accelerator" in found["failed"]
         assert reason in found["failed"]
@@ -241,35 +224,30 @@ DIRECTLY: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("other", ["pretend:0", "pretend:1"])
-def test_tensors_go_from_device_to_device(environment: dict[str, str], other: str) -> None:
-    assert asked(environment, DIRECT, "", "", other) == DIRECTLY
+@on_a_device
+def test_tensors_go_from_device_to_device(other: str) -> None:
+    assert in_a_fork(copied_directly, other) == DIRECTLY
 
 
 @pytest.mark.parametrize(
-    ("taken_out", "instead", "other"),
+    ("taken_out", "instead"),
     [
-        ("self._reading.append(", "bool(", "pretend:1"),
-        (".query()", " is not None", "pretend:1"),
-        ("self._on_devices.append(target)", "pass", "pretend:1"),
-        ("made.synchronize()", "pass", "pretend:1"),
+        ("self._reading.append(", "bool("),
+        (".query()", " is not None"),
+        ("self._on_devices.append(target)", "pass"),
+        ("made.synchronize()", "pass"),
+        (f"{' ' * 20}target.copy_(own, non_blocking=True)", f"{' ' * 20}pass"),
+        ("own.record_stream(self._out)\n\n", "\n"),
         (
-            "                    target.copy_(own, non_blocking=True)",
-            "                    pass",
-            "pretend:1",
-        ),
-        ("own.record_stream(self._out)\n\n", "\n", "pretend:1"),
-        (
-            "            self._out.wait_stream(self._computing)\n            if not",
-            "            if not",
-            "pretend:1",
+            f"{' ' * 12}self._out.wait_stream(self._computing)\n{' ' * 12}if not",
+            f"{' ' * 12}if not",
         ),
     ],
     ids=["held", "until read", "held until written", "the host", "written", "memory", "leaving"],
 )
-def test_each_part_of_that_is_needed(
-    environment: dict[str, str], taken_out: str, instead: str, other: str
-) -> None:
-    assert asked(environment, DIRECT, taken_out, instead, other) != DIRECTLY
+@on_a_device
+def test_each_part_of_that_is_needed(taken_out: str, instead: str) -> None:
+    assert in_a_fork(copied_directly, "pretend:1", taken_out, instead) != DIRECTLY
 
 
 def test_a_cpu_and_a_device_without_streams_copy_plainly() -> None:
