@@ -62,7 +62,12 @@ def devices_and_memory() -> dict[str, Any]:
     view = None  # noqa: F841
     found["freed"] = [pretend.memory_allocated(1), pretend.max_memory_allocated(1) >= 1024]
     made = torch.tensor([2.0, 3.0], device="pretend:1", requires_grad=True)
-    found["made"] = [str(made.device), made.is_leaf, made.requires_grad, made.tolist()]
+    found["made"] = [
+        str(made.device),
+        made.is_leaf,
+        made.requires_grad,
+        made.detach().cpu().tolist(),
+    ]
     read, write = os.pipe()
     if not (pid := os.fork()):
         os.write(write, str(failure(lambda: torch.ones(1, device="pretend:0"))).encode())

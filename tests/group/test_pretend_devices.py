@@ -147,13 +147,14 @@ def used(*places: str) -> list[Any]:
         pipeline.optimizer.load_state_dict(optimizer)
         found += [pipeline.train_step(inputs, targets), pipeline.evaluate(inputs, targets)]
         found += [pipeline.predict(inputs).tolist(), parameters_sha256(state)]
-    return json.loads(json.dumps(found, default=float))  # type: ignore[no-any-return]
+    return json.loads(json.dumps(found, default=str))  # type: ignore[no-any-return]
 
 
 def trained(path: Path, places: list[str], steps: int, saved: SavedGroup | None) -> SavedGroup:
     """Train on these devices, evaluating each epoch, and save what a checkpoint has."""
     overrides = [f"stages.{index}.device={place}" for index, place in enumerate(places)]
     config = loader.load_config(path, [*overrides, f"steps={steps}"])
+    config = config.model_copy(update={"checkpoint": None})  # a job's, which saves by its servers
     with local_group(config, saved) as local:
         local.train(evaluate=True)
         return local.save(path.parent / f"{'-'.join(places)} to {steps}")
