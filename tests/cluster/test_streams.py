@@ -1,34 +1,30 @@
-"""Streams end to end: at the driver and at the stages, interrupted, and of well-known packages."""
+"""Streams end to end: at the driver and at the stages, interrupted, and of well-known packages.
+
+Positions and what is read from them: tests/unit/data/test_streams.py.
+"""
 
 from __future__ import annotations
 
 import functools
-import io
 import json
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.support.faults import Committed, Faults, committed, drive
+from tests.support.faults import Faults, committed, drive
 from tests.support.processes import JobFolder, Result, rpcmp
+from tests.support.streamjobs import shards
 
 BY_STEP = 'scheduler_interval = "step"'
+AUTO = ("--set", "model.balance=auto", "--set", "model.num_stages=2")
 
 
-def data(
-    train: str,
-    at: str = "driver",
-    num_workers: int = 0,
-    more: str = "",
-    test: str = '"streams:Plain"',
-) -> str:
+def data(train: str, at: str = "driver", num_workers: int = 0, more: str = "") -> str:
     return f"""
         [data]
         train = {train}
-        test = {test}
+        test = "streams:Plain"
         batch_size = 8
         at = "{at}"
         num_workers = {num_workers}
@@ -47,80 +43,94 @@ def job_of(job: JobFolder, section: str) -> Path:
     """)
 
 
+def train_of(name: str, folder: Path) -> str:
+    """Return a `data.train`; of Kept, the samples that it yields are lines of a file "read"."""
+    kwargs = f'samples = 21, log = "{folder / "read"}"' if name == "Kept" else ""
+    if name == "of_webdataset":
+        kwargs = f'folder = "{shards(folder / "shards")}"'
+    return f'{{ callable = "streams:{name}", kwargs = {{ {kwargs} }} }}'
+
+
 def warnings(result: Result) -> str:
     return "\n".join(event["text"] for event in result.events if event["event"] == "warning")
 
 
-@pytest.mark.parametrize("at", ["driver", "stage"])
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_streams_have_the_bits_of_one_process(job: JobFolder, at: str, num_workers: int) -> None:
-    section = data('"streams:Plain"', at, num_workers)
-    proved = rpcmp("verify", job_of(job, section), "--steps", "7")
-    assert "identical: 7 losses" in proved.out, proved.err
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
+    """Runs of a stream without a fault."""
+
+    def run(name: str, at: str, more: str = "") -> Result:
+        job = JobFolder(tmp_path_factory.mktemp(name) / "job")
+        section = data(train_of(name, job.folder), at, more=more)
+        return drive(Faults(job).config(BY_STEP, stages=2, sections=section))
+
+    return functools.cache(run)
 
 
-def test_both_places_evaluate_the_same_stream(job: JobFolder) -> None:
-    found = []
-    for at in ("driver", "stage"):
-        result = rpcmp("drive", job_of(job, data('"streams:Kept"', at)), "--json")
-        assert result.code == 0, result.err
-        assert not warnings(result)
-        found.append([result.event("eval")["loss"], *committed(result)])
-    assert found[0] == found[1]
+@pytest.mark.parametrize(
+    ("name", "at", "num_workers"),
+    [
+        ("Plain", "driver", 0),
+        ("of_webdataset", "stage", 1),
+        pytest.param("Plain", "driver", 2, marks=pytest.mark.cluster),
+        pytest.param("Plain", "stage", 2, marks=pytest.mark.cluster),
+    ],
+)
+def test_streams_have_the_bits_of_one_process(
+    job: JobFolder, name: str, at: str, num_workers: int
+) -> None:
+    section = data(train_of(name, job.folder), at, num_workers)
+    proved = rpcmp("verify", job_of(job, section), "--steps", "3")
+    assert "identical: 3 losses" in proved.out, proved.err
 
 
-@pytest.mark.parametrize("at", ["driver", "stage"])
-@pytest.mark.parametrize("name", ["Plain", "Kept"])
-def test_a_killed_worker_changes_nothing(job: JobFolder, name: str, at: str) -> None:
-    log = job.folder / "read"
-    kwargs = f', kwargs = {{ samples = 21, log = "{log}" }}' if name == "Kept" else ""
-    section = data(f'{{ callable = "streams:{name}"{kwargs} }}', at)
-    expected = committed(drive(Faults(job).config(BY_STEP, stages=2, sections=section)))
-    log.unlink(missing_ok=True)
+def test_both_places_evaluate_the_same_stream(undisturbed: Callable[..., Result]) -> None:
+    found = [undisturbed("Kept", at) for at in ("driver", "stage")]
+    assert not any(map(warnings, found))
+    first, second = ((run.event("eval")["loss"], committed(run)) for run in found)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [
+        ("Kept", "driver"),
+        ("Plain", "stage"),
+        pytest.param("Kept", "stage", marks=pytest.mark.cluster),
+        pytest.param("Plain", "driver", marks=pytest.mark.cluster),
+    ],
+)
+def test_a_killed_worker_changes_nothing(
+    job: JobFolder, name: str, at: str, undisturbed: Callable[..., Result]
+) -> None:
     faults = Faults(job).fail_at(0, 4, "backward", "SIGKILL")
+    section = data(train_of(name, job.folder), at)
     result = drive(faults.config(BY_STEP, stages=2, sections=section))
-    assert committed(result) == expected
+    assert committed(result) == committed(undisturbed(name, "stage"))
     assert len(faults.triggered) == 1
     told = "data.train has no state_dict: its first 3 mini-batches are read again, which takes"
     assert (told in warnings(result)) == (name == "Plain")
     if name == "Kept" and at == "driver":  # the last mini-batches twice at most, in either place
-        assert len(log.read_text().splitlines()) <= 8 * (6 + 3)
+        assert len((job.folder / "read").read_text().splitlines()) <= 8 * (6 + 3)
 
 
-def test_a_run_goes_on_where_its_stream_was(job: JobFolder) -> None:
-    log = job.folder / "read"
-    section = data(f'{{ callable = "streams:Kept", kwargs = {{ log = "{log}" }} }}')
-    expected = committed(drive(Faults(job).config(BY_STEP, stages=2, sections=section)))
+def test_a_run_goes_on_where_its_stream_was(
+    job: JobFolder, undisturbed: Callable[..., Result]
+) -> None:
+    expected = committed(undisturbed("Kept", "stage"))
+    section = data(train_of("Kept", job.folder))
     config = Faults(job).config(
         BY_STEP, stages=2, sections=f'{section}\n[checkpoint]\ndir = "saved"\nevery_steps = 1'
     )
     before = rpcmp("drive", config, "--json", "--steps", "4")
     assert before.code == 0, before.err
-    log.unlink()
+    (job.folder / "read").unlink()
     after = rpcmp("drive", config, "--json", "--resume")
     assert committed(after) == (expected[0][4:], expected[1])
-    assert len(log.read_text().splitlines()) == 8 * 2
+    assert len((job.folder / "read").read_text().splitlines()) == 8 * 2
     refused = rpcmp("drive", config, "--json", "--resume", "--set", "data.num_workers=2")
     assert refused.code == 2
     assert "leave data.num_workers as it was" in refused.err
-
-
-def test_a_stream_that_is_another_after_a_fault_is_told(job: JobFolder) -> None:
-    faults = Faults(job).fail_at(0, 4, "backward", "SIGKILL")
-    result = drive(faults.config(BY_STEP, stages=2, sections=data('"streams:Unsteady"')))
-    assert result.code == 0, result.err
-    assert "data.train yields other samples than before the run was interrupted" in warnings(result)
-
-
-def test_a_run_of_another_dataset_is_not_gone_on_with_on_a_stream(job: JobFolder) -> None:
-    saved = '[checkpoint]\ndir = "saved"\nevery_steps = 1'
-    sections = data('"zoo:regression"') + saved
-    before = rpcmp("drive", Faults(job).config(BY_STEP, stages=2, sections=sections), "--json")
-    assert before.code == 0, before.err
-    config = Faults(job).config(BY_STEP, stages=2, sections=data('"streams:Plain"') + saved)
-    refused = rpcmp("drive", config, "--json", "--resume", "--steps", "9")
-    assert refused.code == 2
-    assert "the run has 6 steps, of which 0 are known to be of the stream" in refused.err
 
 
 def test_hosts_whose_streams_differ_are_named(job: JobFolder) -> None:
@@ -131,85 +141,49 @@ def test_hosts_whose_streams_differ_are_named(job: JobFolder) -> None:
     )
 
 
+@pytest.mark.parametrize("at", [pytest.param("driver", marks=pytest.mark.cluster), "stage"])
+def test_a_balance_that_is_measured_before_a_run_reads_a_stream_too(
+    job: JobFolder, at: str, undisturbed: Callable[..., Result]
+) -> None:
+    section = data(train_of("Plain", job.folder), at)
+    measured = drive(Faults(job).config(BY_STEP, stages=2, sections=section), *AUTO)
+    assert committed(measured) == committed(undisturbed("Plain", "stage"))
+
+
+@pytest.mark.cluster
 @pytest.mark.parametrize("at", ["driver", "stage"])
-def test_what_is_measured_before_a_run_reads_a_stream_too(job: JobFolder, at: str) -> None:
+def test_a_stream_is_tuned(job: JobFolder, at: str) -> None:
+    small = "optimizer={ callable = 'torch.optim:SGD', kwargs = { lr = 1e-9 } }"
+    options = ("--microbatches", "2,3", "--schedules", "1f1b", "--budget", "5", "--json")
     config = job_of(job, data('"streams:Plain"', at))
-    whole = drive(config)
-    auto = ("--set", "model.balance=auto", "--set", "model.num_stages=2")
-    assert committed(drive(config, *auto)) == committed(whole)
-    small = (
-        "--set",
-        "optimizer={ callable = 'torch.optim:SGD', kwargs = { lr = 1e-9 } }",
-        "--microbatches",
-        "2,3",
-        "--schedules",
-        "1f1b",
-    )
-    tuned = rpcmp("tune", config, *auto, *small, "--budget", "5", "--json")
+    tuned = rpcmp("tune", config, *AUTO, "--set", small, *options)
     assert tuned.code == 0, tuned.err
     assert {each["num_microbatches"] for each in json.loads(tuned.out)["settings"]} == {2, 3}
 
 
-def test_a_stream_needs_steps(job: JobFolder) -> None:
-    for at in ("driver", "stage"):
-        config = job_of(job, data('"streams:Plain"', at))
-        config.write_text(config.read_text().replace("steps = 7", "epochs = 2"))
-        result = rpcmp("drive", config, "--json")
-        assert result.code == 2
-        assert "data.train is a stream, which has no length: say with `steps`" in " ".join(
-            result.err.split()
-        )
-        assert "step" not in {event["event"] for event in result.events}
-
-
-def shards(folder: Path) -> str:
-    """Write two tar files of 16 samples, as webdataset reads them; return a `data.train`."""
-    folder.mkdir()
-    generator = torch.Generator().manual_seed(3)
-    for number in range(2):
-        with tarfile.open(folder / f"{number}.tar", "w") as tar:
-            for sample in range(16):
-                for kind, size in (("x", 8), ("y", 1)):
-                    file = io.BytesIO()
-                    torch.save(torch.rand(size, generator=generator), file)
-                    about = tarfile.TarInfo(f"{number}-{sample:03}.{kind}.pth")
-                    about.size = file.tell()
-                    tar.addfile(about, io.BytesIO(file.getvalue()))
-    return f'{{ callable = "streams:of_webdataset", kwargs = {{ folder = "{folder}" }} }}'
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Committed]:
-    """The commits of a stream of each package without a fault, read at the stages."""
-
-    def run(package: str) -> Committed:
-        job = JobFolder(tmp_path_factory.mktemp(package) / "job")
-        section = data_of(package, "stage", job.folder)
-        return committed(drive(Faults(job).config(BY_STEP, stages=2, sections=section)))
-
-    return functools.cache(run)
-
-
-def data_of(package: str, at: str, folder: Path) -> str:
-    train, more, num_workers, test = f'"streams:of_{package}"', "", 2, '"streams:Plain"'
-    if package == "webdataset":
-        train = shards(folder / "shards")
-    if package == "datasets":
-        more, test = 'collate = "streams:columns"', train
-    if package == "torchdata":
-        num_workers = 0
-    return data(train, at, num_workers, more, test)
-
-
 @pytest.mark.parametrize("at", ["driver", "stage"])
-@pytest.mark.parametrize("package", ["datasets", "webdataset", "torchdata"])
+def test_a_stream_needs_steps(job: JobFolder, at: str) -> None:
+    config = job_of(job, data('"streams:Plain"', at))
+    config.write_text(config.read_text().replace("steps = 7", "epochs = 2"))
+    result = rpcmp("drive", config, "--json")
+    assert result.code == 2
+    told = "data.train is a stream, which has no length: say with `steps`"
+    assert told in " ".join(result.err.split())
+    assert "step" not in {event["event"] for event in result.events}
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("package", "at"), [("datasets", "stage"), ("webdataset", "driver"), ("torchdata", "stage")]
+)
 def test_streams_of_packages(
-    job: JobFolder, package: str, at: str, undisturbed: Callable[[str], Committed]
+    job: JobFolder, package: str, at: str, undisturbed: Callable[..., Result]
 ) -> None:
     """A run that loses a worker is one without a fault, wherever samples are loaded."""
     faults = Faults(job).fail_at(0, 4, "backward", "SIGKILL")
-    section = data_of(package, at, job.folder)
+    more = 'collate = "streams:columns"' if package == "datasets" else ""
+    section = data(train_of(f"of_{package}", job.folder), at, num_workers=1, more=more)
     result = drive(faults.config(BY_STEP, stages=2, sections=section))
-    assert committed(result) == undisturbed(package)
+    assert committed(result) == committed(undisturbed(f"of_{package}", "stage", more))
     assert len(faults.triggered) == 1
     assert ("are read again" in warnings(result)) == (package == "webdataset")

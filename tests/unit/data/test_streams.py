@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from rpcmp.data.stream_shares import Position
 from rpcmp.data.streams import PassReader, StreamPass, StreamReader
 from rpcmp.errors import ConfigError
 from tests.support.forkedcall import in_a_fork
-from tests.support.streamjobs import SIZE, config, stream
+from tests.support.streamjobs import SIZE, config, shards, stream
 
 
 def ends(batch: Loaded | None) -> list[float]:
@@ -42,28 +44,58 @@ def test_a_stream_yields_full_mini_batches_pass_after_pass(name: str) -> None:
     assert len({number for batch in found for number in batch}) > 18 * SIZE  # all is drawn
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 3])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("num_workers", "names"),
+    [
+        ("0", KINDS),
+        ("1", ["Kept"]),
+        ("3", ["Plain", "Shared", "Kept", "Iterated"]),
+        *(pytest.param(number, KINDS, marks=pytest.mark.cluster) for number in "13"),
+    ],
+)
 def test_a_stream_goes_on_from_each_position_with_the_same_bits(
-    name: str, num_workers: int
+    num_workers: str, names: list[str]
 ) -> None:
-    in_a_fork(require_that_it_goes_on, name, str(num_workers))
+    in_a_fork(require_that_they_go_on, num_workers, *names)
 
 
-def require_that_it_goes_on(name: str, num_workers: str) -> None:
-    job = config(name, num_workers=int(num_workers), steps=9)
-    expected = whole(job)
+def test_streams_of_packages_go_on_from_each_position_with_the_same_bits(tmp_path: Path) -> None:
+    """In one process, which imports them once."""
+    in_a_fork(require_that_packages_go_on, str(shards(tmp_path / "shards")))
+
+
+def require_that_packages_go_on(folder: str) -> None:
+    for name, more in (
+        ("datasets", {"collate": "tests.zoo.streams:columns"}),
+        ("webdataset", {"kwargs": {"folder": folder}}),
+        ("torchdata", {"kwargs": {"samples": 44}}),
+    ):
+        for num_workers in (0, 2):
+            if (name, num_workers) != ("torchdata", 2):  # it does not divide itself
+                require_that_it_goes_on(f"of_{name}", num_workers, name != "webdataset", **more)
+
+
+def require_that_they_go_on(num_workers: str, *names: str) -> None:
+    for name in names:
+        require_that_it_goes_on(name, int(num_workers), name in ("Kept", "Iterated"))
+
+
+def require_that_it_goes_on(name: str, num_workers: int, keeps_state: bool, **more: Any) -> None:
+    job = config(name, num_workers=num_workers, steps=9, **more)
+    expected, positions = [], []
+    with closing(stream(job)) as batches:
+        for number, batch in enumerate(batches.epoch(1), 1):
+            expected.append(ends(batch))
+            positions.append(batches.position_after(number))
     for done in (1, 3, 5):
-        with closing(stream(job)) as before:
-            list(itertools.islice(before.epoch(1), done))
-            position = before.position_after(done)
+        position = positions[done - 1]
         assert position is not None
         skipped: list[Position] = []
         with closing(stream(job)) as after:
             after.seek(position.dump(), skipped.append)
             assert [ends(batch) for batch in after.epoch(1, done)] == expected[done:]
-        assert position.is_read_again == (name not in ("Kept", "Iterated"))
-        assert len(skipped) == (done if position.is_read_again else done % max(1, int(num_workers)))
+        assert position.is_read_again == (not keeps_state)
+        assert len(skipped) == (done if position.is_read_again else done % max(1, num_workers))
 
 
 class Numbers(torch.utils.data.IterableDataset[tuple[int, int]]):
@@ -105,13 +137,13 @@ def require_shares() -> None:
         numbers(3, 6, samples=2)
 
 
-def test_processes_of_a_driver_read_the_same() -> None:
-    """They are spawned, and build the stream themselves."""
+def test_a_process_of_a_driver_reads_the_same() -> None:
+    """It is spawned, and builds the stream itself."""
     in_a_fork(require_that_the_driver_reads)
 
 
 def require_that_the_driver_reads() -> None:
-    job = config("Shared", num_workers=2, steps=5)
+    job = config("Shared", num_workers=1, steps=5)
     with closing(training_batches(job)) as batches:
         assert [ends(batch) for batch in batches.epoch(1)] == whole(job)
 

@@ -1,4 +1,4 @@
-"""The steps of a run; streams of samples that go on: tests/cluster/test_streams.py."""
+"""The steps of a run, of datasets and of streams."""
 
 from __future__ import annotations
 
@@ -63,18 +63,24 @@ def test_epochs_count_if_there_are_no_steps() -> None:
     assert not made.ends_epoch(2)
 
 
-def test_a_stream_that_is_read_again_can_be_stopped() -> None:
-    with closing(stream(config())) as read:
+@pytest.mark.parametrize("name", ["Plain", "Unsteady"])
+def test_a_stream_is_read_again_and_can_be_stopped(name: str) -> None:
+    with closing(stream(config(name))) as read:
         made, _ = steps(read, steps=20)
         next(step for step in made.after(0) if step.number == 3)
         position = made.position_after(3)
     assert position is not None
     texts: list[str] = []
-    with closing(stream(config())) as read:
+    with closing(stream(config(name))) as read:
         again, _ = steps(read, stop := threading.Event(), steps=20)
-        with pytest.raises(ConfigError, match="has 2 steps, of which 3 are known"):
-            again.seek(2, position.dump(), texts.append)
+        for text, known in ((position.dump(), 3), ("", 0)):  # and of another dataset
+            with pytest.raises(ConfigError, match=f"has 2 steps, of which {known} are known"):
+                again.seek(2, text, texts.append)
         again.seek(3, position.dump(), texts.append)
+        next(again.after(3))
+        read.begin()
         stop.set()
         assert list(again.after(3)) == []
     assert "its first 3 mini-batches are read again" in texts[0]
+    odd = [text for text in texts if text.startswith("data.train yields other samples than before")]
+    assert len(odd) == (name == "Unsteady")
