@@ -4,64 +4,56 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 
 from tests.support.pool import PooledServer, lend_servers
-from tests.support.processes import (
-    JobFolder,
-    Running,
-    connect,
-    rpcmp_process,
-    running,
-    running_server,
-)
+from tests.support.processes import JobFolder, Running, connect, rpcmp, running, running_server
 
-LONG = """
+SLEEPING = """
 steps = 100000
 rebalance = "{rebalance}"
 [model]
-layers = "zoo:mlp"
-balance = [2, 2]
+layers = "zoo:lopsided"
+kwargs = {{ milliseconds = 10 }}
+balance = {balance}
 """
-
-STEP = '"event": "step"'
-
-
-def train(job: JobFolder, rebalance: str) -> Path:
-    return job.config(LONG.format(rebalance=rebalance))
 
 
 @contextlib.contextmanager
-def training(job: JobFolder, rebalance: str, servers: Sequence[PooledServer]) -> Iterator[Running]:
+def training(
+    job: JobFolder, rebalance: str, balance: list[int], servers: Sequence[PooledServer]
+) -> Iterator[Running]:
     """Train at stage servers, and interrupt the run at the end."""
-    where = ("--connect", connect(servers))
-    with running("drive", train(job, rebalance), "--json", *where) as run:
-        run.wait_for_line(STEP)
+    config = job.config(SLEEPING.format(rebalance=rebalance, balance=balance))
+    with running("drive", config, "--json", "--connect", connect(servers)) as run:
+        run.wait_for_line('"event": "step"')
         yield run
         run.process.terminate()
         run.wait()
 
 
 def test_a_spare_joins_a_job_and_another_host_leaves_it(job: JobFolder) -> None:
-    with lend_servers(3) as (first, second, new), training(job, "auto", [first, second]) as run:
-        joined = rpcmp_process("join", new.address, "--to", second.address)
+    with (
+        lend_servers(3) as (first, second, new),
+        training(job, "auto", [3, 2], [first, second]) as run,
+    ):
+        busy = rpcmp("join", second.address, "--to", first.address)
+        assert busy.code == 2
+        assert f"{second.address} is no spare that is free" in busy.err
+        joined = rpcmp("join", new.address, "--to", second.address)
         assert (joined.code, joined.err) == (0, "")
         assert joined.out == f"{new.address} serves a stage of job 'job'\n"
-        left = rpcmp_process("drain", "--leave", second.address)
+        left = rpcmp("drain", "--leave", second.address)
         assert (left.code, left.out) == (0, f"{second.address} has ended\n")
         run.wait_for_line("stage 'stage1' at .* has left")
 
 
 def test_a_job_that_does_not_move_layers_takes_nobody_in(job: JobFolder) -> None:
-    with lend_servers(3) as (first, second, new), training(job, "off", [first, second]):
-        refused = rpcmp_process("join", new.address, "--to", first.address)
-        busy = rpcmp_process("join", second.address, "--to", first.address)
+    with lend_servers(2) as (first, new), training(job, "off", [5], [first]):
+        refused = rpcmp("join", new.address, "--to", first.address)
     assert refused.code == 2
     assert "job 'job' does not move layers: it needs rebalance = \"auto\"" in refused.err
-    assert busy.code == 2
-    assert f"{second.address} is no spare that is free" in busy.err
 
 
 @pytest.fixture
@@ -71,20 +63,21 @@ def idle() -> Iterator[PooledServer]:
 
 
 def test_a_server_without_a_job_takes_nobody_in(idle: PooledServer) -> None:
-    refused = rpcmp_process("join", idle.address, "--to", idle.address)
+    refused = rpcmp("join", idle.address, "--to", idle.address)
     assert refused.code == 2
     assert "no job runs here that a host could join" in refused.err
 
 
 def test_a_server_of_one_stage_cannot_join(idle: PooledServer) -> None:
     with running_server("--stage", "0", "--listen", "127.0.0.1:0") as server:
-        refused = rpcmp_process("join", server.address, "--to", idle.address)
+        refused = rpcmp("join", server.address, "--to", idle.address)
     assert refused.code == 2
     assert f"{server.address} is no spare that is free: `rpcmp serve --spare`" in refused.err
 
 
+@pytest.mark.usefixtures("impatient")
 def test_who_does_not_answer_is_named(idle: PooledServer) -> None:
     for places in (("127.0.0.1:9", "--to", idle.address), (idle.address, "--to", "127.0.0.1:9")):
-        silent = rpcmp_process("join", *places)
+        silent = rpcmp("join", *places)
         assert silent.code == 75
         assert "127.0.0.1:9" in silent.err
