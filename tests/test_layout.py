@@ -10,6 +10,7 @@ modules is listed as well, with its subject.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 from tests.support.places import PACKAGE, TESTS
@@ -73,6 +74,7 @@ ELSEWHERE = {
 PROVED_BY = {module: test for test, names in ELSEWHERE.items() for module in names.split()}
 
 
+@functools.cache
 def all_modules() -> list[str]:
     """Return the modules of rpcmp that need a test, such as "worker/backward"."""
     return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from rpcmp.config import loader
 from rpcmp.data.loading import training_batches
 from rpcmp.driver.module_cut import cut_module
 from rpcmp.errors import ConfigError
+from tests.support.commandlines import parsed
 from tests.support.localgroup import unsplit
 from tests.support.processes import rpcmp
 
@@ -22,36 +24,32 @@ from tests.support.processes import rpcmp
 def test_the_new_job_trains_with_the_bits_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its first epoch on stages, and the whole training in one process, by which it learns."""
     monkeypatch.chdir(tmp_path)
     made = rpcmp("new", "spirals")
     assert made.code == 0, made.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["spirals.py", "spirals.toml"]
-    commands = re.findall(r"(?m)^  rpcmp (.*?) +#", made.out)
-    assert [command.split()[:2] for command in commands] == [
+    commands = [shlex.split(line) for line in re.findall(r"(?m)^  rpcmp (.*?) +#", made.out)]
+    assert [command[:2] for command in commands] == [
         [command, "spirals.toml"] for command in ("drive", "verify", "doctor")
     ]
-    driven = rpcmp(*commands[0].split(), "--json", "--set", "epochs=1")
+    for command in commands:
+        parsed(command)
+    driven = rpcmp(*commands[0], "--json", "--set", "epochs=1")
     assert driven.code == 0, driven.err
     assert driven.event("summary")["metrics"]["accuracy"] > 1 / 3
-    verified = rpcmp(*commands[1].split())
-    assert verified.code == 0, verified.err
-
-
-def test_the_new_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole training as configured; in one process, whose bits equal those of a run."""
-    _, path = create("learning", tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "learning", raising=False)
-    config = loader.load_config(path)
+    config = loader.load_config(tmp_path / "spirals.toml")
     assert config.epochs is not None
     assert config.data is not None
     assert config.data.test is not None
     assert config.model is not None
-    batches = training_batches(config)
-    job = loader.load_config(path, [f"steps={config.epochs * len(batches)}"])
+    monkeypatch.syspath_prepend(tmp_path)
+    steps = config.epochs * len(training_batches(config))
+    job = loader.load_config(tmp_path / "spirals.toml", [f"steps={steps}"])
     whole = unsplit(job.with_cut(cut_module(job)))
-    written = importlib.import_module("learning")
-    del sys.modules["learning"]
+    assert driven.losses == list(whole.losses)[: steps // config.epochs]
+    written = importlib.import_module("spirals")
+    del sys.modules["spirals"]
     model = written.Net(**config.model.kwargs)
     model.load_state_dict(whole.state)
     points, spirals = written.dataset(**config.data.test.kwargs).tensors

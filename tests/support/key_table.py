@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
@@ -14,6 +15,7 @@ from rpcmp.config.loader import descriptions, level_of, union_members
 from rpcmp.config.types import Factory, OptimizerFactory
 
 
+@functools.cache
 def table() -> str:
     """Return every key with its type, default and meaning; keys of the job come first, then
     sections.
