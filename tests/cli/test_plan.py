@@ -6,12 +6,17 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rpcmp.cli.plan import _expanded
 from rpcmp.config.loader import load_config
 from rpcmp.errors import ConfigError
+from rpcmp.pipelining.calibration import MeasuredSteps
+from rpcmp.rpc.tensors import parameters_sha256
+from rpcmp.tools import plan_rehearsals
+from tests.support.localgroup import unsplit
 from tests.support.processes import (
     JobFolder,
     Server,
@@ -44,7 +49,19 @@ def spares() -> Iterator[list[Server]]:
         ]
 
 
-def test_a_planned_run_has_the_bits_of_any_other(job: JobFolder, spares: list[Server]) -> None:
+def test_a_planned_run_has_the_bits_of_any_other(
+    job: JobFolder, spares: list[Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One plan is rehearsed for all; tests/unit/tools/test_plan_rehearsals.py has how many are."""
+    monkeypatch.setattr(plan_rehearsals, "MOST_REHEARSALS", 1)
+    monkeypatch.setattr(plan_rehearsals, "MOST_AGAIN", 0)
+    rehearse, rehearsed = plan_rehearsals.rehearse, list[MeasuredSteps]()
+
+    async def noted(*arguments: Any) -> MeasuredSteps:
+        rehearsed.append(await rehearse(*arguments))
+        return rehearsed[-1]
+
+    monkeypatch.setattr(plan_rehearsals, "rehearse", noted)
     config, path = job.config(LAYERS), job.folder / "planned.toml"
     first, second, third = (server.address for server in spares)
     forced = ("--use", first, "--use", second, "--memory", f"{first}=1GiB")
@@ -53,6 +70,7 @@ def test_a_planned_run_has_the_bits_of_any_other(job: JobFolder, spares: list[Se
     report = json.loads(result.out)
     best = report["plans"][0]
     assert {first, second} <= {stage["address"] for stage in best["stages"]}
+    assert [len(steps.busy) > 1 and steps.step_s > 0 for steps in rehearsed] == [True]
     assert {one["from"] for one in report["links"]} == {first, second, third}
     assert all(link["bytes_per_s"] > 0 < link["latency_s"] for link in report["links"])
     for stage in best["stages"]:
@@ -67,20 +85,25 @@ def test_a_planned_run_has_the_bits_of_any_other(job: JobFolder, spares: list[Se
     assert planned.model is not None
     assert planned.model.balance == best["balance"]
     assert planned.name == "job"
-    runs = [rpcmp("drive", file, "--json", "--fresh") for file in (config, path)]
-    assert [run.code for run in runs] == [0, 0], runs[1].err
-    assert runs[0].losses == runs[1].losses
-    one, other = (run.event("summary")["parameters_sha256"] for run in runs)
-    assert one == other
+    run = rpcmp("drive", path, "--json", "--fresh")
+    assert run.code == 0, run.err
+    monkeypatch.syspath_prepend(job.folder)
+    alone = unsplit(load_config(config, [f"model.balance={best['balance']}"]))
+    assert run.losses == alone.losses
+    assert run.event("summary")["parameters_sha256"] == parameters_sha256(alone.state)
 
 
-def test_the_plans_are_shown_as_tables(job: JobFolder, spares: list[Server]) -> None:
+def test_the_plans_are_shown_as_tables(
+    job: JobFolder, spares: list[Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_rehearsals, "REHEARSING_SECONDS", -1.0)
     addresses = [server.address for server in spares[:2]]
     result = rpcmp("plan", job.config(LAYERS), "--connect", ",".join(addresses))
     assert result.code == 0, result.err
     assert result.out.startswith("plan 1: ")
     assert "plan 2: " in result.out
     assert all(address in result.out for address in addresses)
+    assert "only predicted: those that were took" in result.out
     assert "are on one machine: each was measured while the others were idle" in result.out
 
 
