@@ -45,6 +45,11 @@ SLOW_LAST = f"""
 
 JOINED = """
     steps = 2
+    scheduler_interval = "step"
+    optimizer = { callable = "torch.optim:SGD", kwargs = { lr = 1e30 } }
+    [scheduler]
+    callable = "torch.optim.lr_scheduler:ConstantLR"
+    kwargs = { factor = 1e-32, total_iters = 1000 }
     [[stages]]
     name = "left"
     module = "zoo:Encoder"
@@ -61,6 +66,7 @@ JOINED = """
     inputs = ["left", "right.left"]
     replicas = 2
 """
+"""A rehearsal, which has no scheduler, diverges."""
 
 
 @pytest.fixture
@@ -152,6 +158,7 @@ def test_explain_prints_tables_of_a_graph(job: JobFolder) -> None:
     assert "1 right input here (cpu) 1: right 72 frozen" in lines
     assert "2 join left, right.left 2 replicas here (cpu) 1: join 17" in lines
     assert any(line.startswith("predicted ") for line in lines)
+    assert "predicted by the layers alone: " in result.out
     assert sum(line.startswith("0 left F0 ") for line in lines) == 1
     assert "join:0 127.0.0.1, a free port you and root, on this machine" in result.out.replace(
         "  ", " "

@@ -14,9 +14,10 @@ from rpcmp.cli.plan import _expanded
 from rpcmp.config.loader import load_config
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining.calibration import MeasuredSteps
-from rpcmp.rpc.tensors import parameters_sha256
 from rpcmp.tools import plan_rehearsals
-from tests.support.localgroup import unsplit
+from tests.support.alone import committed_alone
+from tests.support.faults import committed
+from tests.support.planning import shorten_rehearsals
 from tests.support.processes import (
     JobFolder,
     Server,
@@ -53,6 +54,7 @@ def test_a_planned_run_has_the_bits_of_any_other(
     job: JobFolder, spares: list[Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One plan is rehearsed for all; tests/unit/tools/test_plan_rehearsals.py has how many are."""
+    shorten_rehearsals(monkeypatch)
     monkeypatch.setattr(plan_rehearsals, "MOST_REHEARSALS", 1)
     monkeypatch.setattr(plan_rehearsals, "MOST_AGAIN", 0)
     rehearse, rehearsed = plan_rehearsals.rehearse, list[MeasuredSteps]()
@@ -86,11 +88,7 @@ def test_a_planned_run_has_the_bits_of_any_other(
     assert planned.model.balance == best["balance"]
     assert planned.name == "job"
     run = rpcmp("drive", path, "--json", "--fresh")
-    assert run.code == 0, run.err
-    monkeypatch.syspath_prepend(job.folder)
-    alone = unsplit(load_config(config, [f"model.balance={best['balance']}"]))
-    assert run.losses == alone.losses
-    assert run.event("summary")["parameters_sha256"] == parameters_sha256(alone.state)
+    assert committed(run) == committed_alone(config, f"model.balance={best['balance']}")
 
 
 def test_the_plans_are_shown_as_tables(

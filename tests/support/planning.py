@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from rpcmp.config.job_sections import StageConfig
 from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
+from rpcmp.job import segments
 from rpcmp.pipelining.calibration import MeasuredSteps
 from rpcmp.pipelining.partition import HostProfile, LayerProfile, bounds
 from rpcmp.pipelining.plan import Connection, Constraints, Plan, PlanHost
@@ -66,6 +69,12 @@ def trained_on(truth: Planner, timed: Timed) -> MeasuredSteps:
             "O": sum(each.update_s for each in layers),
         }
     return MeasuredSteps(estimates.step_seconds(chain, timed.options), 0.0, busy)
+
+
+def shorten_rehearsals(patch: pytest.MonkeyPatch) -> None:
+    """Let a rehearsal in this process be one block of the fewest steps."""
+    patch.setattr(segments, "BLOCK_SECONDS", 0.0)
+    patch.setattr(segments, "MOST_SECONDS", 0.0)
 
 
 def hosts(

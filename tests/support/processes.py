@@ -375,7 +375,7 @@ def rpcmp(*command: str | Path, during: Callable[[RunningHere], object] | None =
         contextlib.redirect_stderr(run.err),
         warnings.catch_warnings(),
         pytest.MonkeyPatch.context() as patch,
-        _own_modules(),
+        own_modules(),
         _beside(run, during),
     ):
         patch.setattr(sys, "argv", ["rpcmp", *map(str, _in_a_test(*command))])
@@ -388,7 +388,7 @@ def rpcmp(*command: str | Path, during: Callable[[RunningHere], object] | None =
 
 
 @contextlib.contextmanager
-def _own_modules() -> Iterator[None]:
+def own_modules() -> Iterator[None]:
     """Forget the modules of the job's folder: the next job may use the same names."""
     path = [*sys.path]
     try:

@@ -323,8 +323,10 @@ def test_predicted_options_have_to_prove_themselves() -> None:
     for _ in range(4):
         assert machine.tuning.known == [own.model_dump(), predicted.model_dump()]
         assert machine.run(1) == predicted
-    machine.run(20)
+    machine.run(300)
     assert own.model_dump() not in machine.tuning.known[:1]
+    searched = [event.measured for event in machine.found if event.measured]
+    assert next(iter(searched[0])) == predicted.without_count
 
 
 def test_the_configs_own_options_are_not_tried_again_either() -> None:
