@@ -23,6 +23,7 @@ from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import Security
 from rpcmp.process import resources
 from rpcmp.process.activity import Activity
+from rpcmp.process.channel import parse
 from rpcmp.server import snapshot_transfer
 from rpcmp.server.connection import machine
 from rpcmp.server.snapshot_store import save_snapshot
@@ -181,10 +182,14 @@ def test_a_malformed_error_of_a_child_is_shown_verbatim(text: str) -> None:
     assert repr(text[:50])[:-1] in str(error)
 
 
+@pytest.mark.parametrize("line", [b"[" * 60_000, b"{}", b"[]", b'{"event": []}', b"\xff", b""])
+def test_a_line_that_is_no_message_is_a_value_error(line: bytes) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        parse(line)
+    assert len(str(caught.value)) < 200
+
+
 NONSENSE = {
-    "deep": b"[" * 60_000,
-    "no event": b"{}",
-    "no object": b"[]",
     "an event that is none": b'{"event": []}',
     "types": b'{"event": "built", "num_parameters": "many", "device": []}',
     "no character": b'{"event": "built", "num_parameters": 1, "device": "\\ud800"}',
@@ -195,14 +200,11 @@ NONSENSE = {
 }
 """Malformed messages that a broken or malicious worker may send to its supervisor."""
 
+OF_ANY_CHILD = ("an event that is none",)
+OF_WORKERS = ("types", "no character", "a step")
 
-WORKERS_ALONE = ("types", "no character", "a step")
-
-NO_MESSAGES = ("deep", "no object")
-"""Malformed lines; the same code reads the lines of all children."""
-
-SAYING = [("worker", which) for which in NONSENSE]
-SAYING += [("driver", which) for which in NONSENSE if which not in (*WORKERS_ALONE, *NO_MESSAGES)]
+SAYING = [("worker", which) for which in NONSENSE if which not in OF_ANY_CHILD]
+SAYING += [("driver", which) for which in NONSENSE if which not in OF_WORKERS]
 
 
 @pytest.mark.parametrize(("whose", "which"), SAYING)

@@ -135,7 +135,8 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_thousand_stages_are_a_row(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
-    path.write_text("stages = [1000]\n[work]\nforward_ms = 20.0\nbackward_ms = 40.0")
+    sizes = "stages = [1000]\nmicrobatches_per_stage = 1\n"
+    path.write_text(f"{sizes}[work]\nforward_ms = 20.0\nbackward_ms = 40.0")
     found = [outlook(given, number) for given in [load(path)] for number in given.stages]
     cells = cluster_simulation.cells(found[0])
     assert (len(cells), cells[0]) == (len(cluster_simulation.HEADS), "1000")

@@ -25,10 +25,7 @@ from rpcmp.tools.measurement import TimeLimits
 from tests.support.contestants import Pretender, compare
 
 
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the machine for a quiet one, whatever else runs on it."""
-    monkeypatch.setattr(benchmark, "disturbance", lambda before, after: "")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 class Broken(Pretender):

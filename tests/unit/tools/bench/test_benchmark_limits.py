@@ -16,10 +16,7 @@ from tests.support.contestants import Pretender
 from tests.support.pretendedtime import in_pretended_time
 
 
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the machine for a quiet one, whatever else runs on it."""
-    monkeypatch.setattr(benchmark, "disturbance", lambda before, after: "")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 class Working(Pretender):
