@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import statistics
@@ -191,13 +190,25 @@ def test_the_shown_balance_equals_the_one_that_a_run_measures(job: JobFolder) ->
         assert stage["busy_s"] <= report["prediction"]["step_s"]
 
 
-def test_the_in_flight_limit_is_checked_against_the_config(job: JobFolder) -> None:
-    given = ["schedule=gpipe", "max_in_flight=2", "data.batch_size=2", "model.balance=[2, 2]"]
-    sets = [part for one in given for part in ("--set", one)]
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["schedule=gpipe", "max_in_flight=2", "data.batch_size=2", "model.balance=[2, 2]"],
+            "gpipe holds all 4 micro-batches",
+        ),
+        (["model.balance=auto", "model.num_stages=2"], "without --no-measure"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused(
+    job: JobFolder, overrides: list[str], message: str
+) -> None:
+    sets = [part for one in overrides for part in ("--set", one)]
     config = job.config('[model]\nlayers = "zoo:mlp"')
     result = CliRunner().invoke(cli, ["explain", str(config), "--no-measure", *sets])
     assert isinstance(result.exception, ConfigError)
-    assert "gpipe holds all 4 micro-batches" in str(result.exception)
+    assert message in str(result.exception)
+    assert not list(job.folder.glob("rpcmp-*"))
 
 
 @pytest.mark.parametrize(
@@ -220,12 +231,3 @@ def test_a_job_that_a_run_would_refuse_gets_the_same_message(
     messages = (result.err.partition("\ntry: ")[0] for result in (explained, driven))
     assert len(set(messages)) == 1  # the hints differ: each command is the remedy for the other
     assert explained.out == ""
-
-
-def test_a_measured_balance_needs_a_measurement(job: JobFolder) -> None:
-    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = "auto"\nnum_stages = 2')
-    result = CliRunner().invoke(cli, ["explain", str(config), "--no-measure"])
-    assert isinstance(result.exception, ConfigError)
-    assert "without --no-measure" in str(result.exception)
-    with contextlib.suppress(FileNotFoundError):
-        assert not list(job.folder.glob("rpcmp-*"))

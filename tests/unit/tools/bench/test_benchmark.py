@@ -24,7 +24,6 @@ from rpcmp.tools.bench.contestants import Contestant, TimedSegment
 from rpcmp.tools.measurement import TimeLimits
 from tests.support.contestants import Pretender, compare
 
-
 pytestmark = pytest.mark.usefixtures("quiet")
 
 

@@ -15,7 +15,6 @@ from rpcmp.tools.measurement import OverBudgetError, StoppedError, TimeLimits
 from tests.support.contestants import Pretender
 from tests.support.pretendedtime import in_pretended_time
 
-
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
