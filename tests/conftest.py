@@ -23,7 +23,7 @@ import pytest
 from rpcmp.job import server_pool
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.template_client import Template
-from tests.support import keptobjects, pool, pretend, processes
+from tests.support import examples, keptobjects, pool, pretend, processes
 from tests.support.needs import needs, needs_root
 from tests.support.places import TESTS
 from tests.support.processes import Server
@@ -52,6 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # a worker of xdist has its parent's
         os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="rpcmp-tests-")
         keptobjects.install(Path(os.environ["XDG_CACHE_HOME"]))
+    if config.option.markexpr == "cluster":
+        os.environ[examples.ALL] = "1"
     if config.option.markexpr == "system":
         processes.FORKS.imports += MODELS
 
@@ -61,12 +63,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests by the folder that they are in, if it is named after a marker; see pyproject.toml.
 
     A long test in tests/system has that marker alone, so that `pytest -m system` leaves it out.
+    `pytest -m cluster` repeats the tests of Hypothesis with all examples.
     """
     for item in items:
+        if config.option.markexpr == "cluster" and item.get_closest_marker("hypothesis"):
+            item.add_marker("cluster")
         for tier in TIERS:
             if TESTS / tier in item.path.parents and item.get_closest_marker("long") is None:
                 item.add_marker(tier)

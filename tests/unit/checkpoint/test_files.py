@@ -9,13 +9,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rpcmp.checkpoint import files
 from rpcmp.checkpoint.files import Inside, beneath, place_of
 from rpcmp.checkpoint.folder import remove
 from rpcmp.errors import CheckpointError
+from tests.support.examples import examples
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ def test_no_path_of_two_steps_leads_elsewhere(tree: Path, start: int) -> None:
         require_harmless(tree, start, pieces)
 
 
-@settings(max_examples=300)
+@examples(300, derandomize=False)
 @given(start=st.integers(0, 3), pieces=st.lists(PIECES, max_size=6))
 def test_no_longer_path_leads_elsewhere(tree: Path, start: int, pieces: list[str]) -> None:
     require_harmless(tree, start, pieces)

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rpcmp.checkpoint.slots import NUM_SLOTS, RETAINED, Slots, Snapshot
+from tests.support.examples import examples
 
 
 @pytest.fixture
@@ -303,7 +304,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@examples(300)
 @given(OPERATIONS)
 def test_nothing_that_is_needed_is_ever_lost(operations: list[tuple[str, int]]) -> None:
     slots, model = Slots.create(), Model()

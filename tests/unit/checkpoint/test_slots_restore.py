@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rpcmp.checkpoint.slots import CommonSnapshot, HeldSnapshots, Slots, mirrors, newest_common
 from rpcmp.v1 import control_pb2 as pb
+from tests.support.examples import examples
 from tests.support.graphs import workers
 
 WORKERS = workers("a", "b", "c")
@@ -304,7 +305,7 @@ def test_a_replica_holds_the_snapshot_of_a_lost_one() -> None:
     assert newest_common(pair, held, [3, 4]) == CommonSnapshot(4, {"a:0": "a:1", "a:1": "a:1"})
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@examples(200)
 @given(st.lists(st.sampled_from("abcd"), min_size=2, max_size=9))
 def test_every_server_mirrors_one_worker_on_another_machine_if_possible(
     machines: list[str],

@@ -15,11 +15,10 @@ import numpy
 import psutil
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, multiprocessing
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
     TensorDataset,
 )
@@ -29,6 +28,7 @@ from rpcmp.config.types import Factory
 from rpcmp.data.batches import Batches, Loaded
 from rpcmp.errors import ConfigError, JobError
 from rpcmp.pipelining import random_streams
+from tests.support.forkedcall import in_a_fork
 from tests.support.minibatches import (
     AllAtOnce,
     Transformed,
@@ -162,16 +162,20 @@ def test_a_loader_process_changes_no_order_no_random_transform_and_no_generator_
     assert drawn() == fault_free
 
 
-@pytest.mark.usefixtures("tracker")
-@pytest.mark.parametrize(
-    "dataset", [Unpicklable(), WithoutDescriptors()], ids=["unpicklable", "without descriptors"]
-)
-def test_a_mini_batch_that_no_loader_can_send_is_an_error(dataset: Dataset[Any]) -> None:
-    with (
-        closing(batches_of(dataset, num_workers=1)) as batches,
-        pytest.raises(JobError, match=r"a loader process cannot send a mini-batch: \w+: .+"),
-    ):
-        next(batches.epoch(1))
+def test_a_mini_batch_that_no_loader_can_send_is_an_error() -> None:
+    in_a_fork(require_errors)
+
+
+def require_errors() -> None:
+    """Loaders are forks here, of a process with one thread: spawned ones would import torch."""
+    plain = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: plain("fork")  # type: ignore[assignment]
+    for dataset in (Unpicklable(), WithoutDescriptors()):
+        with (
+            closing(batches_of(dataset, num_workers=1)) as batches,
+            pytest.raises(JobError, match=r"a loader process cannot send a mini-batch: \w+: .+"),
+        ):
+            next(batches.epoch(1))
 
 
 def test_a_loader_process_ends_with_a_parent_that_died_before_it_had_started(

@@ -12,6 +12,8 @@ from rpcmp.driver.module_cut import cut_module
 from tests.support.localgroup import require_same_bits
 from tests.support.places import EXAMPLES
 
+pytestmark = pytest.mark.cluster  # it imports transformers and peft, for 5 s
+
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 
 

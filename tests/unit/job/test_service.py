@@ -7,12 +7,13 @@ import weakref
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rpcmp.driver.operations import OPERATIONS, Effect
 from rpcmp.errors import JobError
 from rpcmp.job.service import NUM_KEPT, Call, CallHistory
+from tests.support.examples import examples
 
 READING = sorted(name for name, each in OPERATIONS.items() if each.effect is Effect.READS)
 CHANGING = OPERATIONS.keys() - READING
@@ -203,7 +204,7 @@ CALLS = st.lists(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@examples(300)
 @given(CALLS)
 def test_repeating_calls_from_any_kept_version_gives_the_same_model(
     calls: list[tuple[str, str]],

@@ -35,6 +35,7 @@ from rpcmp.process.resources import MEMORY
 from rpcmp.rpc import transport
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.stage import Stage
+from tests.support.examples import examples
 from tests.support.pipes import Agents, Conversation
 
 OURS = """
@@ -565,7 +566,7 @@ def test_inspection_does_not_depend_on_how_a_stream_is_cut(
     changes=st.lists(st.tuples(st.integers(0, 2**20), st.integers(1, 255)), min_size=1, max_size=4),
     cuts=st.lists(st.integers(0, 2**20), max_size=5),
 )
-@settings(max_examples=400)
+@examples(400, derandomize=False)
 def test_a_mutated_message_never_passes_as_another(
     recorded: list[Conversation], changes: list[tuple[int, int]], cuts: list[int]
 ) -> None:

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rpcmp.config.loader import parse_config
@@ -18,6 +18,7 @@ from rpcmp.job.autobalance import as_one
 from rpcmp.pipelining.cost_model import Prediction, predict
 from rpcmp.pipelining.partition import StageHost, choose_balance
 from rpcmp.process.fork_client import Forks
+from tests.support.examples import examples
 from tests.support.profiles import host, layer
 
 
@@ -106,7 +107,7 @@ def clusters(draw: st.DrawFn) -> list[StageHost]:
     ]
 
 
-@settings(deadline=None, derandomize=True, max_examples=400)
+@examples(400)
 @given(clusters())
 def test_no_balance_is_better_than_the_chosen_one(stages: list[StageHost]) -> None:
     every = balances(len(stages[0].profile.layers), len(stages))

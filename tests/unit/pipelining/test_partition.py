@@ -5,11 +5,12 @@ from __future__ import annotations
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import partition
+from tests.support.examples import examples
 
 LAYERS = ["embedding", "block0", "block1", "block2", "block3", "head"]
 
@@ -65,7 +66,7 @@ def best_by_brute_force(sizes: list[int], num_stages: int) -> int:
     )
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@examples(300)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.data())
 def test_no_balance_has_a_smaller_largest_stage(sizes: list[int], data: st.DataObject) -> None:
     num_stages = data.draw(st.integers(1, len(sizes)))

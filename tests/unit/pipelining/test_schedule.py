@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rpcmp.config import topology
@@ -14,6 +14,7 @@ from rpcmp.errors import ConfigError
 from rpcmp.pipelining import schedule, simulation
 from rpcmp.pipelining.schedule import Action, InFlightLimits, StagePosition
 from rpcmp.pipelining.simulation import ActionTimes, Duration, Simulation, fixed
+from tests.support.examples import examples
 from tests.support.graphs import graphs
 from tests.support.simulations import most_held
 
@@ -114,7 +115,7 @@ def test_zero_bubble_with_equal_times_has_only_the_fill_bubble(num_stages: int) 
         assert run.makespan == (num_stages - 1) + 3 * num_microbatches
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@examples(300)
 @given(
     st.integers(1, 8),
     st.integers(1, 16),
@@ -229,7 +230,7 @@ def at_random(random: Random) -> Duration:
 
 
 @pytest.mark.parametrize("name", schedule.POLICIES)
-@settings(deadline=None, derandomize=True, max_examples=150)
+@examples(150)
 @given(
     graphs(), st.integers(1, 7), st.none() | st.integers(1, 13), st.randoms(use_true_random=False)
 )

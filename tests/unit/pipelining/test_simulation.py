@@ -14,6 +14,7 @@ from rpcmp.config.topology import Graph
 from rpcmp.pipelining import schedule, simulation
 from rpcmp.pipelining.schedule import Action, InFlightLimits
 from rpcmp.pipelining.simulation import ActionTimes, SharedCores, Simulation, Wire, fixed
+from tests.support.examples import examples
 from tests.support.graphs import graphs
 from tests.support.simulations import idle_share, most_held
 
@@ -134,7 +135,7 @@ def test_a_schedule_that_deadlocks_is_detected() -> None:
 
 
 @pytest.mark.parametrize("name", schedule.POLICIES)
-@settings(deadline=None, derandomize=True, max_examples=100)
+@examples(100)
 @given(graphs(), st.integers(1, 5), st.integers(0, 3), st.randoms(use_true_random=False))
 def test_every_action_runs_after_its_dependencies_and_alone(
     name: str, stages: Graph, num_microbatches: int, latency: int, random: Random

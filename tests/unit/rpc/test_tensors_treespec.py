@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rpcmp.rpc.tensors import decode_tree, encode_tree
+from tests.support.examples import examples
 
 
 def t(number: int) -> Tensor:
@@ -145,7 +146,7 @@ TREES = st.recursive(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@examples(300)
 @given(TREES, st.sampled_from(["", "a", "a.b"]))
 def test_any_tree_is_decoded_unchanged(value: Any, name: str) -> None:
     assert len(encoded(value, name)) == repr(value).count("tensor(")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rpcmp.config.topology import chain_graph
@@ -17,6 +17,7 @@ from rpcmp.pipelining.schedule import Action, policy
 from rpcmp.pipelining.simulation import Simulation
 from rpcmp.tools import cluster_simulation
 from rpcmp.tools.cluster_simulation import Cluster, load, one_f_one_b, outlook
+from tests.support.examples import examples
 
 WORK = {"forward_ms": 10.0, "backward_ms": 20.0, "activation": "1 kB"}
 NOTHING = {"message_ms": 0.0, "recovery_s": 0.0, "recovery_s_per_stage": 0.0}
@@ -26,7 +27,7 @@ def cluster(**changed: Any) -> Cluster:
     return Cluster.model_validate({"work": WORK, "links": {"latency_ms": 0.0}, **changed})
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@examples(100)
 @given(
     stages=st.integers(1, 9),
     count=st.integers(1, 20),

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rpcmp.config import topology
@@ -14,6 +14,7 @@ from rpcmp.config.topology import Graph
 from rpcmp.pipelining import schedule, simulation
 from rpcmp.pipelining.simulation import ActionTimes, SimulatedRun, Simulation
 from rpcmp.tools.explain.schedule_picture import actions, picture
+from tests.support.examples import examples
 from tests.support.graphs import graphs
 
 
@@ -72,7 +73,7 @@ def columns(
 
 
 @pytest.mark.parametrize("name", schedule.POLICIES)
-@settings(deadline=None, derandomize=True, max_examples=60)
+@examples(60)
 @given(graphs(), st.integers(1, 7), st.data())
 def test_columns_of_the_picture_are_points_in_time(
     name: str, shape: Graph, count: int, data: st.DataObject
