@@ -26,7 +26,7 @@ batch_size = 8
 """
 
 
-@pytest.mark.cluster  # tests/group/test_compiled.py compiles for no C++ compiler
+@pytest.mark.cluster  # tests/unit/worker/test_compiling.py: in one process
 def test_compiled_layers_have_the_bits_of_one_process_that_compiles_them(job: JobFolder) -> None:
     proved = rpcmp("verify", job.config(CHAIN), "--steps", "2")
     assert "identical: 2 losses" in proved.out, proved.err

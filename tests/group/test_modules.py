@@ -9,8 +9,8 @@ from safetensors.torch import save_file, save_model
 from rpcmp.config import loader
 from rpcmp.config.schema import Config
 from rpcmp.driver.module_cut import cut_module
-from rpcmp.errors import StageConfigError
-from tests.support.localgroup import require_same_bits
+from rpcmp.errors import CheckpointError, StageConfigError
+from tests.support.localgroup import local_group, require_same_bits
 from tests.support.processes import JobFolder
 from tests.zoo import architectures, unsplit
 
@@ -54,6 +54,41 @@ def test_a_frozen_part_comes_from_init_and_is_stored_nowhere_else(
     save_model(unsplit.Language(), str(weights))
     run = require_same_bits(cut(job, "adapted", f'init="{weights}"', schedule=schedule))
     assert set(run.state) == {"before", "after.weight", "after.bias", "base.scale"}
+
+
+def test_frozen_weights_that_have_changed_in_init_are_noticed(job: JobFolder) -> None:
+    weights = job.folder / "base.safetensors"
+    torch.manual_seed(5)
+    module = unsplit.Language()
+    save_model(module, str(weights))
+    whole = require_same_bits(cut(job, "adapted", f'init="{weights}"'))
+    with local_group(cut(job, "adapted", f'init="{weights}"', "steps=2")) as local:
+        local.train()
+        saved = local.save(job.folder / "saved")
+    with local_group(cut(job, "adapted", f'init="{weights}"'), saved) as local:
+        assert local.train().losses == whole.losses[2:]
+    with torch.no_grad():
+        module.get_parameter("layers.1.norm.weight")[0] += 1e-6
+    save_model(module, str(weights))
+    text = r"`init` has other frozen weights for layer 'base\.layers\.1' than when step 2"
+    with (
+        pytest.raises(CheckpointError, match=text),
+        local_group(cut(job, "adapted", f'init="{weights}"'), saved),
+    ):
+        pass
+
+
+def test_a_module_begins_with_the_weights_of_init(job: JobFolder) -> None:
+    """With both names of a tied weight, as an export has them."""
+    weights = job.folder / "model.safetensors"
+    save_file({name: value.clone() for name, value in trained().items()}, str(weights))
+    run = require_same_bits(cut(job, "language", f'init="{weights}"', "optimizer.kwargs.lr=0.0"))
+    assert all(torch.equal(run.state[name], value) for name, value in trained().items())
+
+
+def trained() -> dict[str, torch.Tensor]:
+    torch.manual_seed(5)
+    return unsplit.Language().state_dict()
 
 
 def test_what_init_lacks_of_its_part_is_named(job: JobFolder) -> None:

@@ -149,7 +149,7 @@ class LocalWorker:
         self.slots = Slots.create()
         loads = part.loads_data and part.config.graph().parts(part.stage_name)
         self._loaders = LocalLoaders(part.config, part.stage_name) if loads else None
-        start = {"rehearses": False, "is_mirrored": False, "saves": False, "cut": 0}
+        start = {"rehearses": False, "is_mirrored": False, "saves": False, "cut": 0, "compiled": ""}
         bond = ChildContext(
             *(cast(Any, _Supervisor()), Activity(), cast(Any, None), cast(Any, None)),
             list(self.slots.fds),

@@ -9,13 +9,17 @@ import os
 import shutil
 import stat
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rpcmp.config import loader
 from rpcmp.process import compiler
 from rpcmp.worker import compiling
 from tests.support.forkedcall import in_a_fork
+from tests.support.localgroup import require_same_bits
+from tests.support.processes import JobFolder
 
 
 class Branching(nn.Module):
@@ -105,6 +109,38 @@ def require_limits_and_names() -> None:
 
 def test_each_layer_has_a_limit_of_its_own_and_is_named_if_it_cannot_be_compiled() -> None:
     in_a_fork(require_limits_and_names)
+
+
+CHAIN = """
+num_microbatches = 2
+schedule = "zero-bubble"
+compile = true
+[model]
+layers = "zoo:mlp"
+balance = [1, 3]
+[[stages]]
+recompute = true
+[[stages]]
+"""
+
+
+def require_bits(config: str, calls: str) -> None:
+    plain = torch.compile
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        with Path(calls).open("a") as file:
+            file.write("layer\n")
+        return plain(*arguments, backend="aot_eager", **options)  # without C++
+
+    torch.compile = counted
+    os.environ[compiler.CACHE] = str(Path(calls).parent)
+    require_same_bits(loader.load_config(Path(config)))
+
+
+def test_compiled_layers_have_the_bits_of_one_process(job: JobFolder) -> None:
+    calls = job.folder / "calls"
+    in_a_fork(require_bits, str(job.config(CHAIN)), str(calls))
+    assert len(calls.read_text().splitlines()) == 2 * 4  # at the stages, and in one process
 
 
 def test_errors_of_the_layer_itself_stay() -> None:
