@@ -177,7 +177,10 @@ ENTRIES = ("cli.serve", "job.training_run", "worker.process", "driver.process")
 
 AT_MOST = {
     "modules that serve and drive": (215, ""),
-    "lines that serve and drive": (48_880, ""),
+    "lines that serve and drive": (
+        48_920,
+        "a device is asked about by its own kind; CUDA without a driver is not asked",
+    ),
     "lines of the top": (571, ""),
     "lines of checkpoint": (2_010, ""),
     "lines of cli": (3_930, ""),
@@ -187,7 +190,10 @@ AT_MOST = {
     "lines of job": (6_340, ""),
     "lines of net": (4_300, ""),
     "lines of observability": (5_440, ""),
-    "lines of pipelining": (5_080, ""),
+    "lines of pipelining": (
+        5_130,
+        "a device is asked about by its own kind; CUDA without a driver is not asked",
+    ),
     "lines of process": (4_790, ""),
     "lines of rpc": (2_200, ""),
     "lines of server": (4_560, ""),

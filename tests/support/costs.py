@@ -108,9 +108,11 @@ class Summary:
         self._failed: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        for name, value in report.user_properties if report.when == "teardown" else ():
-            for nodeid, seconds in value if name == PROPERTY else ():  # type: ignore[union-attr]
-                self._each[nodeid] = max(seconds, self._each.get(nodeid, 0.0))
+        costs: Any = (
+            dict(report.user_properties).get(PROPERTY, ()) if report.when == "teardown" else ()
+        )
+        for nodeid, seconds in costs:
+            self._each[nodeid] = max(seconds, self._each.get(nodeid, 0.0))
 
     @pytest.hookimpl(trylast=True)  # when the workers have ended, and count
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
