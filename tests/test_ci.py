@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import tomllib
 from typing import Any
 
@@ -27,6 +28,38 @@ def test_pushes_and_pull_requests_run_the_checks() -> None:
     scripts = [step["run"] for step in job["steps"] if "run" in step]
     assert scripts == [".ci/run"]
     assert os.access(ROOT / scripts[0], os.X_OK)
+
+
+def test_the_checks_install_what_a_user_gets() -> None:
+    """Without an index or a constraint pip takes a torch with CUDA, on a machine without a GPU too.
+
+    The first release of the range has a short pass of its own.
+    """
+    checks = (ROOT / ".ci/run").read_text()
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert set(workflow["jobs"]["check"]["env"]) == {"PIP_NO_CACHE_DIR"}
+    assert not re.search(r"PIP_(CONSTRAINT|\w*INDEX)|--(extra-)?index|--constraint", checks)
+    (torch,) = (one for one in PROJECT["dependencies"] if one.startswith("torch>="))
+    pattern = re.search(r"sed -n '(.*)' pyproject.toml", checks)
+    assert pattern is not None
+    first = subprocess.check_output(
+        ["sed", "-n", pattern[1], "pyproject.toml"], cwd=ROOT, text=True
+    ).strip()
+    assert torch.startswith(f"torch>={first},<")
+
+
+def test_the_checks_run_each_tier_and_end_with_the_last_line_of_pytest() -> None:
+    lines = [line.strip() for line in (ROOT / ".ci/run").read_text().splitlines()]
+    runs = [line for line in lines if line.startswith(("pytest", "rpcmp", "mypy"))]
+    assert [line.split(" > ")[0] for line in runs] == [
+        "mypy --strict",
+        "pytest tests/unit/test_torch_contract.py tests/group",
+        'rpcmp verify "rpcmp/examples/$example.toml" --steps 3',
+        "pytest -m cluster",
+        "pytest -m system",
+    ]
+    assert 'PYTEST_ADDOPTS="--max-units 320" eval "$tests"' in lines
+    assert lines[-1] == "pytest -m system"
 
 
 def test_the_checks_run_with_the_oldest_python_that_is_supported() -> None:
