@@ -273,6 +273,12 @@ def test_the_tiers_equal_the_markers_of_pytest() -> None:
     assert markers == set(tiers)
 
 
+def test_the_guide_has_a_row_for_each_package() -> None:
+    rows = re.findall(r"(?m)^\| `rpcmp/(\w+)/` \|", guide("how-it-works"))
+    packages = {path.parent.name for path in (ROOT / "rpcmp").glob("*/__init__.py")}
+    assert sorted(rows) == sorted(packages - {"v1", "examples"})
+
+
 def test_the_pages_promise_one_time_for_the_tests() -> None:
     """A run costs at most MAX_UNITS of tests/support/costs.py, which this figure follows from."""
     promises = {
