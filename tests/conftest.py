@@ -92,9 +92,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def _lacks_tests(text: str, asked: str) -> bool:
-    """Whether no test of a module is in the tiers `asked`, by its marks of the tier `cluster`."""
+    """Whether no test of a module is in the tiers `asked`, by its marks of the tier `cluster`.
+
+    Tests of Hypothesis are in both: there with all examples.
+    """
     if asked == "cluster":
-        return CLUSTER not in text
+        return CLUSTER not in text and "hypothesis" not in text
     return "not cluster" in asked and f"\npytestmark = {CLUSTER}\n" in text
 
 
