@@ -199,10 +199,14 @@ class ForwardRequests:
             return
         bundle = pending.bundle
         metas = bundle.microbatches
-        received = [
-            self._execution.receive([each.opened() for each in inputs])
-            for inputs in zip(*answers, strict=True)
-        ]
+        try:
+            received = [
+                self._execution.receive([each.opened() for each in inputs])
+                for inputs in zip(*answers, strict=True)
+            ]
+        except Exception as error:  # of a device that is lost: its memory cannot be opened
+            self._fail(pending, stage_error(self._worker, "forward", metas[0], error))
+            return
         sharing = dict(pending.sharing)
         parts = [
             functools.partial(self._forward, pending, meta, inputs, sharing, meta is metas[-1])

@@ -9,8 +9,10 @@ A mini-batch is 120 images, 128 x 128 pixels, 1,000 classes. Prints, in Markdown
   size of a micro-batch;
 - DataParallel: the whole model on each device, half a mini-batch for each;
 with mean and deviation of 10 runs of 3 steps, after one to warm up. With one device both halves are
-on it. Contestants run one after the other, each alone, as their models might not fit side by side.
-Those with micro-batches of one size must have one loss. Nothing else should run meanwhile.
+on it, and the last two cannot run, as the output says. Contestants run one after the other, each
+alone, as their models might not fit side by side. They share the time that --minutes gives: with
+little of it there are fewer runs, and what was not measured is named. Those with micro-batches of
+one size must have one loss. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import asyncio
 import contextlib
 import math
 import statistics
+import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -98,7 +101,7 @@ def job(batch: int, split: int, overrides: Sequence[str], places: Sequence[str])
 def contestants(
     batch: int, splits: Sequence[int], overrides: Sequence[str], places: Sequence[str]
 ) -> Iterator[tuple[int, Contestant]]:
-    """Yield each with its split, in the order of the table."""
+    """Yield each that can run with its split, in the order of the table."""
 
     def ours(split: int) -> Contestant:
         config = job(batch, split, overrides, places)
@@ -117,32 +120,49 @@ def contestants(
     yield batch, theirs("naive split", "Trainer", batch, places)
     for split in splits:
         yield split, ours(split)
+    if needs_more(places):
+        return
     for split in splits:
         yield split, theirs("torch pipelining", "TorchPipeline", split, places, len(places))
     yield math.ceil(batch / len(places)), theirs("DataParallel", "DataParallel", batch, places)
 
 
-async def measure(one: Contestant, split: int, runs: int, steps: int) -> Row:
+def needs_more(places: Sequence[str]) -> str:
+    """Return which contestants need more devices than there are, if any; the CPU is as many."""
+    if len({*places}) == len(places) or places[0] == "cpu":
+        return ""
+    return "without torch pipelining and DataParallel, which need two devices: here is one"
+
+
+async def measure(one: Contestant, split: int, runs: int, steps: int, limit: float) -> Row:
     """Warm a contestant up, and measure it.
+
+    Args:
+        limit: seconds after which no run begins but the first.
 
     Raises:
         RpcmpError: it cannot train this job on these devices.
     """
+    ends, seconds = time.monotonic() + limit, list[float]()
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(one.close)
         await one.start()
         first = await one.run(steps)
-        seconds = [(await one.run(steps)).seconds_per_step for _ in range(runs)]
+        while not seconds or (len(seconds) < runs and time.monotonic() < ends):
+            seconds.append((await one.run(steps)).seconds_per_step)
     return Row(one.name, split, seconds, first.losses[0])
 
 
-HEADS = ("", "samples at once", "s per step", "deviation", "samples per s", "times one device")
+HEADS = (
+    *("", "samples at once", "runs"),
+    *("s per step", "deviation", "samples per s", "times one device"),
+)
 
 
 def cells(row: Row, batch: int, one_device: Row | None) -> list[str]:
     times = f"{one_device.mean / row.mean:.2f}" if one_device else ""
     figures = [f"{row.mean:.4f}", f"{row.deviation:.4f}", f"{batch / row.mean:.1f}", times]
-    return [row.name, str(row.split), *figures]
+    return [row.name, str(row.split), str(len(row.seconds)), *figures]
 
 
 def line(texts: Sequence[str]) -> str:
@@ -202,6 +222,9 @@ def numbers(context: Any, parameter: Any, text: str) -> list[int]:
 @click.option("--splits", callback=numbers, default=",".join(map(str, SPLITS)), show_default=True)
 @click.option("--runs", type=click.IntRange(min=1), default=10, show_default=True)
 @click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, help="A run.")
+@click.option(
+    "--minutes", type=click.FloatRange(min=0), default=5.0, show_default=True, help="Of all runs."
+)
 @click.option("--set", "overrides", multiple=True, help="KEY=VALUE of the job.")
 @click.option("--plot", "path", type=click.Path(path_type=Path), help="Draw the curve there.")
 def main(
@@ -210,6 +233,7 @@ def main(
     splits: Sequence[int],
     runs: int,
     steps: int,
+    minutes: float,
     overrides: Sequence[str],
     path: Path | None,
 ) -> None:
@@ -223,12 +247,18 @@ def main(
     shown = ", ".join(
         f"{place} ({devices.device_name(devices.resolve_device(place))})" for place in places
     )
-    print(f"{shown}; {batch} samples a step; {runs} runs of {steps} steps\n")
+    print(f"{shown}; {batch} samples a step; up to {runs} runs of {steps} steps\n")
     print(line(HEADS), line(["---"] * len(HEADS)), sep="\n", flush=True)
-    rows, notes = list[Row](), list[str]()
-    for split, one in contestants(batch, splits, overrides, places):
+    rows, notes = list[Row](), [note for note in [needs_more(places)] if note]
+    ends, every = time.monotonic() + 60 * minutes, [*contestants(batch, splits, overrides, places)]
+    for done, (split, one) in enumerate(every):
+        if (seconds := (ends - time.monotonic()) / (len(every) - done)) <= 0:
+            notes.append(
+                f"without {one.name}, {split} samples at once: {minutes:g} minutes are over"
+            )
+            continue
         try:
-            rows.append(asyncio.run(measure(one, split, runs, steps)))
+            rows.append(asyncio.run(measure(one, split, runs, steps, seconds)))
         except ConfigError as error:
             raise click.ClickException(str(error)) from error
         except RpcmpError as error:  # such as a library that has no such device

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from rpcmp.config import loader
 from tests.support.faults import STEP, Committed, Faults, assert_recovered, committed, drive
 from tests.support.localgroup import local_group
+from tests.support.pool import lend_servers
 from tests.support.pretend import Pretended, on, placed, pretending, proved
 from tests.support.processes import (
     JobFolder,
@@ -179,6 +180,22 @@ def endless(job: JobFolder, *devices: str) -> Path:
     return job.config(f"steps = 1000000\n{MLP}\n{on(*devices)}")
 
 
+def test_two_runs_have_distinct_devices_and_a_third_one_shares_them(job: JobFolder) -> None:
+    config = endless(job, "auto", "auto")
+    with (
+        lend_servers(2) as servers,
+        running("drive", config, "--json", "--connect", connect(servers)) as run,
+    ):
+        found = devices_of(run)
+        ended = rpcmp("drive", config, "--json", "--set", "steps=2")
+        assert sorted([*found, *devices_of(ended)]) == [f"pretend:{index}" for index in range(4)]
+        named = ("--set", "stages.0.device=pretend:0", "--set", "stages.1.device=cpu")
+        shared = rpcmp("drive", config, "--json", "--set", "steps=2", *named)
+    assert devices_of(shared) == ["pretend:0", "cpu"]
+    assert texts_of(shared, "log") == ["another job has pretend:0 of this host as well"]
+
+
+@pytest.mark.cluster
 def test_two_runs_that_start_at_once_have_distinct_devices(job: JobFolder) -> None:
     config = endless(job, "auto", "auto")
     with contextlib.ExitStack() as stack:
@@ -241,7 +258,7 @@ def test_what_a_step_of_four_micro_batches_copies_and_waits_for(job: JobFolder) 
         max_grad_norm = 0.5
         optimizer = "torch.optim:AdamW"
         [model]
-        layers = "zoo:watched"
+        layers = "noted:watched"
         kwargs = {{ path = "{path}" }}
         balance = [2, 3]
         {on(*places)}
@@ -313,43 +330,6 @@ def test_checkpoints_evaluation_export_and_resume_on_other_devices(
 
 # Between devices, without the host
 
-WIDTH = 2**12
-"""Numbers of a sample's activation: those of a micro-batch of 4 are worth sharing."""
-
-WIDE = f"""
-import json, torch
-from torch import nn
-from torch.utils.data import TensorDataset
-
-class Notes(nn.Module):
-    def __init__(self, path):
-        super().__init__()
-        self.path = path
-
-    def forward(self, x):
-        if self.path and x.device.type == "pretend":
-            noted = torch.get_device_module(x.device).streams.noted()["counts"]
-            with open(f"{{self.path}}-{{x.device}}", "a") as file:
-                file.write(json.dumps(noted) + "\\n")
-        return x
-
-def layers(path=""):
-    return [
-        ("first", lambda: nn.Linear(4, {WIDTH})),
-        ("norm", lambda: nn.Tanh()),
-        ("notes", lambda: Notes(path)),
-        ("second", lambda: nn.Linear({WIDTH}, 8)),
-        ("wide", lambda: nn.Linear(8, {WIDTH})),
-        ("inplace", lambda: nn.ReLU(inplace=True)),
-        ("notes_too", lambda: Notes(path)),
-        ("last", lambda: nn.Linear({WIDTH}, 1)),
-    ]
-
-def samples():
-    torch.manual_seed(0)
-    return TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
-"""
-
 DIRECT = """
 loss = "torch.nn:MSELoss"
 num_microbatches = 4
@@ -357,25 +337,31 @@ optimizer = "torch.optim:AdamW"
 [transfer]
 direct = true
 [model]
-layers = "wide:layers"
-kwargs = {{ path = "{path}" }}
+layers = "noted:wide"
+kwargs = {{ path = "{path}", lost = "{lost}" }}
 balance = [2, 2, 2, 2]
 [data]
 batch_size = 16
-train = {{ callable = "wide:samples" }}
+train = {{ callable = "noted:samples" }}
 """
 
 ONE_EACH = ("pretend:0", "pretend:1", "pretend:2", "pretend:3")
 
 
-def wide(job: JobFolder, tables: str, more: str = "", path: Path | str = "") -> Path:
-    (job.folder / "wide.py").write_text(WIDE, encoding="utf-8")
-    return job.config(f"{more}\n{DIRECT.format(path=path)}\n{tables}")
+def wide(
+    job: JobFolder, tables: str, more: str = "", path: Path | str = "", lost: Path | str = ""
+) -> Path:
+    """Return a job that notes its copies in files `path`-DEVICE.
+
+    Args:
+        lost: a file that the second stage creates when it loses its device; no file: it loses none.
+    """
+    return job.config(f"{more}\n{DIRECT.format(path=path, lost=lost)}\n{tables}")
 
 
 def late(path: Path) -> dict[str, int]:
     """Return a device's copies until its last forward: to and from the host, and without it."""
-    counts = json.loads(path.read_text().splitlines()[-1])
+    counts = json.loads(path.read_text().splitlines()[-1])["counts"]
     kinds = {"copy that comes late": 0, "copy that comes late within the devices": 0}
     for what, number in counts.items():
         if (kind := what.partition(", by ")[0]) in kinds:
@@ -447,6 +433,20 @@ def test_devices_that_cannot_be_opened_use_the_host_and_say_so(
 CPUS = [f"stages.{index}.device=cpu" for index in range(4)]
 
 
+def test_a_lost_device_is_a_lost_worker_and_the_next_ones_memory_is_tried_again(
+    job: JobFolder,
+) -> None:
+    path, lost = job.folder / "noted", job.folder / "lost"
+    config = wide(job, on("auto", "auto", "cpu", "cpu"), "steps = 6", path, lost)
+    result = drive(config)
+    assert committed(result) == committed_here(config, *CPUS)
+    fault = result.event("fault")
+    assert (fault["kind"], fault["stage"]) == ("DeviceLostError", "stage1")
+    assert "AcceleratorError: pretend error: pretend:1 is lost" in fault["error"]
+    assert result.event("generation")["generation"] == 2
+    assert late(Path(f"{path}-pretend:1"))["without"] > 0  # of the worker that came after it
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Committed:
     """What a run without a fault commits."""
@@ -454,29 +454,19 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Committed:
     return committed_here(Faults(JobFolder(folder / "job")).config())
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize(
     ("phase", "step"),
-    [
-        ("optimizer", STEP),
-        *(
-            pytest.param(*each, marks=pytest.mark.cluster)
-            for each in (("forward", 1), ("forward", STEP), ("backward", STEP), ("saving", STEP))
-        ),
-    ],
+    [("forward", 1), ("forward", STEP), ("backward", STEP), ("optimizer", STEP), ("saving", STEP)],
 )
-def test_a_lost_device_is_a_lost_worker_and_the_next_ones_memory_is_tried(
+def test_a_device_may_be_lost_at_any_time(
     job: JobFolder, whole: Committed, phase: str, step: int
 ) -> None:
     faults = Faults(job).fail_at(1, step, phase, "device")
-    sections = f"{on('auto', 'auto', 'cpu')}\n[transfer]\ndirect = true"
-    result = drive(faults.config(sections=sections))
+    result = drive(faults.config(sections=on("auto", "auto", "cpu")))
     assert committed(result) == whole
     assert_recovered(faults, result)
-    fault = result.event("fault")
-    assert fault["kind"] == "DeviceLostError"
-    assert "AcceleratorError: pretend error: pretend:1 is lost" in fault["error"]
-    tried = "[transfer] direct: tensors of 'stage0' come to pretend:1 from its device"
-    assert texts_of(result, "log").count(tried) == 2  # in each generation
+    assert result.event("fault")["kind"] == "DeviceLostError"
 
 
 @pytest.mark.cluster

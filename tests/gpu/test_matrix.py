@@ -2,9 +2,10 @@
 
     pytest -m gpu
 
-A device sums in another order than the CPU and draws other random numbers. So nothing is dropped
-out where it is compared with one process on the CPU, and each operation has a tolerance. Equal bits
-are proved without hardware: tests/cluster/test_pretend_matrix.py and test_pretend_device.py.
+One device will do: stages share it. A device sums in another order than the CPU and draws other
+random numbers. So nothing is dropped out where it is compared with one process on the CPU, and each
+operation has a tolerance. Equal bits are proved without hardware: test_pretend_devices.py, in
+tests/group and tests/cluster.
 """
 
 from __future__ import annotations
@@ -129,8 +130,12 @@ def test_dropout_is_the_same_for_every_cut_and_when_computed_again(job: JobFolde
 def test_auto_gives_stages_distinct_devices_as_far_as_there_are(job: JobFolder) -> None:
     result = drive(job.config(f'[model]\nlayers = "zoo:mlp"\n{on("auto", "auto", "cpu")}'))
     assert result.code == 0, result.err
-    found = [each["device"] for each in result.event("generation")["workers"].values()]
-    assert found == [FOUND[0], FOUND[1 % len(FOUND)], "cpu"]
+    *found, last = (each["device"] for each in result.event("generation")["workers"].values())
+    assert last == "cpu"
+    assert {*found} <= {*FOUND}  # which they are depends on other jobs, such as tests beside this
+    assert len({*found}) == min(2, len(FOUND))
+    warnings = [event["text"] for event in result.events if event["event"] == "warning"]
+    assert ("stage0, stage1 share" in str(warnings)) == (len(FOUND) == 1)
     memory = [*result.event("summary")["memory"].values()]
     assert all(0 < each["idle"] <= each["peak"] < 2**28 for each in memory[:2]), memory
 
@@ -179,6 +184,30 @@ def test_checkpoints_continue_on_the_cpu_and_back(job: JobFolder, tmp_path: Path
     found += drive(config, "--steps", "10", "--resume", *on_cpu).losses
     found += drive(config, "--resume").losses
     assert found == expected
+
+
+def test_tensors_go_from_device_to_device_or_the_run_says_why_not(job: JobFolder) -> None:
+    text = f"""
+        steps = 3
+        [transfer]
+        direct = true
+        [model]
+        layers = "noted:wide"
+        balance = [4, 4]
+        {on("auto", "auto")}
+        [data]
+        batch_size = 16
+        train = "noted:samples"
+    """
+    config = job.config(text)
+    direct, plain = drive(config), drive(config, "--set", "transfer.direct=false")
+    assert direct.losses == losses(plain)
+    for event in direct.events:
+        if (
+            event["event"] == "log"
+        ):  # of a container that keeps processes' memory apart, or a driver
+            assert event["text"].startswith("[transfer] direct: ")
+            print(event["text"])
 
 
 def test_a_killed_worker_is_recovered_from(job: JobFolder, tmp_path: Path) -> None:

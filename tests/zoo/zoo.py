@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import signal
@@ -688,23 +687,3 @@ def hungry(gigabytes: int = 2) -> Layers:
     """Return layers of which the second to last takes more memory than a device may have."""
     first, head = mlp(1)
     return [first, ("hungry", lambda: Hungry(gigabytes)), head]
-
-
-class Reads(nn.Module):
-    """Notes, in each forward, what the streams of its device and the host have done so far."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        self.path = path
-
-    def forward(self, x: Tensor) -> Tensor:
-        accelerator: Any = torch.get_device_module(x.device)
-        with open(f"{self.path}-{x.device}", "a") as file:
-            file.write(f"{json.dumps(accelerator.streams.noted())}\n")
-        return x
-
-
-def watched(path: str) -> Layers:
-    """Return two blocks, each of which notes what its device and the host have done."""
-    first, second, head = mlp(2)
-    return [first, ("reads0", lambda: Reads(path)), second, ("reads1", lambda: Reads(path)), head]

@@ -159,6 +159,22 @@ def test_a_device_that_fails_to_copy_what_was_computed_is_the_answer_to_all_read
     assert len(around.exchange) == 0
 
 
+def test_memory_that_cannot_be_opened_is_the_answer_to_all_readers(
+    around: _Around, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: StageOutputs) -> StageOutputs:
+        raise RuntimeError("pretend:1 is lost")
+
+    monkeypatch.setattr(StageOutputs, "opened", refuse)
+    answers = [around.exchange.ask(bundle(), port) for port in range(NUM_READERS)]
+    around.asked.pop(0)([[StageOutputs("input")] * 2])
+    for raised in [answer.value() for answer in answers]:
+        assert isinstance(raised, Raised)
+        assert "failed in forward of micro-batch 0" in str(from_wire(raised.error))
+        assert "pretend:1 is lost" in str(from_wire(raised.error))
+    assert around.tasks == []
+
+
 def test_requests_before_and_after_an_abort_get_an_error(
     around: _Around,
 ) -> None:
