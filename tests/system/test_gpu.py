@@ -25,7 +25,7 @@ typing_inspection uvicorn xdist
 torch filelock fsspec functorch jinja2 markupsafe mpmath networkx setuptools sympy torchgen triton
 typing_extensions pretend_accelerator pretend_kernels pretend_memory pretend_streams
 """
-"""Modules of pip's that the tier may import, as CONTRIBUTING has them; those of torch, and of ours."""
+"""Modules of pip's that the tier may import: those of CONTRIBUTING, of torch, and the device."""
 
 ONLY_THOSE = f"""
 import importlib.machinery, sys
