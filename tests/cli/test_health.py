@@ -84,30 +84,24 @@ def test_health_of_a_draining_server_exits_1(job: JobFolder) -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--certs", "driver"]])
-def test_health_of_an_absent_server_exits_75(certs: Path, options: list[str]) -> None:
-    with socket.create_server((HERE, 0)) as listener:
-        address = f"{HERE}:{listener.getsockname()[1]}"
-    options = [str(certs / option) if option == "driver" else option for option in options]
-    found = rpcmp("health", address, *options)
-    assert (found.code, found.out) == (75, "")
-    assert f"rpcmp: {address} cannot be reached" in found.err
-    assert "is `rpcmp serve` running there?" in found.err
-
-
-@pytest.mark.parametrize("options", [[], ["--certs", "driver"]])
-def test_health_of_a_silent_server_exits_75(certs: Path, options: list[str]) -> None:
+def test_health_of_a_silent_and_of_an_absent_server_exits_75(
+    certs: Path, options: list[str]
+) -> None:
     options = [str(certs / option) if option == "driver" else option for option in options]
     with socket.create_server((HERE, 0)) as listener:
         address = f"{HERE}:{listener.getsockname()[1]}"
-        found = rpcmp("health", address, "--timeout", "0.5", *options)
-    assert found.code == 75
-    assert f"{address} does not answer within 0.5 s" in found.err
+        silent = rpcmp("health", address, "--timeout", "0.5", *options)
+    absent = rpcmp("health", address, *options)
+    assert [(found.code, found.out) for found in (silent, absent)] == [(75, "")] * 2
+    assert f"{address} does not answer within 0.5 s" in silent.err
+    assert f"rpcmp: {address} cannot be reached" in absent.err
+    assert "is `rpcmp serve` running there?" in absent.err
 
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("options", [[], ["--insecure"]])
-def test_a_server_that_requires_tls_is_named(
-    job: JobFolder, server: Server, options: list[str]
+def test_servers_that_require_tls_are_named(
+    job: JobFolder, server: Server, other: Server, options: list[str]
 ) -> None:
     found = rpcmp("health", server.address, *options)
     assert found.code == 2
@@ -120,13 +114,6 @@ def test_a_server_that_requires_tls_is_named(
     for command in ("drive", "status"):
         found = rpcmp(command, config, "--connect", server.address, *options)
         assert "requires TLS: give --certs" in found.err + found.out
-
-
-@pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("options", [[], ["--insecure"]])
-def test_several_servers_that_require_tls_are_named(
-    job: JobFolder, server: Server, other: Server, options: list[str]
-) -> None:
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [1, 3]')
     found = rpcmp("drive", config, "--connect", connect([server, other]), *options)
     assert found.code == 2
@@ -165,19 +152,13 @@ def test_health_checks_the_name_in_the_servers_certificate(
     assert "Traceback" not in found.err
 
 
-def test_a_server_of_another_authority_is_not_trusted(
+def test_certificates_of_different_authorities_are_refused(
     certs: Path, server: Server, tmp_path: Path
 ) -> None:
     cli(tmp_path, "init")
     found = ask(server, tmp_path / "driver", "--server-name", NAME)
     assert found.code == 2
     assert f"{server.address} is not trusted" in found.err
-
-
-def test_a_certificate_that_the_server_does_not_trust_is_refused(
-    certs: Path, server: Server, tmp_path: Path
-) -> None:
-    cli(tmp_path, "init")
     (tmp_path / "driver" / "ca.crt").write_bytes((certs / "ca.crt").read_bytes())
     found = ask(server, tmp_path / "driver", "--server-name", NAME)
     assert found.code == 2
@@ -191,16 +172,17 @@ def test_a_server_without_certificates_is_not_asked_with_one(certs: Path) -> Non
     assert "does not speak TLS at all" in found.err
 
 
-def test_a_name_to_check_needs_something_to_check_it_against() -> None:
-    found = rpcmp("health", "--server-name", NAME)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--server-name", NAME], "give --certs DIR"),
+        (["192.0.2.7"], "192.0.2.7:50051 is not a loopback address"),
+    ],
+)
+def test_without_tls_nothing_else_is_asked(arguments: list[str], message: str) -> None:
+    found = rpcmp("health", *arguments)
     assert found.code == 2
-    assert "give --certs DIR" in found.err
-
-
-def test_health_refuses_other_machines_without_tls() -> None:
-    found = rpcmp("health", "192.0.2.7")
-    assert found.code == 2
-    assert "192.0.2.7:50051 is not a loopback address" in found.err
+    assert message in found.err
 
 
 def test_a_probe_loads_neither_configs_nor_the_control_service() -> None:

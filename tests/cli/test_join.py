@@ -10,6 +10,8 @@ import pytest
 from tests.support.pool import PooledServer, lend_servers
 from tests.support.processes import JobFolder, Running, connect, rpcmp, running, running_server
 
+HERE = "127.0.0.1"
+
 SLEEPING = """
 steps = 100000
 rebalance = "{rebalance}"
@@ -56,28 +58,16 @@ def test_a_job_that_does_not_move_layers_takes_nobody_in(job: JobFolder) -> None
     assert "job 'job' does not move layers: it needs rebalance = \"auto\"" in refused.err
 
 
-@pytest.fixture
-def idle() -> Iterator[PooledServer]:
-    with lend_servers(1) as (server,):
-        yield server
-
-
-def test_a_server_without_a_job_takes_nobody_in(idle: PooledServer) -> None:
-    refused = rpcmp("join", idle.address, "--to", idle.address)
-    assert refused.code == 2
-    assert "no job runs here that a host could join" in refused.err
-
-
-def test_a_server_of_one_stage_cannot_join(idle: PooledServer) -> None:
-    with running_server("--stage", "0", "--listen", "127.0.0.1:0") as server:
-        refused = rpcmp("join", server.address, "--to", idle.address)
-    assert refused.code == 2
-    assert f"{server.address} is no spare that is free: `rpcmp serve --spare`" in refused.err
-
-
 @pytest.mark.usefixtures("impatient")
-def test_who_does_not_answer_is_named(idle: PooledServer) -> None:
-    for places in (("127.0.0.1:9", "--to", idle.address), (idle.address, "--to", "127.0.0.1:9")):
-        silent = rpcmp("join", *places)
-        assert silent.code == 75
-        assert "127.0.0.1:9" in silent.err
+def test_who_cannot_take_in_or_join_is_named() -> None:
+    away = f"{HERE}:9"
+    with lend_servers(1) as (idle,), running_server("--stage", "0", "--listen", f"{HERE}:0") as one:
+        for address, to, code, message in (
+            (idle.address, idle.address, 2, "no job runs here that a host could join"),
+            (one.address, idle.address, 2, f"{one.address} is no spare that is free: `rpcmp serve"),
+            (away, idle.address, 75, away),
+            (idle.address, away, 75, away),
+        ):
+            refused = rpcmp("join", address, "--to", to)
+            assert refused.code == code
+            assert message in refused.err
