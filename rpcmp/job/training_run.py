@@ -110,7 +110,7 @@ async def drive(
         task = asyncio.ensure_future(run.train(order))
         with handle_stop_signals(lambda signum: run.interrupt(signum, task)):
             try:
-                return await _completed(run, task)
+                return await completed(run, task)
             except RpcmpError as error:
                 run.explain(error)
                 raise
@@ -131,7 +131,8 @@ def order_to_train(
     return {"op": "train", "options": [], "evaluate": evaluate, "timeline": timeline, **paths}
 
 
-async def _completed(run: TrainingRun, task: asyncio.Future[SummaryEvent]) -> SummaryEvent:
+async def completed(run: TrainingRun, task: asyncio.Future[SummaryEvent]) -> SummaryEvent:
+    """Return what `TrainingRun.train` returns; if a signal has ended it at once, save and say so."""
     try:
         return await task
     except asyncio.CancelledError:

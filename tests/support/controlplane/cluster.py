@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import signal
 import tomllib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from rpcmp.config import loader
 from rpcmp.config.schema import Config
 from rpcmp.errors import RpcmpError
 from rpcmp.job.restore_point import Start
-from rpcmp.job.training_run import TrainingRun, order_to_train
+from rpcmp.job.training_run import TrainingRun, completed, order_to_train
 from rpcmp.net.security import Security
 from rpcmp.observability.events import (
     Event,
@@ -33,7 +34,16 @@ from rpcmp.server.client import StageClient
 from rpcmp.server.stage_server import DRAIN_SECONDS, StageServer
 from rpcmp.v1 import control_pb2 as pb
 from tests.support.controlplane.forks import FakeForks, FakeProcess
-from tests.support.controlplane.members import FakeDriver, FakeTask, FakeWorker, Fault, Group
+from tests.support.controlplane.members import (
+    FakeDriver,
+    FakeTask,
+    FakeWorker,
+    Fault,
+    Group,
+    loss_of,
+    next_values,
+    parameters_of,
+)
 
 TASKS = "rpcmp.process.task"
 
@@ -62,6 +72,15 @@ def in_event_loop(
         return asyncio.run(asyncio.wait_for(test(*args, **kwargs), SECONDS))
 
     return run
+
+
+def reference(steps: int = 12, layers: int = 4, after: int = 0) -> Committed:
+    """Return what a job commits, whatever happens to it; only the losses after a step."""
+    values, losses = dict.fromkeys([f"layer{n}" for n in range(layers)], 0), []
+    for step in range(1, steps + 1):
+        values = next_values(values, step)
+        losses.append((step, loss_of(sum(values.values()))))
+    return losses[after:], parameters_of(values)
 
 
 @dataclass
@@ -200,7 +219,7 @@ class Cluster:
         self,
         stage: int | str,
         step: int,
-        how: str,
+        how: str | bytes,
         phase: str = "forward",
         times: int = 1,
         after: int = 0,
@@ -209,7 +228,7 @@ class Cluster:
 
         Args:
             how: a signal's name, "exception" (the user's code raises), "deadlock" (no heartbeat any
-                more), "hang" (heartbeats, and no progress), "garbled" (an unreadable message).
+                more), "hang" (heartbeats, and no progress), "exit 7"; or lines that it sends.
             phase: "build" and "join" belong to step 0; the driver's are "plan" and "step".
             times: how often it happens.
             after: how often it does not happen before.
@@ -223,7 +242,7 @@ class Cluster:
         """Lose a server as soon as its worker is in this step; another starts there later."""
 
         async def lose() -> None:
-            await self.until(lambda: self.group.happened[f"stage{index}", step, "hang"])
+            await self.until(lambda: self.group.happened[f"stage{index}", step, "forward"])
             await self.servers[index].lose()
             await self.replace(index)
 
@@ -302,7 +321,8 @@ class Cluster:
         start: Start = "fresh",
         connect: Sequence[str] | None = None,
         lost_at: int = 0,
-        holders: Sequence[Server] = (),
+        holders: Sequence[Server] | None = None,
+        trace: Path | None = None,
     ) -> Run:
         """Train to the end, and return what became of it.
 
@@ -310,34 +330,44 @@ class Cluster:
             connect: addresses of the servers; the first of the cluster's by default.
             lost_at: the step after which the driver is lost with its host; 0: it is not.
             holders: servers that then hold the job; all of the cluster's by default.
+            trace: the file of a trace that is asked for.
         """
         run = self.run = Run()
         if lost_at:
-            self.at(lost_at, self._lose_driver)
+            self.at(lost_at, self.lose_driver)
             self.hold(lost_at + 1, lambda: False)
-        async with self.training(config, run, start, connect) as (training, task):
+        async with self.training(config, run, start, connect, trace) as (training, task):
             try:
-                await task
+                await completed(training, task)
             except RpcmpError as error:
                 training.explain(error)
                 run.error = error
             except asyncio.CancelledError:
-                if not lost_at:
+                if not training._is_taken_over:
                     raise
         if lost_at:
             del self.group.held[lost_at + 1]
-            held_by = holders or self.servers
+            held_by = self.servers if holders is None else holders
             await self.until(lambda: all(server.state == "holding" for server in held_by))
         return run
 
-    async def _lose_driver(self) -> None:
-        """End the driver without a word to its servers."""
+    async def interrupt(self, signum: signal.Signals) -> None:
+        """Let the run have received a signal."""
+        self.training_run.interrupt(signum, self._task)
+
+    async def lose_driver(self) -> None:
+        """End the driver of the newest run without a word to its servers."""
         self.training_run._is_taken_over = True  # or it would free them
         self._task.cancel()
 
     @contextlib.asynccontextmanager
     async def training(
-        self, config: Config, run: Run, start: Start, connect: Sequence[str] | None = None
+        self,
+        config: Config,
+        run: Run,
+        start: Start,
+        connect: Sequence[str] | None = None,
+        trace: Path | None = None,
     ) -> AsyncIterator[tuple[TrainingRun, asyncio.Task[SummaryEvent]]]:
         """Yield a run that trains; it is closed at the end, as by `rpcmp drive`."""
         addresses = [server.address for server in self.servers[: len(config.workers)]]
@@ -354,7 +384,7 @@ class Cluster:
         forks = self._forks()
         self._driver_forks.append(forks)
         training = self.training_run = TrainingRun(config, addresses, report, start, forks)
-        task = self._task = asyncio.create_task(training.train(order_to_train()))
+        task = self._task = asyncio.create_task(training.train(order_to_train(trace=trace)))
         try:
             yield training, task
         finally:

@@ -70,7 +70,7 @@ class FakeProcess(ForkedChild):
                 code = BUG
             if self.returncode is None:  # else it was killed just now
                 await self._writer.drain()
-                os.write(self._exiting, b"%d\n" % code)
+                self.exit(code)
             return code
 
         self._task = asyncio.create_task(exits())
@@ -88,6 +88,9 @@ class FakeProcess(ForkedChild):
             await asyncio.Future()
         message: Message = json.loads(line)
         return message
+
+    def exit(self, code: int) -> None:
+        os.write(self._exiting, b"%d\n" % code)
 
     def strike(self, signum: signal.Signals) -> None:
         os.kill(self.pid, signum)

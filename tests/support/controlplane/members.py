@@ -15,7 +15,7 @@ import json
 import signal
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -49,13 +49,29 @@ LAYER_SECONDS = 0.01
 Value = TypeVar("Value")
 
 
+def next_values(values: Mapping[str, int], step: int) -> dict[str, int]:
+    """Return the layers' numbers after a step."""
+    return {
+        layer: (31 * value + step + zlib.crc32(layer.encode())) % MODULUS
+        for layer, value in values.items()
+    }
+
+
+def loss_of(total: int) -> float:
+    return total / MODULUS
+
+
+def parameters_of(values: Mapping[str, int]) -> str:
+    return hashlib.sha256(json.dumps(sorted(values.items())).encode()).hexdigest()
+
+
 @dataclass
 class Fault:
     """A fault of a member; see `Cluster.fail_at`."""
 
     stage: str
     step: int
-    how: str
+    how: str | bytes
     phase: str
     times: int
     after: int
@@ -67,7 +83,7 @@ class Group:
 
     Attributes:
         faults: those that have not happened yet.
-        happened: how often each did: (stage, step, how).
+        happened: how often each did, by its place: (stage, step, phase).
         members: workers by the address that they give in the rendezvous.
         num_layers: of the newest job.
         step_seconds: how long a step takes.
@@ -93,7 +109,7 @@ class Group:
                 fault.after -= 1
             else:
                 fault.times -= 1
-                self.happened[stage, step, fault.how] += 1
+                self.happened[stage, step, phase] += 1
                 await _fail(process, fault)
 
 
@@ -107,8 +123,10 @@ async def _fail(process: FakeProcess, fault: Fault) -> None:
             process.beats = False
         case "hang":  # it beats, and does nothing
             pass
-        case "garbled":
-            process.send_raw(b'{"event": ')
+        case bytes(line):
+            process.send_raw(line)
+        case how if how.startswith("exit "):
+            process.exit(int(how.removeprefix("exit ")))
         case signum:
             process.strike(signal.Signals[signum])
     await asyncio.Future()
@@ -220,9 +238,9 @@ class FakeWorker(Member):
         async with self.told:
             self.told.notify_all()
 
-    async def call(self, act: Awaitable[Value]) -> Value:
+    async def call(self, act: Callable[[FakeWorker], Awaitable[Value]]) -> Value:
         """Do something for the driver, as a call by RPC: it fails if this process ends."""
-        acting = asyncio.ensure_future(act)
+        acting = asyncio.ensure_future(act(self))
         await asyncio.wait([acting, self.process.ended], return_when=asyncio.FIRST_COMPLETED)
         if not acting.done():
             acting.cancel()
@@ -234,8 +252,7 @@ class FakeWorker(Member):
         self.process.activity.start("forward", step, 0)
         await self.group.meet(self.process, self.label, step, "forward")
         await asyncio.sleep(self.group.step_seconds)
-        for layer, value in self.values.items():
-            self.values[layer] = (31 * value + step + zlib.crc32(layer.encode())) % MODULUS
+        self.values = next_values(self.values, step)
         self.steps = step
         self.process.activity.stop()
         if keep or save:
@@ -293,6 +310,7 @@ class FakeDriver(Member):
         super().__init__(process, group)
         self._changed = asyncio.Condition()
         self._saving: set[int] = set()
+        self._newest = 0  # the last checkpoint that was started
         self._stops = self._pauses = self._saves_at_end = False
 
     def on(self, message: Message) -> None:
@@ -346,11 +364,12 @@ class FakeDriver(Member):
         return json.dumps({"stage": stage, "label": label, "layers": layers, "keeps": keeps})
 
     async def _everywhere(self, act: Callable[[FakeWorker], Awaitable[Value]]) -> list[Value]:
-        return await asyncio.gather(*(worker.call(act(worker)) for worker in self.workers))
+        return await asyncio.gather(*(worker.call(act) for worker in self.workers))
 
     async def _train(self, order: Message) -> None:
         progress = TrainingProgress.from_order(order)
         total, self._told = self.config.steps or 0, None
+        self._newest = progress.step if progress.is_saved else 0
         saved = self.config.checkpoint
         self._report(StartEvent(steps=total))
         while progress.step < total and not (self._stops or self._pauses):
@@ -361,14 +380,14 @@ class FakeDriver(Member):
             await self.group.meet(self.process, DRIVER, step, "step")
             due = saved is not None and (step == total or step % (saved.every_steps or total) == 0)
             if due:
-                self._saving.add(step)
+                self._start_saving(step)
             every = self.config.snapshot_every_steps
             keep = every > 0 and step % every == 0
             self.process.activity.start("step", step)
             parts = await self._everywhere(
                 lambda worker, s=step, k=keep, d=due: worker.step(s, k, d)  # type: ignore[misc]
             )
-            progress = progress.after(step, 1, sum(parts) / MODULUS)
+            progress = progress.after(step, 1, loss_of(sum(parts)))
             self._progress(progress)
             self._told = self._event(progress)
             self._report(self._told)
@@ -389,9 +408,7 @@ class FakeDriver(Member):
                 is_cut_short=self._stops,
                 loss=progress.loss,
                 metrics={},
-                parameters_sha256=hashlib.sha256(
-                    json.dumps(sorted(values.items())).encode()
-                ).hexdigest(),
+                parameters_sha256=parameters_of(values),
                 hosts={worker.label: {} for worker in self.workers},
                 memory={},
             )
@@ -405,14 +422,17 @@ class FakeDriver(Member):
 
     async def _hold(self, progress: TrainingProgress, save: bool) -> None:
         """Have all stages hold the present step, or save it, unless that has been done."""
-        if progress.step == 0 or not self.config.takes_snapshots or progress.step in self._saving:
+        is_saved = progress.step in self._saving or progress.step == self._newest
+        if progress.step == 0 or not self.config.takes_snapshots or is_saved:
             return
-        if save and self.config.checkpoint is not None and not self._saves_at_end:
-            return  # the last step is always saved
         if save:
-            self._saving.add(progress.step)
+            self._start_saving(progress.step)
         self._progress(progress)
         await self._everywhere(lambda worker: worker.snapshot(progress.step, save))
+
+    def _start_saving(self, step: int) -> None:
+        self._saving.add(step)
+        self._newest = step
 
     async def _all_saved(self) -> None:
         async with self._changed:
@@ -420,7 +440,7 @@ class FakeDriver(Member):
 
     def _progress(self, progress: TrainingProgress) -> None:
         told = None if self._told is None else self._told.to_json()
-        awaits = progress.step in self._saving
+        awaits = progress.step in self._saving or progress.step == self._newest
         self.process.send(
             {"event": "progress", **asdict(progress), "told": told, "awaits_save": awaits}
         )
