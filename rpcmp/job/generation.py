@@ -169,7 +169,7 @@ class Generation:
             if not len(plan.assignments) == len(plan.weights) == len(self._config.workers):
                 raise ValueError("a plan for another number of workers")
         except ValueError as error:  # pydantic's is one; the job's code runs there
-            raise driver.garbled_message_error(error, "the driver process") from error
+            raise _garbled(driver, error) from error
         return plan
 
     @property
@@ -287,7 +287,7 @@ class Generation:
             async for message in driver.messages():
                 await self._receive_from_driver(driver, message)
         except (ValueError, LookupError, TypeError) as nonsense:
-            raise driver.garbled_message_error(nonsense, "the driver process") from nonsense
+            raise _garbled(driver, nonsense) from nonsense
         await driver.wait()
         died = f"the driver process (pid {driver.pid}) {driver.describe_exit('', LESS_MEMORY)}"
         error = WorkerDiedError("\n".join(filter(None, [died, driver.stacks.read()])))
@@ -347,3 +347,9 @@ class Generation:
     def _log_driver(self, line: Line) -> None:
         with contextlib.suppress(OSError):  # the output is closed: the next event ends the run
             self._log(entry_of(line, DRIVER, self.number))
+
+
+def _garbled(driver: Child, error: Exception) -> WorkerDiedError:
+    garbled = driver.garbled_message_error(error, "the driver process")
+    garbled.stage = DRIVER
+    return garbled

@@ -1,4 +1,7 @@
-"""The checks of a supervisor on messages and memory from its children and other servers."""
+"""The checks of a supervisor on messages and memory from its children and other servers.
+
+Malformed messages of children are in tests/controlplane/test_recovery.py.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from rpcmp.server.connection import machine
 from rpcmp.server.snapshot_store import save_snapshot
 from rpcmp.server.snapshot_transfer import receive
 from rpcmp.v1 import control_pb2 as pb
-from tests.support.processes import JobFolder, rpcmp, running_servers
+from tests.support.processes import running_servers
 
 
 def request(fds: list[int], pid: int = 0) -> pb.MirrorRequest:
@@ -187,83 +190,3 @@ def test_a_line_that_is_no_message_is_a_value_error(line: bytes) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         parse(line)
     assert len(str(caught.value)) < 200
-
-
-NONSENSE = {
-    "an event that is none": b'{"event": []}',
-    "types": b'{"event": "built", "num_parameters": "many", "device": []}',
-    "no character": b'{"event": "built", "num_parameters": 1, "device": "\\ud800"}',
-    "a step": b'{"event": "snapshot", "step": -1}',
-    "ways": b'{"event": "beat", "ways": 1, "tensors": []}',
-    "a question": b'{"event": "store", "id": "x"}',
-    "questions": b'{"event": "store", "id": 1, "call": "get", "keys": ["no/such/key"]}\n' * 200,
-}
-"""Malformed messages that a broken or malicious worker may send to its supervisor."""
-
-OF_ANY_CHILD = ("an event that is none",)
-OF_WORKERS = ("types", "no character", "a step")
-
-SAYING = [("worker", which) for which in NONSENSE if which not in OF_ANY_CHILD]
-SAYING += [("driver", which) for which in NONSENSE if which not in OF_WORKERS]
-
-
-@pytest.mark.parametrize(("whose", "which"), SAYING)
-def test_a_malformed_message_of_a_child_ends_the_job_and_names_the_child(
-    job: JobFolder, whose: str, which: str
-) -> None:
-    (job.folder / "nonsense.py").write_text(TALKING.format(said=NONSENSE[which]))
-    path = "nonsense:layers" if whose == "worker" else "zoo:mlp"
-    data = "nonsense:data" if whose == "driver" else "zoo:regression"
-    config = job.config(
-        f"""
-        steps = 1000
-        num_microbatches = 1
-        [model]
-        layers = "{path}"
-        balance = [4]
-        [data]
-        train = {{ callable = "{data}" }}
-        batch_size = 10
-        [recovery]
-        max_restarts = 0
-        """
-    )
-    result = rpcmp("drive", config, "--json")
-    assert result.code not in (0, 1)
-    assert "sent an invalid message" in result.err
-    assert "Traceback" not in result.err
-
-
-TALKING = """
-import os, stat, sys, zoo
-from torch import nn
-
-SAID = {said!r} + b"\\n"
-
-def talk():
-    channel = int(sys.argv[1])
-    assert stat.S_ISSOCK(os.fstat(channel).st_mode)
-    os.write(channel, SAID)
-
-class Talking(nn.Module):
-    def forward(self, x):
-        if self.training:
-            talk()
-        return x
-
-def layers():
-    first, *others = zoo.mlp()
-    return [first, ("talking", Talking), *others[1:]]
-
-class Samples:
-    def __init__(self):
-        self.inner = zoo.regression()
-    def __len__(self):
-        return len(self.inner)
-    def __getitem__(self, index):
-        talk()
-        return self.inner[index]
-
-def data():
-    return Samples()
-"""

@@ -14,6 +14,7 @@ from tests.support.pool import POOL, lend_servers
 from tests.support.processes import describe
 
 
+@pytest.mark.cluster
 def test_a_pool_server_left_busy_fails_its_test_and_is_not_reused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -27,6 +28,7 @@ def test_a_pool_server_left_busy_fails_its_test_and_is_not_reused(
     assert server not in POOL.taken()
 
 
+@pytest.mark.cluster
 def test_a_killed_pool_server_is_replaced() -> None:
     with lend_servers(1) as (killed,):
         killed.end()

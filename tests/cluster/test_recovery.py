@@ -1,37 +1,38 @@
-"""Recovery from any lost process: the run ends with the bits of a run without faults.
+"""Recovery from real faults: the run ends with the bits of a run without faults.
 
-tests/long/test_recovery_matrix.py has the whole matrix, {how} x {phase} x {stage}. The cells here
-cover every phase, every stage, and every way to fail except for a cut, which is tested in
-tests/system/test_cut.py.
+tests/controlplane/test_recovery.py and test_hosts.py have the matrix, in one event loop, and
+tests/long/test_recovery_matrix.py has it with real processes. Here is what only those show: each
+kind of fault once, except for a cut, which is in tests/system/test_cut.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
 
 import pytest
 
 from tests.support.faults import (
     STEP,
-    Cell,
     Committed,
     Faults,
-    assert_cell,
     assert_recovered,
     committed,
     committed_without_fault,
     drive,
-    name_of,
 )
-from tests.support.processes import JobFolder, running, runs, with_token
-from tests.support.runs import checkpoints_in
-
-CELLS: tuple[Cell, ...] = (
-    ("SIGKILL", "saving", 0),
-    ("SIGSTOP", "backward", 1),
-    ("SIGSEGV", "optimizer", 2),
-    ("exception", "forward", 1),
-    ("deadlock", "joining", 2),
+from tests.support.hosts import LOSING, SLOW, assert_went_on, slow_config
+from tests.support.hosts import committed_without_fault as slow_without_fault
+from tests.support.pool import lend_server_at, lend_servers
+from tests.support.processes import (
+    DEADLINE,
+    JobFolder,
+    RunningHere,
+    connect,
+    rpcmp,
+    running,
+    runs,
+    with_token,
 )
 
 FIRST, MIDDLE, LAST = 0, 1, 2
@@ -43,11 +44,35 @@ def fault_free(tmp_path_factory: pytest.TempPathFactory) -> Committed:
     return committed_without_fault(tmp_path_factory.mktemp("fault_free"))
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=name_of)
-def test_the_run_recovers_from_a_fault_with_the_same_bits(
-    job: JobFolder, fault_free: Committed, cell: Cell
+@pytest.fixture(scope="module")
+def slow_fault_free(tmp_path_factory: pytest.TempPathFactory) -> Committed:
+    """The same of a slow job of two stages."""
+    return slow_without_fault(tmp_path_factory.mktemp("slow"))
+
+
+@pytest.mark.parametrize(
+    "faults_by_step",
+    [
+        [("SIGKILL", "saving", FIRST), ("SIGSEGV", "optimizer", LAST)],
+        [("exception", "forward", MIDDLE), ("SIGSTOP", "backward", MIDDLE)],
+        [("deadlock", "joining", LAST)],
+    ],
+)
+def test_the_run_recovers_from_faults_with_the_same_bits(
+    job: JobFolder, fault_free: Committed, faults_by_step: list[tuple[str, str, int]]
 ) -> None:
-    assert_cell(job, fault_free, cell)
+    faults = Faults(job)
+    for step, (how, phase, stage) in enumerate(faults_by_step, start=STEP):
+        faults.fail_at(stage, 0 if phase == "joining" else step, phase, how)
+    result = drive(faults.config(), "--set", "recovery.heartbeat_timeout=2.0")
+    assert committed(result) == fault_free
+    found = [event for event in result.events if event["event"] == "fault"]
+    assert [fault["stage"] for fault in found] == [f"stage{s}" for _, _, s in faults_by_step]
+    triggered = [(each["stage"], each["phase"], each["step"]) for each in faults.triggered]
+    assert triggered == [tuple(each) for each in faults.planned]
+    recovered = [event for event in result.events if event["event"] == "recovered"]
+    for fault, event in zip(found, recovered, strict=True):
+        assert fault["step"] - event["step"] <= 1  # at most one reported step is repeated
 
 
 def test_a_hanging_process_is_named_with_its_stack(job: JobFolder, fault_free: Committed) -> None:
@@ -62,6 +87,7 @@ def test_a_hanging_process_is_named_with_its_stack(job: JobFolder, fault_free: C
     assert "in _strike" in error
 
 
+@pytest.mark.cluster
 def test_a_hang_before_the_first_step_is_named(job: JobFolder, fault_free: Committed) -> None:
     faults = Faults(job).fail_at(LAST, 0, "building", "lock")
     result = drive(faults.config(), "--set", "recovery.watchdog=1.0")
@@ -73,6 +99,7 @@ def test_a_hang_before_the_first_step_is_named(job: JobFolder, fault_free: Commi
     assert "in _strike" in error
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("how", ["SIGSTOP", "brittle"])
 def test_a_stopped_process_is_named_with_its_state(job: JobFolder, how: str) -> None:
     faults = Faults(job).fail_at(LAST, STEP, "optimizer", how)
@@ -85,45 +112,53 @@ def test_a_stopped_process_is_named_with_its_state(job: JobFolder, how: str) -> 
     assert ("most recent call first" in result.err) == (how == "SIGSTOP")
 
 
-def test_a_repeating_fault_ends_the_run_with_a_checkpoint(job: JobFolder) -> None:
-    faults = Faults(job).fail_at(MIDDLE, STEP, "forward", "exception", again=True)
-    result = drive(faults.config())
-    assert result.code == 1
-    assert "planted: größer als erlaubt" in result.err
-    assert "faults.py" in result.err  # the remote traceback
-    assert len([event for event in result.events if event["event"] == "recovered"]) == 1
-    assert result.event("checkpoint")["step"] == STEP - 1
-    assert checkpoints_in(job.folder / "rpcmp-job").valid()[0].step == STEP - 1
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
+def test_a_server_that_ends_rejoins_its_job(
+    job: JobFolder, slow_fault_free: Committed, how: str
+) -> None:
+    """One that is stopped in good order hands its state over first."""
+    with contextlib.ExitStack() as stack:
+        servers = stack.enter_context(lend_servers(2))
+
+        def end(run: RunningHere) -> None:
+            run.wait_for_line(LOSING)
+            servers[1].process.send_signal(signal.Signals[how])
+            servers[1].process.wait(DEADLINE)
+            run.wait_for_line('"waiting"')
+            servers[1].end()
+            stack.enter_context(lend_server_at(servers[1].address))
+
+        where = ("--connect", connect(servers))
+        result = rpcmp("drive", slow_config(job, 2 * SLOW), "--json", *where, during=end)
+    assert_went_on(result, slow_fault_free)
+    what = "closed the connection" if how == "SIGKILL" else "is being stopped"
+    assert what in result.event("fault")["error"]
 
 
-def test_restarts_without_progress_end_the_run_with_a_checkpoint(job: JobFolder) -> None:
-    faults = Faults(job).fail_at(FIRST, STEP, "backward", "SIGKILL", again=True)
-    result = drive(faults.config(), "--set", "recovery.max_restarts=1")
-    assert result.code == 75
-    assert "gave up after 1 restarts without a new step" in result.err
-    assert "the worker of stage 'stage0'" in result.err
-    assert checkpoints_in(job.folder / "rpcmp-job").valid()[0].step == STEP - 1
+@pytest.mark.cluster
+def test_a_server_that_says_nothing_is_named(job: JobFolder, slow_fault_free: Committed) -> None:
+    """Before it counts as lost: it goes on here, and so does the run, with the same bits."""
+    with lend_servers(2) as servers:
 
+        def suspend(run: RunningHere) -> None:
+            run.wait_for_line(LOSING)
+            servers[1].process.send_signal(signal.SIGSTOP)
+            try:
+                run.wait_for_line("has said nothing for 4 s")
+            finally:
+                servers[1].process.send_signal(signal.SIGCONT)
 
-SLOW = """
-steps = 50
-[model]
-layers = "zoo:jittery"
-kwargs = { milliseconds = 10.0 }
-balance = [2, 3]
-"""
+        where = ("--connect", connect(servers))
+        result = rpcmp("drive", slow_config(job), "--json", *where, during=suspend)
+    assert committed(result) == slow_fault_free
+
 
 MACHINERY = [
-    ("rpcmp.process", signal.SIGKILL),  # the fork server
-    ("rpcmp.process", signal.SIGSTOP),
-    ("serve", signal.SIGSTOP),
+    ("serve", signal.SIGKILL),
+    pytest.param("serve", signal.SIGSTOP, marks=pytest.mark.cluster),
+    pytest.param("rpcmp.process", signal.SIGKILL, marks=pytest.mark.cluster),  # the fork server
+    pytest.param("rpcmp.process", signal.SIGSTOP, marks=pytest.mark.cluster),
 ]
-
-
-@pytest.fixture(scope="module")
-def slow_fault_free(tmp_path_factory: pytest.TempPathFactory) -> Committed:
-    job = JobFolder(tmp_path_factory.mktemp("slow") / "job")
-    return committed(drive(job.config(SLOW)))
 
 
 @pytest.mark.usefixtures("own_forks")
@@ -131,8 +166,8 @@ def slow_fault_free(tmp_path_factory: pytest.TempPathFactory) -> Committed:
 def test_a_lost_process_that_computes_nothing_is_replaced(
     job: JobFolder, token: str, slow_fault_free: Committed, what: str, signum: signal.Signals
 ) -> None:
-    with running("drive", job.config(SLOW), "--json") as run:
-        run.wait_for_line('"step": 5,')
+    with running("drive", slow_config(job, 2 * SLOW), "--json") as run:
+        run.wait_for_line(LOSING)
         lost = next(process for process in with_token(token) if runs(process, what))
         lost.send_signal(signum)
         result = run.wait()

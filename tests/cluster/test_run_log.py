@@ -22,7 +22,6 @@ from tests.support.processes import (
     connect,
     poll_for,
     rpcmp,
-    running,
     running_servers,
 )
 from tests.support.sharedforks import DRIVE
@@ -165,18 +164,7 @@ def test_an_error_is_the_last_line_of_a_json_log(tmp_path: Path) -> None:
     assert remedy["message"] == "try: rpcmp drive --help"
 
 
-def test_a_server_logs_that_a_job_is_lost_with_its_driver(job: JobFolder) -> None:
-    with running_servers(1) as (server,):
-        with running("drive", job.config(ONE_STAGE), "--connect", server.address, "--json") as run:
-            run.wait_for_line('"step"')
-            run.process.kill()
-        lost = "is lost: its driver has interrupted it, or is gone"
-        poll_for(lambda: lost in "".join(server.run.err), "a line that says that it is lost")
-    # Not a count of lines: whether a worker that is lost with it writes one depends on when.
-    log = "".join(server.run.err)
-    assert (log.count("claims this server"), log.count(lost)) == (1, 1)
-
-
+@pytest.mark.cluster
 def test_a_loss_that_leaves_out_targets_is_warned_of_in_the_first_step(job: JobFolder) -> None:
     text = PADDED.replace("loss_weight =", "# loss_weight =").replace(
         '"tokenized:tagger"', '"tokenized:tagger"\nkwargs = { channels = true }'
@@ -199,6 +187,7 @@ def test_many_claims_do_not_fill_the_log_of_a_server(tmp_path: Path) -> None:
             assert 1 <= len(lines) <= FIRST
 
 
+@pytest.mark.cluster
 def test_the_log_level_filters_lines(job: JobFolder) -> None:
     path = config(job, {"first": "everything"}, stages=2)
     result = rpcmp("drive", path, "--json", "--log-level", "warning")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import psutil
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rpcmp.config import addresses
 from rpcmp.v1 import control_pb2 as pb
@@ -19,13 +17,9 @@ from rpcmp.v1.control_pb2_grpc import ControlStub
 from rpcmp.v1.doctor_pb2 import ExamineRequest
 from rpcmp.v1.doctor_pb2_grpc import DoctorStub
 from tests.support.longjob import LONG_JOB
-from tests.support.pool import lend_servers
 from tests.support.processes import (
-    DEADLINE,
     FORKS,
     JobFolder,
-    RunningHere,
-    Server,
     connect,
     poll_for,
     rpcmp,
@@ -37,26 +31,12 @@ from tests.support.processes import (
 )
 
 
-@pytest.fixture(scope="module")
-def idle() -> Iterator[list[Server]]:
-    """Yield two servers on separate hosts, for tests that leave them idle."""
-    with running_servers(2) as started:
-        yield started
-
-
-def test_servers_run_one_job_after_another(job: JobFolder, idle: list[Server]) -> None:
-    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
-    hashes = set()
-    for _ in range(2):
-        result = rpcmp("drive", config, "--connect", connect(idle), "--json")
-        assert result.code == 0, result.err
-        hashes.add(result.event("summary")["parameters_sha256"])
-    assert len(hashes) == 1
-
-
-def test_status_shows_a_running_job(job: JobFolder, idle: list[Server]) -> None:
+def test_status_shows_a_running_job(job: JobFolder) -> None:
     config = job.config(LONG_JOB)
-    with running("drive", config, "--connect", connect(idle), "--json") as run:
+    with (
+        running_servers(2) as idle,
+        running("drive", config, "--connect", connect(idle), "--json") as run,
+    ):
         run.wait_for_line('"step": 3')
         stages = poll_for(
             lambda: (s := status(config, idle))[0]["step"] > 0 and s, "a step in the status"
@@ -77,59 +57,6 @@ def test_status_shows_a_running_job(job: JobFolder, idle: list[Server]) -> None:
         assert idle[1].address in table.out
 
 
-def test_drain_ends_the_job_after_its_step_and_then_the_server(job: JobFolder) -> None:
-    config = job.config(LONG_JOB)
-    at_once = ("--set", "recovery.give_up_after=0.0")
-
-    def drain(run: RunningHere) -> None:
-        run.wait_for_line('"event": "step"')
-        with grpc.insecure_channel(servers[0].address) as channel:
-            answer = ControlStub(channel).Drain(pb.DrainRequest(), timeout=5)
-        assert (answer.job, answer.generation) == ("long-job", 1)
-
-    with lend_servers(2) as servers:
-        where = ("--connect", connect(servers))
-        assert rpcmp("drive", config, "--json", *where, *at_once, during=drain).code == 75
-        assert servers[0].process.wait(DEADLINE) == 0
-        with grpc.insecure_channel(servers[1].address) as channel:
-            assert ControlStub(channel).Drain(pb.DrainRequest(), timeout=5).job == ""
-        assert servers[1].process.wait(DEADLINE) == 0
-
-
-def test_health_answers_for_each_service(idle: list[Server]) -> None:
-    with grpc.insecure_channel(idle[0].address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        serving = health_pb2.HealthCheckResponse.SERVING
-        for service in ("", "rpcmp.v1.Control", "rpcmp.v1.Rendezvous"):
-            request = health_pb2.HealthCheckRequest(service=service)
-            assert stub.Check(request, timeout=5).status == serving
-        with pytest.raises(grpc.RpcError) as unknown:
-            stub.Check(health_pb2.HealthCheckRequest(service="nonsense"), timeout=5)
-        assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
-
-
-def test_other_versions_are_refused_and_named(idle: list[Server]) -> None:
-    with grpc.insecure_channel(idle[0].address) as channel:
-        stub = ControlStub(channel)
-        versions = stub.Describe(pb.DescribeRequest(), timeout=5).versions
-        versions.torch, versions.python = "1.13.0", "3.8"
-        request = pb.PrepareRequest(job="j", job_id="1", generation=1, versions=versions)
-        with pytest.raises(grpc.RpcError) as refused:
-            stub.Prepare(request, timeout=5)
-        details = refused.value.details() or ""
-        assert "VersionError" in details
-        assert "1.13.0 there" in details
-        assert "python: 3.11 here, 3.8 there" in details or "3.8 there" in details
-
-
-def test_a_message_of_a_past_generation_is_refused(idle: list[Server]) -> None:
-    with grpc.insecure_channel(idle[0].address) as channel:
-        stub = ControlStub(channel)
-        with pytest.raises(grpc.RpcError) as refused:
-            stub.Stop(pb.StopRequest(job_id="old", generation=3), timeout=5)
-        assert "generation 3" in (refused.value.details() or "")
-
-
 FREE = """
 import sys
 from rpcmp import cli
@@ -141,6 +68,7 @@ cli.main()
 """
 
 
+@pytest.mark.cluster
 def test_the_default_ports_are_what_a_bare_connect_uses(
     job: JobFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,13 +96,6 @@ def status_at_defaults(config: Path) -> list[dict[str, Any]]:
     assert result.code == 0, result.err
     stages: list[dict[str, Any]] = json.loads(result.out)["stages"]
     return stages
-
-
-def test_a_server_for_another_stage_is_refused(job: JobFolder, idle: list[Server]) -> None:
-    config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
-    result = rpcmp("drive", config, "--connect", connect(idle[::-1]))
-    assert result.code == 2
-    assert "serves stage 1 replica 0, not stage 0" in result.err
 
 
 @pytest.mark.parametrize(

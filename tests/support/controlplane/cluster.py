@@ -184,10 +184,11 @@ class Cluster:
     Args:
         folder: of the jobs; checkpoints are written there.
         stages: servers to start.
+        certs: has certificates of the stages, a spare and the driver; None: there is no TLS.
     """
 
-    def __init__(self, folder: Path, stages: int = 2) -> None:
-        self.folder, self._num_stages = folder, stages
+    def __init__(self, folder: Path, stages: int = 2, certs: Path | None = None) -> None:
+        self.folder, self._num_stages, self._certs = folder, stages, certs
         self.group = Group()
         self.servers: list[Server] = []
         self._calls: dict[int, list[Call]] = {}
@@ -271,12 +272,17 @@ class Cluster:
         self._waiting.append((kind, number, call))
 
     async def serve(
-        self, stage: int | None, address: str = "127.0.0.1:0", security: Security | None = None
+        self, stage: int | None, address: str = "127.0.0.1:0", is_secured: bool = True
     ) -> Server:
-        """Start a server of a stage, or a spare if that is None."""
-        forks = self._forks()
-        admission = Admission(stage, checkpoints=self.folder)
-        served = StageServer(admission, forks, security)
+        """Start a server of a stage, or a spare if that is None.
+
+        Args:
+            is_secured: whether it has a certificate, if others have.
+        """
+        forks, security = self._forks(), Security()
+        if self._certs is not None and is_secured:
+            security = Security(self._certs / ("spare" if stage is None else f"stage{stage}"))
+        served = StageServer(Admission(stage, checkpoints=self.folder), forks, security)
         host, _, port = address.rpartition(":")
         bound = await served.start(host, int(port))
         server = Server(served, forks, f"{host}:{bound}")
@@ -292,7 +298,7 @@ class Cluster:
             await asyncio.sleep(0.005)
 
     async def replace(self, index: int) -> None:
-        """Start a server anew at the address of one that is lost."""
+        """Start a server anew at the address of one that has ended."""
         lost = self.servers[index]
         stage = lost.served.admission.stage_index
         self.servers[index] = await self.serve(stage, lost.address)
@@ -311,6 +317,8 @@ class Cluster:
             f'[model]\nlayers = "zoo:mlp"\nbalance = {[*balance]}\n'
             '[data]\ntrain = "zoo:regression"\nbatch_size = 10\n[security]\nconfine = false\n'
         )
+        if self._certs is not None:
+            settings = (*settings, f"security.certs={self._certs / 'driver'}")
         for setting in settings:
             loader.apply_override(data, setting)
         return loader.parse_config(data).with_folder(self.folder)
