@@ -41,24 +41,21 @@ def test_a_name_that_does_not_resolve_says_why(name: str, message: str) -> None:
         importing.resolve(name, "loss")
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("width = 3\nwidth.oops", r"no attribute 'oops'.*line 2.*width\.oops"),
+        ("raise AttributeError('lost')", "does not import: AttributeError: .*line 1"),
+        ("setattr(range(3), 'start', 1)", "does not import: AttributeError: .*line 1"),
+    ],
+)
 def test_a_module_that_raises_on_import_shows_its_line(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
 ) -> None:
-    (tmp_path / "raises_on_import.py").write_text("width = 3\nwidth.oops\n")
+    (tmp_path / "raises_on_import.py").write_text(f"{code}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(FactoryError, match=r"(?s)no attribute 'oops'.*line 2.*width\.oops"):
+    with pytest.raises(FactoryError, match=f"(?s){message}"):
         importing.resolve("raises_on_import:f", "loss")
-
-
-@pytest.mark.parametrize("raised", ["AttributeError('lost')", "setattr(range(3), 'start', 1)"])
-def test_an_attribute_error_of_the_users_module_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: str
-) -> None:
-    code = f"raise {raised}\n" if raised.startswith("A") else f"{raised}\n"
-    (tmp_path / "attribute_error.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(FactoryError, match=r"(?s)does not import: AttributeError: .*line 1"):
-        importing.resolve("attribute_error:f", "loss")
 
 
 def test_a_factory_gets_positional_and_configured_arguments() -> None:
@@ -80,9 +77,11 @@ def test_a_factory_that_exits_is_an_error() -> None:
         importing.create(Factory(callable="sys:exit"), "data.train")
 
 
-def test_wrong_arguments_raise_a_factory_error() -> None:
+def test_wrong_arguments_are_refused_before_the_call() -> None:
     with pytest.raises(FactoryError, match="unexpected keyword argument 'depth'"):
         importing.create(named("layers", depth=3), "model.layers")
+    with pytest.raises(FactoryError, match="'scael'"):
+        importing.load_function(named("mean_absolute_error", scael=2.0), "loss")
 
 
 @pytest.mark.parametrize(
@@ -101,11 +100,6 @@ def test_a_misspelt_argument_suggests_the_nearest(
 ) -> None:
     with pytest.raises(FactoryError, match=message):
         importing.resolve_factory(source, "it", num_args)
-
-
-def test_a_function_that_lacks_an_argument_is_refused_before_it_is_called() -> None:
-    with pytest.raises(FactoryError, match="'scael'"):
-        importing.load_function(named("mean_absolute_error", scael=2.0), "loss")
 
 
 def test_arguments_of_a_decorator_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:

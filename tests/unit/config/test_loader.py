@@ -148,6 +148,7 @@ def test_an_override_makes_a_section_that_the_file_lacks(path: Path) -> None:
         ("report=m:write=x", "report.callable: .*got 'm:write=x'"),
         ("seed=", r"seed: must be an integer \(got ''\)"),
         ("seed=1e3", r"seed: must be an integer \(got 1000.0\)"),
+        ("seed=1\nepochs=7", "seed: must be an integer"),
         (f"seed={2**63}", rf"seed: must be less than {2**63} \(got {2**63}\)"),
         ("epochs=0", r"epochs: must be 1 or more \(got 0\)"),
         ("max_grad_norm=0", r"max_grad_norm: must be more than 0 \(got 0\)"),
@@ -189,7 +190,6 @@ def test_an_override_that_does_not_fit_is_refused(path: Path, override: str, mes
         ),
         ("[data]", "data.train: missing"),
         ("epochs = 1", "loss: missing"),
-        ("[model]", "model: give `module`, an nn.Module that is cut, or `layers`: one of them"),
         ("data = 3", "data: .*got 3"),
     ],
 )
@@ -226,8 +226,3 @@ def test_a_file_that_is_not_toml_is_named(tmp_path: Path, content: bytes) -> Non
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=r"bad.toml is not valid TOML: "):
         loader.load_config(file)
-
-
-def test_an_override_is_one_value(path: Path) -> None:
-    with pytest.raises(ConfigError, match="seed"):
-        loader.load_config(path, ["seed=1\nepochs=7"])

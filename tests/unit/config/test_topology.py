@@ -9,20 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpcmp.config import topology
-from rpcmp.config.topology import Graph, Port, Reference, cut_into_bundles
+from rpcmp.config.topology import Port, Reference, cut_into_bundles
 from rpcmp.errors import ConfigError
-
-
-@pytest.fixture
-def two_branches() -> Graph:
-    """Return the graph in the module's docstring."""
-    return topology.build_graph(
-        {
-            "image": ["input"],
-            "profile": ["input.profile"],
-            "classifier": ["image", "profile", "input"],
-        }
-    )
 
 
 def test_a_chain_reads_the_stage_before() -> None:
@@ -31,12 +19,16 @@ def test_a_chain_reads_the_stage_before() -> None:
     )
 
 
-def test_the_drawn_graph_ends_in_the_classifier(two_branches: Graph) -> None:
+def test_a_graph_has_an_order_a_sink_and_ports_that_name_their_reader_and_part() -> None:
+    two_branches = topology.build_graph(
+        {
+            "image": ["input"],
+            "profile": ["input.profile"],
+            "classifier": ["image", "profile", "input"],
+        }
+    )
     assert two_branches.stages == ("image", "profile", "classifier")
     assert two_branches.sink == "classifier"
-
-
-def test_a_port_names_its_reader_and_part(two_branches: Graph) -> None:
     assert two_branches.ports("profile") == (Port("classifier", 1, ()),)
     assert two_branches.ports("classifier") == ()
 
@@ -74,23 +66,19 @@ def test_each_stage_is_counted_once_however_many_ways_lead_from_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "producer", "path", "from_batch"),
+    ("text", "expected"),
     [
-        ("image", "image", (), False),
-        ("image.features.0", "image", ("features", "0"), False),
-        ("input", "input", (), True),
-        ("target.label", "target", ("label",), True),
+        ("image", ("image", (), False)),
+        ("image.features.0", ("image", ("features", "0"), False)),
+        ("input", ("input", (), True)),
+        ("target.label", ("target", ("label",), True)),
     ],
 )
 def test_a_reference_survives_parsing_and_printing(
-    text: str, producer: str, path: tuple[str, ...], from_batch: bool
+    text: str, expected: tuple[str, tuple[str, ...], bool]
 ) -> None:
     reference = Reference.parse(text)
-    assert (reference.producer, reference.path, reference.from_batch) == (
-        producer,
-        path,
-        from_batch,
-    )
+    assert (reference.producer, reference.path, reference.from_batch) == expected
     assert str(reference) == text
 
 
