@@ -22,10 +22,12 @@ from torch import Tensor, nn
 
 from rpcmp.checkpoint import files, safetensors_header, state_export
 from rpcmp.checkpoint.folder import CheckpointFolder, look
-from rpcmp.checkpoint.manifest import BestMark, Cursor, Manifest, StageFile
+from rpcmp.checkpoint.manifest import BestMark
 from rpcmp.checkpoint.state_export import export
 from rpcmp.cli import cli
 from rpcmp.errors import CheckpointError, ConfigError
+from rpcmp.rpc.tensors import same_bits
+from tests.support.manifests import manifest, stage
 
 Stages = dict[str, dict[str, Tensor]]
 
@@ -52,41 +54,16 @@ def save(folder: Path, stages: Stages, step: int = 120) -> Path:
     checkpoints = CheckpointFolder(folder)
     path = checkpoints.path_of(step)
     path.mkdir(parents=True)
+    parts = []
     for name, tensors in stages.items():
         state = {"optimizer.0.weight.momentum_buffer": torch.ones(3, dtype=torch.float64)}
-        file = path / f"{name}.safetensors"
-        safetensors.torch.save_file(tensors | state, file, metadata={"rpcmp": "{}"})
-    checkpoints.commit(manifest(path, list(stages), step))
+        content = safetensors.torch.save(tensors | state, {"rpcmp": "{}"})
+        (path / f"{name}.safetensors").write_bytes(content)
+        sha256 = hashlib.sha256(content).hexdigest()
+        written = {"sha256": sha256, "size": len(content), "host": f"host-{name}"}
+        parts.append(stage(name).model_copy(update=written))
+    checkpoints.commit(manifest(step, stages=parts))
     return path
-
-
-def manifest(path: Path, names: list[str], step: int) -> Manifest:
-    """Return the manifest of the files in `path`."""
-    files = [path / f"{name}.safetensors" for name in names]
-    parts = [
-        StageFile(
-            name=file.stem,
-            layers=[],
-            file=file.name,
-            sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
-            size=file.stat().st_size,
-            host=f"host-{file.stem}",
-            state="{}",
-        )
-        for file in files
-    ]
-    nothing: dict[str, Any] = {"driver": {}, "rng": {}, "versions": {}, "config": {}}
-    cursor = Cursor(epoch=1, batch=step)
-    return Manifest(
-        **nothing,
-        job="job",
-        run="r1",
-        step=step,
-        generation=1,
-        cursor=cursor,
-        written="now",
-        stages=parts,
-    )
 
 
 def flip(path: Path) -> None:
@@ -99,12 +76,7 @@ def flip(path: Path) -> None:
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     """Whether both have the same tensors, to the last bit."""
     return one.keys() == other.keys() and all(
-        (value.dtype, value.shape) == (other[name].dtype, other[name].shape)
-        and value.contiguous()
-        .reshape(-1)
-        .view(torch.uint8)
-        .equal(other[name].contiguous().reshape(-1).view(torch.uint8))
-        for name, value in one.items()
+        same_bits(value, other[name]) for name, value in one.items()
     )
 
 
