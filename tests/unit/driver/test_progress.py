@@ -31,12 +31,15 @@ JOIN_SECONDS = 30.0
 # Progress
 
 
-def test_progress_sums_up_an_epoch() -> None:
-    progress = TrainingProgress()
+def test_progress_sums_up_an_epoch_and_starts_anew_in_the_next_one() -> None:
+    progress = TrainingProgress(metrics={"loss": 0.2})
     for step, loss in ((1, 0.5), (2, 0.25), (3, 0.125)):
         progress = progress.after(step, 1, loss)
-    assert progress == TrainingProgress(3, 1, 3, 0.125, 0.875)
+    assert progress == TrainingProgress(3, 1, 3, 0.125, 0.875, {"loss": 0.2})
     assert progress.mean_loss == 0.875 / 3
+    next_one = progress.after(4, 2, 0.5)
+    assert next_one == TrainingProgress(4, 2, 1, 0.5, 0.5, {"loss": 0.2})
+    assert next_one.mean_loss == 0.5
 
 
 def test_the_order_says_which_options_a_group_starts_with() -> None:
@@ -49,15 +52,6 @@ def test_the_order_says_which_options_a_group_starts_with() -> None:
         order = {"progress": progress, "options": wanted}
         found = TrainingProgress.from_order(order)
         assert repr(found) == repr(expected)  # of no step the loss is NaN
-
-
-def test_progress_starts_anew_in_the_next_epoch() -> None:
-    last = TrainingProgress(
-        step=3, epoch=1, batch=3, loss=0.1, epoch_loss=0.9, metrics={"loss": 0.2}
-    )
-    next_one = last.after(4, 2, 0.5)
-    assert next_one == TrainingProgress(4, 2, 1, 0.5, 0.5, {"loss": 0.2})
-    assert next_one.mean_loss == 0.5
 
 
 def test_progress_resets_the_end_of_an_epoch_after_a_step() -> None:
@@ -164,16 +158,11 @@ def due(saves: CheckpointCadence, last: int) -> list[int]:
     return found
 
 
-def test_no_step_is_due_without_a_section(clock: Clock) -> None:
-    saves = CheckpointCadence(config(), 3)
-    clock.now += 10 * DEFAULT_SECONDS
-    assert due(saves, 3) == []
-
-
 def test_steps_are_due_at_their_interval_and_at_the_end(clock: Clock) -> None:
-    saves = CheckpointCadence(config(every_steps=4), 10)
+    saves, without = CheckpointCadence(config(every_steps=4), 10), CheckpointCadence(config(), 3)
     clock.now += 10 * DEFAULT_SECONDS  # seconds do not count if the config has none
     assert due(saves, 10) == [4, 8, 10]
+    assert due(without, 3) == []
     assert due(CheckpointCadence(config(every_steps=5), 10), 10) == [5, 10]
     assert due(CheckpointCadence(config(every_steps=99), 10), 10) == [10]
 
@@ -274,20 +263,21 @@ def test_due_checkpoint_waits_while_too_many_are_in_progress(
     assert [saves.includes(step) for step in (1, 2, 3)] == [True, False, True]
 
 
-def test_wait_returns_after_all_checkpoints_in_progress(
+def test_all_that_wait_return_after_all_checkpoints_in_progress(
     condition: Condition, threads: list[threading.Thread]
 ) -> None:
     saves = CheckpointCadence(config(every_steps=1), 99)
     saves.start(1)
     saves.start(2)
-    returned = start(threads, saves.wait)
-    until_waiting(condition)
-    saves.finish(2)
-    until_waiting(condition)
-    assert returned == []
-    saves.finish(1)
-    threads[0].join(JOIN_SECONDS)
-    assert returned == [None]
+    both = [start(threads, saves.wait) for _ in range(2)]
+    for step in (2, 1):
+        for _ in both:
+            until_waiting(condition)
+        assert both == [[], []]
+        saves.finish(step)
+    for thread in threads:
+        thread.join(JOIN_SECONDS)
+    assert both == [[None], [None]]
 
 
 def test_wait_returns_at_once_if_all_checkpoints_are_done(condition: Condition) -> None:
@@ -299,17 +289,3 @@ def test_wait_returns_at_once_if_all_checkpoints_are_done(condition: Condition) 
         saves.finish(step)
     saves.wait()
     assert not condition.entered.acquire(blocking=False)
-
-
-def test_all_waiting_threads_continue_together(
-    condition: Condition, threads: list[threading.Thread]
-) -> None:
-    saves = CheckpointCadence(config(every_steps=1), 99)
-    saves.start(1)
-    both = [start(threads, saves.wait) for _ in range(2)]
-    for _ in both:
-        until_waiting(condition)
-    saves.finish(1)
-    for thread in threads:
-        thread.join(JOIN_SECONDS)
-    assert both == [[None], [None]]
