@@ -215,7 +215,6 @@ CHECKED_BY = {
     "test_docs.py::test_paths_and_modules_that_pages_name_exist": [
         "pytest -n0 -q tests/unit/worker",
         "pytest -n0 -q tests/test_architecture.py tests/test_layout.py tests/test_docs.py",
-        "python -m tests.benchmarks.relay steps",
     ],
     "system/test_chaos.py::test_what_random_faults_have_found_stays_mended": [
         "python -m tests.benchmarks.chaos --minutes 60",
