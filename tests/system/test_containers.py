@@ -38,18 +38,14 @@ def tool(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def lint(path: Path) -> subprocess.CompletedProcess[str]:
-    return tool("hadolint", "--failure-threshold", "style", path)
-
-
-def compose(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return tool("docker-compose", "--file", path, "config", *options)
+def compose(*options: str) -> subprocess.CompletedProcess[str]:
+    return tool("docker-compose", "--file", COMPOSE, "config", *options)
 
 
 @pytest.fixture(scope="module")
 def services() -> dict[str, Any]:
     """The services as compose parses them."""
-    found: dict[str, Any] = json.loads(compose(COMPOSE, "--format", "json").stdout)["services"]
+    found: dict[str, Any] = json.loads(compose("--format", "json").stdout)["services"]
     return found
 
 
@@ -65,27 +61,8 @@ def image() -> dict[str, list[str]]:
 
 
 def test_the_dockerfile_is_valid() -> None:
-    found = lint(DOCKERFILE)
+    found = tool("hadolint", "--failure-threshold", "style", DOCKERFILE)
     assert (found.returncode, found.stdout) == (0, "")
-
-
-@pytest.mark.parametrize(
-    ("good", "bad", "code"),
-    [
-        ("WORKDIR /src", "WORKDIRR /src", "/Dockerfile:"),
-        ("WORKDIR /src", "WORKDIR src", "DL3000"),
-        ("WORKDIR /src", "RUN cd $HOME", "SC2086"),
-        ("WORKDIR /src", "MAINTAINER nobody", "DL4000"),
-        ("# hadolint ignore=DL3013 # what is", "# what is", "DL3013"),
-    ],
-)
-def test_an_invalid_dockerfile_is_detected(tmp_path: Path, good: str, bad: str, code: str) -> None:
-    text = DOCKERFILE.read_text()
-    assert good in text
-    (tmp_path / "Dockerfile").write_text(text.replace(good, bad))
-    found = lint(tmp_path / "Dockerfile")
-    assert found.returncode != 0
-    assert code in found.stdout + found.stderr
 
 
 def test_the_image_runs_rpcmp_as_an_unprivileged_user(image: dict[str, list[str]]) -> None:
@@ -158,26 +135,8 @@ def test_the_images_torch_is_a_version_that_rpcmp_supports(tmp_path: Path) -> No
 
 
 def test_the_compose_file_is_valid() -> None:
-    found = compose(COMPOSE, "--quiet")
+    found = compose("--quiet")
     assert (found.returncode, found.stderr) == (0, "")
-
-
-@pytest.mark.parametrize(
-    ("good", "bad"),
-    [
-        ("cap_drop:", "cap_dropp:"),
-        ("    interval:", "    intervall:"),
-        ("condition: service_healthy", "condition: healthy"),
-        ("state:/var/lib", "states:/var/lib"),
-        ("read_only: true", "read_only: perhaps"),
-        ("      stage2: {", "      stage3: {"),
-    ],
-)
-def test_an_invalid_compose_file_is_detected(tmp_path: Path, good: str, bad: str) -> None:
-    text = COMPOSE.read_text()
-    assert good in text
-    (tmp_path / "compose.yaml").write_text(text.replace(good, bad))
-    assert compose(tmp_path / "compose.yaml", "--quiet").returncode != 0
 
 
 def test_every_service_is_locked_down(

@@ -49,36 +49,13 @@ esac
 """An rpcmp whose runs end in a certain way."""
 
 
-def shellcheck(path: Path) -> subprocess.CompletedProcess[str]:
-    """Run it with all checks except braces around every variable."""
-    program = Path(sys.executable).with_name("shellcheck")
-    strict = ["--enable=all", "--exclude=SC2250"] if path.name == SCRIPT.name else []
-    return subprocess.run(
-        [program, *strict, path], capture_output=True, text=True, timeout=60, check=False
-    )
-
-
 @pytest.mark.parametrize("path", SHELL_SCRIPTS, ids=lambda path: path.name)
 def test_shell_scripts_are_clean(path: Path) -> None:
-    subprocess.run(["bash", "-n", path], check=True, timeout=60)
-    found = shellcheck(path)
+    """By all checks for what users start, except braces around every variable."""
+    program = Path(sys.executable).with_name("shellcheck")
+    strict = ["--enable=all", "--exclude=SC2250"] if path == SCRIPT else []
+    found = subprocess.run([program, *strict, path], capture_output=True, text=True, timeout=60)
     assert (found.returncode, found.stdout) == (0, "")
-
-
-@pytest.mark.parametrize(
-    ("good", "bad"),
-    [
-        ('rm -rf "$folder"', "rm -rf $folder"),
-        ("${#stages[@]}", "${#stagse[@]}"),
-        ("fi\n", "\n"),
-    ],
-)
-def test_an_unclean_shell_script_is_detected(tmp_path: Path, good: str, bad: str) -> None:
-    text = SCRIPT.read_text()
-    assert good in text
-    path = tmp_path / SCRIPT.name
-    path.write_text(text.replace(good, bad))
-    assert shellcheck(path).returncode != 0
 
 
 def test_the_slurm_script_asks_for_a_warning_signal_and_requeue() -> None:
