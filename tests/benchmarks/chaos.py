@@ -31,7 +31,7 @@ from tests.support.chaosjobs import JOBS, WORKERS, workers_of
 from tests.support.chaosplaces import PLACES, place_of
 from tests.support.faults import Committed
 from tests.support.reaper import TOKEN, reaping
-from tests.support.strikes import LINKS, MOMENTS, PROCESSES, SIGNALS, Strike
+from tests.support.strikes import HOWS, LINKS, MOMENTS, PROCESSES, Strike
 from tests.support.trials import Trial, TrialError, expected_of, run_trial
 
 
@@ -56,13 +56,10 @@ def draw_trial(draw: random.Random, place: str, steps: dict[str, int]) -> Trial:
 def _draw_strike(draw: random.Random, place: str, steps: int, saves: bool) -> Strike:
     link = place == "hosts" and draw.random() < 0.4
     what = "link" if link else draw.choice([*PROCESSES, "all"])
-    how = draw.choice(LINKS if link else SIGNALS)
-    if what == "all":
-        how = "PAUSE"
-    if (what, how) in (("drive", "STOP"), ("server", "STOP")) and place != "here":
-        how = "PAUSE"  # it is waited for, and nobody would continue it
-    if (what, how) == ("drive", "STOP"):
-        how = "PAUSE"
+    how = draw.choice(LINKS if link else HOWS)
+    waited_for = ("drive",) if place == "here" else ("drive", "server")
+    if what == "all" or (what in waited_for and how == "SIGSTOP"):
+        how = "pause"  # nobody would continue it
     moments = [each for each in MOMENTS if each not in ("fault", "recovered")]
     if not saves:
         moments.remove("checkpoint")
@@ -109,8 +106,8 @@ class Tally:
                 for strike in done.struck:
                     print(f"   {strike}")
                 print(
-                    f"   exit {' '.join(map(str, done.codes))}  {done.seconds:.1f} s  silent for "
-                    f"{done.silent:.1f} s  {self.strikes} strikes, {self.several} of several",
+                    f"   exit {' '.join(map(str, done.codes))}  {done.seconds:.1f} s  "
+                    f"{self.strikes} strikes, {self.several} of several",
                     flush=True,
                 )
 

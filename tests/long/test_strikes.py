@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.faults import Committed
-from tests.support.strikes import MOMENTS, PROCESSES, SIGNALS, Strike
+from tests.support.strikes import HOWS, MOMENTS, PROCESSES, Strike
 from tests.support.trials import Trial, expected_of, run_trial_here
 
 JOB, STEP = "chain", 20
@@ -20,8 +20,8 @@ RECOVERY = ("fault", "recovered")
 
 CELLS = [
     (what, how, moment)
-    for what, how, moment in itertools.product(PROCESSES, SIGNALS, MOMENTS)
-    if (what, how) != ("drive", "STOP")  # nobody would continue it
+    for what, how, moment in itertools.product(PROCESSES, HOWS, MOMENTS)
+    if (what, how) != ("drive", "SIGSTOP")  # nobody would continue it
 ]
 
 
@@ -42,6 +42,6 @@ def test_the_run_survives_every_strike(
 ) -> None:
     strikes = [Strike(what, how, 1, moment, STEP, 0.05, 3.0)]
     if moment in RECOVERY:
-        strikes.append(Strike("worker", "KILL", 0, "step", STEP, 0.0, 0.0))
+        strikes.append(Strike("worker", "SIGKILL", at=STEP))
     trial = Trial(JOB, "here", True, tuple(strikes))
     run_trial_here(trial, fault_free, tmp_path)

@@ -9,17 +9,15 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import psutil
 
-from tests.support.lan import Host
+from tests.support.lan import PREFIX, Host
 from tests.support.needs import needs
-from tests.support.processes import runs
+from tests.support.processes import no_more_files, runs
 
-PROCESSES = ("worker", "driver", "forks", "template", "server", "loader", "drive")
-WORDS = {
+PROCESSES = {
     "worker": "rpcmp.worker",
     "driver": "rpcmp.driver",
     "forks": "rpcmp.process",
@@ -28,15 +26,16 @@ WORDS = {
     "loader": "rpcmp.data.batches",
     "drive": "drive",
 }
-"""A word in the command line of each kind of process."""
+"""Kinds of processes, each with a word in its command line."""
 
 BEGUN_SECONDS = 0.05
 """Of the processor; from when on an interpreter can say by itself what is wrong."""
 
 LOADER_OF_TORCH = "spawn_main"
 
-SIGNALS = ("KILL", "STOP", "SEGV", "ABRT", "TERM", "PAUSE", "FILES")
-"""PAUSE: stopped, and continued after a while. FILES: it can open no more files for a while."""
+HOWS = ("SIGKILL", "SIGSTOP", "SIGSEGV", "SIGABRT", "SIGTERM", "pause", "files")
+"""Signals, as in tests.support.faults, and what lasts for a while: "pause" is stopped and then
+continued, "files" can open no more of them."""
 
 LINKS = ("cut", "cut one way", "lossy", "slow", "resets", "names")
 """What may happen to the link of a host; "names": no host finds another one's address."""
@@ -53,7 +52,7 @@ class Strike:
 
     Attributes:
         what: a kind of process, "all" of them, or "link".
-        how: a signal, or what happens to the link of a host.
+        how: one of HOWS, or of LINKS.
         which: of several such processes or hosts.
         moment: the event after which it strikes, of "step" the one `at` that step.
         delay: seconds from there.
@@ -62,11 +61,11 @@ class Strike:
 
     what: str
     how: str
-    which: int
-    moment: str
-    at: int
-    delay: float
-    lasts: float
+    which: int = 0
+    moment: str = "step"
+    at: int = 0
+    delay: float = 0.0
+    lasts: float = 0.0
 
     @property
     def pattern(self) -> str:
@@ -80,9 +79,6 @@ class Strike:
         when = f"step {self.at}" if self.moment == "step" else self.moment
         return f"{self.what} {self.which} {self.how} {self.delay:.2f} s after {when}"
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def strike_processes(strike: Strike, family: Callable[[], list[psutil.Process]]) -> bool:
     """Send the signal; return whether there was such a process.
@@ -95,28 +91,17 @@ def strike_processes(strike: Strike, family: Callable[[], list[psutil.Process]])
         if time.monotonic() > ends:
             return False
         time.sleep(0.02)
-    if strike.how == "PAUSE":
+    if strike.how == "pause":
         _signal(victims, signal.SIGSTOP)
         time.sleep(strike.lasts)
         _signal(victims, signal.SIGCONT)
-    elif strike.how == "FILES":
-        _let_open_no_more(victims, strike.lasts)
+    elif strike.how == "files":
+        (victim,) = victims
+        with contextlib.suppress(OSError), no_more_files(victim):  # it may have ended
+            time.sleep(strike.lasts)
     else:
-        _signal(victims, signal.Signals[f"SIG{strike.how}"])
+        _signal(victims, signal.Signals[strike.how])
     return True
-
-
-def _let_open_no_more(victims: Sequence[psutil.Process], seconds: float) -> None:
-    """Lower the limit of open files to what is open, for some seconds."""
-    limits = {}
-    for victim in victims:
-        with contextlib.suppress(psutil.Error, OSError):
-            limits[victim] = victim.rlimit(psutil.RLIMIT_NOFILE)
-            victim.rlimit(psutil.RLIMIT_NOFILE, (victim.num_fds(), limits[victim][1]))
-    time.sleep(seconds)
-    for victim, limit in limits.items():
-        with contextlib.suppress(psutil.Error, OSError):
-            victim.rlimit(psutil.RLIMIT_NOFILE, limit)
 
 
 def _victims(strike: Strike, family: Sequence[psutil.Process]) -> list[psutil.Process]:
@@ -130,7 +115,7 @@ def _victims(strike: Strike, family: Sequence[psutil.Process]) -> list[psutil.Pr
                 continue
             line = " ".join(words)
             is_loader = strike.what == "loader" and LOADER_OF_TORCH in line
-            if runs(process, WORDS[strike.what]) or is_loader:
+            if runs(process, PROCESSES[strike.what]) or is_loader:
                 found.append(process)
     found.sort(key=lambda process: process.pid)
     return [found[strike.which % len(found)]] if found else []
@@ -204,5 +189,5 @@ def _nft(host: Host, *arguments: str, text: str = "") -> None:
 
 def _reset(host: Host) -> None:
     """Reset all connections of a host."""
-    command = [*host.inside, needs("ss"), "-K", "dst", "10.77.0.0/24"]
+    command = [*host.inside, needs("ss"), "-K", "dst", f"{PREFIX}.0/24"]
     subprocess.run(command, capture_output=True, check=False)

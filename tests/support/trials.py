@@ -12,9 +12,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -23,7 +22,7 @@ from tests.support import strikes
 from tests.support.chaosjobs import write
 from tests.support.chaosplaces import RESTART_SECONDS, Place, place_of
 from tests.support.faults import Committed, committed
-from tests.support.processes import Result, Running, running, runs, with_token
+from tests.support.processes import Result, Running, poll_for, running, runs, with_token
 from tests.support.strikes import Strike
 
 DEADLINE = 150.0
@@ -57,7 +56,7 @@ class Trial:
     strikes: tuple[Strike, ...]
 
     def as_json(self) -> str:
-        return json.dumps({**self.__dict__, "strikes": [each.as_json() for each in self.strikes]})
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Trial:
@@ -72,13 +71,11 @@ class Outcome:
     Attributes:
         codes: the exit code of each start of `drive`.
         struck: the strikes that have found what they were for.
-        silent: the longest time without any event but vitals, in seconds.
     """
 
     codes: list[int]
     struck: list[Strike]
     seconds: float
-    silent: float
 
 
 def expected_of(job: str, folder: Path) -> Committed:
@@ -102,7 +99,7 @@ def run_trial(trial: Trial, place: Place, expected: Committed, folder: Path) -> 
         error.add_note("\n".join(map(_course_of, attempts.results())))
         raise
     codes = [result.code for result in results]
-    return Outcome(codes, attempts.struck, time.monotonic() - began, silences(results))
+    return Outcome(codes, attempts.struck, time.monotonic() - began)
 
 
 def run_trial_here(trial: Trial, expected: Committed, folder: Path, *options: str) -> Outcome:
@@ -173,9 +170,10 @@ class Attempts:
         if last.code == 0:
             return True
         struck = {strike.how for strike in self.struck if strike.what == "drive"}
-        codes = {128 + signal.Signals[f"SIG{how}"] for how in struck if how in ("TERM",)}
-        codes |= {-signal.Signals[f"SIG{how}"] for how in struck if how not in ("PAUSE", "FILES")}
-        files = any(strike.how == "FILES" for strike in self.struck)
+        codes = {-signal.Signals[how] for how in struck if how in signal.Signals.__members__}
+        if "SIGTERM" in struck:
+            codes.add(128 + signal.SIGTERM)
+        files = any(strike.how == "files" for strike in self.struck)
         if files and "oo many open files" in last.err:  # as promised; a user then goes on
             return False
         began = '"event": "generation"' in last.out
@@ -245,9 +243,10 @@ def check_bits(results: Sequence[Result], expected: tuple[list[tuple[int, str]],
         for event in result.events:
             if event["event"] == "step" and steps[event["step"]] != event["loss"].hex():
                 raise TrialError(f"step {event['step']} has another loss")
-    summary = summary_of(results)
-    if summary is None or summary["parameters_sha256"] != parameters:
-        raise TrialError(f"other parameters: {summary}")
+    ends = [event for result in results for event in result.events if event["event"] == "summary"]
+    whole = [event["parameters_sha256"] for event in ends if not event["is_cut_short"]]
+    if set(whole) != {parameters}:
+        raise TrialError(f"other parameters: {ends}")
 
 
 def check_taken_over(results: Sequence[Result]) -> None:
@@ -259,12 +258,6 @@ def check_taken_over(results: Sequence[Result]) -> None:
             raise TrialError(
                 f"step {steps[-1]} was done, and the next driver began at {resumed[0]}"
             )
-
-
-def summary_of(results: Sequence[Result]) -> dict[str, Any] | None:
-    """Return the summary of the whole run; None: it was ended before."""
-    found = [event for result in results for event in result.events if event["event"] == "summary"]
-    return next((event for event in found if not event["is_cut_short"]), None)
 
 
 def leftovers() -> set[str]:
@@ -281,18 +274,17 @@ def check_left(place: Place, before: set[str]) -> None:
     alive = {server.pid for server in place.servers}
 
     def left() -> list[str]:
-        found = [
-            f"{each.pid} {' '.join(each.cmdline())[:80]}"
-            for each in with_token(place.token)
-            if each.pid not in alive and not _belongs_to(alive, each)
-        ]
+        found = []
+        for each in with_token(place.token):
+            with contextlib.suppress(psutil.Error):  # it ends just now
+                if each.pid not in alive and not _belongs_to(alive, each):
+                    found.append(f"{each.pid} {' '.join(each.cmdline())[:80]}")
         return found if place.servers else [*found, *sorted(leftovers() - before)]
 
-    ends = time.monotonic() + LEFT_SECONDS
-    while found := _or_none(left):
-        if time.monotonic() > ends:
-            raise TrialError(f"left behind: {found}")
-        time.sleep(0.1)
+    try:
+        poll_for(lambda: not left(), "everything to go", LEFT_SECONDS)
+    except AssertionError as error:
+        raise TrialError(f"left behind: {left()}") from error
     for server in place.servers:
         with contextlib.suppress(psutil.Error):
             now = psutil.Process(server.pid).num_fds()
@@ -306,20 +298,3 @@ def _belongs_to(servers: set[int], process: psutil.Process) -> bool:
     if runs(process, "rpcmp.worker"):
         return False
     return any(parent.pid in servers for parent in process.parents())
-
-
-def _or_none(left: Any) -> list[str]:
-    try:
-        found: list[str] = left()
-        return found
-    except psutil.Error:
-        return ["a process that ends just now"]
-
-
-def silences(results: Sequence[Result]) -> float:
-    """Return the longest time without any event but vitals, in seconds."""
-    longest = 0.0
-    for result in results:
-        times = [e["time"] for e in result.events if e["event"] != "vitals"]
-        longest = max([longest, *(b - a for a, b in itertools.pairwise(times))])
-    return longest

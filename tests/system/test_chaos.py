@@ -11,7 +11,6 @@ import random
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -63,78 +62,52 @@ def test_a_run_survives_random_faults(
     assert listening == ""
 
 
-FOUND: dict[str, tuple[Any, ...]] = {
-    "the fork server dies while servers start": (
+def trial(job: str, *strikes: Strike, saves: bool = False) -> Trial:
+    return Trial(job, "here", saves, strikes)
+
+
+FOUND = {
+    "the fork server dies while servers start": trial(
         "chain",
-        False,
-        Strike("drive", "KILL", 0, "step", 13, 0.0, 0.0),
-        Strike("forks", "ABRT", 0, "step", 13, 0.97, 0.0),
+        Strike("drive", "SIGKILL", at=13),
+        Strike("forks", "SIGABRT", at=13, delay=0.97),
     ),
-    "a server dies when the run ends": (
-        "mixed",
-        True,
-        Strike("server", "SEGV", 0, "summary", 0, 0.0, 0.0),
+    "a server dies when the run ends": trial(
+        "mixed", Strike("server", "SIGSEGV", moment="summary"), saves=True
     ),
-    "a server dies before it serves": (
-        "graph",
-        True,
-        Strike("server", "KILL", 0, "start", 0, 0.0, 0.0),
+    "a server dies before it serves": trial(
+        "graph", Strike("server", "SIGKILL", moment="start"), saves=True
     ),
-    "the template dies while servers start": (
-        "chain",
-        True,
-        Strike("template", "SEGV", 0, "start", 0, 0.0, 0.0),
+    "the template dies while servers start": trial(
+        "chain", Strike("template", "SIGSEGV", moment="start"), saves=True
     ),
-    "the template is stopped while servers start": (
-        "graph",
-        False,
-        Strike("template", "STOP", 0, "start", 0, 0.0, 0.0),
+    "the template is stopped while servers start": trial(
+        "graph", Strike("template", "SIGSTOP", moment="start")
     ),
-    "a server is lost after the template": (
-        "chain",
-        False,
-        Strike("template", "KILL", 0, "step", 13, 0.0, 0.0),
-        Strike("server", "KILL", 0, "step", 20, 0.0, 0.0),
+    "a server is lost after the template": trial(
+        "chain", Strike("template", "SIGKILL", at=13), Strike("server", "SIGKILL", at=20)
     ),
-    "the semaphores of loaders are left": (
-        "replicas",
-        True,
-        Strike("forks", "SEGV", 0, "step", 13, 0.06, 0.0),
+    "the semaphores of loaders are left": trial(
+        "replicas", Strike("forks", "SIGSEGV", at=13, delay=0.06), saves=True
     ),
-    "a stopped run loses a worker": (
-        "chain",
-        False,
-        Strike("drive", "TERM", 0, "step", 20, 0.0, 0.0),
-        Strike("worker", "KILL", 1, "step", 20, 0.0, 0.0),
+    "a stopped run loses a worker": trial(
+        "chain", Strike("drive", "SIGTERM", at=20), Strike("worker", "SIGKILL", 1, at=20)
     ),
-    "a worker is stopped before it has its stage": (
-        "chain",
-        False,
-        Strike("forks", "KILL", 0, "step", 20, 0.0, 0.0),
-        Strike("worker", "STOP", 1, "fault", 0, 0.0, 0.0),
+    "a worker is stopped before it has its stage": trial(
+        "chain", Strike("forks", "SIGKILL", at=20), Strike("worker", "SIGSTOP", 1, "fault")
     ),
-    "a stage's loader dies before the stage is built": (
-        "graph",
-        False,
-        Strike("loader", "KILL", 0, "start", 0, 0.0, 0.0),
+    "a stage's loader dies before the stage is built": trial(
+        "graph", Strike("loader", "SIGKILL", moment="start")
     ),
-    "a loader of the driver may open no more files": (
-        "replicas",
-        True,
-        Strike("loader", "FILES", 0, "step", 20, 0.05, 1.0),
+    "a loader of the driver may open no more files": trial(
+        "replicas", Strike("loader", "files", at=20, delay=0.05, lasts=1.0), saves=True
     ),
-    "a stage's loader is stopped": (
-        "graph",
-        False,
-        Strike("loader", "STOP", 0, "step", 20, 0.05, 0.0),
-    ),
-    "a loader of the driver is stopped": (
-        "replicas",
-        False,
-        Strike("loader", "STOP", 0, "step", 20, 0.05, 0.0),
+    "a stage's loader is stopped": trial("graph", Strike("loader", "SIGSTOP", at=20, delay=0.05)),
+    "a loader of the driver is stopped": trial(
+        "replicas", Strike("loader", "SIGSTOP", at=20, delay=0.05)
     ),
 }
-"""What `python -m tests.benchmarks.chaos` has found: job, whether it saves, faults."""
+"""What `python -m tests.benchmarks.chaos` has found."""
 
 SHORT = ("--set", "steps=40")
 """Twice as far as the last fault: steps after it show that the run goes on, each at a cost."""
@@ -154,17 +127,16 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Com
 @pytest.fixture
 def expected(found: str, undisturbed: Callable[[str], Committed]) -> Committed:
     """What the job of a fault comes to; on shared servers, so before the test has its own."""
-    return undisturbed(FOUND[found][0])
+    return undisturbed(FOUND[found].job)
 
 
 @pytest.mark.parametrize("found", FOUND)
 def test_what_random_faults_have_found_stays_mended(
     found: str, expected: Committed, own_forks: None, token: str, tmp_path: Path
 ) -> None:
-    job, saves, *strikes = FOUND[found]
-    trial, aimed = Trial(job, "here", saves, tuple(strikes)), {each.what for each in strikes}
+    aimed = {each.what for each in FOUND[found].strikes}
     for number in range(3):  # on a busy machine what is to be struck may be gone before
-        done = run_trial_here(trial, expected, tmp_path / str(number), *SHORT)
+        done = run_trial_here(FOUND[found], expected, tmp_path / str(number), *SHORT)
         if {each.what for each in done.struck} == aimed:
             return
     raise AssertionError(f"struck {done.struck} only")
