@@ -22,7 +22,7 @@ import numpy as np
 from rpcmp.job.segments import Segments
 from rpcmp.tools.bench import cases
 from rpcmp.tools.cluster_simulation import HEADS, Cluster, Outlook, cells, outlook
-from tests.benchmarks.scale import row
+from tests.benchmarks.scale import row, save, write
 from tests.support.places import ROOT
 
 PAGE, PLOT = ROOT / "rpcmp/guide/clusters.md", ROOT / ".github/assets/thousand-stages.svg"
@@ -166,9 +166,7 @@ def plot(message_ms: float, path: Path) -> None:
     axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
     axes.set_xlabel("stages, each on a host of its own")
     axes.legend(fontsize=8)
-    # Without dates and random names: only what was simulated changes the file.
-    with matplotlib.rc_context({"svg.hashsalt": "rpcmp", "svg.fonttype": "none"}):
-        drawn.savefig(path, metadata={"Date": None})
+    save(drawn, path)
 
 
 LABELS = {
@@ -177,17 +175,6 @@ LABELS = {
     "lost": "lost to faults, of all time",
     "driver": "the driver's CPU, of a core",
 }
-
-
-def write(texts: tuple[str, str], page: Path) -> None:
-    """Replace the tables of a page that begin as these do."""
-    text = page.read_text(encoding="utf-8")
-    for table in texts:
-        head = table.partition("\n")[0]
-        text, count = re.subn(rf"{re.escape(head)}\n(?:\|.*\n)+", lambda _: f"{table}\n", text)  # noqa: B023
-        if count != 1:
-            raise click.ClickException(f"{page} has {count} tables with the columns {head}")
-    page.write_text(text, encoding="utf-8")
 
 
 @click.command()
@@ -200,7 +187,8 @@ def main(stages: tuple[int, ...], writes: bool) -> None:
     fits = ", ".join(f"{key} = {value:.3g}" for key, value in overheads().items())
     print(f"message_ms = {message_ms:.2f} at {FITTED} stages; {fits}", *texts, sep="\n\n")
     if writes:
-        write(texts, PAGE)
+        for text in texts:
+            write(f"{text}\n", PAGE, below="")
         plot(message_ms, PLOT)
 
 

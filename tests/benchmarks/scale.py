@@ -254,19 +254,33 @@ def growth(first: Measured, last: Measured) -> str:
     return f"From {first.stages} to {last.stages} stages, times as large: {'; '.join(times)}."
 
 
-def write(table: str, page: Path) -> None:
-    """Replace the table of a page that has the same columns, and growth and note below it."""
+def write(table: str, page: Path, below: str = rf"(?:\n(?:From \d+ to|{NOTE}) .*\n)*") -> None:
+    """Replace the table of a page that has the same columns.
+
+    Args:
+        below: a pattern of what is replaced as well: growth and note by default.
+    """
     head = table.partition("\n")[0]
-    pattern = rf"{re.escape(head)}\n(?:\|.*\n)+(?:\n(?:From \d+ to|{NOTE}) .*\n)*"
+    pattern = rf"{re.escape(head)}\n(?:\|.*\n)+{below}"
     text, count = re.subn(pattern, lambda _: table, page.read_text(encoding="utf-8"))
     if count != 1:
         raise click.ClickException(f"{page} has {count} tables with these columns")
     page.write_text(text, encoding="utf-8")
 
 
+def save(drawn: Any, path: Path) -> None:
+    """Write a drawing to a file, in a format by its suffix.
+
+    It is without dates and random names, so that only what was measured changes it.
+    """
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": "rpcmp", "svg.fonttype": "none"}):
+        drawn.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
 def plot(found: list[Measured], path: Path) -> None:
     """Draw how many times as large each figure has become, in a format by the file's suffix."""
-    import matplotlib
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(7, 4.5), layout="constrained")
@@ -284,9 +298,7 @@ def plot(found: list[Measured], path: Path) -> None:
     axes.set_xlabel("stages")
     axes.set_ylabel(f"times as large as with {stages[0]} stages")
     axes.legend(fontsize=8)
-    # Without dates and random names: only what was measured changes the file.
-    with matplotlib.rc_context({"svg.hashsalt": "rpcmp", "svg.fonttype": "none"}):
-        drawn.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    save(drawn, path)
 
 
 @click.command()

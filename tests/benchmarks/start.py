@@ -3,9 +3,9 @@
 python -m tests.benchmarks.start              a run of one step / python -c "import torch", in pairs
 python -m tests.benchmarks.start connect      the same at standing servers, which have had a job
 python -m tests.benchmarks.start digits       all ten epochs / the same training in one process
-python -m tests.benchmarks.start stages       seconds until 4, 16 and 32 stages train
 
-Beside the clock, the CPU seconds of all processes: the clock means little on a busy machine.
+How long it takes until many stages train is in `tests.benchmarks.scale`. Beside the clock, the CPU
+seconds of all processes: the clock means little on a busy machine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,37 +24,7 @@ from tests.support.places import EXAMPLES
 
 PAIRS = 9
 
-STAGES = (4, 16, 32)
-
 DIGITS = EXAMPLES / "digits.toml"
-
-MODULE = """
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-
-def layers(count):
-    return [(f"layer{i}", lambda: nn.Linear(64, 64)) for i in range(count)]
-
-def dataset():
-    return TensorDataset(torch.randn(64, 64), torch.randn(64, 64))
-"""
-
-CONFIG = """
-steps = 1
-num_microbatches = 16
-loss = "torch.nn:MSELoss"
-[model]
-layers = "many:layers"
-kwargs = {{ count = {count} }}
-num_stages = {count}
-[optimizer]
-callable = "torch.optim:SGD"
-kwargs = {{ lr = 1e-3 }}
-[data]
-train = {{ callable = "many:dataset" }}
-batch_size = 64
-"""
 
 
 ALONE = """
@@ -97,14 +66,9 @@ def cost_of(command: Sequence[str | Path]) -> Cost:
     """Run a command to its end."""
     before, began = os.times(), time.monotonic()
     subprocess.run(command, check=True, capture_output=True)
-    return Cost(time.monotonic() - began, _cpu_since(before))
-
-
-def _cpu_since(before: os.times_result) -> float:
-    """Return the CPU seconds of the children that have ended since, and of theirs."""
-    now = os.times()
+    clock, now = time.monotonic() - began, os.times()
     used = now.children_user + now.children_system
-    return used - before.children_user - before.children_system
+    return Cost(clock, used - before.children_user - before.children_system)
 
 
 def drive(config: Path, *options: str) -> list[str | Path]:
@@ -159,30 +123,7 @@ def digits() -> None:
     compare(drive(DIGITS), alone)
 
 
-def stages() -> None:
-    for count in STAGES:
-        with tempfile.TemporaryDirectory() as folder:
-            config = Path(folder) / "job.toml"
-            config.write_text(CONFIG.format(count=count))
-            (Path(folder) / "many.py").write_text(MODULE)
-            found = [_until_training(drive(config)) for _ in range(3)]
-        clock, cpu = (statistics.median(each) for each in zip(*found, strict=True))
-        print(f"{count:3} stages: {clock:.1f} s until they train, {cpu:.1f} s of CPU in all")
-
-
-def _until_training(command: Sequence[str | Path]) -> Cost:
-    before, began, clock = os.times(), time.monotonic(), 0.0
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdout is not None
-        for line in run.stdout:
-            if '"event": "start"' in line:
-                clock = time.monotonic() - began
-    return Cost(clock, _cpu_since(before))
-
-
-MODES: dict[str, Callable[[], None]] = {
-    each.__name__: each for each in (start, connect, digits, stages)
-}
+MODES: dict[str, Callable[[], None]] = {each.__name__: each for each in (start, connect, digits)}
 
 if __name__ == "__main__":
     MODES[sys.argv[1] if sys.argv[1:] else "start"]()
