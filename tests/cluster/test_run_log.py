@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 
 from rpcmp.process.logging.records import FIRST
 from rpcmp.v1 import control_pb2 as pb

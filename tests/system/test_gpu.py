@@ -19,8 +19,8 @@ from tests.support.places import ROOT
 WHEELS = """
 annotated_types anyio cffi click cryptography execnet google grpc grpc_health h11 hypothesis idna
 iniconfig markdown_it mdurl numpy packaging pluggy prometheus_client psutil py pycparser pydantic
-pydantic_core pygments pytest pytest_timeout rich safetensors setproctitle sortedcontainers starlette
-typing_inspection uvicorn xdist
+pydantic_core pygments pytest pytest_timeout rich safetensors setproctitle sortedcontainers
+starlette typing_inspection uvicorn xdist
 
 torch filelock fsspec functorch jinja2 markupsafe mpmath networkx setuptools sympy torchgen triton
 typing_extensions pretend_accelerator pretend_kernels pretend_memory pretend_streams
