@@ -13,6 +13,7 @@ import pytest
 from rpcmp.cli.plan import _expanded
 from rpcmp.config.loader import load_config
 from rpcmp.errors import ConfigError
+from rpcmp.job.segments import rehearse
 from rpcmp.pipelining.calibration import MeasuredSteps
 from rpcmp.tools import plan_rehearsals
 from tests.support.alone import committed_alone
@@ -57,7 +58,7 @@ def test_a_planned_run_has_the_bits_of_any_other(
     shorten_rehearsals(monkeypatch)
     monkeypatch.setattr(plan_rehearsals, "MOST_REHEARSALS", 1)
     monkeypatch.setattr(plan_rehearsals, "MOST_AGAIN", 0)
-    rehearse, rehearsed = plan_rehearsals.rehearse, list[MeasuredSteps]()
+    rehearsed = list[MeasuredSteps]()
 
     async def noted(*arguments: Any) -> MeasuredSteps:
         rehearsed.append(await rehearse(*arguments))
