@@ -132,7 +132,7 @@ def order_to_train(
 
 
 async def completed(run: TrainingRun, task: asyncio.Future[SummaryEvent]) -> SummaryEvent:
-    """Return what `TrainingRun.train` returns; if a signal has ended it at once, save and say so."""
+    """Return the summary of `TrainingRun.train`; save, and raise, if a signal has ended it."""
     try:
         return await task
     except asyncio.CancelledError:

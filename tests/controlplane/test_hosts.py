@@ -84,7 +84,10 @@ async def test_a_server_that_says_nothing_is_named(
     monkeypatch.setattr(stage_server, "VITALS_SECONDS", 600.0)
     monkeypatch.setattr(worker_group, "SILENT_SECONDS", 0.3)
     async with Cluster(tmp_path) as cluster:
-        named = lambda: [e.text for e in cluster.run.of(LogEvent) if "nothing" in e.text]  # noqa: E731
+
+        def named() -> list[str]:
+            return [e.text for e in cluster.run.of(LogEvent) if "nothing" in e.text]
+
         cluster.hold(5, lambda: len(named()) == 2)
         run = await cluster.drive(cluster.config())
         assert run.committed == reference()

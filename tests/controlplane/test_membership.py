@@ -24,8 +24,8 @@ from tests.support.controlplane.cluster import Call, Cluster, Committed, Server,
 AUTO = 'rebalance="auto"'
 
 
-def joins(new: Server, server: Server) -> Call:
-    return lambda: join(new.address, server.address, Security(), 20.0)
+def joins(new: Server, server: Server, seconds: float = 20.0) -> Call:
+    return lambda: join(new.address, server.address, Security(), seconds)
 
 
 def leaves(server: Server) -> Call:
@@ -209,10 +209,7 @@ async def test_a_host_that_cannot_join_is_told_why(tmp_path: Path, undisturbed: 
     async with Cluster(tmp_path) as cluster:
         spare, more = await cluster.serve(None), await cluster.serve(None)
         for step, each in ((4, spare), (8, more)):
-            cluster.at(
-                step,
-                lambda new=each: join(new.address, cluster.servers[0].address, Security(), 0.0),
-            )  # type: ignore[misc]
+            cluster.at(step, joins(each, cluster.servers[0], seconds=0.0))
         cluster.hold(12, lambda: len(refusals(cluster)) == 2)
         config = cluster.config(AUTO, f"recovery.spares=['{spare.address}']", balance=[1, 1])
         await cluster.drive(config)

@@ -177,7 +177,7 @@ class Watched(nn.Module):
         step = int(self.forwards) // self._num_microbatches + 1
         self.forwards.add_(1)
         self._planted.begin("forward", step)
-        output: Tensor = WatchBackward.apply(self.layer(x), self._planted, step)  # type: ignore[no-untyped-call]
+        output: Tensor = WatchBackward.apply(self.layer(x), self._planted, step)
         return output
 
 

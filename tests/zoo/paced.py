@@ -39,7 +39,7 @@ class Paced(nn.Module):
         self.folder, self.seconds = folder, seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        outputs: Tensor = Sleeping.apply(self.inner(x).tanh(), self)  # type: ignore[no-untyped-call]
+        outputs: Tensor = Sleeping.apply(self.inner(x).tanh(), self)
         return outputs
 
     def sleep(self) -> None:

@@ -162,7 +162,7 @@ class Sleeper(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(self.seconds)
-        slept: Tensor = SleepBackward.apply(x, self.seconds)  # type: ignore[no-untyped-call]
+        slept: Tensor = SleepBackward.apply(x, self.seconds)
         return slept
 
 
@@ -538,7 +538,7 @@ class CountOpen(nn.Module):
         self.open = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        counted: Tensor = CountClosed.apply(x, self)  # type: ignore[no-untyped-call]
+        counted: Tensor = CountClosed.apply(x, self)
         return counted
 
 

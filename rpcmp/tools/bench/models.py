@@ -78,8 +78,8 @@ def apply_sleep(x: Tensor, weight: Tensor, times: ActionTimes) -> Tensor:
         weight: float32[rows, features], a leaf.
     """
     sleep(times.forward)
-    y: Tensor = _SleepInput.apply(x, times.backward)  # type: ignore[no-untyped-call]
-    offset: Tensor = _SleepWeight.apply(weight, times.weight)  # type: ignore[no-untyped-call]
+    y: Tensor = _SleepInput.apply(x, times.backward)
+    offset: Tensor = _SleepWeight.apply(weight, times.weight)
     return y + offset
 
 

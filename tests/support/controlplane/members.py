@@ -175,7 +175,7 @@ class Member:
         number = next(self._ids)
         arriving = self._answers[number] = asyncio.get_running_loop().create_future()
         self.process.send({"event": "store", "id": number, "call": call, "keys": keys, **more})
-        answer = await arriving
+        answer: Message = await arriving
         if "error" in answer:
             raise JobError(str(answer["error"]))
         return answer

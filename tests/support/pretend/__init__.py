@@ -43,7 +43,9 @@ pretend_memory = pretend_memory:register
 
 def install(folder: Path) -> dict[str, str]:
     """Build it into `folder`; return the environment that gives it to torch."""
-    torch_folder = Path(str(importlib.util.find_spec("torch").origin)).parent
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    torch_folder = Path(str(spec.origin)).parent
     library = torch_folder / "lib"
     source, built = str(HERE / "guard.cpp"), str(folder / "guard.so")
     options = ["-std=c++20", "-shared", "-fPIC", "-I", str(torch_folder / "include")]

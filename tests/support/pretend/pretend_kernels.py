@@ -78,7 +78,7 @@ def add_fused(
     def adding(kernel: Any) -> None:
         def compute(*args: Any, **kwargs: Any) -> Any:
             leaves, spec = pytree.tree_flatten((args, kwargs))
-            return OnCpu.apply(kernel, wrap, launch, spec, *leaves)  # type: ignore[no-untyped-call]
+            return OnCpu.apply(kernel, wrap, launch, spec, *leaves)
 
         library.impl(kernel, compute, "AutogradPrivateUse1")
 

@@ -72,7 +72,7 @@ def test_evaluations_follow_from_the_number_of_the_step(
 
 
 def test_a_run_weighs_all_mini_batches() -> None:
-    assert evaluator(Group()).run(1, 1) == {"loss": pytest.approx(2.6)}
+    assert evaluator(Group()).run(1, 1) == pytest.approx({"loss": 2.6})
 
 
 def test_a_stop_ends_an_evaluation_without_a_result() -> None:

@@ -222,7 +222,7 @@ def test_a_convolution(layer: nn.Module, shape: tuple[int, ...]) -> None:
 
 def test_a_convolution_of_channels_that_come_last() -> None:
     layer: nn.Module = nn.Conv2d(4, 6, 3)
-    layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    layer.to(memory_format=torch.channels_last)
     check(
         layer,
         lambda n: random(5, 4, 9, 9)(n).contiguous(memory_format=torch.channels_last),
