@@ -70,6 +70,7 @@ class Meter:
 
     def __init__(self) -> None:
         self._begun = 0.0
+        self._ended: float | None = None
         self._shared: list[tuple[str, float]] = []
 
     @pytest.hookimpl(tryfirst=True)
@@ -91,10 +92,16 @@ class Meter:
         return result
 
     @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_teardown(self, nextitem: pytest.Item | None) -> None:
+        """Count the end of what all tests share, such as fork servers, apart from the last test."""
+        self._ended = None if nextitem is not None else _now()
+
+    @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
         if call.when == "teardown":
             shared = sum(seconds for _, seconds in self._shared)
-            own = (item.nodeid, _now() - self._begun - shared)
+            ended = _now() if self._ended is None else self._ended
+            own = (item.nodeid, ended - self._begun - shared)
             item.user_properties.append((PROPERTY, [own, *self._shared]))
 
 
