@@ -67,7 +67,7 @@ PEERS_OPTIONS = list(
 )
 
 
-TORCH = ((2, 13), (2, 16))
+TORCH = ((2, 11), (2, 16))
 """The releases of torch that rpcmp was proven with, from the first up to below the second."""
 
 

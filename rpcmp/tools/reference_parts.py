@@ -18,6 +18,7 @@ and stored.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.compiler import config as compiler_config
 
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import ReplicaAssignment
@@ -34,8 +36,11 @@ from rpcmp.splitting.layer import SplitLayer
 
 def compiled_call(layer: Any) -> Callable[..., Any]:
     """Return the call of a layer by compiled code, with the options that a stage uses."""
-    options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "isolate_recompiles": True}
-    options["recompile_limit"] = 64  # a stage's as well; torch's own limit is 8
+    options: dict[str, Any] = {"fullgraph": True, "dynamic": False}
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        options |= {"isolate_recompiles": True, "recompile_limit": 64}
+    else:  # before torch had these options
+        compiler_config.recompile_limit = 64  # a stage's as well; torch's own limit is 8
     if isinstance(layer, SplitLayer):
         layer.compile_programs(lambda run: torch.compile(run, **options))
         return layer

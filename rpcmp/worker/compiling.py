@@ -8,12 +8,14 @@ are compiled alike, under every balance, and after a fault as well.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import config as compiler_config
 
 from rpcmp.splitting.layer import SplitLayer
 
@@ -34,17 +36,21 @@ def compiled(layer: nn.Module) -> Callable[..., Any]:
 
     # Of its own for each layer: torch also limits how often one code object is compiled in all.
     call.__code__ = call.__code__.replace(co_name=f"call_{next(_numbers)}")
-    compile_ = functools.partial(
-        torch.compile,
-        fullgraph=True,
-        dynamic=False,
-        recompile_limit=MAX_SHAPES,
-        isolate_recompiles=True,  # layers of one class have not one limit together
-    )
+    compile_ = functools.partial(torch.compile, fullgraph=True, dynamic=False, **_limits())
     if isinstance(layer, SplitLayer):  # checks its inputs in Python
         layer.compile_programs(compile_)
         return layer
     return compile_(call)
+
+
+def _limits() -> dict[str, Any]:
+    """Return the options by which each layer is compiled for up to MAX_SHAPES."""
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        # Isolated, so that layers of one class have not one limit together.
+        return {"recompile_limit": MAX_SHAPES, "isolate_recompiles": True}
+    # torch 2.11 counts for each code object, and has one limit for all.
+    compiler_config.recompile_limit = MAX_SHAPES
+    return {}
 
 
 def explain(layer: str, error: Exception) -> Exception:
