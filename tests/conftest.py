@@ -9,6 +9,7 @@ import os
 
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MKL_CBWR": "AUTO,STRICT"}
 
+import multiprocessing
 import shutil
 import subprocess
 import tempfile
@@ -151,6 +152,7 @@ def token(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     before = children()
 
     def left() -> list[psutil.Process]:
+        multiprocessing.active_children()  # which waits for loaders that torch 2.11 has ended
         forked = [child for child in children() if child not in before]
         return [*(processes.with_token(value) if starts_more else ()), *forked]
 

@@ -178,7 +178,7 @@ ENTRIES = ("cli.serve", "job.training_run", "worker.process", "driver.process")
 AT_MOST = {
     "modules that serve and drive": (215, ""),
     "lines that serve and drive": (
-        48_920,
+        48_950,
         "a device is asked about by its own kind; CUDA without a driver is not asked",
     ),
     "lines of the top": (571, ""),
@@ -187,7 +187,7 @@ AT_MOST = {
     "lines of config": (2_890, ""),
     "lines of data": (1_920, ""),
     "lines of driver": (3_950, ""),
-    "lines of job": (6_340, ""),
+    "lines of job": (6_350, "tests hand in fakes of a run's parts"),
     "lines of net": (4_300, ""),
     "lines of observability": (5_440, ""),
     "lines of pipelining": (
