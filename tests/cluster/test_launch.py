@@ -201,10 +201,10 @@ def test_an_error_in_the_model_leaves_the_pipeline_usable(
 SETTINGS = pytest.mark.parametrize(
     ("schedule", "per_message"),
     [
-        ("zero-bubble", 1),
         ("zero-bubble", 2),
-        ("1f1b", 1),
-        ("1f1b", 2),
+        pytest.param("zero-bubble", 1, marks=pytest.mark.cluster),
+        pytest.param("1f1b", 1, marks=pytest.mark.cluster),
+        pytest.param("1f1b", 2, marks=pytest.mark.cluster),
     ],
 )
 

@@ -28,6 +28,8 @@ from tests.support.runs import checkpoints_in
 WITH_SIGHUP = ["env", "--default-signal=HUP"]
 """Prefix of a command: these tests may run under nohup, which ignores SIGHUP."""
 
+CLUSTER = pytest.mark.cluster
+
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 LONG = "steps = 100000\nnum_microbatches = 1\n[model]\nlayers = 'zoo:mlp'\nbalance = [4]\n"
 SHORT = LONG.replace("100000", "2")
@@ -78,7 +80,9 @@ def shell(
         )
 
 
-@pytest.mark.parametrize("options", ["", "--json", "-v", "-q"])
+@pytest.mark.parametrize(
+    "options", ["--json", *(pytest.param(o, marks=CLUSTER) for o in ("", "-v", "-q"))]
+)
 def test_a_full_disk_loses_output_but_no_training(
     job: JobFolder, server: Server, options: str
 ) -> None:
@@ -98,19 +102,27 @@ def test_a_closed_output_pipe_does_not_end_the_run(job: JobFolder, server: Serve
     assert ended.stderr.count("Broken pipe; the command continues") == 1
 
 
-def test_the_exit_code_is_right_with_all_streams_closed(job: JobFolder, server: Server) -> None:
+@pytest.mark.parametrize(
+    "closed",
+    [
+        "<&- >&- 2>&-",
+        *(pytest.param(o, marks=CLUSTER) for o in ("> /dev/full 2> /dev/full", "2>&-")),
+    ],
+)
+def test_the_exit_code_is_right_with_all_streams_closed(
+    job: JobFolder, server: Server, closed: str
+) -> None:
     """The run starts a server, which inherits the three closed streams."""
     config, failing = job.config(SHORT), job.config(FAILING, "failing.toml")
     driven = rpcmp("drive", failing, "--connect", server.address)
     assert driven.code == 2
     assert "stage 'stage0' failed in build: layer 'bad'" in driven.err
-    for closed in ("> /dev/full 2> /dev/full", "2>&-", "<&- >&- 2>&-"):
-        alone = "<&-" in closed
-        command = f"$RPCMP drive $CONFIG {closed}"
-        ended = shell(command, config, None if alone else server, shares=not alone)
-        assert ended.returncode == 0, closed
-        failed = shell(f"$RPCMP drive $CONFIG {closed}", failing, server)
-        assert failed.returncode == 2, closed
+    alone = "<&-" in closed
+    command = f"$RPCMP drive $CONFIG {closed}"
+    ended = shell(command, config, None if alone else server, shares=not alone)
+    assert ended.returncode == 0
+    failed = shell(f"$RPCMP drive $CONFIG {closed}", failing, server)
+    assert failed.returncode == 2
 
 
 def test_lost_output_that_was_requested_is_an_error(job: JobFolder) -> None:
@@ -177,7 +189,7 @@ def test_a_hangup_saves_and_ends_the_run(job: JobFolder, server: Server) -> None
     assert resumed.event("resumed")["step"] == left
 
 
-@pytest.mark.parametrize("under", [["nohup"], []])
+@pytest.mark.parametrize("under", [["nohup"], pytest.param([], marks=CLUSTER)])
 def test_a_detached_run_outlives_its_terminal(job: JobFolder, under: list[str]) -> None:
     """nohup ignores the hangup; setsid leaves the run without a terminal."""
     config = job.config(SLOW)

@@ -1,4 +1,7 @@
-"""Checkpoints of real runs: resumed with the same bits, exported, damaged, and on failing disks."""
+"""Checkpoints of real runs: resumed with the same bits, and exported.
+
+How they are kept, found, damaged and removed is in tests/controlplane/test_checkpoints.py.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,11 @@ import rpcmp as library
 from rpcmp.checkpoint.folder import remove
 from rpcmp.observability.events import StepEvent
 from rpcmp.observability.run_report import compare, read
-from tests.support.faults import committed, drive
-from tests.support.processes import JobFolder, Result, RunningHere, rpcmp, running, unstamped
+from tests.support.faults import drive
+from tests.support.processes import JobFolder, Result, rpcmp, running, unstamped
 from tests.support.resuming import BODY, STEPS, after, checkpoints, whole_in
-from tests.support.runs import checkpoints_in
+
+CLUSTER = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")
@@ -50,24 +54,17 @@ def test_a_run_keeps_its_newest_checkpoints(whole: tuple[JobFolder, Result]) -> 
     assert saved[-1]["bytes"] == sum(stage.size for stage in newest.stages)
 
 
-@pytest.mark.parametrize(
-    "balance",
-    [
-        "[1, 3]",
-        "[2, 2]",
-        "[1, 1, 1, 1]",
-        "[4]",
-    ],
-)
 def test_resuming_in_the_middle_of_an_epoch_gives_the_same_bits(
-    whole: tuple[JobFolder, Result], left: Path, balance: str
+    whole: tuple[JobFolder, Result], left: Path
 ) -> None:
-    result = drive(left, "--resume", "--set", f"model.balance={balance}")
+    """Under another balance; tests/controlplane/test_checkpoints.py has others."""
+    result = drive(left, "--resume", "--set", "model.balance=[1, 3]")
     assert after(result, 0) == after(whole[1], 9)
     assert result.event("resumed")["step"] == 9
     assert unstamped(result.event("eval")) == unstamped(whole[1].event("eval"))
 
 
+@pytest.mark.cluster
 def test_a_changed_learning_rate_applies_after_resuming(left: Path) -> None:
     """The scheduler has not changed the rate yet.
 
@@ -107,49 +104,6 @@ def test_resuming_a_run_that_was_killed(whole: tuple[JobFolder, Result], job: Jo
     for later in (killed, resumed):  # each line is whole
         found = compare([read(first), later])
         assert (found.shared, found.first_difference) == (len(later.all(StepEvent)), None)
-
-
-@pytest.mark.parametrize("section", [True, False])
-def test_a_signal_saves_and_the_run_can_be_resumed(
-    whole: tuple[JobFolder, Result], job: JobFolder, section: bool
-) -> None:
-    text = BODY if section else BODY.replace('[checkpoint]\ndir = "saved"\nevery_steps = 3\n', "")
-    config = job.config(text)
-
-    def send(run: RunningHere) -> None:
-        run.wait_for_line('"step", "step": 4')
-        run.signal(signal.SIGTERM)
-
-    ended = rpcmp("drive", config, "--json", during=send)
-    assert ended.code == 128 + signal.SIGTERM
-    step = ended.event("checkpoint")["step"]
-    folder = job.folder / ("saved" if section else "rpcmp-job")
-    assert ended.event("checkpoint")["path"] == str(checkpoints_in(folder).path_of(step))
-    assert step == ended.event("step")["step"]
-    result = drive(config, "--resume")
-    assert after(result, 0) == after(whole[1], step)
-
-
-def test_resuming_a_finished_run_trains_no_step(
-    whole: tuple[JobFolder, Result], job: JobFolder
-) -> None:
-    config = job.config(BODY)
-    shutil.copytree(whole[0].folder / "saved", job.folder / "saved")
-    result = drive(config, "--resume")
-    assert after(result, 0) == ([], committed(whole[1])[1])
-
-
-def test_resuming_without_a_checkpoint_starts_from_the_beginning(job: JobFolder) -> None:
-    result = drive(job.config(BODY), "--resume", "--steps", "1")
-    assert result.code == 0
-    assert result.event("resumed")["step"] == 0
-
-
-def test_checkpoints_of_another_run_are_not_touched(left: Path, job: JobFolder) -> None:
-    result = drive(left)
-    assert result.code == 2
-    assert "--resume" in result.err
-    assert [manifest.step for manifest in checkpoints(job).valid()] == [9]
 
 
 def test_an_export_is_the_state_dict_of_the_unsplit_model(whole: tuple[JobFolder, Result]) -> None:
@@ -196,9 +150,9 @@ def split_in_two(path: Path, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("unknown", "has tensors of no layer: other.weight"),
+        pytest.param("unknown", "has tensors of no layer: other.weight", marks=CLUSTER),
         ("missing", "does not fit the model: it lacks head.bias"),
-        ("nothing", "there is no init = "),
+        pytest.param("nothing", "there is no init = ", marks=CLUSTER),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(
@@ -215,63 +169,3 @@ def test_weights_that_do_not_fit_are_refused(
     result = drive(config, "--set", "init=model.safetensors")
     assert result.code in (1, 2)
     assert message in result.err
-
-
-def test_a_damaged_checkpoint_is_never_loaded(
-    whole: tuple[JobFolder, Result], job: JobFolder
-) -> None:
-    config = job.config(BODY)
-    shutil.copytree(whole[0].folder / "saved", job.folder / "saved")
-    _flip_a_bit(checkpoints(job).path_of(STEPS) / "stage1.safetensors")
-    with (checkpoints(job).path_of(12) / "stage0.safetensors").open("r+b") as file:
-        file.truncate(1000)
-    result = drive(config, "--resume")
-    assert after(result, 0) == after(whole[1], 9)
-    warnings = [event["text"] for event in result.events if event["event"] == "warning"]
-    assert any("stage1.safetensors" in text and "damaged" in text for text in warnings)
-    assert any("stage0.safetensors" in text and "damaged" in text for text in warnings)
-
-
-def test_only_damaged_checkpoints_are_an_error(left: Path, job: JobFolder) -> None:
-    _flip_a_bit(checkpoints(job).path_of(9) / "stage0.safetensors")
-    result = drive(left, "--resume")
-    assert result.code == 2
-    assert "no checkpoint can be used" in result.err
-    assert "stage0.safetensors" in result.err
-
-
-def test_a_checkpoint_of_another_model_is_refused(left: Path) -> None:
-    result = drive(
-        left, "--resume", "--set", "model.kwargs.blocks=4", "--set", "model.balance=[2,3]"
-    )
-    assert result.code == 2
-    assert "block3" in result.err
-
-
-def test_an_unwritable_checkpoint_folder_fails_before_the_first_step(job: JobFolder) -> None:
-    (job.folder / "saved").write_text("a file in the way")
-    refused = drive(job.config(BODY))
-    assert refused.code == 2
-    assert f"cannot be written to {job.folder / 'saved'} on " in refused.err
-    assert not [event for event in refused.events if event["event"] in ("generation", "step")]
-
-
-def test_a_deleted_checkpoint_folder_is_created_again(
-    whole: tuple[JobFolder, Result], job: JobFolder
-) -> None:
-    config = job.config(BODY)
-
-    def remove_all(run: RunningHere) -> None:
-        run.wait_for_line('"event": "checkpoint"')
-        shutil.rmtree(checkpoints(job).path, ignore_errors=True)
-
-    often = ("--set", "checkpoint.every_steps=1")
-    result = rpcmp("drive", config, "--json", *often, during=remove_all)
-    assert committed(result) == committed(whole[1])
-    assert checkpoints(job).valid()[0].step == STEPS
-
-
-def _flip_a_bit(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-100] ^= 4
-    path.write_bytes(data)

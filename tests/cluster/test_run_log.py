@@ -188,7 +188,6 @@ def test_many_claims_do_not_fill_the_log_of_a_server(tmp_path: Path) -> None:
             assert 1 <= len(lines) <= FIRST
 
 
-@pytest.mark.cluster
 def test_the_log_level_filters_lines(job: JobFolder) -> None:
     path = config(job, {"first": "everything"}, stages=2)
     result = rpcmp("drive", path, "--json", "--log-level", "warning")

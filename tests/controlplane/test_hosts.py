@@ -135,7 +135,7 @@ async def test_a_server_that_comes_back_without_its_certificate_is_not_yet_back(
         again: list[Server] = []
 
         async def come_back(_: WaitingEvent) -> None:
-            again.append(await cluster.serve(1, lost.address, is_secured=False))
+            again.append(await cluster.serve(1, lost.address, certificate=""))
 
         async def mend(warning: WarningEvent) -> None:
             assert "does not speak TLS at all" in warning.text

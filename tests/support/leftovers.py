@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import shutil
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -49,13 +47,6 @@ class Failed:
         assert "sample 37 is no picture" in result.err
         (self.step,) = left_in(self.folder)
         assert 1 <= self.step <= 3
-
-    def copied(self, folder: Path) -> Failed:
-        """Return a copy that a test may change."""
-        shutil.copytree(self.config.parent, folder)
-        copied = copy.copy(self)
-        copied.config, copied.folder = folder / self.config.name, folder / self.folder.name
-        return copied
 
     def age(self, **by: float) -> None:
         """Backdate the checkpoint."""

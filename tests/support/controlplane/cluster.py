@@ -272,16 +272,18 @@ class Cluster:
         self._waiting.append((kind, number, call))
 
     async def serve(
-        self, stage: int | None, address: str = "127.0.0.1:0", is_secured: bool = True
+        self, stage: int | None, address: str = "127.0.0.1:0", certificate: str | None = None
     ) -> Server:
         """Start a server of a stage, or a spare if that is None.
 
         Args:
-            is_secured: whether it has a certificate, if others have.
+            certificate: its name, "": none; by default that of its stage, if there are certificates.
         """
         forks, security = self._forks(), Security()
-        if self._certs is not None and is_secured:
-            security = Security(self._certs / ("spare" if stage is None else f"stage{stage}"))
+        if certificate is None:
+            certificate = "spare" if stage is None else f"stage{stage}"
+        if self._certs is not None and certificate:
+            security = Security(self._certs / certificate)
         served = StageServer(Admission(stage, checkpoints=self.folder), forks, security)
         host, _, port = address.rpartition(":")
         bound = await served.start(host, int(port))
@@ -318,7 +320,7 @@ class Cluster:
             '[data]\ntrain = "zoo:regression"\nbatch_size = 10\n[security]\nconfine = false\n'
         )
         if self._certs is not None:
-            settings = (*settings, f"security.certs={self._certs / 'driver'}")
+            settings = (f"security.certs={self._certs / 'driver'}", *settings)
         for setting in settings:
             loader.apply_override(data, setting)
         return loader.parse_config(data).with_folder(self.folder)
