@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from rpcmp.config import loader
 from rpcmp.config.schema import Config
@@ -44,11 +44,9 @@ from tests.support.controlplane.members import (
     next_values,
     parameters_of,
 )
+from tests.support.eventloops import in_event_loop as in_event_loop
 
 TASKS = "rpcmp.process.task"
-
-SECONDS = 30.0
-"""Most that a case may take before it counts as hung; it takes less than one."""
 
 MOST_SHOWN = 500
 """Characters of an event that are printed if a test fails."""
@@ -57,21 +55,8 @@ Committed = tuple[list[tuple[int, float]], str]
 """What must not depend on faults: the losses by step, and the hash of the parameters."""
 
 Call = Callable[[], Coroutine[Any, Any, Any]]
-Args = ParamSpec("Args")
 Result = TypeVar("Result")
 Kind = TypeVar("Kind", bound=Event)
-
-
-def in_event_loop(
-    test: Callable[Args, Coroutine[Any, Any, Result]],
-) -> Callable[Args, Result]:
-    """Run a test in an event loop of its own."""
-
-    @functools.wraps(test)
-    def run(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-        return asyncio.run(asyncio.wait_for(test(*args, **kwargs), SECONDS))
-
-    return run
 
 
 def reference(steps: int = 12, layers: int = 4, after: int = 0) -> Committed:

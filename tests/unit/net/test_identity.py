@@ -16,6 +16,7 @@ from rpcmp.net.identity import CA, CRL, GRPC
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.port import IncomingConnection, PortMultiplexer
 from rpcmp.net.security import Security
+from tests.support.eventloops import in_event_loop
 from tests.support.lan import issue
 
 HERE = "127.0.0.1"
@@ -151,16 +152,14 @@ def test_a_missing_crl_of_a_second_authority_is_named(certs: Path) -> None:
     assert f"{client}/ca.crl has no list of that authority: copy its ca.crl here" in error
 
 
-def test_a_server_without_tls_is_to_be_started_with_certificates(certs: Path) -> None:
+@in_event_loop
+async def test_a_server_without_tls_is_to_be_started_with_certificates(certs: Path) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         await writer.drain()
         writer.close()
 
-    async def dial() -> None:
-        async with await asyncio.start_server(serve, HERE, 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            await Dialer(Security(certs / "driver")).open(f"{HERE}:{port}", GRPC, None)
-
-    with pytest.raises(SecurityError, match="does not speak TLS at all: start it with --certs"):
-        asyncio.run(dial())
+    async with await asyncio.start_server(serve, HERE, 0) as server:
+        address = f"{HERE}:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(SecurityError, match="does not speak TLS at all: start it with --certs"):
+            await Dialer(Security(certs / "driver")).open(address, GRPC, None)

@@ -21,7 +21,7 @@ from rpcmp.net.local_peer import is_trusted, owner
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.port import IncomingConnection, PortMultiplexer
 from rpcmp.net.security import Security
-from rpcmp.process.sockets import LISTEN
+from tests.support.eventloops import in_event_loop
 
 HERE = "127.0.0.1"
 
@@ -105,23 +105,6 @@ def test_a_server_that_dies_meanwhile_counts_as_hung_up(is_accepted: bool) -> No
             dying.join()
 
 
-def test_a_port_without_a_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel knows our own end, as if the port led into a container."""
-    ask = local_peer._ask
-
-    def hidden(local: local_peer.Place, remote: local_peer.Place) -> local_peer.LocalSocket | None:
-        found = ask(local, remote)
-        return None if found is not None and found.state == LISTEN else found
-
-    monkeypatch.setattr(local_peer, "_ask", hidden)
-    with (
-        socket.create_server((HERE, 0)) as listener,
-        socket.create_connection(listener.getsockname()) as near,
-        pytest.raises(SecurityError, match="served by no process that this kernel shows"),
-    ):
-        local_peer._require_own_listener(near, "here")
-
-
 def test_only_our_own_user_and_root_are_trusted() -> None:
     assert is_trusted(os.geteuid())
     assert is_trusted(0)
@@ -176,18 +159,17 @@ def test_dialing_a_server_that_never_accepts_times_out(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_a_process_dials_from_the_address_by_which_it_is_found(host: str) -> None:
-    async def run() -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.create_server((host, 0), family=family) as listener:
-            address = format_address(*listener.getsockname()[:2])
-            dialing = asyncio.create_task(Dialer(Security()).open(address, RELAY, None))
-            accepted, _ = await asyncio.to_thread(listener.accept)
-            with accepted, (await dialing).socket:
-                likely = os.getpid() if family == socket.AF_INET else 0
-                assert local_peer._likely(accepted) == likely
-                for parent in (os.getpid(), os.getppid(), 0):
-                    assert await local_peer.works_here(accepted, parent)
-                assert not await local_peer.works_here(accepted, 2**22)
+@in_event_loop
+async def test_a_process_dials_from_the_address_by_which_it_is_found(host: str) -> None:
 
-    asyncio.run(run())
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener:
+        address = format_address(*listener.getsockname()[:2])
+        dialing = asyncio.create_task(Dialer(Security()).open(address, RELAY, None))
+        accepted, _ = await asyncio.to_thread(listener.accept)
+        with accepted, (await dialing).socket:
+            likely = os.getpid() if family == socket.AF_INET else 0
+            assert local_peer._likely(accepted) == likely
+            for parent in (os.getpid(), os.getppid(), 0):
+                assert await local_peer.works_here(accepted, parent)
+            assert not await local_peer.works_here(accepted, 2**22)

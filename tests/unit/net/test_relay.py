@@ -16,6 +16,7 @@ from rpcmp.net.port import IncomingConnection, PortMultiplexer
 from rpcmp.net.relay import Relay, RelayPeer
 from rpcmp.net.security import Security
 from rpcmp.process.fork_client import Forks, NetworkOf
+from tests.support.eventloops import in_event_loop
 
 
 class OnTheHostsLoopback:
@@ -55,25 +56,23 @@ def test_a_host_without_ports_asks_for_fresh_processes() -> None:
         asyncio.run(relay.reserve(["b:0"]))
 
 
-def test_members_of_one_network_reach_a_peer_at_an_address_of_their_own_each() -> None:
+@in_event_loop
+async def test_members_of_one_network_reach_a_peer_at_an_address_of_their_own_each() -> None:
     """Or the kernel would let one of their relays accept what the other's member has sent."""
 
-    async def run() -> None:
-        relays = [relay_of(name, OnTheHostsLoopback()) for name in ("a:0", "driver")]
-        dialled = [(await relay.reserve(["b:0", "c:0"])) for relay in relays]
-        addresses = [address for each in dialled for address in each.values()]
-        assert len({*addresses, PEER.listens}) == 5
-        other = RelayPeer("c:0", PEER.listens, "host-c:50053", 2)  # the same port by chance
-        for relay, address in zip(relays, (each["b:0"] for each in dialled), strict=True):
-            await relay.open("127.0.0.1:40000", [PEER, other])
-            beat = {"event": "beat", "ways": [[address, 1, 2, 0.5], ["127.0.0.1:1", 3, 4, 0.5]]}
-            ways = [(PEER.listens, 1, 2, 0.5), ("127.0.0.1:1", 3, 4, 0.5)]
-            assert relay.with_agents(beat) == {"event": "beat", "ways": ways}
-            assert relay.with_agents({"event": "beat"}) == {"event": "beat"}
-        for relay in relays:
-            await relay.close()
-
-    asyncio.run(run())
+    relays = [relay_of(name, OnTheHostsLoopback()) for name in ("a:0", "driver")]
+    dialled = [(await relay.reserve(["b:0", "c:0"])) for relay in relays]
+    addresses = [address for each in dialled for address in each.values()]
+    assert len({*addresses, PEER.listens}) == 5
+    other = RelayPeer("c:0", PEER.listens, "host-c:50053", 2)  # the same port by chance
+    for relay, address in zip(relays, (each["b:0"] for each in dialled), strict=True):
+        await relay.open("127.0.0.1:40000", [PEER, other])
+        beat = {"event": "beat", "ways": [[address, 1, 2, 0.5], ["127.0.0.1:1", 3, 4, 0.5]]}
+        ways = [(PEER.listens, 1, 2, 0.5), ("127.0.0.1:1", 3, 4, 0.5)]
+        assert relay.with_agents(beat) == {"event": "beat", "ways": ways}
+        assert relay.with_agents({"event": "beat"}) == {"event": "beat"}
+    for relay in relays:
+        await relay.close()
 
 
 def test_a_peer_that_was_not_said_to_be_elsewhere_is_refused() -> None:
@@ -169,25 +168,22 @@ class WithoutDescriptors(InOneNetwork):
 
 
 @pytest.mark.parametrize("is_awaited", [True, False])
-def test_a_connection_that_another_host_counts_on_ends_the_group_if_it_fails_here(
+@in_event_loop
+async def test_a_connection_that_another_host_counts_on_ends_the_group_if_it_fails_here(
     is_awaited: bool,
 ) -> None:
     """A driver's parked connection is the worker's as soon as it is used; others are awaited."""
     errors: list[UnreachableError] = []
-
-    async def connect() -> None:
-        relay = Relay(
-            *("job", 1, "driver", cast("Forks", WithoutDescriptors()), Dialer(Security()), print),
-            on_unreachable=errors.append,
-        )
-        peer = RelayPeer("a:0", "127.77.0.2:40001", "host-a:50052", 0)
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        with theirs, pytest.raises(OSError, match="Too many open files"):
-            await relay._connect_to_worker(PeerConnection(ours), peer, is_awaited)
-        await relay.close()
-
-    asyncio.run(connect())
+    relay = Relay(
+        *("job", 1, "driver", cast("Forks", WithoutDescriptors()), Dialer(Security()), print),
+        on_unreachable=errors.append,
+    )
+    peer = RelayPeer("a:0", "127.77.0.2:40001", "host-a:50052", 0)
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    with theirs, pytest.raises(OSError, match="Too many open files"):
+        await relay._connect_to_worker(PeerConnection(ours), peer, is_awaited)
+    await relay.close()
     expected = "a:0 at host-a:50052 cannot reach driver from here: OSError: [Errno 24] Too many"
     assert [str(error).startswith(expected) for error in errors] == [True] * (not is_awaited)
 

@@ -125,7 +125,6 @@ def recorded(agents: Agents, tmp_path_factory: pytest.TempPathFactory) -> list[C
 
 
 def frames(data: bytes | bytearray | memoryview) -> list[bytes]:
-    """Return the frames of one side of a connection."""
     found, at = [], 0
     while at < len(data):
         (length,) = struct.unpack_from("<Q", data, at)
@@ -201,7 +200,6 @@ def message(
 
 
 def hello(name: str) -> bytes:
-    """Return the start of a pipe's stream."""
     return joined(
         [b"\xb8\x00\xb9\x01\xbd" + bytes([len(name)]) + name.encode(), rpc_format.BROCHURE]
     )

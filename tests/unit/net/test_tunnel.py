@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import os
 import tempfile
 from pathlib import Path
 
@@ -12,25 +12,23 @@ from rpcmp.errors import ConfigError
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import Security
 from rpcmp.net.tunnel import MAX_SOCKET_PATH, Tunnel, bind_unix
+from tests.support.eventloops import in_event_loop
 
 
-def test_a_tmpdir_that_is_too_deep_is_named_with_the_limit_and_the_remedy(
+@in_event_loop
+async def test_a_tmpdir_that_is_too_deep_is_named_with_the_limit_and_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deep = tmp_path / ("d" * MAX_SOCKET_PATH)
-    deep.mkdir()
+    os.mkdir(deep)
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-
-    async def open_tunnel() -> None:
-        Tunnel(Dialer(Security()), "127.0.0.1:50051", 0)
-
     with pytest.raises(ConfigError) as error:
-        asyncio.run(open_tunnel())
+        Tunnel(Dialer(Security()), "127.0.0.1:50051", 0)
     message = str(error.value)
     assert f"{deep}/rpcmp-tunnel-" in message
     assert "bytes, and may have at most 107" in message
     assert "set TMPDIR to a folder with a short path" in message
-    assert list(deep.iterdir()) == []
+    assert os.listdir(deep) == []
 
 
 @pytest.mark.parametrize("excess", [0, 1])

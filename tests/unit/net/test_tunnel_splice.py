@@ -18,6 +18,7 @@ from rpcmp.net.identity import RELAY, TlsState
 from rpcmp.net.peer_connection import HEADER, PeerConnection
 from rpcmp.net.security import Credentials
 from rpcmp.net.tunnel import splice
+from tests.support.eventloops import in_event_loop
 from tests.support.lan import issue
 
 HERE = "127.0.0.1"
@@ -41,7 +42,6 @@ Make = Callable[[], tuple[TlsState | None, TlsState | None]]
 
 
 def pair() -> Sockets:
-    """Return both ends of a TCP connection."""
     with socket.create_server((HERE, 0)) as listener:
         one = socket.create_connection(listener.getsockname())
         other, _ = listener.accept()
@@ -175,63 +175,59 @@ def test_data_that_is_not_read_is_not_buffered(sessions: Make) -> None:
     through(sessions, use)
 
 
-def test_a_broken_connection_differs_from_an_end_of_stream(sessions: Make) -> None:
+@in_event_loop
+async def test_a_broken_connection_differs_from_an_end_of_stream(sessions: Make) -> None:
     """A stream that is cut off must not look complete."""
 
-    async def run() -> None:
-        (near, here), between = pair(), pair()
-        sides = sessions()
-        ends = [PeerConnection(between[0], sides[0]), PeerConnection(between[1], sides[1])]
-        await asyncio.gather(*(end.do_handshake() for end in ends))
-        ends[0].has_frames = True
-        carrying = asyncio.create_task(splice(PeerConnection(here), ends[0]))
-        await ends[1].write(HEADER.pack(100) + b"only this much")
-        assert await asyncio.get_running_loop().sock_recv(near, 100) == b"only this much"
-        ends[1].close()
-        with pytest.raises(RelayError, match="broke off"):
-            await carrying
-        with pytest.raises(ConnectionResetError):
-            await asyncio.get_running_loop().sock_recv(near, 100)
-        near.close()
-
-    asyncio.run(run())
+    (near, here), between = pair(), pair()
+    sides = sessions()
+    ends = [PeerConnection(between[0], sides[0]), PeerConnection(between[1], sides[1])]
+    await asyncio.gather(*(end.do_handshake() for end in ends))
+    ends[0].has_frames = True
+    carrying = asyncio.create_task(splice(PeerConnection(here), ends[0]))
+    await ends[1].write(HEADER.pack(100) + b"only this much")
+    assert await asyncio.get_running_loop().sock_recv(near, 100) == b"only this much"
+    ends[1].close()
+    with pytest.raises(RelayError, match="broke off"):
+        await carrying
+    with pytest.raises(ConnectionResetError):
+        await asyncio.get_running_loop().sock_recv(near, 100)
+    near.close()
 
 
 @pytest.mark.parametrize(
     "bad", [b"\x7f\xff\xff\xffxxxx", HEADER.pack(3) + b"{]}", HEADER.pack(2) + b"[]"]
 )
-def test_a_malformed_first_frame_is_refused(bad: bytes) -> None:
-    async def run() -> None:
-        one, other = pair()
-        one.send(bad)
-        with pytest.raises(RelayError, match="first frame"):
-            await PeerConnection(other).read_message()
-        one.close()
-        other.close()
+@in_event_loop
+async def test_a_malformed_first_frame_is_refused(bad: bytes) -> None:
 
-    asyncio.run(run())
+    one, other = pair()
+    one.send(bad)
+    with pytest.raises(RelayError, match="first frame"):
+        await PeerConnection(other).read_message()
+    one.close()
+    other.close()
 
 
-def test_tampered_bytes_break_the_connection(
+@in_event_loop
+async def test_tampered_bytes_break_the_connection(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    async def run() -> None:
-        certs = issue(tmp_path_factory.mktemp("certs"), HERE)
-        one, other = pair()
-        ends = [
-            PeerConnection(one, TlsState(Credentials(certs / "driver").client(RELAY), HERE)),
-            PeerConnection(other, TlsState(Credentials(certs / "stage0").server())),
-        ]
-        await asyncio.gather(*(end.do_handshake() for end in ends))
-        session = ends[0].session
-        assert session is not None
-        session.encrypt(b"a gradient")
-        data = bytearray(session.to_send())
-        data[-1] ^= 1
-        one.send(data)
-        with pytest.raises(ssl.SSLError):
-            await ends[1].read(1)
-        for end in ends:
-            end.abort()
 
-    asyncio.run(run())
+    certs = issue(tmp_path_factory.mktemp("certs"), HERE)
+    one, other = pair()
+    ends = [
+        PeerConnection(one, TlsState(Credentials(certs / "driver").client(RELAY), HERE)),
+        PeerConnection(other, TlsState(Credentials(certs / "stage0").server())),
+    ]
+    await asyncio.gather(*(end.do_handshake() for end in ends))
+    session = ends[0].session
+    assert session is not None
+    session.encrypt(b"a gradient")
+    data = bytearray(session.to_send())
+    data[-1] ^= 1
+    one.send(data)
+    with pytest.raises(ssl.SSLError):
+        await ends[1].read(1)
+    for end in ends:
+        end.abort()

@@ -17,6 +17,7 @@ from rpcmp.process.child import Child
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.resources import MULTIPROCESSING
+from tests.support.eventloops import in_event_loop
 from tests.support.forkedchildren import ONE_THREAD, end, forks, spawn, write_modules
 from tests.support.processes import makes_networks, no_more_files, poll_for, runs
 
@@ -26,7 +27,8 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_modules(tmp_path, monkeypatch)
 
 
-def test_a_forked_child_equals_a_spawned_one() -> None:
+@in_event_loop
+async def test_a_forked_child_equals_a_spawned_one() -> None:
     async def found(by: Forks | None) -> dict[str, object]:
         ours, theirs = os.pipe()
         os.write(theirs, b"inherited")
@@ -43,46 +45,39 @@ def test_a_forked_child_equals_a_spawned_one() -> None:
         count = len(reply["open"]) - namespaces  # type: ignore[arg-type]
         return {key: value for key, value in reply.items() if key not in own} | {"open": count}
 
-    async def run() -> None:
-        async with forks() as by:
-            assert await found(by) == await found(None)
-
-    asyncio.run(run())
+    async with forks() as by:
+        assert await found(by) == await found(None)
 
 
-def test_preloaded_modules_are_imported_once() -> None:
-    async def run() -> None:
-        async with forks() as by:
-            first, reply = await spawn(by)
-            second, second_reply = await spawn(by)
-            assert reply["preloaded_in"] == second_reply["preloaded_in"]
-            assert reply["preloaded_in"] not in (first.pid, second.pid)
-            await end(first)
-            await end(second)
+@in_event_loop
+async def test_preloaded_modules_are_imported_once() -> None:
 
-    asyncio.run(run())
-
-
-def test_a_fork_server_may_start_before_it_is_needed() -> None:
-    async def run() -> None:
-        async with forks() as by:
-            server = await started(by)
-            child, reply = await spawn(by)
-            assert reply["preloaded_in"] == server
-            await end(child)
-
-    asyncio.run(run())
+    async with forks() as by:
+        first, reply = await spawn(by)
+        second, second_reply = await spawn(by)
+        assert reply["preloaded_in"] == second_reply["preloaded_in"]
+        assert reply["preloaded_in"] not in (first.pid, second.pid)
+        await end(first)
+        await end(second)
 
 
-def test_a_fork_server_that_was_not_used_is_killed(tmp_path: Path) -> None:
+@in_event_loop
+async def test_a_fork_server_may_start_before_it_is_needed() -> None:
+
+    async with forks() as by:
+        server = await started(by)
+        child, reply = await spawn(by)
+        assert reply["preloaded_in"] == server
+        await end(child)
+
+
+@in_event_loop
+async def test_a_fork_server_that_was_not_used_is_killed(tmp_path: Path) -> None:
     """It may import for seconds before it sees that its line has ended."""
     (tmp_path / "slow.py").write_text("import time\nwhile True:\n    time.sleep(1)\n")
-
-    async def run() -> int:
-        async with Forks(["slow"]) as by:
-            return await started(by)
-
-    assert not psutil.pid_exists(asyncio.run(run()))
+    async with Forks(["slow"]) as by:
+        server = await started(by)
+    assert not psutil.pid_exists(server)
 
 
 async def started(by: Forks) -> int:
@@ -117,208 +112,191 @@ def test_a_forked_child_reports_its_exit_code(
     assert ("planted" in caplog.text) is (order == {"op": "raise"})
 
 
-def test_a_fork_server_restarts_after_dying_with_its_children() -> None:
-    async def run() -> None:
-        async with forks() as by:
-            child, reply = await spawn(by)
-            child.send({"op": "hang"})
-            os.kill(int(str(reply["preloaded_in"])), signal.SIGKILL)
-            assert await child.wait() == -signal.SIGKILL
-            another, other_reply = await spawn(by)
-            assert other_reply["preloaded_in"] != reply["preloaded_in"]
-            await end(another)
+@in_event_loop
+async def test_a_fork_server_restarts_after_dying_with_its_children() -> None:
 
-    asyncio.run(run())
+    async with forks() as by:
+        child, reply = await spawn(by)
+        child.send({"op": "hang"})
+        os.kill(int(str(reply["preloaded_in"])), signal.SIGKILL)
+        assert await child.wait() == -signal.SIGKILL
+        another, other_reply = await spawn(by)
+        assert other_reply["preloaded_in"] != reply["preloaded_in"]
+        await end(another)
 
 
-def test_a_fork_server_that_dies_early_is_an_error(tmp_path: Path) -> None:
+@in_event_loop
+async def test_a_fork_server_that_dies_early_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "preloaded.py").write_text("raise RuntimeError('planted')\n")
 
-    async def run() -> None:
-        async with forks() as by:
-            with pytest.raises(
-                WorkerDiedError, match="forks workers has died; its standard error says why"
-            ):
-                await spawn(by)
-
-    asyncio.run(run())
+    async with forks() as by:
+        with pytest.raises(
+            WorkerDiedError, match="forks workers has died; its standard error says why"
+        ):
+            await spawn(by)
 
 
-def test_a_fork_server_that_may_open_no_more_files_says_so() -> None:
+@in_event_loop
+async def test_a_fork_server_that_may_open_no_more_files_says_so() -> None:
     """The kernel drops the descriptors that come with an order; a child would miss some."""
 
-    async def run() -> None:
-        async with forks() as by:
-            child, reply = await spawn(by)
-            server = psutil.Process(int(str(reply["preloaded_in"])))
-            before = server.num_fds()
-            with no_more_files(server):
-                with pytest.raises(WorkerDiedError, match=r"cannot fork: .*Too many open files"):
-                    await spawn(by)
-                (line := await by.new_line()).setblocking(False)
-                with line:
-                    assert not await asyncio.get_running_loop().sock_recv(line, 1)
-            assert server.num_fds() == before
-            another, other_reply = await spawn(by)
-            assert other_reply["preloaded_in"] == server.pid
-            for each in (child, another):
-                await end(each)
-
-    asyncio.run(run())
+    async with forks() as by:
+        child, reply = await spawn(by)
+        server = psutil.Process(int(str(reply["preloaded_in"])))
+        before = server.num_fds()
+        with no_more_files(server):
+            with pytest.raises(WorkerDiedError, match=r"cannot fork: .*Too many open files"):
+                await spawn(by)
+            (line := await by.new_line()).setblocking(False)
+            with line:
+                assert not await asyncio.get_running_loop().sock_recv(line, 1)
+        assert server.num_fds() == before
+        another, other_reply = await spawn(by)
+        assert other_reply["preloaded_in"] == server.pid
+        for each in (child, another):
+            await end(each)
 
 
-def test_a_supervisor_that_may_open_no_more_files_is_told() -> None:
-    async def run() -> None:
-        async with forks() as by:
-            child, _ = await spawn(by)
-            with no_more_files(), pytest.raises(JobError, match="Too many open files"):
-                await by.connectable()
-            (await by.connectable()).close()
-            await end(child)
+@in_event_loop
+async def test_a_supervisor_that_may_open_no_more_files_is_told() -> None:
 
-    asyncio.run(run())
-
-
-def test_another_environment_restarts_the_fork_server() -> None:
-    async def run() -> None:
-        async with forks() as by:
-            child, reply = await spawn(by)
-            await end(child)
-            child, other_reply = await spawn(by, environment=compute_environment(threads=2))
-            assert (reply["threads"], other_reply["threads"]) == ("1", "2")
-            assert reply["preloaded_in"] != other_reply["preloaded_in"]
-            await end(child)
-
-    asyncio.run(run())
+    async with forks() as by:
+        child, _ = await spawn(by)
+        with no_more_files(), pytest.raises(JobError, match="Too many open files"):
+            await by.connectable()
+        (await by.connectable()).close()
+        await end(child)
 
 
-def test_children_end_with_the_line_that_forked_them() -> None:
-    async def run() -> None:
-        async with forks() as by, Forks(["preloaded"], await by.new_line()) as borrowed:
-            ours, reply = await spawn(by)
-            theirs, other_reply = await spawn(borrowed)
-            assert reply["preloaded_in"] == other_reply["preloaded_in"]
-            theirs.send({"op": "hang"})
-            await borrowed.close()
-            assert await theirs.wait() == -signal.SIGKILL
-            poll_for(lambda: not psutil.pid_exists(theirs.pid), "the child to be gone")
-            await end(ours)
-            again, other_reply = await spawn(borrowed)  # by a fork server of its own
-            assert reply["preloaded_in"] != other_reply["preloaded_in"]
-            await end(again)
+@in_event_loop
+async def test_another_environment_restarts_the_fork_server() -> None:
 
-    asyncio.run(run())
+    async with forks() as by:
+        child, reply = await spawn(by)
+        await end(child)
+        child, other_reply = await spawn(by, environment=compute_environment(threads=2))
+        assert (reply["threads"], other_reply["threads"]) == ("1", "2")
+        assert reply["preloaded_in"] != other_reply["preloaded_in"]
+        await end(child)
 
 
-def test_a_fork_server_removes_what_its_last_children_leave(
+@in_event_loop
+async def test_children_end_with_the_line_that_forked_them() -> None:
+
+    async with forks() as by, Forks(["preloaded"], await by.new_line()) as borrowed:
+        ours, reply = await spawn(by)
+        theirs, other_reply = await spawn(borrowed)
+        assert reply["preloaded_in"] == other_reply["preloaded_in"]
+        theirs.send({"op": "hang"})
+        await borrowed.close()
+        assert await theirs.wait() == -signal.SIGKILL
+        poll_for(lambda: not psutil.pid_exists(theirs.pid), "the child to be gone")
+        await end(ours)
+        again, other_reply = await spawn(borrowed)  # by a fork server of its own
+        assert reply["preloaded_in"] != other_reply["preloaded_in"]
+        await end(again)
+
+
+@in_event_loop
+async def test_a_fork_server_removes_what_its_last_children_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody else does it for a supervisor that was killed, as `borrowed` stands for one."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 
-    async def run() -> None:
-        async with forks() as by:
-            borrowed = Forks(["preloaded"], await by.new_line())
-            theirs, _ = await spawn(borrowed)
-            theirs.send({"op": "hang"})
-            assert len(left()) == 1
-            await by.close()
-            assert left() == []
-            await theirs.kill()
-
     def left() -> list[Path]:
         return list(tmp_path.glob(f"{MULTIPROCESSING}*"))
 
-    asyncio.run(run())
+    async with forks() as by:
+        borrowed = Forks(["preloaded"], await by.new_line())
+        theirs, _ = await spawn(borrowed)
+        theirs.send({"op": "hang"})
+        assert len(left()) == 1
+        await by.close()
+        assert left() == []
+        await theirs.kill()
 
 
-def test_a_fork_server_removes_semaphores_that_its_supervisor_could_not() -> None:
+@in_event_loop
+async def test_a_fork_server_removes_semaphores_that_its_supervisor_could_not() -> None:
     """Such as one that may open no more files, and ends for it."""
 
-    async def run() -> None:
-        async with forks() as by:
-            child, _ = await spawn(by)
-            left = Path(f"/dev/shm/sem.rpcmp-{os.stat('/proc/self/ns/pid').st_ino}-{child.pid}-x")
-            await asyncio.to_thread(left.touch)
-            child.send({"op": "exit", "code": 3})
-            assert await child.wait() == 3
-            assert not await asyncio.to_thread(left.exists)
-            await child.kill()
-
-    asyncio.run(run())
+    async with forks() as by:
+        child, _ = await spawn(by)
+        left = Path(f"/dev/shm/sem.rpcmp-{os.stat('/proc/self/ns/pid').st_ino}-{child.pid}-x")
+        await asyncio.to_thread(left.touch)
+        child.send({"op": "exit", "code": 3})
+        assert await child.wait() == 3
+        assert not await asyncio.to_thread(left.exists)
+        await child.kill()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
-def test_one_new_fork_server_replaces_a_lost_one_for_all(signum: signal.Signals) -> None:
-    async def run() -> None:
-        lender, borrower = socket.socketpair()
-        with lender:
-            async with forks() as by, Forks(["preloaded"], await by.new_line(), lender) as other:
-                lending = asyncio.create_task(by.lend(borrower))
-                children = [await spawn(each) for each in (by, other)]
-                os.kill(int(str(children[0][1]["preloaded_in"])), signum)
-                assert [await child.wait() for child, _ in children] == [-signal.SIGKILL] * 2
-                again, reply = await spawn(other)
-                also, also_reply = await spawn(by)
-                assert reply["preloaded_in"] == also_reply["preloaded_in"]
-                await end(again)
-                await end(also)
-            lender.shutdown(socket.SHUT_RDWR)
-            await lending
+@in_event_loop
+async def test_one_new_fork_server_replaces_a_lost_one_for_all(signum: signal.Signals) -> None:
 
-    asyncio.run(run())
+    lender, borrower = socket.socketpair()
+    with lender:
+        async with forks() as by, Forks(["preloaded"], await by.new_line(), lender) as other:
+            lending = asyncio.create_task(by.lend(borrower))
+            children = [await spawn(each) for each in (by, other)]
+            os.kill(int(str(children[0][1]["preloaded_in"])), signum)
+            assert [await child.wait() for child, _ in children] == [-signal.SIGKILL] * 2
+            again, reply = await spawn(other)
+            also, also_reply = await spawn(by)
+            assert reply["preloaded_in"] == also_reply["preloaded_in"]
+            await end(again)
+            await end(also)
+        lender.shutdown(socket.SHUT_RDWR)
+        await lending
 
 
-def test_a_supervisor_that_was_cancelled_while_it_asked_for_a_line_still_gets_one() -> None:
+@in_event_loop
+async def test_a_supervisor_that_was_cancelled_while_it_asked_for_a_line_still_gets_one() -> None:
     """With a fork server of its own its processes would be in a network of their own."""
 
-    async def run() -> None:
-        lender, borrower = socket.socketpair()
-        with lender:
-            async with forks() as by, Forks(["preloaded"], None, lender) as other:
-                child, reply = await spawn(by)
-                asking = asyncio.create_task(spawn(other))
-                peek = functools.partial(borrower.recv, 1, socket.MSG_PEEK)
-                await asyncio.to_thread(peek)
-                asking.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await asking
-                lending = asyncio.create_task(by.lend(borrower))
-                for _ in range(2):
-                    theirs, other_reply = await spawn(other)
-                    assert other_reply["preloaded_in"] == reply["preloaded_in"]
-                    await end(theirs)
-                await end(child)
-            lender.shutdown(socket.SHUT_RDWR)
-            await lending
-
-    asyncio.run(run())
+    lender, borrower = socket.socketpair()
+    with lender:
+        async with forks() as by, Forks(["preloaded"], None, lender) as other:
+            child, reply = await spawn(by)
+            asking = asyncio.create_task(spawn(other))
+            peek = functools.partial(borrower.recv, 1, socket.MSG_PEEK)
+            await asyncio.to_thread(peek)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            lending = asyncio.create_task(by.lend(borrower))
+            for _ in range(2):
+                theirs, other_reply = await spawn(other)
+                assert other_reply["preloaded_in"] == reply["preloaded_in"]
+                await end(theirs)
+            await end(child)
+        lender.shutdown(socket.SHUT_RDWR)
+        await lending
 
 
-def test_a_supervisor_that_gets_no_line_starts_a_fork_server_of_its_own() -> None:
-    async def run() -> None:
-        lender, borrower = socket.socketpair()
-        borrower.close()
-        with lender:
-            async with Forks(["preloaded"], None, lender) as by:
-                child, _ = await spawn(by)
-                await end(child)
+@in_event_loop
+async def test_a_supervisor_that_gets_no_line_starts_a_fork_server_of_its_own() -> None:
 
-    asyncio.run(run())
+    lender, borrower = socket.socketpair()
+    borrower.close()
+    with lender:
+        async with Forks(["preloaded"], None, lender) as by:
+            child, _ = await spawn(by)
+            await end(child)
 
 
-def test_a_child_is_killed_if_its_fork_was_cancelled(token: str) -> None:
-    async def run() -> None:
-        async with forks() as by:
-            first, _ = await spawn(by)
-            spawning = asyncio.create_task(Child.spawn("child", ONE_THREAD, [], by))
-            await asyncio.sleep(0)
-            spawning.cancel()
-            await asyncio.gather(spawning, return_exceptions=True)
-            last, reply = await spawn(by)
-            server = psutil.Process(int(str(reply["preloaded_in"])))
-            await end(first)
-            await end(last)
-            poll_for(lambda: not server.children(), "no child to be left")
+@in_event_loop
+async def test_a_child_is_killed_if_its_fork_was_cancelled(token: str) -> None:
 
-    asyncio.run(run())
+    async with forks() as by:
+        first, _ = await spawn(by)
+        spawning = asyncio.create_task(Child.spawn("child", ONE_THREAD, [], by))
+        await asyncio.sleep(0)
+        spawning.cancel()
+        await asyncio.gather(spawning, return_exceptions=True)
+        last, reply = await spawn(by)
+        server = psutil.Process(int(str(reply["preloaded_in"])))
+        await end(first)
+        await end(last)
+        poll_for(lambda: not server.children(), "no child to be left")

@@ -9,6 +9,7 @@ import signal
 import pytest
 
 from rpcmp.process.forked import UNKNOWN, ForkedChild
+from tests.support.eventloops import in_event_loop
 
 
 def forked(code: int | None) -> ForkedChild:
@@ -22,32 +23,28 @@ def forked(code: int | None) -> ForkedChild:
 
 
 @pytest.mark.parametrize("code", [0, 7])
-def test_a_child_has_its_exit_code(code: int) -> None:
-    async def run() -> None:
-        child = forked(code)
-        assert child.returncode is None
-        assert await child.wait() == code == child.returncode
-        child.send_signal(signal.SIGKILL)  # to nobody: another process may have its number
+@in_event_loop
+async def test_a_child_has_its_exit_code(code: int) -> None:
 
-    asyncio.run(run())
-
-
-def test_a_child_is_sent_signals() -> None:
-    async def run() -> None:
-        child = forked(None)
-        child.send_signal(signal.SIGKILL)
-        assert await child.wait() == -signal.SIGKILL
-
-    asyncio.run(run())
+    child = forked(code)
+    assert child.returncode is None
+    assert await child.wait() == code == child.returncode
+    child.send_signal(signal.SIGKILL)  # to nobody: another process may have its number
 
 
-def test_the_code_of_a_child_that_others_have_waited_for_is_unknown() -> None:
+@in_event_loop
+async def test_a_child_is_sent_signals() -> None:
+
+    child = forked(None)
+    child.send_signal(signal.SIGKILL)
+    assert await child.wait() == -signal.SIGKILL
+
+
+@in_event_loop
+async def test_the_code_of_a_child_that_others_have_waited_for_is_unknown() -> None:
     def wait_before_our_loop_does(child: ForkedChild) -> None:
         os.waitpid(child.pid, 0)
 
-    async def run() -> None:
-        child = forked(7)
-        wait_before_our_loop_does(child)
-        assert await child.wait() == UNKNOWN
-
-    asyncio.run(run())
+    child = forked(7)
+    wait_before_our_loop_does(child)
+    assert await child.wait() == UNKNOWN

@@ -18,6 +18,7 @@ from rpcmp.process.memory_access import (
     create_memory,
     open_memory,
 )
+from tests.support.eventloops import in_event_loop
 
 CONTENT = b"tensors"
 
@@ -87,34 +88,30 @@ def test_memory_cannot_shrink_under_its_readers() -> None:
     os.close(address.fd)
 
 
-def test_a_child_has_memory_opened_by_its_supervisor(other: MemoryAddress) -> None:
-    async def ask() -> list[int | None]:
-        lender = MemoryLender()
-        child = MemoryFinder(os.dup(lender.fd))
-        lender.start()
-        found = [
-            await asyncio.to_thread(child.find, address)
-            for address in (str(other), "", "nonsense" * 1000, "[" * 1000, str(other))
-        ]
-        lender.close()
-        assert await asyncio.to_thread(child.find, str(other)) is None  # the supervisor is gone
-        return found
-
-    first, *nonsense, second = asyncio.run(ask())
+@in_event_loop
+async def test_a_child_has_memory_opened_by_its_supervisor(other: MemoryAddress) -> None:
+    lender = MemoryLender()
+    child = MemoryFinder(os.dup(lender.fd))
+    lender.start()
+    first, *nonsense, second = [
+        await asyncio.to_thread(child.find, address)
+        for address in (str(other), "", "nonsense" * 1000, "[" * 1000, str(other))
+    ]
+    lender.close()
+    assert await asyncio.to_thread(child.find, str(other)) is None  # the supervisor is gone
     assert nonsense == [None, None, None]
     assert content_of(first) == CONTENT
     assert second is not None
     os.close(second)
 
 
-def test_a_lender_ends_with_its_child() -> None:
-    async def end() -> None:
-        lender = MemoryLender()
-        child = os.dup(lender.fd)
-        lender.start()
-        os.close(child)
-        await asyncio.sleep(0)
-        lender.close()
-        lender.close()
+@in_event_loop
+async def test_a_lender_ends_with_its_child() -> None:
 
-    asyncio.run(end())
+    lender = MemoryLender()
+    child = os.dup(lender.fd)
+    lender.start()
+    os.close(child)
+    await asyncio.sleep(0)
+    lender.close()
+    lender.close()

@@ -19,8 +19,6 @@ from tests.support.processes import poll_for
 
 
 class Ends:
-    """A listener and a connection to it."""
-
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = "{}:{}".format(*self.listener.getsockname())

@@ -23,6 +23,7 @@ from rpcmp.process.stopped import (
     loaders_of,
     stopped,
 )
+from tests.support.eventloops import in_event_loop
 from tests.support.pretendedtime import in_pretended_time
 from tests.support.processes import poll_for
 
@@ -118,14 +119,12 @@ def test_the_state_of_a_process_is_the_kernels() -> None:
     assert kernel_state(2**30) == ""
 
 
-def test_a_stopped_process_of_ours_is_killed(caplog: pytest.LogCaptureFixture) -> None:
-    async def run() -> int:
-        ours = await asyncio.create_subprocess_exec("sleep", "100")
-        ours.send_signal(signal.SIGSTOP)
-        await asyncio.wait_for(kill_if_stopped(ours, "the sleeper"), 60)
-        return await ours.wait()
-
-    assert asyncio.run(run()) == -signal.SIGKILL
+@in_event_loop
+async def test_a_stopped_process_of_ours_is_killed(caplog: pytest.LogCaptureFixture) -> None:
+    ours = await asyncio.create_subprocess_exec("sleep", "100")
+    ours.send_signal(signal.SIGSTOP)
+    await asyncio.wait_for(kill_if_stopped(ours, "the sleeper"), 60)
+    assert await ours.wait() == -signal.SIGKILL
     assert "the sleeper (pid " in caplog.text
     assert "was stopped" in caplog.text
 
@@ -141,21 +140,20 @@ children[1].kill()
 """
 
 
-def test_a_stopped_process_that_loads_samples_is_killed_and_no_other_child() -> None:
-    async def run() -> None:
-        command = [sys.executable, "-c", PARENT]
-        parent = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-        assert parent.stdout is not None
-        loader, other = map(int, (await parent.stdout.readline()).split())
-        assert loaders_of(parent.pid) == {loader}
-        for child in (loader, other):
-            os.kill(child, signal.SIGSTOP)
-        poll_for(lambda: kernel_state(other).startswith("State: T"), "the other to be stopped")
-        watching = asyncio.create_task(kill_stopped_loaders(parent.pid))
-        assert await asyncio.wait_for(parent.wait(), 60) == 0  # the loader alone was killed
-        watching.cancel()
+@in_event_loop
+async def test_a_stopped_process_that_loads_samples_is_killed_and_no_other_child() -> None:
 
-    asyncio.run(run())
+    command = [sys.executable, "-c", PARENT]
+    parent = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert parent.stdout is not None
+    loader, other = map(int, (await parent.stdout.readline()).split())
+    assert loaders_of(parent.pid) == {loader}
+    for child in (loader, other):
+        os.kill(child, signal.SIGSTOP)
+    poll_for(lambda: kernel_state(other).startswith("State: T"), "the other to be stopped")
+    watching = asyncio.create_task(kill_stopped_loaders(parent.pid))
+    assert await asyncio.wait_for(parent.wait(), 60) == 0  # the loader alone was killed
+    watching.cancel()
 
 
 def test_without_processes_that_load_samples_only_their_parent_is_looked_at(

@@ -17,6 +17,7 @@ import pytest
 
 from rpcmp.process import template
 from rpcmp.process.template_client import Template
+from tests.support.eventloops import in_event_loop
 from tests.support.templates import forked, write_modules
 
 STATUS = ("PPid", "SigBlk", "SigIgn", "SigCgt", "Umask", "Threads", "NoNewPrivs")
@@ -70,31 +71,28 @@ def test_a_forked_process_equals_a_started_one() -> None:
     assert asyncio.run(run()) == started
 
 
-def test_a_fork_has_threads_and_randomness_of_its_own() -> None:
+@in_event_loop
+async def test_a_fork_has_threads_and_randomness_of_its_own() -> None:
     """libc knows the number of its first thread, to which another thread sends a signal."""
 
-    async def run() -> None:
-        by = Template("command", ["preloaded"])
-        found = [await forked(by, {}, "threads") for _ in range(2)]
-        assert [await child.wait() for child, _ in found] == [7, 7]
-        await by.close()
-        reports = [report for _, report in found]
-        for report in reports:
-            assert report["signalled"]
-            assert report["main thread"] == report["pid"]
-        assert reports[0]["random"] != reports[1]["random"]
-
-    asyncio.run(run())
+    by = Template("command", ["preloaded"])
+    found = [await forked(by, {}, "threads") for _ in range(2)]
+    assert [await child.wait() for child, _ in found] == [7, 7]
+    await by.close()
+    reports = [report for _, report in found]
+    for report in reports:
+        assert report["signalled"]
+        assert report["main thread"] == report["pid"]
+    assert reports[0]["random"] != reports[1]["random"]
 
 
-def test_a_fork_exits_with_the_code_of_its_command() -> None:
-    async def run() -> None:
-        by = Template("command", ["preloaded"])
-        child, _ = await forked(by, {}, "exit")
-        assert await child.wait() == 7
-        await by.close()
+@in_event_loop
+async def test_a_fork_exits_with_the_code_of_its_command() -> None:
 
-    asyncio.run(run())
+    by = Template("command", ["preloaded"])
+    child, _ = await forked(by, {}, "exit")
+    assert await child.wait() == 7
+    await by.close()
 
 
 def test_a_system_that_cannot_fork_siblings_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from rpcmp.errors import WorkerDiedError
 from rpcmp.process.template_client import Template
+from tests.support.eventloops import in_event_loop
 from tests.support.processes import no_more_files, poll_for
 from tests.support.templates import forked, write_modules
 
@@ -27,91 +28,84 @@ def new() -> Template:
     return Template("command", ["preloaded"])
 
 
-def test_one_template_forks_all_that_are_asked_for_at_once() -> None:
-    async def run() -> None:
-        by = new()
-        found = await asyncio.gather(*(forked(by, {}, "wait") for _ in range(8)))
-        assert len({child.pid for child, _ in found}) == 8
-        assert [report["pid"] for _, report in found] == [child.pid for child, _ in found]
-        assert len({report["preloaded_in"] for _, report in found}) == 1
-        await by.close()
-        for child, _ in found:  # they live on
-            assert child.returncode is None
-            child.send_signal(signal.SIGKILL)
-            assert await child.wait() == -signal.SIGKILL
+@in_event_loop
+async def test_one_template_forks_all_that_are_asked_for_at_once() -> None:
 
-    asyncio.run(run())
+    by = new()
+    found = await asyncio.gather(*(forked(by, {}, "wait") for _ in range(8)))
+    assert len({child.pid for child, _ in found}) == 8
+    assert [report["pid"] for _, report in found] == [child.pid for child, _ in found]
+    assert len({report["preloaded_in"] for _, report in found}) == 1
+    await by.close()
+    for child, _ in found:  # they live on
+        assert child.returncode is None
+        child.send_signal(signal.SIGKILL)
+        assert await child.wait() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
-def test_processes_outlive_their_template_and_another_one_forks_more(
+@in_event_loop
+async def test_processes_outlive_their_template_and_another_one_forks_more(
     signum: signal.Signals,
 ) -> None:
-    async def run() -> None:
-        by = new()
-        child, report = await forked(by, {}, "wait")
-        os.kill(report["preloaded_in"], signum)
-        with pytest.raises(WorkerDiedError, match="that forks stage servers has died"):
-            await forked(by, {}, "wait")
-        other, other_report = await forked(by, {}, "wait")
-        assert other_report["preloaded_in"] != report["preloaded_in"]
-        assert not psutil.pid_exists(report["preloaded_in"])
-        assert (child.returncode, other.returncode) == (None, None)
-        for each in (child, other):
-            each.send_signal(signal.SIGKILL)
-            await each.wait()
-        await by.close()
 
-    asyncio.run(run())
+    by = new()
+    child, report = await forked(by, {}, "wait")
+    os.kill(report["preloaded_in"], signum)
+    with pytest.raises(WorkerDiedError, match="that forks stage servers has died"):
+        await forked(by, {}, "wait")
+    other, other_report = await forked(by, {}, "wait")
+    assert other_report["preloaded_in"] != report["preloaded_in"]
+    assert not psutil.pid_exists(report["preloaded_in"])
+    assert (child.returncode, other.returncode) == (None, None)
+    for each in (child, other):
+        each.send_signal(signal.SIGKILL)
+        await each.wait()
+    await by.close()
 
 
-def test_a_template_that_cannot_import_is_an_error(tmp_path: Path) -> None:
+@in_event_loop
+async def test_a_template_that_cannot_import_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "preloaded.py").write_text("raise RuntimeError('planted')\n")
 
-    async def run() -> None:
-        by = new()
-        with pytest.raises(WorkerDiedError, match="has died"):
-            await forked(by, {})
-        await by.close()
-
-    asyncio.run(run())
+    by = new()
+    with pytest.raises(WorkerDiedError, match="has died"):
+        await forked(by, {})
+    await by.close()
 
 
-def test_a_template_that_may_open_no_more_files_says_so() -> None:
-    async def run() -> None:
-        by = new()
-        child, report = await forked(by, {}, "wait")
-        with (
-            no_more_files(psutil.Process(report["preloaded_in"])),
-            pytest.raises(WorkerDiedError, match=r"cannot fork: .*Too many open files"),
-        ):
-            await forked(by, {})
-        other, other_report = await forked(by, {}, "wait")
-        assert other_report["preloaded_in"] == report["preloaded_in"]
-        for each in (child, other):
-            each.send_signal(signal.SIGKILL)
-            await each.wait()
-        await by.close()
+@in_event_loop
+async def test_a_template_that_may_open_no_more_files_says_so() -> None:
 
-    asyncio.run(run())
+    by = new()
+    child, report = await forked(by, {}, "wait")
+    with (
+        no_more_files(psutil.Process(report["preloaded_in"])),
+        pytest.raises(WorkerDiedError, match=r"cannot fork: .*Too many open files"),
+    ):
+        await forked(by, {})
+    other, other_report = await forked(by, {}, "wait")
+    assert other_report["preloaded_in"] == report["preloaded_in"]
+    for each in (child, other):
+        each.send_signal(signal.SIGKILL)
+        await each.wait()
+    await by.close()
 
 
-def test_a_template_that_would_fork_in_vain_is_ended(tmp_path: Path) -> None:
+@in_event_loop
+async def test_a_template_that_would_fork_in_vain_is_ended(tmp_path: Path) -> None:
     (tmp_path / "preloaded.py").write_text("import time\nwhile True:\n    time.sleep(1)\n")
 
-    async def run() -> None:
-        by = new()
-        asking = asyncio.create_task(forked(by, {}))
-        before = {*psutil.Process().children()}
-        while not (started := {*psutil.Process().children()} - before):
-            await asyncio.sleep(0)
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
-        await by.close()
-        assert not any(each.is_running() for each in started)
-
-    asyncio.run(run())
+    by = new()
+    asking = asyncio.create_task(forked(by, {}))
+    before = {*psutil.Process().children()}
+    while not (started := {*psutil.Process().children()} - before):
+        await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await by.close()
+    assert not any(each.is_running() for each in started)
 
 
 PARENT = """

@@ -15,6 +15,7 @@ from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import Security
 from rpcmp.server.client import StageClient
 from rpcmp.v1 import control_pb2 as pb
+from tests.support.eventloops import in_event_loop
 
 LONG = 3600.0
 """A timeout in seconds; no test waits so long."""
@@ -82,25 +83,24 @@ def test_errors_name_a_server_without_stage_by_its_address(address: str) -> None
     assert message.startswith(f"{address} cannot be reached: Connection refused; is `rpcmp serve`")
 
 
-def test_connect_waits_for_a_server_that_is_starting(address: str) -> None:
-    async def connect() -> str:
-        async with StageClient("a", address, Dialer(Security(None))) as client:
-            connecting = asyncio.create_task(client.connect(LONG))
-            assert client._tunnel is not None
-            assert "refused" in str(await client._tunnel.absent)
-            server = grpc.aio.server()
-            server.add_generic_rpc_handlers((DESCRIBING,))
-            server.add_insecure_port(address)
-            await server.start()
-            try:
-                return (await connecting).job
-            finally:
-                await server.stop(None)
-
-    assert asyncio.run(connect()) == "mine"
+@in_event_loop
+async def test_connect_waits_for_a_server_that_is_starting(address: str) -> None:
+    async with StageClient("a", address, Dialer(Security(None))) as client:
+        connecting = asyncio.create_task(client.connect(LONG))
+        assert client._tunnel is not None
+        assert "refused" in str(await client._tunnel.absent)
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers((DESCRIBING,))
+        server.add_insecure_port(address)
+        await server.start()
+        try:
+            assert (await connecting).job == "mine"
+        finally:
+            await server.stop(None)
 
 
-def test_what_cannot_be_read_for_a_server_is_the_error(address: str) -> None:
+@in_event_loop
+async def test_what_cannot_be_read_for_a_server_is_the_error(address: str) -> None:
     """gRPC cancels a call whose messages cannot be read, and says no more."""
 
     async def parts(is_readable: bool) -> AsyncIterator[pb.PutRequest]:
@@ -109,18 +109,15 @@ def test_what_cannot_be_read_for_a_server_is_the_error(address: str) -> None:
             raise CheckpointError("cannot read it any more")
         yield pb.PutRequest(data=b"second")
 
-    async def run() -> None:
-        server = grpc.aio.server()
-        server.add_generic_rpc_handlers((DESCRIBING, PUTTING))
-        server.add_insecure_port(address)
-        await server.start()
-        try:
-            async with StageClient("a", address, Dialer(Security(None))) as client:
-                await client.connect(LONG)
-                await client.put(parts(is_readable=True))
-                with pytest.raises(CheckpointError, match="cannot read it any more"):
-                    await client.put(parts(is_readable=False))
-        finally:
-            await server.stop(None)
-
-    asyncio.run(run())
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((DESCRIBING, PUTTING))
+    server.add_insecure_port(address)
+    await server.start()
+    try:
+        async with StageClient("a", address, Dialer(Security(None))) as client:
+            await client.connect(LONG)
+            await client.put(parts(is_readable=True))
+            with pytest.raises(CheckpointError, match="cannot read it any more"):
+                await client.put(parts(is_readable=False))
+    finally:
+        await server.stop(None)

@@ -10,6 +10,7 @@ import pytest
 
 from rpcmp.server import device_claims
 from rpcmp.server.device_claims import DeviceClaim, choose
+from tests.support.eventloops import in_event_loop
 
 ALL = ["x:1", "x:2", "x:0"]
 
@@ -43,31 +44,24 @@ def named(count: int) -> list[str]:
     return [f"{kind}:{index}" for index in range(count)]
 
 
-def test_jobs_that_choose_at_one_time_get_distinct_devices() -> None:
-    async def chosen() -> list[tuple[str, bool]]:
-        names, claims = named(3), [DeviceClaim(f"job {index}") for index in range(4)]
-        try:
-            return [*await asyncio.gather(*(each.choose(names, False) for each in claims))]
-        finally:
-            for each in claims:
-                each.release()
-
-    found = asyncio.run(chosen())
+@in_event_loop
+async def test_jobs_that_choose_at_one_time_get_distinct_devices() -> None:
+    names, claims = named(3), [DeviceClaim(f"job {index}") for index in range(4)]
+    found = await asyncio.gather(*(each.choose(names, False) for each in claims))
+    for each in claims:
+        each.release()
     assert len({device for device, _ in found[:3]}) == 3
     assert [is_shared for _, is_shared in found] == [False, False, False, True]
 
 
-def test_a_released_device_is_free() -> None:
-    async def chosen() -> list[str]:
-        names, one, other = named(2), DeviceClaim("one"), DeviceClaim("other")
-        found = [(await one.choose(names, False))[0]]
-        found.append((await other.choose(names, False))[0])
-        one.release()
-        found.append((await other.choose(names, False))[0])
-        other.release()
-        return [name.partition(":")[2] for name in found]
-
-    assert asyncio.run(chosen()) == ["0", "1", "0"]
+@in_event_loop
+async def test_a_released_device_is_free() -> None:
+    names, one, other = named(2), DeviceClaim("one"), DeviceClaim("other")
+    assert await one.choose(names, False) == (names[0], False)
+    assert await other.choose(names, False) == (names[1], False)
+    one.release()
+    assert await other.choose(names, False) == (names[0], False)
+    other.release()
 
 
 def test_a_server_that_never_ends_to_choose_holds_others_up_for_a_moment(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import re
 import socket
 from collections.abc import AsyncIterator, Collection, Sequence
@@ -26,28 +27,26 @@ from rpcmp.v1.control_pb2_grpc import (
     add_ControlServicer_to_server,
     add_SnapshotsServicer_to_server,
 )
+from tests.support.eventloops import in_event_loop
 from tests.support.fuzz import http2
 
 
-def test_a_call_has_the_role_of_the_connection_that_it_came_by(tmp_path: Path) -> None:
+@in_event_loop
+async def test_a_call_has_the_role_of_the_connection_that_it_came_by(tmp_path: Path) -> None:
     """Relies on gRPC, which reports the path that the client's socket is bound to as the peer."""
+    servers, callers = make(tmp_path)
+    seen: list[Role | None] = []
 
-    async def roles() -> list[Role | None]:
-        servers, callers = make(tmp_path)
-        seen: list[Role | None] = []
+    async def check(_request: object, grpc_context: Any) -> Any:
+        seen.append(callers.role(grpc_context.peer()))
+        return health_pb2.HealthCheckResponse()
 
-        async def check(_request: object, grpc_context: Any) -> Any:
-            seen.append(callers.role(grpc_context.peer()))
-            return health_pb2.HealthCheckResponse()
-
-        add_health(servers, check)
-        for role in (stage(7), None, DRIVER):
-            async with connected(servers, role) as client:
-                assert b"grpc-status\x010" in await answer_to(client, HEALTH)
-        return seen
-
-    assert asyncio.run(roles()) == [stage(7), None, DRIVER]
-    assert not list(tmp_path.iterdir())
+    add_health(servers, check)
+    for role in (stage(7), None, DRIVER):
+        async with connected(servers, role) as client:
+            assert b"grpc-status\x010" in await answer_to(client, HEALTH)
+    assert seen == [stage(7), None, DRIVER]
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_method_name_that_is_not_utf_8_ends_the_calls_of_its_connection_alone(
@@ -122,61 +121,52 @@ def test_a_folder_too_deep_for_sockets_is_a_config_error(tmp_path: Path) -> None
         make(deep)[0].require_room_for_sockets()
 
 
-def test_a_server_that_cannot_listen_is_an_error_of_its_connection(tmp_path: Path) -> None:
+@in_event_loop
+async def test_a_server_that_cannot_listen_is_an_error_of_its_connection(tmp_path: Path) -> None:
     """Too many open files are another cause; the port expects an OSError."""
 
-    async def run() -> None:
-        servers, _ = make(tmp_path / ("a" * 100))
-        client, end = socket.socketpair()
-        with client:
-            connection = IncomingConnection(PeerConnection(end), None, GRPC)
-            with pytest.raises(OSError, match="Failed to bind"):
-                await servers.serve(connection, [], [])
-            assert client.recv(1) == b""
-
-    asyncio.run(run())
+    servers, _ = make(tmp_path / ("a" * 100))
+    client, end = socket.socketpair()
+    with client:
+        connection = IncomingConnection(PeerConnection(end), None, GRPC)
+        with pytest.raises(OSError, match="Failed to bind"):
+            await servers.serve(connection, [], [])
+        assert client.recv(1) == b""
 
 
-def test_an_unknown_method_is_unimplemented(tmp_path: Path) -> None:
-    async def run() -> bytes:
-        servers, _ = make(tmp_path)
-        async with connected(servers) as client:
-            return await answer_to(client, HEALTH)
-
-    assert b"grpc-status\x0212" in asyncio.run(run())
+@in_event_loop
+async def test_an_unknown_method_is_unimplemented(tmp_path: Path) -> None:
+    servers, _ = make(tmp_path)
+    async with connected(servers) as client:
+        assert b"grpc-status\x0212" in await answer_to(client, HEALTH)
 
 
 @pytest.mark.parametrize("interceptors", [(), (OnlyPeers,)])
-def test_a_call_that_bypasses_the_port_is_refused(
+@in_event_loop
+async def test_a_call_that_bypasses_the_port_is_refused(
     interceptors: tuple[type[OnlyPeers], ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process of the same user may find a server's socket before it is unlinked."""
     monkeypatch.setattr(Path, "unlink", lambda *_args, **_options: None)
 
-    async def run() -> None:
-        servers, callers = make(tmp_path)
-        health_pb2_grpc.add_HealthServicer_to_server(
-            health_pb2_grpc.HealthServicer(), servers.services
-        )
-        add_ControlServicer_to_server(ControlServicer(), servers.services)  # type: ignore[abstract]
-        add_SnapshotsServicer_to_server(SnapshotsServicer(), servers.services)  # type: ignore[abstract]
-        async with connected(servers, None, [each(callers) for each in interceptors]) as client:
-            await answer_to(client, HEALTH)
-            for method in ("Control/Drain", "Control/Describe", "Snapshots/Fetch", "Snapshots/Put"):
-                with socket.socket(socket.AF_UNIX) as end:
-                    await connect_to_any(end, tmp_path)
-                    call = http2.opening() + http2.call(f"/rpcmp.v1.{method}", b"")
-                    assert re.search(rb"grpc-status(\x0216|\x017)", await answer_to(end, call)), (
-                        method
-                    )
-                with socket.socket(socket.AF_UNIX) as end:
-                    await connect_to_any(end, tmp_path)
-                    assert re.search(rb"grpc-status\x0216", await answer_to(end, HEALTH))
-
-    asyncio.run(run())
+    servers, callers = make(tmp_path)
+    health_pb2_grpc.add_HealthServicer_to_server(health_pb2_grpc.HealthServicer(), servers.services)
+    add_ControlServicer_to_server(ControlServicer(), servers.services)  # type: ignore[abstract]
+    add_SnapshotsServicer_to_server(SnapshotsServicer(), servers.services)  # type: ignore[abstract]
+    async with connected(servers, None, [each(callers) for each in interceptors]) as client:
+        await answer_to(client, HEALTH)
+        for method in ("Control/Drain", "Control/Describe", "Snapshots/Fetch", "Snapshots/Put"):
+            with socket.socket(socket.AF_UNIX) as end:
+                await connect_to_any(end, tmp_path)
+                call = http2.opening() + http2.call(f"/rpcmp.v1.{method}", b"")
+                assert re.search(rb"grpc-status(\x0216|\x017)", await answer_to(end, call)), method
+            with socket.socket(socket.AF_UNIX) as end:
+                await connect_to_any(end, tmp_path)
+                assert re.search(rb"grpc-status\x0216", await answer_to(end, HEALTH))
 
 
-def test_a_call_that_bypasses_the_port_cannot_take_another_connections_name(
+@in_event_loop
+async def test_a_call_that_bypasses_the_port_cannot_take_another_connections_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every process can read the paths that sockets are bound to, in /proc/net/unix."""
@@ -184,27 +174,24 @@ def test_a_call_that_bypasses_the_port_cannot_take_another_connections_name(
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
 
-    async def run() -> None:
-        servers, callers = make(tmp_path)
-        peers: list[str] = []
+    servers, callers = make(tmp_path)
+    peers: list[str] = []
 
-        async def check(_request: object, grpc_context: Any) -> Any:
-            peers.append(grpc_context.peer())
-            return health_pb2.HealthCheckResponse()
+    async def check(_request: object, grpc_context: Any) -> Any:
+        peers.append(grpc_context.peer())
+        return health_pb2.HealthCheckResponse()
 
-        add_health(servers, check)
-        async with connected(servers, DRIVER) as driver:
-            await answer_to(driver, HEALTH)
-            taken = set(tmp_path.iterdir())  # noqa: ASYNC240
-            async with connected(servers, stage(0), [OnlyPeers(callers)]) as client:
-                await answer_to(client, HEALTH)
-                with socket.socket(socket.AF_UNIX) as end:
-                    end.bind(str(elsewhere / peers[0].rpartition("/")[2]))
-                    await connect_to_any(end, tmp_path, taken)
-                    assert re.search(rb"grpc-status\x0216", await answer_to(end, HEALTH))
-        assert len(peers) == 2
-
-    asyncio.run(run())
+    add_health(servers, check)
+    async with connected(servers, DRIVER) as driver:
+        await answer_to(driver, HEALTH)
+        taken = set(tmp_path.iterdir())  # noqa: ASYNC240
+        async with connected(servers, stage(0), [OnlyPeers(callers)]) as client:
+            await answer_to(client, HEALTH)
+            with socket.socket(socket.AF_UNIX) as end:
+                end.bind(str(elsewhere / peers[0].rpartition("/")[2]))
+                await connect_to_any(end, tmp_path, taken)
+                assert re.search(rb"grpc-status\x0216", await answer_to(end, HEALTH))
+    assert len(peers) == 2
 
 
 async def connect_to_any(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import os
 from collections.abc import AsyncIterator
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from rpcmp.errors import ConfigError, UnreachableError
 from rpcmp.server.job_folder import JobFolder
 from rpcmp.v1 import control_pb2 as pb
+from tests.support.eventloops import in_event_loop
 
 
 def test_a_job_has_one_folder_and_no_other_job_has_it() -> None:
@@ -33,7 +34,8 @@ def test_a_job_has_one_folder_and_no_other_job_has_it() -> None:
     jobs.clear()
 
 
-def test_weights_count_once_all_of_them_have_arrived() -> None:
+@in_event_loop
+async def test_weights_count_once_all_of_them_have_arrived() -> None:
     async def data(*parts: bytes) -> AsyncIterator[bytes]:
         for part in parts:
             yield part
@@ -41,7 +43,8 @@ def test_weights_count_once_all_of_them_have_arrived() -> None:
     def file(path: str) -> pb.CheckpointFile:
         return pb.CheckpointFile(path=path, size=4)
 
-    async def run() -> None:
+    jobs = JobFolder()
+    try:
         files = jobs.open("one")
         await files.receive_weights(file("config.json"), data(b"{", b"  }"))
         await files.receive_weights(file("model.safetensors"), data(b"abcd"))
@@ -49,18 +52,11 @@ def test_weights_count_once_all_of_them_have_arrived() -> None:
         with pytest.raises(UnreachableError, match="only 2 of 4 bytes"):
             await files.receive_weights(file("model.safetensors"), data(b"ab"))
         assert files.weights_key == ""
-        assert {path.name for path in files.weights.iterdir()} == {
-            "config.json",
-            "model.safetensors",
-        }
+        assert sorted(os.listdir(files.weights)) == ["config.json", "model.safetensors"]
         await files.receive_weights(pb.CheckpointFile(path="config.json"), data())
-        assert [path.name for path in files.weights.iterdir()] == ["model.safetensors"]
+        assert os.listdir(files.weights) == ["model.safetensors"]
         for path in ("../x", "", "other.json"):
             with pytest.raises(ConfigError, match="is no file of weights"):
                 await files.receive_weights(file(path), data(b"abcd"))
-
-    jobs = JobFolder()
-    try:
-        asyncio.run(run())
     finally:
         jobs.clear()

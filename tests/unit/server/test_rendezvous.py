@@ -24,6 +24,7 @@ from rpcmp.server.rendezvous import (
     StoreProxy,
     require_key_count,
 )
+from tests.support.eventloops import in_event_loop
 
 
 def test_a_rendezvous_limits_sizes_and_counts() -> None:
@@ -81,31 +82,31 @@ def test_a_counter_stays_within_64_bits() -> None:
     assert values.add("k", -1) == -2
 
 
-def test_a_waiting_task_is_woken_by_its_own_keys_only(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_event_loop
+async def test_a_waiting_task_is_woken_by_its_own_keys_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("rpcmp.server.rendezvous.MAX_WAITING", 3)
 
-    async def scene() -> None:
-        values = KeyValueStore()
-        both = asyncio.create_task(values.wait_for(["a", "b"]))
-        given_up = asyncio.create_task(values.wait_for(["c"]))
-        other = asyncio.create_task(values.wait_for(["c"]))
-        await asyncio.sleep(0)
-        with pytest.raises(JobError, match="3 questions to the rendezvous are unanswered"):
-            await values.wait_for(["d"])
-        given_up.cancel()
-        values.set("b", b"")
-        await asyncio.sleep(0)
-        values.set("a", b"")
-        await both
-        assert not other.done()
-        values.close()
-        for wait in (other, asyncio.create_task(values.wait_for(["c"]))):
-            with pytest.raises(BusyError, match="the job ended"):
-                await wait
-        assert not values._arrivals
-        await values.wait_for(["a", "b"])
-
-    asyncio.run(scene())
+    values = KeyValueStore()
+    both = asyncio.create_task(values.wait_for(["a", "b"]))
+    given_up = asyncio.create_task(values.wait_for(["c"]))
+    other = asyncio.create_task(values.wait_for(["c"]))
+    await asyncio.sleep(0)
+    with pytest.raises(JobError, match="3 questions to the rendezvous are unanswered"):
+        await values.wait_for(["d"])
+    given_up.cancel()
+    values.set("b", b"")
+    await asyncio.sleep(0)
+    values.set("a", b"")
+    await both
+    assert not other.done()
+    values.close()
+    for wait in (other, asyncio.create_task(values.wait_for(["c"]))):
+        with pytest.raises(BusyError, match="the job ended"):
+            await wait
+    assert not values._arrivals
+    await values.wait_for(["a", "b"])
 
 
 @pytest.mark.parametrize("count", [0, MAX_KEYS_PER_GET + 1])
@@ -115,23 +116,20 @@ def test_a_request_is_refused_if_it_names_no_key_or_too_many(count: int) -> None
     require_key_count(["k"] * MAX_KEYS_PER_GET)
 
 
-def test_a_worker_finds_a_relay_in_place_of_a_member_in_another_network(
+@in_event_loop
+async def test_a_worker_finds_a_relay_in_place_of_a_member_in_another_network(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def store_get(client: StageClient, job: Message, keys: Sequence[str]) -> list[bytes]:
         return [f"value of {key}".encode() for key in keys]
 
     monkeypatch.setattr(StageClient, "store_get", store_get)
-
-    async def values_of(*keys: str) -> list[bytes]:
-        answers: asyncio.Queue[Message] = asyncio.Queue()
-        dialled = {"b:0": "127.0.0.1:7"}
-        where = ("127.0.0.1:1", 0, Dialer(Security()))
-        proxy = StoreProxy(*where, "job", 1, answers.put_nowait, dialled)
-        proxy.handle({"id": 1, "call": "get", "keys": keys})
-        answer = await answers.get()
-        await proxy.close()
-        return [base64.b64decode(value) for value in answer["values"]]
-
-    values = asyncio.run(values_of("addrs/a:0", "addrs/b:0", "names/b:0"))
+    answers: asyncio.Queue[Message] = asyncio.Queue()
+    where = ("127.0.0.1:1", 0, Dialer(Security()))
+    proxy = StoreProxy(*where, "job", 1, answers.put_nowait, {"b:0": "127.0.0.1:7"})
+    keys = ["addrs/a:0", "addrs/b:0", "names/b:0"]
+    proxy.handle({"id": 1, "call": "get", "keys": keys})
+    answer = await answers.get()
+    await proxy.close()
+    values = [base64.b64decode(value) for value in answer["values"]]
     assert values == [b"value of addrs/a:0", b"uv://127.0.0.1:7", b"value of names/b:0"]

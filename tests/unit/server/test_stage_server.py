@@ -17,6 +17,7 @@ from rpcmp.server.claim import Claim
 from rpcmp.server.connection import versions
 from rpcmp.server.stage_server import StageServer
 from rpcmp.v1 import control_pb2 as pb
+from tests.support.eventloops import in_event_loop
 
 
 def server(tmp_path: Path, file_access: FileAccess | None = None) -> StageServer:
@@ -29,38 +30,34 @@ def prepare(**fields: Any) -> pb.PrepareRequest:
     return pb.PrepareRequest(**{**own, "versions": versions(), "group": group, **fields})
 
 
-def test_a_job_that_has_just_claimed_the_server_keeps_its_files(tmp_path: Path) -> None:
+@in_event_loop
+async def test_a_job_that_has_just_claimed_the_server_keeps_its_files(tmp_path: Path) -> None:
     """The time for which the last one was held ends while it does so."""
 
-    async def run() -> None:
-        made = server(tmp_path)
-        files = made._job_folder.open("a")
-        async with made._changing:
-            made._start_forgetting()
-            await asyncio.sleep(0)
-            made.claim = cast(Claim, object())
-        await made._releasing
-        assert files.weights.is_dir()
-        made.claim = None
+    made = server(tmp_path)
+    files = made._job_folder.open("a")
+    async with made._changing:
         made._start_forgetting()
-        await made._releasing
-        assert not files.folder.exists()
+        await asyncio.sleep(0)
+        made.claim = cast(Claim, object())
+    await made._releasing
+    assert files.weights.is_dir()
+    made.claim = None
+    made._start_forgetting()
+    await made._releasing
+    assert not files.folder.exists()
 
-    asyncio.run(run())
 
-
-def test_a_server_that_is_being_stopped_says_so_to_a_job_that_it_could_not_serve_either(
+@in_event_loop
+async def test_a_server_that_is_being_stopped_says_so_to_a_job_that_it_could_not_serve_either(
     tmp_path: Path,
 ) -> None:
     """A new version of it may take its place: the job should come again."""
 
-    async def run() -> None:
-        made = server(tmp_path)
-        made.draining = True
-        with pytest.raises(DrainingError):
-            await made.prepare(prepare(versions=pb.Versions(), stage_index=1), "driver")
-
-    asyncio.run(run())
+    made = server(tmp_path)
+    made.draining = True
+    with pytest.raises(DrainingError):
+        await made.prepare(prepare(versions=pb.Versions(), stage_index=1), "driver")
 
 
 def test_a_job_may_not_open_what_a_link_leads_to_by_now(
