@@ -198,7 +198,6 @@ def test_memory_is_copied_without_the_page_cache_except_for_partial_pages(
 
 
 def fails(*_: Any, **__: Any) -> None:
-    """Replace a system call."""
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -308,7 +307,6 @@ def folder(tmp_path: Path) -> CheckpointFolder:
 
 
 def damage(folder: CheckpointFolder, step: int) -> None:
-    """Flip a bit in a manifest."""
     path = folder.path_of(step) / "manifest.json"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -316,7 +314,6 @@ def damage(folder: CheckpointFolder, step: int) -> None:
 
 
 def steps(paths: list[Path]) -> list[int | None]:
-    """Return the steps of these folders."""
     return [step_of(path) for path in paths]
 
 

@@ -22,14 +22,12 @@ def slots() -> Iterator[Slots]:
 
 
 def begun(slots: Slots) -> int:
-    """Start writing to a slot; returns it."""
     slot = slots.reserve()
     assert slot is not None
     return slot
 
 
 def write(slots: Slots, step: int, pin: bool = False, content: bytes | None = None) -> Snapshot:
-    """Write a snapshot of `step`."""
     slot = begun(slots)
     data = content or f"of step {step}".encode()
     os.ftruncate(slots.fd(slot), len(data))
@@ -38,14 +36,12 @@ def write(slots: Slots, step: int, pin: bool = False, content: bytes | None = No
 
 
 def read(slots: Slots, step: int) -> bytes:
-    """Return the bytes of a snapshot."""
     found = slots.get(step)
     assert found is not None
     return os.pread(slots.fd(found.slot), found.length, 0)
 
 
 def steps(slots: Slots) -> list[int]:
-    """Return the steps of all snapshots."""
     return [snapshot.step for snapshot in slots.all()]
 
 

@@ -126,12 +126,10 @@ class Host:
 
 
 def newest(slots: Slots) -> int:
-    """The newest step."""
     return max(steps(slots), default=0)
 
 
 def steps(slots: Slots) -> list[int]:
-    """All steps."""
     return [snapshot.step for snapshot in slots.all()]
 
 
@@ -155,7 +153,6 @@ class Cluster:
         return self.hosts[self.holders[stage]]
 
     def may(self) -> list[tuple[Callable[[int], None], int]]:
-        """Return what can happen next, and to which stage."""
         found: list[tuple[Callable[[int], None], int]] = []
         for stage, host in enumerate(self.hosts):
             there = self.copies(stage)

@@ -34,8 +34,6 @@ from rpcmp.pipelining import pytree
 
 
 class Memory:
-    """Slots and their writer."""
-
     def __init__(self) -> None:
         self.slots = Slots.create()
         self.writer = SnapshotWriter(self.slots)
@@ -53,7 +51,6 @@ class Memory:
         return self.slots.path(self.write(tensors, state.step, about).slot)
 
     def bytes(self, snapshot: Snapshot) -> bytes:
-        """Return a snapshot's bytes."""
         fd = self.slots.fd(snapshot.slot)
         assert os.fstat(fd).st_size == snapshot.length
         return os.pread(fd, snapshot.length, 0)
@@ -80,7 +77,6 @@ def bits(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
 
 
 def bits_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return everything that defines the tensors."""
     return {name: bits(tensor) for name, tensor in tensors.items()}
 
 
@@ -104,7 +100,6 @@ def state(
     scheduler: Any = None,
     step: int = 7,
 ) -> StageState:
-    """For brevity."""
     return StageState(step, stage, dict(model or {}), dict(optimizer or {}), groups, scheduler)
 
 
@@ -235,7 +230,6 @@ def test_restored_tensors_do_not_change_when_their_slot_is_overwritten(memory: M
 
 
 def starts(memory: Memory) -> list[int]:
-    """Return the offset of the tensors in each snapshot."""
     found = []
     for snapshot in memory.slots.all():
         head = os.pread(memory.slots.fd(snapshot.slot), 8, 0)
@@ -406,13 +400,11 @@ def part(stage: str, *layers: str, options: Any = 0.1, step: int = 7) -> StageSt
 
 
 def names(*layers: str) -> list[str]:
-    """Return the names of the layers' parameters."""
     return [f"{layer}.w" for layer in layers]
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> Callable[[StageState], str]:
-    """Write states to separate files."""
 
     def write(written: StageState) -> str:
         path = tmp_path / f"{written.stage}.safetensors"
@@ -532,7 +524,6 @@ class Trained:
         self.scheduler = scheduler(self.optimizer) if scheduler else None
 
     def train(self, first: int, last: int) -> list[float]:
-        """Return the losses of steps with different data."""
         losses = []
         for step in range(first, last + 1):
             inputs = torch.randn(5, 3, generator=torch.Generator().manual_seed(step))
@@ -548,7 +539,6 @@ class Trained:
         return losses
 
     def state(self, step: int) -> StageState:
-        """What it is now."""
         found = self.optimizer.state_dict()
         groups = [
             {key: value for key, value in group.items() if key != "params"}
@@ -559,7 +549,6 @@ class Trained:
         return StageState(step, "stage0", self.model.state_dict(), by_name, groups, scheduler)
 
     def take_over(self, found: StageState) -> None:
-        """Restore `found`."""
         own = self.optimizer.state_dict()["param_groups"]
         self.model.load_state_dict(found.model)
         self.optimizer.load_state_dict(

@@ -67,7 +67,6 @@ def save(folder: Path, stages: Stages, step: int = 120) -> Path:
 
 
 def flip(path: Path) -> None:
-    """Flip the last bit of a file."""
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -277,13 +276,11 @@ def test_a_full_disk_leaves_the_old_file(
 
 
 def encoded(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
-    """Return a file with this header."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return (len(text) if length is None else length).to_bytes(8, "little") + text + data
 
 
 def entry(begin: int, end: int, **changes: Any) -> dict[str, Any]:
-    """Return a tensor's entry in a header."""
     return {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end], **changes}
 
 
@@ -336,7 +333,6 @@ def test_a_file_that_shrinks_while_it_is_copied_is_detected(tmp_path: Path) -> N
 
 
 def command(*arguments: str | Path) -> Result:
-    """Run `rpcmp export`."""
     return CliRunner().invoke(cli, ["export", *map(str, arguments)])
 
 

@@ -41,7 +41,6 @@ train = "m:train"
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A config file."""
     file = tmp_path / "digits.toml"
     file.write_text(TOML)
     return file

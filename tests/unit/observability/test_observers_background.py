@@ -27,7 +27,8 @@ def test_events_are_shown_in_order_and_reported_without_waiting() -> None:
     assert shown == list(range(1000))
 
 
-def test_an_output_that_cannot_be_written_ends_the_run() -> None:
+@pytest.mark.parametrize("more", [100_000, 0], ids=["meanwhile", "at the end"])
+def test_an_output_that_cannot_be_written_ends_the_run(more: int) -> None:
     tried = threading.Event()
 
     def show(event: Event) -> None:
@@ -38,16 +39,8 @@ def test_an_output_that_cannot_be_written_ends_the_run() -> None:
         with in_background(show) as report:
             report(StartEvent(steps=1))
             tried.wait()
-            for step in range(100_000):
+            for step in range(more):
                 report(StartEvent(steps=step))
 
     with pytest.raises(BrokenPipeError):
         report_all()
-
-
-def test_an_output_that_fails_at_the_end_ends_the_run() -> None:
-    def show(event: Event) -> None:
-        raise BrokenPipeError("nobody reads any more")
-
-    with pytest.raises(BrokenPipeError), in_background(show) as report:
-        report(StartEvent(steps=1))

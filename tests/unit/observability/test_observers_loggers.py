@@ -139,7 +139,6 @@ def test_logger_that_raises_is_dropped_with_its_place_in_the_code(tmp_path: Path
 
 
 def report_all(of: Config, show: Callable[[Event], None]) -> None:
-    """Report all events of a run to its loggers."""
     with watching(create_observers(of), show) as report:
         for event in runs.events(of, LOSSES)[:-1]:
             report(typed(event))

@@ -16,7 +16,11 @@ from tests.support.runevents import typed
 from tests.support.scraping import Samples, of, value
 
 
-def samples_of(metrics: RunMetrics) -> Samples:
+def after(*events: dict[str, Any]) -> Samples:
+    """Return the metrics of a run with these events."""
+    metrics = RunMetrics()
+    for each in events:
+        metrics.handle(typed(each))
     return samples(metrics.store)
 
 
@@ -105,10 +109,8 @@ def vitals(generation: int, links: dict[tuple[str, str], int], **workers: Any) -
 
 
 def test_metrics_of_steps_add_up() -> None:
-    metrics = RunMetrics()
-    for number in (1, 2):
-        metrics.handle(typed(step(number, a={"F": 0.01, "B": 0.02, "W": 0.0, "O": 0.005})))
-    found = samples_of(metrics)
+    busy = {"F": 0.01, "B": 0.02, "W": 0.0, "O": 0.005}
+    found = after(step(1, a=busy), step(2, a=busy))
     assert value(found, "rpcmp_step") == 2
     assert value(found, "rpcmp_loss") == 0.5
     assert value(found, "rpcmp_samples_total") == 64
@@ -122,23 +124,18 @@ def test_metrics_of_steps_add_up() -> None:
 
 
 def test_parameter_groups_have_learning_rates_if_a_stage_has_several() -> None:
-    metrics = RunMetrics()
-    metrics.handle(typed({**step(1, a={}, b={}), "group_learning_rates": {"a": [0.5, 0.25]}}))
-    found = of(samples_of(metrics), "rpcmp_group_learning_rate", "group")
-    assert found == {("0",): 0.5, ("1",): 0.25}
+    found = after({**step(1, a={}, b={}), "group_learning_rates": {"a": [0.5, 0.25]}})
+    assert of(found, "rpcmp_group_learning_rate", "group") == {("0",): 0.5, ("1",): 0.25}
 
 
 def test_idle_time_is_divided_completely_among_its_reasons() -> None:
-    metrics = RunMetrics()
     busy = {"F": 0.02, "B": 0.02, "W": 0.0, "O": 0.0}  # of 0.1 s
     lost = {"bubble": 0.3, "network": 0.1, "overhead": 0.0}
-    metrics.handle(typed(step(1, a=busy)))
-    metrics.handle(typed(event("timeline", stages=[{"label": "a", "lost": lost}])))
-    metrics.handle(typed(step(2, a=busy)))
-    even = dict.fromkeys(lost, 0.0)
-    metrics.handle(typed(event("timeline", stages=[{"label": "a", "lost": even}])))
-    metrics.handle(typed(step(3, a=busy)))
-    found = of(samples_of(metrics), "rpcmp_idle_seconds_total", "kind")
+    events = [step(1, a=busy)]
+    for number, shares in ((2, lost), (3, dict.fromkeys(lost, 0.0))):
+        events.append(event("timeline", stages=[{"label": "a", "lost": shares}]))
+        events.append(step(number, a=busy))
+    found = of(after(*events), "rpcmp_idle_seconds_total", "kind")
     assert found == pytest.approx({("bubble",): 0.11, ("network",): 0.05, ("overhead",): 0.02})
     assert sum(found.values()) == pytest.approx(3 * 0.06)
 
@@ -155,7 +152,7 @@ def test_bytes_and_cpu_time_accumulate_over_generations() -> None:
     ):
         worker = process(pid, cpu_seconds=seconds, restarts=generation - 1)
         metrics.handle(typed(vitals(generation, {("a", "b"): count}, a=worker)))
-        found = samples_of(metrics)
+        found = samples(metrics.store)
         seen.append(
             (
                 value(found, "rpcmp_link_bytes_total", source="a", target="b"),
@@ -168,20 +165,16 @@ def test_bytes_and_cpu_time_accumulate_over_generations() -> None:
 
 
 def test_only_the_present_device_of_a_worker_has_memory() -> None:
-    metrics = RunMetrics()
-    for device in ("cuda:0", "cuda:1"):
-        there = process(7, device=device, device_memory=300)
-        here = process(8, device="cpu", device_memory=0)
-        metrics.handle(typed(vitals(1, {}, a=there, b=here)))
-    found = of(samples_of(metrics), "rpcmp_device_memory_bytes", "stage", "device")
-    assert found == {("a", "cuda:1"): 300}
+    here = process(8, device="cpu", device_memory=0)
+    devices = [process(7, device=device, device_memory=300) for device in ("cuda:0", "cuda:1")]
+    found = after(*(vitals(1, {}, a=there, b=here) for there in devices))
+    memory = of(found, "rpcmp_device_memory_bytes", "stage", "device")
+    assert memory == {("a", "cuda:1"): 300}
 
 
 def test_process_is_in_exactly_one_state() -> None:
-    metrics = RunMetrics()
-    for state in ("running", "lost"):
-        metrics.handle(typed(vitals(1, {}, a=process(7, state=state))))
-    states = of(samples_of(metrics), "rpcmp_worker_state", "state")
+    found = after(*(vitals(1, {}, a=process(7, state=state)) for state in ("running", "lost")))
+    states = of(found, "rpcmp_worker_state", "state")
     assert [state for (state,), is_in in states.items() if is_in] == ["lost"]
 
 
@@ -191,27 +184,23 @@ def test_metrics_accept_a_driver_that_died_before_its_first_vitals() -> None:
         known.start_generation()
         known.mark_lost(DRIVER)
         metrics.handle(known.event(step=0).stamped(1000.0, generation))
-    found = samples_of(metrics)
+    found = samples(metrics.store)
     assert value(found, "rpcmp_generation") == 2
     assert value(found, "rpcmp_memory_bytes", stage=DRIVER) is None
 
 
 def test_checkpoint_age_follows_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = RunMetrics()
-    assert value(samples_of(metrics), "rpcmp_checkpoint_age_seconds") is None
+    assert value(samples(metrics.store), "rpcmp_checkpoint_age_seconds") is None
     metrics.handle(typed(event("checkpoint", step=3, seconds=0.5, bytes=4096, path="somewhere")))
     for now, age in ((1007.0, 7.0), (1030.0, 30.0), (990.0, 0.0)):  # the clock was set back
         monkeypatch.setattr("rpcmp.observability.run_metrics.time.time", lambda now=now: now)
-        assert value(samples_of(metrics), "rpcmp_checkpoint_age_seconds") == age
-    assert value(samples_of(metrics), "rpcmp_checkpoint_duration_seconds") == 0.5
-    assert value(samples_of(metrics), "rpcmp_checkpoints_total") == 1
+        assert value(samples(metrics.store), "rpcmp_checkpoint_age_seconds") == age
+    assert value(samples(metrics.store), "rpcmp_checkpoint_duration_seconds") == 0.5
+    assert value(samples(metrics.store), "rpcmp_checkpoints_total") == 1
 
 
 def test_metrics_ignore_events_without_values() -> None:
-    metrics = RunMetrics()
-    for name in ("warning", "log", "resumed", "end", "report"):
-        metrics.handle(typed(event(name, text="t")))
-    assert set(samples_of(metrics)) == {("rpcmp_generation", frozenset())}
-
-
-# The whole
+    names = ("warning", "log", "resumed", "end", "report")
+    found = after(*(event(name, text="t") for name in names))
+    assert set(found) == {("rpcmp_generation", frozenset())}

@@ -28,7 +28,6 @@ def _kind() -> Iterator[None]:
 
 
 def found(address: str) -> int:
-    """Return a descriptor of memory of this process."""
     return os.dup(MemoryAddress.parse(address).fd)
 
 

@@ -349,9 +349,3 @@ def test_a_device_without_memory_left_has_the_hosts_and_says_so(
     assert sent(own_there.place(X), peer_there).on_device  # there is room in what it has
     (warning,) = caplog.messages
     assert "cpu has no memory left for tensors on their way to others" in warning
-
-
-def test_tensors_of_varying_sizes_share_blocks(own: OwnMemory, peer: PeerMemory) -> None:
-    for size in range(60_000, 100_000, 1000):
-        sent(own.allocate((100_000 + 60_000 - size,), torch.uint8), peer)
-    assert own.size < 2 * 110_000

@@ -17,7 +17,6 @@ from tests.support.examples import examples
 
 
 def t(number: int) -> Tensor:
-    """Return a distinct tensor."""
     return torch.tensor(number)
 
 
@@ -30,7 +29,6 @@ def encoded(value: Any, name: str = "") -> dict[str, Tensor]:
 
 
 def numbers(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Return which tensor has which name."""
     return {name: int(tensor) for name, tensor in tensors.items()}
 
 

@@ -43,7 +43,6 @@ class Meeting:
             return self._values[key]
 
     def wait_for(self, count: int) -> None:
-        """Wait until `count` threads wait."""
         with self._changed:
             assert self._changed.wait_for(lambda: self.waiting == count, SECONDS)
 

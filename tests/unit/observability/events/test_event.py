@@ -66,19 +66,13 @@ def test_a_log_line_has_its_stamp_first() -> None:
     assert list(event.to_json().items()) == list(line.items())
 
 
-def test_metrics_are_keys_of_an_evaluation() -> None:
-    event = EvalEvent(step=4, epoch=1, values={"loss": 0.5, "fit.samples": 23.0})
-    data = {"event": "eval", "step": 4, "epoch": 1, "loss": 0.5, "fit.samples": 23.0}
+@pytest.mark.parametrize("metric", ["fit.samples", "values"])
+def test_metrics_are_keys_of_an_evaluation(metric: str) -> None:
+    event = EvalEvent(step=4, epoch=1, values={"loss": 0.5, metric: 23.0})
+    data = {"event": "eval", "step": 4, "epoch": 1, "loss": 0.5, metric: 23.0}
     assert event.to_json() == data
     assert parse(data) == event
-    assert {*event.stamped(1.0, 1).to_json()} - {"fit.samples"} == RESERVED_METRICS
-
-
-def test_a_metric_may_be_called_values() -> None:
-    event = EvalEvent(step=4, epoch=1, values={"loss": 0.5, "values": 0.25})
-    data = {"event": "eval", "step": 4, "epoch": 1, "loss": 0.5, "values": 0.25}
-    assert event.to_json() == data
-    assert parse(data) == event
+    assert {*event.stamped(1.0, 1).to_json()} - {metric} == RESERVED_METRICS
 
 
 def test_parse_accepts_events_and_keys_of_other_versions() -> None:

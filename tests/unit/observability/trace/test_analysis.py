@@ -59,7 +59,6 @@ def test_path_is_never_longer_than_its_window(trace: Trace) -> None:
 
 
 def advice(picture: str) -> str:
-    """Return the line about the bottleneck of all steps."""
     trace = drawn(picture)
     whole = choose_window(trace, first=1)
     return str(bottleneck(trace, whole, measure(trace, whole)))
