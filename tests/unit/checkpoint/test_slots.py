@@ -83,43 +83,6 @@ def test_three_slots_without_pins_are_written_in_turn(slots: Slots) -> None:
     assert used == used[: RETAINED + 1] * 4
 
 
-def test_the_newest_snapshots_stay_whole_while_another_is_written(slots: Slots) -> None:
-    for step in range(1, 12):
-        slot = begun(slots)
-        os.ftruncate(slots.fd(slot), 0)  # the writer's right from now on
-        newest = list(range(max(1, step - RETAINED), step))
-        assert steps(slots) == newest
-        for kept in newest:
-            assert read(slots, kept) == f"of step {kept}".encode()
-        write(slots, step)
-
-
-def test_a_slot_without_a_commit_is_not_listed(slots: Slots) -> None:
-    for step in (1, 2, 3):
-        write(slots, step)
-    first = begun(slots)
-    os.pwrite(slots.fd(first), b"half", 0)
-    assert steps(slots) == [2, 3]
-    for _ in range(10):  # as many writers die as want to
-        slot = begun(slots)
-        assert slots.get(1) is None
-        assert slot not in {snapshot.slot for snapshot in slots.all()}
-        assert steps(slots) == [2, 3]
-    write(slots, 4)
-    assert steps(slots) == [2, 3, 4]
-
-
-def test_a_pinned_slot_is_never_overwritten(slots: Slots) -> None:
-    write(slots, 1, pin=True)
-    write(slots, 2)
-    write(slots, 3, pin=True)
-    for step in range(4, 20):
-        write(slots, step)
-    assert steps(slots) == [1, 3, 17, 18, 19]
-    assert (read(slots, 1), read(slots, 3)) == (b"of step 1", b"of step 3")
-    assert [snapshot.is_pinned for snapshot in slots.all()] == [True, True, False, False, False]
-
-
 def test_there_is_no_slot_while_all_are_needed(slots: Slots) -> None:
     for step in range(1, NUM_SLOTS + 1):
         write(slots, step, pin=step <= NUM_SLOTS - RETAINED)
@@ -142,57 +105,7 @@ def test_the_newest_are_kept_pinned_or_not(slots: Slots) -> None:
     assert steps(slots) == [1, 2, 3, 4, 5]
 
 
-def test_an_existing_snapshot_can_be_pinned(slots: Slots) -> None:
-    first = write(slots, 1)
-    slots.pin(first.slot)
-    for step in range(2, 9):
-        write(slots, step)
-    assert slots.get(1) == Snapshot(first.slot, 1, first.length, True)
-    slots.unpin(first)
-    for step in range(9, 12):
-        write(slots, step)
-    assert slots.get(1) is None
-
-
 # What goes
-
-
-@pytest.mark.parametrize(("again", "left"), [(4, [3, 4]), (3, [3]), (1, [1]), (5, [3, 4, 5])])
-def test_a_repeated_step_drops_the_undone_snapshots(
-    slots: Slots, again: int, left: list[int]
-) -> None:
-    for step in (1, 2, 3, 4):
-        write(slots, step, pin=step == 4)
-    slot = begun(slots)
-    assert steps(slots) == [3, 4]  # until it is whole, nothing more
-    slots.commit(slot, again, 0)
-    assert steps(slots) == left
-    found = slots.get(again)
-    assert found is not None
-    assert (found.slot, found.is_pinned) == (slot, False)
-
-
-def test_later_steps_can_be_dropped(slots: Slots) -> None:
-    for step in (1, 2, 3):
-        write(slots, step)
-    slots.truncate_after(3)
-    assert steps(slots) == [1, 2, 3]
-    slots.truncate_after(1)
-    assert steps(slots) == [1]
-    assert read(slots, 1) == b"of step 1"
-    write(slots, 2, content=b"another")
-    assert read(slots, 2) == b"another"
-    slots.truncate_after(0)
-    assert slots.all() == []
-
-
-def test_a_dropped_snapshot_is_unpinned(slots: Slots) -> None:
-    for step in range(1, NUM_SLOTS + 1):
-        write(slots, step, pin=True)
-    slots.truncate_after(1)
-    for step in range(2, 9):
-        write(slots, step)
-    assert steps(slots) == [1, 6, 7, 8]
 
 
 def test_clearing_gives_the_memory_back(slots: Slots) -> None:
@@ -251,20 +164,6 @@ def test_a_snapshot_keeps_the_number_of_its_cut(slots: Slots) -> None:
     slots.commit(begun(slots), 5, 0)  # the same step, of another cut: both stay
     assert other.by_cut() == {0: [4, 5], 7: [5]}
     other.close()
-
-
-def test_a_later_writer_finds_the_files_of_a_dead_one(slots: Slots) -> None:
-    writer = Slots([os.dup(fd) for fd in slots.fds])
-    for step in (1, 2, 3):
-        write(writer, step)
-    os.pwrite(writer.fd(begun(writer)), b"half", 0)
-    writer.close()
-    successor = Slots([os.dup(fd) for fd in slots.fds])
-    assert steps(successor) == [2, 3]
-    assert read(successor, 3) == b"of step 3"
-    write(successor, 4)
-    assert steps(slots) == [2, 3, 4]
-    successor.close()
 
 
 # All of it
