@@ -13,7 +13,6 @@ from rpcmp.checkpoint.folder import MANIFEST, look
 from rpcmp.config import loader
 from rpcmp.config.files import MIB
 from rpcmp.errors import ConfigError
-from rpcmp.observability import run_folder, run_report
 from rpcmp.observability.trace import chrome, spans
 from rpcmp.observability.trace.analysis import measure
 from tests.support.tracefiles import GOOD_SPAN, HEADER
@@ -62,50 +61,6 @@ def test_some_steps_of_a_trace_with_too_many_spans_can_be_read(
     part = chrome.read(path, 4, 5)
     assert len(part.tracks[0].spans) == 12
     assert measure(part, spans.choose_window(part, 4, 5)) == expected
-
-
-def write_folder(path: Path, **files: bytes) -> Path:
-    """Write a run folder; `files` replace contents, by stem."""
-    path.mkdir()
-    info = run_folder.RunInfo(name="job", started=0.0, outcome="done").model_dump_json().encode()
-    whole = {
-        run_folder.RUN: info,
-        run_folder.CONFIG: b"{}",
-        run_folder.METRICS: b"",
-        run_folder.EVENTS: b"",
-    }
-    for name, content in whole.items():
-        (path / name).write_bytes(files.get(Path(name).stem, content))
-    return path
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("run", b"[" * 100_000, "recursion"),
-        ("config", b"[" * 100_000, "recursion"),
-        ("config", b" " * (16 * MIB + 1), "longer than 16 MiB"),
-        ("metrics", b" " * (4 * MIB + 1), "line 1 is longer than 4 MiB"),
-        ("events", b'{"event": "step", "time": 1%s}\n' % (b"0" * 400), "a number has 401 digits"),
-    ],
-)
-def test_a_run_folder_beyond_the_limits_is_refused(
-    name: str, content: bytes, reason: str, tmp_path: Path
-) -> None:
-    folder = write_folder(tmp_path / "run", **{name: content})
-    with pytest.raises(ConfigError, match=rf"{name}.jsonl? is damaged or missing: .*{reason}"):
-        run_report.read(folder)
-
-
-@pytest.mark.parametrize(
-    "name", [run_folder.RUN, run_folder.CONFIG, run_folder.METRICS, run_folder.EVENTS]
-)
-def test_a_run_folder_with_a_link_to_a_device_is_refused(name: str, tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "run")
-    (folder / name).unlink()
-    (folder / name).symlink_to("/dev/zero")
-    with pytest.raises(ConfigError, match=f"{name} is damaged or missing: .* not a regular"):
-        run_report.read(folder)
 
 
 def test_a_manifest_beyond_the_limits_is_refused(tmp_path: Path) -> None:

@@ -56,15 +56,6 @@ def test_client_and_server_use_a_renewed_certificate(certs: Path, protocol: str)
     assert len({first for first, _ in seen}) == len({second for _, second in seen}) == 2
 
 
-def test_a_website_uses_a_renewed_certificate_and_requests_none(certs: Path) -> None:
-    browser = ssl.create_default_context(cafile=str(certs / "stage0" / "ca.crt"))
-    stage = Credentials(certs / "stage0")
-    before = shake_hands(browser, stage.website())
-    renew(certs, "stage0")
-    after = shake_hands(browser, stage.website())
-    assert before != after == (b"", written(certs, "stage0"))
-
-
 def test_an_unchanged_file_is_not_read_again(certs: Path) -> None:
     stage = Credentials(certs / "stage0")
     assert stage.server() is stage.server()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rpcmp.cli.observing import create_observers
+from rpcmp.config.files import MIB
 from rpcmp.errors import ConfigError
 from rpcmp.observability import run_folder, run_report
 from rpcmp.observability.events import EvalEvent, Json, StepEvent, WarningEvent
@@ -17,6 +18,16 @@ from tests.support import runs
 from tests.support.runevents import typed
 
 LOSSES = [2.0, 1.0, 0.1 + 0.2]
+
+DEEP = "[" * 100_000
+LONG_NUMBER = f'{{"event": "step", "time": 1{"0" * 400}}}\n'
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The folder of a run that is done."""
+    of = runs.config(tmp_path)
+    return runs.write_run_folder(of, runs.events(of, LOSSES))
 
 
 def names(path: Path) -> list[str]:
@@ -104,9 +115,7 @@ def test_a_run_that_is_resumed_names_the_newest_folder_of_the_run(tmp_path: Path
     assert {info.run for info in found} == {"abc"}
 
 
-def test_a_line_that_was_cut_off_is_left_out_and_no_other(tmp_path: Path) -> None:
-    of = runs.config(tmp_path)
-    path = runs.write_run_folder(of, runs.events(of, LOSSES))
+def test_a_line_that_was_cut_off_is_left_out_and_no_other(path: Path) -> None:
     file = path / run_folder.METRICS
     file.write_bytes(file.read_bytes()[:-5])
     record = run_report.read(path)
@@ -114,9 +123,7 @@ def test_a_line_that_was_cut_off_is_left_out_and_no_other(tmp_path: Path) -> Non
     assert record.all(EvalEvent) == []
 
 
-def test_a_folder_of_another_version_is_read(tmp_path: Path) -> None:
-    of = runs.config(tmp_path)
-    path = runs.write_run_folder(of, runs.events(of, LOSSES))
+def test_a_folder_of_another_version_is_read(path: Path) -> None:
     (path / run_folder.EVENTS).write_text(
         '{"event": "of another version", "time": 1.0}\n'
         '{"event": "warning", "time": 2.0, "text": "careful", "advice": "none"}\n'
@@ -158,14 +165,6 @@ def test_run_warns_if_its_default_folder_cannot_be_made(tmp_path: Path) -> None:
     assert create_observers(runs.config(tmp_path, log={"folder": ""})) == []
 
 
-def damaged(path: Path, file: str, content: str) -> str:
-    """Return the error of reading a run folder if `file` contains `content`."""
-    (path / file).write_text(content)
-    with pytest.raises(ConfigError) as error:
-        run_report.read(path)
-    return str(error.value)
-
-
 @pytest.mark.parametrize(
     ("file", "content", "said"),
     [
@@ -182,16 +181,30 @@ def damaged(path: Path, file: str, content: str) -> str:
             "3\n",
             "events.jsonl is damaged or missing: line 1 is not a JSON object",
         ),
+        (run_folder.RUN, DEEP, "run.json is damaged or missing: .*recursion"),
+        (run_folder.CONFIG, DEEP, "config.json is damaged or missing: .*recursion"),
+        (run_folder.CONFIG, " " * (16 * MIB + 1), "config.json is .*longer than 16 MiB"),
+        (run_folder.METRICS, " " * (4 * MIB + 1), "metrics.jsonl is .*line 1 is longer than 4 MiB"),
+        (run_folder.EVENTS, LONG_NUMBER, "events.jsonl is .*a number has 401 digits"),
     ],
 )
-def test_read_names_a_damaged_file(tmp_path: Path, file: str, content: str, said: str) -> None:
-    of = runs.config(tmp_path)
-    assert said in damaged(runs.write_run_folder(of, runs.events(of, LOSSES)), file, content)
+def test_read_names_a_damaged_file(path: Path, file: str, content: str, said: str) -> None:
+    (path / file).write_text(content)
+    with pytest.raises(ConfigError, match=said):
+        run_report.read(path)
 
 
-def test_read_refuses_other_folders_and_suggests_runs(tmp_path: Path) -> None:
-    of = runs.config(tmp_path)
-    path = runs.write_run_folder(of, runs.events(of, LOSSES))
+@pytest.mark.parametrize(
+    "name", [run_folder.RUN, run_folder.CONFIG, run_folder.METRICS, run_folder.EVENTS]
+)
+def test_read_refuses_a_link_to_a_device(name: str, path: Path) -> None:
+    (path / name).unlink()
+    (path / name).symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=f"{name} is damaged or missing: .* not a regular"):
+        run_report.read(path)
+
+
+def test_read_refuses_other_folders_and_suggests_runs(tmp_path: Path, path: Path) -> None:
     cases = {
         tmp_path / "nowhere": "there is nothing of that name",
         tmp_path: "it has no run.json",
