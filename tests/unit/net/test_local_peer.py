@@ -127,26 +127,21 @@ def test_a_port_served_by_no_local_process_is_refused(monkeypatch: pytest.Monkey
         asyncio.run(Dialer(Security()).open(f"{HERE}:{listener.getsockname()[1]}", RELAY, None))
 
 
-def test_a_kernel_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_event_loop
+async def test_a_kernel_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_peer, "_SOCK_DIAG", 31)  # there is no such service
 
     async def refuse(visitor: IncomingConnection) -> None:
         raise AssertionError("it has come in")
 
-    async def start() -> None:
-        front = PortMultiplexer(Security(), refuse, refuse)
-        try:
-            await front.start(HERE, 0)
-        finally:
-            await front.stop()
-
+    front = PortMultiplexer(Security(), refuse, refuse)
     with pytest.raises(SecurityError, match=r"does not say whose.*--certs.*--insecure"):
-        asyncio.run(start())
-    with (
-        socket.create_server((HERE, 0)) as listener,
-        pytest.raises(SecurityError, match=r"does not say whose.*--certs.*--insecure"),
-    ):
-        asyncio.run(Dialer(Security()).open(f"{HERE}:{listener.getsockname()[1]}", RELAY, None))
+        await front.start(HERE, 0)
+    await front.stop()
+    with socket.create_server((HERE, 0)) as listener:
+        address = f"{HERE}:{listener.getsockname()[1]}"
+        with pytest.raises(SecurityError, match=r"does not say whose.*--certs.*--insecure"):
+            await Dialer(Security()).open(address, RELAY, None)
 
 
 def test_dialing_a_server_that_never_accepts_times_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,9 +65,7 @@ def test_loggers_of_the_guide_log_to_wandb_and_mlflow(
         monkeypatch.setitem(sys.modules, name, Recorder(name, calls))
     log = tomllib.loads(block("toml", "[log]\nloggers", guide("runs")))["log"]
     of = with_loggers(tmp_path, block("python", f"# {MODULE}.py", guide("runs")), *log["loggers"])
-    with watching(create_observers(of), lambda event: None) as report:
-        for event in runs.events(of, LOSSES)[:-1]:
-            report(typed(event))
+    report_all(of, lambda event: None)
     wandb = [call for call in calls if call[0].startswith("wandb")]
     assert wandb[0] == ("wandb.init", (), {"project": "digits", "name": "job"})
     assert wandb[1] == ("wandb.init.config.update", (of.model_dump(mode="json"),), {})

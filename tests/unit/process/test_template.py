@@ -86,15 +86,6 @@ async def test_a_fork_has_threads_and_randomness_of_its_own() -> None:
     assert reports[0]["random"] != reports[1]["random"]
 
 
-@in_event_loop
-async def test_a_fork_exits_with_the_code_of_its_command() -> None:
-
-    by = Template("command", ["preloaded"])
-    child, _ = await forked(by, {}, "exit")
-    assert await child.wait() == 7
-    await by.close()
-
-
 def test_a_system_that_cannot_fork_siblings_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template, "MACHINES", {})
     with pytest.raises(OSError, match="not implemented"):
