@@ -184,10 +184,9 @@ def test_the_shorter_a_run_and_the_more_has_failed_the_less_is_tried() -> None:
     own = config.options
 
     def tried(total: int) -> int:
-        def slow(options: ScheduleOptions) -> float:
-            return 0.0 if options == own else 1.0
-
-        machine = Machine(config, total=total, message_s=1 * MS, slow=slow)
+        machine = Machine(
+            config, total, message_s=1 * MS, slow=lambda options: 0.0 if options == own else 1.0
+        )
         machine.run(total)
         return sum(len(found.measured) - 1 for found in machine.found)
 
@@ -248,13 +247,20 @@ def test_one_block_of_bad_luck_does_not_decide(is_own_unlucky: bool, truth: floa
 
 
 @pytest.mark.parametrize(
-    "keys",
-    [{"schedule": "1f1b", "max_in_flight": 2, "microbatches_per_message": 1}, {"steps": 8}],
+    ("keys", "data_share"),
+    [
+        ({"schedule": "1f1b", "max_in_flight": 2, "microbatches_per_message": 1}, 0.0),
+        ({"steps": 8}, 0.0),
+        ({}, 0.6),
+    ],
+    ids=["all is given", "few steps", "the driver waits for samples"],
 )
-def test_nothing_is_tried_that_is_given_or_pays_for_nothing(keys: dict[str, object]) -> None:
+def test_nothing_is_tried_that_is_given_or_pays_for_nothing(
+    keys: dict[str, object], data_share: float
+) -> None:
     config = chain(**keys)
-    machine = Machine(config, total=config.steps or 1000, message_s=1 * MS)
-    machine.run(config.steps or 100)
+    machine = Machine(config, config.steps or 1000, message_s=5 * MS, data_share=data_share)
+    machine.run(config.steps or 300)
     assert set(machine.used) == {config.options}
     assert machine.found == []
 
@@ -290,12 +296,6 @@ def test_all_trials_together_keep_to_a_part_of_the_free_memory() -> None:
     allowed = taken(config.options) + (64 - taken(config.options)) // 4
     assert taken(config.options) < max(map(taken, machine.used)) <= allowed
     assert max(map(taken, options_to_try(config))) > allowed
-
-
-def test_nothing_is_tried_while_the_driver_waits_for_samples() -> None:
-    machine = Machine(chain(), message_s=5 * MS, data_share=0.6)
-    machine.run(300)
-    assert set(machine.used) == {machine.config.options}
 
 
 def test_what_was_tried_when_the_group_was_lost_is_not_tried_again() -> None:

@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, cast
@@ -33,6 +33,9 @@ from rpcmp.pipelining.simulation import SharedCores
 from rpcmp.rpc.messages import AfterRound, Mode, RoundHeader, StepReport, Trained
 from rpcmp.worker.stage import Stage
 from tests.support.twostages import STAGES, job
+
+TESTED = {"train": "tests.zoo.models:dataset", "test": "tests.zoo.models:dataset", "batch_size": 5}
+"""An epoch has two steps, and an evaluation has two mini-batches."""
 
 
 class Stages:
@@ -128,18 +131,17 @@ def train(
 ) -> tuple[Stages, list[Json]]:
     """Return the stages, and the reported events except for progress."""
     stages, reported = Stages(config), list[Json]()
-    act(_training(config, stages, reported.append, threading.Event()))
+    act(_training(config, stages, reported.append))
     return stages, [event for event in reported if event["event"] != "progress"]
 
 
 def _training(
     config: Config,
     stages: Stages,
-    report: Callable[[Json], None],
-    stop: threading.Event,
+    report: Callable[[Json], None] = lambda event: None,
+    stop: threading.Event | None = None,
     resumed: TrainingProgress | None = None,
-    metrics: Metrics | None = None,
-    options: Sequence[ScheduleOptions] = (),
+    **more: Any,
 ) -> Training:
     """Return a training whose `report` gets the JSON form of events and of progress."""
     return Training(
@@ -148,10 +150,9 @@ def _training(
         cast(StageGroup, stages),
         lambda event: report(event.to_json()),
         report,
-        stop,
+        stop or threading.Event(),
         resumed,
-        metrics=metrics,
-        options=options,
+        **more,
     )
 
 
@@ -180,8 +181,7 @@ def test_other_options_are_tried_while_no_step_is_in_progress() -> None:
         "1f1b, max_in_flight 2",
         "1f1b, max_in_flight 2, 2 a message",
     ]
-    training = _training(config, stages, events.append, threading.Event(), options=options)
-    training.run(evaluate=False)
+    _training(config, stages, events.append, options=options).run(evaluate=False)
     changes = [place for place, call in enumerate(stages.log) if call.startswith("reschedule")]
     assert changes
     for place in changes:
@@ -209,9 +209,7 @@ def test_a_later_generation_goes_on_with_the_options_found() -> None:
         stages = Tuned(config)
         progress = TrainingProgress(step=1, batch=1, options=found)
         reported = list[Json]()
-        training = _training(
-            config, stages, reported.append, threading.Event(), progress, options=options
-        )
+        training = _training(config, stages, reported.append, resumed=progress, options=options)
         training.run(evaluate=False)
         assert [line for line in stages.log if line.startswith("reschedule")] == first
         told = [event["chosen"] for event in reported if event["event"] == "schedule"]
@@ -246,13 +244,8 @@ def test_held_steps_end_before_the_next_one_finishes() -> None:
 
 
 def test_all_steps_are_done_before_a_scheduler_steps_and_before_an_evaluation() -> None:
-    data = {
-        "train": "tests.zoo.models:dataset",
-        "test": "tests.zoo.models:dataset",
-        "batch_size": 5,
-    }
     scheduler = {"callable": "torch.optim.lr_scheduler:StepLR", "kwargs": {"step_size": 1}}
-    stages, reported = train(job(epochs=2, scheduler=scheduler, data=data))
+    stages, reported = train(job(epochs=2, scheduler=scheduler, data=TESTED))
     assert stages.log == [
         *("evaluate0", "start1", "start2", "finish1", "finish2", "settle"),
         *("scheduler 1.5", "evaluate2", "evaluate2"),
@@ -356,7 +349,12 @@ def test_a_trace_has_all_spans_on_one_clock(
 def progress_of(config: Config) -> dict[int, TrainingProgress]:
     """Return the progress after each step of a run."""
     reported: list[Json] = []
-    _training(config, Stages(config), reported.append, threading.Event()).run(evaluate=True)
+    _training(config, Stages(config), reported.append).run(evaluate=True)
+    return last_progress(reported)
+
+
+def last_progress(reported: list[Json]) -> dict[int, TrainingProgress]:
+    """Return the last progress of each step that a run has reported."""
     found = [event for event in reported if event["event"] == "progress"]
     return {event["step"]: TrainingProgress.from_message(event) for event in found}
 
@@ -364,14 +362,11 @@ def progress_of(config: Config) -> dict[int, TrainingProgress]:
 def resume(config: Config, resumed: TrainingProgress) -> list[str]:
     """Return the calls that a run makes to the stages if it resumes from `resumed`."""
     stages = Stages(config)
-    _training(config, stages, lambda event: None, threading.Event(), resumed).run(evaluate=True)
+    _training(config, stages, resumed=resumed).run(evaluate=True)
     return stages.log
 
 
-WATCHING = {
-    "scheduler": "torch.optim.lr_scheduler:ReduceLROnPlateau",
-    "steps": 5,
-}
+WATCHING = {"scheduler": "torch.optim.lr_scheduler:ReduceLROnPlateau", "steps": 5}
 
 
 def test_resumed_run_makes_the_calls_of_an_uninterrupted_run() -> None:
@@ -407,7 +402,7 @@ def test_resumed_run_repeats_an_evaluation_that_was_stopped() -> None:
             return super().evaluate(batch, step, own)
 
     stages, stop = Stopped(config), threading.Event()
-    training = _training(config, stages, lambda event: None, stop)
+    training = _training(config, stages, stop=stop)
     training.run(evaluate=True)
     training.save()
     resumed = training.progress
@@ -415,7 +410,7 @@ def test_resumed_run_repeats_an_evaluation_that_was_stopped() -> None:
     assert resume(config, resumed)[:3] == ["evaluate2", "evaluate2", "start3"]
     assert resume(config, replace(resumed, evaluated_after=2))[0] == "start3"
     again, stop = Stopped(config), threading.Event()
-    _training(config, again, lambda event: None, stop, resumed).run(evaluate=True)
+    _training(config, again, stop=stop, resumed=resumed).run(evaluate=True)
     assert again.log == ["evaluate2"]  # stopped again: no step follows
 
 
@@ -446,18 +441,10 @@ def test_a_run_that_was_stopped_saves_its_last_step() -> None:
     config = job(steps=100, checkpoint={"dir": "saved"})
     stages, stop = Stages(config), threading.Event()
     stop.set()
-    training = _training(config, stages, lambda event: None, stop)
+    training = _training(config, stages, stop=stop)
     training.run(evaluate=True)
     training.save()
     assert stages.log[-1] == f"save{training.progress.step}"
-
-
-TESTED = {
-    "train": "tests.zoo.models:dataset",
-    "test": "tests.zoo.models:dataset",
-    "batch_size": 5,
-}
-"""An epoch has two steps, and an evaluation has two mini-batches."""
 
 
 def evaluations(log: list[str]) -> list[int]:
@@ -502,8 +489,8 @@ def _rehearsed(metric: Fails) -> list[Json]:
     """Return the events that a run reports up to its first step."""
     reported: list[Json] = []
     config = job(steps=1, data={**TESTED, "batch_size": 4}, evaluate_every=0)
-    stages, stop = Stages(config), threading.Event()
-    training = _training(config, stages, reported.append, stop, metrics=Metrics({"own": metric}))
+    stages = Stages(config)
+    training = _training(config, stages, reported.append, metrics=Metrics({"own": metric}))
     with contextlib.suppress(JobError):  # from the evaluation at the end
         training.run(evaluate=True)
     assert stages.evaluated[:2] == [4, 2]  # the first mini-batch of ten samples and the last
@@ -547,57 +534,38 @@ LOSSES = {2: 0.5, 4: 0.4, 6: 0.395, 8: math.nan, 10: 0.1}
 
 def test_run_stops_early_if_evaluations_do_not_improve() -> None:
     config = job(steps=20, evaluate_every_steps=2, data=TESTED, early_stopping=STOPPING)
-    reported: list[Json] = []
-    stages = Stages(config, LOSSES)
-    _training(config, stages, reported.append, threading.Event()).run(evaluate=True)
-    assert evaluations(stages.log) == [2, 4, 6, 8]  # the last is not evaluated twice
-    (stopped,) = [event for event in reported if event["event"] == "early_stop"]
-    assert (stopped["step"], stopped["best_step"], stopped["best"], stopped["waited"]) == (
-        8,
-        4,
-        0.4,
-        2,
-    )
-    assert "start9" not in stages.log
-    known = {
-        e["step"]: TrainingProgress.from_message(e) for e in reported if e["event"] == "progress"
-    }
-    for step, resumed in known.items():  # the last progress of each step
-        again = Stages(config, LOSSES)
-        reported_again: list[Json] = []
-        _training(config, again, reported_again.append, threading.Event(), resumed).run(
-            evaluate=True
-        )
-        assert evaluations(again.log) == [found for found in (2, 4, 6, 8) if found >= step]
-        assert "start9" not in again.log
-        assert [event for event in reported_again if event["event"] == "early_stop"] == [stopped]
+
+    def run(resumed: TrainingProgress | None = None) -> tuple[list[int], Json, list[Json]]:
+        stages, reported = Stages(config, LOSSES), list[Json]()
+        _training(config, stages, reported.append, resumed=resumed).run(evaluate=True)
+        assert "start9" not in stages.log
+        (stopped,) = [event for event in reported if event["event"] == "early_stop"]
+        return evaluations(stages.log), stopped, reported
+
+    evaluated, stopped, reported = run()
+    assert evaluated == [2, 4, 6, 8]  # the last is not evaluated twice
+    expected = {"step": 8, "best_step": 4, "best": 0.4, "waited": 2}
+    assert expected.items() <= stopped.items()
+    for step, resumed in last_progress(reported).items():
+        evaluated, again, _ = run(resumed)
+        assert evaluated == [found for found in (2, 4, 6, 8) if found >= step]
+        assert again == stopped
 
 
 def test_more_patience_resumes_a_run_that_had_stopped_early() -> None:
     config = job(steps=12, evaluate_every_steps=2, data=TESTED, early_stopping=STOPPING)
-    reported: list[Json] = []
-    training = _training(config, Stages(config, LOSSES), reported.append, threading.Event())
+    training = _training(config, Stages(config, LOSSES))
     training.run(evaluate=True)
-    patient = job(
-        steps=12,
-        evaluate_every_steps=2,
-        data=TESTED,
-        early_stopping={**STOPPING, "patience": 3},
-    )
+    patience = {**STOPPING, "patience": 3}
+    patient = job(steps=12, evaluate_every_steps=2, data=TESTED, early_stopping=patience)
     stages = Stages(patient, LOSSES)
-    _training(patient, stages, reported.append, threading.Event(), training.progress).run(True)
+    _training(patient, stages, resumed=training.progress).run(True)
     assert evaluations(stages.log) == [8, 10, 12]
 
 
 def test_the_best_step_is_saved_and_waited_for() -> None:
-    config = job(
-        steps=10,
-        evaluate_every_steps=2,
-        data=TESTED,
-        checkpoint={"dir": "saved", "every_steps": 5, "best": "loss"},
-    )
     losses = {2: 0.5, 4: 0.6, 6: math.nan, 8: 0.3, 10: 0.2}
-    stages, training = _saving(config, losses)
+    stages, training = _saving(5, losses)
     saved = [entry for entry in stages.log if "save" in entry or entry.startswith("evaluate")]
     assert saved == [
         *("evaluate0", "evaluate2", "evaluate2", "save2", "evaluate4", "evaluate4"),
@@ -608,19 +576,15 @@ def test_the_best_step_is_saved_and_waited_for() -> None:
 
 
 def test_best_step_is_dropped_if_its_checkpoint_fails() -> None:
-    config = job(
-        steps=6,
-        evaluate_every_steps=2,
-        data=TESTED,
-        checkpoint={"dir": "saved", "every_steps": 100, "best": "loss"},
-    )
-    stages, training = _saving(config, {2: 0.5, 4: 0.1, 6: 0.3}, failing=4)
+    stages, training = _saving(100, {2: 0.5, 4: 0.1, 6: 0.3}, failing=4)
     assert [entry for entry in stages.log if "save" in entry] == ["save2", "save4", "start6+save"]
     assert training.progress.best == Best("loss", "min", 0.3, 6)
 
 
-def _saving(config: Config, losses: dict[int, float], failing: int = 0) -> tuple[Stages, Training]:
+def _saving(every: int, losses: dict[int, float], failing: int = 0) -> tuple[Stages, Training]:
     """Return a run whose supervisor finishes each checkpoint that the driver waits for."""
+    section = {"dir": "saved", "every_steps": every, "best": "loss"}
+    config = job(steps=max(losses), evaluate_every_steps=2, data=TESTED, checkpoint=section)
     stages = Stages(config, losses)
 
     def report(event: Json) -> None:
@@ -629,6 +593,6 @@ def _saving(config: Config, losses: dict[int, float], failing: int = 0) -> tuple
             later = threading.Timer(0.01, lambda: training.saves.finish(step, step == failing))
             later.start()
 
-    training = _training(config, stages, report, threading.Event())
+    training = _training(config, stages, report)
     training.run(evaluate=True)
     return stages, training

@@ -51,14 +51,12 @@ def hung(stage: str = "s0") -> WorkerHungError:
 
 
 def after(
-    found: Sequence[RpcmpError],
-    max_restarts: int = MAX_RESTARTS,
-    history: FaultHistory | None = None,
+    found: Sequence[RpcmpError], max_restarts: int = MAX_RESTARTS, has_begun: bool = True
 ) -> Decision:
     """Return the decision after the last of these faults; the run recovers from all others."""
-    history = history or FaultHistory()
+    history = FaultHistory()
     for number, error in enumerate(found):
-        decision = decide(error, history, max_restarts, has_begun=True)
+        decision = decide(error, history, max_restarts, has_begun)
         assert (decision.error is None) or number == len(found) - 1
         history = decision.history
     return decision
@@ -203,10 +201,11 @@ def test_a_repeated_location_is_reported_even_if_restarts_are_used_up() -> None:
 # How often
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
 @pytest.mark.parametrize("max_restarts", [0, 1, 5, 20])
-def test_restarts_without_a_new_step_are_limited(max_restarts: int) -> None:
+def test_restarts_without_a_new_step_are_limited(max_restarts: int, has_begun: bool) -> None:
     lost = WorkerDiedError("the worker of stage 's0' is gone")
-    decision = after([lost] * (max_restarts + 1), max_restarts)
+    decision = after([lost] * (max_restarts + 1), max_restarts, has_begun)
     assert isinstance(decision.error, RecoveryTimeoutError)
     assert str(decision.error) == (
         f"gave up after {max_restarts} restarts without a new step; the last: {lost}"
@@ -240,26 +239,7 @@ def test_thousands_of_restarts_keep_a_bounded_pause() -> None:
 # The first group
 
 
-@pytest.mark.parametrize(
-    "error", [UnreachableError("no answer"), raised(phase="build", step=None, microbatch=None)]
-)
-def test_errors_that_only_the_user_can_mend_are_final_at_once(error: RpcmpError) -> None:
-    decision = decide(error, FaultHistory(), MAX_RESTARTS, has_begun=False)
-    assert decision == Decision(error, 0.0, FaultHistory())
-    assert decide(error, FaultHistory(), MAX_RESTARTS, has_begun=True).error is None
-
-
 def test_our_own_servers_are_not_the_users_to_mend() -> None:
     error = UnreachableError("no answer for 6 s")
     decision = decide(error, FaultHistory(), MAX_RESTARTS, has_begun=False, is_local=True)
     assert decision.error is None
-
-
-def test_a_worker_lost_before_the_first_group_is_restarted_up_to_the_limit() -> None:
-    history = FaultHistory()
-    for _ in range(MAX_RESTARTS):
-        decision = decide(WorkerDiedError("gone"), history, MAX_RESTARTS, has_begun=False)
-        assert decision.error is None
-        history = decision.history
-    decision = decide(WorkerDiedError("gone"), history, MAX_RESTARTS, has_begun=False)
-    assert isinstance(decision.error, RecoveryTimeoutError)

@@ -54,6 +54,14 @@ def server_state(
     )
 
 
+@pytest.fixture
+def vitals() -> Vitals:
+    """Vitals of a generation that has started."""
+    made = Vitals()
+    made.start_generation()
+    return made
+
+
 def vitals_of(vitals: Vitals) -> dict[str, Any]:
     return vitals.event(5).to_json()
 
@@ -62,9 +70,7 @@ def links(vitals: Vitals) -> dict[tuple[str, str], dict[str, Any]]:
     return {(link["from"], link["to"]): link for link in vitals_of(vitals)["links"]}
 
 
-def test_a_workers_vitals_equal_those_that_its_server_reports() -> None:
-    vitals = Vitals()
-    vitals.start_generation()
+def test_a_workers_vitals_equal_those_that_its_server_reports(vitals: Vitals) -> None:
     vitals.update_worker("a", server_state())
     event = vitals_of(vitals)
     assert (event["event"], event["step"], event["driver"]) == ("vitals", 5, {})
@@ -86,9 +92,7 @@ def test_a_workers_vitals_equal_those_that_its_server_reports() -> None:
     }
 
 
-def test_a_change_without_vitals_changes_only_the_state() -> None:
-    vitals = Vitals()
-    vitals.start_generation()
+def test_a_change_without_vitals_changes_only_the_state(vitals: Vitals) -> None:
     vitals.update_worker("a", pb.WatchResponse(state=pb.SERVER_STATE_CLAIMED))
     assert vitals_of(vitals)["workers"] == {}  # nothing is known of it yet
     vitals.update_worker("a", server_state(state=pb.SERVER_STATE_BUILDING))
@@ -97,9 +101,7 @@ def test_a_change_without_vitals_changes_only_the_state() -> None:
     assert (worker["state"], worker["memory"]) == ("running", 1000)
 
 
-def test_links_add_up_the_connections_of_both_ends() -> None:
-    vitals = Vitals()
-    vitals.start_generation()
+def test_links_add_up_the_connections_of_both_ends(vitals: Vitals) -> None:
     vitals.update_worker(
         "a",
         server_state(
@@ -121,9 +123,9 @@ def test_links_add_up_the_connections_of_both_ends() -> None:
     assert found[DRIVER, "a"]["rtt_s"] == 0.04  # between the hosts, not to the own supervisor
 
 
-def test_rates_use_the_time_between_counts_and_not_between_reports(clock: Clock) -> None:
-    vitals = Vitals()
-    vitals.start_generation()
+def test_rates_use_the_time_between_counts_and_not_between_reports(
+    clock: Clock, vitals: Vitals
+) -> None:
     vitals.update_worker("b", server_state(listens=B))
     for counted, heard, count, rate in (
         (10.0, 10.4, 1000, 0.0),  # the first has no start time
@@ -142,9 +144,7 @@ def test_rates_use_the_time_between_counts_and_not_between_reports(clock: Clock)
         assert found["a", "b"]["bytes"] == count
 
 
-def test_a_process_is_lost_until_the_next_one_reports() -> None:
-    vitals = Vitals()
-    vitals.start_generation()
+def test_a_process_is_lost_until_the_next_one_reports(vitals: Vitals) -> None:
     for label in ("a", "b"):
         vitals.update_worker(
             label, server_state(PeerTraffic(B, 1, 1, 0.1), listens=A if label == "a" else B)
@@ -161,9 +161,7 @@ def test_a_process_is_lost_until_the_next_one_reports() -> None:
     assert (fresh["state"], fresh["pid"], fresh["restarts"]) == ("claimed", 8, 1)
 
 
-def test_a_loss_without_a_label_changes_nothing() -> None:
-    vitals = Vitals()
-    vitals.start_generation()
+def test_a_loss_without_a_label_changes_nothing(vitals: Vitals) -> None:
     vitals.update_worker("a", server_state())
     before = vitals_of(vitals)["workers"]
     vitals.mark_lost("")
@@ -180,9 +178,7 @@ def test_a_process_lost_before_its_first_vitals_is_not_reported() -> None:
             assert (vitals_of(vitals)["workers"], vitals_of(vitals)["driver"]) == ({}, {})
 
 
-def test_the_driver_reports_vitals() -> None:
-    vitals = Vitals()
-    vitals.start_generation()
+def test_the_driver_reports_vitals(vitals: Vitals) -> None:
     vitals.update_driver(9, Doing("plan", 0, -1, 0.1), {}, ([], []))
     assert vitals_of(vitals)["driver"]["state"] == "building"
     vitals.add_driver_address(D)
@@ -194,9 +190,7 @@ def test_the_driver_reports_vitals() -> None:
     assert vitals_of(vitals)["driver"]["state"] == "lost"
 
 
-def test_links_count_tensors_if_they_exceed_the_connections(clock: Clock) -> None:
-    vitals = Vitals()
-    vitals.start_generation()
+def test_links_count_tensors_if_they_exceed_the_connections(clock: Clock, vitals: Vitals) -> None:
     vitals.update_worker("a:1", server_state(listens=A))
     for now, tensors in ((1.0, 1000), (2.0, 3000)):
         clock.now = now

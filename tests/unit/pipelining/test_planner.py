@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from rpcmp.config.job_sections import StageConfig
-from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import chain_estimates
 from rpcmp.pipelining.calibration import MeasuredSteps
-from rpcmp.pipelining.chain_cuts import Chain
 from rpcmp.pipelining.plan import Connection
 from rpcmp.pipelining.planner import Planner, Timed
 from tests.support.planning import (
@@ -27,6 +25,14 @@ from tests.support.planning import (
 )
 
 MB = 10**6
+
+
+def rehearsing(*seconds: float) -> tuple[Planner, Timed]:
+    """Return a planner for hosts of these speeds, and what it wants to be rehearsed first."""
+    made = Planner(planned_job(), StageConfig(), hosts(*seconds), {})
+    timed = made.to_rehearse()
+    assert timed is not None
+    return made, timed
 
 
 def both_ways(one: str, other: str, way: Connection) -> dict[tuple[str, str], Connection]:
@@ -191,9 +197,7 @@ def test_plans_that_clearly_differ_are_not_rehearsed_again() -> None:
 
 def test_a_plan_that_was_rehearsed_gives_way_to_what_is_clearly_faster() -> None:
     """Its own hosts are as fast as they were taken to be, and other cuts are alike."""
-    made = Planner(planned_job(), StageConfig(), hosts(0.01, 0.01), {})
-    timed = made.to_rehearse()
-    assert timed is not None
+    made, timed = rehearsing(0.01, 0.01)
     first, second = ({"F": 0.04 * n} for n in timed.chain.balance)
     made.learn(timed, MeasuredSteps(timed.step_s, 0.0, {"stage0": first, "stage1": second}))
     assert made.plans()[0].balance == [4, 4]
@@ -205,49 +209,20 @@ def test_a_plan_that_was_rehearsed_gives_way_to_what_is_clearly_faster() -> None
     assert sorted(again.chain.balance) == [2, 6]
 
 
-def test_a_host_is_as_slow_as_in_its_steps_and_others_as_those_of_the_chain() -> None:
-    made = Planner(planned_job(), StageConfig(), hosts(0.01, 0.01, 0.01), {})
-    options = ScheduleOptions.of(planned_job())
-    chain = Chain((1, 0), (4, 4), 0)
-    seconds = {"stage0": {"F": 0.02 * 4 * 4}, "stage1": {"F": 0.01 * 4 * 4}}
-    made.learn(Timed(1.0, options, chain), MeasuredSteps(1.0, 0.0, seconds))
-    first, second = "host1:1", "host0:1"
-    slowness = {
-        stage.address: stage.busy_s / (0.01 * 4 * count)
-        for plan in made.plans()
-        for stage, count in zip(plan.stages, plan.balance, strict=True)
-    }
-    assert slowness == pytest.approx({first: 2.0, second: 1.0, "host2:1": 1.5})
-
-
-def test_more_hosts_do_not_help_where_loading_takes_longer() -> None:
-    made = Planner(planned_job(), StageConfig(), hosts(*[0.01] * 4), {})
-    timed = made.to_rehearse()
-    assert timed is not None
+def test_more_hosts_do_not_help_where_loading_takes_longer_unless_fewer_have_failed() -> None:
+    made, timed = rehearsing(*[0.01] * 4)
     job = made.job(timed)
     busy = {name: {"F": 0.01, "B": 0.01} for name in job.stage_names}
     made.learn(timed, MeasuredSteps(2.0, 0.9, busy))
     best = made.plans()[0]
     assert (best.step_s, len(best.stages)) == (2.0, 1)
-
-
-def test_a_plan_that_failed_is_last_even_with_fewer_stages() -> None:
-    made = Planner(planned_job(), StageConfig(), hosts(*[0.01] * 4), {})
-    timed = made.to_rehearse()
-    assert timed is not None
-    job = made.job(timed)
-    busy = {name: {"F": 0.01, "B": 0.01} for name in job.stage_names}
-    made.learn(timed, MeasuredSteps(2.0, 0.9, busy))  # loading is all that takes time
-    assert len(made.plans()[0].stages) == 1
     while (other := made.to_rehearse()) is not None:
         made.give_up(other)
     assert served_by(made.plans()[0]) == job.addresses
 
 
 def test_one_host_is_rehearsed_as_well() -> None:
-    alone = Planner(planned_job(), StageConfig(), hosts(1), {})
-    timed = alone.to_rehearse()
-    assert timed is not None
+    alone, timed = rehearsing(1)
     alone.learn(timed, MeasuredSteps(9.0, 0.0, {"stage0": {"F": 8.0, "B": 0.5}}))
     assert alone.to_rehearse() is None
     (only,) = alone.plans()
@@ -256,9 +231,7 @@ def test_one_host_is_rehearsed_as_well() -> None:
 
 def test_a_stage_that_takes_long_with_few_layers_is_not_taken_for_a_slow_host() -> None:
     """Each stage takes as long as one layer besides its own, which take as long as alone."""
-    made = Planner(planned_job(), StageConfig(), hosts(0.01, 0.03), {})
-    timed = made.to_rehearse()
-    assert timed is not None
+    made, timed = rehearsing(0.01, 0.03)
     job = made.job(timed)
     seconds = [0.01 if address == "host0:1" else 0.03 for address in job.addresses]
     parts = zip(job.stage_names, seconds, timed.chain.balance, strict=True)

@@ -97,9 +97,15 @@ def machine(hosts: Sequence[StageHost] = (), layer_s: float = LAYER_S, **changed
     return made
 
 
+def slowed(slowness: list[float], hosts: Sequence[StageHost] = (), **changed: Any) -> Machine:
+    """Return a machine whose hosts have become so slow since it has settled."""
+    made = machine(hosts, **changed)
+    made.slowness = slowness
+    return made
+
+
 def test_layers_leave_a_host_that_has_become_slower() -> None:
-    made = machine()
-    made.slowness = [1.0, 2.0]
+    made = slowed([1.0, 2.0])
     proposal = made.suggested()
     assert proposal.balance == [4, 2]
     assert "stage 'stage1' computes 2.00 times as long" in proposal.reason
@@ -116,42 +122,29 @@ def test_measured_layers_say_which_ones_to_move() -> None:
     seconds = [4.0, 4.0, 4.0, 1.0, 1.0, 10.0]
     layers = [layer(LAYER_S * 3 * each / 12) for each in seconds]
     hosts = [host(layers, index, num_microbatches=MICROBATCHES) for index in range(2)]
-    made = machine(hosts)
-    made.slowness = [1.0, 2.0]
-    proposal = made.suggested()
-    assert proposal.balance == [5, 1]
+    assert slowed([1.0, 2.0], hosts).suggested().balance == [5, 1]
 
 
-def test_what_does_not_fit_into_memory_is_not_proposed() -> None:
+@pytest.mark.parametrize("limits", [(350, None), (50, 50)])
+def test_what_does_not_fit_into_memory_is_not_proposed_even_if_what_runs_does_not_either(
+    limits: tuple[int | None, int | None],
+) -> None:
     layers = [layer(LAYER_S, state=100) for _ in range(6)]
     hosts = [
-        host(layers, index, limit=350 if index == 0 else None, num_microbatches=MICROBATCHES)
-        for index in range(2)
+        host(layers, index, limit=limit, num_microbatches=MICROBATCHES)
+        for index, limit in enumerate(limits)
     ]
-    made = machine(hosts)
-    made.slowness = [1.0, 2.0]
-    assert made.run() is None
+    assert slowed([1.0, 2.0], hosts).run() is None  # the first has no room for a fourth layer
 
 
 def test_a_stage_that_waits_for_a_slower_one_is_not_faster() -> None:
     """With pauses, a host with a processor limit computes faster; with more layers it would not."""
-    made = machine()
-    made.slowness = [2.0, 0.6]
-    proposal = made.suggested()
-    assert proposal.balance == [2, 4]
+    assert slowed([2.0, 0.6]).suggested().balance == [2, 4]
 
 
-@pytest.mark.parametrize("slowness", [[1.0, 1.1], [1.0, 1.2], [1.15, 1.2]])
-def test_a_small_change_is_none(slowness: list[float]) -> None:
-    made = machine()
-    made.slowness = slowness
-    assert made.run() is None
-
-
-def test_all_hosts_slower_is_nothing_to_gain() -> None:
-    made = machine()
-    made.slowness = [2.0, 2.0]
-    assert made.run() is None
+@pytest.mark.parametrize("slowness", [[1.0, 1.1], [1.0, 1.2], [1.15, 1.2], [2.0, 2.0]])
+def test_a_small_change_is_none_and_neither_is_one_of_all_hosts(slowness: list[float]) -> None:
+    assert slowed(slowness).run() is None
 
 
 def test_a_short_change_is_none() -> None:
@@ -164,23 +157,18 @@ def test_a_short_change_is_none() -> None:
 
 
 def test_what_does_not_pay_back_is_not_proposed() -> None:
-    made = machine()
-    made.slowness = [1.0, 2.0]
-    assert made.run(left=5) is None
-    within = machine(rebalance_within=5)
-    within.slowness = [1.0, 2.0]
-    assert within.run() is None
+    assert slowed([1.0, 2.0]).run(left=5) is None
+    assert slowed([1.0, 2.0], rebalance_within=5).run() is None
 
 
 def test_steps_that_wait_for_samples_are_not_the_hosts_fault() -> None:
-    made = machine()
-    made.slowness, made.data_share = [1.0, 2.0], 0.6
+    made = slowed([1.0, 2.0])
+    made.data_share = 0.6
     assert made.run() is None
 
 
 def test_smaller_mini_batches_and_lost_reports_do_not_count() -> None:
-    made = machine()
-    made.slowness = [1.0, 2.0]
+    made = slowed([1.0, 2.0])
     made.samples = 7
     assert made.run() is None
     made.samples = 16
@@ -188,45 +176,31 @@ def test_smaller_mini_batches_and_lost_reports_do_not_count() -> None:
     assert made.run() is not None
 
 
-def test_a_balance_that_is_not_faster_is_given_up() -> None:
-    made = machine()
-    made.slowness = [1.0, 2.0]
-    proposal = made.suggested()
-    made.move(proposal.balance)
-    made.slowness = [2.0, 2.0]  # the layers that have moved are slow there, too
-    back = made.suggested()
-    assert back.balance == [3, 3]
-    assert "before" in back.reason
-    made.move(back.balance)
-    assert made.watch.refused == [proposal.balance]
-    made.slowness = [1.0, 2.0]
-    assert made.run(steps=1000) is None
-
-
-def test_a_refused_balance_is_not_proposed() -> None:
-    made = machine()
-    made.watch.refused.append([4, 2])
-    made.slowness = [1.0, 2.0]
-    assert made.run() is None
-
-
 def test_a_fault_does_not_make_slow_hosts_usual() -> None:
-    made = machine()
-    made.slowness = [1.0, 2.0]
+    made = slowed([1.0, 2.0])
     assert made.run(steps=8) is None
     made.move([3, 3])
-    proposal = made.suggested()
-    assert proposal.balance == [4, 2]
+    assert made.suggested().balance == [4, 2]
 
 
 def moved(slowness: list[float]) -> Machine:
     """Return a machine whose second host has become slow, after layers have left it."""
-    made = machine()
-    made.slowness = [1.0, 2.0]
-    proposal = made.suggested()
-    made.move(proposal.balance)
+    made = slowed([1.0, 2.0])
+    made.move(made.suggested().balance)
     made.slowness = slowness
     return made
+
+
+def test_a_balance_that_is_not_faster_is_given_up_and_not_proposed_again() -> None:
+    made = moved([2.0, 2.0])  # the layers that have moved are slow there, too
+    refused = made.balance
+    back = made.suggested()
+    assert back.balance == [3, 3]
+    assert "before" in back.reason
+    made.move(back.balance)
+    assert made.watch.refused == [refused]
+    made.slowness = [1.0, 2.0]
+    assert made.run(steps=1000) is None
 
 
 @pytest.mark.parametrize("slowness", [[2.0, 4.0], [1.3, 2.6]])
@@ -243,14 +217,15 @@ def test_the_first_steps_of_a_balance_may_suggest_a_further_one() -> None:
     made.move(proposal.balance)
     assert made.run() is None
     assert made.watch.refused == []
+    made.slowness = [1.0, 1.0]  # which is known from before its layers left
+    assert made.suggested().balance == [3, 3]
 
 
 @pytest.mark.parametrize(("step_s", "most"), [(0.02, 100), (0.5, 9), (1.0, 6), (2.0, 3), (5.0, 3)])
 def test_long_steps_are_not_waited_for(step_s: float, most: int) -> None:
     """A changed host is known after three blocks, of a second or more, and three steps or more, if
     these do not take longer than three seconds."""
-    made = machine(layer_s=LAYER_S * step_s / machine().step_s([3, 3]))
-    made.slowness = [1.0, 2.0]
+    made = slowed([1.0, 2.0], layer_s=LAYER_S * step_s / machine().step_s([3, 3]))
     before = made.number
     assert made.run() is not None
     assert made.number - before <= most
@@ -269,14 +244,6 @@ def test_a_balance_that_the_user_has_asked_for_is_the_users_to_judge() -> None:
     assert made.run() is None
 
 
-def test_what_runs_fits_into_memory_whatever_was_measured() -> None:
-    layers = [layer(LAYER_S, state=100) for _ in range(6)]
-    hosts = [host(layers, index, limit=50, num_microbatches=MICROBATCHES) for index in range(2)]
-    made = machine(hosts)
-    made.slowness = [1.0, 2.0]
-    assert made.run() is None  # the first has no room for a fourth layer
-
-
 def test_at_most_four_moves_follow_from_a_change() -> None:
     made, moves = machine(), 0
     for _ in range(20):
@@ -287,16 +254,6 @@ def test_at_most_four_moves_follow_from_a_change() -> None:
             moves += 1
             made.move(proposal.balance)
     assert 2 <= moves <= 4
-
-
-def test_a_host_that_is_slower_still_than_when_its_layers_left_is_known_as_such() -> None:
-    made = moved([1.0, 6.0])
-    proposal = made.suggested()
-    made.move(proposal.balance)
-    assert made.run() is None
-    made.slowness = [1.0, 1.0]
-    back = made.suggested()
-    assert back.balance == [3, 3]
 
 
 def test_moves_come_to_an_end_if_the_host_that_gets_layers_is_the_slow_one() -> None:
